@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::plan::{Pieces, Plan};
+use crate::plan::Plan;
 
 /// Old positions that are kept, in the order in which they were met, and their new ones.
 #[derive(Default)]
@@ -59,15 +59,7 @@ impl Plan {
             for change in &mut tensor.changes {
                 change.renumber(|old| stored.keep(old));
             }
-            match &mut tensor.pieces {
-                Pieces::View { blob, .. } => *blob = blobs.keep(*blob),
-                Pieces::Boxes(boxes) => {
-                    boxes.iter_mut().for_each(|piece| piece.blob = blobs.keep(piece.blob))
-                }
-                Pieces::Ranges(ranges) => {
-                    ranges.iter_mut().for_each(|piece| piece.blob = blobs.keep(piece.blob))
-                }
-            }
+            tensor.pieces.blobs_mut().for_each(|blob| *blob = blobs.keep(*blob));
             excerpt.stored.push(tensor);
             at += 1;
         }

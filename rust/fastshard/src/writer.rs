@@ -84,25 +84,7 @@ impl ResultWriter {
     /// # Errors
     /// A name twice, or too long for a header; a size that does not fit the shape; I/O.
     pub fn add(&mut self, name: &str, dtype: Dtype, shape: &[u64], bytes: &[u8]) -> Result<()> {
-        let wanted = element_count(shape).and_then(|n| n.checked_mul(dtype.size() as u64));
-        if wanted != Some(bytes.len() as u64) {
-            return Err(Finding::new(codes::SHAPE, "bytes of the tensor")
-                .tensor(name)
-                .expected(format!("{} for {dtype} {shape:?}", wanted.unwrap_or(0)), bytes.len())
-                .into());
-        }
-        safetensors::holds(name, dtype)?;
-        if self.names.contains(name) {
-            return Err(Finding::new(codes::OVERLAP, "written twice").tensor(name).into());
-        }
-        let room = entry_room(name, shape.len());
-        if room > HEADER_ROOM - HEADER_FIXED {
-            return Err(Finding::new(codes::UNSUPPORTED, "its entry is too large for a file's header")
-                .tensor(name)
-                .expected(format!("{} bytes at most", HEADER_ROOM - HEADER_FIXED), room)
-                .help("give it a shorter name")
-                .into());
-        }
+        let room = self.check(name, dtype, shape, bytes)?;
         let full = self.open.as_ref().is_some_and(|s| {
             !s.tensors.is_empty()
                 && (s.bytes + bytes.len() as u64 > self.max_shard || s.header_bytes + room > HEADER_ROOM)
@@ -144,6 +126,30 @@ impl ResultWriter {
         shard.bytes = end;
         self.names.insert(name.to_string());
         Ok(())
+    }
+
+    /// Bytes of a tensor's entry in the header, if the tensor can be added.
+    fn check(&self, name: &str, dtype: Dtype, shape: &[u64], bytes: &[u8]) -> Result<usize> {
+        let wanted = element_count(shape).and_then(|n| n.checked_mul(dtype.size() as u64));
+        if wanted != Some(bytes.len() as u64) {
+            return Err(Finding::new(codes::SHAPE, "bytes of the tensor")
+                .tensor(name)
+                .expected(format!("{} for {dtype} {shape:?}", wanted.unwrap_or(0)), bytes.len())
+                .into());
+        }
+        safetensors::holds(name, dtype)?;
+        if self.names.contains(name) {
+            return Err(Finding::new(codes::OVERLAP, "written twice").tensor(name).into());
+        }
+        let room = entry_room(name, shape.len());
+        if room > HEADER_ROOM - HEADER_FIXED {
+            return Err(Finding::new(codes::UNSUPPORTED, "its entry is too large for a file's header")
+                .tensor(name)
+                .expected(format!("{} bytes at most", HEADER_ROOM - HEADER_FIXED), room)
+                .help("give it a shorter name")
+                .into());
+        }
+        Ok(room)
     }
 
     /// A new file.

@@ -27,6 +27,18 @@ fn non_finite(plan: &Plan, output: &Output, count: u64) -> Finding {
     finding
 }
 
+/// The note that value ops of an output are not exact; the first part that has such tells of them.
+fn lossy(output: &Output) -> Option<Finding> {
+    let part = output.parts.iter().find(|part| part.ops.iter().any(|op| !op.is_exact()))?;
+    let told = |op: &Op| match op {
+        Op::Scale(x) => format!("x {x}"),
+        Op::Add(x) => format!("+ {x}"),
+    };
+    let ops: Vec<String> = part.ops.iter().map(told).collect();
+    let message = format!("values changed: {}", ops.join(" "));
+    Some(Finding::new(codes::LOSSY, message).tensor(&output.name))
+}
+
 impl Run<'_> {
     pub(super) fn report(&self, memory: MemoryUse) -> Result<Report> {
         let mut outputs = Vec::with_capacity(self.plan.outputs.len());
@@ -52,22 +64,8 @@ impl Run<'_> {
                 let stored = output.parts[p].sources[0];
                 self.find(self.place(stored, finding).tensor(&output.name));
             }
-            for part in &output.parts {
-                if part.ops.iter().any(|op| !op.is_exact()) {
-                    let ops: Vec<String> = part
-                        .ops
-                        .iter()
-                        .map(|op| match op {
-                            Op::Scale(x) => format!("x {x}"),
-                            Op::Add(x) => format!("+ {x}"),
-                        })
-                        .collect();
-                    self.find(
-                        Finding::new(codes::LOSSY, format!("values changed: {}", ops.join(" ")))
-                            .tensor(&output.name),
-                    );
-                    break;
-                }
+            if let Some(finding) = lossy(output) {
+                self.find(finding);
             }
         }
         for (&pair, drift) in lock(&self.twins).iter().filter(|(_, d)| d.differing > 0) {

@@ -125,15 +125,6 @@ impl Pattern {
         }
     }
 
-    /// The literal text before the first variable or choice.
-    pub fn literal_prefix(&self) -> &str {
-        match self.segments.first() {
-            Some(Segment::Text(t)) => t,
-            None => &self.text,
-            _ => "",
-        }
-    }
-
     /// Makes positions of places within sets, and tells whether all positions are of their sets. `bases` are
     /// those of the match: a rank counts the places of a set from its first layer on.
     pub fn place(&self, found: &mut Match, bases: &BTreeMap<String, u64>, sets: &Sets) -> Membership<'_> {

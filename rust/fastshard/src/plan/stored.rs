@@ -86,6 +86,19 @@ pub enum Pieces {
     Ranges(Vec<RangePiece>),
 }
 
+impl Pieces {
+    /// The blobs that the pieces lie in, in order, to be numbered anew.
+    pub(crate) fn blobs_mut(&mut self) -> impl Iterator<Item = &mut u32> {
+        let (view, boxes, ranges) = match self {
+            Pieces::View { blob, .. } => (Some(blob), [].iter_mut(), [].iter_mut()),
+            Pieces::Boxes(boxes) => (None, boxes.iter_mut(), [].iter_mut()),
+            Pieces::Ranges(ranges) => (None, [].iter_mut(), ranges.iter_mut()),
+        };
+        let boxes = boxes.map(|piece: &mut BoxPiece| &mut piece.blob);
+        view.into_iter().chain(boxes).chain(ranges.map(|piece: &mut RangePiece| &mut piece.blob))
+    }
+}
+
 /// One box of a stored tensor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BoxPiece {

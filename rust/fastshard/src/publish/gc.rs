@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::clock::Patience;
-use super::disk::At;
+use super::disk::{At, Dir};
 use super::folder::{entries, is_data, refused_owner, remove_folder};
 use super::lock;
 use super::others;
@@ -79,24 +79,7 @@ pub fn collect(
             Some(shared) => !shared.alive(patience, go_on)?.is_empty(),
             None => false,
         };
-        let held = entries(&folder)?;
-        let is_empty = !held.iter().any(|name| is_data(name) || name == "plan" || name == "old");
-        // Without a lock file it has just been made, or its clean-up was cut short; where the filesystem knows no locks
-        // whoever gives the run up must know.
-        let is_held =
-            held.iter().any(|name| name == "lock") && lock::is_held(&folder)?.unwrap_or(!is_abandoned);
-        let fate = if alive || is_held {
-            Fate::AtWork
-        } else if Seal::is_on(&folder)? {
-            // It may hold what was at the destination before.
-            Fate::Complete
-        } else if held.iter().any(|name| name == "old" || name == "kept") {
-            Fate::Foreign
-        } else if is_empty || is_abandoned {
-            Fate::Removed
-        } else {
-            Fate::Resumable
-        };
+        let fate = fate_of(&folder, alive, is_abandoned)?;
         if fate == Fate::Removed && !dry {
             let place = Place::find(out, &digits)?;
             if let Some(lock) = lock::acquire(&folder)? {
@@ -111,6 +94,28 @@ pub fn collect(
         return Err(absent(&place, run));
     }
     Ok(leavings)
+}
+
+/// What becomes of a run's folder. `alive`: one of its processes shows a sign of life.
+fn fate_of(folder: &Dir, alive: bool, is_abandoned: bool) -> Result<Fate> {
+    let held = entries(folder)?;
+    let holds = |wanted: &[&str]| held.iter().any(|name| wanted.contains(&name.as_str()));
+    let is_empty = !held.iter().any(|name| is_data(name)) && !holds(&["plan", "old"]);
+    // Without a lock file it has just been made, or its clean-up was cut short; where the filesystem knows no locks
+    // whoever gives the run up must know.
+    let is_held = holds(&["lock"]) && lock::is_held(folder)?.unwrap_or(!is_abandoned);
+    Ok(if alive || is_held {
+        Fate::AtWork
+    } else if Seal::is_on(folder)? {
+        // It may hold what was at the destination before.
+        Fate::Complete
+    } else if holds(&["old", "kept"]) {
+        Fate::Foreign
+    } else if is_empty || is_abandoned {
+        Fate::Removed
+    } else {
+        Fate::Resumable
+    })
 }
 
 fn absent(place: &Place, run: &str) -> Error {

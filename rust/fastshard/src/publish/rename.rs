@@ -263,7 +263,6 @@ fn clean_up(
     let left = |what: String, at: &dyn AsRef<Path>, help: &str| {
         Finding::new(codes::LEFTOVER_RUN, what).severity(Severity::Warning).file(at.as_ref()).help(help)
     };
-    let mut warnings = Vec::new();
     let failed = |error: Error| {
         let cause = error.into_findings().swap_remove(0);
         let at = cause.file.map_or_else(|| folder.path().to_path_buf(), PathBuf::from);
@@ -281,43 +280,41 @@ fn clean_up(
         )
     };
     let mut now = Vec::new();
-    for name in [data, OLD] {
-        match older::remove(folder, OsStr::new(name), go_on) {
-            Ok(Removed::Whole) => {}
-            Ok(Removed::Stopped) => {
-                warnings.extend(now.iter().map(aside));
-                warnings.push(left(
-                    "published; the removal of the older result was stopped".into(),
-                    &folder.path(),
-                    "the same command with --resume goes on with it; or remove the folder",
-                ));
-                return warnings;
-            }
-            Ok(Removed::NotAll) => match kept::keep(place, folder, name, durable) {
-                Ok(kept) => now.extend(kept),
-                Err(error) => {
-                    warnings.extend(now.iter().map(aside));
-                    warnings.push(failed(error));
-                    return warnings;
-                }
-            },
-            Err(error) => {
-                warnings.extend(now.iter().map(aside));
-                warnings.push(failed(error));
-                return warnings;
-            }
-        }
-    }
-    match kept::all(place, folder) {
-        Ok(all) => warnings.extend(all.iter().map(aside)),
-        Err(error) => {
-            warnings.extend(now.iter().map(aside));
-            warnings.push(failed(error));
+    let removed = remove_older(place, folder, data, durable, go_on, &mut now);
+    let kept = removed.and_then(|all| all.then(|| kept::all(place, folder)).transpose());
+    let warning = match kept {
+        Ok(Some(all)) => {
+            let mut warnings: Vec<Finding> = all.iter().map(aside).collect();
+            warnings.extend(remove_bookkeeping(place, folder, lock).err().map(failed));
             return warnings;
         }
-    }
-    if let Err(error) = remove_bookkeeping(place, folder, lock) {
-        warnings.push(failed(error));
-    }
+        Ok(None) => left(
+            "published; the removal of the older result was stopped".into(),
+            &folder.path(),
+            "the same command with --resume goes on with it; or remove the folder",
+        ),
+        Err(error) => failed(error),
+    };
+    let mut warnings: Vec<Finding> = now.iter().map(aside).collect();
+    warnings.push(warning);
     warnings
+}
+
+/// Removes the older result. What is not its own is kept aside, and named in `kept`. False if it was stopped.
+fn remove_older(
+    place: &Place,
+    folder: &Dir,
+    data: &str,
+    durable: bool,
+    go_on: &dyn Fn() -> bool,
+    kept: &mut Vec<PathBuf>,
+) -> Result<bool> {
+    for name in [data, OLD] {
+        match older::remove(folder, OsStr::new(name), go_on)? {
+            Removed::Whole => {}
+            Removed::Stopped => return Ok(false),
+            Removed::NotAll => kept.extend(kept::keep(place, folder, name, durable)?),
+        }
+    }
+    Ok(true)
 }

@@ -29,6 +29,14 @@ pub(super) struct Filling<'a> {
     pub(super) control: &'a Control,
 }
 
+/// The files of a result, opened.
+struct Opened {
+    /// None where a file is a store of arrays.
+    outs: Vec<Option<OutFile>>,
+    arrays: Option<Arrays>,
+    frames: Vec<Frame>,
+}
+
 impl Filling<'_> {
     /// Makes all of the result but its appearance.
     pub(super) fn fill(&self) -> Result<(Manifest, Vec<Finding>)> {
@@ -37,7 +45,7 @@ impl Filling<'_> {
             forget_lost(plan, staging)?;
         }
         let by_file = plan.by_file();
-        let (outs, arrays, frames) = self.open(&by_file)?;
+        let Opened { outs, arrays, frames } = self.open(&by_file)?;
         let sink = StagedSink::new(plan, staging, &frames, outs, arrays, self.prior, options)?;
         let engine_options = engine_options(plan, options, staging.folder());
         let report = self.execute(&sink, &frames, &engine_options)?;
@@ -64,7 +72,7 @@ impl Filling<'_> {
     }
 
     /// Opens the files of the result, and writes into them what stands around the tensors.
-    fn open(&self, by_file: &[Vec<usize>]) -> Result<(Vec<Option<OutFile>>, Option<Arrays>, Vec<Frame>)> {
+    fn open(&self, by_file: &[Vec<usize>]) -> Result<Opened> {
         let Filling { plan, files, staging, options, prior, control } = *self;
         let space = if options.sparse { Space::Sparse } else { Space::Reserved };
         let is_complete = |file: usize| prior.is_some_and(|prior| prior.complete[file]);
@@ -86,7 +94,7 @@ impl Filling<'_> {
                 underlay(&files[*source as usize], &outputs, &about.zeros, file, control)?;
             }
         }
-        Ok((outs, arrays, frames))
+        Ok(Opened { outs, arrays, frames })
     }
 
     /// Has the engine make the tensors. Arrays are completed only if the result may be published.

@@ -52,22 +52,9 @@ pub fn metadata(entries: &[Entry], records: &HashMap<String, Place>, path: &str)
     let mut described = Vec::with_capacity(entries.len());
     let mut stored = Vec::with_capacity(entries.len());
     let mut store = |name: &str, lo: Option<&[u64]>, place: &Place| -> Result<()> {
-        let file = place
-            .file
-            .strip_prefix(folder)
-            .ok_or_else(|| refuse("the record lies in another folder", name))?;
-        let index = fields(vec![
-            ("fqn", Tree::Str(name.into())),
-            ("offset", lo.map_or(Tree::None, |lo| Tree::Size(lo.to_vec()))),
-            ("index", Tree::None),
-        ]);
-        let info = fields(vec![
-            ("relative_path", Tree::Str(file.into())),
-            ("offset", Tree::Int(place.offset as i64)),
-            ("length", Tree::Int(place.len as i64)),
-            ("transform_descriptors", Tree::None),
-        ]);
-        stored.push((object(METADATA, "MetadataIndex", index), object(FILESYSTEM, "_StorageInfo", info)));
+        let file = place.file.strip_prefix(folder);
+        let file = file.ok_or_else(|| refuse("the record lies in another folder", name))?;
+        stored.push(storage(name, lo, file, place));
         Ok(())
     };
     for entry in entries {
@@ -114,6 +101,22 @@ pub fn metadata(entries: &[Entry], records: &HashMap<String, Place>, path: &str)
         ("version", Tree::Str("1.0.0".into())),
     ]);
     Ok(object(METADATA, "Metadata", root))
+}
+
+/// Which part of which tensor a record is, and where it lies.
+fn storage(name: &str, lo: Option<&[u64]>, file: &str, place: &Place) -> (Tree, Tree) {
+    let index = fields(vec![
+        ("fqn", Tree::Str(name.into())),
+        ("offset", lo.map_or(Tree::None, |lo| Tree::Size(lo.to_vec()))),
+        ("index", Tree::None),
+    ]);
+    let info = fields(vec![
+        ("relative_path", Tree::Str(file.into())),
+        ("offset", Tree::Int(place.offset as i64)),
+        ("length", Tree::Int(place.len as i64)),
+        ("transform_descriptors", Tree::None),
+    ]);
+    (object(METADATA, "MetadataIndex", index), object(FILESYSTEM, "_StorageInfo", info))
 }
 
 /// Dtype, layout, `requires_grad`, memory format and pinning, as its state is pickled.

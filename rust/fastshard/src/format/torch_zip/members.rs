@@ -229,36 +229,7 @@ impl Directory {
             u64::from(u32_at(record, 12)), // bytes of the directory
             u64::from(u32_at(record, 16)), // start of the directory
         ];
-        let locator =
-            directory_end.checked_sub(LOCATOR).map(|at| file.read_vec(start + at, LOCATOR as usize));
-        let locator = locator.transpose()?.filter(|locator| locator.starts_with(b"PK\x06\x07"));
-        if let Some(locator) = locator {
-            let at = u64_at(&locator, 8);
-            let inside = at.checked_add(END64 as u64 + LOCATOR).is_some_and(|end| end <= directory_end);
-            if !inside {
-                return Err(unsafe_zip(file, "the zip64 end record lies outside the archive").into());
-            }
-            let record = file.read_vec(start + at, END64)?;
-            if !record.starts_with(b"PK\x06\x06") {
-                return Err(unsafe_zip(file, "no zip64 end record where its locator points").into());
-            }
-            let wide = [
-                u64::from(u32_at(&record, 16)),
-                u64::from(u32_at(&record, 20)),
-                u64_at(&record, 24),
-                u64_at(&record, 32),
-                u64_at(&record, 40),
-                u64_at(&record, 48),
-            ];
-            for (i, (field, wide)) in fields.iter_mut().zip(wide).enumerate() {
-                let in_wide = if i < 4 { 0xffff } else { IN_ZIP64 };
-                if *field != wide && *field != in_wide {
-                    return Err(unsafe_zip(file, "the zip64 end record contradicts the end record")
-                        .expected(*field, wide)
-                        .into());
-                }
-                *field = wide;
-            }
+        if let Some(at) = widen(file, start, directory_end, &mut fields)? {
             directory_end = at;
         }
         let [disk, directory_disk, here, members, len, offset] = fields;
@@ -278,20 +249,57 @@ impl Directory {
                 )
                 .into());
         }
-        let directory = file.read_vec(start + offset, len as usize)?;
-        let names = names(&directory)
-            .ok_or_else(|| unsafe_zip(file, "the central directory holds bytes that are no headers"))?;
-        if names.len() as u64 != members {
-            return Err(unsafe_zip(file, "headers in the central directory")
-                .expected(members, names.len())
-                .into());
-        }
-        let text =
-            |name: &[u8]| std::str::from_utf8(name).ok().filter(|n| !n.contains('\0')).map(str::to_string);
-        let names: Option<Vec<_>> = names.into_iter().map(|(at, name)| Some((at, text(name)?))).collect();
-        let names = names.ok_or_else(|| unsafe_zip(file, "a member name that is not UTF-8"))?;
+        let names = member_names(file, &file.read_vec(start + offset, len as usize)?, members)?;
         Ok(Directory { start: offset, names })
     }
+}
+
+/// Takes the fields of an end record from its zip64 part, if there is one before `end`; where that part begins.
+fn widen(file: &SourceFile, start: u64, end: u64, fields: &mut [u64; 6]) -> Result<Option<u64>> {
+    let locator = end.checked_sub(LOCATOR).map(|at| file.read_vec(start + at, LOCATOR as usize));
+    let locator = locator.transpose()?.filter(|locator| locator.starts_with(b"PK\x06\x07"));
+    let Some(locator) = locator else { return Ok(None) };
+    let at = u64_at(&locator, 8);
+    let inside = at.checked_add(END64 as u64 + LOCATOR).is_some_and(|inner| inner <= end);
+    if !inside {
+        return Err(unsafe_zip(file, "the zip64 end record lies outside the archive").into());
+    }
+    let record = file.read_vec(start + at, END64)?;
+    if !record.starts_with(b"PK\x06\x06") {
+        return Err(unsafe_zip(file, "no zip64 end record where its locator points").into());
+    }
+    let wide = [
+        u64::from(u32_at(&record, 16)),
+        u64::from(u32_at(&record, 20)),
+        u64_at(&record, 24),
+        u64_at(&record, 32),
+        u64_at(&record, 40),
+        u64_at(&record, 48),
+    ];
+    for (i, (field, wide)) in fields.iter_mut().zip(wide).enumerate() {
+        let in_wide = if i < 4 { 0xffff } else { IN_ZIP64 };
+        if *field != wide && *field != in_wide {
+            return Err(unsafe_zip(file, "the zip64 end record contradicts the end record")
+                .expected(*field, wide)
+                .into());
+        }
+        *field = wide;
+    }
+    Ok(Some(at))
+}
+
+/// Names of the members, and where in the directory their headers begin.
+fn member_names(file: &SourceFile, directory: &[u8], members: u64) -> Result<Vec<(usize, String)>> {
+    let names = names(directory)
+        .ok_or_else(|| unsafe_zip(file, "the central directory holds bytes that are no headers"))?;
+    if names.len() as u64 != members {
+        return Err(unsafe_zip(file, "headers in the central directory")
+            .expected(members, names.len())
+            .into());
+    }
+    let text = |name: &[u8]| std::str::from_utf8(name).ok().filter(|n| !n.contains('\0')).map(str::to_string);
+    let names: Option<Vec<_>> = names.into_iter().map(|(at, name)| Some((at, text(name)?))).collect();
+    names.ok_or_else(|| unsafe_zip(file, "a member name that is not UTF-8").into())
 }
 
 /// Names in the headers of a central directory, `None` if something else is in it. Readers go by the

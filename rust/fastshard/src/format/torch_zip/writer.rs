@@ -56,80 +56,115 @@ pub(crate) fn layout(folder: &str, records: Vec<Record>) -> Frame {
     let mut crc_in_directory = Vec::new();
     let count = records.len() as u64;
     for record in records {
-        let name = format!("{folder}/{}", record.name);
         let header = piece.0 + piece.1.len() as u64;
         let (len, content) = match record.content {
             Ok(content) => (content.len() as u64, Some(content)),
             Err(len) => (len, None),
         };
-        let crc = content.as_deref().map_or(0, crc32fast::hash);
-        let zip64 = zip64_extra(len, header);
-        let flags = UTF8 | if len > 0 { DESCRIPTOR } else { 0 };
-
-        let bytes = &mut piece.1;
-        bytes.extend(b"PK\x03\x04");
-        bytes.extend([0, 0]);
-        bytes.extend(flags.to_le_bytes());
-        bytes.extend([0; 18]); // method, time, date, CRC, sizes
-        bytes.extend((name.len() as u16).to_le_bytes());
-        let fixed = header + 30 + (name.len() + zip64.len()) as u64 + 4;
-        let padding = fixed.next_multiple_of(ALIGNMENT) - fixed;
-        bytes.extend((zip64.len() as u16 + 4 + padding as u16).to_le_bytes());
-        bytes.extend(name.as_bytes());
-        bytes.extend(&zip64);
-        bytes.extend(b"FB");
-        bytes.extend((padding as u16).to_le_bytes());
-        bytes.resize(bytes.len() + padding as usize, b'Z');
-        let data = fixed + padding;
-
+        let entry = Entry {
+            name: format!("{folder}/{}", record.name),
+            header,
+            len,
+            crc: content.as_deref().map_or(0, crc32fast::hash),
+            zip64: zip64_extra(len, header),
+        };
+        let data = entry.local(&mut piece.1);
         let known = content.is_some();
         match content {
-            Some(content) => bytes.extend(content),
+            Some(content) => piece.1.extend(content),
             None if len > 0 => {
                 let done = std::mem::replace(&mut piece, (data + len, Vec::new()));
                 frame.pieces.push(done);
             }
             None => {}
         }
-        let mut crc_at = Vec::new();
-        let bytes = &mut piece.1;
-        if len > 0 {
-            crc_at.push(data + len + 4);
-            bytes.extend(b"PK\x07\x08");
-            bytes.extend(crc.to_le_bytes());
-            let wide = !zip64.is_empty();
-            (0..2).for_each(|_| match wide {
-                true => bytes.extend(len.to_le_bytes()),
-                false => bytes.extend((len as u32).to_le_bytes()),
-            });
-        }
+        entry.descriptor(&mut piece.1);
         if !known {
+            let crc_at = if len > 0 { vec![data + len + 4] } else { Vec::new() };
             crc_in_directory.push((frame.members.len(), directory.len() as u64 + 16));
             frame.members.push(Member { offset: data, len, crc_at });
         }
-
-        directory.extend(b"PK\x01\x02");
-        directory.extend([0; 4]); // versions
-        directory.extend(flags.to_le_bytes());
-        directory.extend([0; 6]); // method, time, date
-        directory.extend(crc.to_le_bytes());
-        directory.extend((len.min(WIDE) as u32).to_le_bytes());
-        directory.extend((len.min(WIDE) as u32).to_le_bytes());
-        directory.extend((name.len() as u16).to_le_bytes());
-        directory.extend((zip64.len() as u16).to_le_bytes());
-        directory.extend([0; 10]); // comment, disk, attributes
-        directory.extend((header.min(WIDE) as u32).to_le_bytes());
-        directory.extend(name.as_bytes());
-        directory.extend(&zip64);
+        entry.central(&mut directory);
     }
-
     let start = piece.0 + piece.1.len() as u64;
     for (member, at) in crc_in_directory {
         frame.members[member].crc_at.push(start + at);
     }
     let len = directory.len() as u64;
-    let bytes = &mut piece.1;
-    bytes.extend(directory);
+    piece.1.extend(directory);
+    end_of_directory(&mut piece.1, count, start, len);
+    frame.size = piece.0 + piece.1.len() as u64;
+    frame.pieces.push(piece);
+    frame
+}
+
+/// A member of the archive.
+struct Entry {
+    name: String,
+    /// Where its header lies.
+    header: u64,
+    len: u64,
+    crc: u32,
+    zip64: Vec<u8>,
+}
+
+impl Entry {
+    fn flags(&self) -> u16 {
+        UTF8 | if self.len > 0 { DESCRIPTOR } else { 0 }
+    }
+
+    /// The header before the data, padded so that the data is aligned; where the data begins.
+    fn local(&self, bytes: &mut Vec<u8>) -> u64 {
+        bytes.extend(b"PK\x03\x04");
+        bytes.extend([0, 0]);
+        bytes.extend(self.flags().to_le_bytes());
+        bytes.extend([0; 18]); // method, time, date, CRC, sizes
+        bytes.extend((self.name.len() as u16).to_le_bytes());
+        let fixed = self.header + 30 + (self.name.len() + self.zip64.len()) as u64 + 4;
+        let padding = fixed.next_multiple_of(ALIGNMENT) - fixed;
+        bytes.extend((self.zip64.len() as u16 + 4 + padding as u16).to_le_bytes());
+        bytes.extend(self.name.as_bytes());
+        bytes.extend(&self.zip64);
+        bytes.extend(b"FB");
+        bytes.extend((padding as u16).to_le_bytes());
+        bytes.resize(bytes.len() + padding as usize, b'Z');
+        fixed + padding
+    }
+
+    /// What stands after the data, if there is any.
+    fn descriptor(&self, bytes: &mut Vec<u8>) {
+        if self.len == 0 {
+            return;
+        }
+        bytes.extend(b"PK\x07\x08");
+        bytes.extend(self.crc.to_le_bytes());
+        let wide = !self.zip64.is_empty();
+        (0..2).for_each(|_| match wide {
+            true => bytes.extend(self.len.to_le_bytes()),
+            false => bytes.extend((self.len as u32).to_le_bytes()),
+        });
+    }
+
+    /// The entry in the directory.
+    fn central(&self, directory: &mut Vec<u8>) {
+        directory.extend(b"PK\x01\x02");
+        directory.extend([0; 4]); // versions
+        directory.extend(self.flags().to_le_bytes());
+        directory.extend([0; 6]); // method, time, date
+        directory.extend(self.crc.to_le_bytes());
+        directory.extend((self.len.min(WIDE) as u32).to_le_bytes());
+        directory.extend((self.len.min(WIDE) as u32).to_le_bytes());
+        directory.extend((self.name.len() as u16).to_le_bytes());
+        directory.extend((self.zip64.len() as u16).to_le_bytes());
+        directory.extend([0; 10]); // comment, disk, attributes
+        directory.extend((self.header.min(WIDE) as u32).to_le_bytes());
+        directory.extend(self.name.as_bytes());
+        directory.extend(&self.zip64);
+    }
+}
+
+/// What stands at the end: how many members there are, and where the directory of `len` bytes begins, in both widths.
+fn end_of_directory(bytes: &mut Vec<u8>, count: u64, start: u64, len: u64) {
     bytes.extend(b"PK\x06\x06");
     bytes.extend(44u64.to_le_bytes());
     bytes.extend([0x1e, 3, 0x2d, 0]); // versions, as miniz
@@ -148,9 +183,6 @@ pub(crate) fn layout(folder: &str, records: Vec<Record>) -> Frame {
     bytes.extend((len.min(WIDE) as u32).to_le_bytes());
     bytes.extend((start.min(WIDE) as u32).to_le_bytes());
     bytes.extend([0; 2]);
-    frame.size = piece.0 + piece.1.len() as u64;
-    frame.pieces.push(piece);
-    frame
 }
 
 /// What does not fit in 32 bits: size and stored size, then the header's offset.

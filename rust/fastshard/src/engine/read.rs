@@ -1,0 +1,89 @@
+//! Reads a range of one output, for whoever wants a tensor and no result.
+
+use std::sync::Arc;
+
+use super::checksums::Checksums;
+use super::gather::Sources;
+use super::tile::{self, Twins, Workspace};
+use super::{blobs_of, place, MIN_TILE};
+use crate::codes;
+use crate::error::{Finding, Result};
+use crate::plan::{Combine, Plan};
+use crate::storage::SourceFile;
+
+/// Bytes of decoded blocks held where a range of one tensor is read.
+const READ_BLOCKS: u64 = 64 << 20;
+/// Bytes that are worth a thread where a range of one tensor is read.
+const READ_SHARE: usize = 4 << 20;
+
+/// Reads bytes of one output from byte `start` (a whole number of elements) into `bytes`, on as many threads as there is work
+/// for, `threads` at most.
+///
+/// Copies that must be equal are compared, and what must be zero is looked at; what takes a look at all of the sources, checksums
+/// among it, is for [`super::execute`].
+///
+/// # Errors
+/// I/O, and a range that leaves the output.
+pub fn read(
+    plan: &Plan,
+    files: &[Arc<SourceFile>],
+    output: usize,
+    start: u64,
+    bytes: &mut [u8],
+    scratch_dir: &std::path::Path,
+    threads: usize,
+) -> Result<()> {
+    let about = &plan.outputs[output];
+    let item = about.dtype.size() as u64;
+    if !start.is_multiple_of(item) || start + bytes.len() as u64 > about.nbytes() {
+        return Err(Finding::new(codes::USAGE, "bytes asked for")
+            .tensor(&about.name)
+            .expected(
+                format!("whole elements within {} bytes", about.nbytes()),
+                format!("{} from {start}", bytes.len()),
+            )
+            .into());
+    }
+    let sources = Sources::new(plan, files, scratch_dir.to_path_buf(), Checksums::none(plan), READ_BLOCKS);
+    let share = bytes.len().div_ceil(threads.max(1)).max(READ_SHARE).next_multiple_of(MIN_TILE as usize);
+    let mut shares = bytes.chunks_mut(share).zip((start..).step_by(share));
+    let made = |(bytes, at)| read_run(plan, &sources, output, at, bytes);
+    let first = shares.next();
+    std::thread::scope(|scope| {
+        let others: Vec<_> = shares.map(|other| scope.spawn(move || made(other))).collect();
+        let own = first.map_or(Ok(()), made);
+        let rest = others.into_iter().map(|other| other.join().expect("a read does not panic"));
+        std::iter::once(own).chain(rest).collect::<Result<()>>()
+    })?;
+    for blob in blobs_of(plan, about) {
+        files[plan.blobs[blob as usize].file as usize].unchanged()?;
+    }
+    Ok(())
+}
+
+/// Reads a run of bytes of one output on this thread.
+fn read_run(plan: &Plan, sources: &Sources<'_>, output: usize, start: u64, bytes: &mut [u8]) -> Result<()> {
+    let about = &plan.outputs[output];
+    let mut work = Workspace::new();
+    let mut at = start;
+    for chunk in bytes.chunks_mut(MIN_TILE as usize) {
+        let seen = tile::make(plan, sources, about, at, at + chunk.len() as u64, Twins::Leave, &mut work)?;
+        for (part, drift) in seen.drift {
+            if drift.differing > 0 && about.parts[part].combine == Combine::Equal {
+                let stored = about.parts[part].sources[drift.source];
+                return Err(place(
+                    plan,
+                    stored,
+                    Finding::new(codes::REPLICAS_DIFFER, "copies of this tensor differ"),
+                )
+                .into());
+            }
+        }
+        if let Some((_, fact)) = seen.undecided.first() {
+            return Err(crate::layout::resolve::unknown_fact(fact).tensor(&about.name).into());
+        }
+        chunk.copy_from_slice(&work.tile[..chunk.len()]);
+        at += chunk.len() as u64;
+    }
+    Ok(())
+}

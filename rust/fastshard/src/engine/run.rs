@@ -1,0 +1,399 @@
+//! A run while it is made: tiles are taken by workers one after another, and blobs are checked after their last reader.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use super::checksums::Checksums;
+use super::gather::Sources;
+use super::tile::{self, Drift, Twins, Workspace};
+use super::{blobs_of, lock, place, release, shards, Control, MemoryUse, Options, Sink, TileDone};
+use crate::codes;
+use crate::distributed::share::{Share, TileRun};
+use crate::error::{without_panic, Error, Finding, Result, Severity};
+use crate::hash::{self, TileHashes};
+use crate::kernel;
+use crate::plan::{Output, Part, Plan};
+use crate::stats::Gather;
+use crate::steps::Step;
+use crate::storage::SourceFile;
+
+/// What is known of an output while it is made.
+pub(super) struct Progress {
+    pub(super) hashes: TileHashes,
+    /// The hash, once every tile is done.
+    pub(super) hash: Option<[u8; 32]>,
+    pub(super) non_finite: u64,
+    pub(super) drift: BTreeMap<usize, Drift>,
+    pub(super) undecided: BTreeMap<usize, String>,
+}
+
+/// A run of a plan, or of a share of it.
+pub(super) struct Run<'a> {
+    pub(super) plan: &'a Plan,
+    pub(super) sources: Sources<'a>,
+    pub(super) sink: &'a dyn Sink,
+    pub(super) control: &'a Control,
+    /// Size of each output's tiles.
+    pub(super) tiles: Vec<u64>,
+    /// What is made, in this order, and the number of tiles before each run.
+    pub(super) runs: Vec<TileRun>,
+    pub(super) first: Vec<u64>,
+    pub(super) total_tiles: u64,
+    pub(super) next: AtomicU64,
+    /// Paddings that are looked at.
+    pub(super) pads: Vec<u32>,
+    pub(super) next_pad: AtomicU32,
+    pub(super) outputs: Vec<Mutex<Progress>>,
+    pub(super) stats: Gather,
+    pub(super) remaining: Vec<AtomicU64>,
+    /// Outputs that still read a blob.
+    pub(super) readers: Vec<AtomicU32>,
+    /// Blobs that are read beyond this run too: what it has not read of them is not known to be nobody's.
+    pub(super) read_elsewhere: Vec<bool>,
+    /// Whether this run is a share, whose evidence is judged with that of the others.
+    pub(super) is_share: bool,
+    pub(super) releases: release::Releases,
+    pub(super) blobs_of: Vec<Vec<u32>>,
+    pub(super) findings: Mutex<Vec<Finding>>,
+    /// Per stored tensor and twin, how far they are apart.
+    pub(super) twins: Mutex<BTreeMap<(u32, u32), Drift>>,
+    pub(super) failed: Mutex<Option<Error>>,
+}
+
+impl Progress {
+    fn of(output: &Output, tile: u64) -> Mutex<Progress> {
+        Mutex::new(Progress {
+            hashes: TileHashes::new(tile, output.nbytes()),
+            hash: None,
+            non_finite: 0,
+            drift: BTreeMap::new(),
+            undecided: BTreeMap::new(),
+        })
+    }
+}
+
+fn tiles_of(output: &Output, size: u64) -> u64 {
+    output.nbytes().div_ceil(size)
+}
+
+/// Of each blob: how many outputs of this run read it, and whether it is read beyond this run too.
+fn readers(
+    plan: &Plan,
+    sizes: &[u64],
+    blobs_of: &[Vec<u32>],
+    remaining: &[u64],
+) -> (Vec<AtomicU32>, Vec<bool>) {
+    let mut readers = vec![0; plan.blobs.len()];
+    let mut elsewhere = vec![false; plan.blobs.len()];
+    for (i, blobs) in blobs_of.iter().enumerate() {
+        let all = tiles_of(&plan.outputs[i], sizes[i]);
+        for &blob in blobs {
+            readers[blob as usize] += u32::from(remaining[i] > 0);
+            elsewhere[blob as usize] |= remaining[i] < all;
+        }
+    }
+    (readers.into_iter().map(AtomicU32::new).collect(), elsewhere)
+}
+
+/// All tiles of all outputs, in the order in which decoded blocks are needed for the shortest time.
+fn all_runs(plan: &Plan, sizes: &[u64], blobs_of: &[Vec<u32>]) -> Vec<TileRun> {
+    let whole = |i: usize| TileRun { output: i as u32, first: 0, end: tiles_of(&plan.outputs[i], sizes[i]) };
+    // An empty output has no tiles.
+    release::order(plan, blobs_of).into_iter().map(whole).filter(|run| run.end > 0).collect()
+}
+
+impl<'a> Run<'a> {
+    /// A run of the whole plan, or of a share of it.
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn new(
+        plan: &'a Plan,
+        files: &'a [Arc<SourceFile>],
+        sink: &'a dyn Sink,
+        options: &Options,
+        sizes: Vec<u64>,
+        memory: &MemoryUse,
+        share: Option<&Share>,
+        control: &'a Control,
+    ) -> Run<'a> {
+        let blobs_of: Vec<Vec<u32>> = plan.outputs.iter().map(|o| blobs_of(plan, o)).collect();
+        let (runs, pads) = match share {
+            Some(share) => {
+                (share.tiles.clone(), share.pads.iter().flat_map(|&(first, end)| first..end).collect())
+            }
+            None => (all_runs(plan, &sizes, &blobs_of), (0..plan.pads.len() as u32).collect()),
+        };
+        let mut remaining = vec![0; plan.outputs.len()];
+        let mut first = Vec::with_capacity(runs.len());
+        let mut total_tiles = 0;
+        for run in &runs {
+            first.push(total_tiles);
+            total_tiles += run.end - run.first;
+            remaining[run.output as usize] += run.end - run.first;
+        }
+        let (readers, read_elsewhere) = readers(plan, &sizes, &blobs_of, &remaining);
+        let checksums = Checksums::new(plan, memory.checksums);
+        let sources = Sources::new(plan, files, options.scratch_dir.clone(), checksums, memory.held);
+        let releases = release::Releases::new(plan, &blobs_of, &sizes, &runs);
+        control.total.store(runs.iter().map(|run| run.bytes(plan, &sizes)).sum(), Ordering::Relaxed);
+        control.done.store(0, Ordering::Relaxed);
+        Run {
+            plan,
+            sources,
+            releases,
+            sink,
+            control,
+            runs,
+            first,
+            total_tiles,
+            next: AtomicU64::new(0),
+            pads,
+            next_pad: AtomicU32::new(0),
+            outputs: plan.outputs.iter().zip(&sizes).map(|(o, &size)| Progress::of(o, size)).collect(),
+            stats: Gather::new(options.stats, plan.outputs.len()),
+            remaining: remaining.into_iter().map(AtomicU64::new).collect(),
+            tiles: sizes,
+            readers,
+            read_elsewhere,
+            is_share: share.is_some(),
+            blobs_of,
+            findings: Mutex::new(Vec::new()),
+            twins: Mutex::default(),
+            failed: Mutex::new(None),
+        }
+    }
+
+    /// Makes all that is to be made, on as many threads as the budget allows, and looks at the sources once more.
+    pub(super) fn make_all(&self, files: &[Arc<SourceFile>], memory: &MemoryUse) -> Result<()> {
+        self.control.reach(Step::Opened);
+        std::thread::scope(|scope| {
+            for _ in 1..memory.workers {
+                scope.spawn(|| self.work());
+            }
+            self.work();
+        });
+        self.control.reach(Step::Made);
+        if let Some(error) = lock(&self.failed).take() {
+            return Err(error);
+        }
+        if self.control.cancel.load(Ordering::Relaxed) {
+            return Err(Finding::new(codes::INTERRUPTED, "stopped by the user")
+                .help("run again with --resume to continue")
+                .into());
+        }
+        for file in files {
+            file.unchanged()?;
+            file.blocks_unchanged()?;
+            if let Some(warning) = file.touched()? {
+                self.find(warning);
+            }
+        }
+        Ok(())
+    }
+
+    fn stopped(&self) -> bool {
+        self.control.cancel.load(Ordering::Relaxed) || lock(&self.failed).is_some()
+    }
+
+    fn fail(&self, error: Error) {
+        lock(&self.failed).get_or_insert(error);
+    }
+
+    pub(super) fn find(&self, finding: Finding) {
+        lock(&self.findings).push(finding);
+    }
+
+    fn work(&self) {
+        let all = || {
+            let mut work = Workspace::new();
+            self.work_tiles(&mut work).and_then(|()| self.work_pads(&mut work))
+        };
+        if let Err(error) = without_panic(all) {
+            self.fail(error);
+        }
+    }
+
+    fn work_tiles(&self, work: &mut Workspace) -> Result<()> {
+        loop {
+            let global = self.next.fetch_add(1, Ordering::Relaxed);
+            if global >= self.total_tiles || self.stopped() {
+                break;
+            }
+            self.control.reach(Step::Tile(global));
+            // The last run that starts at or before this tile.
+            let place = self.first.partition_point(|f| *f <= global) - 1;
+            let run = self.runs[place];
+            self.tile(run.output as usize, run.first + global - self.first[place], work)?;
+        }
+        Ok(())
+    }
+
+    fn tile(&self, index: usize, tile: u64, work: &mut Workspace) -> Result<()> {
+        let output = &self.plan.outputs[index];
+        let (size, total) = (self.tiles[index], output.nbytes());
+        let (start, end) = (tile * size, ((tile + 1) * size).min(total));
+        match self.keep(index, tile, start, end, work)? {
+            // Of a share, whoever puts it together with the others takes the tiles from the sink.
+            Some(_) if self.is_share => {}
+            Some(kept) => {
+                let mut progress = lock(&self.outputs[index]);
+                progress.hashes.add(tile, kept.value);
+                progress.non_finite += kept.non_finite;
+            }
+            None => self.make(index, tile, start, end, work)?,
+        }
+        self.releases.tile_done(index, start, end, &self.sources.blocks);
+        self.control.done.fetch_add(end - start, Ordering::Relaxed);
+        if self.remaining[index].fetch_sub(1, Ordering::AcqRel) == 1 {
+            let mut progress = lock(&self.outputs[index]);
+            progress.hash = progress.hashes.finish();
+            progress.hashes = TileHashes::new(size, 0);
+            drop(progress);
+            for &blob in &self.blobs_of[index] {
+                if self.readers[blob as usize].fetch_sub(1, Ordering::AcqRel) == 1 {
+                    self.finish_blob(blob, work)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The record of a tile that an earlier run has written, if its bytes are in the result still.
+    fn keep(
+        &self,
+        index: usize,
+        tile: u64,
+        start: u64,
+        end: u64,
+        work: &mut Workspace,
+    ) -> Result<Option<TileDone>> {
+        let (size, output) = (self.tiles[index], &self.plan.outputs[index]);
+        if let Some(done) = self.sink.adopted(index, tile, size)? {
+            self.sink.kept(index, &done);
+            return Ok(Some(done));
+        }
+        // Comparisons of copies and statistics are not in a record.
+        let alone =
+            |p: &Part| p.sources.len() == 1 && self.plan.stored[p.sources[0] as usize].twins.is_empty();
+        if self.stats.wanted() || !output.parts.iter().all(alone) {
+            return Ok(None);
+        }
+        let Some(claim) = self.sink.claimed(index, tile, size)? else { return Ok(None) };
+        if (claim.index, claim.size) != (tile, size) {
+            return Ok(None);
+        }
+        let bytes = work.tile_bytes((end - start) as usize);
+        self.sink.read_back(index, start, bytes)?;
+        if hash::tile_value(bytes, tile, size, output.nbytes()) != claim.value {
+            return Ok(None);
+        }
+        self.sink.kept(index, &claim);
+        Ok(Some(claim))
+    }
+
+    /// Makes a tile, hashes it and gives it to the sink.
+    fn make(&self, index: usize, tile: u64, start: u64, end: u64, work: &mut Workspace) -> Result<()> {
+        let (size, output) = (self.tiles[index], &self.plan.outputs[index]);
+        let seen = tile::make(self.plan, &self.sources, output, start, end, Twins::Compare, work)?;
+        let bytes = work.tile_bytes((end - start) as usize);
+        let value = hash::tile_value(bytes, tile, size, output.nbytes());
+        let non_finite = kernel::count_non_finite(output.dtype, bytes);
+        let crc32 = self.sink.checksummed(index).then(|| hash::crc32(bytes));
+        self.stats.add(index, output, start, bytes);
+        self.sink.write(index, start, bytes)?;
+        self.sink.done(index, &TileDone { index: tile, size, value, non_finite, crc32 })?;
+        let mut progress = lock(&self.outputs[index]);
+        if !self.is_share {
+            progress.hashes.add(tile, value);
+            progress.non_finite += non_finite;
+        }
+        for (part, drift) in &seen.drift {
+            progress.drift.entry(*part).or_default().merge(drift);
+        }
+        progress.undecided.extend(seen.undecided);
+        drop(progress);
+        if !seen.twins.is_empty() {
+            let mut all = lock(&self.twins);
+            for (pair, drift) in &seen.twins {
+                all.entry(*pair).or_default().merge(drift);
+            }
+        }
+        Ok(())
+    }
+
+    /// Verifies a blob's checksum once its last reader is done.
+    fn finish_blob(&self, blob: u32, work: &mut Workspace) -> Result<()> {
+        if !self.read_elsewhere[blob as usize] {
+            self.verify_blob(blob, work)?;
+        }
+        self.sources.release(blob);
+        Ok(())
+    }
+
+    fn verify_blob(&self, blob: u32, work: &mut Workspace) -> Result<()> {
+        if !self.sources.is_tracked(blob) {
+            return Ok(());
+        }
+        self.sources.finish(blob, work.span())?;
+        if self.is_share {
+            // Whoever has all the checksums compares them.
+            return Ok(());
+        }
+        let about = &self.plan.blobs[blob as usize];
+        if let Some(want) = about.crc32 {
+            let got = self.sources.crc(blob, 0, about.len);
+            if got != Some(want) {
+                self.find(self.damaged(blob, want, got));
+            }
+        }
+        Ok(())
+    }
+
+    /// The finding for a blob whose checksum is not the one that its file states.
+    fn damaged(&self, blob: u32, want: u32, got: Option<u32>) -> Finding {
+        let about = &self.plan.blobs[blob as usize];
+        let member = about.member.as_deref().unwrap_or("?");
+        let got = got.map_or("none".into(), |got| format!("{got:08x}"));
+        let mut finding = Finding::new(codes::CRC, format!("CRC32 of member {member}"))
+            .file(self.plan.label(about.file))
+            .expected(format!("{want:08x}"), got)
+            .help("the file was damaged after it was written: copy it again from the node that wrote it");
+        let stored = self.plan.stored.iter();
+        let holders: Vec<&str> =
+            stored.filter(|s| shards::blobs_of(s).contains(&blob)).map(|s| s.name.as_str()).collect();
+        finding.tensor = holders.first().map(|name| match holders.len() {
+            1 => (*name).to_string(),
+            n => format!("{name} and {} more in the same storage", n - 1),
+        });
+        if self.plan.twins_may_differ && !self.is_taken(blob) {
+            finding.severity = Severity::Warning;
+        }
+        finding
+    }
+
+    /// True if something of a blob is in an output; what is compared only is not.
+    fn is_taken(&self, blob: u32) -> bool {
+        let parts = self.plan.outputs.iter().flat_map(|output| &output.parts);
+        let mut taken = parts.flat_map(|part| &part.sources);
+        taken.any(|&stored| shards::blobs_of(&self.plan.stored[stored as usize]).contains(&blob))
+    }
+
+    fn work_pads(&self, work: &mut Workspace) -> Result<()> {
+        loop {
+            let next = self.next_pad.fetch_add(1, Ordering::Relaxed) as usize;
+            let Some(&pad) = self.pads.get(next) else { return Ok(()) };
+            if self.stopped() {
+                return Ok(());
+            }
+            let pad = &self.plan.pads[pad as usize];
+            if let Some(finding) = tile::check_pad(self.plan, &self.sources, pad, work)? {
+                self.find(self.place(pad.stored, finding));
+            }
+        }
+    }
+
+    /// Names the file and rank of a stored tensor in a finding.
+    pub(super) fn place(&self, stored: u32, finding: Finding) -> Finding {
+        place(self.plan, stored, finding)
+    }
+}
