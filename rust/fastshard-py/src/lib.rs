@@ -6,6 +6,7 @@
 mod calls;
 mod drafts;
 mod findings;
+mod options;
 mod plain;
 mod plans;
 mod ranks;
@@ -19,13 +20,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use fastshard::catalog::{Catalog as CoreCatalog, Wanted};
 use fastshard::draft::Planned;
-use fastshard::engine::{Control, Options as EngineOptions};
+use fastshard::engine::Control;
 use fastshard::error::Error;
 use fastshard::format::stand_in;
-use fastshard::gate::Gate;
 use fastshard::manifest::Manifest;
 use fastshard::request::Request;
-use fastshard::stats::{self, Level};
+use fastshard::stats;
 use fastshard::storage::SourceFile;
 use fastshard::tensor::Dtype;
 use fastshard::words::Words;
@@ -38,6 +38,7 @@ use pyo3::types::PyList;
 use serde_json::json;
 
 use calls::{run, run_telling};
+use options::RunOptions;
 use plain::{object, told, Given};
 use plans::{with_files, Plan};
 
@@ -53,113 +54,6 @@ fn to_json<T: serde::Serialize>(value: &T) -> PyResult<String> {
 /// The one place where a core error becomes an exception.
 fn raise(error: Error) -> PyErr {
     CoreError::new_err((findings::list(error.into_findings()),))
-}
-
-#[derive(serde::Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RunOptions {
-    threads: usize,
-    memory: u64,
-    #[serde(default)]
-    scratch_dir: Option<PathBuf>,
-    #[serde(default)]
-    overwrite: bool,
-    #[serde(default)]
-    resume: bool,
-    #[serde(default = "yes")]
-    fsync: bool,
-    #[serde(default)]
-    sparse: bool,
-    #[serde(default)]
-    values: serde_json::Value,
-    /// Of the files that go along those from above the checkpoint: where from, by name.
-    #[serde(default)]
-    above: std::collections::BTreeMap<String, String>,
-    #[serde(default)]
-    subset: Option<(u64, u64)>,
-    /// Only these outputs.
-    #[serde(default)]
-    only: Option<std::collections::HashSet<String>>,
-    #[serde(default)]
-    stats: Statistics,
-    /// The sources were compared with a manifest of theirs.
-    #[serde(default)]
-    expected: bool,
-    /// Seconds that other processes of a run are given to show a sign of life.
-    #[serde(default = "patience")]
-    patience: f64,
-    /// Which rank has each root of the sources on its own disk.
-    #[serde(default)]
-    near: Option<Vec<u32>>,
-    /// How findings are judged.
-    #[serde(default)]
-    gate: Gate,
-}
-
-fn patience() -> f64 {
-    5.0
-}
-
-impl RunOptions {
-    /// How to write with them.
-    fn writing(self, copies: Vec<(String, PathBuf)>, arrays: Option<Py<PyAny>>) -> write::Options {
-        let patience = std::time::Duration::try_from_secs_f64(self.patience);
-        write::Options {
-            threads: self.threads,
-            memory: self.memory,
-            publish: publish::Options { overwrite: self.overwrite, resume: self.resume, fsync: self.fsync },
-            copies,
-            above: self.above,
-            values: self.values,
-            sparse: self.sparse,
-            arrays: arrays
-                .map(|writer| Arc::new(stores::PythonWriter { writer }) as Arc<dyn write::ArrayWriter>),
-            stats: self.stats == Statistics::Full,
-            expected: self.expected,
-            patience: patience.unwrap_or(std::time::Duration::MAX).into(),
-            near: self.near,
-            gate: self.gate,
-        }
-    }
-}
-
-/// Statistics that a run gathers.
-#[derive(serde::Deserialize, Default, Clone, Copy, PartialEq)]
-#[serde(rename_all = "snake_case")]
-enum Statistics {
-    #[default]
-    Nothing,
-    ZeroSlabs,
-    Full,
-}
-
-fn yes() -> bool {
-    true
-}
-
-impl RunOptions {
-    fn engine(&self) -> EngineOptions {
-        EngineOptions {
-            threads: self.threads,
-            memory: self.memory,
-            scratch_dir: self.scratch_dir.clone().unwrap_or_else(std::env::temp_dir),
-            held: None,
-            encodes: 0,
-            stats: match self.stats {
-                Statistics::Nothing => Level::Nothing,
-                Statistics::ZeroSlabs => Level::ZeroSlabs,
-                Statistics::Full => Level::Full,
-            },
-        }
-    }
-
-    fn subset(&self) -> Option<verify::Subset> {
-        self.subset.map(|(part, of)| verify::Subset { part, of })
-    }
-
-    fn holds(&self, name: &str) -> bool {
-        self.only.as_ref().is_none_or(|names| names.contains(name))
-    }
 }
 
 /// Files of one checkpoint, opened and parsed; no payload byte has been read.
