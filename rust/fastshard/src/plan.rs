@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Finding;
 use crate::tensor::{c_strides, element_count};
+use crate::words::Words;
 
 pub mod change;
 mod check;

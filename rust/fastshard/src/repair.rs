@@ -67,7 +67,12 @@ pub fn plan(catalog: &Catalog, request: &Request, repair: &Repair) -> Result<Pla
     let mut all = Gathered::new(catalog, &request.source);
     let mut findings = std::mem::take(&mut all.findings);
     let values = values_of_masters(&mut all, &mut findings);
-    let mut plan = Plan { version: PLAN_VERSION, target: "repair".into(), ..Plan::default() };
+    let mut plan = Plan {
+        version: PLAN_VERSION,
+        target: "repair".into(),
+        words: catalog.words.clone(),
+        ..Plan::default()
+    };
     for side in &repair.files {
         let Some(Some(file)) = catalog.files.get(side.file as usize) else { continue };
         let label = catalog.label(file);

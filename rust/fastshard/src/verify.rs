@@ -253,7 +253,7 @@ fn differing_files(manifest: &Manifest, opened: &[&CatalogFile]) -> Vec<Finding>
     for file in manifest.files.iter().filter(|f| f.holds_tensors()) {
         match by_path.get(file.name.as_str()) {
             None => findings.push(
-                Finding::new(codes::MISSING_FILE, "named by the manifest, not there")
+                Finding::new(codes::MISSING_FILE, "missing file: the manifest names it")
                     .file(&file.name)
                     .help("copy it from where the manifest was made"),
             ),
@@ -311,7 +311,7 @@ fn differing_tensors<'m>(
     let paths: HashSet<&str> = opened.iter().map(|f| f.path.as_str()).collect();
     let absent = wanted.values().flatten().filter(|t| paths.contains(t.file.as_str()));
     findings.extend(absent.map(|tensor| {
-        Finding::new(codes::MISSING_TENSOR, "named by the manifest, not in the file")
+        Finding::new(codes::MISSING_TENSOR, "missing tensor: the manifest names it in this file")
             .file(&tensor.file)
             .tensor(&tensor.name)
     }));

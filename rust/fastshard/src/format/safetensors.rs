@@ -218,11 +218,11 @@ fn check_tiling(file: &SourceFile, blobs: &[Blob], tensors: &[FileTensor], data_
     if at == file.size() {
         return Ok(());
     }
-    let what = if at > file.size() { "the file was cut short" } else { "bytes follow the last tensor" };
+    let what = if at > file.size() { "the file is truncated" } else { "bytes follow the last tensor" };
     Err(Finding::new(codes::TRUNCATED, what)
         .file(file.path())
         .expected(format!("{at} bytes"), format!("{} bytes", file.size()))
-        .help("copy it again from the node that wrote it")
+        .help("copy the file again from the node that wrote it")
         .into())
 }
 

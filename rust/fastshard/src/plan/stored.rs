@@ -150,7 +150,7 @@ pub struct StoredTensor {
     /// pair of ranks where two dimensions divide it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shard: Option<u64>,
-    /// The same tensor in another precision (a parameter and its fp32 masters): the wider of the two,
+    /// The same tensor in another precision (a parameter and its fp32 master weights): the wider of the two,
     /// rounded, must be the narrower one.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub twins: Vec<u32>,

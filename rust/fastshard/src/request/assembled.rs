@@ -381,7 +381,7 @@ impl Chunk {
             (None, _) if part.shape != *len => Finding::new(codes::SHAPE, "shape of the chunk's record")
                 .expected(format!("{len:?}"), format!("{:?}", part.shape)),
             (_, Some(dtype)) if dtype != part.dtype => {
-                Finding::new(codes::DTYPE, "dtype of a chunk").expected(dtype, part.dtype)
+                Finding::new(codes::DTYPE, "a chunk has the wrong dtype").expected(dtype, part.dtype)
             }
             _ => return None,
         };
@@ -398,7 +398,7 @@ fn not_tiled(shape: &[u64], boxes: &[(Vec<u64>, Vec<u64>)], covered: u64) -> Opt
                     "each element in one chunk",
                     format!("chunks at {:?} and {:?}", boxes[a].0, boxes[b].0),
                 )
-                .help("the metadata is of two saves: copy it again from the node that wrote it"),
+                .help("the metadata is of two saves: copy the file again from the node that wrote it"),
         );
     }
     let total = element_count(shape).unwrap_or(u64::MAX);
@@ -407,9 +407,12 @@ fn not_tiled(shape: &[u64], boxes: &[(Vec<u64>, Vec<u64>)], covered: u64) -> Opt
     }
     let starts: Vec<String> = boxes.iter().take(8).map(|b| format!("{:?}", b.0)).collect();
     Some(
-        Finding::new(codes::HOLE, format!("{} of {total} elements are in no chunk", total - covered))
-            .expected(format!("chunks that tile {shape:?}"), format!("chunks at {}", starts.join(", ")))
-            .help("a rank's part was not saved, or the metadata was written before all ranks were done"),
+        Finding::new(
+            codes::HOLE,
+            format!("{} of {total} elements are missing: no chunk covers them", total - covered),
+        )
+        .expected(format!("chunks that tile {shape:?}"), format!("chunks at {}", starts.join(", ")))
+        .help("a rank's part was not saved, or the metadata was written before all ranks were done"),
     )
 }
 

@@ -226,7 +226,7 @@ fn refuse_missing(shared: &Shared, missing: &[u32]) -> Result<()> {
     let logs = shared.logs()?;
     let finding = |part: &u32| {
         let last = logs.iter().filter_map(|log| log.who.as_ref()).rfind(|who| who.part == Some(*part));
-        let mut finding = Finding::new(codes::PART_MISSING, "this part of the run was not made to its end")
+        let mut finding = Finding::new(codes::PART_MISSING, "this part of the run did not finish")
             .file(shared.path())
             .rank(format!("rank {part}"))
             .help("make it (run-part), or run again with --resume");

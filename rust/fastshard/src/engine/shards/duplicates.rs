@@ -78,7 +78,7 @@ impl Compared<'_> {
     /// True for experts that were made of one: they are the same on all ranks, or each part of them is on all that have it.
     fn is_made_of_one(&mut self, shards: &[u32], sums: &[Option<u32>]) -> Result<bool> {
         let first = &self.plan.stored[shards[0] as usize];
-        if !is_of_experts(&first.name) || sums.iter().any(Option::is_none) {
+        if !self.plan.words.is_of_experts(&first.name) || sums.iter().any(Option::is_none) {
             return Ok(false);
         }
         let mut parts: HashMap<u32, usize> = HashMap::new();
@@ -153,7 +153,7 @@ impl Compared<'_> {
             let finding = Finding::new(code, format!("the same bytes as {rank}'s shard in {file}{more}"))
                 .count(count)
                 .expected("another part of the tensor", "a copy")
-                .help("copy the right file from the node that ran this rank; --accept copies if it was copied on purpose");
+                .help("copy the file of this rank from the node that ran it; --accept copies if it was copied on purpose");
             place(plan, b, finding)
         };
         files.into_iter().map(finding).collect()

@@ -104,7 +104,7 @@ fn belongs_elsewhere(theirs: &str, distance: f64, own: f64) -> Finding {
     let what = format!("this copy is closer to {theirs} than to the other ranks' copies");
     Finding::new(codes::SWAPPED_SHARD, what)
         .expected(format!("a mean difference of {distance:.3e} or less"), format!("{own:.3e}"))
-        .help("files were swapped: copy the right one from the node that ran this rank")
+        .help("files were swapped: copy the file of this rank from the node that ran it")
 }
 
 fn too_far(scale: f64, own: f64) -> Finding {
