@@ -72,6 +72,8 @@ impl Catalog {
 impl Catalog {
     #[new]
     #[pyo3(signature = (roots, files, threads, records=None, blocks=None, memory=None, words=None))]
+    // Python gives them by their names.
+    #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         roots: Vec<PathBuf>,
