@@ -46,7 +46,7 @@ def test_a_broken_one_fails_with_an_annotation(tmp_path: Path) -> None:
     (ckpt / STEP / layer_file(3, 1)).unlink()
     code, log, outputs = act(tmp_path, str(ckpt))
     assert (code, outputs) == (3, {"exit-code": "3"})
-    assert "\n::error title=fastshard FS101::" in "\n" + log
+    assert "\n::error title=FS101 Missing file::" in "\n" + log
 
 
 def test_a_document_is_written_where_it_is_asked_for(tmp_path: Path) -> None:

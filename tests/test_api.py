@@ -257,7 +257,8 @@ def test_errors_survive_pickling(tmp_path: Path) -> None:
     assert error.findings == caught.value.findings and str(error) == str(caught.value)
     assert (error.code, error.rank, error.exit_code) == ("FS101", "tp 1", 3)
     assert error.path.endswith(layer_file(3, 1))
-    assert (error.tensor, error.host, error.got) == (None, None, "no such file")
+    assert (error.tensor, error.host, error.got) == (None, None, None)
+    assert error.evidence == "num_layers 3 and model_parallel_size 2 in the checkpoint's arguments"
     assert "help: copy" in str(error)
 
 

@@ -161,7 +161,7 @@ def test_the_last_rank_of_all_stages_is_lost(tmp_path: Path) -> None:
     """Names alone show one rank less; the config knows the experts."""
     root = write(tmp_path / "ckpt", model())
     lose(root, "-00002-shard-")
-    assert_refused(root, tmp_path / "out", "FS101", exit=3, expected="experts 2 to 3 of 4", rank="ep 1")
+    assert_refused(root, tmp_path / "out", "FS101", exit=3, evidence="experts 2 to 3 of 4", rank="ep 1")
 
 
 def test_a_padded_embedding_beside_a_whole_head(tmp_path: Path) -> None:

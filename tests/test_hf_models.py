@@ -453,7 +453,7 @@ def test_a_config_of_something_else_above_is_no_models(tmp_path: Path) -> None:
         "FS209",
         exit=2,
         command=("convert", "--to", "hf"),
-        message="no config.json of a model",
+        message="unknown model: no config.json",
     )
 
 

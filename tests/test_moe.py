@@ -130,7 +130,7 @@ def test_an_expert_that_all_layers_lack_is_one_finding(tmp_path: Path) -> None:
 
     edit_safetensors(root / "model.safetensors", drop)
     ran = assert_refused(
-        root, tmp_path / "out", "FS103", exit=3, message="position 3 on axis E", got="0,1,2,_"
+        root, tmp_path / "out", "FS103", exit=3, message="expert 3 is missing", got="0,1,2,_"
     )
     assert len(ran.errors) == 1
 

@@ -152,6 +152,9 @@ class Finding:
     def effect(self) -> Effect | None:
         """Tensors that are missing, incomplete or unreadable because of it."""
     @property
+    def parts(self) -> tuple[Finding, ...]:
+        """Findings of the same cause that it stands for, where they say more than it does."""
+    @property
     def title(self) -> str:
         """What its code is called, in a few words."""
     @property

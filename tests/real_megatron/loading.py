@@ -59,6 +59,7 @@ def build(args: Any, tp: int, pp: int) -> GPTModel:
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
         rotary_base=args.rotary_base,
+        rotary_percent=args.rotary_percent,
         rope_scaling=args.use_rope_scaling,
     ).eval()
 

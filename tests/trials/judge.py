@@ -42,7 +42,7 @@ from scenarios import staging
 from trees import Foreign, State, Tree
 
 DOCUMENTED = (0, 1, 2, 3, 130, 143)
-_NOTHING = re.compile(r"\bpublished\s+nothing\b", re.I)
+_NOTHING = re.compile(r"\b(?:published|wrote)\s+nothing\b", re.I)
 #: Words that speak of publishing without saying that it was done.
 _NOT_DONE = re.compile(
     r"\b(?:not(?: yet)?|never|half|un|(?:before|until|unless|when|once) (?:\w+ ){0,3}(?:is|was|been)|to be|can only be|be) ?-?published"

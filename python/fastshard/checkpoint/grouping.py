@@ -23,6 +23,10 @@ _RANKS = {
 _DIGITS = re.compile(r"\d+")
 #: Names of tensors that an effect lists: a config may promise any number of layers.
 _MOST_NAMES = 256
+#: Tensors whose causes are looked for: no model has as many, but a config may promise them.
+_MOST_LOST = 1 << 17
+#: Layers of a finding that are looked at; no model has more.
+_MOST_LAYERS = 1 << 16
 
 Coords = Mapping[str, int]
 
@@ -58,15 +62,24 @@ def with_effects(
     """
     findings = list(findings)
     lost = set(lost).difference(whole or ())
-    if not lost:
+    if not 0 < len(lost) <= _MOST_LOST:
         return findings
     of = None if whole is None else len(lost) + len(whole)
     about = {f.tensor: f for f in echoes if f.tensor}
     own = {f.tensor for f in findings if f.severity == "error" and f.tensor}
+    # A config may promise any number of layers: those that a finding is about need no search.
+    layers: dict[int | None, Finding] = {
+        layer: f
+        for f in findings
+        if f.code == "FS103" and f.severity == "error"
+        for layer in (f.layers or ())[:_MOST_LAYERS]
+    }
     effects: dict[Finding, list[str]] = {}
     for name in sorted(lost):
         if name not in own:
-            cause = causes.of(about.get(name) or Finding.of("FS102", "missing tensor", tensor=name))
+            cause = layers.get(layer_of(name)) or causes.of(
+                about.get(name) or Finding.of("FS102", "missing tensor", tensor=name)
+            )
             if cause is not None and not cause.tensor:
                 effects.setdefault(cause, []).append(name)
     return [f.replace(effect=effect_on(effects[f], of)) if f in effects else f for f in findings]
@@ -102,6 +115,8 @@ def _cause(finding: Finding) -> object:
     if finding.code == "FS111" and finding.severity == "error":
         # Of one store.
         return (*judged, finding.file)
+    if finding.code == "FS115" and finding.count:
+        return judged
     if finding.code == "FS113" and finding.expected and finding.got:
         return (*judged, frozenset((finding.expected, finding.got)))
     return finding
@@ -110,6 +125,8 @@ def _cause(finding: Finding) -> object:
 def _one(group: list[Finding], held: Sequence[HeldFile]) -> list[Finding]:
     """Findings that have one cause."""
     code = group[0].code
+    if code == "FS115":
+        return [_of_index(group)]
     return (
         _by_rank(group, held) if code == "FS101" else _of_store(group) if code == "FS111" else _swapped(group)
     )
@@ -123,7 +140,24 @@ def _of_store(group: list[Finding]) -> list[Finding]:
         return group
     effect = of_all[0].effect or effect_on(sorted({f.tensor for f in arrays if f.tensor}), None)
     evidence = next((f.evidence for f in arrays if f.evidence), None)
-    return [of_all[0].replace(effect=effect, evidence=evidence, help=arrays[0].help)]
+    return [
+        of_all[0].replace(
+            effect=effect,
+            evidence=evidence,
+            help=arrays[0].help,
+            parts=[f.replace(help=None, effect=None) for f in arrays],
+        )
+    ]
+
+
+def _of_index(group: list[Finding]) -> Finding:
+    """Files that hold tensors which the index sends elsewhere: the index is one."""
+    count = sum(f.count or 0 for f in group)
+    message = f"{count:,} tensors lie in {len(group)} files although the index names others"
+    files = [f.file for f in group]
+    return group[0].replace(
+        message=message, files=files, count=count, effect=_united([f.effect for f in group if f.effect])
+    )
 
 
 def _swapped(group: list[Finding]) -> list[Finding]:

@@ -50,7 +50,8 @@ def _facts(finding: Finding, verbose: int) -> list[tuple[str, Sequence[str]]]:
         ("found", [finding.got] if finding.got else ()),
         ("expected", [finding.expected] if finding.expected else ()),
         ("evidence", [finding.evidence] if finding.evidence else ()),
-        ("effect", _effects(finding, verbose)),
+        ("effect", [] if verbose and finding.parts else _effects(finding, verbose)),
+        ("parts", [f"{part.tensor}: {part.message}" for part in finding.parts] if verbose else ()),
     ]
 
 

@@ -107,6 +107,11 @@ class FastshardError(Exception):
         return self._first.got
 
     @property
+    def evidence(self) -> str | None:
+        """Who says what must be."""
+        return self._first.evidence
+
+    @property
     def published(self) -> str | None:
         """Path of the result, if it was published before what the error tells of; else None."""
         return published(self.findings)

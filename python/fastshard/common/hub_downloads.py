@@ -208,7 +208,7 @@ def said_of_missing(listing: Listing, findings: Sequence[Finding]) -> list[Findi
     """The findings, where those for missing files say that their download did not finish."""
     if not any(f.code == "FS101" and f.file for f in findings):
         return list(findings)
-    return [_said(listing, f) if f.code == "FS101" and f.file and f.got else f for f in findings]
+    return [_said(listing, f) if f.code == "FS101" and f.file and f.evidence else f for f in findings]
 
 
 def _said(listing: Listing, finding: Finding) -> Finding:
@@ -221,13 +221,15 @@ def _said(listing: Listing, finding: Finding) -> Finding:
             return finding.replace(
                 code="FS316",
                 message="an unfinished download, not weights",
+                evidence=None,
+                expected="the complete file",
                 got=f"{_size(begun[0])} bytes in {begun[0].name}",
                 help=_finish(root, path),
             )
         blobs = _unfinished_blobs(root)
         if blobs:
             # Whose it is nothing tells.
-            got = f"no such file, and {blobs[0].name} of {_size(blobs[0])} bytes: a download did not finish"
+            got = f"{blobs[0].name} of {_size(blobs[0])} bytes: a download did not finish"
             return finding.replace(got=got, help=_finish(root, path))
     return finding
 

@@ -127,5 +127,6 @@ def _elsewhere(path: str, count: int, named: list[str]) -> Finding:
         "FS115",
         f"{lie} in this file although the index names {some(named, _NAMED)}",
         file=path,
+        count=count,
         help="move the index away, so that the files are taken by their names, and write a new one: fastshard merge CKPT OUT",
     )

@@ -151,6 +151,10 @@ fn set(finding: &mut CoreFinding, changes: &Bound<'_, PyDict>) -> PyResult<()> {
                 }
                 continue;
             }
+            "parts" => {
+                finding.parts = core(given.extract()?);
+                continue;
+            }
             "effect" => {
                 finding.effect = given.extract::<Option<Effect>>()?.map(|effect| effect.inner);
                 continue;
@@ -317,6 +321,11 @@ impl Finding {
     #[getter]
     fn effect(&self) -> Option<Effect> {
         self.inner.effect.clone().map(|inner| Effect { inner })
+    }
+
+    #[getter]
+    fn parts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, list(self.inner.parts.iter().cloned()))
     }
 
     #[getter]

@@ -84,6 +84,9 @@ pub struct Finding {
     /// What it makes impossible.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub effect: Option<Effect>,
+    /// Findings of the same cause that it stands for, where they say more than it does: one for each array.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub parts: Vec<Finding>,
     /// What to do about it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub help: Option<String>,
@@ -113,6 +116,7 @@ impl Finding {
             got: None,
             evidence: None,
             effect: None,
+            parts: Vec::new(),
             message: message.into(),
             help: None,
             decided: None,
