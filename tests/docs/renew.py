@@ -5,6 +5,7 @@ The difference is for review. Outputs that still match stay as they are with the
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tempfile
@@ -28,6 +29,11 @@ def shortened(printed: str) -> str:
     lines = ["..." if line.startswith(_EVER) else line for line in printed.splitlines()]
     # Which files could have been swapped.
     return "".join(f"{re.sub(r'; of [0-9]+ files .*? settles it', '; ...', line)}\n" for line in lines)
+
+
+def lasting(printed: str, folder: Path) -> str:
+    """Output without what is another in each run: the folder's path, ids and tokens."""
+    return re.sub(r"\b[0-9a-f]{16,32}\b", "...", printed.replace(os.fspath(folder), "/..."))
 
 
 def as_printed(shown: str, printed: str) -> str:
@@ -78,7 +84,7 @@ class Renewing(Page):
             now = as_printed(shown, printed)
         except Untrue as told:
             print(told)
-            now = shown if blocks.is_shown(shown, printed) else shortened(printed)
+            now = shown if blocks.is_shown(shown, printed) else shortened(lasting(printed, self.folder))
         self.changed.setdefault(block.line, {})[at] = wrapped(now)
 
 

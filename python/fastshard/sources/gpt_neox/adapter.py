@@ -284,8 +284,7 @@ def _rank_files(found: Found[ZeroFiles], states: list[dict[str, Any]], findings:
                 severity="warning",
                 file=_in(folder, _rank_file(first)),
                 rank=f"mp rank {first}{more}",
-                expected=f"mp_world_size {worlds[0]} in the other rank files",
-                got="no such file",
+                evidence=f"mp_world_size {worlds[0]} in the other rank files",
                 help=f"copy {_rank_file(first)}{more and f' to {_rank_file(last)}'} from the node that ran mp rank {first}{more}",
             )
         )
