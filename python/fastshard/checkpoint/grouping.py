@@ -115,7 +115,7 @@ def _cause(finding: Finding) -> object:
     if finding.code == "FS111" and finding.severity == "error":
         # Of one store.
         return (*judged, finding.file)
-    if finding.code == "FS115" and finding.count:
+    if finding.code == "FS115" and finding.count and not finding.tensor:
         return judged
     if finding.code == "FS113" and finding.expected and finding.got:
         return (*judged, frozenset((finding.expected, finding.got)))

@@ -42,8 +42,8 @@ def safe_relative(name: object) -> bool:
 def disagreeing(
     weight_map: Mapping[str, int], held: Mapping[int, set[str]], paths: Mapping[int, str], *, whole: bool
 ) -> Iterator[Finding]:
-    """Where an index and its files disagree on names: ``FS102`` for tensors that no file holds, a warning for those that
-    another file holds, or the same one under a name that begins otherwise; ``FS108`` for what the index does not name.
+    """Says where an index and its files disagree on names: ``FS102`` for tensors that no file holds, ``FS115`` as a warning for
+    those that another file holds, or the same one under a name that begins otherwise; ``FS108`` for what the index does not name.
 
     Args:
         weight_map: number of the file that the index sends each tensor to.
@@ -61,24 +61,25 @@ def disagreeing(
     prefix = _prefix(gone, others, weight_map) if whole else None
     if moved:
         yield Finding.of(
-            "FS102",
+            "FS115",
             f"the index sends {counted(len(moved), 'tensor')} to the wrong files; each is read from the file that holds it",
             severity="warning",
             file=paths[weight_map[moved[0]]],
             tensor=moved[0],
+            count=len(moved),
             expected=f"{paths[elsewhere[moved[0]]]} in the index",
             got=paths[weight_map[moved[0]]],
-            help="write the index anew: readers that follow it find nothing there",
+            help="write the index again: a loader that follows it finds nothing there",
         )
     if prefix is not None:
         in_files = f"{prefix[0]}NAME, in the files {prefix[1]}NAME"
         yield Finding.of(
-            "FS102",
+            "FS115",
             f"the index and the files spell the names differently: {in_files}; the names in the files are used",
             severity="warning",
             file=paths[weight_map[gone[0]]],
             tensor=gone[0],
-            help="write the index anew: readers that follow it find nothing",
+            help="write the index again: a loader that follows it finds nothing",
         )
         return
     for name in gone:
