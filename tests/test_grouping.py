@@ -51,6 +51,19 @@ def test_a_stage_or_a_rank_that_is_gone_is_one_finding(gone: set[str], rank: str
     )
 
 
+def test_ranks_of_one_file_each_keep_its_name() -> None:
+    files = mesh(4, 1)
+    gone = {"r_01_000.pt", "r_03_000.pt"}
+    assert [(f.file, f.message, len(f.files)) for f in told(files, gone)] == [
+        (file, "missing file", 1) for file in sorted(gone)
+    ]
+
+
+def test_help_names_no_rank_where_none_is_known() -> None:
+    (one,) = grouped([missing(f"x_{n}", None).replace(help=f"ask node {n}") for n in range(2)], [])
+    assert one.message == "2 files are missing" and "nodes that wrote them" in (one.help or "")
+
+
 def test_what_is_no_rank_as_a_whole_is_said_by_files() -> None:
     files = mesh(2, 2)
     assert [f.file for f in told(files, {"r_01_001.pt"})] == ["r_01_001.pt"]

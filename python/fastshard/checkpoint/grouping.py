@@ -220,6 +220,8 @@ def _lifted(group: list[Finding], there: Sequence[HeldFile]) -> list[Finding] | 
                 f"{_RANKS[dimension]} {number} is missing: {len(of)} of {total} files",
                 f"{dimension} {number}",
             )
+            if len(of) > 1
+            else of[0]
             for number, of in found.items()
         ]
     return None
@@ -290,7 +292,8 @@ def _help(found: list[Finding], rank: str | None) -> str | None:
     if len(said) == 1:
         return said.pop()
     coords = {d: n for d, (n, _) in ranks_of(rank).items()}
-    return f"copy these files from the nodes that ran {_called(coords)}, or name those nodes' directories as more CKPTs"
+    who = f"ran {_called(coords)}" if coords else "wrote them"
+    return f"copy these files from the nodes that {who}, or name those nodes' directories as more CKPTs"
 
 
 def _called(coords: Coords) -> str:
