@@ -84,7 +84,7 @@ def test_plain_files_say_what_speaks_for_what() -> None:
     assert finding.got == "4 speak for zeros, since others are here of what wrote them"
     assert finding.help is not None and "the hosts that ran devices 0 to 3" in finding.help
     (finding,) = judged([WEIGHT, ZERO], ROWS, {}, present=set(), per_process=False).findings
-    assert finding.got == "of 4 nothing tells who wrote them"
+    assert finding.got == "4 have no known writer"
 
 
 def test_zeros_of_a_process_that_is_here_are_not_blamed_on_it() -> None:

@@ -35,16 +35,16 @@ class Absent:
         """The same for people."""
         count = sum(map(len, (self.files or self.chunks).values()))
         of_files = bool(self.files or self.layers)
-        what = ("file of it is", "files of it are") if of_files else ("array lacks", "arrays lack")
-        rest = " not here" if of_files else " chunks that are not here"
-        besides = (" besides whole layers" if count else "layers of it are not here") if self.layers else ""
+        what = ("file is", "files are") if of_files else ("array lacks", "arrays lack")
+        rest = " missing" if of_files else " chunks"
+        besides = (", and whole layers" if count else "layers are missing") if self.layers else ""
         lines = [f"{count} {what[count != 1]}{rest}{besides}:" if count else f"{besides}:"]
         lines += [f"  {layer}" for layer in self.layers]
         for rank, names in sorted((self.files or self.chunks).items()):
             lines.append(f"  {rank or 'of any rank'}: {some(names, _NAMED)}")
         *here, there = self.commands
         lines += [
-            "if they lie on other hosts' disks, bring them here from each of these hosts:",
+            "if they are on other hosts' disks, copy them from each of these hosts:",
             *(f"  {command}" for command in here),
             "or make the result where they are, with OUT on storage that all see: on host I of N",
             f"  {there}",
@@ -55,7 +55,7 @@ class Absent:
 def _layers(finding: Finding) -> str:
     """Layers that a finding misses, in words."""
     if not finding.layers:
-        return finding.tensor or "not told which"
+        return finding.tensor or "not stated which"
     first, last = finding.layers[0], finding.layers[-1]
     return f"layer {first}" if first == last else f"layers {first} to {last}"
 

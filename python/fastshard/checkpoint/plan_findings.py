@@ -62,7 +62,7 @@ def weights_taken(
     found += state.unread if optimizer else []
     told = {
         "params": "the parameters as stored; the fp32 master weights are compared with them",
-        "masters": "the fp32 master weights; the parameters stored beside them are compared with them"
+        "masters": "the fp32 master weights; the parameters stored next to them are compared with them"
         if state.params_stored
         else "the fp32 master weights, the only copy of the weights",
     }
@@ -158,7 +158,7 @@ def quantised(tensors: dict[str, Drafted], dtype: str, config: dict[str, Any] | 
     return [
         Finding.of(
             "FS514",
-            f"{len(stored)} tensors stored in FP8 have no scales beside them (NAME_scale_inv, NAME_scale)",
+            f"{len(stored)} tensors stored in FP8 have no scales next to them (NAME_scale_inv, NAME_scale)",
             tensor=name,
             expected=f"floats that can be cast to {dtype}",
             got=kind,

@@ -296,7 +296,7 @@ class Publishing(TypedDict, total=False):
         str | int | None,
         Option(
             "any",
-            "anonymous memory of the process, baseline included (default: 256MiB, more if the plan alone needs it)",
+            "RAM of the process without page cache, baseline included (default: 256MiB, more if the plan alone needs it)",
             metavar="SIZE",
         ),
     ]

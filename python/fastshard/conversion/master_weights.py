@@ -211,7 +211,7 @@ def repair_masters(
         if any(s.file not in _indices(checkpoint, held.files) for s in held.state_files):
             raise FastshardError.of(
                 "FS514",
-                "the optimizer's state lies in the model files (ZeRO stage 0)",
+                "the optimizer state is in the model files (ZeRO stage 0)",
                 help="rebuild the masters instead (--repair without --drop-optimizer)",
             )
         told = gate.passed(f for f in opened if f.file not in held.files)

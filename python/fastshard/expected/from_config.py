@@ -157,7 +157,7 @@ def _differs(name: str, count: int, size: int, severity: str) -> Finding:
     return Finding.of(
         "FS215", "the rows are not those of the vocabulary by the config", severity=severity, tensor=name,
         expected=f"{size} rows (vocab_size)", got=str(count),
-        help="find out from the tokenizer which is right, and correct the config or take the right file",
+        help="ask the tokenizer which is right, and correct the config or restore the file",
     )  # fmt: skip
 
 

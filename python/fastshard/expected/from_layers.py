@@ -247,7 +247,7 @@ def _shapes(stack: Stack) -> Iterator[Finding]:
                 severity="error" if alone else "warning",
                 tensor=name, expected=str(list(common)), got=str(list(shape)),
                 help="take the tensor from all ranks that hold it" if code == "FS208"
-                else "the tensor belongs to another model or run: copy the right file",
+                else "copy the file again: the tensor is from another model or run",
             )  # fmt: skip
 
 

@@ -136,7 +136,7 @@ def _shaped(compared: Comparison, one: _Differing, own: int | None, theirs: int 
         + said,
         help=f"give --vocab-size {want} if the rows beyond are padding, or a reference with the same vocabulary"
         if longer
-        else "it belongs to another model, or was changed after it was saved: compare the two configs",
+        else "compare the two configs: it is from another model, or was changed after it was saved",
         **told,
     )
 
@@ -163,7 +163,7 @@ def dtypes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
             tensor=stored,
             expected=expected,
             got=got,
-            help="one of the two is quantised: give a reference that is stored alike",
+            help="pass a reference that is stored alike: one is quantised and the other is not",
         )
         for stored, got, expected in other[:TOLD]
     ]

@@ -169,8 +169,12 @@ def differing(listing: Listing, paths: Iterable[Path]) -> list[Finding]:
 
 def _right_one(name: str) -> str:
     if name == "config.json":
-        return "give the right one with --config"
-    return "give the right one with --tokenizer" if tokenizer.is_of(name) else "take the wrong one away"
+        return "pass the config of this checkpoint with --config"
+    return (
+        "pass the tokenizer of this model with --tokenizer"
+        if tokenizer.is_of(name)
+        else "take the wrong one away"
+    )
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -41,7 +41,7 @@ def words(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -> 
                 file=tokenizer.path,
                 expected=f"{rows - 1} at most",
                 got=str(tokenizer.largest),
-                help="tokens beyond have no row: the tokenizer was extended, or belongs to another model",
+                help="pass the tokenizer of this model with --tokenizer: tokens beyond have no row",
             )
         ]
     return unproven

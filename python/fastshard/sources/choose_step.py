@@ -431,7 +431,7 @@ def _pointing_nowhere(listing: Listing, steps: Mapping[str, Step], file: File, n
         "FS104" if there else "FS105",
         "the tracker file names a step that cannot be used"
         if there
-        else "the tracker file names a step that is not there",
+        else "the tracker file names a missing step",
         file=file.path,
         expected=f"one of {have}",
         got=shown(named),

@@ -88,7 +88,7 @@ def disagreeing(
             "missing tensor: the index names it, and its file lacks it",
             file=paths[weight_map[name]],
             tensor=name,
-            help="the file is truncated or belongs to another save: copy it again",
+            help="copy the file again: it is truncated, or from another save",
         )
     for file, names in unnamed.items():
         if names:

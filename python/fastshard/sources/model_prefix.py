@@ -58,7 +58,7 @@ def recognise(
         tops = sorted({name.partition(".")[0] for name in own if "." in name})
         raise FastshardError.of(
             "FS515",
-            f"under: nothing lies below {under!r}",
+            f"under: no name begins with {under!r}",
             expected=f"one of {', '.join(tops[:_TOLD])}",
             got=under,
             help="name what stands before the model's own names",

@@ -166,7 +166,7 @@ def _kept(source: Source) -> str:
     if source.vocab_size is not None:
         raise FastshardError.of(
             "FS514",
-            f"--vocab-size: {_why(source.model)}, so that nothing tells which rows are words",
+            f"--vocab-size: {_why(source.model)}, so it is not known which rows are tokens",
             help="leave it out, or describe the model in a table of your own (--layout FILE)",
         )
     return ""
@@ -197,7 +197,7 @@ def _why(told: Description) -> str:
         return f"architectures says {told.headless}"
     if (method := config_json.quantised_by(told.config or {})) is not None:
         return f"quantization_config ({method}) keeps scales beside the weights (--dtype gives their values)"
-    return "the model lies below names of its own"
+    return "the names of the model have a separate prefix"
 
 
 def _refuse_changed(source: Source, bound: Bound) -> None:

@@ -72,7 +72,7 @@ def carried(source: Source, outputs: Mapping[str, Any], made_of: Mapping[str, It
     if lacking is not None:
         raise FastshardError.of(
             "FS402",
-            "some of the moments of this parameter are not there",
+            "some of the moments of this parameter are missing",
             tensor=lacking,
             expected=" and ".join(ADAM),
             got=", ".join(slots[lacking]),
@@ -141,7 +141,7 @@ def _of_groups(state: State, source: Source) -> list[Finding]:
         findings.append(
             Finding.of(
                 "FS212",
-                "whether weight decay is decoupled is not told: taken as AdamW does it",
+                "it is not stated whether weight decay is decoupled: it is taken as in AdamW",
                 severity="warning",
                 help="for Adam with L2 regularisation set decoupled_weight_decay to False in the run that continues",
             )

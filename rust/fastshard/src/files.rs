@@ -222,7 +222,7 @@ pub fn misnamed(plan: &Plan) -> Vec<Finding> {
     }
     for (folder, key) in folders {
         if let Some((name, _)) = below(&folder).find(|(name, _)| **name != format!("{folder}/{ARRAY}")) {
-            findings.push(refused("another file lies in the folder of an array", name, Some(key)));
+            findings.push(refused("another file is in the folder of an array", name, Some(key)));
         }
     }
     findings

@@ -83,7 +83,7 @@ impl Finding {
 fn not_ignored(finding: &Finding) -> Finding {
     let message = format!("ignore {}: an error cannot be ignored: {finding}", finding.code);
     Finding::new(codes::USAGE, message)
-        .help("mend it; what may be accepted has a name of its own (--accept WHAT), which `fastshard explain` tells")
+        .help("mend it; what may be accepted has a name of its own (--accept WHAT), which `fastshard explain` states")
 }
 
 #[cfg(test)]

@@ -83,7 +83,7 @@ VERIFY = Verb(
     help="completeness and integrity; with a manifest also content",
     description="""\
         Completeness and integrity; with a manifest also content. Warns (FS313) about rows, columns or other
-        slabs of a floating tensor that are zero throughout while the rest is not: lost shards look like that.
+        blocks of a floating tensor that are zero while the rest is not: lost shards look like that.
         Files that were downloaded from Hugging Face's hub are compared with the hashes that its cache, or --local-dir,
         keeps. Where nothing is wrong the first line says how far that goes: contents checked, complete, or only partly
         checked.""",

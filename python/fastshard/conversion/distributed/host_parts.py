@@ -137,7 +137,7 @@ def compared(checkpoint: Checkpoint, part: tuple[int, int], run: RunOptions, bar
             "FS518",
             "this part has no manifest, and others have: nothing says what its host has read",
             file=str(root),
-            help="copy it from where the part was made, or make the part anew (`fastshard piece`)",
+            help="copy it from where the part was made, or make the part again (`fastshard piece`)",
         )
         for index, root in enumerate(checkpoint.listing.roots)
         if held and index not in held
@@ -159,7 +159,7 @@ def compared(checkpoint: Checkpoint, part: tuple[int, int], run: RunOptions, bar
                 "the manifest of this piece does not name this file",
                 severity="error",
                 file=file.path,
-                help="take it away, or make the piece anew on its host",
+                help="remove it, or make the piece again on its host",
             )
             for file in checkpoint.listing.files
             if file.root == index and file.path not in named and file.path != MANIFEST_NAME

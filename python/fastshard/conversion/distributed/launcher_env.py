@@ -94,7 +94,7 @@ def detect(world: int | None = None, environ: Mapping[str, str] | None = None) -
             "the number of processes is stated twice",
             expected=f"--world {world}",
             got=_shown(launcher, environ),
-            help="leave --world away where the launcher tells it",
+            help="leave out --world where the launcher states it",
         )
     size = size if size is not None else world
     if size is None:

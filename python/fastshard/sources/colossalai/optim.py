@@ -107,7 +107,7 @@ def detect(listing: Listing, model: str, first: int) -> tuple[OptimFiles, list[F
     if len(near) > 1 and folder != model:
         findings.append(
             Finding.of(
-                "FS106", "several optimizers beside the model", got=", ".join(near[:8]),
+                "FS106", "several optimizers are next to the model", got=", ".join(near[:8]),
                 help="name the model's directory and that of one optimizer",
             )
         )  # fmt: skip
@@ -280,7 +280,7 @@ def _no_names(source: Source, path: str, groups: list[list[int]], shapes: dict[s
     return Finding.of(
         "FS402",
         f"optimizer states carry numbers, and how those of model_type {(source.model.config or {}).get('model_type')!r} in "
-        f"{len(groups)} groups follow the parameters is not told",
+        f"{len(groups)} groups follow the parameters is not stated",
         file=path, expected=f"{len(shapes)} parameters", got=f"{sum(map(len, groups))} numbers",
         help="give the model's config.json with --config; merge without --optimizer takes the parameters alone",
     )  # fmt: skip
@@ -290,7 +290,7 @@ def _fused(path: str, name: str) -> Finding:
     return Finding.of(
         "FS514",
         "moments of a fused projection were saved in the order of the tensor-parallel ranks, each with a part of query,"
-        " key and value: no file tells how many ranks there were",
+        " key and value: no file states how many ranks there were",
         file=path, tensor=name, help="merge without --optimizer takes the parameters alone, which are in order",
     )  # fmt: skip
 
@@ -320,7 +320,7 @@ def _moments_differ(
                     Finding.of(
                         "FS201", f"{slot} of parameter {place} and the parameter", file=found.files[moment[0]].path, tensor=name,
                         expected=f"{shapes[name]}, the shape of {name}", got=str(moment[2]),
-                        help="the optimizer belongs to another model, or its groups are in another order",
+                        help="take the optimizer of this model: this one is from another, or its groups are in another order",
                     )
                 )  # fmt: skip
     return findings

@@ -419,7 +419,7 @@ def _not_carried(names: list[str], objects: optim.Objects, alone: bool) -> list[
                 severity="error" if alone else "warning",
                 tensor=holding[0],
                 got=some(holding, _TOLD),
-                help="load it with torch, and save it again with every tensor under a name of its own",
+                help="load it with torch, and save it again with every tensor under a separate name",
             )
         )
     return findings

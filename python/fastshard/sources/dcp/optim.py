@@ -157,7 +157,7 @@ def _not_of_one(
         return [
             Finding.of(
                 "FS514",
-                "which of the copies of the model the optimizer is of is not told",
+                "it is not stated which copy of the model the optimizer belongs to",
                 expected="model.*, which a trainer's optimizer steps",
                 got=f"{source.weights_prefix}*, beside {', '.join(f'{prefix}*' for prefix in copies if prefix != source.weights_prefix)}",
                 help="do without --optimizer: averaged weights have no moments",

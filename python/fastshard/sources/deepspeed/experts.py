@@ -83,7 +83,7 @@ def take(
         name = next(found.files[file].path for n, e, _, file in seen.experts if (n, e) == (layer, expert))
         source.findings.append(
             Finding.of(
-                "FS110", "more experts than the model file tells", file=name,
+                "FS110", "more experts than the model file states", file=name,
                 expected=f"num_experts {wanted} in {found.files[0].name}", got=f"expert {expert} of mixture {layer}",
                 help="remove what an older save left, or take all files from one step",
             )

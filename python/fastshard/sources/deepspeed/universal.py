@@ -273,7 +273,9 @@ def _shapes_not_told(folder: str, flat: list[str]) -> list[Finding]:
         return []
     name = "zero_pp_rank_0_mp_rank_00_model_states.pt"
     path = f"{folder}/{name}" if folder else name
-    why = f"{len(flat)} parameters are flat, as of ZeRO-3 ({flat[0]}); only the model file tells their shapes"
+    why = (
+        f"{len(flat)} parameters are flat, as of ZeRO-3 ({flat[0]}); only the model file states their shapes"
+    )
     return [missing(path, None, why, "copy the model files of this step beside the folder zero/")]
 
 

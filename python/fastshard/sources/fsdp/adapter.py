@@ -160,7 +160,7 @@ def _stated(listing: Listing, folder: str, ranks: int) -> list[Finding]:
             file=file.path,
             expected=f"{world} files, one of each rank",
             got=str(ranks),
-            help="copy all files of this step again: some are of another run, or missing",
+            help="copy all files of this step again: some are from another run, or missing",
         )
     ]
 
@@ -211,7 +211,7 @@ def _other_shape(ranks: Ranks, rank: int, name: str, expected: list[int], got: l
         tensor=name,
         expected=f"{expected} as on other ranks",
         got=str(got),
-        help="the file is of another run or model: copy the file of this rank from the node that ran it",
+        help="copy the file of this rank from the node that ran it: this one is from another run or model",
     )
 
 

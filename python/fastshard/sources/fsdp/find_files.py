@@ -113,10 +113,10 @@ def saved(listing: Listing, options: Options, *, any_name: bool = False) -> Save
         if len(kinds) > 1:
             raise FastshardError.of(
                 "FS106",
-                "several sets of ranks' files lie in one folder",
+                "one folder holds several sets of rank files",
                 file=folder or None,
                 got=", ".join(f"{kind.removeprefix('model').strip()}rank*" for kind in kinds),
-                help="keep those of the model there, or move the others away",
+                help="keep the files of the model there, or move the others away",
             )
         inside = [replace(one, kind=one.kind.partition(" ")[0]) for one in inside]
     save = Saved(folder, step, findings=said)
@@ -124,10 +124,10 @@ def saved(listing: Listing, options: Options, *, any_name: bool = False) -> Save
     if len(worlds) > 1:
         raise FastshardError.of(
             "FS106",
-            "files of runs of several sizes lie in one folder: one run was continued with another number of ranks",
+            "one folder holds files of runs with different numbers of ranks: one run was continued with another number",
             file=folder or None,
             got=", ".join(f"model_world_size_{world}_rank_*.pt" for world in sorted(worlds, key=str)),
-            help="keep those of one run there: the newer, by their times, is most likely meant",
+            help="keep the files of one run there; by their times the newer one is the likely one",
         )
     save.world = worlds.pop()
     for kind, held in (("model", save.model), ("optim", save.optim), ("extra_state", save.extra)):

@@ -216,7 +216,7 @@ def _agree(model: Ranks, ranks: Ranks, told: dict[int, list[float]], what: str) 
     return [
         Finding.of(
             "FS107",
-            f"the {what} that was saved with it is not that of the other ranks: the file may be of another step too",
+            f"the {what} that was saved with it differs from that of the other ranks: the file may be from another step",
             file=model.path(rank),
             rank=ranks.label(rank),
             expected=f"{', '.join(f'{s:g}' for s in usual)}, as on the other ranks",

@@ -181,7 +181,7 @@ class Ranks:
                     rank=self.label(rank),
                     expected=f"{_meshes(usual)} as on the other ranks",
                     got=_meshes(meshes),
-                    help="the file is of another run: copy the file of this rank from the node that ran it",
+                    help="copy the file of this rank from the node that ran it: this one is from another run",
                 )
             )
 

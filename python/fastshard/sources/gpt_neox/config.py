@@ -54,7 +54,7 @@ def read(
                         file=file.path,
                         expected=shown(merged[key]),
                         got=shown(value),
-                        help="give the right one with --config",
+                        help="pass the config of this checkpoint with --config",
                     )
                 )
             merged[key] = value

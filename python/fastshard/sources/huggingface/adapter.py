@@ -241,7 +241,7 @@ class HuggingFace:
         if len(groups) > 1:
             raise FastshardError.of(
                 "FS106",
-                "several sets of shards lie in one folder, and no index says which is the model",
+                "one folder holds several sets of shards, and no index says which is the model",
                 file=folder or None,
                 got=", ".join(f"{stem}-*-of-{total}.{suffix}" for stem, total, suffix in sorted(groups)),
                 help="keep one of them there, or add its index",

@@ -52,7 +52,7 @@ def without_files(index: File, single: str) -> Finding:
     """That an index is of no use: a file of the whole model was saved over what it names."""
     return Finding.of(
         "FS108",
-        f"the index names files that are not there; {single} is taken, as transformers does",
+        f"the index names files that are missing; {single} is taken, as transformers does",
         file=index.path,
         help="remove the index",
     )
@@ -153,6 +153,6 @@ def sizes(
             got=f"{held:,} bytes, {abs(counted - held):,} {'fewer' if lacks else 'more'}",
             help="something may be gone from the index and the files alike: compare the tensors with the model's"
             if lacks
-            else "write the index anew",
+            else "write the index again",
         )
     ]

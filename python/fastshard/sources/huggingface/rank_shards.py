@@ -141,7 +141,7 @@ def _twice(files: Sequence[File], name: str, lo: list[int], holders: list[int]) 
         tensor=name,
         expected=f"only {files[holders[0]].path}",
         got=f"offset {lo} in both",
-        help="one of the two is of another save: keep the one that belongs here",
+        help="keep the file of this save: one of them is from another save",
     )
 
 

@@ -119,7 +119,7 @@ class TpSafetensors:
                             file=path,
                             expected=str(source.axes["V"]),
                             got=str(vocab),
-                            help="find out from the tokenizer which is right, and correct the other file",
+                            help="ask the tokenizer which is right, and correct the other file",
                         )
                     )
                 source.vocab_size = vocab

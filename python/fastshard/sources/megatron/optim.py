@@ -141,7 +141,7 @@ def _weights(weights: list[Stored], described: Told) -> Weights:
 def _no_places(name: str, error: UnknownPlaces) -> Finding:
     return Finding.of(
         "FS402",
-        f"the optimizer's flat buffers carry no names, and where parameters lie in them is not certain: {error}",
+        f"the optimizer's flat buffers carry no names, and the places of parameters in them are not certain: {error}",
         severity="error",
         tensor=name,
         expected=error.expected,
@@ -189,7 +189,7 @@ def _refused(described: Told, args: dict[str, Any], unread: list[str]) -> list[F
         return [
             Finding.of(
                 "FS514",
-                "the optimizer's state lies in one pickled object for each model-parallel rank (dp_zero_gather_scatter): it is not read",
+                "the optimizer state is in one pickled object for each model-parallel rank (dp_zero_gather_scatter): it is not read",
                 tensor=pickled[0],
                 severity="error",
                 help=again,

@@ -160,7 +160,7 @@ def _files_elsewhere(folder: str, args: dict[str, Any], ranks: list[_Rank]) -> l
 def _no_places(path: str, rank: str | None, error: UnknownPlaces) -> Finding:
     return Finding.of(
         "FS402",
-        f"the optimizer's state carries no names, and where parameters lie in it is not certain: {error}",
+        f"the optimizer's state carries no names, and the places of parameters in it are not certain: {error}",
         severity="error",
         file=path,
         rank=rank,

@@ -272,7 +272,7 @@ def _ambiguous(
         whose = named(suspects, evidence.processes)
         told.append(f"{counts[False]} for loss, since nothing is here that {whose} wrote")
     if counts[None]:
-        told.append(f"of {counts[None]} nothing tells who wrote them")
+        told.append(f"{counts[None]} have no known writer")
     helps = []
     if suspects:
         helps.append(
@@ -343,7 +343,7 @@ def _lost(
             "FS111",
             _summary(arrays, verdict, verdict.gone)
             + (f"; {elided} more were left out by processes that are here: they hold zeros" if elided else "")
-            + (f"; of {unknown} more nothing tells whether they were left out" if unknown else ""),
+            + (f"; {unknown} more may have been left out or lost" if unknown else ""),
             file=evidence.where,
             rank=rank,
             got=f"directories of processes {sorted(evidence.present, key=str)}" if evidence.present else None,

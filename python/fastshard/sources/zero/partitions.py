@@ -125,7 +125,7 @@ class Partitions:
                 rank=rank,
                 expected=expected,
                 got=got,
-                help=help or "copy the right file of this step from the node that wrote it",
+                help=help or "copy the file of this step again from the node that wrote it",
             )
         )
 

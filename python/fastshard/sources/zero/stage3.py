@@ -31,7 +31,7 @@ def slices(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named 
             partitions.problem(
                 "FS404", "elements in fp32_flat_groups", rank.path, rank.dp,
                 f"{needed}, one of {world} parts of each parameter of {model.path}", str(sum(sizes)),
-                "the partition belongs to another model, step or number of ranks",
+                "copy the file of this rank again: it is from another model, step or number of ranks",
             )  # fmt: skip
             return None
 

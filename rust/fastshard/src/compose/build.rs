@@ -281,7 +281,7 @@ impl<'a> Builder<'a> {
                     .file(&source.units[tensor.unit as usize].file)
                     .tensor(&tensor.name)
                     .expected(format!("{known} like {witness}"), tensor.dtype)
-                    .help("the file belongs to another run or step"),
+                    .help("copy the file of this rank again: it is from another run or step"),
             ),
             Some(_) => {}
         }
@@ -334,7 +334,9 @@ fn twice(source: &Source, name: &str, a: &Instance, b: &Instance) -> Finding {
         .file(&source.units[b.unit as usize].file)
         .tensor(name)
         .expected(format!("only {}", x.name), format!("{} as well", y.name))
-        .help("one of the two is stale or would be applied twice; name it in a layout with `ignore` and a reason")
+        .help(
+            "remove the stale one, or mark it `ignore` in a layout, with a reason: it would be applied twice",
+        )
 }
 
 pub(super) fn pad_region(stored: u32, held: &AtomBox, pad_axis: usize, lo: u64, hi: u64) -> PadRegion {

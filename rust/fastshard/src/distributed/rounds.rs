@@ -172,7 +172,7 @@ impl Shared {
         let place = Place::find(out, run_id)?;
         let path = place.folder_path();
         let absent = || {
-            Finding::new(codes::NO_SUCH_PATH, "the run is not here")
+            Finding::new(codes::NO_SUCH_PATH, "the run is missing")
                 .file(&path)
                 .help(format!(
                     "it was begun on another disk, of other sources or with other options, or has ended; this is {}",
@@ -459,7 +459,7 @@ impl Shared {
                 .file(self.folder.path())
                 .rank(format!("rank {part}"))
                 .expected("one process for each part", other.process.told())
-                .help("give each process a rank of its own; one that is gone is replaced once it shows no sign of life")
+                .help("give each process a separate rank; one that is gone is replaced once it shows no sign of life")
                 .into());
         }
         Member::begin(self, &round.nonce, &who, &patience.clock).map(Joined::Member)

@@ -105,7 +105,7 @@ impl Run<'_> {
             format!("{} equal elements", crate::tensor::element_count(&tensor.shape).unwrap_or(0)),
             format!("{} that differ, by up to {:e}", drift.differing, drift.largest),
         )
-        .help("one of the two is stale: --weights params takes the parameters, `fastshard masters --repair OUT` rebuilds the masters from them; if the parameters are the damaged ones, restore their file");
+        .help("if you evaluated the parameters: --weights params takes them, `fastshard masters CKPT --repair OUT` rebuilds the master weights; if the parameters are damaged, restore their file");
         let severity = if self.plan.twins_may_differ { Severity::Warning } else { Severity::Error };
         self.place(master, finding.severity(severity))
     }
@@ -123,7 +123,7 @@ impl Run<'_> {
                 "equal values",
                 format!("{} elements differ by up to {:e}", drift.differing, drift.largest),
             )
-            .help("correct the config (tied or not), or take the right file");
+            .help("correct the config (tied or not), or restore the file that is wrong");
             return self.place(other, finding);
         }
         let what = format!("{} elements differ by up to {:e}", drift.differing, drift.largest);
@@ -140,7 +140,7 @@ impl Run<'_> {
         } else {
             let finding = Finding::new(codes::REPLICAS_DIFFER, format!("this copy differs from {against}'s"))
                 .expected("equal copies", what)
-                .help("a file of another step or layer: copy the right one; if the run let replicas drift, --replicas mean averages them");
+                .help("copy the file of that rank again: it is from another step or layer; if replicas drifted in this run: --replicas mean");
             self.place(other, finding)
         }
     }

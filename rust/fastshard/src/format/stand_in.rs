@@ -62,7 +62,7 @@ pub fn finding(path: &Path, head: &[u8], size: u64, place: Place) -> Option<Find
         return Some(
             found("an unfinished download")
                 .expected("the whole file", bytes)
-                .help("finish it, the same command goes on with it: hf download REPO"),
+                .help("finish it with the same command, which continues it: hf download REPO"),
         );
     }
     if size == 0 {

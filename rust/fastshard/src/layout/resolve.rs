@@ -267,9 +267,7 @@ impl Checkpoint<'_> {
                     let mut finding = Finding::new(codes::RANKS_DISAGREE, format!("rank on {dimension}"))
                         .file(&unit.file)
                         .expected(format!("below the degree of {degree}"), rank)
-                        .help(
-                            "the file is a leftover of a run at a larger degree, or the degree is stated wrongly",
-                        );
+                        .help("move the file away if a run with more ranks left it, or correct the degree");
                     finding.rank = unit.rank.clone();
                     findings.push(finding);
                 }
@@ -459,7 +457,7 @@ impl Boxes<'_> {
         Some(
             Finding::new(codes::CONFIG_DISAGREES, format!("position on axis {axis}"))
                 .expected(format!("below {}", self.extents[axis]), at)
-                .help("the config describes a model with fewer layers, or the file is a leftover of another run"),
+                .help("pass the config of this model with --config, or move the file away if another run left it"),
         )
     }
 }
@@ -496,7 +494,7 @@ fn outside_of_set(table: &Table, entry: usize, sets: &Sets, set: &str, axis: &st
     let held = sets.get(set).map(sets::written).unwrap_or_default();
     Finding::new(codes::UNKNOWN_TENSOR, format!("{rule} of layout {} is not for this one: {set}", table.name))
         .expected(format!("one of {axis} {held}"), at)
-        .help("the config describes another model (--config), or the file is a leftover of another run")
+        .help("pass the config of this model with --config, or move the file away if another run left it")
 }
 
 /// The finding for a fact that decides values and is not stated.

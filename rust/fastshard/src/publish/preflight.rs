@@ -191,9 +191,9 @@ fn apart(place: &Place, source: &Path) -> Result<()> {
     if out_id.is_some() && out_id == source_id {
         nested("the destination is the source")
     } else if has_ancestor(&place.out, source_id) || within(&out_at, &source_at) {
-        nested("the destination lies inside a source")
+        nested("the destination is inside a source")
     } else if has_ancestor(&real, out_id) || within(&source_at, &out_at) {
-        nested("a source lies inside the destination")
+        nested("a source is inside the destination")
     } else {
         Ok(())
     }

@@ -291,7 +291,7 @@ fn clean_up(
         Ok(None) => left(
             "published; the removal of the older result was stopped".into(),
             &folder.path(),
-            "the same command with --resume goes on with it; or remove the folder",
+            "continue it by the same command with --resume, or remove the folder",
         ),
         Err(error) => failed(error),
     };

@@ -99,7 +99,7 @@ impl Gathered {
                 side.changes.iter().map(|change| change.found(|name| by_name.get(name).copied())).collect();
             let problem = match (&found, of.get(side.name.as_str())) {
                 (Err(name), _) => Some(
-                    Finding::new(codes::MISSING_TENSOR, "a tensor of the adapter is in no file")
+                    Finding::new(codes::MISSING_TENSOR, "a tensor of the adapter is missing")
                         .tensor(*name)
                         .help("copy the adapter again from where it was saved"),
                 ),

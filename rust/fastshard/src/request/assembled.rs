@@ -291,7 +291,7 @@ impl Gathered {
                             format!("elements {first}..{} of one dtype", first.saturating_add(len)),
                             format!("{} {:?} in {}", part.dtype, part.shape, part.path.join(".")),
                         )
-                        .help("the rank's file belongs to another run or step: copy the right one"),
+                        .help("copy the file of this rank again: it is from another run or step"),
                 );
                 return None;
             }

@@ -97,7 +97,7 @@ impl Gathered {
             }
             let message = format!("scales of {of}, which is stored as {dtype} and has none");
             let finding = Finding::new(codes::UNKNOWN_TENSOR, message).tensor(&seen.name);
-            let help = "one of the two is a leftover: of a model before or after it was quantised";
+            let help = "remove the stale one: it is from the model before or after it was quantised";
             found.push(finding.file(&self.units[seen.unit as usize].file).help(help));
         }
         self.findings.extend(found);

@@ -52,7 +52,7 @@ fn slabs(plan: &Plan, output: &Output, slabs: &[ZeroSlab]) -> Option<Finding> {
     let slabs: Vec<&ZeroSlab> = slabs.iter().filter(|slab| !is_padding(plan, output, slab)).collect();
     let first = slabs.first()?;
     let texts: Vec<String> = slabs.iter().map(|slab| slab.text(output.shape.len())).collect();
-    let finding = Finding::new(codes::ZERO_SLAB, "part of this tensor is zero throughout")
+    let finding = Finding::new(codes::ZERO_SLAB, "a part of this tensor is zero")
         .tensor(&output.name)
         .expected(format!("values all over {:?}", output.shape), format!("zeros in {}", texts.join(" and ")))
         .help("a shard that was lost, or never gathered, looks like that: compare with the files of the ranks, or with `fastshard diff`; pruned weights and tokens never trained are zero too");

@@ -63,7 +63,7 @@ impl Filling<'_> {
             file.from = options.above.get(&file.name).cloned();
         }
         if let Some(name) = identities.into_keys().next() {
-            return Err(Finding::new(codes::WRITTEN_DIFFERS, "the file just written is not there")
+            return Err(Finding::new(codes::WRITTEN_DIFFERS, "the file just written is missing")
                 .file(name)
                 .into());
         }

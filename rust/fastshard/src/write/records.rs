@@ -192,7 +192,7 @@ mod tests {
         assert_eq!(get(0, 0, 4096), Some(done(0, 4096, 4)));
         assert_eq!(get(1, 0, 1024), Some(done(0, 1024, 2)));
         assert_eq!(get(1, 1, 1024), Some(done(1, 1024, 5)));
-        assert_eq!(get(2, 5, 1024), None, "its file was made anew after that");
+        assert_eq!(get(2, 5, 1024), None, "its file was made again after that");
         assert_eq!(get(2, 6, 1024), Some(done(6, 1024, 6)));
         assert_eq!(get(3, 0, 1024), None);
     }

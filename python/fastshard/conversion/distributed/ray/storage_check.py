@@ -144,14 +144,14 @@ def _unlike(node: Node, about: Any, file: Path, answer: str) -> list[Finding]:
             Finding.of("FS524", "this node has another version of fastshard", host=host,
                        expected=_core.__version__, got=about["version"], help=help_)
         )  # fmt: skip
-    what = f"this node does not see what is written beside the destination ({about['error']})"
+    what = f"this node does not see what is written next to the destination ({about['error']})"
     if about["error"] is None:
         try:
             if safe_files.read_bytes(file.parent / answer, 64, code="FS522") == answer.encode():
                 return found
-            what = "what this node writes beside the destination is something else here"
+            what = "what this node writes next to the destination is something else here"
         except (OSError, FastshardError):
-            what = "what this node writes beside the destination is not seen here"
+            what = "what this node writes next to the destination is not seen here"
     here = f"the storage of {socket.gethostname()} ({_core.storage_of(str(file))})"
     found.append(
         Finding.of(
@@ -161,7 +161,7 @@ def _unlike(node: Node, about: Any, file: Path, answer: str) -> list[Finding]:
             host=host,
             expected=here,
             got=about["storage"],
-            help="this host may have a disk of its own at this path: mount the shared storage there, or choose a "
+            help="this host may have a separate disk at this path: mount the shared storage there, or choose a "
             "destination on it; nothing of the run was made",
         )
     )

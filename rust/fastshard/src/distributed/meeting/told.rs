@@ -17,7 +17,7 @@ pub(super) fn taken(other: &Card) -> Error {
     Finding::new(codes::LOCKED, format!("rank {} is held by another process, which is alive", other.rank))
         .rank(format!("rank {}", other.rank))
         .expected("one process for each rank", other.process.told())
-        .help("give each process a rank of its own; one that was restarted takes its rank over once the first is gone")
+        .help("give each process a separate rank; one that was restarted takes its rank over once the first is gone")
         .into()
 }
 
@@ -47,7 +47,7 @@ impl Meeting {
                     .file(self.table.folder.path())
                     .rank(format!("rank {rank}"))
                     .expected(format!("{} ranks on one storage", self.about.world), seen.join(", "))
-                    .help("look at what that rank says: it was not started, or its host has a disk of its own at this path; `fastshard probe` with the same ranks tells before the work");
+                    .help("look at what that rank says: it was not started, or its host has a separate disk at this path; `fastshard probe` with the same ranks finds it before the work");
             finding.host = self.about.hosts.get(rank as usize).cloned();
             finding
         };
@@ -73,7 +73,7 @@ impl Meeting {
                 },
                 own.storage.clone(),
             )
-            .help("this host may have a disk of its own at this path: mount the shared storage there, or choose a destination on it; --timeout SECONDS waits longer for ranks that start late");
+            .help("this host may have a separate disk at this path: mount the shared storage there, or choose a destination on it; --timeout SECONDS waits longer for ranks that start late");
         finding.host = Some(own.process.host.clone());
         vec![finding]
     }
@@ -121,7 +121,7 @@ impl Meeting {
         let mut finding = Finding::new(codes::RANKS_DIFFER, "this rank comes to another plan than rank 0")
             .rank(format!("rank {}", self.about.rank))
             .expected("the sources that rank 0 sees", got)
-            .help("give all ranks the same CKPT, on storage that all of them see; copies on disks of their own must keep the times of their files (cp -p, rsync -a)");
+            .help("give all ranks the same CKPT, on storage that all of them see; copies on separate disks must keep the times of their files (cp -p, rsync -a)");
         finding.host = Some(self.table.lock().card.process.host.clone());
         finding
     }

@@ -121,7 +121,7 @@ fn commit_found(
             staging.discard()?;
         }
         Shared::enter(out, &run, &document(plan), Some(&shared.run.nonce))?;
-        return Err(Finding::new(codes::LOCKED, "the run was published by another process, and begun anew")
+        return Err(Finding::new(codes::LOCKED, "another process finished this run and began it again")
             .file(shared.path())
             .into());
     }

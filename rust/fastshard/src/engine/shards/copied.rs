@@ -302,7 +302,7 @@ fn finding(plan: &Plan, copy: &Copy) -> Finding {
     )
     .count(copy.tensors.len() as u64)
     .expected("contents of its own", "a copy")
-    .help("copy the right file from the node that wrote it; --accept copies if it was copied on purpose");
+    .help("copy the file again from the node that wrote it; if it was copied on purpose: --accept copies");
     let mut finding = place(plan, own, finding);
     finding.file = Some(plan.label(copy.file));
     finding

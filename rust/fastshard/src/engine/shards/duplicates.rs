@@ -150,7 +150,7 @@ impl Compared<'_> {
             let code = if bad { codes::DUPLICATED_SHARD } else { codes::EQUAL_SHARDS };
             let rank = plan.stored[a as usize].rank.as_deref().unwrap_or("another rank");
             let (file, more) = (plan.label(original), and_more(count));
-            let finding = Finding::new(code, format!("the same bytes as {rank}'s shard in {file}{more}"))
+            let finding = Finding::new(code, format!("a copy of {rank}'s shard in {file}{more}"))
                 .count(count)
                 .expected("another part of the tensor", "a copy")
                 .help("copy the file of this rank from the node that ran it; --accept copies if it was copied on purpose");

@@ -53,7 +53,7 @@ pub fn metadata(entries: &[Entry], records: &HashMap<String, Place>, path: &str)
     let mut stored = Vec::with_capacity(entries.len());
     let mut store = |name: &str, lo: Option<&[u64]>, place: &Place| -> Result<()> {
         let file = place.file.strip_prefix(folder);
-        let file = file.ok_or_else(|| refuse("the record lies in another folder", name))?;
+        let file = file.ok_or_else(|| refuse("the record is in another folder", name))?;
         stored.push(storage(name, lo, file, place));
         Ok(())
     };

@@ -262,7 +262,7 @@ fn widen(file: &SourceFile, start: u64, end: u64, fields: &mut [u64; 6]) -> Resu
     let at = u64_at(&locator, 8);
     let inside = at.checked_add(END64 as u64 + LOCATOR).is_some_and(|inner| inner <= end);
     if !inside {
-        return Err(unsafe_zip(file, "the zip64 end record lies outside the archive").into());
+        return Err(unsafe_zip(file, "the zip64 end record is outside the archive").into());
     }
     let record = file.read_vec(start + at, END64)?;
     if !record.starts_with(b"PK\x06\x06") {

@@ -55,7 +55,9 @@ pub(super) fn sets_of(
                 format!("position {at} on axis {} has tensors of {name} and of {other}", sets[name].axis);
             let finding = Finding::new(codes::UNKNOWN_TENSOR, message)
                 .expected("those of one of the two", "both")
-                .help("a file is a leftover of another model; or give the model's config with --config");
+                .help(
+                    "move the file of the other model away, or pass the config of this model with --config",
+                );
             excluded.push((finding, shown[&(name.as_str(), *at)]));
         }
     }
