@@ -1,0 +1,70 @@
+"""What is declared of a model: its family, the config, and who reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from .model_classes import ModelClass
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the tensors tell of a model: all that a dialect sees of a checkpoint besides its values."""
+
+    family: str
+    #: What names and shapes decide.
+    facts: Mapping[str, bool] = field(default_factory=dict)
+    #: Extents that are known.
+    axes: Mapping[str, int] = field(default_factory=dict)
+    #: What was found out besides, by the dialect's own words.
+    features: Mapping[str, Any] = field(default_factory=dict)
+    #: What a table of the caller's own says of classes, by ``model_type``.
+    classes: Mapping[str, ModelClass] = field(default_factory=dict)
+
+
+class Dialect(Protocol):
+    """One framework's words for models; :mod:`fastshard.models` has them."""
+
+    @property
+    def name(self) -> str:
+        """The framework, as messages call it."""
+
+    def read(self, values: Mapping[str, Any], evidence: Evidence) -> Any:
+        """The :class:`~fastshard.models.model.Model` that values and tensors tell of.
+
+        Raises:
+            FastshardError: ``FS211`` for a value of another kind.
+        """
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is known of the model besides its tensors: for those who must know what it computes, not for the layout engine."""
+
+    family: str | None = None
+    #: Its config as found, for a target that needs one.
+    config: dict[str, Any] | None = None
+    #: The file that it was read from.
+    config_file: Path | None = None
+    #: Whose words the config is in; None where nothing says what the model computes.
+    dialect: Dialect | None = None
+    #: What the tensors tell besides facts, by the dialect's words.
+    features: dict[str, Any] = field(default_factory=dict)
+    #: Whose names the model has, where its config is that of transformers and its names are not.
+    spelling: str | None = None
+    #: Why a model of Hugging Face has no table, so that its names stay; None for one that has.
+    no_table: str | None = None
+    #: What a model of Hugging Face without an output layer is; None for one that has one.
+    headless: str | None = None
+    #: The files are what ``save_pretrained`` writes: their config describes them.
+    saved_whole: bool = False
+    #: It is one of several files of a model, looked at by itself.
+    is_part: bool = False
+
+    @property
+    def hf_names(self) -> bool:
+        """True if names in the files are those of Hugging Face."""
+        return self.dialect is not None and self.dialect.name == "transformers" and self.spelling is None

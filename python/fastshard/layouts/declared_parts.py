@@ -1,0 +1,205 @@
+"""The parts of a declared source: files of ranks, tensors put together of pieces, blocks of stores, optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from .._core import Table
+from ..common.errors import FastshardError, Finding
+from ..common.listing import File
+
+
+@dataclass
+class Unit:
+    """Where one file lies in the topology and how its keys become names."""
+
+    file: int
+    under: list[str] = field(default_factory=list)
+    strip: str = ""
+    prefix: str = ""
+    coords: dict[str, int] = field(default_factory=dict)
+    bases: dict[str, int] = field(default_factory=dict)
+    rank: str | None = None
+    #: The only keys wanted below `under`; all if None.
+    only: list[str] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form that the core takes."""
+        wanted = {} if self.only is None else {"only": self.only}
+        return {k: v for k, v in vars(self).items() if v not in (None, [], {}, "")} | wanted
+
+
+@dataclass
+class Assembled:
+    """Tensors of one rank that lie in ranges of other tensors (partitions of flat vectors)."""
+
+    #: File that messages name.
+    file: int
+    coords: dict[str, int]
+    rank: str | None
+    #: What of a parameter they are, e.g. ``exp_avg``; None for its values.
+    slot: str | None
+    #: (name, shape, pieces). Pieces are ranges, one after another: (elements, file, tensor in it, first
+    #: element there); or boxes: (first index, extent, file, tensor in it), with the first element there of a flat tensor.
+    tensors: list[tuple[str, list[int], list[Any]]]
+    #: True for parameters that are not trained and have no copy.
+    frozen: bool = False
+    #: True for further names, wanted only where the masters are taken.
+    masters_only: bool = False
+    #: The first layer (or expert) that the names count from, as the unit has it that holds the parameters.
+    bases: dict[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form that the core takes."""
+        kept = {
+            k: v for k, v in vars(self).items() if k not in ("frozen", "masters_only") and v not in (None, {})
+        } | {"coords": self.coords}
+        return kept | ({"alone": True} if self.frozen else {})
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """What an adapter makes of a tensor: changes as the core takes them, factors by the names stored."""
+
+    name: str
+    changes: list[dict[str, Any]]
+
+
+@dataclass
+class StateFile:
+    """A file that holds masters and optimizer state, by tensors in it."""
+
+    file: int
+    masters: list[int]
+    #: Moments and steps.
+    state: list[int]
+    #: Keys that lead to steps that are no tensors, and not zero: numbers in the pickle, or what is refused.
+    numbers: list[list[str]] = field(default_factory=list)
+
+
+#: Blocks as the core takes them.
+ListedBlocks: TypeAlias = tuple[
+    list[tuple[str, str, list[int], int]],
+    str,
+    Callable[[str, memoryview], list[Finding] | None],
+    tuple[list[int], Callable[[list[str]], list[Finding] | None]] | None,
+    Callable[[bool], list[Finding] | None] | None,
+]
+
+
+@dataclass
+class Blocks:
+    """Arrays that are stored as encoded blocks (zarr chunks): decoded one by one when the engine needs them."""
+
+    #: (key, dtype, shape, bytes) of each block that is present; dtype as safetensors names it (BF16, F32, I64, BOOL ...),
+    #: shape of what is handed on (blocks at the edge are clipped to the array), bytes that decoding takes (they are whole there).
+    tensors: list[tuple[str, str, list[int], int]]
+    #: Fills the writable buffer with the little-endian C-ordered elements of the block `key`.
+    #: Called from several threads.
+    read: Callable[[str, memoryview], None]
+    #: Text that identifies what is stored (names, sizes and times of the files behind it): part of the plan's digest.
+    identity: str
+
+    #: The files that hold the blocks.
+    files: list[File]
+    #: Looks whether these are as they were when they were opened; with True, whether their status alone was changed too.
+    look: Callable[[bool], None]
+    #: The root of each block, and what sends for blocks (keys), where some lie on other hosts' disks.
+    apart: tuple[list[int], Callable[[list[str]], None]] | None = None
+
+    def listed(self) -> ListedBlocks:
+        """The form that the core takes; findings of a block come back as a list."""
+
+        def telling(work: Callable[..., None]) -> Callable[..., list[Finding] | None]:
+            def told(*arguments: Any) -> list[Finding] | None:
+                try:
+                    work(*arguments)
+                except FastshardError as error:
+                    return error.findings
+                return None
+
+            return told
+
+        apart = self.apart and (self.apart[0], telling(self.apart[1]))
+        return self.tensors, self.identity, telling(self.read), apart, telling(self.look)
+
+
+@dataclass
+class TreeInfo:
+    """How Orbax names an item and its entries; kept for writing it again."""
+
+    item: str
+    #: key_metadata by array.
+    keys: dict[str, list[dict[str, Any]]]
+    #: Entries that are no arrays: (key_metadata, value_metadata).
+    leaves: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]]
+    #: What the writer said of the checkpoint.
+    custom: dict[str, Any]
+    #: value_type by array.
+    types: dict[str, str] = field(default_factory=dict)
+    #: Texts among the leaves, as stored.
+    strings: str | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of parameters that an optimizer treats alike."""
+
+    #: Hyperparameters (``lr``, ``betas``, ``weight_decay`` ...), by torch's names.
+    values: dict[str, Any]
+    #: Its parameters, by the names stored; None where only :attr:`decays` tells them.
+    names: frozenset[str] | None = None
+    #: True for weights (matrices), False for biases and vectors, by the framework's rule; None where names tell.
+    decays: bool | None = None
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Moments that are stored as tensors beside the weights."""
+
+    #: (parameter, slot) by the names stored; a parameter by its own name.
+    slots: dict[str, tuple[str, str]]
+    #: Reads the groups (None where nothing tells of them) and the steps of the parameters.
+    told: Callable[[], tuple[list[Group] | None, list[float]]]
+    #: Why these cannot be slots, if they cannot.
+    refused: list[Finding] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What the files hold of an optimizer: masters and state, which of them is taken, and what is wrong with it."""
+
+    #: True if the files hold fp32 master weights (or should).
+    masters: bool = False
+    #: True if the files hold optimizer state (or should), but no masters.
+    moments_only: bool = False
+    #: True if there are moments beside the weights, under names of their own.
+    moments_named: bool = False
+    #: Table for a conversion that takes the step (or not) and the state (or not), where both have such names.
+    rules: Callable[[bool, bool], Table] | None = None
+    #: True if the files say that there are no moments: it never took a step.
+    unstepped: bool = False
+    #: Which copy of the weights is taken unless one is asked for: ``params`` or ``masters``.
+    weights: str = "params"
+    #: True if the files hold parameters besides the masters.
+    params_stored: bool = True
+    #: What is wrong with its files; no error where only the parameters are asked for.
+    findings: list[Finding] = field(default_factory=list)
+    #: What of the state cannot be taken; it matters only where that is asked for.
+    unread: list[Finding] = field(default_factory=list)
+    #: Names of parameters that have no moments: they were not trained, or are further names of one that was.
+    untrained: set[str] = field(default_factory=set)
+    #: Of these, the parameters that the files say were not to be trained.
+    frozen: set[str] = field(default_factory=set)
+    #: Files that hold masters.
+    state_files: list[StateFile] = field(default_factory=list)
+    #: Its groups of parameters; None where the files do not tell which parameters each has.
+    groups: list[Group] | None = None
+    #: Moments under names of their own, which a conversion takes as the parameters' slots.
+    beside: Moments | None = None
+    #: Paths of the files that hold nothing but optimizer state.
+    files: set[str] = field(default_factory=set)
+    #: Steps by file.
+    steps: dict[int, list[float]] = field(default_factory=dict)
