@@ -333,7 +333,7 @@ fn zip_cut_short_at_every_byte() {
     for end in 0..good.len() {
         let error = parse(&good[..end]).expect_err("cut short");
         if end >= 4 {
-            refused(Err::<(), _>(error), codes::TRUNCATED, &["evil.pt", "cut short"]);
+            refused(Err::<(), _>(error), codes::TRUNCATED, &["evil.pt", "truncated"]);
         }
     }
     refused(parse(&[&good[..], b"x"].concat()), codes::TRUNCATED, &["evil.pt"]);
