@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 
 from .._core import Effect
 from ..common.errors import Finding
+from ..common.formatting import runs
 from ..models.tensor_roles import layer_of
 from .causes import Causes, ranks_of
 
@@ -253,8 +254,8 @@ def effect_on(names: Sequence[str], of: int | None) -> Effect:
     layers = [layer_of(name) for name in names]
     outside = [name for name, layer in zip(names, layers, strict=True) if layer is None]
     inside = [name for name, layer in zip(names, layers, strict=True) if layer is not None]
-    runs = _runs(layer for layer in layers if layer is not None)
-    return Effect(len(names), of, len(inside), runs, [*outside, *inside][:_MOST_NAMES])
+    layered = runs(layer for layer in layers if layer is not None)
+    return Effect(len(names), of, len(inside), layered, [*outside, *inside][:_MOST_NAMES])
 
 
 def _united(effects: Sequence[Effect]) -> Effect | None:
@@ -262,20 +263,9 @@ def _united(effects: Sequence[Effect]) -> Effect | None:
     if not effects:
         return None
     names = sorted((name for e in effects for name in e.tensors), key=lambda name: layer_of(name) is not None)
-    runs = _runs(layer for e in effects for run in e.layers for layer in run)
+    layered = runs(layer for e in effects for run in e.layers for layer in run)
     count, inside = sum(e.count for e in effects), sum(e.in_layers for e in effects)
-    return Effect(count, effects[0].of, inside, runs, names[:_MOST_NAMES])
-
-
-def _runs(numbers: Iterable[int]) -> list[range]:
-    """Numbers as ranges of those in a row."""
-    runs: list[range] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1].stop:
-            runs[-1] = range(runs[-1].start, number + 1)
-        else:
-            runs.append(range(number, number + 1))
-    return runs
+    return Effect(count, effects[0].of, inside, layered, names[:_MOST_NAMES])
 
 
 def _help(found: list[Finding], rank: str | None) -> str | None:

@@ -236,7 +236,8 @@ def _made(opened: Opened, request: Request) -> Plan:
         "pointers": completed.pointers,
     }
     core = draft.place(placement)
-    planned = causes.left(core.findings())
+    placed = core.findings()
+    planned = causes.left(placed)
     if request.include and any(f.code == "FS515" for f in planned):
         planned = [_meant_for(f, opened, request) for f in planned]
     findings += (planned if source.optimizer.rules is None else left_out_for_one_reason(planned)) + told
@@ -247,9 +248,9 @@ def _made(opened: Opened, request: Request) -> Plan:
         lost.clear()
     else:
         lost |= {*lost_by_core, *source.lost}
-    findings = with_effects(
-        findings, causes, lost, None if target else core.names(), [*drafted, *core.findings()]
-    )
+    if lost:
+        usable = None if target else core.names()
+        findings = with_effects(findings, causes, lost, usable, [*drafted, *placed])
     # Last: what is made an error here is not what the others follow from.
     each = opened.gate.judged(findings)
     found = grouped(each, [HeldFile(paths[unit.file], unit.coords) for unit in source.units])

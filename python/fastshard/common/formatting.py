@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def human(n: float) -> str:
@@ -23,6 +23,21 @@ def some(names: Sequence[str], most: int) -> str:
     """The first of some names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
+
+
+def runs(numbers: Iterable[int]) -> list[range]:
+    """Numbers as ranges of those in a row.
+
+    >>> runs([5, 0, 1, 2])
+    [range(0, 3), range(5, 6)]
+    """
+    found: list[range] = []
+    for number in sorted(set(numbers)):
+        if found and number == found[-1].stop:
+            found[-1] = range(found[-1].start, number + 1)
+        else:
+            found.append(range(number, number + 1))
+    return found
 
 
 def printable(text: str, keep: str = "") -> str:

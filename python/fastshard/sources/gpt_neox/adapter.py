@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from ...common.errors import FastshardError, Finding
+from ...common.formatting import runs
 from ...common.listing import Listing
 from ...layouts.declaration import MAX_DEGREE, Source, Unit
 from ..base import Contents, Found, Options, as_dict, missing
@@ -228,15 +229,9 @@ def _degree(ranks: Iterable[int]) -> int:
 
 def _runs(numbers: list[int]) -> list[tuple[int, int]]:
     """First and last of each run of ascending numbers; those of a short run one by one."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
     return [
         ends
-        for run in runs
+        for run in runs(numbers)
         for ends in ([(run[0], run[-1])] if len(run) > _ONE_BY_ONE else [(n, n) for n in run])
     ]
 
