@@ -17,7 +17,6 @@ from ..common.gate import Gate
 from ..common.listing import File, Listing, list_roots, refuse_unprintable
 from ..common.options import OpenOptions, StrPath
 from ..common.thread_counts import thread_count
-from ..expected import reference as references
 from ..layouts import tables
 from ..layouts.declaration import MAX_DEGREE, Source
 from ..models import sidecar_files, tensor_words
@@ -33,6 +32,8 @@ from .tensor_map import Tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from ..expected.reference import Reference, Whole
 
 __all__ = ["Checkpoint", "open"]
 
@@ -58,7 +59,7 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
     gate = Gate.of(options.get("fail_on"), options.get("error", ()), options.get("ignore", ()))
     threads = thread_count(options.get("threads"))
     like, adapter = options.get("like"), options.get("adapter")
-    reference = None if like is None else references.read(like, partial(_whole, threads=threads))
+    reference = None if like is None else _read_reference(like, threads)
     said = _said(options, reference)
     listing, others = placeholder_files.sifted(list_roots(paths))
     try:
@@ -72,7 +73,7 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
         refuse_unprintable(file.path)
     if reference is not None:
         held = [listing.roots[file.root] / file.path for file in _behind(found)]
-        references.refuse_itself(reference, listing.roots, held, listing.single)
+        reference.refuse_itself(listing.roots, held, listing.single)
     adapted = None if adapter is None else lora.find(adapter)
     roots = [*listing.roots, *([adapted.folder] if adapted else [])]
     # Adapters of frameworks see their own files alone.
@@ -167,7 +168,7 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
 _opened = open
 
 
-def _said(given: OpenOptions, reference: references.Reference | None) -> Options:
+def _said(given: OpenOptions, reference: Reference | None) -> Options:
     """What the caller said about the source, and what a reference says in its place.
 
     Raises:
@@ -194,16 +195,24 @@ def _said(given: OpenOptions, reference: references.Reference | None) -> Options
     )
 
 
-def _whole(path: Path, threads: int | None) -> references.Whole:
+def _read_reference(path: StrPath, threads: int | None) -> Reference:
+    from ..expected.reference import read
+
+    return read(path, partial(_whole, threads=threads))
+
+
+def _whole(path: Path, threads: int | None) -> Whole:
     """What a reference needs to know of a checkpoint."""
+    from ..expected.reference import Whole
+
     checkpoint = _opened(path, threads=threads)
     opened = checkpoint.opened
     tensors = [(name, dtype, shape) for name, dtype, shape, _, _ in checkpoint._plan.outputs]
     files = [checkpoint.listing.roots[file.root] / file.path for file in opened.behind]
-    return references.Whole(opened.source, checkpoint.findings, tensors, files)
+    return Whole(opened.source, checkpoint.findings, tensors, files)
 
 
-def _held_against(reference: references.Reference, source: Source) -> Source:
+def _held_against(reference: Reference, source: Source) -> Source:
     """The declaration of a checkpoint with a reference, which says what must exist, and goes along where the checkpoint
     has no config of its own."""
     lent = reference.config_file is not None and source.model.config_file == reference.config_file
@@ -398,8 +407,13 @@ class Checkpoint(Tensors):
 
     @property
     def topology(self) -> dict[str, int]:
-        """Parallel degrees, e.g. ``{"tp": 2}``."""
-        return dict(self.opened.source.degrees)
+        """Parallel degrees, e.g. ``{"tp": 2}``, as far as files and arguments tell them."""
+        source = self.opened.source
+        places: dict[str, set[int]] = {}
+        for unit in source.units:
+            for dimension, place in unit.coords.items():
+                places.setdefault(dimension, set()).add(place)
+        return {name: len(of) for name, of in places.items()} | source.ranks | source.degrees
 
     @property
     def roots(self) -> list[Path]:
@@ -431,7 +445,7 @@ class Checkpoint(Tensors):
 
     def __repr__(self) -> str:
         step = f", step {self.step}" if self.step else ""
-        degrees = "".join(f", {k} {v}" for k, v in self.topology.items())
+        degrees = "".join(f", {k} {v}" for k, v in self.topology.items() if v > 1)
         told = f"{len(self)} tensors in {len(self.files)} files{_verdict(self)}"
         return f"<fastshard.Checkpoint {self.framework}{step}{degrees}: {told}>"
 

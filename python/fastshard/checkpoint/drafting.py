@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from ..common import memory_budget
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.gate import Gate
 from ..common.listing import File
-from ..expected.reference import Reference
 from ..layouts import tables as layouts
 from ..layouts.declaration import Source
 from ..targets.base import Target
 from ..targets.registry import TARGETS, keeps_all
 from ..targets.request import Request
+
+if TYPE_CHECKING:
+    from ..expected.reference import Reference
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,20 @@ class Opened:
     reference: Reference | None = None
     #: How findings are judged; those above are as they were found.
     gate: Gate = field(default_factory=Gate)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A draft that is compared with a reference: of what, and how its names came about."""
+
+    draft: _core.Draft
+    source: Source
+    #: False for a conversion.
+    is_merge: bool
+    #: What the core was asked to draft.
+    asked: dict[str, Any]
+    #: How its names became those of the reference; empty where they did not.
+    renamed: str
 
 
 def taken(opened: Opened, request: Request) -> Source:

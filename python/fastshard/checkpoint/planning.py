@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
@@ -14,8 +14,6 @@ from ..common import config_text
 from ..common.dtypes import TORCH_FLOATS
 from ..common.errors import Finding, from_core
 from ..common.options import meant, nearest
-from ..expected.compare_reference import judged
-from ..expected.reference_names import Side
 from ..layouts.declaration import Source
 from ..models import config_json
 from ..models.vocab_rows import padding, words
@@ -24,20 +22,11 @@ from ..targets.optimizer_state import carried
 from ..targets.registry import TARGETS, check, target_of
 from ..targets.request import DTYPES, MERGE, Request
 from .causes import Causes, causes_of
-from .drafting import Opened, draft_of, movable, taken, with_masters
+from .drafting import Merged, Opened, draft_of, movable, taken, with_masters
 from .grouping import HeldFile, grouped, with_effects
 from .mapped_files import Maps
 from .plan_findings import asked_for, evidence, left_out_for_one_reason, quantised, unproven, weights_taken
-from .reference_sides import Values, as_referenced, sides_of
 
-#: Bytes of two tensors that are compared at a time; of what tensors begin with, which tells most apart.
-_CHUNK, _BEGIN = 1 << 24, 1 << 12
-#: Bytes of the widest element.
-_WIDEST = 16
-#: Where the outputs of a plan lie that is only read.
-_UNPLACED: dict[str, Any] = {
-    "files": [], "max_shard_size": 1 << 62, "texts": {}, "dtypes": {}, "constants": {}, "pointers": [],
-}  # fmt: skip
 #: Errors of a tensor that is missing, or of which a part is missing or does not fit.
 _NOT_WHOLE = ("FS102", "FS103", "FS111", "FS201", "FS202", "FS203", "FS204", "FS205", "FS206", "FS208")
 
@@ -161,15 +150,119 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
         raise from_core(error) from None
 
 
+@dataclass(frozen=True)
+class _Draft:
+    """What is asked of a checkpoint, and the core's draft of it: outputs that are not in files yet."""
+
+    opened: Opened
+    request: Request
+    #: The part of the source that is taken.
+    source: Source
+    #: None for a merge.
+    target: Target | None
+    #: What the core was asked to draft.
+    asked: dict[str, Any]
+    #: How the names of a merge became those of a reference; empty where they did not.
+    renamed: str
+    core: _core.Draft
+    #: What was found while opening, with the help that fits this request.
+    findings: list[Finding]
+    #: What accounts for findings that follow from those.
+    causes: Causes
+    #: What the core found while it composed the outputs, and names of those that it could not compose.
+    found: list[Finding]
+    lost: list[str]
+    #: Sizes of the model, by axis.
+    axes: dict[str, int]
+    #: Bytes of the outputs, by dtype.
+    dtypes: dict[str, int]
+
+    @cached_property
+    def tensors(self) -> dict[str, Drafted]:
+        """The outputs by name, where a target or a dtype has to look at them."""
+        if self.target is None and self.is_kept:
+            return {}
+        return {
+            name: Drafted(dtype, shape, size, whole, cuts)
+            for name, dtype, shape, size, whole, cuts in self.core.tensors()
+        }
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether every tensor keeps its dtype."""
+        return DTYPES[self.request.dtype] is None
+
+    @property
+    def paths(self) -> list[str]:
+        """The files of the checkpoint."""
+        return [file.path for file in self.opened.files]
+
+    @cached_property
+    def is_of_masters(self) -> bool:
+        """Whether the weights are the optimizer's master weights."""
+        optimizer = self.source.optimizer
+        return optimizer.masters and (self.request.weights or optimizer.weights) == "masters"
+
+    @cached_property
+    def main_dtype(self) -> str | None:
+        """torch's name of the dtype that most of the floating bytes have."""
+        return _main_dtype(self.dtypes, self.is_of_masters)
+
+
 def _made(opened: Opened, request: Request) -> Plan:
+    draft = _drafted(opened, request)
+    told = _judged(draft)
+    errors = [*draft.findings, *draft.causes.left(draft.found), *told]
+    completed = Completed()
+    if draft.target is not None and not any(finding.severity == "error" for finding in errors):
+        completed = _completed(draft, draft.target)
+        told += completed.findings + padding(draft.source, draft.axes, request.tokenizer)
+    keeps_names = draft.target is not None and draft.target.keeps_names
+    texts = dict(completed.texts)
+    if draft.target is None or keeps_names:
+        texts |= _config_text(draft)
+    core = draft.core.place(
+        {
+            "files": completed.files,
+            "max_shard_size": request.max_shard_size,
+            "texts": texts,
+            "dtypes": completed.dtypes,
+            "constants": completed.constants,
+            "pointers": completed.pointers,
+        }
+    )
+    findings, lost = _all_findings(draft, core, told)
+    # Last: what is made an error here is not what the others follow from.
+    each = opened.gate.judged(findings)
+    held = [HeldFile(draft.paths[unit.file], unit.coords) for unit in draft.source.units]
+    return Plan(
+        core,
+        grouped(each, held),
+        draft.source,
+        request.to or "merge",
+        draft.target is not None and draft.target.writes_arrays,
+        keeps_names,
+        texts,
+        draft.main_dtype,
+        lost,
+        draft.causes,
+        each,
+    )
+
+
+def _drafted(opened: Opened, request: Request) -> _Draft:
     check(request)
     if request.to is not None and TARGETS[request.to].needs_optimizer:
         # Its weights are the masters, or what they would be.
         request = replace(request, optimizer=True, dtype="f32" if request.dtype == "keep" else request.dtype)
     source = taken(opened, request)
     request = with_masters(source, request)
-    source, form, how = as_referenced(opened, source, request)
-    tokenizer, dtype = request.tokenizer, DTYPES[request.dtype]
+    form, renamed = None, ""
+    if opened.reference is not None:
+        # What compares is loaded where there is something to compare with.
+        from .reference_sides import as_referenced
+
+        source, form, renamed = as_referenced(opened, opened.reference, source, request)
     findings = weights_taken(source, opened.findings, request.weights, request.optimizer)
     findings += [f for f in source.findings if f not in opened.source.findings]
     findings += [asked_for(f, request) for f in source.of_tensors]
@@ -178,85 +271,73 @@ def _made(opened: Opened, request: Request) -> Plan:
         target = target_of(source, request)
         movable(source, target, request)
     asked = _asked(source, target, request, form)
-    if dtype is not None:
+    if DTYPES[request.dtype] is not None:
         unquantised = config_json.unquantised(source.model.config or {}) or None
         source = replace(source, model=replace(source.model, config=unquantised))
     # A file that is missing or cannot be read makes every tensor in it missing: say the cause, not the echo.
-    paths = [file.path for file in opened.files]
-    causes = causes_of(findings, source, paths, opened.catalog.names)
-    draft = draft_of(opened.catalog, asked)
-    drafted = draft.findings()
-    lost_by_core = draft.lost()
-    looked_at = draft.tensors() if target is not None or dtype is not None else []
-    tensors = {
-        name: Drafted(kind, shape, size, whole, cuts) for name, kind, shape, size, whole, cuts in looked_at
-    }
-    axes = draft.axes()
+    causes = causes_of(findings, source, [file.path for file in opened.files], opened.catalog.names)
+    core = draft_of(opened.catalog, asked)
+    # Read before the draft is placed, which uses it up.
+    found, lost, axes, dtypes = core.findings(), core.lost(), core.axes(), core.dtypes()
+    return _Draft(
+        opened, request, source, target, asked, renamed, core, findings, causes, found, lost, axes, dtypes
+    )
+
+
+def _judged(draft: _Draft) -> list[Finding]:
+    """What is found in the outputs: by the reference, or by what a model's own layers say."""
+    opened, request, source = draft.opened, draft.request, draft.source
     told: list[Finding] = []
-    if dtype is not None:
-        told += quantised(tensors, request.dtype, opened.source.model.config)
+    if not draft.is_kept:
+        told += quantised(draft.tensors, request.dtype, opened.source.model.config)
     # A reference says more than a model's own layers.
-    seen = None if opened.reference is not None else evidence(opened, source, request, draft)
+    seen = None if opened.reference is not None else evidence(opened, source, request, draft.core)
     if seen is not None:
         # What could not be drafted is missing below for that reason.
-        both = causes_of([*findings, *drafted], source, paths, opened.catalog.names)
+        both = causes_of([*draft.findings, *draft.found], source, draft.paths, opened.catalog.names)
         told += both.left(asked_for(f, request) for f in seen.findings)
     if not source.provable:
         told.append(unproven(source, seen))
     if opened.reference is not None:
-        named = [f.tensor for f in (*findings, *drafted) if f.severity == "error"]
-        whole = Side(draft, source, target is None, Values(opened.catalog, asked).same, how)
-        sides = sides_of(opened, request, whole, asked)
-        told += causes.left(judged(sides, opened.reference, request.wants, dtype, named))
-    told += words(source, axes, tokenizer)
-    masters = source.optimizer.masters and (request.weights or source.optimizer.weights) == "masters"
-    main = _main_dtype(draft.dtypes(), masters)
-    completed = Completed()
-    if target is not None and not any(
-        f.severity == "error" for f in [*findings, *causes.left(drafted), *told]
-    ):
-        # What the files are called and hold follows from the tensors that there are.
-        stored = (name for unit in source.units for name in opened.catalog.names(unit.file))
-        state = None
-        if request.optimizer and target.takes_slots:
-            state = carried(source, tensors, draft.made_of())
-            told += state.findings
-        completed = target.complete(Bound(axes, tensors, stored, main, tokenizer, state))
-        told += completed.findings + padding(source, axes, tokenizer)
-    keeps_names = target is not None and target.keeps_names
-    texts = dict(completed.texts)
-    if target is None or keeps_names:
-        texts |= _config_text(opened, source, target, axes, main, cast=dtype is not None or masters)
-    placement = {
-        "files": completed.files,
-        "max_shard_size": request.max_shard_size,
-        "texts": texts,
-        "dtypes": completed.dtypes,
-        "constants": completed.constants,
-        "pointers": completed.pointers,
-    }
-    core = draft.place(placement)
+        from .reference_sides import compared
+
+        named = [f.tensor for f in (*draft.findings, *draft.found) if f.severity == "error"]
+        merged = Merged(draft.core, source, draft.target is None, draft.asked, draft.renamed)
+        told += draft.causes.left(compared(opened, opened.reference, request, merged, named))
+    return told + words(source, draft.axes, request.tokenizer)
+
+
+def _completed(draft: _Draft, target: Target) -> Completed:
+    """What the target's files are called and hold, which follows from the tensors that there are."""
+    catalog, request, source = draft.opened.catalog, draft.request, draft.source
+    stored = (name for unit in source.units for name in catalog.names(unit.file))
+    state = None
+    if request.optimizer and target.takes_slots:
+        state = carried(source, draft.tensors, draft.core.made_of())
+    bound = Bound(draft.axes, draft.tensors, stored, draft.main_dtype, request.tokenizer, state)
+    completed = target.complete(bound)
+    return completed if state is None else replace(completed, findings=state.findings + completed.findings)
+
+
+def _all_findings(
+    draft: _Draft, core: _core.Plan, told: list[Finding]
+) -> tuple[list[Finding], Collection[str]]:
+    """All findings of a plan, each with what it costs, and the names of tensors that are not whole."""
     placed = core.findings()
-    planned = causes.left(placed)
-    if request.include and any(f.code == "FS515" for f in planned):
-        planned = [_meant_for(f, opened, request) for f in planned]
-    findings += (planned if source.optimizer.rules is None else left_out_for_one_reason(planned)) + told
-    arrays = target is not None and target.writes_arrays
-    broken_ones = (f for f in [*findings, *drafted] if f.severity == "error" and f.code in _NOT_WHOLE)
-    lost = {f.tensor for f in broken_ones if f.tensor}
-    if request.is_narrowed:
-        lost.clear()
-    else:
-        lost |= {*lost_by_core, *source.lost}
+    planned = draft.causes.left(placed)
+    if draft.request.include and any(f.code == "FS515" for f in planned):
+        planned = [_meant_for(f, draft.opened, draft.request) for f in planned]
+    if draft.source.optimizer.rules is not None:
+        planned = left_out_for_one_reason(planned)
+    findings = [*draft.findings, *planned, *told]
+    if draft.request.is_narrowed:
+        return findings, ()
+    broken = (f for f in [*findings, *draft.found] if f.severity == "error" and f.code in _NOT_WHOLE)
+    lost = {f.tensor for f in broken if f.tensor} | {*draft.lost, *draft.source.lost}
     if lost:
-        usable = None if target else core.names()
-        findings = with_effects(findings, causes, lost, usable, [*drafted, *placed])
-    # Last: what is made an error here is not what the others follow from.
-    each = opened.gate.judged(findings)
-    found = grouped(each, [HeldFile(paths[unit.file], unit.coords) for unit in source.units])
-    return Plan(
-        core, found, source, request.to or "merge", arrays, keeps_names, texts, main, lost, causes, each
-    )
+        usable = None if draft.target else core.names()
+        findings = with_effects(findings, draft.causes, lost, usable, [*draft.found, *placed])
+    return findings, lost
 
 
 def _asked(
@@ -282,19 +363,12 @@ def _asked(
     return asked
 
 
-def _config_text(
-    opened: Opened,
-    source: Source,
-    target: Target | None,
-    axes: dict[str, int],
-    main: str | None,
-    *,
-    cast: bool,
-) -> dict[str, str]:
+def _config_text(draft: _Draft) -> dict[str, str]:
     """The config.json of a result that keeps its names; nothing where the source's own goes along as it is."""
-    config = _kept_config(source, axes, main, cast)
-    unwritten = target is not None and source.model.config_file is None
-    if config is None or (config == opened.source.model.config and not unwritten):
+    cast = not draft.is_kept or draft.is_of_masters
+    config = _kept_config(draft.source, draft.axes, draft.main_dtype, cast)
+    unwritten = draft.target is not None and draft.source.model.config_file is None
+    if config is None or (config == draft.opened.source.model.config and not unwritten):
         return {}
     return {"config.json": config_text.written(config)}
 

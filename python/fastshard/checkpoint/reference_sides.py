@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -11,24 +11,14 @@ from .. import _core
 from .._core import Rule
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.thread_counts import default_threads
+from ..expected.compare_reference import judged
+from ..expected.reference import Reference
 from ..expected.reference_names import Side, gain, moves
 from ..layouts.declaration import Source
 from ..targets.registry import target_of
-from ..targets.request import MERGE, Request
-from .drafting import Opened, draft_of, taken
+from ..targets.request import DTYPES, MERGE, Request
+from .drafting import Merged, Opened, draft_of, taken
 
-#: Threads at most; no machine has as many cores.
-_MAX_THREADS = 1 << 14
-#: Bytes of two tensors that are compared at a time; of what tensors begin with, which tells most apart.
-_CHUNK, _BEGIN = 1 << 24, 1 << 12
-#: Threads at most; no machine has as many cores.
-_MAX_THREADS = 1 << 14
-#: Bytes of two tensors that are compared at a time; of what tensors begin with, which tells most apart.
-_CHUNK, _BEGIN = 1 << 24, 1 << 12
-#: Bytes of the widest element.
-_WIDEST = 16
-#: Threads at most; no machine has as many cores.
-_MAX_THREADS = 1 << 14
 #: Bytes of two tensors that are compared at a time; of what tensors begin with, which tells most apart.
 _CHUNK, _BEGIN = 1 << 24, 1 << 12
 #: Bytes of the widest element.
@@ -39,7 +29,9 @@ _UNPLACED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def sides_of(opened: Opened, request: Request, planned: Side, asked: dict[str, Any]) -> Iterator[Side]:
+def sides_of(
+    opened: Opened, reference: Reference, request: Request, planned: Side, asked: dict[str, Any]
+) -> Iterator[Side]:
     """The whole model under the names that those of a reference may be: as it is planned, unless the target has a form of
     its own, as it is stored, and as transformers has it."""
     every = {**asked, "include": (), "exclude": ()}
@@ -50,7 +42,7 @@ def sides_of(opened: Opened, request: Request, planned: Side, asked: dict[str, A
     weights_of = {key: asked["source"][key] for key in ("dequantise",) if key in asked["source"]}
     if request.to is not None or not keeps:
         as_stored = replace(MERGE, vocab_size=request.vocab_size, weights=request.weights)
-        stored, form, how = as_referenced(opened, taken(opened, as_stored), as_stored)
+        stored, form, how = as_referenced(opened, reference, taken(opened, as_stored), as_stored)
         side = stored.to_request(request.weights) | weights_of
         every |= {"source": side} | ({} if form is None else {"target": form})
         yield Side(draft_of(opened.catalog, every), stored, True, Values(opened.catalog, every).same, how)
@@ -69,15 +61,25 @@ def sides_of(opened: Opened, request: Request, planned: Side, asked: dict[str, A
             yield Side(draft, source, False, Values(opened.catalog, every).same)
 
 
+def compared(
+    opened: Opened, reference: Reference, request: Request, merged: Merged, named: Iterable[str | None]
+) -> list[Finding]:
+    """What a reference has that a draft has not, or has in another form; ``named`` are tensors of which an error is known."""
+    values = Values(opened.catalog, merged.asked).same
+    whole = Side(merged.draft, merged.source, merged.is_merge, values, merged.renamed)
+    sides = sides_of(opened, reference, request, whole, merged.asked)
+    return judged(sides, reference, request.wants, DTYPES[request.dtype], named)
+
+
 def as_referenced(
-    opened: Opened, source: Source, request: Request
+    opened: Opened, reference: Reference, source: Source, request: Request
 ) -> tuple[Source, dict[str, Any] | None, str]:
     """A source whose result has the names of the reference, the form that a merge has for that, and how in words.
 
     A model that a table describes takes the table's form, others move prefixes of their names.
     """
-    roster = None if opened.reference is None else opened.reference.roster
-    if opened.reference is None or roster is None or source.weights_prefix:
+    roster = reference.roster
+    if roster is None or source.weights_prefix:
         return source, None, ""
     if request.to is not None:
         target = target_of(source, request)
@@ -101,12 +103,12 @@ def as_referenced(
         asked |= {"source": shaped.to_request(request.weights), "target": form}
         other = Side(draft_of(opened.catalog, asked), shaped, below=True)
         return (shaped, form, "") if gain(other, side, roster) > 0 else (source, None, "")
-    way = moves(side, roster, opened.reference.path)
+    way = moves(side, roster, reference.path)
     if way is None:
         return source, None, ""
     note = Finding.of(
         "FS212",
-        f"names are written as the reference {opened.reference.path} has them: {way}",
+        f"names are written as the reference {reference.path} has them: {way}",
         severity="note",
     )
     return source.as_called(way.names, note), None, str(way)

@@ -27,7 +27,6 @@ from ..common.errors import UNPROVEN, FastshardError, Finding, carry, from_core,
 from ..common.option_checks import checked
 from ..common.options import PLANNING, Merging, Planned, StrPath, Writing
 from ..common.progress import Progress, Report
-from ..expected import reference
 from ..layouts.declaration import Source as Declared
 from ..models import sidecar_files
 from ..models import tokenizer as tokenizers
@@ -207,7 +206,7 @@ def convert(
     own = (lambda: lending.asked(alike, lending.own_files(source))) if node_local else None
     if late and (done := _done(source, out, to, expect, tokenizer, options, own)):
         if left and "removed" in left:
-            # Some that have published it were gone before all was removed. What cannot be is left to `gc`, and another
+            # Some that have published it were gone before all was removed. What cannot be is left to `clean`, and another
             # rank may be at it.
             with contextlib.suppress(_core.CoreError):
                 _core.collect(os.fspath(out), None, rendezvous.patience(wait), False)
@@ -221,7 +220,8 @@ def convert(
         share = (this.rank + 1, this.world) if this else (1, 1)
         whole = source if lent is None else lent.sources
         job = prepared(whole, to, expect, tokenizer, memory, threads, options, bar, share)
-        reference.apart(job.checkpoint.opened.reference, out)
+        if job.checkpoint.opened.reference is not None:
+            job.checkpoint.opened.reference.refuse_inside(out)
         writing: dict[str, Any] = {
             "resume": resume,
             "overwrite": overwrite,
@@ -376,7 +376,7 @@ def _left(out: StrPath) -> set[str] | None:
         found = _core.collect(os.fspath(out), None, 0.0, True)
     except _core.CoreError:
         return None
-    return {fate for _, _, fate in found}
+    return {fate for _, _, fate, _ in found}
 
 
 def _done(

@@ -19,7 +19,7 @@ from ..layouts.declaration import Source, is_state
 from ..layouts.wrapper_names import bare
 from .config_reference import refuse_untold
 
-__all__ = ["Reference", "Whole", "apart", "read", "refuse_itself"]
+__all__ = ["Reference", "Whole", "read"]
 
 #: What the name of an index ends with.
 _INDEX = ".index.json"
@@ -67,6 +67,40 @@ class Reference:
         if self.config is None or self.config_file is None or not self.places:
             return None
         return self.config, self.config_file
+
+    def refuse_itself(self, roots: Iterable[Path], files: Iterable[Path], single: bool) -> None:
+        """Refuses to compare a checkpoint with itself.
+
+        Raises:
+            FastshardError: ``FS515`` if the reference is the checkpoint of these roots and files.
+        """
+        at = Path(self.path).resolve()
+        held = {path.resolve() for path in files}
+        is_root = not single and at in {root.resolve() for root in roots}
+        if is_root or (held and held <= {path.resolve() for path in self.files}):
+            raise FastshardError.of(
+                "FS515",
+                "--like names the checkpoint itself, which is like itself whatever it lacks",
+                file=self.path,
+                help="name another checkpoint of the same model: the one that it was trained from, or an earlier step",
+            )
+
+    def refuse_inside(self, out: StrPath) -> None:
+        """Refuses to write over the reference.
+
+        Raises:
+            FastshardError: ``FS505`` if the reference is OUT, or lies in it.
+        """
+        at, to = Path(self.path).resolve(), Path(out).resolve()
+        if at == to or at.is_relative_to(to):
+            raise FastshardError.of(
+                "FS505",
+                "the reference (--like) is inside OUT",
+                file=self.path,
+                expected="another directory than OUT",
+                got=os.fspath(out),
+                help="choose another OUT",
+            )
 
 
 def read(path: StrPath, opened: Callable[[Path], Whole]) -> Reference:
@@ -243,41 +277,3 @@ def _beside(at: Path) -> tuple[dict[str, Any] | None, Path | None]:
         return None, None
     config = _json(file, safe_files.MAX_CONFIG)
     return (config, file) if _is_model(config) else (None, None)
-
-
-def refuse_itself(reference: Reference, roots: Iterable[Path], files: Iterable[Path], single: bool) -> None:
-    """Whether a reference is the very checkpoint that is held against it.
-
-    Raises:
-        FastshardError: ``FS515`` if it is.
-    """
-    at = Path(reference.path).resolve()
-    held = {path.resolve() for path in files}
-    is_root = not single and at in {root.resolve() for root in roots}
-    if is_root or (held and held <= {path.resolve() for path in reference.files}):
-        raise FastshardError.of(
-            "FS515",
-            "--like names the checkpoint itself, which is like itself whatever it lacks",
-            file=reference.path,
-            help="name another checkpoint of the same model: the one that it was trained from, or an earlier step",
-        )
-
-
-def apart(reference: Reference | None, out: StrPath) -> None:
-    """Whether a reference lies elsewhere than what is to be written.
-
-    Raises:
-        FastshardError: ``FS505`` if it lies at ``out``, or in it.
-    """
-    if reference is None:
-        return
-    at, to = Path(reference.path).resolve(), Path(out).resolve()
-    if at == to or at.is_relative_to(to):
-        raise FastshardError.of(
-            "FS505",
-            "the reference (--like) is inside OUT",
-            file=reference.path,
-            expected="another directory than OUT",
-            got=os.fspath(out),
-            help="choose another OUT",
-        )

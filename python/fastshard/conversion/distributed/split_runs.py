@@ -16,7 +16,6 @@ from ...common.errors import FastshardError, Finding, from_core
 from ...common.option_checks import refused
 from ...common.options import StrPath
 from ...common.progress import Progress, Report
-from ...expected import reference
 from ...zarr import array_writer
 from ..convert import carrying, prepared
 
@@ -90,7 +89,8 @@ def begin(
     }
     with Progress(False) as bar:
         job = prepared(about["source"], to, expect, tokenizer, memory, threads, options, bar, None)
-    reference.apart(job.checkpoint.opened.reference, out)
+    if job.checkpoint.opened.reference is not None:
+        job.checkpoint.opened.reference.refuse_inside(out)
     given = job.checkpoint.listing.given()
     with carrying(job.made.core):
         nonce, folder, _, sizes, found = _core.begin_parts(

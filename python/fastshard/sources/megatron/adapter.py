@@ -19,8 +19,8 @@ from ...models import megatron
 from ...models.model import Lack
 from ..base import Contents, Found, Options, as_dict, counted, missing
 from ..choose_step import Step, choose
-from . import arguments, merge_without_table, of_ranks, optim_legacy, table_match
-from .rank_folders import MegatronFiles
+from . import arguments, of_ranks, table_match
+from .rank_folders import DISTRIBUTED_OPTIMIZER, MegatronFiles
 from .rank_grid import RankGrid
 
 _RANK = re.compile(r"^(?:(.*)/)?mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/(?:model_optim_rng|model_rng)\.pt$")
@@ -68,7 +68,7 @@ class Megatron:
         )
         files = [f for f, _ in chosen]
         # Beside a rank file may lie its distributed optimizer.
-        own = {(f.root, f.folder): f for f in listing.files if f.name == optim_legacy.NAME}
+        own = {(f.root, f.folder): f for f in listing.files if f.name == DISTRIBUTED_OPTIMIZER}
         beside = {n: own[f.root, f.folder] for n, f in enumerate(files) if (f.root, f.folder) in own}
         seen = MegatronFiles(
             suffixes=tuple(tuple(counted(n, f) for n in m.group(2, 3, 4) if n) for f, m in chosen),
@@ -89,6 +89,9 @@ class Megatron:
         self, found: Found[MegatronFiles], listing: Listing, contents: Contents, options: Options
     ) -> Source:
         """Topology from the arguments; the first layer of each stage from the layers before it."""
+        # The optimizer's modules are of use to no other adapter.
+        from . import optim_legacy
+
         states = [contents(i) for i in range(len(found.seen.suffixes))]
         for file, state in zip(found.files, states, strict=False):
             version = as_dict(state).get("checkpoint_version")
@@ -318,6 +321,9 @@ def _whole(
     lack: Lack,
 ) -> None:
     """Declares tensors whole, by what names and arguments prove of how ranks divide them."""
+    # Few need it, and its patterns take longer to compile than a small checkpoint to open.
+    from . import merge_without_table, optim_legacy
+
     _refuse_experts(found, grid)
     places, tensors = [], {}
     for i, (rank, model) in enumerate(zip(grid.places, models, strict=True)):

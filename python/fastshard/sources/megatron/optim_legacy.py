@@ -23,9 +23,8 @@ from ..param_groups import by_decay
 from .optim import MASTERS, param_groups, steps
 from .optim_flat import Part, Place, UnknownPlaces, in_vector
 from .optim_order import BUFFERS, count
-from .rank_folders import MegatronFiles
+from .rank_folders import DISTRIBUTED_OPTIMIZER, MegatronFiles
 
-NAME = "distrib_optim.pt"
 _EXPERT = re.compile(r"\.mlp\.experts\.")
 #: source: megatron/core/distributed/distributed_data_parallel.py
 _BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000
@@ -150,7 +149,7 @@ def _files_elsewhere(folder: str, args: dict[str, Any], ranks: list[_Rank]) -> l
     return [
         Finding.of(
             "FS108",
-            f"the distributed optimizer keeps its state in files of its own ({NAME}), and none is here",
+            f"the distributed optimizer keeps its state in files of its own ({DISTRIBUTED_OPTIMIZER}), and none is here",
             severity="note",
             file=folder or None,
         )
@@ -249,12 +248,12 @@ def _distributed(reading: _Reading, rank: _Rank, ranks: list[_Rank]) -> None:
     """The flat vectors of ``distrib_optim.pt``."""
     found = reading.found
     if rank.beside is None:
-        path = f"{rank.path.rpartition('/')[0]}/{NAME}"
+        path = f"{rank.path.rpartition('/')[0]}/{DISTRIBUTED_OPTIMIZER}"
         reading.findings.append(
             missing(
                 path,
                 rank.label,
-                f"{NAME} beside each rank file, as beside others",
+                f"{DISTRIBUTED_OPTIMIZER} beside each rank file, as beside others",
                 "copy it from the node that wrote it (to take the parameters without looking at the optimizer: --weights params)",
             )
         )

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+#: The file of the distributed optimizer, beside a rank file.
+DISTRIBUTED_OPTIMIZER = "distrib_optim.pt"
+
 
 @dataclass(frozen=True)
 class MegatronFiles:
