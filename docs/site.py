@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fastshard
+from fastshard.cli.help_text import EXIT_CODES, EXIT_NOTE
 from fastshard.cli.parser import build
 from fastshard.cli.verbs import VERBS
 from fastshard.common.errors import CODES
@@ -132,8 +133,12 @@ def beside() -> dict[str, str]:
 
 
 def cli_nav() -> list[Any]:
-    """The commands, in the order of ``fastshard --help``."""
-    return ["reference/cli/index.md", *({v.name: f"reference/cli/{v.name}.md"} for v in VERBS)]
+    """The commands, in the groups of ``fastshard --help``."""
+    groups = (
+        {title: [{name: f"reference/cli/{name}.md"} for name in names]}
+        for title, names in VERBS.groups.items()
+    )
+    return ["reference/cli/index.md", *groups]
 
 
 def commands() -> dict[str, str]:
@@ -141,34 +146,33 @@ def commands() -> dict[str, str]:
     parser = build()
     own = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
     pages = {f"reference/cli/{verb.name}.md": command(own[verb.name], verb) for verb in VERBS}
-    lines = [
-        "# Commands", "", parser.description or "", "", "| command | what it does |", "|---|---|",
-        *(f"| [`fastshard {verb.name}`]({verb.name}.md) | {_cell(verb.help)} |" for verb in VERBS), "",
-        *_exit_codes(parser.epilog or ""),
-    ]  # fmt: skip
+    lines = ["# Commands", "", parser.description or "", ""]
+    for title, names in VERBS.groups.items():
+        rows = (f"| [`fastshard {name}`]({name}.md) | {_cell(VERBS[name].help)} |" for name in names)
+        lines += [f"## {title}", "", "| command | what it does |", "|---|---|", *rows, ""]
+    codes = (f"| {code} | {_cell(meaning)} |" for code, meaning in EXIT_CODES)
+    lines += ["## Exit codes", "", "| code | meaning |", "|---|---|", *codes, "", EXIT_NOTE]
     return {"reference/cli/index.md": "\n".join(lines) + "\n", **pages}
 
 
 def command(parser: argparse.ArgumentParser, verb: Any) -> str:
     """The page of a command."""
     lines = [f"# fastshard {verb.name}", "", *_described(parser.description or verb.help), ""]
-    # Lines after the first are indented as if `usage: ` stood before it.
-    usage = [line[len("usage: ") :] for line in parser.format_usage().splitlines()]
-    lines += ["```text", *usage, "```", ""]
+    lines += ["```text", str(parser.usage), "```", "", "```sh", *verb.examples, "```", ""]
     for group in parser._action_groups:
-        actions = [a for a in group._group_actions if a.help is not argparse.SUPPRESS and a.dest != "help"]
+        actions = [
+            a for a in group._group_actions if a.help is not argparse.SUPPRESS and group.title != "help"
+        ]
         if actions:
             title = {"positional arguments": "Arguments", "options": "Options"}.get(group.title or "")
             lines += [f"## {title or _begun(group.title or '')}", ""]
             lines += ["| argument | meaning |", "|---|---|", *map(_argument, actions), ""]
-    lines += _exit_codes(parser.epilog or "")
     if not verb.judges:
         lines += [
+            "What it finds is printed, and does not change its exit code: it is 0 once there is a result.",
             "",
-            "What it finds is told, and does not change its exit code: it is 0 once there is a result.",
         ]
-    if verb.not_proven is not None:
-        lines += ["", "The result ends with a line of what was *not* proven."]
+    lines += ["[Exit codes](index.md#exit-codes)"]
     return "\n".join(lines) + "\n"
 
 
@@ -185,13 +189,6 @@ def _argument(action: argparse.Action) -> str:
     if action.choices and action.default not in (None, argparse.SUPPRESS) and "default" not in text:
         text = f"{text} (default: {action.default})".strip()
     return f"| {_cell(called)} | {_cell(text)} |"
-
-
-def _exit_codes(epilog: str) -> list[str]:
-    rows = re.findall(r"^ +([\d, ]+?)  +(.+)$", epilog, re.MULTILINE)
-    rest = [line.strip() for line in epilog.splitlines() if re.match(r"^ +[A-Z]", line)]
-    table = [f"| {code} | {_cell(meaning)} |" for code, meaning in rows]
-    return ["## Exit codes", "", "| code | meaning |", "|---|---|", *table, "", *rest]
 
 
 def _begun(text: str) -> str:

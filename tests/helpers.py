@@ -77,7 +77,8 @@ def cli(*argv: object, json_output: bool = True) -> Ran:
     if json_output:
         arguments.append("--json")
     if (
-        arguments[0] in ("merge", "convert", "plan", "verify", "stats", "diff", "manifest", "masters")
+        arguments[0]
+        in ("merge", "convert", "plan", "verify", "stats", "diff", "manifest", "masters", "master-weights")
         and "--memory" not in arguments
     ):
         # torch alone holds more here than the command line's default budget.

@@ -319,7 +319,7 @@ def _missing(tensor: str, rank: str | None = None) -> Finding:
 
 
 def _lost(file: str, rank: str | None = None, code: str = "FS101") -> Finding:
-    return Finding(code, "error", "missing file", file=file, rank=rank)
+    return Finding(code, "error", "the file is missing", file=file, rank=rank)
 
 
 def test_a_run_of_ranks_is_read() -> None:
@@ -381,7 +381,7 @@ def test_what_is_wrong_with_all_of_it_hides_what_follows_of_that() -> None:
 
 
 def test_a_warning_is_no_cause() -> None:
-    gone = Finding("FS101", "warning", "missing file", file="b")
+    gone = Finding("FS101", "warning", "the file is missing", file="b")
     assert causes_of([gone], Source("any", []), [], lambda _: []).of(_missing("a")) is None
 
 

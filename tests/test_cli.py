@@ -12,6 +12,7 @@ from pathlib import Path
 import fastshard
 import jsonschema
 import pytest
+from fastshard.cli.verbs import VERBS
 from fastshard.common.errors import CODES
 from helpers import FIXTURES, HF, NEOX, STEP, TP4, cli, copy, layer_file, spawn
 from holding import HANG
@@ -63,15 +64,18 @@ def test_text_goes_to_stdout_and_nothing_else_does(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["merge", "convert", "verify", "manifest"])
-def test_findings_go_to_stderr_with_help(name: str, tmp_path: Path) -> None:
+def test_findings_go_where_they_were_asked_for_with_help(name: str, tmp_path: Path) -> None:
     ckpt = copy(NEOX, tmp_path / "ckpt")
     (ckpt / STEP / layer_file(3, 1)).unlink()
     argv = [ckpt if a == NEOX else a for a in COMMANDS[name](tmp_path)]
     done = run(*argv)
     assert done.returncode == 3
-    assert f"error FS101: {STEP}/{layer_file(3, 1)}" in done.stderr
-    assert f"help      copy {layer_file(3, 1)} from the node" in done.stderr
-    assert "FS101" not in done.stdout
+    # Of a command that judges they are the result.
+    told, other = (done.stdout, done.stderr) if VERBS[name].finds else (done.stderr, done.stdout)
+    assert f"error FS101: {STEP}/{layer_file(3, 1)}" in told
+    assert f"help      copy {layer_file(3, 1)} from the node" in told
+    assert told.splitlines()[-1].startswith(f"{ckpt}: INCOMPLETE, ") and told.endswith("(exit 3)\n")
+    assert "FS101" not in other
 
 
 def test_inspect_judges_by_headers(tmp_path: Path) -> None:
@@ -101,7 +105,7 @@ def test_what_is_not_proven_is_said(command: str, tmp_path: Path) -> None:
     assert cli(*argv).having("FS109")
     again = ("--overwrite",) if command == "merge" else ()
     text = cli(*argv, *again, json_output=False)
-    assert "not provable" in text.err + text.out
+    assert "not checked: " in text.err + text.out
 
 
 @pytest.mark.parametrize("argv", [
@@ -183,14 +187,14 @@ def test_a_quiet_diff_speaks_of_differences_only(tmp_path: Path) -> None:
     fastshard.merge(HF, tmp_path / "out", exclude=["model.norm.weight"], memory="2GiB")
     (tmp_path / "out/config.json").unlink()
     other = cli("diff", "-q", HF, tmp_path / "out", json_output=False)
-    assert other.code == 1 and other.out == "" and "model.norm.weight" in other.err
+    assert other.code == 1 and other.err == "" and "model.norm.weight" in other.out
 
 
 @pytest.mark.parametrize(
     ("argv", "command"),
     [
         (("merge", TP4), "merge"), (("manifest", TP4, "--include", "x"), "manifest"), (("diff", TP4), "diff"),
-        (("inspect", TP4, "--threads", "many"), "inspect"), (("masters", TP4, "--resume"), "masters"), (("mrege", TP4), None), ((), None),
+        (("inspect", TP4, "--threads", "many"), "inspect"), (("masters", TP4, "--resume"), "master-weights"), (("mrege", TP4), None), ((), None),
     ],
 )  # fmt: skip
 def test_json_of_bad_usage_names_the_command(argv: tuple[object, ...], command: str | None) -> None:
@@ -202,17 +206,19 @@ def test_json_of_bad_usage_names_the_command(argv: tuple[object, ...], command: 
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (("manifest", TP4, "--include", "x"), "it is of merge, convert, consolidate, plan, verify, stats, diff, why"),
-        (("verify", TP4, "--tokenizer", "x"), "it is of merge, convert, plan"),
-        (("masters", TP4, "--max-shard-size", "1GB"), "it is of merge, convert, zero-to-fp32, consolidate, plan, why"),
-        (("inspect", TP4, "--memory", "1GiB"), "it is of merge, convert, zero-to-fp32, consolidate, plan, run-part, commit, piece, verify, stats, diff, report, why, masters, manifest, attest"),
+        (("manifest", TP4, "--include", "x"), "it is of stats, trace, plan, merge, convert, consolidate, verify, diff, split"),
+        (("verify", TP4, "--tokenizer", "x"), "it is of plan, merge, convert, split"),
+        (("masters", TP4, "--max-shard-size", "1GB"), "it is of trace, plan, merge, convert, zero-to-fp32, consolidate, split"),
+        (("inspect", TP4, "--memory", "1GiB"), "it is of stats, trace, report, plan, merge, convert, zero-to-fp32, consolidate, master-weights, verify, diff, manifest, attest, split, make-part, commit, copy-local"),
         (("masters", TP4, "--drop-optimiser"), "did you mean --drop-optimizer?"),
         (("plan", TP4, "--tokeniser", "x"), "did you mean --tokenizer?"),
     ],
 )  # fmt: skip
 def test_flags_of_another_command_are_said_to_be(argv: tuple[object, ...], told: str) -> None:
     ran = cli(*argv, json_output=False)
-    assert ran.code == 2 and ran.err.strip().endswith(told), ran.err
+    first, hint = ran.err.splitlines()
+    assert ran.code == 2 and first.endswith(told), ran.err
+    assert hint == f"  help      fastshard {VERBS.named(str(argv[0]))} --help lists all options"
     assert ran.err.count("did you mean") == told.count("did you mean")
 
 
@@ -264,7 +270,7 @@ def test_a_folder_where_a_file_is_named_says_so(argv: tuple[object, ...], code: 
 
 @pytest.mark.parametrize("flag", [["--overwrite"], ["--resume"], ["--drop-optimizer"], ["--fsync", "none"]])
 def test_flags_of_a_repair_need_one(flag: list[str]) -> None:
-    ran = cli("masters", FIXTURES / "deepspeed/zero1_bf16_dp2", *flag)
+    ran = cli("master-weights", FIXTURES / "deepspeed/zero1_bf16_dp2", *flag)
     assert ran.code == 2 and ran.having("FS515", message=f"{flag[0]} goes with --repair OUT")
 
 
@@ -287,7 +293,7 @@ def test_a_plan_names_every_change_of_values() -> None:
     plan = ("plan", FIXTURES / "maxtext_twins/a_mt_f32_scan", "--to", "hf")
     for options, ops in (((), {"scale 4"}), (("--dtype", "bf16"), {"scale 4", "cast F32 to BF16 (30)"})):
         ran = cli(*plan, *options, json_output=False)
-        (row,) = [line for line in ran.out.splitlines() if line.startswith("value ops")]
+        (row,) = [line for line in ran.out.splitlines() if line.startswith("changes")]
         assert {op for op in ("scale 4", "cast F32 to BF16 (30)", "add") if op in row} == ops, row
     assert "none: every bit is kept" in cli("plan", HF, "--dtype", "bf16", json_output=False).out
 
@@ -295,7 +301,7 @@ def test_a_plan_names_every_change_of_values() -> None:
 def test_a_plan_tells_how_often_bytes_are_read() -> None:
     """By the shapes: what one rank holds of a divided tensor is read once, a copy for each rank as often as there are ranks."""
     merge = cli("plan", HF).doc["read_amplification"]
-    assert merge == 1.0 and "reads      1 x" in cli("plan", HF, json_output=False).out
+    assert merge == 1.0 and "reads    1 x" in cli("plan", HF, json_output=False).out
     tensors = fastshard.open(HF)
     divided = cli("plan", HF, "--to", "tp-safetensors", "--tp", 2)
     again = sum(t.nbytes for name, t in tensors.items() if "norm" in name)

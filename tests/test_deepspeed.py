@@ -94,7 +94,7 @@ def test_verify_finds_nothing_wrong(deepspeed_fixture: Path) -> None:
 
 
 def test_masters_of_good_checkpoints_agree(deepspeed_fixture: Path) -> None:
-    ran = cli("masters", deepspeed_fixture)
+    ran = cli("master-weights", deepspeed_fixture)
     if "zero3" in deepspeed_fixture.name:
         assert ran.code == 2
         assert ran.having("FS402", message="not checkable")
@@ -154,10 +154,10 @@ def test_stale_masters_are_refused_unless_a_side_is_named(tmp_path: Path) -> Non
 
 
 def test_masters_says_which_tensors_differ(tmp_path: Path) -> None:
-    ran = cli("masters", STALE)
+    ran = cli("master-weights", STALE)
     assert ran.code == 1
     assert {"embed.weight", "up.weight", "down.bias"} <= set(ran.doc["differing"])
-    assert "load_module_only" in cli("masters", STALE, json_output=False).out
+    assert "load_module_only" in cli("master-weights", STALE, json_output=False).out
     with pytest.raises(fastshard.FastshardError):
         fastshard.merge(STALE, tmp_path / "out", memory="2GiB")
 
@@ -169,18 +169,18 @@ def test_one_stale_tensor_is_found(tmp_path: Path) -> None:
         content["module"]["norm.weight"][3] += 1
 
     edit_pt(root / STEP / "mp_rank_00_model_states.pt", change)
-    ran = cli("masters", root)
+    ran = cli("master-weights", root)
     assert (ran.code, ran.doc["differing"]) == (1, ["norm.weight"])
     assert ran.having("FS401", got="1 that differ")
 
 
 def test_repair_makes_masters_of_the_parameters(tmp_path: Path) -> None:
     out = tmp_path / "repaired"
-    before = cli("masters", STALE)
+    before = cli("master-weights", STALE)
     assert before.code == 1
-    ran = cli("masters", STALE, "--repair", out)
+    ran = cli("master-weights", STALE, "--repair", out)
     assert ran.code == 0, ran.out
-    assert cli("masters", out).code == 0
+    assert cli("master-weights", out).code == 0
     assert cli("verify", out).code == 0
     module = load_pt(STALE / STEP / "mp_rank_00_model_states.pt")["module"]
     assert cli("merge", out, tmp_path / "merged", "--weights", "masters").code == 0
@@ -197,14 +197,14 @@ def test_repair_makes_masters_of_the_parameters(tmp_path: Path) -> None:
 
 def test_repair_sets_moments_and_steps_to_zero(deepspeed_fixture: Path, tmp_path: Path) -> None:
     out = tmp_path / "repaired"
-    ran = cli("masters", deepspeed_fixture, "--repair", out)
+    ran = cli("master-weights", deepspeed_fixture, "--repair", out)
     if "zero3" in deepspeed_fixture.name:
         assert ran.code == 2
         assert ran.having("FS402")
         assert not out.exists()
         return
     assert ran.code == 0, ran.out
-    again = cli("masters", out)
+    again = cli("master-weights", out)
     assert (again.code, again.doc["differing"]) == (0, [])
     assert set(again.doc["steps"]) <= {0.0}
     # A checkpoint that was saved before its first step has no moments, and neither has its copy.
@@ -224,7 +224,7 @@ def test_repair_sets_moments_and_steps_to_zero(deepspeed_fixture: Path, tmp_path
 
 def test_repair_can_leave_the_optimizer_out(tmp_path: Path) -> None:
     out = tmp_path / "module_only"
-    ran = cli("masters", STALE, "--repair", out, "--drop-optimizer")
+    ran = cli("master-weights", STALE, "--repair", out, "--drop-optimizer")
     assert ran.code == 0, ran.out
     assert sorted(p.name for p in (out / STEP).iterdir()) == ["mp_rank_00_model_states.pt"]
     assert cli("merge", out, tmp_path / "merged").code == 0
@@ -249,9 +249,9 @@ def with_steps(root: Path, step: int | float) -> Path:
 @pytest.mark.parametrize("step", [4, 255, 300, 70_000, -5, 1 << 40, 4.5])
 def test_repair_sets_a_step_in_the_pickle_to_zero(tmp_path: Path, step: int | float) -> None:
     root, out = with_steps(copy(ZERO1, tmp_path / "ckpt"), step), tmp_path / "out"
-    ran = cli("masters", root, "--repair", out)
+    ran = cli("master-weights", root, "--repair", out)
     assert ran.code == 0, ran.out
-    again = cli("masters", out)
+    again = cli("master-weights", out)
     assert (again.code, set(again.doc["steps"])) == (0, {0.0})
     assert cli("verify", out).code == 0
     for dp in range(2):
@@ -297,7 +297,7 @@ def test_repair_refuses_a_step_it_cannot_set(tmp_path: Path, why: str, change: A
         with stub_classes():
             state = load_pt(root / optim_file(dp))["optimizer_state_dict"]["base_optimizer_state"]
         assert {entry["step"] for entry in (*state["state"].values(), *state["param_groups"])} == {999}
-    ran = cli("masters", root, "--repair", tmp_path / "out")
+    ran = cli("master-weights", root, "--repair", tmp_path / "out")
     assert (ran.code, not (tmp_path / "out").exists()) == (2, True), ran.out
     assert ran.having("FS514", message=why, help="--drop-optimizer", file="optim_states", tensor="step")
 
@@ -318,10 +318,10 @@ def test_repair_keeps_no_step_of_another_kind(tmp_path: Path, where: str, step: 
         (base["state"][0] if where == "state" else base["param_groups"][0])["step"] = step
 
     root = with_state(copy(ZERO1, tmp_path / "ckpt"), change)
-    ran = cli("masters", root, "--repair", tmp_path / "out")
+    ran = cli("master-weights", root, "--repair", tmp_path / "out")
     assert (ran.code, not (tmp_path / "out").exists()) == (2, True), ran.out
     assert ran.having("FS514", help="--drop-optimizer", file="optim_states", tensor=f"{where}.0.step")
-    assert cli("masters", root, "--repair", tmp_path / "out", "--drop-optimizer").code == 0
+    assert cli("master-weights", root, "--repair", tmp_path / "out", "--drop-optimizer").code == 0
 
 
 @pytest.mark.parametrize("step", [float("nan"), float("inf"), 1 << 70, torch.tensor(9.0)], ids=str)
@@ -331,7 +331,7 @@ def test_repair_sets_the_step_of_a_group_to_zero(tmp_path: Path, step: Any) -> N
             entry.update(step=step, lr=torch.tensor(0.5))
 
     root, out = with_state(copy(ZERO1, tmp_path / "ckpt"), change), tmp_path / "out"
-    ran = cli("masters", root, "--repair", out)
+    ran = cli("master-weights", root, "--repair", out)
     assert ran.code == 0, ran.out
     with stub_classes():
         for dp in range(2):
@@ -347,7 +347,7 @@ def test_repair_keeps_no_moments_of_an_elastic_checkpoint(tmp_path: Path) -> Non
         state["base_optimizer_state"] = [{**entry, "step": 4} for entry in states.values()]
 
     root, out = with_state(copy(ZERO1, tmp_path / "ckpt"), change), tmp_path / "out"
-    ran = cli("masters", root, "--repair", out)
+    ran = cli("master-weights", root, "--repair", out)
     assert ran.code == 0, ran.out
     with stub_classes():
         for dp in range(2):
@@ -360,7 +360,7 @@ def test_repair_reads_no_damaged_parameter(tmp_path: Path) -> None:
     root = copy(STALE, tmp_path / "ckpt")
     model = root / STEP / "mp_rank_00_model_states.pt"
     flip_payload(model, load_pt(model)["module"]["up.weight"])
-    ran = cli("masters", root, "--repair", tmp_path / "out")
+    ran = cli("master-weights", root, "--repair", tmp_path / "out")
     assert (ran.code, (tmp_path / "out").exists()) == (1, False)
     assert ran.having("FS301", file="mp_rank_00_model_states.pt")
 
@@ -401,7 +401,7 @@ def test_masters_cannot_be_taken_where_there_are_none(tmp_path: Path) -> None:
     for dp in range(2):
         (root / optim_file(dp)).unlink()
     assert_refused(root, tmp_path / "out", "FS402", exit=2, options=("--weights", "masters"))
-    assert cli("masters", root).code == 2
+    assert cli("master-weights", root).code == 2
     assert cli("merge", root, tmp_path / "out").code == 0
 
 

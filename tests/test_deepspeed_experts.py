@@ -186,7 +186,7 @@ def test_parameters_masters_and_moments(stage: int, ep: int, data_first: bool, t
         ran = cli("merge", root, out, *options)
         assert (ran.code, ran.errors) == (0, []), ran.out
         same(out, want)
-    ran = cli("masters", root)
+    ran = cli("master-weights", root)
     assert (ran.code, ran.doc["differing"]) == (0, []), ran.out
 
 
@@ -291,11 +291,11 @@ def test_stale_masters_are_repaired(stage: int, ep: int, tmp_path: Path) -> None
         for e in range(count):
             file = root / TAG / f"layer_{layer}_expert_{e}_mp_rank_00_model_states.pt"
             torch.save({name: t + 1 for name, t in torch.load(file).items()}, file)
-    ran = cli("masters", root)
+    ran = cli("master-weights", root)
     assert (ran.code, set(ran.doc["differing"])) == (1, set(experts())), ran.out
-    ran = cli("masters", root, "--repair", tmp_path / "repaired")
+    ran = cli("master-weights", root, "--repair", tmp_path / "repaired")
     assert ran.code == 0, ran.out
-    assert cli("masters", tmp_path / "repaired").doc["differing"] == []
+    assert cli("master-weights", tmp_path / "repaired").doc["differing"] == []
     assert cli("merge", tmp_path / "repaired", tmp_path / "out", "--weights", "masters").code == 0
     low = {n: t + 1 if INSIDE in n else t for n, t in rounded().items()}
     have = read_result(tmp_path / "out")

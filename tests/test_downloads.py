@@ -69,8 +69,7 @@ def test_a_snapshot_of_the_cache_is_checked(cached: Path) -> None:
     assert (ran.code, ran.errors) == (0, [])
     told = f"{len(list(cached.iterdir())) - 1} files against the hashes of the download"
     assert ran.doc["checked"] == {"ending": "contents_checked", "against": [told]}
-    text = cli("verify", cached, json_output=False)
-    assert text.out.splitlines()[0] == f"{cached}: contents checked: {told}"
+    assert printed(cached) == [f"{cached}: OK, contents checked: {told} (exit 0)"]
 
 
 def test_so_is_a_local_dir(local: Path) -> None:
@@ -151,25 +150,27 @@ def test_one_file_of_a_snapshot(cached: Path) -> None:
     assert cli("verify", cached / SHARD).having("FS308")
 
 
-def first_line(*argv: object) -> str:
-    return cli("verify", *argv, json_output=False).out.splitlines()[0]
+def printed(*argv: object) -> list[str]:
+    return cli("verify", *argv, json_output=False).out.splitlines()
 
 
 def test_complete_says_that_contents_were_not_checked(hf: Path) -> None:
-    assert first_line(hf) == f"{hf}: complete; contents NOT checked (no checksums here)"
+    assert printed(hf) == ["not checked: the contents (no checksums here)", f"{hf}: OK, complete (exit 0)"]
     assert cli("verify", hf).doc["checked"] == {"ending": "complete"}
 
 
 def test_torch_files_have_checksums_of_their_own(tmp_path: Path) -> None:
     run = copy(NEOX, tmp_path / "run")
     told = "the CRC32 that the files themselves keep"
-    assert first_line(run) == f"{run}: complete; contents checked only against {told}"
+    assert printed(run)[0] == f"not checked: all of the contents (checked only against {told})"
     assert cli("verify", run).doc["checked"] == {"ending": "complete", "against": [told]}
 
 
 def test_a_manifest_checks_contents(hf: Path) -> None:
     fastshard.manifest(hf)
-    assert first_line(hf) == f"{hf}: contents checked: against the manifest fastshard.manifest.json"
+    assert printed(hf) == [
+        f"{hf}: OK, contents checked: against the manifest fastshard.manifest.json (exit 0)"
+    ]
     ran = cli("verify", hf, "--subset", "1/2")
     assert ran.doc["checked"]["part"] == "part 1 of 2"
 
@@ -179,9 +180,9 @@ def test_what_would_not_be_noticed_is_said(tmp_path: Path) -> None:
     checked = cli("verify", tmp_path).doc["checked"]
     assert checked["ending"] == "partly_checked"
     assert checked["unnoticed"][0].startswith("nothing outside the files states what must exist")
-    assert first_line(tmp_path).startswith(
-        f"{tmp_path}: only partly checked: nothing outside the files states"
-    )
+    first, *_, last = printed(tmp_path)
+    assert first.startswith("not checked: nothing outside the files states")
+    assert last == f"{tmp_path}: OK, nothing is wrong as far as it was checked (exit 0)"
 
 
 def test_a_list_of_its_own_is_no_proof_of_what_was_never_saved(tmp_path: Path) -> None:
@@ -197,7 +198,8 @@ def test_warnings_are_still_counted(local: Path) -> None:
     (local / "config.json").write_text((local / "config.json").read_text() + "\n")
     later = time.time() + 60
     os.utime(local / "config.json", (later, later))
-    assert first_line(local).endswith(" against the hashes of the download, 1 warning")
+    last = printed(local)[-1]
+    assert last.startswith(f"{local}: OK with 1 warning, ") and "against the hashes of the download" in last
 
 
 def test_no_ending_is_good_where_something_is_wrong(hf: Path) -> None:

@@ -113,8 +113,8 @@ def test_masters_that_differ_are_no_success(tmp_path: Path) -> None:
     from damage import made
 
     stale = made("zero1_stale_masters", tmp_path / "ckpt")
-    assert cli("masters", stale).code == 1
-    assert cli("masters", stale, "--exit-zero").code == 0
+    assert cli("master-weights", stale).code == 1
+    assert cli("master-weights", stale, "--exit-zero").code == 0
 
 
 def test_a_report_judges_where_it_is_told_to(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_warning_can_stop_what_writes(warns: str, option: tuple[str, str], tmp
     ran = cli("verify", ckpt, *words)
     assert (ran.code, decided(ran, warns)) == (1, {("error", by)})
     text = cli("verify", ckpt, *words, json_output=False)
-    assert f"error {warns} (by --{by.replace('_', '-')}): " in text.err
+    assert f"error {warns} (by --{by.replace('_', '-')}): " in text.out
     assert cli("merge", ckpt, out).code == 0 and cli("verify", ckpt).code == 0
 
 
@@ -158,7 +158,7 @@ def test_a_gate_holds_for_a_run_in_parts(tmp_path: Path) -> None:
     begun = cli("plan", ckpt, "--parts", 1, "--out", out, "--error", "FS307")
     assert begun.code == 0
     run = begun.doc["run"]
-    assert cli("run-part", 0, out, "--run", run).code == 0
+    assert cli("make-part", 0, out, "--run", run).code == 0
     ran = cli("commit", out, "--run", run)
     assert (ran.code, decided(ran, "FS307")) == (1, {("error", "error FS307")})
     assert not out.exists()
@@ -205,9 +205,9 @@ def test_what_is_ignored_is_recorded(warns: str, tmp_path: Path) -> None:
     manifest = json.loads((out / "fastshard.manifest.json").read_text())
     assert {(f["severity"], f.get("decided")) for f in manifest["findings"] if f["code"] == warns} == ignored
     text = cli("verify", ckpt, "--ignore", warns, json_output=False)
-    assert text.code == 0 and f"warning {warns}" not in text.err
-    assert f"ignored as asked: 1 of {warns}" in text.err and "warning" not in text.out
-    assert f"warning {warns}" in cli("verify", ckpt, "--ignore", warns, "-v", json_output=False).err
+    assert text.code == 0 and "warning" not in text.out
+    assert f"ignored as asked: 1 of {warns}" in text.out
+    assert f"warning {warns}" in cli("verify", ckpt, "--ignore", warns, "-v", json_output=False).out
     document = cli("verify", ckpt, "--ignore", warns).doc
     assert (document["ok"], document["warnings"]) == (True, 0)
     made = cli("manifest", ckpt, "--ignore", warns)

@@ -21,7 +21,7 @@ LEGACY = FIXTURES / "sharded/megatron_legacy_tp2_pp2"
 def missing(path: str, rank: str | None, **fields: Any) -> Finding:
     help_ = f"copy {path} from the node that ran {rank}"
     return Finding.of(
-        "FS101", "missing file", file=path, rank=rank, evidence="the arguments", help=help_, **fields
+        "FS101", "the file is missing", file=path, rank=rank, evidence="the arguments", help=help_, **fields
     )
 
 
@@ -55,7 +55,7 @@ def test_ranks_of_one_file_each_keep_its_name() -> None:
     files = mesh(4, 1)
     gone = {"r_01_000.pt", "r_03_000.pt"}
     assert [(f.file, f.message, len(f.files)) for f in told(files, gone)] == [
-        (file, "missing file", 1) for file in sorted(gone)
+        (file, "the file is missing", 1) for file in sorted(gone)
     ]
 
 
@@ -80,7 +80,7 @@ def test_no_file_is_lost_or_said_twice(tp: int, pp: int, data: st.DataObject) ->
 def test_findings_of_other_kinds_stay_as_they_are() -> None:
     others = [
         Finding.of("FS312", "the file is truncated", file="a"),
-        Finding.of("FS101", "missing file", file="a", tensor="t"),
+        Finding.of("FS101", "the file is missing", file="a", tensor="t"),
         Finding.of("FS101", "2 more missing files", file="a", count=2),
         missing("x_1", None, severity="warning"),
     ]
@@ -128,7 +128,7 @@ def test_a_lost_rank_of_gpt_neox(tmp_path: Path) -> None:
     assert one["files"] == [str(f.relative_to(root)) for f in gone]
     effect = one["effect"]
     assert (effect["count"], effect["of"]) == (26, 40) and effect["layers"][1] == {"first": 2, "last": 4}
-    text = cli("verify", root, json_output=False).err
+    text = cli("verify", root, json_output=False).out
     assert text.count("error FS101") == 1 and "26 of 40 tensors are missing or incomplete" in text
 
 

@@ -1,57 +1,223 @@
-"""What a finding says to do fits the checkpoint: whole tensors are of no rank, and columns are no rows."""
+"""Help: short and long pages, examples that run, former names of commands, verdicts and colour."""
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
-import torch
-from helpers import HF, TP4, cli, copy, edit_safetensors
+import pytest
+from fastshard.cli.help_text import overview, short
+from fastshard.cli.parser import build, subparsers
+from fastshard.cli.verbs import VERBS
+from helpers import FIXTURES, HF, NEOX, STEP, cli, copy, layer_file
+from holding import HANG
 
-SECOND = "model-00002-of-00004.safetensors"
-INDEX = "model.safetensors.index.json"
-
-
-def test_a_tensor_that_a_folder_of_whole_tensors_lacks_is_of_no_rank(tmp_path: Path) -> None:
-    root = copy(HF, tmp_path / "ckpt")
-    (root / INDEX).unlink()
-    edit_safetensors(root / SECOND, lambda t: t.__delitem__("model.layers.1.self_attn.q_proj.weight"))
-    (found,) = cli("inspect", root).errors
-    assert found["code"] == "FS102" and "rank" not in found["help"] and "node" not in found["help"]
-
-
-def test_a_layer_that_a_folder_of_whole_tensors_lacks_is_of_no_stage(tmp_path: Path) -> None:
-    root = copy(HF, tmp_path / "ckpt")
-    (root / INDEX).unlink()
-
-    def drop(tensors: dict[str, torch.Tensor]) -> None:
-        for name in [name for name in tensors if ".layers.1." in name]:
-            del tensors[name]
-
-    edit_safetensors(root / SECOND, drop)
-    (found,) = cli("inspect", root).errors
-    assert found["code"] == "FS103" and "stage" not in found["help"]
+NAMES = [verb.name for verb in VERBS]
+#: Former names, which scripts may still have.
+FORMER = {
+    "why": "trace",
+    "masters": "master-weights",
+    "probe": "check-storage",
+    "run-part": "make-part",
+    "piece": "copy-local",
+    "gc": "clean",
+}
 
 
-def test_a_tensor_that_a_rank_lacks_is_on_its_node(tmp_path: Path) -> None:
-    root = copy(TP4, tmp_path / "ckpt")
-    (root / "layout.json").unlink()
-    name = "model.layers.1.mlp.up_proj.weight"
-    edit_safetensors(root / "tp_rank_01.safetensors", lambda t: t.__delitem__(name))
-    found = next(f for f in cli("inspect", root).errors if f.get("tensor") == name)
-    assert (found["rank"], found["help"]) == (
-        "tp 1",
-        "copy the file of this rank from the node that wrote it",
+def shown(*words: str) -> str:
+    return cli(*words, json_output=False).out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_short_page_is_short_and_says_how_to_begin(name: str) -> None:
+    page, verb = shown(name, "-h"), VERBS[name]
+    lines = page.splitlines()
+    assert all(len(line) < 80 for line in lines) and len(lines) < 60
+    assert any(line.startswith(f"Usage: fastshard {name} ") for line in lines)
+    assert verb.examples and all(f"  {example}" in lines for example in verb.examples)
+    own = subparsers(build())[name]
+    more = re.search(r"^(\d+) more options: ", page, re.M)
+    options = [
+        a for a in own._actions if a.option_strings and a.dest != "help" and "-h" not in a.option_strings
+    ]
+    listed = [a for a in options if a.help != "==SUPPRESS=="]
+    assert (int(more[1]) if more else 0) == len(listed) - sum(
+        a.required or any(flag in verb.often for flag in a.option_strings) for a in listed
     )
 
 
-def test_columns_that_are_lost_are_no_rows(tmp_path: Path) -> None:
-    name = "model.layers.1.self_attn.o_proj.weight"
-    root = copy(HF, tmp_path / "columns")
-    edit_safetensors(root / SECOND, lambda t: t.update({name: t[name][:, :16].contiguous()}))
-    (found,) = cli("inspect", root).errors
-    assert found["code"] == "FS208" and found["message"].endswith("48 of 64 columns are lost")
-    name = "model.layers.1.self_attn.q_proj.weight"
-    root = copy(HF, tmp_path / "rows")
-    edit_safetensors(root / SECOND, lambda t: t.update({name: t[name][:16].contiguous()}))
-    (found,) = cli("inspect", root).errors
-    assert found["code"] == "FS208" and found["message"].endswith("48 of 64 rows are lost")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_long_page_lists_every_option_and_the_examples(name: str) -> None:
+    page, own = shown(name, "--help"), subparsers(build())[name]
+    flags = [f for a in own._actions if a.help != "==SUPPRESS==" for f in a.option_strings]
+    assert all(flag in page for flag in flags)
+    assert all(example in page for example in VERBS[name].examples)
+
+
+def test_the_overview_has_every_command_once() -> None:
+    page = shown("--help")
+    assert page == overview(VERBS) == shown("-h")
+    assert re.findall(r"^  ([a-z0-9-]+)  +\S", page.partition("Examples")[0], re.M) == NAMES
+    assert [line for line in page.splitlines() if len(line) > 80] == []
+    done = subprocess.run([sys.executable, "-m", "fastshard"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", page)
+
+
+def test_former_names_are_understood_and_not_listed() -> None:
+    for former, name in FORMER.items():
+        assert former not in NAMES and VERBS.named(former) == name
+        assert shown(former, "-h") == shown(name, "-h")
+        assert not re.search(rf"^  {former} ", shown("--help"), re.M)
+    assert "--parts" not in shown("plan", "--help")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the examples name."""
+    folder = tmp_path_factory.mktemp("examples")
+    words = [sys.executable, "-m", "fastshard.examples", "gpt_neox", "run", "--to", "gpt_neox", "--tp", "2"]
+    subprocess.run(words, cwd=folder, check=True, capture_output=True, timeout=HANG)
+    shutil.copytree(FIXTURES / "deepspeed/zero1_bf16_dp2", folder / "zero_run")
+    shutil.copytree(FIXTURES / "sharded/dcp_tp_micro", folder / "dcp_run")
+    return folder
+
+
+def test_every_example_runs(place: Path) -> None:
+    """In the order of a day's work, since some need what others make."""
+    order = ["convert", "merge", "split", "make-part", "commit"]
+    run_id, done = "", set()
+    for name in [*order, *(name for name in NAMES if name not in order)]:
+        for example in VERBS[name].examples:
+            line = example.replace("--run ID", f"--run {run_id}").replace(
+                "fastshard ", f"{sys.executable} -m fastshard "
+            )
+            if name == "commit":
+                line = line.replace(" commit ", " make-part 1 ") + " && " + line
+            ran = subprocess.run(
+                ["bash", "-c", line], cwd=place, capture_output=True, text=True, check=False, timeout=HANG
+            )
+            # Merged, a checkpoint is the same; a stale one is found.
+            assert ran.returncode == (1 if "master-weights zero_stale" in line else 0), (
+                example,
+                ran.stdout,
+                ran.stderr,
+            )
+            done.add(name)
+            if name == "split" and not run_id:
+                run_id = re.search(r"--run ([0-9a-f]+)", ran.stdout)[1]  # type: ignore[index]
+    assert done == set(NAMES)
+
+
+# --- verdicts
+
+
+def last(*words: object) -> str:
+    ran = cli(*words, json_output=False)
+    return (ran.out if VERBS[VERBS.named(str(words[0]))].finds and ran.code != 2 else ran.err).splitlines()[
+        -1
+    ]
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    root = copy(NEOX, tmp_path / "run")
+    (root / STEP / layer_file(3, 1)).unlink()
+    return root
+
+
+def test_the_last_line_is_the_verdict(broken: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    lost = f"{layer_file(3, 1)}: the file is missing (tp 1)"
+    assert last("inspect", NEOX) == f"{NEOX}: OK, complete by headers (exit 0)"
+    assert last("verify", broken) == f"{broken}: INCOMPLETE, {lost} (exit 3)"
+    assert last("verify", broken, "--exit-zero") == f"{broken}: INCOMPLETE, {lost} (exit 0)"
+    assert (
+        last("merge", broken, out) == f"{broken}: INCOMPLETE, {lost}; this run wrote nothing to OUT (exit 3)"
+    )
+    assert last("diff", HF, HF) == f"{HF}, {HF}: EQUAL, every tensor has the same bytes (exit 0)"
+    assert last("inspect", tmp_path / "nowhere").startswith(f"{tmp_path / 'nowhere'}: COULD NOT RUN, ")
+    assert last("inspect", tmp_path / "nowhere").endswith(" (exit 2)")
+
+
+def test_what_was_not_checked_is_printed_by_what_judges_and_writes(tmp_path: Path) -> None:
+    shutil.copy(HF / "model-00001-of-00004.safetensors", tmp_path / "model.safetensors")
+    for words in (("verify", tmp_path), ("inspect", tmp_path), ("plan", tmp_path)):
+        ran = cli(*words, json_output=False)
+        assert ran.code == 0 and "not checked: " in ran.out + ran.err
+    assert "not checked: " not in cli("inspect", NEOX, json_output=False).out
+
+
+# --- colour
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "is_painted"),
+    [
+        ((), {}, False),
+        (("--color", "always"), {}, True),
+        (("--color", "always"), {"NO_COLOR": "1"}, True),
+        (("--color", "never"), {"FORCE_COLOR": "1"}, False),
+        ((), {"FORCE_COLOR": "1"}, True),
+        ((), {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+    ],
+)
+def test_when_there_is_colour(
+    words: tuple[str, ...],
+    environment: dict[str, str],
+    is_painted: bool,
+    broken: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    painted = cli("verify", broken, *words, json_output=False).out
+    assert ("\033[" in painted) == is_painted
+    plain = cli("verify", broken, "--color", "never", json_output=False).out
+    assert re.sub(r"\033\[[0-9;]*m", "", painted) == plain
+
+
+def test_documents_are_the_same_with_colour(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = cli("verify", broken).out
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    painted = cli("verify", broken).out
+    assert painted == plain and json.loads(painted)["exit_code"] == 3
+
+
+# --- slips
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("huggingface", "hf"),
+        ("Megatron-LM", "megatron"),
+        ("nemo", "megatron"),
+        ("neox", "gpt_neox"),
+        ("hff", "hf"),
+    ],
+)
+def test_other_names_of_formats_lead_to_ours(name: str, meant: str, tmp_path: Path) -> None:
+    ran = cli("convert", NEOX, tmp_path / "out", "--to", name)
+    assert ran.code == 2 and ran.having("FS515", message=f"there is no format {name}; did you mean {meant}?")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_command_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    ran = cli("verfy", NEOX, json_output=False)
+    assert ran.code == 2 and ran.err == (
+        "fastshard: error: there is no command verfy; did you mean verify?\n"
+        "  help      fastshard --help lists all commands\n"
+    )
+
+
+def test_the_short_page_names_no_flag_twice() -> None:
+    parsers = subparsers(build())
+    for verb in VERBS:
+        flags = re.findall(r"^  (--[a-z-]+)", short(parsers[verb.name], verb), re.M)
+        assert len(flags) == len(set(flags))

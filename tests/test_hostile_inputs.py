@@ -24,7 +24,7 @@ def test_a_run_in_parts_takes_any_path(name: str, where: str, tmp_path: Path) ->
     out = tmp_path / (name if where == "out" else "out")
     begun = cli("plan", source, "--parts", 2, "--out", out, "--emit", "shell")
     assert begun.code == 0, begun.out
-    collected = cli("gc", out)
+    collected = cli("clean", out)
     assert collected.code == 0 and len(collected.doc["leavings"]) == 1, collected.out
     script = begun.doc["emitted"]
     assert script.isascii() and script.replace("\n", "").isprintable()

@@ -76,14 +76,14 @@ def test_runs_of_missing_files_are_ranges(tmp_path: Path) -> None:
     ran = assert_refused(tmp_path / "ckpt", tmp_path / "out", "FS101", exit=3)
     told = [(f["file"], f["message"]) for f in ran.having("FS101")]
     assert told == [
-        ("model-00002-of-09000.safetensors", "missing file"),
+        ("model-00002-of-09000.safetensors", "the file is missing"),
         (
             "model-00004-of-09000.safetensors",
-            "missing files, from this one to model-04999-of-09000.safetensors",
+            "the files from this one to model-04999-of-09000.safetensors are missing",
         ),
         (
             "model-05001-of-09000.safetensors",
-            "missing files, from this one to model-09000-of-09000.safetensors",
+            "the files from this one to model-09000-of-09000.safetensors are missing",
         ),
     ]
 
@@ -254,7 +254,7 @@ def test_a_stray_file_beside_a_step_under_a_name_that_is_not_utf8(
     (root / "global_step4" / f"core.{NO_TEXT}").write_text("")
     (root / "global_step4" / NO_TEXT).mkdir()
     (root / "global_step4" / NO_TEXT / "latest").write_text("")
-    ran = cli("masters", root, "--repair", tmp_path / "out", *options)
+    ran = cli("master-weights", root, "--repair", tmp_path / "out", *options)
     assert ran.code == 0, ran.findings
     assert {f["file"] for f in ran.having("FS108", message="left behind")} == {
         "global_step4/core.x\\xff",

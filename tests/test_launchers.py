@@ -52,7 +52,7 @@ REFUSED = {
     "an array": (
         {"SLURM_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SLURM_PROCID": "0"},
         None,
-        "plan --parts",
+        "fastshard split",
     ),
     "exported by hand, and srun": (SRUN | {"RANK": "0", "WORLD_SIZE": "1"}, None, "say different things"),
     "PMI and srun": (SRUN | {"PMI_RANK": "0", "PMI_SIZE": "1"}, None, "say different things"),

@@ -136,10 +136,10 @@ def test_masters_of_one_rank_that_are_stale_are_named(tmp_path: Path) -> None:
         assert_refused(
             root, tmp_path / "out", "FS401", command=("convert", "--to", "hf"), options=options, rank="mp 3", file=name
         )  # fmt: skip
-    ran = cli("masters", root)
+    ran = cli("master-weights", root)
     assert ran.code == 1
     assert {f["rank"] for f in ran.having("FS401")} == {"mp 3"}
-    assert cli("masters", root, "--repair", tmp_path / "repaired").code == 0
+    assert cli("master-weights", root, "--repair", tmp_path / "repaired").code == 0
     assert (
         cli("convert", tmp_path / "repaired", tmp_path / "hf", "--to", "hf", "--weights", "masters").code == 0
     )
@@ -196,7 +196,7 @@ def test_flat_masters_of_stage_0(tmp_path: Path, pipeline: bool, tp: int) -> Non
     spec = Spec(tp=tp, layers=2, residual=False, seed=10)
     masters = make_shards(spec)
     root = write_fused(tmp_path / "ckpt", spec, masters, pipeline=pipeline)
-    ran = cli("masters", root)
+    ran = cli("master-weights", root)
     assert (ran.code, ran.doc["differing"], ran.doc["compared"]) == (0, [], tp * len(masters[0])), ran.out
     assert cli("merge", root, tmp_path / "out", "--weights", "masters", "--optimizer").code == 0
     have = read_result(tmp_path / "out")
@@ -207,8 +207,8 @@ def test_flat_masters_of_stage_0(tmp_path: Path, pipeline: bool, tp: int) -> Non
     }
     assert set(want) <= set(have)
     assert all(torch.equal(have[name], tensor) for name, tensor in want.items())
-    ran = cli("masters", root, "--repair", tmp_path / "repaired")
-    assert (ran.code, cli("masters", tmp_path / "repaired").doc["steps"]) == (0, [0.0]), ran.out
+    ran = cli("master-weights", root, "--repair", tmp_path / "repaired")
+    assert (ran.code, cli("master-weights", tmp_path / "repaired").doc["steps"]) == (0, [0.0]), ran.out
 
 
 def test_stale_flat_masters_of_a_pipeline_are_refused(tmp_path: Path) -> None:

@@ -134,10 +134,10 @@ def test_distributed_checkpoints_without_checksums(tmp_path: Path) -> None:
 
 def test_repaired_masters_stay_without_checksums(tmp_path: Path) -> None:
     stale = FIXTURES / "stale_masters_zero1_bf16_dp2"
-    assert cli("masters", stale, "--repair", tmp_path / "good").code == 0
+    assert cli("master-weights", stale, "--repair", tmp_path / "good").code == 0
     root = saved_without(copy(stale, tmp_path / "ckpt"))
-    assert cli("masters", root, "--repair", tmp_path / "out").code == 0
-    assert cli("masters", tmp_path / "out").code == 0
+    assert cli("master-weights", root, "--repair", tmp_path / "out").code == 0
+    assert cli("master-weights", tmp_path / "out").code == 0
     optimizers = sorted(tmp_path.glob("out/**/*optim_states.pt"))
     assert optimizers
     for file in optimizers:

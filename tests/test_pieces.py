@@ -30,7 +30,7 @@ def pieces(hosts: list[Path], folder: Path) -> list[Path]:
     """Their parts, as they arrive elsewhere: a copy does not keep times."""
     arrived = []
     for i, host in enumerate(hosts):
-        ran = cli("piece", host, folder / f"sent{i}")
+        ran = cli("copy-local", host, folder / f"sent{i}")
         assert ran.code == 0, ran.out
         shutil.copytree(folder / f"sent{i}", folder / f"part{i}", copy_function=shutil.copyfile)
         arrived.append(folder / f"part{i}")
@@ -143,14 +143,14 @@ def test_a_piece_is_of_one_step_and_of_a_checkpoint(tmp_path: Path) -> None:
     names = {file["name"] for file in made.document["files"]}
     assert "latest" in names and not any(name.startswith("global_step1/") for name in names)
     assert made.document["kind"] == "piece" and "host's part" in made.document["not_proven"]
-    ran = cli("piece", source, tmp_path / "piece")
+    ran = cli("copy-local", source, tmp_path / "piece")
     assert ran.code == 2 and ran.having("FS504") + ran.having("FS503") + ran.errors
-    assert cli("piece", source, tmp_path / "piece", "--overwrite", "--step", step.name).code == 0
+    assert cli("copy-local", source, tmp_path / "piece", "--overwrite", "--step", step.name).code == 0
     (tmp_path / "empty").mkdir()
-    assert cli("piece", tmp_path / "empty", tmp_path / "none").code == 2
+    assert cli("copy-local", tmp_path / "empty", tmp_path / "none").code == 2
     assert not (tmp_path / "none").exists()
     # Not into itself.
-    assert cli("piece", source, source / "piece").code == 2
+    assert cli("copy-local", source, source / "piece").code == 2
 
 
 def test_a_pieces_manifest_is_a_manifest(tmp_path: Path) -> None:

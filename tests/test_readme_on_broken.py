@@ -17,9 +17,9 @@ TENSOR = "3.attention.dense.weight"
 #: Options of the README's rows that are no part of a command.
 COMMANDS = re.findall(r"^\| `(fastshard [^`]*)`(?:, `(fastshard [^`]*)`)? \|", README, re.M)
 #: Verbs that make no statement about whether a checkpoint is whole.
-OTHERS = {"run-part", "gc", "probe", "piece", "explain", "completion", "man", "report"}
+OTHERS = {"make-part", "clean", "check-storage", "copy-local", "explain", "completion", "man", "report"}
 #: Commands that this checkpoint is not for, whole or not.
-NOT_FOR_IT = ("megatron", "maxtext", "universal", "zero-to-fp32", "masters", "attest")
+NOT_FOR_IT = ("megatron", "maxtext", "universal", "zero-to-fp32", "master-weights", "attest")
 
 
 @pytest.fixture

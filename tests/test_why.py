@@ -105,23 +105,23 @@ def test_what_it_names_makes_the_tensor(source: str, to: str | None) -> None:
 
 def test_the_command_tells_it_as_a_tree() -> None:
     name = "gpt_neox.layers.1.attention.query_key_value.weight"
-    text = cli("why", NEOX, name, "--to", "hf", "--hash", json_output=False)
+    text = cli("trace", NEOX, name, "--to", "hf", "--hash", json_output=False)
     lines = text.out.splitlines()
     assert text.code == 0 and lines[0] == f"{name}  BF16 [96, 32]"
     assert (
         "│  └─ tp 0: 3.attention.query_key_value.weight[2 runs of 8 every 24 from 0, :] of BF16 [48, 32]"
         in lines
     )
-    document = cli("why", NEOX, name, "--to", "hf", "--hash").doc
+    document = cli("trace", NEOX, name, "--to", "hf", "--hash").doc
     assert f"BLAKE3 {document['blake3']}" in text.out
 
 
 def test_its_hash_is_that_of_the_result(tmp_path: Path) -> None:
     manifest = fastshard.convert(NEOX, tmp_path / "out", to="hf")
     for name in list(manifest)[:3]:
-        assert cli("why", NEOX, name, "--to", "hf", "--hash").doc["blake3"] == manifest[name]["blake3"]
+        assert cli("trace", NEOX, name, "--to", "hf", "--hash").doc["blake3"] == manifest[name]["blake3"]
         # The result's own manifest states it, and nothing is read for that.
-        told = cli("why", tmp_path / "out", name, json_output=False).out
+        told = cli("trace", tmp_path / "out", name, json_output=False).out
         assert f"BLAKE3 {manifest[name]['blake3']}, by the manifest" in told
 
 
@@ -132,13 +132,13 @@ def test_a_hash_of_a_shard_is_never_said_to_be_that_of_the_whole(tmp_path: Path)
     examples.make("llama", tmp_path / "ranks", to="tp-safetensors", tp=2)
     fastshard.manifest(tmp_path / "ranks")
     for name in ("model.layers.0.mlp.down_proj.weight", "model.norm.weight"):
-        assert "BLAKE3" not in cli("why", tmp_path / "ranks", name, json_output=False).out
+        assert "BLAKE3" not in cli("trace", tmp_path / "ranks", name, json_output=False).out
 
 
 def test_a_tensor_that_is_not_whole_says_what_it_lacks(tmp_path: Path) -> None:
     ckpt = copy(NEOX, tmp_path / "ckpt")
     (ckpt / STEP / layer_file(3, 1)).unlink()
-    ran = cli("why", ckpt, "3.attention.dense.weight")
+    ran = cli("trace", ckpt, "3.attention.dense.weight")
     assert ran.code == 3 and ran.having("FS101", file=layer_file(3, 1))
     (told,) = ran.having("FS101", tensor="3.attention.dense.weight", message="not in the result")
     assert told["severity"] == "warning" and told["file"].endswith(layer_file(3, 1))
@@ -149,7 +149,7 @@ def test_a_tensor_that_no_other_finding_accounts_for_is_said_once(tmp_path: Path
     (ckpt / "model.safetensors.index.json").unlink()
     name = "model.layers.0.self_attn.q_proj.weight"
     edit_safetensors(ckpt / "model-00001-of-00004.safetensors", lambda tensors: tensors.__delitem__(name))
-    ran = cli("why", ckpt, name)
+    ran = cli("trace", ckpt, name)
     (told,) = ran.errors
     assert (ran.code, told["code"], told["tensor"]) == (3, "FS102", name)
     assert (
@@ -165,7 +165,7 @@ def test_a_hash_of_damaged_bytes_says_that_they_are(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[place["offset"]] ^= 1
     file.write_bytes(data)
-    ran = cli("why", ckpt, name, "--to", "hf", "--hash")
+    ran = cli("trace", ckpt, name, "--to", "hf", "--hash")
     assert any("CRC32" in finding["message"] for finding in ran.errors)
 
 
@@ -175,7 +175,7 @@ def test_a_name_that_is_not_there(tmp_path: Path) -> None:
         (["3.attention.query_key_value.weight", "--to", "hf"], "the source's own name"),
         (["nothing like it"], "fastshard ls"),
     ):  # fmt: skip
-        ran = cli("why", NEOX, *argv)
+        ran = cli("trace", NEOX, *argv)
         (finding,) = ran.findings
         assert (ran.code, finding["code"]) == (2, "FS515")
         assert words in finding["message"] + finding["help"]

@@ -109,7 +109,7 @@ def test_any_run_is_merged(run: Run) -> None:
             return
         assert_tensors(merged(root, "--weights", "masters"), run.masters())
         assert_tensors(merged(root, "--optimizer"), run.params() | run.moments())
-        ran = cli("masters", root)
+        ran = cli("master-weights", root)
         assert (ran.code, ran.doc["differing"]) == (2 if run.stage == 3 else 0, []), ran.out
 
 
@@ -127,7 +127,7 @@ def test_any_run_is_repaired(run: Run) -> None:
         source = maker.write(Path(folder) / "other", other)
         module = maker.load(source / model_file())["module"]
         maker.edit(root / model_file(), lambda content: content.update(module=module))
-        ran = cli("masters", root, "--repair", Path(folder) / "out")
+        ran = cli("master-weights", root, "--repair", Path(folder) / "out")
         if run.stage in STAGE_0 and unnameable(root):
             assert (ran.code, (Path(folder) / "out").exists()) == (2, False)
             return
@@ -145,7 +145,7 @@ def test_a_frozen_parameter_as_long_as_a_flat_vector_is_not_taken_for_it(views: 
     frozen = {"f": values((16,), 9).bfloat16()}
     root = maker.write(tmp_path / "ckpt", Run("fused", 1, torch.bfloat16, groups, frozen=frozen, views=views))
     assert unnameable(root)
-    ran = cli("masters", root, "--repair", tmp_path / "out")
+    ran = cli("master-weights", root, "--repair", tmp_path / "out")
     assert ran.code == 2 and ran.having("FS402") and not (tmp_path / "out").exists()
 
 
@@ -286,7 +286,7 @@ def test_stale_masters_in_one_tensor(tmp_path: Path, stage: int | str) -> None:
     changed[12] += 1
     maker.edit(root / model_file(), lambda content: content["module"].update({"norm.bias": changed}))
     both_refuse(root, tmp_path / "out", "FS401", tensor="norm.bias", got="1 that differ")
-    ran = cli("masters", root)
+    ran = cli("master-weights", root)
     assert (ran.code, ran.doc["differing"]) == (1, ["norm.bias"])
     wanted = run.params() | {"norm.bias": changed}
     assert_tensors(merged(root, "--weights", "params"), wanted)

@@ -43,7 +43,7 @@ def test_masters_without_names_are_told_of(tmp_path: Path) -> None:
     assert ran.having("FS402", message="more than one way", file=model_file())
     ran = cli("merge", root, tmp_path / "out")
     assert (ran.code, len(ran.having("FS402", severity="warning", message="more than one way"))) == (0, 1)
-    assert cli("masters", root).code == 2
+    assert cli("master-weights", root).code == 2
 
 
 def test_the_order_of_param_shapes_is_compared_between_ranks(tmp_path: Path) -> None:
@@ -163,9 +163,9 @@ def test_universal_parameters_are_not_left_out(tmp_path: Path, file: str, conten
 def test_repair_of_a_partition_that_is_all_padding(tmp_path: Path) -> None:
     # BF16_Optimizer keeps the padding; of a group of one element, rank 1 holds nothing else.
     root = maker.write(tmp_path / "ckpt", Run("bf16", 2, torch.bfloat16, [{"gain": torch.rand(1)}]))
-    ran = cli("masters", root, "--repair", tmp_path / "out")
+    ran = cli("master-weights", root, "--repair", tmp_path / "out")
     assert ran.code == 0, ran.out
-    assert cli("masters", tmp_path / "out").code == 0
+    assert cli("master-weights", tmp_path / "out").code == 0
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -214,7 +214,7 @@ def in_module_order(root: Path, change: Any = None) -> Path:
 def test_flat_masters_of_stage_0(tmp_path: Path, views: bool) -> None:
     run = transformer("fused", views=views)
     root = in_module_order(maker.write(tmp_path / "ckpt", run))
-    ran = cli("masters", root)
+    ran = cli("master-weights", root)
     assert (ran.code, ran.doc["differing"], ran.doc["compared"], ran.doc["steps"]) == (0, [], 10, [7.0])
     assert cli("merge", root, tmp_path / "out", "--weights", "masters", "--optimizer").code == 0
     have, wanted = read_result(tmp_path / "out"), run.masters() | run.moments()
@@ -234,7 +234,7 @@ def test_flat_masters_are_named_by_place_not_by_order(tmp_path: Path) -> None:
     """The order of the optimizer's groups is the user's; the module's tensors lie in the flat vectors."""
     run = transformer("fused")
     root = in_module_order(maker.write(tmp_path / "ckpt", run), lambda items: reversed(items))
-    assert cli("masters", root).doc["differing"] == []
+    assert cli("master-weights", root).doc["differing"] == []
     assert cli("merge", root, tmp_path / "out", "--weights", "masters").code == 0
     have = read_result(tmp_path / "out")
     assert all(torch.equal(have[name], tensor) for name, tensor in run.masters().items())
@@ -248,7 +248,10 @@ def test_flat_masters_that_fit_in_several_ways_are_told_of(tmp_path: Path) -> No
     assert ran.having("FS402", message="more than one way", file=model_file())
     ran = cli("merge", root, tmp_path / "out")
     assert (ran.code, len(ran.having("FS402", severity="warning", message="more than one way"))) == (0, 1)
-    assert (cli("masters", root).code, cli("masters", root, "--repair", tmp_path / "x").code) == (2, 2)
+    assert (
+        cli("master-weights", root).code,
+        cli("master-weights", root, "--repair", tmp_path / "x").code,
+    ) == (2, 2)
 
 
 def test_moments_of_an_optimizer_that_was_not_wrapped(tmp_path: Path) -> None:
@@ -258,7 +261,7 @@ def test_moments_of_an_optimizer_that_was_not_wrapped(tmp_path: Path) -> None:
     have, wanted = read_result(tmp_path / "out"), run.params() | run.moments()
     assert set(have) == set(wanted)
     assert all(torch.equal(have[name], tensor) for name, tensor in wanted.items())
-    ran = cli("masters", root)
+    ran = cli("master-weights", root)
     assert (ran.code, bool(ran.having("FS402", message="no fp32 master weights"))) == (2, True)
 
 
@@ -288,7 +291,7 @@ def test_partitions_that_name_their_parameters_themselves(tmp_path: Path) -> Non
     root = maker.write(tmp_path / "ckpt", run)
     first = maker.load(root / optim_file(0))["optimizer_state_dict"]
     maker.edit(root / model_file(), lambda content: content.update(param_shapes=None, optimizer=first))
-    assert cli("masters", root).doc["compared"] == 3
+    assert cli("master-weights", root).doc["compared"] == 3
     assert cli("merge", root, tmp_path / "out", "--weights", "masters", "--optimizer").code == 0
     have, wanted = read_result(tmp_path / "out"), run.masters() | run.moments()
     assert set(have) == set(wanted)

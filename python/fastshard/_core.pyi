@@ -601,8 +601,8 @@ def commit(
 
 def collect(
     out: str | PathLike[str], abandon: str | None, patience: float, dry: bool
-) -> list[tuple[str, str | None, str]]:
-    """Takes away what runs that are over have left: path, run and fate of each."""
+) -> list[tuple[str, str | None, str, int]]:
+    """Removes what interrupted runs have left: path, run, fate and bytes of storage of each."""
 
 def storage_of(path: str | PathLike[str]) -> str:
     """The storage that a path lies on, for people: filesystem, what is mounted, and where."""

@@ -136,9 +136,11 @@ def test_every_flag_is_on_its_commands_page(pages: dict[str, Html]) -> None:
     own = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
     for verb in VERBS:
         text = pages[f"reference/cli/{verb.name}"].text
-        flags = [flag for a in own[verb.name]._actions if a.dest != "help" for flag in a.option_strings]
+        told = [a for a in own[verb.name]._actions if a.dest != "help" and a.help is not argparse.SUPPRESS]
+        flags = [flag for a in told for flag in a.option_strings if flag != "-h"]
         assert not [flag for flag in flags if flag not in text], verb.name
-        assert all(f" {code} " in text for code in (0, 1, 2, 3)), verb.name
+        assert all(example in text for example in verb.examples) and "Exit codes" in text, verb.name
+    assert all(f" {code} " in pages["reference/cli"].text for code in (0, 1, 2, 3))
 
 
 def test_every_public_name_is_documented_by_its_docstring(pages: dict[str, Html]) -> None:

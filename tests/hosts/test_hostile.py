@@ -106,8 +106,8 @@ def test_links_in_the_folder_of_a_run_lead_nowhere(name: str, place: Path) -> No
     [path] = list(at.glob(name))
     PLANTED[name](path, file, folder)
     results = [
-        cli("run-part", 0, place / "out", "--run", run),
-        cli("run-part", 1, place / "out", "--run", run),
+        cli("make-part", 0, place / "out", "--run", run),
+        cli("make-part", 1, place / "out", "--run", run),
         cli("commit", place / "out", "--run", run),
         cli("convert", NEOX, place / "out", "--to", "hf", "--resume"),
     ]
@@ -117,7 +117,7 @@ def test_links_in_the_folder_of_a_run_lead_nowhere(name: str, place: Path) -> No
         assert cli("verify", place / "out").code == 0
     else:
         assert all(ran.code in (2, 3) for ran in results), results
-    assert cli("gc", place / "out", "--timeout", 1).code in (0, 2)
+    assert cli("clean", place / "out", "--timeout", 1).code in (0, 2)
     assert untouched(folder)
 
 

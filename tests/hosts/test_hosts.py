@@ -205,8 +205,8 @@ def test_a_private_disk_makes_no_part(place: Path) -> None:
     script = cli("plan", NEOX, "--to", "hf", "--parts", 2, "--out", dest / "out")
     run = script.doc["run"]
     good, stray = Host("node0"), Host("node1", own_disk=dest)
-    good.fastshard("run-part", 0, dest / "out", "--run", run)
-    stray.fastshard("run-part", 1, dest / "out", "--run", run)
+    good.fastshard("make-part", 0, dest / "out", "--run", run)
+    stray.fastshard("make-part", 1, dest / "out", "--run", run)
     (code, _, _), (refused, _, err) = ended([good, stray])
     assert (code, refused) == (0, 2)
     assert "FS501" in err and "tmpfs own mounted at" in err, err
@@ -214,7 +214,7 @@ def test_a_private_disk_makes_no_part(place: Path) -> None:
     code, _, err = missing.end()
     assert code == 3 and "rank 1" in err
     assert not (dest / "out").exists()
-    assert Host("node3").fastshard("run-part", 1, dest / "out", "--run", run).end()[0] == 0
+    assert Host("node3").fastshard("make-part", 1, dest / "out", "--run", run).end()[0] == 0
     assert Host("node4").fastshard("commit", dest / "out", "--run", run).end()[0] == 0
     assert hidden(dest) == []
 

@@ -495,7 +495,7 @@ def test_pieces_are_compared_where_they_lie(place: Path) -> None:
     for disk in disks:
         disk.mkdir()
     for number, part in enumerate(held):
-        ran = cli("piece", part, disks[number % 2] / f"piece{number}")
+        ran = cli("copy-local", part, disks[number % 2] / f"piece{number}")
         assert ran.code == 0, ran.err
     line = ["--world", 2, "--timeout", HANG, "--node-local"]
 

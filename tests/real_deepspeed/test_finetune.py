@@ -30,13 +30,13 @@ def resumed(trained: Path) -> Report:
     entries = []
     for case in FINETUNED:
         stale, repaired = trained / f"{case.name}_forgotten", trained / f"{case.name}_repaired"
-        ran = cli("masters", stale, "--repair", repaired)
+        ran = cli("master-weights", stale, "--repair", repaired)
         assert ran.code == 0, ran.out
         entries += [(case.name, "good", trained / case.name, {}), (case.name, "stale", stale, {})]
         entries.append((case.name, "repaired", repaired, {}))
         if case.stage:
             dropped = trained / f"{case.name}_dropped"
-            ran = cli("masters", stale, "--repair", dropped, "--drop-optimizer")
+            ran = cli("master-weights", stale, "--repair", dropped, "--drop-optimizer")
             assert ran.code == 0, ran.out
             entries.append((case.name, "dropped", dropped, {"load_module_only": True}))
     wanted = [
@@ -56,7 +56,7 @@ def resumed(trained: Path) -> Report:
 
 @finetuned
 def test_masters_names_the_stale_tensors(trained: Path, case: str) -> None:
-    ran = cli("masters", trained / f"{case}_forgotten")
+    ran = cli("master-weights", trained / f"{case}_forgotten")
     assert ran.code == 1
     assert {"embed.weight", "up.weight", "down.weight"} <= set(ran.doc["differing"])
     assert ran.having("FS401", severity="error", tensor="embed.weight")
@@ -94,6 +94,6 @@ def test_nor_does_one_without_its_optimizer(resumed: Report, case: str) -> None:
 
 def test_stage_0_cannot_drop_its_optimizer(trained: Path, tmp_path: Path) -> None:
     stale = trained / "zero0_bf16_forgotten"
-    ran = cli("masters", stale, "--repair", tmp_path / "out", "--drop-optimizer")
+    ran = cli("master-weights", stale, "--repair", tmp_path / "out", "--drop-optimizer")
     assert (ran.code, (tmp_path / "out").exists()) == (2, False)
     assert ran.having("FS514", help="without --drop-optimizer")

@@ -101,7 +101,7 @@ def test_merge_of_moments(trained: Path, tmp_path: Path, case: Case) -> None:
 @every_case
 def test_masters_agree(trained: Path, case: Case) -> None:
     folder = checkpoint(trained, case)
-    ran = cli("masters", folder)
+    ran = cli("master-weights", folder)
     if case.stage == 3 or not Truth(case, folder).masters:
         assert (ran.code, bool(ran.having("FS402"))) == (2, True), ran.out
     else:

@@ -343,7 +343,7 @@ class Trial:
         """Looks whether anything hidden is left; ``gone`` if the run was over when its last process was killed."""
         left = self.hidden()
         if gone and [p.name for p in left] == [".out.fastshard-ranks"]:
-            # Rank 0 was killed when the others had left it and the result was complete: this is for `fastshard gc`.
+            # Rank 0 was killed when the others had left it and the result was complete: this is for `fastshard clean`.
             counts["cards left"] += 1
         elif left:
             names = [f"{p.name}: {', '.join(sorted(q.name[:24] for q in p.iterdir()))}" for p in left]

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..common.errors import UNPROVEN, Finding
 
-__all__ = ["Checked", "checked", "not_proven"]
+__all__ = ["Checked", "checked", "not_checked", "not_proven"]
 
 #: How the verification of a checkpoint ends in which nothing wrong was found.
 CONTENTS, COMPLETE, PARTLY = "contents_checked", "complete", "partly_checked"
@@ -29,15 +29,23 @@ class Checked:
     part: str | None = None
 
     def told(self) -> str:
-        """The same for people."""
+        """How far, for people."""
         part = f" ({self.part})" if self.part else ""
-        by = ", ".join(self.against)
         if self.ending == CONTENTS:
-            return f"contents checked{part}: {by}"
-        contents = f"contents {'checked only against ' + by if by else 'NOT checked (no checksums here)'}"
+            return f"contents checked{part}: {', '.join(self.against)}"
         if self.ending == COMPLETE:
-            return f"complete{part}; {contents}"
-        return f"only partly checked{part}: {'; '.join(self.unnoticed)}; {contents}"
+            return f"complete{part}"
+        return f"nothing is wrong as far as it was checked{part}"
+
+    def left(self) -> tuple[str, ...]:
+        """What was not checked, for people."""
+        if self.ending == CONTENTS:
+            return ()
+        by = ", ".join(self.against)
+        contents = (
+            f"all of the contents (checked only against {by})" if by else "the contents (no checksums here)"
+        )
+        return (*self.unnoticed, contents)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, without empty fields."""
@@ -74,11 +82,22 @@ def _left_open(finding: Finding) -> str | None:
     return finding.unnoticed
 
 
-def not_proven(findings: Iterable[Finding]) -> list[str]:
-    """What no run that reads a checkpoint can prove, and what this one could not."""
+def _unproven(findings: Iterable[Finding]) -> list[Finding]:
+    """Findings that say what could not be checked."""
     findings = list(findings)
-    unprovable = next((f for f in findings if f.code == "FS109" and f.file is None), None)
-    told = "that the layout is right for the model: a hash cannot tell, logits can"
-    if unprovable:
-        told = f"{unprovable.message}; {unprovable.help}"
-    return [told, *(f"{f.message}; {f.help}" for f in findings if f.code in UNPROVEN)]
+    unprovable = [f for f in findings if f.code == "FS109" and f.file is None]
+    return [*unprovable[:1], *(f for f in findings if f.code in UNPROVEN)]
+
+
+def not_checked(findings: Iterable[Finding]) -> list[str]:
+    """What could not be checked of this checkpoint."""
+    return [f.message for f in _unproven(findings)]
+
+
+def not_proven(findings: Iterable[Finding]) -> list[str]:
+    """What no run that reads a checkpoint can prove, and what this one could not, each with what would help."""
+    left = _unproven(findings)
+    told = [f"{f.message}; {f.help}" for f in left]
+    if all(f.code != "FS109" for f in left):
+        told.insert(0, "that the layout is right for the model: a hash cannot tell, logits can")
+    return told

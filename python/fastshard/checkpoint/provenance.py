@@ -13,7 +13,7 @@ __all__ = ["origin"]
 
 
 def origin(excerpt: dict[str, Any]) -> dict[str, Any]:
-    """What the one output of a plan's excerpt is made of, as ``fastshard why --json`` tells it."""
+    """What the one output of a plan's excerpt is made of, as ``fastshard trace --json`` tells it."""
     (output,) = excerpt["outputs"]
     file = excerpt["files"][output["file"]] if excerpt["files"] else None
     place = file and {

@@ -9,6 +9,7 @@ from ..common.errors import Finding
 from ..common.finding_facts import effect_of, files_of
 from ..common.formatting import counted, printable
 from ..common.gate import accepted
+from .styles import Paint, plain
 
 __all__ = ["lines"]
 
@@ -16,9 +17,12 @@ __all__ = ["lines"]
 _INDENT = 12
 #: Names that are listed without -v.
 _NAMED = 3
+_STYLES = {"error": "bad", "warning": "warn", "note": "note"}
 
 
-def lines(alike: Sequence[Finding], *, verbose: int = 0, helps: bool = True, width: int = 80) -> list[str]:
+def lines(
+    alike: Sequence[Finding], *, verbose: int = 0, helps: bool = True, width: int = 80, paint: Paint = plain
+) -> list[str]:
     """The lines of one finding, or of several that say the same of different tensors.
 
     Args:
@@ -26,22 +30,24 @@ def lines(alike: Sequence[Finding], *, verbose: int = 0, helps: bool = True, wid
         verbose: above 0, files and tensors are named one by one.
         helps: False to leave out what to do.
         width: columns of the terminal.
+        paint: gives a text its style.
     """
     finding = alike[0]
     # What is no error by itself says why it is one.
     by = f" (by {_flag(finding.decided)})" if finding.decided and not accepted(finding) else ""
-    start = f"{finding.severity} {finding.code}{by}: "
+    severity = paint(finding.severity, _STYLES[finding.severity])
     if len(alike) == 1:
-        told, files, facts = [f"{start}{finding.headline}"], finding.files, _facts(finding, verbose)
+        message, files, facts = finding.headline, finding.files, _facts(finding, verbose)
     else:
-        told = [f"{start}{counted(len(alike), 'tensor')}: {printable(finding.message)}"]
+        message = f"{counted(len(alike), 'tensor')}: {printable(finding.message)}"
         files = tuple(dict.fromkeys(file for f in alike for file in f.files))
         facts = [("tensors", _tensors(alike, verbose))]
+    told = [f"{severity} {paint(f'{finding.code}{by}: {message}', 'bold')}"]
     if len(files) > (len(alike) == 1):
-        told += _labelled("where", files if verbose else [files_of(files)], width)
+        told += _labelled("where", files if verbose else [files_of(files)], width, paint)
     for label, texts in facts:
-        told += _labelled(label, texts, width)
-    return told + (_labelled("help", [finding.help], width) if finding.help and helps else [])
+        told += _labelled(label, texts, width, paint)
+    return told + (_labelled("help", [finding.help], width, paint) if finding.help and helps else [])
 
 
 def _facts(finding: Finding, verbose: int) -> list[tuple[str, Sequence[str]]]:
@@ -68,12 +74,17 @@ def _tensors(alike: Sequence[Finding], verbose: int) -> list[str]:
     return [*told, f"and {more:,} more (-v lists them)"] if more else told
 
 
-def _labelled(label: str, texts: Sequence[str], width: int) -> list[str]:
+def _labelled(label: str, texts: Sequence[str], width: int, paint: Paint) -> list[str]:
     """Texts below each other, the first behind a label."""
-    return [
+    lines = [
         line
         for number, text in enumerate(texts)
         for line in _wrapped("" if number else label, printable(text), width)
+    ]
+    # The label is dim, its text is not.
+    return [
+        paint(line[:_INDENT], "dim") + line[_INDENT:] if not number else line
+        for number, line in enumerate(lines)
     ]
 
 

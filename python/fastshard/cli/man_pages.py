@@ -7,7 +7,9 @@ import argparse
 from .. import _core
 from ..common.errors import FastshardError
 from ..common.options import meant
-from .parser import EXIT_CODES, EXIT_NOTE, build, subparsers
+from .help_text import EXIT_CODES, EXIT_NOTE, SEE_ALSO, meaning
+from .parser import build, subparsers
+from .verbs import VERBS
 
 
 def page(command: str | None = None) -> str:
@@ -32,16 +34,22 @@ def page(command: str | None = None) -> str:
             lines += _item(verb, _summary(parser, verb))
         lines.append(r"fastshard COMMAND \-\-help tells the arguments of each.")
     for group in own._action_groups:
-        told = [a for a in group._group_actions if not isinstance(a, argparse._SubParsersAction)]
+        told = [
+            action
+            for action in group._group_actions
+            if not isinstance(action, argparse._SubParsersAction) and action.help is not argparse.SUPPRESS
+        ]
         if told:
             lines.append(f'.SH "{_text(group.title or "options").upper()}"')
             for action in told:
-                lines += _item(_invocation(action), _help(action))
+                lines += _item(_invocation(action), meaning(action))
+    if command is not None and VERBS[command].examples:
+        lines += [".SH EXAMPLES", ".nf", *map(_text, VERBS[command].examples), ".fi"]
     lines.append('.SH "EXIT STATUS"')
-    for code, meaning in EXIT_CODES:
-        lines += _item(code, meaning)
+    for code, meant_by in EXIT_CODES:
+        lines += _item(code, meant_by)
     lines += [".PP", _text(EXIT_NOTE)]
-    lines += [".SH SEE ALSO", _text("`fastshard explain CODE` says what a finding means and what to do.")]
+    lines += [".SH SEE ALSO", _text(SEE_ALSO)]
     return "\n".join(lines) + "\n"
 
 
@@ -63,10 +71,6 @@ def _invocation(action: argparse.Action) -> str:
     return ", ".join(
         f"{flag} {value or action.dest.upper()}" if takes else flag for flag in action.option_strings
     )
-
-
-def _help(action: argparse.Action) -> str:
-    return (action.help or "") % {**vars(action), "prog": "fastshard"}
 
 
 def _item(term: str, meaning: str) -> list[str]:

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from .. import _core
+from .help_text import SUMMARY, Overview, Short, examples, overview, usage
 from .verbs import VERBS, Verbs
 
 TYPE_CHECKING = False  # typing itself takes longer than the rest
@@ -19,26 +20,6 @@ if TYPE_CHECKING:
 
     from .verb import Verb
 
-#: What a command ends with, and what that means.
-EXIT_CODES = (
-    ("0", "done (warnings are listed)"),
-    (
-        "1",
-        "problems found: damage, mismatch or inconsistency, or what --fail-on and --error make one; nothing published; diff: they differ",
-    ),
-    ("2", "could not run: usage, permission, no such path, not a checkpoint, unsupported"),
-    ("3", "incomplete only: pieces are missing that may still arrive"),
-    ("130, 143", "stopped by Ctrl-C or SIGTERM; what is left and how to resume is said"),
-)
-EXIT_NOTE = "A result that was published before what went wrong is named; what cannot be printed is a 2, unless its reader has closed the pipe."
-EPILOG = "\n".join([
-    "exit codes:",
-    *(f"  {code}  {meaning}" for code, meaning in EXIT_CODES),
-    f"  {EXIT_NOTE}",
-    "",
-    "`fastshard explain CODE` says what a finding means and what to do.",
-])  # fmt: skip
-
 
 class UsageError(Exception):
     """The arguments cannot be parsed."""
@@ -46,6 +27,11 @@ class UsageError(Exception):
     def __init__(self, parser: argparse.ArgumentParser, message: str) -> None:
         super().__init__(message)
         self.parser = parser
+
+    @property
+    def lists(self) -> str:
+        """What the help of the parser lists."""
+        return "all commands" if self.parser.prog == "fastshard" else "all options"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -56,7 +42,9 @@ class _Parser(argparse.ArgumentParser):
         if wrong:
             from ..common.options import meant
 
-            message += meant(wrong[1], [choice.strip(" '") for choice in wrong[2].split(",")])
+            near = meant(wrong[1], [choice.strip(" '") for choice in wrong[2].split(",")])
+            is_command = message.startswith("argument COMMAND:")
+            message = f"there is no command {wrong[1]}{near}" if is_command else message + near
         raise UsageError(self, message)
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
@@ -71,10 +59,15 @@ def parse(argv: Sequence[str], verbs: Verbs = VERBS) -> argparse.Namespace:
         UsageError: if it cannot be parsed.
         SystemExit: for ``--help`` and ``--version``, after printing.
     """
-    first = argv[0] if argv else ""
+    if not argv:
+        # Printed as what goes wrong is: a script that lost its arguments must not go on.
+        sys.stderr.write(overview(verbs))
+        raise SystemExit(2)
+    first = verbs.named(argv[0])
+    argv = [first, *argv[1:]]
     # Loading and building a verb is most of what this takes: one that is named needs no other.
     needed = (verbs[first],) if first in verbs else () if first == "--version" else verbs
-    parser = build(needed)
+    parser = build(verbs, needed)
     arguments, rest = parser.parse_known_args(argv)
     if (
         rest
@@ -90,7 +83,7 @@ def parse(argv: Sequence[str], verbs: Verbs = VERBS) -> argparse.Namespace:
         arguments.ckpt = paths
     elif rest:
         suggestion = _suggestion(arguments.command, rest, build(verbs))
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{suggestion}")
+        subparsers(parser)[arguments.command].error(f"unrecognized arguments: {' '.join(rest)}{suggestion}")
     return arguments
 
 
@@ -117,27 +110,29 @@ def flags(parser: argparse.ArgumentParser) -> list[str]:
     return [flag for action in parser._actions for flag in action.option_strings]
 
 
-def build(verbs: Iterable[Verb] = VERBS) -> argparse.ArgumentParser:
-    """The parser of these commands."""
+def build(verbs: Verbs = VERBS, needed: Iterable[Verb] | None = None) -> argparse.ArgumentParser:
+    """The parser of these commands; of some of them alone if they are all that is ``needed``."""
     parser = _Parser(
-        prog="fastshard",
-        description="Turns the shards that large-model training leaves behind into a checkpoint that is provably whole.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        prog="fastshard", description=f"{SUMMARY.capitalize()}.", add_help=False, allow_abbrev=False
     )
+    parser.add_argument("-h", "--help", action=Overview, verbs=verbs, help="show this and exit")
     parser.add_argument("--version", action="version", version=f"fastshard {_core.__version__}")
     # A verb may do without the flags; what went wrong is told by them all the same.
     parser.set_defaults(output_format="text")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for verb in verbs:
+    for verb in verbs if needed is None else needed:
         own = commands.add_parser(
             verb.name,
             help=verb.help,
-            description=textwrap.dedent(verb.description or verb.help),
-            epilog=EPILOG,
+            description=textwrap.dedent(verb.description or f"{verb.help[:1].upper()}{verb.help[1:]}."),
+            epilog="\n".join(examples(verb)),
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            add_help=False,
             allow_abbrev=False,
         )
         verb.arguments(own)
+        group = own.add_argument_group("help")
+        group.add_argument("-h", action=Short, verb=verb, help="show the most used options and exit")
+        group.add_argument("--help", action="help", help="show all options and exit")
+        own.usage = usage(own, own.prog)
     return parser

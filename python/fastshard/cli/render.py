@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -11,13 +12,17 @@ from typing import TYPE_CHECKING
 from ..common.formatting import human, printable
 from ..common.gate import ignored
 from . import finding_text
+from .styles import Paint, plain
 
 if TYPE_CHECKING:
+    from typing import TextIO
+
     from ..common.errors import Finding
     from ..verification.stats import TensorStats
 
 __all__ = [
     "Tree",
+    "fields",
     "human",
     "print_findings",
     "printable",
@@ -47,8 +52,16 @@ def shown(
     return [finding for (finding,) in groups], hidden
 
 
-def print_findings(findings: Collection[Finding], *, verbose: int = 0, quiet: int = 0) -> None:
-    """The findings on stderr, errors first; what several of them advise is said once."""
+def print_findings(
+    findings: Collection[Finding],
+    *,
+    verbose: int = 0,
+    quiet: int = 0,
+    file: TextIO | None = None,
+    paint: Paint = plain,
+) -> None:
+    """Prints findings, errors first, on ``file`` or stderr; what several of them advise is printed once."""
+    file = file or sys.stderr
     # Where there is no terminal, as in a log, lines are as wide as most are.
     width = min(shutil.get_terminal_size().columns, _WIDEST)
     helped: set[str] = set()
@@ -61,14 +74,14 @@ def print_findings(findings: Collection[Finding], *, verbose: int = 0, quiet: in
         helps = help_ is not None and help_ not in helped
         if help_ is not None:
             helped.add(help_)
-        text = finding_text.lines(alike, verbose=verbose, helps=helps, width=width)
-        print("\n".join(text[:1] if quiet else text), file=sys.stderr)
+        text = finding_text.lines(alike, verbose=verbose, helps=helps, width=width, paint=paint)
+        print("\n".join(text[:1] if quiet else text), file=file)
     for code, count in hidden.items():
-        print(f"... and {count} more of {code} (-v shows all)", file=sys.stderr)
+        print(f"... and {count} more of {code} (-v shows all)", file=file)
     aside = Counter(f.code for f in findings if ignored(f))
     if aside and not (verbose or quiet):
         told = ", ".join(f"{count} of {code}" for code, count in aside.items())
-        print(f"ignored as asked: {told} (-v shows them)", file=sys.stderr)
+        print(f"ignored as asked: {told} (-v shows them)", file=file)
 
 
 def _for_people(findings: Iterable[Finding], verbose: int, quiet: int) -> list[Finding]:
@@ -112,6 +125,25 @@ def table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:
     return "\n".join(
         indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
+    )
+
+
+def fields(rows: Sequence[tuple[str, str]]) -> str:
+    """Values behind their names; in a terminal what is longer than a line goes on below."""
+    if not sys.stdout.isatty():
+        return table(rows, indent="")
+    label = max((len(name) for name, _ in rows), default=0) + 2
+    width = max(shutil.get_terminal_size().columns, 2 * label)
+    return "\n".join(
+        textwrap.fill(
+            printable(value),
+            width,
+            initial_indent=name.ljust(label),
+            subsequent_indent=" " * label,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for name, value in rows
     )
 
 

@@ -6,18 +6,24 @@ import argparse
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 
+from ..checkpoint.proof import not_checked
 from ..common import memory_budget
 from ..common.errors import UNPUBLISHED, FastshardError, Finding, error_for, exit_code, published
-from . import output_formats, pager, render
+from . import output_formats, pager, render, styles
 from .parser import UsageError
 from .signals import Stopping
 from .std_streams import Streams
 from .verb import Result, Verb
 from .verbs import Verbs
+from .verdict import subject, verdict
 
-_WHAT = {1: "problems found", 2: "could not run", 3: "incomplete"}
+#: Bytes from which a rate says something.
+_WORTH_A_RATE = 100_000_000
+#: Lines of what was not checked that are printed without -v.
+_UNCHECKED = 2
 #: Exit codes that say something of a checkpoint.
 _FOUND = (1, 3)
 
@@ -37,6 +43,7 @@ class Run:
         self._stopping = stopping
         self._verbs = verbs
         self._streams = Streams()
+        self._begun = time.monotonic()
         unparsed = argparse.Namespace(command=None, output_format=output_formats.asked_for(argv))
         self._arguments = arguments or unparsed
 
@@ -90,8 +97,8 @@ class Run:
             verb = next((word for word in self._argv if not word.startswith("-")), None)
             self._arguments.command = verb if verb in self._verbs else None
             return self._tell(None, [Finding.of("FS515", str(error))], 2)
-        self._streams.write(lambda: error.parser.print_usage(sys.stderr), "stderr")
         self._streams.say(f"{error.parser.prog}: error: {render.printable(str(error))}")
+        self._streams.say(f"  help      {error.parser.prog} --help lists {error.lists}")
         return 2
 
     def _nothing_begun(self) -> str | None:
@@ -151,37 +158,105 @@ class Run:
             verbose=verbose,
             quiet=quiet,
         )
-        github = a.output_format == "github"
+        ending = verdict(
+            subject(a),
+            code,
+            findings,
+            word=result.word if result else None,
+            reason=result.reason if result else "",
+            outcome=self._outcome(out, findings) if code else "",
+        )
         document = output_formats.DOCUMENTS.get(a.output_format)
         if document is not None:
             self._streams.write(lambda: sys.stdout.write(document(told)))
-        elif result and result.text and (result.product or not (quiet and verb and verb.silent)):
-            # Which of several steps it is comes before all that is said of it.
-            lines = (
-                [] if result.product else [render.printable(f.message) for f in findings if f.code == "FS112"]
-            )
-            lines.append(render.printable(result.text, keep="\n"))
-            if told.not_proven is not None:
-                lines.append(f"not proven: {told.not_proven}")
-            text = "\n".join(lines)
-            say = pager.show if result.paged and not github else print
-            self._streams.write(lambda: say(output_formats.without_commands(text) if github else text))
-        if github:
+            if a.output_format != "json":
+                self._print_findings(told, "stderr")
+        elif a.output_format == "github":
+            text = self._text(result, told)
+            if text is not None:
+                self._streams.write(lambda: print(output_formats.without_commands(text)))
             self._streams.write(lambda: sys.stdout.write(output_formats.as_annotations(told)))
-        elif a.output_format != "json":
-            self._streams.write(
-                lambda: render.print_findings(findings, verbose=verbose, quiet=quiet), "stderr"
-            )
+        else:
+            self._as_text(result, told, ending)
+            return self._ended(code, out)
         if code and a.output_format != "json":
-            what = _WHAT.get(code, "stopped by the user")
-            self._streams.say(f"fastshard: {what}{self._outcome(out, findings)}")
+            self._streams.say(ending)
+        return self._ended(code, out)
+
+    def _text(self, result: Result | None, told: output_formats.Told) -> str | None:
+        """The result for people; None if there is none, or it is kept back."""
+        verb = self._verb
+        if not result or not result.text or (told.quiet and verb and verb.silent and not result.product):
+            return None
+        # Which of several steps it is comes before all that is said of it.
+        steps = [] if result.product else [f.message for f in told.findings if f.code == "FS112"]
+        return "\n".join([*map(render.printable, steps), render.printable(result.text, keep="\n")])
+
+    def _as_text(self, result: Result | None, told: output_formats.Told, ending: str) -> None:
+        """The result, what was found and the verdict; all on stdout for a verb that was asked for them."""
+        verb, text = self._verb, self._text(result, told)
+        if text is not None:
+            say = pager.show if result and result.paged else print
+            self._streams.write(lambda: say(text))
+        if text is not None and verb is not None and verb.silent and self._is_watched:
+            self._streams.say(self._figures(result))
+        asked_for = verb is not None and verb.finds and (result is not None or told.code in _FOUND)
+        name = "stdout" if asked_for else "stderr"
+        self._print_findings(told, name)
+        lines = [f"not checked: {render.printable(line)}" for line in self._unchecked(result, told)]
+        stream = getattr(sys, name)
+        if told.code or (asked_for and not told.quiet):
+            wrong = told.code or any(finding.severity == "error" for finding in told.findings)
+            style = "bad" if wrong else "warn" if " with " in ending else "good"
+            lines.append(styles.painter(stream, self._color)(ending, style))
+        if lines:
+            self._streams.write(lambda: print("\n".join(lines), file=stream), name)
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether somebody looks at the progress of the run."""
+        return sys.stderr.isatty() and getattr(self._arguments, "progress", "none") != "none"
+
+    def _figures(self, result: Result | None) -> str:
+        """Seconds, rate and memory of the run."""
+        import resource
+
+        seconds = time.monotonic() - self._begun
+        size = result.document.get("bytes") if result else None
+        rate = [f"{size / seconds / 1e9:.2f} GB/s"] if isinstance(size, int) and size > _WORTH_A_RATE else []
+        # What the process held at most, mapped files included.
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+        return ", ".join([f"  {seconds:.1f} s", *rate, f"{peak:,} MiB memory"])
+
+    def _unchecked(self, result: Result | None, told: output_formats.Told) -> list[str]:
+        """What could not be checked of this checkpoint."""
+        if result is None or told.quiet or not (self._verb and self._verb.tells_unchecked):
+            return []
+        left = not_checked(told.findings) if result.unchecked is None else list(result.unchecked)
+        return left if told.verbose else left[:_UNCHECKED]
+
+    def _print_findings(self, told: output_formats.Told, name: str) -> None:
+        stream = getattr(sys, name)
+        paint = styles.painter(stream, self._color)
+        self._streams.write(
+            lambda: render.print_findings(
+                told.findings, verbose=told.verbose, quiet=told.quiet, file=stream, paint=paint
+            ),
+            name,
+        )
+
+    @property
+    def _color(self) -> str:
+        return getattr(self._arguments, "color", "auto")
+
+    def _ended(self, code: int, out: str | None) -> int:
         return self._streams.ended(
-            code, f"; the result is published at {render.printable(out)}" if out is not None else ""
+            code, f"; the result at {render.printable(out)} is complete" if out is not None else ""
         )
 
     def _outcome(self, out: str | None, findings: list[Finding]) -> str:
         if out is not None:
-            return f"; the result is published at {render.printable(out)}"
+            return f"; the result at {render.printable(out)} is complete"
         # After a defect nobody knows; its finding says where to look.
         if self._destination is None or any(f.code == "FS520" for f in findings):
             return ""

@@ -28,10 +28,10 @@ from ..common.options import (
     table,
 )
 from ..common.thread_counts import thread_count
-from ..conversion.distributed.launcher_env import detect
 from ..targets.registry import TARGETS
 from .output_formats import DOCUMENTS, FORMATS
 from .std_streams import Streams
+from .styles import WHEN
 
 
 def _rank(text: str) -> int | str:
@@ -68,6 +68,7 @@ def add_common(parser: argparse.ArgumentParser, *, run: bool = True) -> None:
     """What every run takes; without ``run``, what reads headers only."""
     group = parser.add_argument_group("common")
     add_format(group)
+    group.add_argument("--color", choices=WHEN, default="auto", help="in the terminal (default: auto)")
     group.add_argument("-q", "--quiet", action="count", default=0, help="errors only")
     group.add_argument("-v", "--verbose", action="count", default=0, help="notes and per-tensor detail")
     add_options(group, Threads)
@@ -209,6 +210,8 @@ def spread(a: argparse.Namespace) -> dict[str, Any]:
 def ranked(a: argparse.Namespace) -> dict[str, Any]:
     """Options of a process among several; where a launcher was asked, who it is is said on stderr."""
     if a.rank == "auto" and not (a.quiet or a.output_format != "text"):
+        from ..conversion.distributed.launcher_env import detect
+
         found = detect(a.world)
         Streams().say(f"rank {found.rank} of {found.world} ({found.told})")
     return given(a, Ranked)

@@ -23,6 +23,12 @@ class Result:
     product: bool = False
     #: True for a text that people page through.
     paged: bool = False
+    #: What was not checked; None for what findings say of it.
+    unchecked: tuple[str, ...] | None = None
+    #: Why all is well, for the verdict of a verb that judges.
+    reason: str = ""
+    #: The verdict, where it is not that of the exit code.
+    word: str | None = None
 
 
 Outcome = tuple[Result, list[Finding]]
@@ -46,11 +52,19 @@ class Verb:
     run: Callable[[argparse.Namespace], Outcome]
     #: What its own ``--help`` says; as ``help`` if None.
     description: str | None = None
+    #: Flags that its ``-h`` lists, besides those that must be given.
+    often: tuple[str, ...] = ()
+    #: Command lines that help shows and tests run: ``run`` is a checkpoint, ``model`` a converted one.
+    examples: tuple[str, ...] = ()
     #: Its result is a deed or a verdict: with ``-q`` only errors are said.
     silent: bool = False
+    #: What it finds and its verdict are what was asked for: they go to stdout.
+    finds: bool = False
+    #: What it could not check of this checkpoint is printed.
+    tells_unchecked: bool = False
     #: True if its findings make its exit code; else it is 0 once there is a result.
     judges: Callable[[argparse.Namespace], bool] = lambda a: True
     #: Where its result is published, None if it publishes none. Arguments that could not be parsed are absent.
     publishes: Callable[[argparse.Namespace], str | None] = lambda a: None
-    #: The one line that its result ends with; None for a result that needs no proof.
+    #: What its result does not prove, for ``--json``; None for a result that needs no proof.
     not_proven: Callable[[list[Finding]], str] | None = layout_not_proven

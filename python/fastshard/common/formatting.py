@@ -6,12 +6,18 @@ from collections.abc import Iterable, Sequence
 
 
 def human(n: float) -> str:
-    """Bytes in binary units."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.1f} TiB"
+    """Bytes of storage, with three digits: ``8.19 kB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        # What would be rounded up to 1000 is one of the next unit.
+        if n < 999.5:
+            return f"{n:.3g} {unit}" if n < 99.95 or unit == "B" else f"{n:.0f} {unit}"
+        n /= 1000
+    return f"{n:,.3g} TB" if n < 999.5 else f"{n:,.0f} TB"
+
+
+def human_memory(n: float) -> str:
+    """Bytes of memory, in the unit of ``--memory``."""
+    return f"{n / (1 << 20):,.0f} MiB"
 
 
 def counted(count: int, what: str) -> str:

@@ -48,7 +48,7 @@ class Progress:
             from rich.progress import Progress as Bar
 
             self._bar = Bar(
-                TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True),
+                TextColumn("{task.description}"), BarColumn(), DownloadColumn(),
                 TransferSpeedColumn(), TimeRemainingColumn(),
                 console=Console(stderr=True, no_color="NO_COLOR" in os.environ), transient=True,
             )  # fmt: skip
@@ -72,8 +72,16 @@ class Progress:
         if self._call is not None:
             return self._call
         if self._bar is not None:
-            task = self._bar.add_task(title, total=None)
-            return lambda done, total: self._bar.update(task, completed=done, total=total or None)
+            task: list[Any] = []
+
+            def drawn(done: int, total: int) -> None:
+                # A phase that reads nothing has no bar.
+                if total and not task:
+                    task.append(self._bar.add_task(title, total=total))
+                if task:
+                    self._bar.update(task[0], completed=done, total=total)
+
+            return drawn
         if self._mode == "plain":
             start = self._last = time.monotonic()
 
@@ -86,7 +94,7 @@ class Progress:
                     # A reader of messages who has gone is no reason to stop.
                     with contextlib.suppress(OSError, ValueError):
                         print(
-                            f"{title}: {done / (1 << 30):.1f} of {total / (1 << 30):.1f} GiB, "
+                            f"{title}: {done / 1e9:.1f} of {total / 1e9:.1f} GB, "
                             f"{rate / 1e9:.2f} GB/s, {left:.0f} s left",
                             file=sys.stderr, flush=True,
                         )  # fmt: skip

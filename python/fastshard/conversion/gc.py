@@ -23,6 +23,8 @@ class Leaving:
     #: ``removed``, ``resumable`` (kept: ``--resume`` continues it), ``at_work``, ``complete`` (kept: it has only to be
     #: published, or cleaned up) or ``foreign``.
     fate: str
+    #: Bytes of storage that it takes, or took.
+    bytes: int
 
 
 def gc(

@@ -51,7 +51,10 @@ class Source:
     optimizer: Optimizer = field(default_factory=Optimizer)
     #: Rules for single tensors: name, the dimension that ranks divide, and the parts of a fused one along it.
     generic: list[tuple[str, int | None, list[int]]] = field(default_factory=list)
+    #: Degrees of the parallel dimensions that divide its tensors.
     degrees: dict[str, int] = field(default_factory=dict)
+    #: Further degrees of the run that saved it, as far as it says them; they divide nothing here.
+    ranks: dict[str, int] = field(default_factory=dict)
     axes: dict[str, int] = field(default_factory=dict)
     facts: dict[str, bool] = field(default_factory=dict)
     #: Sets of positions by name: the axis and the positions, ascending.

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..common.errors import Finding
-from ..common.formatting import human, printable
+from ..common.formatting import human_memory, printable
 from ..common.optional_imports import imported
 from ..verification.stats import HISTOGRAM_EDGES
 from .densities import Steps
@@ -208,7 +208,7 @@ def undrawn() -> Finding | None:
         return None
     return Finding.of(
         "FS514",
-        f"the page has no pictures: this process may use {human(limit)} of addresses, and what draws them needs to be without a "
+        f"the page has no pictures: this process may use {human_memory(limit)} of addresses, and what draws them needs to be without a "
         "limit",
         severity="warning",
         help="run it where `ulimit -v` says unlimited",

@@ -32,7 +32,7 @@ def manifest_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[Fin
         if name not in have:
             found.append(
                 Finding.of(
-                    "FS101", "missing file", file=name, evidence=f"{manifests.MANIFEST_NAME} names it",
+                    "FS101", "the file is missing", file=name, evidence=f"{manifests.MANIFEST_NAME} names it",
                     help="copy it from where the manifest was made",
                 )
             )  # fmt: skip

@@ -228,7 +228,7 @@ def unopened(paths: Sequence[StrPath], error: FastshardError) -> Report:
 def _facts(checkpoint: Checkpoint, plan: Plan) -> tuple[tuple[str, str], ...]:
     summary = plan.summary
     size = sum(f["size"] for f in checkpoint.files)
-    degrees = " x ".join(f"{k} {v}" for k, v in checkpoint.topology.items()) or "not sharded"
+    degrees = " x ".join(f"{k} {v}" for k, v in checkpoint.topology.items() if v > 1) or "not sharded"
     rows = [
         ("framework", checkpoint.framework + (f" ({checkpoint.family})" if checkpoint.family else "")),
         ("step", checkpoint.step or ""),

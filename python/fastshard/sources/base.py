@@ -221,5 +221,5 @@ def lacking(have: Iterable[int], first: int, last: int) -> list[tuple[int, int]]
 
 def missing(path: str, rank: str | None, why: str, help: str, *, upto: str | None = None) -> Finding:
     """A file that must be there and is not; or all from it to ``upto``, the name of the last of a run."""
-    what = "missing file" if upto is None else f"missing files, from this one to {upto}"
+    what = "the file is missing" if upto is None else f"the files from this one to {upto} are missing"
     return Finding.of("FS101", what, file=path, rank=rank, evidence=why, help=help)

@@ -25,6 +25,23 @@ _CLASSES: tuple[type[Target], ...] = (
 TARGETS: dict[str, type[Target]] = {name: target for target in _CLASSES for name in target.names}
 
 
+#: Other names of what a target writes.
+_ALSO_CALLED = {
+    "huggingface": "hf",
+    "hugging-face": "hf",
+    "transformers": "hf",
+    "safetensors": "hf",
+    "megatron-lm": "megatron",
+    "nemo": "megatron",
+    "neox": "gpt_neox",
+    "gpt-neox": "gpt_neox",
+    "fsdp": "dcp",
+    "torch": "dcp",
+    "deepspeed": "universal",
+    "zero": "universal",
+}
+
+
 def keeps_all(to: str | None) -> bool:
     """True for a merge, and for targets that keep names and shapes as a merge does, in another container."""
     return to is None or TARGETS[to].is_container
@@ -39,9 +56,9 @@ def check(request: Request) -> None:
     """
     to = request.to
     if to is not None and to not in TARGETS:
-        raise FastshardError.of(
-            "FS515", f"target{meant(str(to), TARGETS)}", expected=" | ".join(TARGETS), got=repr(to)
-        )
+        known = _ALSO_CALLED.get(str(to).lower())
+        near = f"; did you mean {known}?" if known else meant(str(to), TARGETS)
+        raise FastshardError.of("FS515", f"there is no format {to}{near}", expected=", ".join(TARGETS))
     target = None if to is None else TARGETS[to]
     whole = target is None or target.is_whole
     if not whole and request.is_narrowed:

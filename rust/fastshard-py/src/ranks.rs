@@ -248,7 +248,7 @@ pub(crate) fn collect(
     abandon: Option<String>,
     patience: f64,
     dry: bool,
-) -> PyResult<Vec<(String, Option<String>, &'static str)>> {
+) -> PyResult<Vec<(String, Option<String>, &'static str, u64)>> {
     let collected = run(py, None, move |control| {
         let go_on = || !control.cancel.load(std::sync::atomic::Ordering::Relaxed);
         gc::collect(&out, abandon.as_deref(), &seconds(patience).into(), dry, &go_on)
@@ -261,7 +261,9 @@ pub(crate) fn collect(
         gc::Fate::Foreign => "foreign",
     };
     let left = collected.settle(None)?.into_iter();
-    Ok(left.map(|left| (left.path.to_string_lossy().into_owned(), left.run, fate(left.fate))).collect())
+    Ok(left
+        .map(|left| (left.path.to_string_lossy().into_owned(), left.run, fate(left.fate), left.bytes))
+        .collect())
 }
 
 /// True if `path` stands for something on another host.

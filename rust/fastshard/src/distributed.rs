@@ -6,7 +6,7 @@
 //!
 //! | module        | what it holds                                                                                    |
 //! |---------------|--------------------------------------------------------------------------------------------------|
-//! | [`parts`]     | begins a run, makes a part of it, commits it: what `run-part` and `commit` call                  |
+//! | [`parts`]     | begins a run, makes a part of it, commits it: what `make-part` and `commit` call                  |
 //! | [`rounds`]    | the protocol in the staging folder: who may write, and who takes over from whom                  |
 //! | [`member`]    | a process that writes: its journal, and its signs of life                                        |
 //! | [`share`]     | which tiles each part consists of                                                                |

@@ -253,7 +253,7 @@ fn differing_files(manifest: &Manifest, opened: &[&CatalogFile]) -> Vec<Finding>
     for file in manifest.files.iter().filter(|f| f.holds_tensors()) {
         match by_path.get(file.name.as_str()) {
             None => findings.push(
-                Finding::new(codes::MISSING_FILE, "missing file: the manifest names it")
+                Finding::new(codes::MISSING_FILE, "the file is missing: the manifest names it")
                     .file(&file.name)
                     .help("copy it from where the manifest was made"),
             ),

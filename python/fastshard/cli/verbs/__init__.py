@@ -2,25 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ..verb import Verb
 
+#: Verbs in the groups and the order of ``fastshard --help``, each with its module here.
+_GROUPS = {
+    "Look": {
+        "inspect": "inspect",
+        "ls": "ls",
+        "stats": "stats",
+        "trace": "trace",
+        "report": "report",
+    },
+    "Convert": {
+        "plan": "plan",
+        "merge": "convert",
+        "convert": "convert",
+        "zero-to-fp32": "drop_in",
+        "consolidate": "drop_in",
+        "master-weights": "master_weights",
+    },
+    "Check and publish": {
+        "verify": "verify",
+        "diff": "diff",
+        "manifest": "manifest",
+        "attest": "attest",
+    },
+    "Several hosts": {
+        "check-storage": "check_storage",
+        "split": "split",
+        "make-part": "split",
+        "commit": "split",
+        "copy-local": "copy_local",
+        "clean": "clean",
+    },
+    "Help": {
+        "explain": "explain",
+        "completion": "completion",
+        "man": "man",
+    },
+}  # fmt: skip
+#: Former names, which help does not list.
+_ALIASES = {
+    "why": "trace",
+    "masters": "master-weights",
+    "probe": "check-storage",
+    "run-part": "make-part",
+    "piece": "copy-local",
+    "gc": "clean",
+}
+
 
 class Verbs:
     """Verbs in the order of ``fastshard --help``; one is loaded when it is asked for."""
 
-    def __init__(self, places: dict[str, str], loaded: tuple[Verb, ...] = ()) -> None:
-        """``places`` has the module of each verb here, by the verb's name; its record is called by it in capitals."""
-        self._places = places
-        self._loaded = {verb.name: verb for verb in loaded}
+    def __init__(
+        self,
+        groups: Mapping[str, Mapping[str, str]],
+        aliases: Mapping[str, str],
+        added: tuple[Verb, ...] = (),
+    ) -> None:
+        """``groups`` has the module of each verb here, by the verb's name; its record is called by it in capitals."""
+        self._groups, self._aliases, self._added = groups, aliases, added
+        self._places = {name: module for places in groups.values() for name, module in places.items()}
+        self._loaded = {verb.name: verb for verb in added}
 
     def and_also(self, *more: Verb) -> Verbs:
         """These, and more after them."""
-        return Verbs(self._places, (*self._loaded.values(), *more))
+        return Verbs(self._groups, self._aliases, (*self._added, *more))
+
+    @property
+    def groups(self) -> dict[str, list[str]]:
+        """Names of verbs by the heading that they stand under."""
+        groups = {title: list(places) for title, places in self._groups.items()}
+        return groups | ({"Further": [verb.name for verb in self._added]} if self._added else {})
+
+    def named(self, word: str) -> str:
+        """The name of the verb that a word of the command line calls."""
+        return self._aliases.get(word, word)
 
     def __contains__(self, name: object) -> bool:
         return name in self._places or name in self._loaded
@@ -39,28 +102,4 @@ class Verbs:
         return self._loaded[name]
 
 
-VERBS = Verbs({
-    "inspect": "inspect",
-    "merge": "convert",
-    "convert": "convert",
-    "zero-to-fp32": "drop_in",
-    "consolidate": "drop_in",
-    "plan": "plan",
-    "probe": "probe",
-    "run-part": "parts",
-    "commit": "parts",
-    "gc": "gc",
-    "piece": "piece",
-    "verify": "verify",
-    "stats": "stats",
-    "diff": "diff",
-    "report": "report",
-    "ls": "ls",
-    "why": "why",
-    "masters": "masters",
-    "manifest": "manifest",
-    "attest": "attest",
-    "explain": "explain",
-    "completion": "completion",
-    "man": "man",
-})  # fmt: skip
+VERBS = Verbs(_GROUPS, _ALIASES)

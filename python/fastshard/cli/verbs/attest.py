@@ -35,7 +35,7 @@ def _run(a: argparse.Namespace) -> Outcome:
 
 ATTEST = Verb(
     name="attest",
-    help="an in-toto statement of a result: SHA-256 of its files, BLAKE3 of its tensors",
+    help="write an in-toto statement of a result, to be signed",
     description="""\
         Compares a result with its manifest and writes a statement about it, in the form of in-toto: SHA-256 of
         each file (the id that Git LFS and Hugging Face's hub know it by), BLAKE3 of each tensor, what it was made
@@ -44,4 +44,6 @@ ATTEST = Verb(
     arguments=_arguments,
     run=_run,
     silent=True,
+    often=("--output",),
+    examples=("fastshard attest model",),
 )

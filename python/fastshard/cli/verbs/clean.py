@@ -1,4 +1,4 @@
-"""``fastshard gc``: what runs that are over have left, taken away."""
+"""``fastshard clean``: what runs that are over have left, taken away."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from dataclasses import asdict
 
 from ...conversion.gc import gc
+from ..render import human
 from ..shared_arguments import add_common
 from ..verb import Outcome, Result, Verb
 
@@ -37,17 +38,23 @@ def _run(a: argparse.Namespace) -> Outcome:
     found = gc(a.out, abandon=a.abandon, timeout=a.timeout, dry_run=a.dry_run)
     told = {**_TOLD, "removed": "would be removed"} if a.dry_run else _TOLD
     lines = [f"{left.path} (run {left.run or '-'}): {told[left.fate]}" for left in found]
+    removed = [left for left in found if left.fate == "removed"]
+    if removed:
+        freed = human(sum(left.bytes for left in removed))
+        lines.append(f"{freed} would be freed" if a.dry_run else f"{freed} freed")
     return Result(
         "\n".join(lines) or f"{a.out}: nothing was left",
         {"out": str(a.out), "leavings": [asdict(left) for left in found]},
     ), []
 
 
-GC = Verb(
-    name="gc",
-    help="take away what runs that are over have left at a destination",
+CLEAN = Verb(
+    name="clean",
+    help="remove what interrupted runs left behind",
     arguments=_arguments,
     run=_run,
     silent=True,
     not_proven=None,
+    often=("--abandon", "--dry-run"),
+    examples=("fastshard clean out --dry-run",),
 )

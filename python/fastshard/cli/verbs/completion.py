@@ -51,10 +51,11 @@ def _run(a: argparse.Namespace) -> Outcome:
 
 COMPLETION = Verb(
     name="completion",
-    help="print what makes a shell complete fastshard's commands and flags",
+    help="completion for bash, zsh and fish",
     description="Prints a script for a shell. Once and for all:\n\n  " + "\n  ".join(_INSTALL.values()),
     arguments=_arguments,
     run=_run,
     judges=lambda a: False,
     not_proven=None,
+    examples=("fastshard completion bash > fastshard.bash",),
 )

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from ...checkpoint.manifests import MANIFEST_NAME, Manifest
+from ...common.formatting import counted
 from ...conversion.convert import convert as convert_checkpoint
 from ...conversion.distributed.node_local import LENT
 from ...conversion.distributed.ray.convert import convert as convert_on_ray
@@ -72,11 +73,9 @@ def published(manifest: Manifest, out: str) -> Outcome:
     document = manifest.document
     files = manifest.tensor_files
     size = sum(f["size"] for f in files) if files else manifest.tensor_bytes
-    held = f"in {len(files)} files" if files else "of arrays"
-    text = (
-        f"{out}: {len(document['tensors'])} tensors, {human(size)} {held}, "
-        f"every byte hashed; manifest {MANIFEST_NAME}"
-    )
+    held = f"in {counted(len(files), 'file')}" if files else "of arrays"
+    tensors = counted(len(document["tensors"]), "tensor")
+    text = f"{out}: {tensors}, {human(size)} {held}, every byte hashed in {MANIFEST_NAME}"
     text = "\n".join([text, *(f"{f.message}: {f.got}" for f in manifest.findings if f.code == LENT)])
     summary = {
         "out": str(out),
@@ -89,17 +88,49 @@ def published(manifest: Manifest, out: str) -> Outcome:
 
 MERGE = Verb(
     name="merge",
-    help="whole tensors under the source's own names; needs no known model family",
+    help="merge shards to full tensors, names unchanged",
     arguments=lambda parser: _arguments(parser, to=False),
     run=lambda a: _write(a, None),
     silent=True,
+    tells_unchecked=True,
     publishes=destination,
+    often=(
+        "--dtype",
+        "--step",
+        "--weights",
+        "--optimizer",
+        "--include",
+        "--exclude",
+        "--max-shard-size",
+        "--resume",
+        "--overwrite",
+        "--memory",
+    ),
+    examples=("fastshard merge run merged", "fastshard merge run merged_bf16 --dtype bf16"),
 )
 CONVERT = Verb(
     name="convert",
-    help="another layout, e.g. Hugging Face",
+    help="convert to Hugging Face, Megatron, NeoX, DCP, MaxText, Orbax",
     arguments=lambda parser: _arguments(parser, to=True),
     run=lambda a: _write(a, a.to),
     silent=True,
+    tells_unchecked=True,
     publishes=destination,
+    often=(
+        "--to",
+        "--tp",
+        "--pp",
+        "--vocab-size",
+        "--dtype",
+        "--config",
+        "--adapter",
+        "--optimizer",
+        "--resume",
+        "--overwrite",
+        "--memory",
+    ),
+    examples=(
+        "fastshard convert run model --to hf --vocab-size 500",
+        "fastshard convert model run_tp4 --to gpt_neox --tp 4",
+    ),
 )

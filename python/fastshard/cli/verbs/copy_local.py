@@ -1,10 +1,11 @@
-"""``fastshard piece``: a host's part of a checkpoint, copied and hashed."""
+"""``fastshard copy-local``: a host's part of a checkpoint, copied and hashed."""
 
 from __future__ import annotations
 
 import argparse
 
 from ...checkpoint.manifests import MANIFEST_NAME
+from ...common.formatting import counted
 from ...conversion.distributed.host_parts import piece
 from ..render import human
 from ..shared_arguments import add_common, add_opening, opening, progress
@@ -37,13 +38,13 @@ def _run(a: argparse.Namespace) -> Outcome:
     )
     files = made.document["files"]
     size = sum(file["size"] for file in files)
-    text = f"{a.out}: {len(files)} files, {human(size)}, every byte hashed; manifest {MANIFEST_NAME}"
+    text = f"{a.out}: {counted(len(files), 'file')}, {human(size)}, every byte hashed in {MANIFEST_NAME}"
     return Result(text, {"out": str(a.out), "files": files, "bytes": size}), made.findings
 
 
-PIECE = Verb(
-    name="piece",
-    help="this host's part of a checkpoint, copied as it is and hashed, for a merge of all hosts' parts elsewhere",
+COPY_LOCAL = Verb(
+    name="copy-local",
+    help="copy this host's files, hashed, for a merge elsewhere",
     arguments=_arguments,
     run=_run,
     silent=True,
@@ -51,4 +52,6 @@ PIECE = Verb(
     not_proven=lambda findings: (
         "that the checkpoint is complete, or of one step: this is a host's part of it, and a merge of all parts proves it"
     ),
+    often=("--overwrite",),
+    examples=("fastshard copy-local run part",),
 )

@@ -103,7 +103,7 @@ def _consolidate(a: argparse.Namespace) -> Outcome:
 
 ZERO_TO_FP32 = Verb(
     name="zero-to-fp32",
-    help="DeepSpeed's zero_to_fp32: the fp32 weights of a ZeRO checkpoint, whole",
+    help="drop-in for DeepSpeed's zero_to_fp32.py",
     description="""\
         Takes what DeepSpeed's zero_to_fp32.py takes, and writes what it writes with --safe_serialization: the fp32
         masters of a ZeRO checkpoint, whole, under the model's names, in safetensors. As `fastshard merge --weights
@@ -111,11 +111,14 @@ ZERO_TO_FP32 = Verb(
     arguments=_of_zero,
     run=_zero,
     silent=True,
+    tells_unchecked=True,
     publishes=destination,
+    often=("--tag", "--max-shard-size", "--exclude-frozen-parameters"),
+    examples=("fastshard zero-to-fp32 zero_run fp32",),
 )
 CONSOLIDATE = Verb(
     name="consolidate",
-    help="whole tensors of a DCP or of rank shards, as torch's consolidate and dcp_to_torch make them",
+    help="drop-in for torch's DCP consolidation",
     description="""\
         For torch.distributed.checkpoint directories (FSDP) and the rank shards of its Hugging Face writer: the
         whole tensors as one set of safetensors files with an index. As `fastshard merge`: checked, in bounded
@@ -123,5 +126,8 @@ CONSOLIDATE = Verb(
     arguments=_of_ranks,
     run=_consolidate,
     silent=True,
+    tells_unchecked=True,
     publishes=destination,
+    often=("--max-shard-size", "--include", "--resume", "--overwrite"),
+    examples=("fastshard consolidate dcp_run consolidated",),
 )

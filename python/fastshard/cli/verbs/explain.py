@@ -35,8 +35,9 @@ def _run(a: argparse.Namespace) -> Outcome:
 
 EXPLAIN = Verb(
     name="explain",
-    help="what a finding means and what to do",
+    help="what a finding such as FS303 means, and what to do",
     arguments=_arguments,
     run=_run,
     not_proven=None,
+    examples=("fastshard explain FS303", "fastshard explain"),
 )

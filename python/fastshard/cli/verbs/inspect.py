@@ -6,9 +6,20 @@ import argparse
 from typing import Any
 
 from ...checkpoint.inspection import Inspection, inspect
-from ..render import human, table
+from ..render import fields, human, table
 from ..shared_arguments import add_common, add_exit_zero, add_source, opening
 from ..verb import Outcome, Result, Verb
+
+#: Parallel dimensions in words.
+_PARALLEL = {
+    "tp": "tensor parallel",
+    "pp": "pipeline parallel",
+    "ep": "expert parallel",
+    "cp": "context parallel",
+    "dp": "data parallel",
+}
+#: Sizes by the letters of layout tables.
+_SIZES = {"H": "hidden_size", "F": "intermediate_size", "d": "head_dim"}
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,21 +31,19 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _run(a: argparse.Namespace) -> Outcome:
     seen = inspect(a.ckpt, **opening(a))
     document = seen.to_dict()
-    degrees = " x ".join(f"{k} {v}" for k, v in seen.topology.items()) or "not sharded"
     rows = [
-        ("framework", seen.framework + (f" ({seen.family})" if seen.family else "")),
-        ("step", seen.step or "-"),
-        ("topology", degrees),
-        ("files", f"{seen.files} ({human(seen.file_bytes)})"),
-        ("tensors", f"{len(seen.outputs)} whole, from {seen.stored_tensors} stored"),
+        ("framework", seen.framework),
+        *([("step", seen.step)] if seen.step else []),
+        *([("parallelism", _parallelism(seen.topology))] if seen.topology else []),
+        *_model(seen),
+        ("tensors", f"{len(seen.outputs)}, from {seen.stored_tensors} stored"),
         ("parameters", f"{seen.parameters:,}"),
         ("dtypes", ", ".join(f"{d} x {n} ({human(b)})" for d, (n, b) in seen.dtypes.items()) or "-"),
-        ("axes", ", ".join(f"{k}={v}" for k, v in seen.axes.items()) or "-"),
+        ("files", f"{seen.files} ({human(seen.file_bytes)})"),
         *_trained_with(seen.metadata.get("features")),
         *_chunks(seen.metadata.get("completeness")),
-        ("complete", _verdict(seen)),
     ]
-    text = table(rows, indent="")
+    text = fields(rows)
     if a.verbose:
         listing = [
             (row.name, row.dtype, str(list(row.shape)), human(row.nbytes), f"{row.pieces} pieces")
@@ -42,7 +51,29 @@ def _run(a: argparse.Namespace) -> Outcome:
         ]
         text += "\n\n" + table(listing) if listing else ""
         document["outputs"] = [row.to_dict() for row in seen.outputs]
-    return Result(text, document), seen.findings
+    return Result(text, document, reason=_reason(seen)), seen.findings
+
+
+def _parallelism(topology: dict[str, int]) -> str:
+    """The parallel dimensions that the run had more than one rank of."""
+    named = [f"{_PARALLEL.get(name, name)} {degree}" for name, degree in topology.items() if degree > 1]
+    return ", ".join(named) or "one rank"
+
+
+def _model(seen: Inspection) -> list[tuple[str, str]]:
+    """One row on the model's family and sizes, by their names in configs."""
+    axes = dict(seen.axes)
+    heads = axes.get("h") or axes.get("g", 0) * axes.get("r", 1)
+    sizes = [f"{axes['L']} layers"] if "L" in axes else []
+    sizes += [f"{name} {axes[letter]}" for letter, name in _SIZES.items() if letter in axes]
+    sizes += [f"{heads} attention heads"] if heads else []
+    sizes += [f"{axes['g']} key and value heads"] if axes.get("g", heads) != heads else []
+    sizes += [f"{axes['E']} experts"] if "E" in axes else []
+    if "V" in axes:
+        padded = f" (padded to {axes['P']} rows)" if axes.get("P", axes["V"]) != axes["V"] else ""
+        sizes.append(f"vocab_size {axes['V']}{padded}")
+    told = ": ".join(filter(None, [seen.family, ", ".join(sizes)]))
+    return [("model", told)] if told else []
 
 
 def _trained_with(features: dict[str, Any] | None) -> list[tuple[str, str]]:
@@ -72,20 +103,17 @@ def _chunks(judged: dict[str, Any] | None) -> list[tuple[str, str]]:
     return [("chunks", told)]
 
 
-def _verdict(seen: Inspection) -> str:
-    errors = [f for f in seen.findings if f.severity == "error"]
-    if errors:
-        return f"NO: {len(errors)} findings below"
-    return (
-        "yes, by headers"
-        if seen.provable
-        else "nothing missing by headers; not provable (give --expect CONFIG)"
-    )
+def _reason(seen: Inspection) -> str:
+    return "complete by headers" if seen.provable else "nothing is missing by headers"
 
 
 INSPECT = Verb(
     name="inspect",
-    help="what it is: framework, step, topology, tensors, bytes, what is missing (headers only)",
+    help="what a checkpoint is, and what is missing (headers only)",
     arguments=_arguments,
     run=_run,
+    finds=True,
+    tells_unchecked=True,
+    often=("--step", "--like", "--verbose", "--json"),
+    examples=("fastshard inspect run", "fastshard inspect run --json"),
 )

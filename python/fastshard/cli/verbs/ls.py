@@ -190,11 +190,13 @@ def _numbers(numbers: list[int]) -> str:
 
 LS = Verb(
     name="ls",
-    help="the tensors: one by one, as a tree, or in groups by role, layer or dtype",
+    help="list its tensors, as a tree, or by role, layer or dtype",
     description="""\
         The whole tensors that merge would write, by headers alone. Layers and roles are told by names: numbers
         are the framework's own (in GPT-NeoX's pipeline files the first layer is 2).""",
     arguments=_arguments,
     run=_run,
     not_proven=None,
+    often=("--glob", "--layer", "--dtype", "--sort", "--tree", "--by", "--json"),
+    examples=("fastshard ls run --tree", "fastshard ls model --by role"),
 )

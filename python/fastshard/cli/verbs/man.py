@@ -20,7 +20,7 @@ def _run(a: argparse.Namespace) -> Outcome:
 
 MAN = Verb(
     name="man",
-    help="print the manual page: fastshard man [COMMAND] | man -l -",
+    help="manual pages",
     description="""\
         Prints a page for man, of all commands or of one. To keep them:
 
@@ -30,4 +30,5 @@ MAN = Verb(
     run=_run,
     judges=lambda a: False,
     not_proven=None,
+    examples=("fastshard man convert > fastshard-convert.1",),
 )

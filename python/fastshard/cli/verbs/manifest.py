@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from ...checkpoint.manifests import MANIFEST_NAME
+from ...common.formatting import counted
 from ...verification.inventory import manifest as make_manifest
 from ..render import human
 from ..shared_arguments import add_common, add_source, add_stats, opening, progress
@@ -40,15 +41,21 @@ def _run(a: argparse.Namespace) -> Outcome:
     path = a.output or Path(a.ckpt[0]) / MANIFEST_NAME
     size = sum(f["size"] for f in document["files"])
     text = (
-        f"{path}: {len(document['tensors'])} tensors in {len(document['files'])} files, {human(size)} hashed"
+        f"{path}: {counted(len(document['tensors']), 'tensor')} in {counted(len(document['files']), 'file')}, "
+        f"{human(size)} hashed"
     )
     return Result(text, {"manifest": str(path), "tensors": len(document["tensors"])}), made.findings
 
 
 MANIFEST = Verb(
     name="manifest",
-    help="hash what is there, so that later damage shows",
+    help="record hashes now, so that later damage is found",
     arguments=_arguments,
     run=_run,
     silent=True,
+    often=("--output", "--stats"),
+    examples=(
+        "fastshard manifest run -o run.manifest.json",
+        "fastshard verify run --expect run.manifest.json",
+    ),
 )

@@ -1,10 +1,11 @@
-"""``fastshard masters``: fp32 master weights against parameters, and their repair."""
+"""``fastshard master-weights``: fp32 master weights against parameters, and their repair."""
 
 from __future__ import annotations
 
 import argparse
 
 from ...common.errors import FastshardError
+from ...common.formatting import counted
 from ...conversion.master_weights import masters as compare_masters
 from ...conversion.master_weights import repair_masters
 from ..shared_arguments import add_common, add_exit_zero, add_source, looks, opening, progress
@@ -40,18 +41,8 @@ def _run(a: argparse.Namespace) -> Outcome:
                 "FS515", f"{flag} goes with --repair OUT", help="nothing is written without --repair"
             )
         report = compare_masters(a.ckpt, memory=a.memory, progress=progress(a), **opening(a))
-        verdict = (
-            "every fp32 master rounds to its parameter"
-            if report.ok
-            else f"{len(report.differing)} masters are not their parameters"
-            if report.differing
-            else "not proven, see the findings"
-        )
         steps = ", ".join(f"{step:g}" for step in report.steps) or "not told"
-        text = (
-            f"{', '.join(map(str, a.ckpt))}: {verdict}; {report.compared} tensors, {report.elements:,} elements"
-            f" compared; optimizer step {steps}"
-        )
+        text = f"{counted(report.compared, 'tensor')}, {report.elements:,} elements compared; optimizer step {steps}"
         if report.differing:
             text += f"\n\n{report.advice}"
         document = {
@@ -61,7 +52,12 @@ def _run(a: argparse.Namespace) -> Outcome:
             "differing": report.differing,
             "steps": report.steps,
         }
-        return Result(text, document), report.findings
+        reason = (
+            "every fp32 master weight rounds to its parameter"
+            if report.ok
+            else "not every tensor was compared"
+        )
+        return Result(text, document, reason=reason), report.findings
     looks(a, "--repair")
     manifest = repair_masters(
         a.ckpt, a.repair, drop_optimizer=a.drop_optimizer, memory=a.memory, resume=a.resume, overwrite=a.overwrite,
@@ -77,9 +73,9 @@ def _run(a: argparse.Namespace) -> Outcome:
     return Result(f"{a.repair}: {what}", document), manifest.findings
 
 
-MASTERS = Verb(
-    name="masters",
-    help="fp32 master weights against 16-bit parameters; rebuild the masters for a finetune",
+MASTER_WEIGHTS = Verb(
+    name="master-weights",
+    help="compare fp32 master weights with parameters; rebuild them",
     description="""\
         Checks that every fp32 master of the optimizer rounds to its 16-bit parameter. With --repair the
         parameters are taken to be right: OUT is the same checkpoint with masters made from them, and
@@ -87,8 +83,11 @@ MASTERS = Verb(
     arguments=_arguments,
     run=_run,
     silent=True,
+    finds=True,
     publishes=lambda a: getattr(a, "repair", None),
     not_proven=lambda findings: (
         "that the parameters are right: where the two differ, the files do not say which side is stale"
     ),
+    often=("--repair", "--drop-optimizer"),
+    examples=("fastshard master-weights zero_run", "fastshard master-weights zero_run --repair repaired"),
 )

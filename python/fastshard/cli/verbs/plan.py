@@ -10,10 +10,10 @@ from typing import Any
 from ... import _core
 from ...checkpoint.manifests import run_options
 from ...common.errors import FastshardError
+from ...common.formatting import counted, human_memory
 from ...common.thread_counts import thread_count
 from ...conversion.convert import plan as plan_of
-from ...conversion.distributed.split_runs import begin
-from ..render import human, table
+from ..render import fields, human, table
 from ..shared_arguments import (
     add_common,
     add_exit_zero,
@@ -21,58 +21,37 @@ from ..shared_arguments import (
     add_source,
     add_target,
     add_writing,
-    looks,
     opened,
-    opening,
     placing,
     shape,
 )
 from ..verb import Outcome, Result, Verb
-from .parts import EMITTERS, emitted
+from .split import EMITTERS, split
+
+#: Files that are named.
+_FILES = 4
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser, like=True)
     add_target(parser, required=False)
     add_shaping(parser)
-    group = parser.add_argument_group("a run in parts (with --parts)")
-    group.add_argument(
-        "--parts", type=int, metavar="N", help="begin a run of N parts towards OUT, and print what makes them"
-    )
-    group.add_argument(
-        "--out", metavar="OUT", help="destination directory, on storage that all who make parts see"
-    )
-    group.add_argument(
-        "--emit", choices=EMITTERS, default="shell", help="what the parts are started by (default: shell)"
-    )
+    # The former name of `fastshard split`.
+    parser.add_argument("--parts", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    parser.add_argument("--emit", choices=EMITTERS, default="shell", help=argparse.SUPPRESS)
     add_writing(parser)
     add_common(parser)
     add_exit_zero(parser)
 
 
-def _begin(a: argparse.Namespace) -> Outcome:
-    """Begins a run in parts: the commands that make them."""
-    looks(a, "--parts")
-    if a.out is None:
-        raise FastshardError.of(
-            "FS515", "--parts is given without --out", help="name the destination with --out OUT"
-        )
-    if a.fsync != "full":
-        raise FastshardError.of(
-            "FS515", "--fsync", expected="full, for a run of several processes", got=a.fsync
-        )
-    run = begin(
-        a.ckpt, a.out, a.to, parts=a.parts, expect=a.expect, tokenizer=a.tokenizer, memory=a.memory, resume=a.resume,
-        overwrite=a.overwrite, sparse=a.sparse, stats=a.stats, **shape(a), **placing(a), **opening(a),
-    )  # fmt: skip
-    text = emitted(run, a.emit)
-    document = {"out": run.out, "run": run.id, "folder": run.folder, "parts": run.bytes, "emitted": text}
-    return Result(text, document, proof=False), run.findings
-
-
 def _run(a: argparse.Namespace) -> Outcome:
     if a.parts is not None:
-        return _begin(a)
+        if a.out is None:
+            raise FastshardError.of(
+                "FS515", "--parts is given without --out", help="name the destination with --out OUT"
+            )
+        return split(a)
     checkpoint = opened(a)
     made = plan_of(checkpoint, a.to, tokenizer=a.tokenizer, **placing(a), **shape(a))
     summary = made.summary
@@ -95,30 +74,36 @@ def _run(a: argparse.Namespace) -> Outcome:
     if a.verbose or a.output_format == "json":
         document["plan"] = made.to_dict()
     changes = [f"{change} ({count})" for change, count in summary["changes"].items()]
+    files = [f"{f['name']} ({human(f['size'])})" for f in summary["files"]]
+    step = f", step {checkpoint.step}" if checkpoint.step else ""
     rows = [
-        ("target", made.target),
-        ("digest", made.digest),
         (
-            "sources",
-            f"{summary['sources']} files, {human(summary['source_bytes'])}, {summary['stored_tensors']} tensors",
+            "from",
+            f"{checkpoint.framework}{step}: {counted(summary['sources'], 'file')}, "
+            f"{counted(summary['stored_tensors'], 'stored tensor')}, {human(summary['source_bytes'])}",
         ),
-        ("outputs", f"{summary['outputs']} tensors, {summary['parameters']:,} parameters"),
+        (
+            "to",
+            f"{made.target}: {counted(len(files), 'file')}, {counted(summary['outputs'], 'tensor')}, "
+            f"{summary['parameters']:,} parameters, {human(summary['bytes'])}",
+        ),
         (
             "files",
-            ", ".join(f"{f['name']} ({human(f['size'])})" for f in summary["files"][:4])
-            + (f", ... {len(summary['files'])} in all" if len(summary["files"]) > 4 else ""),
+            ", ".join(files[:_FILES]) + (f" and {len(files) - _FILES} more" if len(files) > _FILES else ""),
         ),
         ("dtypes", ", ".join(f"{d} x {n}" for d, (n, _) in summary["dtypes"].items()) or "-"),
-        ("value ops", ", ".join(changes) or "none: every bit is kept"),
-        ("space", f"{human(summary['bytes'])} needed, {human(free)} free in the current directory"),
+        ("changes", ", ".join(changes) or "none: every bit is kept"),
+        ("storage", f"{human(summary['bytes'])} needed, {human(free)} free in the current directory"),
         (
             "memory",
-            f"{human(memory)} at most ({human(_core.anonymous_memory())} baseline, {thread_count(a.threads)} threads)",
+            f"{human_memory(memory)} at most ({human_memory(_core.anonymous_memory())} baseline, "
+            f"{counted(thread_count(a.threads), 'thread')})",
         ),
         (
             "reads",
             f"{summary['read_amplification']:.4g} x the bytes of the stored tensors, replicas and checksums included",
         ),
+        ("digest", made.digest),
     ]
     if decoding := summary["decoding"]:
         beyond = decoding["live"] > memory
@@ -126,16 +111,22 @@ def _run(a: argparse.Namespace) -> Outcome:
             (
                 "decodes",
                 f"{decoding['blocks']} chunks of {human(decoding['largest'])} at most, each once; "
-                f"{human(decoding['live'])} of them are needed at a time"
-                + (f": what {human(memory)} cannot hold lies on disk meanwhile" if beyond else ""),
+                f"{human_memory(decoding['live'])} of them are needed at a time"
+                + (f": what {human_memory(memory)} cannot hold lies on disk meanwhile" if beyond else ""),
             )
         )
-    text = table(rows, indent="")
+    text = fields(rows)
     if a.verbose:
         text += "\n\n" + table([(n, d, str(s), human(b), f"{p} pieces") for n, d, s, b, p in made.outputs])
     return Result(text, document), made.findings
 
 
 PLAN = Verb(
-    name="plan", help="print what merge or convert would do, write nothing", arguments=_arguments, run=_run
+    name="plan",
+    help="show what merge or convert would do; write nothing",
+    arguments=_arguments,
+    run=_run,
+    tells_unchecked=True,
+    often=("--to", "--tp", "--pp", "--vocab-size", "--dtype", "--json"),
+    examples=("fastshard plan run --to hf", "fastshard plan model --to gpt_neox --tp 4"),
 )

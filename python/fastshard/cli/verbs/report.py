@@ -93,7 +93,7 @@ def _run(a: argparse.Namespace) -> Outcome:
 
 REPORT = Verb(
     name="report",
-    help="one HTML page: completeness, findings, sizes, distributions, before and after",
+    help="write one HTML page of all this, to look at or to send",
     description="""\
         One self-contained HTML page: what the checkpoint is, which ranks hold what of which tensors and what is missing,
         damaged or copied, findings with what to do, sizes, distributions, provenance. From headers alone, and from the
@@ -105,4 +105,6 @@ REPORT = Verb(
     silent=True,
     # A page is what was asked for; it is a gate where one is set up.
     judges=lambda a: bool(a.fail_on or a.error),
+    often=("--output", "--against", "--stats"),
+    examples=("fastshard report run -o run.html", "fastshard report model --stats -o model.html"),
 )

@@ -1,4 +1,4 @@
-"""``fastshard run-part`` and ``fastshard commit``: a run in parts that need not be made at the same time."""
+"""``fastshard make-part`` and ``fastshard commit``: a run in parts that need not be made at the same time."""
 
 from __future__ import annotations
 
@@ -8,20 +8,63 @@ import shlex
 
 from ...checkpoint.manifests import MANIFEST_NAME
 from ...common.errors import FastshardError
-from ...conversion.distributed.split_runs import Run, commit, run_part
+from ...common.formatting import counted
+from ...conversion.distributed.split_runs import Run, begin, commit, run_part
 from ..render import human
-from ..shared_arguments import add_common, progress
+from ..shared_arguments import (
+    add_common,
+    add_exit_zero,
+    add_shaping,
+    add_source,
+    add_target,
+    add_writing,
+    looks,
+    opening,
+    placing,
+    progress,
+    shape,
+)
 from ..verb import Outcome, Result, Verb
 
 #: What the parts of a run are started by.
 EMITTERS = ("shell", "slurm", "k8s")
 
 
+def _split_arguments(parser: argparse.ArgumentParser) -> None:
+    add_source(parser, like=True)
+    parser.add_argument(
+        "out", metavar="OUT", help="destination directory, on storage that all who make parts see"
+    )
+    parser.add_argument("--parts", type=int, metavar="N", required=True, help="number of parts")
+    parser.add_argument(
+        "--emit", choices=EMITTERS, default="shell", help="what the parts are started by (default: shell)"
+    )
+    add_target(parser, required=False)
+    add_shaping(parser)
+    add_writing(parser)
+    add_common(parser)
+    add_exit_zero(parser)
+
+
+def split(a: argparse.Namespace) -> Outcome:
+    """Begins a run in parts: the commands that make them."""
+    looks(a, "a run in parts")
+    if a.fsync != "full":
+        raise FastshardError.of(
+            "FS515", "--fsync", expected="full, for a run of several processes", got=a.fsync
+        )
+    run = begin(
+        a.ckpt, a.out, a.to, parts=a.parts, expect=a.expect, tokenizer=a.tokenizer, memory=a.memory, resume=a.resume,
+        overwrite=a.overwrite, sparse=a.sparse, stats=a.stats, **shape(a), **placing(a), **opening(a),
+    )  # fmt: skip
+    text = emitted(run, a.emit)
+    document = {"out": run.out, "run": run.id, "folder": run.folder, "parts": run.bytes, "emitted": text}
+    return Result(text, document, proof=False), run.findings
+
+
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="destination of the run")
-    parser.add_argument(
-        "--run", required=True, metavar="ID", help="the run, as `fastshard plan --parts` printed it"
-    )
+    parser.add_argument("--run", required=True, metavar="ID", help="the run, as `fastshard split` printed it")
     add_common(parser)
 
 
@@ -40,7 +83,7 @@ def _commit(a: argparse.Namespace) -> Outcome:
     manifest = commit(a.out, a.run, memory=a.memory, threads=a.threads, progress=progress(a))
     files = manifest.tensor_files
     size = sum(f["size"] for f in files) if files else manifest.tensor_bytes
-    text = f"{a.out}: {len(manifest)} tensors, {human(size)}, every byte hashed; manifest {MANIFEST_NAME}"
+    text = f"{a.out}: {counted(len(manifest), 'tensor')}, {human(size)}, every byte hashed in {MANIFEST_NAME}"
     return Result(text, {"out": str(a.out), "tensors": len(manifest), "bytes": size}), manifest.findings
 
 
@@ -62,7 +105,7 @@ def quoted(path: str) -> str:
 def emitted(run: Run, how: str) -> str:
     """The commands that make all parts of a run and commit it, for a shell, Slurm or Kubernetes."""
     parts, out = len(run.bytes), quoted(run.out)
-    part, commit = f"fastshard run-part {{}} {out} --run {run.id}", f"fastshard commit {out} --run {run.id}"
+    part, commit = f"fastshard make-part {{}} {out} --run {run.id}", f"fastshard commit {out} --run {run.id}"
     if how == "slurm":
         return "\n".join([
             "#!/bin/sh",
@@ -113,19 +156,35 @@ spec:{spec}
     return job("parts", indexed, part) + "\n---\n" + job("commit", retried, commit)
 
 
-RUN_PART = Verb(
-    name="run-part",
-    help="make one part of a run that was begun with `fastshard plan --parts`",
+SPLIT = Verb(
+    name="split",
+    help="divide a merge or convert into N parts, for job arrays",
+    arguments=_split_arguments,
+    run=split,
+    often=("--to", "--vocab-size", "--dtype", "--emit", "--resume"),
+    examples=(
+        "fastshard split run parted --to hf --vocab-size 500 --parts 2",
+        "fastshard split run parted_slurm --parts 4 --emit slurm",
+    ),
+)
+MAKE_PART = Verb(
+    name="make-part",
+    help="make one of these parts",
     arguments=_part_arguments,
     run=_part,
     silent=True,
     not_proven=None,
+    often=("--memory", "--threads"),
+    examples=("fastshard make-part 0 parted --run ID",),
 )
 COMMIT = Verb(
     name="commit",
-    help="judge what the parts of a run have made, and publish it",
+    help="check all parts, then put the result in place",
     arguments=_run_arguments,
     run=_commit,
     silent=True,
+    tells_unchecked=True,
     publishes=lambda a: getattr(a, "out", ""),
+    often=("--memory", "--threads"),
+    examples=("fastshard commit parted --run ID",),
 )

@@ -31,7 +31,7 @@ def _run(a: argparse.Namespace) -> Outcome:
 
 STATS = Verb(
     name="stats",
-    help="distributions per tensor: extremes, mean, std, zeros, NaN, histogram, zero slabs",
+    help="minimum, maximum, mean, std, zeros and NaN of every tensor",
     description="""\
         One streaming pass over the whole tensors. The histogram has 64 fixed bins, 32 powers of two for each
         sign from 2^-24 to 2^6 (smaller and larger numbers in the first and last of them), so that those of two
@@ -42,4 +42,6 @@ STATS = Verb(
     not_proven=lambda findings: (
         "that the values are right: distributions show what is lost or broken, not what is slightly off"
     ),
+    often=("--include", "--exclude", "--memory", "--json"),
+    examples=("fastshard stats run", "fastshard stats model --include '*attention*'"),
 )

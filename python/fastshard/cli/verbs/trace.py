@@ -1,4 +1,4 @@
-"""``fastshard why``: where a tensor of the result comes from."""
+"""``fastshard trace``: where a tensor of the result comes from."""
 
 from __future__ import annotations
 
@@ -173,13 +173,19 @@ def _first(branches: list[Tree], most: int | None, what: str) -> list[Tree]:
     return [*branches[:most], (f"... and {len(branches) - most} more {what} (-v shows all)", [])]
 
 
-WHY = Verb(
-    name="why",
-    help="where a tensor of the result comes from: rules, ranks, files, offsets, what is done to its values",
+TRACE = Verb(
+    name="trace",
+    help="show which files and bytes one tensor comes from",
     description="""\
         One tensor of what merge (or, with --to, convert) would write, as a tree of what it is made of. Regions
         are slices as numpy writes them. Reads headers only; with --hash the tensor too. The exit code is that of
         what is found about the checkpoint.""",
     arguments=_arguments,
     run=_run,
+    finds=True,
+    often=("--to", "--hash", "--json"),
+    examples=(
+        "fastshard trace run 2.attention.dense.weight",
+        "fastshard trace run gpt_neox.layers.0.attention.dense.weight --to hf",
+    ),
 )

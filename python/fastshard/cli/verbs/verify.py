@@ -9,7 +9,6 @@ from typing import Any
 
 from ...checkpoint.missing_files import absent
 from ...common.errors import FastshardError
-from ...common.formatting import counted
 from ...common.gate import ignored
 from ...verification.verify import verified
 from ..shared_arguments import add_choosing, add_common, add_exit_zero, add_source, opening, progress
@@ -65,29 +64,32 @@ def _run(a: argparse.Namespace) -> Outcome:
     findings = made.findings
     errors = sum(f.severity == "error" for f in findings)
     warnings = sum(f.severity == "warning" and not ignored(f) for f in findings)
-    verdict = counted(errors, "error") if made.checked is None else made.checked.told()
-    if warnings:
-        verdict += f", {counted(warnings, 'warning')}"
     document: dict[str, Any] = {"ok": not errors, "errors": errors, "warnings": warnings}
     if made.checked is not None:
         document["checked"] = made.checked.to_dict()
-    text = f"{', '.join(map(str, a.ckpt))}: {verdict}"
+    text = ""
     if missing := absent(findings, a.ckpt):
-        text += "\n" + missing.told()
+        text = missing.told()
         document["absent"] = asdict(missing)
-    return Result(text, document), findings
+    how = made.checked
+    return Result(
+        text, document, unchecked=how.left() if how else None, reason=how.told() if how else ""
+    ), findings
 
 
 VERIFY = Verb(
     name="verify",
-    help="completeness and integrity; with a manifest also content",
+    help="check that it is complete and undamaged; reads every byte",
     description="""\
-        Completeness and integrity; with a manifest also content. Warns (FS313) about rows, columns or other
-        blocks of a floating tensor that are zero while the rest is not: lost shards look like that.
-        Files that were downloaded from Hugging Face's hub are compared with the hashes that its cache, or --local-dir,
-        keeps. Where nothing is wrong the first line says how far that goes: contents checked, complete, or only partly
-        checked.""",
+        Check that a checkpoint is complete and undamaged. Reads every byte. With a manifest or a signature the
+        contents are checked too; files that were downloaded from the Hugging Face Hub are compared with the hashes
+        that its cache, or --local-dir, keeps. Blocks of a tensor that are zero while the rest is not are a warning
+        (FS313): lost shards look like that. Lines that begin with `not checked` say what would go unnoticed.""",
     arguments=_arguments,
     run=_run,
     silent=True,
+    finds=True,
+    tells_unchecked=True,
+    often=("--expect", "--like", "--subset", "--fail-on", "--ignore", "--output-format"),
+    examples=("fastshard verify run", "fastshard verify model --fail-on warning --output-format github"),
 )

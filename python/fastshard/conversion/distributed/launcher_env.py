@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ...common.errors import FastshardError, Finding
 
-__all__ = ["Rank", "detect"]
+__all__ = ["Rank", "detect", "is_alone"]
 
 #: Most hosts of a list that are told apart.
 _MOST_HOSTS = 100_000
@@ -108,6 +108,13 @@ def detect(world: int | None = None, environ: Mapping[str, str] | None = None) -
     return Rank(rank, size, f"{launcher.name}: {_shown(launcher, environ)}", _hosts(environ, size))
 
 
+def is_alone(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether nothing that starts several processes has started this one."""
+    environ = os.environ if environ is None else environ
+    scheduled = "SLURM_JOB_ID" in environ or "SLURM_ARRAY_TASK_ID" in environ
+    return not scheduled and all(_said(launcher, environ) is None for launcher in _LAUNCHERS)
+
+
 def _said(launcher: _Launcher, environ: Mapping[str, str]) -> tuple[_Launcher, int, int | None] | None:
     if launcher.rank not in environ or (launcher.needs and launcher.needs not in environ):
         return None
@@ -145,7 +152,7 @@ def _none(environ: Mapping[str, str]) -> FastshardError:
     batch = "SLURM_JOB_ID" in environ and "SLURM_STEP_NUM_TASKS" not in environ
     array = "SLURM_ARRAY_TASK_ID" in environ
     if array:
-        what = "tasks of a Slurm array need not run at the same time: use `fastshard plan --parts N --emit slurm`"
+        what = "tasks of a Slurm array need not run at the same time: use `fastshard split --parts N --emit slurm`"
     elif batch:
         what = "in a batch script one process runs, however many tasks were asked for: start it with srun"
     else:

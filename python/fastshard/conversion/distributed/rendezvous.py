@@ -14,7 +14,7 @@ from ... import _core
 from ...common.errors import FastshardError, Finding, from_core
 from ...common.option_checks import checked, refused
 from ...common.options import StrPath
-from .launcher_env import Rank, detect
+from .launcher_env import Rank, detect, is_alone
 
 __all__ = ["Meeting", "probe"]
 
@@ -177,7 +177,8 @@ def probe(
 
     Args:
         out: the destination that a run would have.
-        rank: this process's rank from 0, or ``"auto"``: as its launcher says.
+        rank: this process's rank from 0, or ``"auto"``: as its launcher says. A process that no launcher has
+            started is the only rank.
         world: how many ranks there are, where no launcher says so.
         timeout: seconds to wait for the others; default 600.
 
@@ -187,6 +188,8 @@ def probe(
     Raises:
         FastshardError: ``FS522`` with the ranks that were not seen, or for a rank whose disk is its own.
     """
+    if rank == "auto" and world is None and is_alone():
+        rank, world = 0, 1
     this = rank_of(rank, world)
     if this is None:
         raise FastshardError.of("FS515", "one process alone shares with nobody", help="give rank and world")

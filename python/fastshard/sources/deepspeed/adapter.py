@@ -235,6 +235,8 @@ def _plain(
             help="describe how its tensors are divided in a layout of your own (--layout FILE.toml)",
         )
     source.degrees = {"tp": tp} if tp > 1 else {}
+    parts = {rank for rank, *_ in (*seen.optim, *seen.sliced)}
+    source.ranks = {"dp": len(parts)} if parts else {}
     if options.vocab_size:
         source.vocab_size = options.vocab_size
     if seen.pipeline:

@@ -275,7 +275,7 @@ def _rank_files(found: Found[ZeroFiles], states: list[dict[str, Any]], findings:
         findings.append(
             Finding.of(
                 "FS101",
-                "missing file: it holds no weights, but without it the step of this rank cannot be compared",
+                "the file is missing: it holds no weights, but without it the step of this rank cannot be compared",
                 severity="warning",
                 file=_in(folder, _rank_file(first)),
                 rank=f"mp rank {first}{more}",

@@ -12,6 +12,15 @@ from typing import Any
 from ...layouts.declaration import Description, Source
 from ...models import megatron
 
+#: Degrees of parallel dimensions by their argument. source: megatron/training/arguments.py
+_DEGREES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "dp": "data_parallel_size",
+}
+
 
 def arguments(state: Any) -> dict[str, Any]:
     """The arguments of a rank file or ``common.pt``: a Namespace arrives as an inert record."""
@@ -45,6 +54,8 @@ def describe(source: Source, args: dict[str, Any], names: set[str]) -> None:
     moe = mixture(args, names)
     source.axes = megatron.axes_of(args, moe)
     source.model = Description("mixtral" if moe else "llama", dict(args), dialect=megatron.DIALECT)
+    said = {dimension: megatron.size(args, key) for dimension, key in _DEGREES.items()}
+    source.ranks = {dimension: degree for dimension, degree in said.items() if degree is not None}
 
     def has(end: str) -> bool:
         return any(name.endswith(end) for name in names)

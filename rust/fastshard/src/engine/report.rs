@@ -105,7 +105,7 @@ impl Run<'_> {
             format!("{} equal elements", crate::tensor::element_count(&tensor.shape).unwrap_or(0)),
             format!("{} that differ, by up to {:e}", drift.differing, drift.largest),
         )
-        .help("if you evaluated the parameters: --weights params takes them, `fastshard masters CKPT --repair OUT` rebuilds the master weights; if the parameters are damaged, restore their file");
+        .help("if you evaluated the parameters: --weights params takes them, `fastshard master-weights CKPT --repair OUT` rebuilds the master weights; if the parameters are damaged, restore their file");
         let severity = if self.plan.twins_may_differ { Severity::Warning } else { Severity::Error };
         self.place(master, finding.severity(severity))
     }

@@ -361,6 +361,17 @@ impl Dir {
         }
     }
 
+    /// Bytes of storage that all beneath the directory takes, as far as that can be told; of what is mounted there, none.
+    pub(crate) fn stored_bytes(&self) -> u64 {
+        let of = |name: &OsString| match self.sub(name) {
+            Ok(_) if self.is_mount(name).unwrap_or(true) => 0,
+            Ok(sub) => sub.stored_bytes(),
+            // POSIX counts blocks of 512 bytes, whatever the filesystem's own are.
+            Err(_) => self.stat(name).ok().flatten().map_or(0, |stat| stat.st_blocks as u64 * 512),
+        };
+        self.entries().unwrap_or_default().iter().map(of).sum()
+    }
+
     /// Brings the directory's entries to disk.
     pub(crate) fn sync(&self) -> io::Result<()> {
         gate("sync", &self.path, || {})?;

@@ -38,6 +38,8 @@ pub struct Leaving {
     pub run: Option<String>,
     /// What became of it.
     pub fate: Fate,
+    /// Bytes of storage that it takes, or took.
+    pub bytes: u64,
 }
 
 /// Takes away what runs towards `out` have left that nobody can go on with, and the run `abandon` (digits of its folder,
@@ -64,7 +66,12 @@ pub fn collect(
         let digits = name.to_string_lossy();
         let digits = digits[digits.len() - 16..].to_string();
         if refused_owner(&place, &folder)?.is_some() {
-            leavings.push(Leaving { path, run: Some(digits), fate: Fate::Foreign });
+            leavings.push(Leaving {
+                path,
+                run: Some(digits),
+                fate: Fate::Foreign,
+                bytes: folder.stored_bytes(),
+            });
             continue;
         }
         let shared = Shared::find(&folder).unwrap_or(None);
@@ -80,6 +87,7 @@ pub fn collect(
             None => false,
         };
         let fate = fate_of(&folder, alive, is_abandoned)?;
+        let bytes = folder.stored_bytes();
         if fate == Fate::Removed && !dry {
             let place = Place::find(out, &digits)?;
             if let Some(lock) = lock::acquire(&folder)? {
@@ -87,7 +95,7 @@ pub fn collect(
                 remove_folder(&place, &folder, &data, lock)?;
             }
         }
-        leavings.push(Leaving { path, run: Some(nonce.unwrap_or(digits)), fate });
+        leavings.push(Leaving { path, run: Some(nonce.unwrap_or(digits)), fate, bytes });
     }
     leavings.extend(meeting::collect(&place, patience, dry, go_on)?);
     if let (Some(run), false) = (abandon, found) {
@@ -121,6 +129,6 @@ fn fate_of(folder: &Dir, alive: bool, is_abandoned: bool) -> Result<Fate> {
 fn absent(place: &Place, run: &str) -> Error {
     Finding::new(codes::NO_SUCH_PATH, format!("no run called {run} has left anything here"))
         .file(&place.out)
-        .help("`fastshard gc` without --abandon lists what is there")
+        .help("`fastshard clean` without --abandon lists what is there")
         .into()
 }

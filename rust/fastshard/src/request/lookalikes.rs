@@ -59,9 +59,9 @@ pub(crate) fn lookalikes(catalog: &Catalog, plan: &Plan, placed: &BTreeSet<usize
         of_what.push(format!("{blocks} chunks"));
     }
     let of_what = of_what.join(" and ");
-    let message = format!("{of_what} cannot be told apart: nothing in them names their rank");
-    let help = "a swap among them goes unnoticed, and a copy with fewer than 64 different values too: pass a manifest that was \
-                made where they were written with --expect";
+    let message = format!("a swap among {of_what} would go unnoticed: nothing in them names their rank");
+    let help = "pass a manifest that was made where they were written with --expect; a copy with fewer than 64 different \
+                values goes unnoticed too";
     (!of_what.is_empty()).then(|| Finding::new(codes::LOOKALIKES, message).help(help))
 }
 

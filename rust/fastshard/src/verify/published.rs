@@ -46,7 +46,7 @@ pub fn files(
         }
         match found {
             None => findings.push(
-                Finding::new(codes::MISSING_FILE, "missing file: the manifest names it")
+                Finding::new(codes::MISSING_FILE, "the file is missing: the manifest names it")
                     .file(&file.name)
                     .help("copy it from where the manifest was made"),
             ),

@@ -47,7 +47,7 @@ def _beacon(out: Path) -> Iterator[tuple[Path, str] | None]:
     """A file beside a destination, and what it holds; None where none can be made: beginning the run says why."""
     real = Path(os.path.realpath(out))
     inside = real.is_dir() and (os.path.ismount(real) or not os.access(real.parent, os.W_OK))
-    # The folder in which ranks meet, and a name of their files: `fastshard gc` knows what a dead process leaves there.
+    # The folder in which ranks meet, and a name of their files: `fastshard clean` knows what a dead process leaves there.
     called = os.fsdecode(os.fsencode(real.name)[:200])
     folder = real / ".fastshard-ranks" if inside else real.parent / f".{called}.fastshard-ranks"
     said = uuid.uuid4().hex

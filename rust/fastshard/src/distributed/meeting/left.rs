@@ -59,7 +59,8 @@ pub(crate) fn collect(
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
         folder => folder.at(&path, "cannot open")?,
     };
-    let left = |fate| Some(Leaving { path: path.clone(), run: None, fate });
+    let bytes = folder.stored_bytes();
+    let left = |fate| Some(Leaving { path: path.clone(), run: None, fate, bytes });
     if check_owner(place, &folder).is_err() {
         return Ok(left(Fate::Foreign));
     }

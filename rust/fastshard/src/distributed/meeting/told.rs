@@ -47,7 +47,7 @@ impl Meeting {
                     .file(self.table.folder.path())
                     .rank(format!("rank {rank}"))
                     .expected(format!("{} ranks on one storage", self.about.world), seen.join(", "))
-                    .help("look at what that rank says: it was not started, or its host has a separate disk at this path; `fastshard probe` with the same ranks finds it before the work");
+                    .help("look at what that rank says: it was not started, or its host has a separate disk at this path; `fastshard check-storage` with the same ranks finds it before the work");
             finding.host = self.about.hosts.get(rank as usize).cloned();
             finding
         };

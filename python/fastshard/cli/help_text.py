@@ -1,0 +1,166 @@
+"""Help: the commands in groups, and for each command a short page (``-h``) and a long one (``--help``)."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+
+from .. import _core
+
+TYPE_CHECKING = False  # typing itself takes longer than the rest
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from typing import Any
+
+    from .verb import Verb
+    from .verbs import Verbs
+
+#: What a command ends with, and what that means.
+EXIT_CODES = (
+    ("0", "done (warnings are listed)"),
+    ("1", "problems found: damaged, inconsistent or different, or made an error by --fail-on or --error"),
+    ("2", "could not run: usage, permission, no such path, no checkpoint, not supported"),
+    ("3", "incomplete only: pieces are missing that may still arrive"),
+    ("130, 143", "stopped by Ctrl-C or SIGTERM; how to resume is printed"),
+)
+EXIT_NOTE = "Output that cannot be printed is a 2, unless its reader has closed the pipe. If a result was published before the problem, its place is printed."
+SEE_ALSO = "`fastshard explain CODE` says what a finding means and what to do."
+SUMMARY = "merge, convert and verify the shards of large-model checkpoints"
+#: What a newcomer tries first.
+_EXAMPLES = ("fastshard verify run", "fastshard convert run model --to hf")
+#: Columns of names and flags, and of a page.
+_NAMES, _WIDTH = 18, 80
+
+
+def overview(verbs: Verbs) -> str:
+    """All commands, a line each, under their headings."""
+    lines = [f"fastshard {_core.__version__}: {SUMMARY}", "", "Usage: fastshard COMMAND [OPTIONS]", ""]
+    for title, names in verbs.groups.items():
+        lines += [title, *(f"  {name:<14}  {verbs[name].help}" for name in names), ""]
+    lines += ["Examples", *(f"  {example}" for example in _EXAMPLES), "", "Exit codes"]
+    for code, meaning in EXIT_CODES:
+        lines += _row(code, meaning, 10)
+    lines += _wrapped(EXIT_NOTE, "  ")
+    lines += ["", *_wrapped(SEE_ALSO), "`fastshard COMMAND -h` is short; `--help` lists every option."]
+    return "\n".join(lines) + "\n"
+
+
+def usage(parser: argparse.ArgumentParser, prog: str) -> str:
+    """One line: positional arguments, and what must be given besides."""
+    words = [prog]
+    for action in _shown(parser._actions):
+        if not action.option_strings:
+            words.append(f"[{_value(action)}]" if action.nargs == "?" else _value(action))
+    words += [
+        f"{action.option_strings[-1]} {_value(action)}" for action in parser._actions if _is_required(action)
+    ]
+    return " ".join([*words, "[OPTIONS]"])
+
+
+def short(parser: argparse.ArgumentParser, verb: Verb) -> str:
+    """What most people need of a command."""
+    lines = [*_wrapped(_first_sentence(parser)), "", f"Usage: {parser.usage}", ""]
+    shown = [
+        action for action in _shown(parser._actions) if not action.option_strings or _is_required(action)
+    ]
+    chosen = [parser._option_string_actions[flag] for flag in verb.often]
+    shown += [action for action in chosen if action not in shown]
+    for action in shown:
+        lines += _row(_called(action), meaning(action), _NAMES)
+    lines += ["", *examples(verb)]
+    more = len([action for action in _shown(parser._actions) if action not in shown])
+    if more:
+        lines.append(f"{more} more options: {parser.prog} --help")
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def examples(verb: Verb) -> list[str]:
+    """The examples of a command, under their heading."""
+    return ["Examples", *(f"  {example}" for example in verb.examples), ""] if verb.examples else []
+
+
+def meaning(action: argparse.Action) -> str:
+    """The help of an argument."""
+    return (action.help or "") % {**vars(action), "prog": "fastshard"}
+
+
+class Short(argparse.Action):
+    """``-h``: prints the short page and ends."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, verb: Verb, **more: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, **more)
+        self._verb = verb
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Prints it."""
+        parser._print_message(short(parser, self._verb), _stdout())
+        parser.exit()
+
+
+class Overview(argparse.Action):
+    """``fastshard --help``: prints all commands and ends."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, verbs: Verbs, **more: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, **more)
+        self._verbs = verbs
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Prints it."""
+        parser._print_message(overview(self._verbs), _stdout())
+        parser.exit()
+
+
+def _stdout() -> Any:
+    import sys
+
+    return sys.stdout
+
+
+def _shown(actions: Iterable[argparse.Action]) -> list[argparse.Action]:
+    """Arguments that help lists."""
+    return [
+        a for a in actions if a.help is not argparse.SUPPRESS and a.dest not in ("help", argparse.SUPPRESS)
+    ]
+
+
+def _is_required(action: argparse.Action) -> bool:
+    return bool(action.option_strings) and action.required
+
+
+def _value(action: argparse.Action) -> str:
+    named = action.metavar if isinstance(action.metavar, str) else None
+    if named is None:
+        named = "|".join(map(str, action.choices)) if action.choices else action.dest.upper()
+    return f"{named}..." if action.nargs == "+" else named
+
+
+def _called(action: argparse.Action) -> str:
+    if not action.option_strings:
+        return _value(action)
+    flag = action.option_strings[-1]
+    return flag if action.nargs == 0 or "--no-" in flag else f"{flag} {_value(action)}"
+
+
+def _first_sentence(parser: argparse.ArgumentParser) -> str:
+    text = " ".join((parser.description or "").split())
+    sentence, dot, _ = text.partition(". ")
+    return sentence + dot.rstrip()
+
+
+def _row(name: str, text: str, width: int) -> list[str]:
+    """A name and what it means; below each other where the name is too long."""
+    indent = " " * (width + 4)
+    lines = _wrapped(text, indent, indent)
+    if len(name) > width or not lines:
+        return [f"  {name}", *lines]
+    return [f"  {name:<{width}}  {lines[0].lstrip()}", *lines[1:]]
+
+
+def _wrapped(text: str, first: str = "", rest: str = "  ") -> list[str]:
+    # It takes long to import, and --version needs none of this.
+    import shutil
+
+    width = min(shutil.get_terminal_size((_WIDTH, 24)).columns, _WIDTH) - 1
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=rest if first else "", break_on_hyphens=False
+    )

@@ -1,0 +1,39 @@
+"""Colour in the terminal: five styles, none of which carries a meaning alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+TYPE_CHECKING = False  # typing itself takes longer than the rest
+if TYPE_CHECKING:
+    from typing import TextIO
+
+WHEN = ("auto", "always", "never")
+#: What ANSI terminals take for each style.
+_CODES = {"good": "32", "bad": "1;31", "warn": "33", "note": "34", "bold": "1", "dim": "2"}
+
+#: A text in a style.
+Paint = Callable[[str, str], str]
+
+
+def plain(text: str, style: str) -> str:
+    """The text without its style."""
+    return text
+
+
+def painter(stream: TextIO, when: str = "auto") -> Paint:
+    """What paints text for a stream: with ANSI codes, or not at all.
+
+    ``when`` comes before NO_COLOR, which comes before FORCE_COLOR; without them a terminal has colour.
+    """
+    if when == "auto":
+        if os.environ.get("NO_COLOR"):
+            return plain
+        is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+        when = "always" if os.environ.get("FORCE_COLOR") or is_terminal else "never"
+    return _painted if when == "always" else plain
+
+
+def _painted(text: str, style: str) -> str:
+    return f"\033[{_CODES[style]}m{text}\033[0m" if text else text

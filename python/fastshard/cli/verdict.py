@@ -1,0 +1,77 @@
+"""The last line of a command: what it came to, and why."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from collections.abc import Sequence
+
+from ..common.errors import Finding, exit_code
+from ..common.formatting import counted, printable
+from ..common.gate import ignored
+
+__all__ = ["subject", "verdict"]
+
+_WORDS = {0: "OK", 1: "BROKEN", 2: "COULD NOT RUN", 3: "INCOMPLETE"}
+#: Columns that a reason has at most; the title of its code stands for a longer one.
+_LONGEST = 70
+_SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+
+
+def verdict(
+    about: str,
+    code: int,
+    findings: Sequence[Finding],
+    *,
+    word: str | None = None,
+    reason: str = "",
+    outcome: str = "",
+) -> str:
+    """``{about}: {VERDICT}, {reason} (exit {code})``.
+
+    Args:
+        about: what it is about.
+        code: the exit code.
+        findings: all that was found.
+        word: the verdict, where it is not that of what was found: ``EQUAL``.
+        reason: why all is well, where it is; or why the ``word`` is so.
+        outcome: what became of the result of a command that writes.
+    """
+    if code >= 128:
+        word, reason = f"STOPPED by {_SIGNALS.get(signal.Signals(code - 128), 'a signal')}", ""
+    elif found := exit_code(list(findings)) or code:
+        # With --exit-zero the code is 0 whatever was found.
+        reason = reason if word else _why(findings) or reason
+        word = word or _WORDS.get(found, "COULD NOT RUN")
+    else:
+        warnings = sum(f.severity == "warning" and not ignored(f) for f in findings)
+        word = (word or _WORDS[0]) + (f" with {counted(warnings, 'warning')}" if warnings else "")
+    told = f"{word}, {reason}" if reason else word
+    return f"{printable(about)}: {printable(told)}{outcome} (exit {code})"
+
+
+def subject(arguments: argparse.Namespace) -> str:
+    """What a command is about: its checkpoints, or the directory that it was given."""
+    for names in (("ckpt",), ("a", "b"), ("out",)):
+        given = [getattr(arguments, name) for name in names if getattr(arguments, name, None)]
+        if given:
+            paths = given[0] if isinstance(given[0], list) else given
+            return ", ".join(map(str, paths))
+    return "fastshard"
+
+
+def _why(findings: Sequence[Finding]) -> str:
+    """The first error in short, and how many more there are that say something else."""
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if not errors:
+        return ""
+    others = {(f.code, f.message) for f in errors} - {(errors[0].code, errors[0].message)}
+    more = f", and {counted(len(others), 'more problem')}" if others else ""
+    return f"{_short(errors[0])}{more}"
+
+
+def _short(finding: Finding) -> str:
+    told = finding.headline
+    if finding.file and len(told) > _LONGEST:
+        told = told.replace(finding.file, finding.file.rpartition("/")[2])
+    return told if len(told) <= _LONGEST else f"{finding.title[:1].lower()}{finding.title[1:]}"
