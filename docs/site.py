@@ -54,7 +54,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the generated pages."""
     from mkdocs.structure.files import File
 
-    for path, text in {**commands(), **names(), **beside(), "project/blocks.md": blocks()}.items():
+    pages = {**commands(), **names(), **findings(), **beside(), "project/blocks.md": blocks()}
+    for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files
 
@@ -71,7 +72,8 @@ def _filled(nav: Any) -> Any:
         return [_filled(entry) for entry in nav]
     if isinstance(nav, dict):
         return {title: _filled(entry) for title, entry in nav.items()}
-    return {"reference/cli/": cli_nav, "reference/python/": python_nav}.get(nav, lambda: nav)()
+    made = {"reference/cli/": cli_nav, "reference/python/": python_nav, "reference/findings/": findings_nav}
+    return made.get(nav, lambda: nav)()
 
 
 # --- links
@@ -114,7 +116,8 @@ def outside(markdown: str, change: Callable[[str], str]) -> str:
 def with_codes(markdown: str, page: str) -> str:
     """Codes of findings lead to their rows, and the rows have anchors."""
     if page == "findings.md":
-        return re.sub(r"^\| (FS\d{3}) \|", r'| <a id="\1"></a>\1 |', markdown, flags=re.MULTILINE)
+        row = r'| <a id="\1"></a>[\1](reference/findings/\1.md) |'
+        return re.sub(r"^\| (FS\d{3}) \|", row, markdown, flags=re.MULTILINE)
     to = posixpath.relpath("findings.md", posixpath.dirname(page) or ".")
 
     def linked(match: re.Match[str]) -> str:
@@ -213,6 +216,26 @@ def _sentences(text: str) -> str:
 def _cell(text: str) -> str:
     """Text in a cell of a table."""
     return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+# --- findings
+
+
+def findings_nav() -> list[Any]:
+    """The page of all codes, and one for each."""
+    return [
+        "findings.md",
+        *({f"{code} {CODES[code].title}": f"reference/findings/{code}.md"} for code in sorted(CODES)),
+    ]
+
+
+def findings() -> dict[str, str]:
+    """A page for each code."""
+    # Not at the top: mkdocs restores the path of modules after it has loaded this one.
+    sys.path.insert(0, str(ROOT / "docs"))
+    import finding_pages
+
+    return {f"reference/findings/{code}.md": finding_pages.page(code) for code in CODES}
 
 
 # --- the Python API

@@ -29,7 +29,11 @@ def act(tmp_path: Path, checkpoint: str, **inputs: str) -> tuple[int, str, dict[
     tools.mkdir(exist_ok=True)
     (tools / "fastshard").write_text(f'#!/bin/sh\nexec {sys.executable} -m fastshard "$@"\n')
     (tools / "fastshard").chmod(0o755)
-    environment |= {"PATH": f"{tools}:{environment['PATH']}", "GITHUB_OUTPUT": str(tmp_path / "output")}
+    environment |= {
+        "PATH": f"{tools}:{environment['PATH']}",
+        "GITHUB_OUTPUT": str(tmp_path / "output"),
+        "GITHUB_STEP_SUMMARY": str(tmp_path / "summary"),
+    }
     # source: GitHub's documentation, shell: bash is run so
     command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
@@ -47,6 +51,19 @@ def test_a_broken_one_fails_with_an_annotation(tmp_path: Path) -> None:
     code, log, outputs = act(tmp_path, str(ckpt))
     assert (code, outputs) == (3, {"exit-code": "3"})
     assert "\n::error title=FS101 Missing file::" in "\n" + log
+    summary = (tmp_path / "summary").read_text()
+    assert summary.startswith("### ❌ fastshard verify\n") and "| error FS101 Missing file | " in summary
+
+
+def test_what_fails_is_an_input(tmp_path: Path) -> None:
+    ckpt = copy(NEOX, tmp_path / "ckpt")
+    (ckpt / STEP / "layer_99-model_00-model_states.pt").write_bytes(
+        (ckpt / STEP / layer_file(3, 0)).read_bytes()
+    )
+    codes = {
+        fail_on: act(tmp_path, str(ckpt), **{"fail-on": fail_on})[0] for fail_on in ("", "error", "warning")
+    }
+    assert codes["warning"] == 1 and codes[""] == codes["error"]
 
 
 def test_a_document_is_written_where_it_is_asked_for(tmp_path: Path) -> None:

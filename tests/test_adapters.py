@@ -237,7 +237,7 @@ def test_bases_that_it_is_not_for(tmp_path: Path) -> None:
     assert ran.code == 1 and {f["code"] for f in ran.errors} == {"FS201"}, ran.out
     neox = Path(__file__).parent / "fixtures/gpt_neox/neox_pp_tp2"
     ran = cli("merge", neox, tmp_path / "out", "--adapter", adapter)
-    assert ran.code == 2 and "whole tensors under Hugging Face's own names" in ran.errors[0]["message"]
+    assert ran.code == 2 and "full tensors under Hugging Face's own names" in ran.errors[0]["message"]
     tied = copy(ckpt, tmp_path / "tied")
     assert not (tmp_path / "out").exists() and tied
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib import resources
@@ -12,6 +13,7 @@ from pathlib import Path
 import fastshard
 import jsonschema
 import pytest
+from fastshard.cli.code_pages import PAGES
 from fastshard.cli.verbs import VERBS
 from fastshard.common.errors import CODES
 from helpers import FIXTURES, HF, NEOX, STEP, TP4, cli, copy, layer_file, spawn
@@ -137,7 +139,14 @@ def test_bad_usage_is_2(argv: tuple[object, ...], tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("code", sorted(CODES))
 def test_every_code_is_explained(code: str) -> None:
     text = cli("explain", code, json_output=False)
-    assert text.code == 0 and code in text.out and CODES[code].explanation in text.out
+    told = " ".join(text.out.split())
+    sentences = re.split(r"(?<=[.)]) (?=[A-Z`-])", CODES[code].explanation)
+    assert text.code == 0 and code in told and all(sentence in told for sentence in sentences)
+    page = PAGES.get(code)
+    assert (page is not None) == (code < "FS500")
+    if page is not None:
+        assert page.why in told and page.confirm in told and len(sentences) >= page.meaning
+        assert all(len(sentence.split()) <= 30 for sentence in [page.why, *page.confirm.split(". ")])
     document = cli("explain", code.lower().removeprefix("fs")).doc
     assert document["code"] == code and len(document["explanation"]) > 20
 

@@ -117,4 +117,4 @@ def test_a_verb_that_publishes_says_so_of_bad_usage_too() -> None:
 
 def test_the_formats_that_are_explained_are_those_that_are_read() -> None:
     text = cli("explain", "FS513", json_output=False).out
-    assert f"Read: {', '.join(adapter.name for adapter in ADAPTERS)};" in text
+    assert f"fastshard reads: {', '.join(adapter.name for adapter in ADAPTERS)}." in text

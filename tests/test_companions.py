@@ -221,7 +221,7 @@ def test_a_link_that_leaves_the_folder_above_is_not_followed(run: Path, tmp_path
 def test_nothing_is_taken_from_a_strangers_folder(run: Path, tmp_path: Path) -> None:
     os.chown(run.parent, 12345, 12345)
     (told,) = converted(run, tmp_path / "out")
-    assert "belongs to another user" in told["message"] and not (tmp_path / "out/tokenizer.json").exists()
+    assert "is owned by another user" in told["message"] and not (tmp_path / "out/tokenizer.json").exists()
     # Whoever owns the checkpoint may say what its tokenizer is.
     os.chown(run, 12345, 12345)
     assert converted(run, tmp_path / "owners") == []
@@ -282,3 +282,41 @@ def test_a_config_that_a_reference_lends_is_no_link_out_of_it(tmp_path: Path, ck
         if file.name != "config.json":
             file.unlink()
     assert_refused(ckpt, tmp_path / "out", "FS603", command=("merge", "--like", good), file="config.json")
+
+
+# --- documents
+
+
+@pytest.mark.parametrize("command", [MERGE, TO_HF])
+def test_card_and_licence_go_along(command: tuple[str, ...], ckpt: Path, tmp_path: Path) -> None:
+    documents = {name: f"{name} of the model\n" for name in ("README.md", "LICENSE", "NOTICE.txt")}
+    for name, text in documents.items():
+        (ckpt / name).write_text(text)
+    # About something else.
+    (ckpt.parent / "LICENSE.txt").write_text("of the project\n")
+    assert cli(command[0], ckpt, tmp_path / "out", *command[1:]).code == 0
+    assert {name: (tmp_path / "out" / name).read_text() for name in documents} == documents
+    assert not (tmp_path / "out/LICENSE.txt").exists()
+    assert cli("verify", tmp_path / "out").findings == []
+
+
+def test_a_card_that_is_written_on_is_a_note_and_is_kept(ckpt: Path, tmp_path: Path) -> None:
+    (ckpt / "README.md").write_text("draft\n")
+    (ckpt / "LICENSE").write_text("licence\n")
+    out = tmp_path / "out"
+    assert cli("merge", ckpt, out).code == 0
+    (out / "README.md").write_text("much more\n")
+    (out / ".gitattributes").write_text("* text\n")
+    ran = cli("verify", out)
+    assert (ran.code, [(f["code"], f["severity"]) for f in ran.findings]) == (0, [("FS308", "note")])
+    # What somebody has written is not replaced.
+    assert (
+        cli("merge", ckpt, out, "--overwrite").code == 2 and (out / "README.md").read_text() == "much more\n"
+    )
+    (out / "LICENSE").write_text("another\n")
+    assert cli("verify", out).code == 1
+
+
+def test_a_card_that_is_a_link_out_of_the_checkpoint(ckpt: Path, tmp_path: Path) -> None:
+    (ckpt / "README.md").symlink_to("../../key")
+    assert_refused(ckpt, tmp_path / "out", "FS603", command=TO_HF, file="README.md")

@@ -56,7 +56,7 @@ REFUSED = {
     ),
     "exported by hand, and srun": (SRUN | {"RANK": "0", "WORLD_SIZE": "1"}, None, "say different things"),
     "PMI and srun": (SRUN | {"PMI_RANK": "0", "PMI_SIZE": "1"}, None, "say different things"),
-    "kubernetes alone": (INDEX, None, "does not tell how many"),
+    "kubernetes alone": (INDEX, None, "does not state the number of processes"),
     "another number given": (SRUN, 8, "stated twice"),
     "no number": ({"RANK": "one", "WORLD_SIZE": "2"}, None, "RANK"),
     "a number without end": ({"RANK": "1" * 40, "WORLD_SIZE": "2"}, None, "RANK"),

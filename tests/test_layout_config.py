@@ -139,14 +139,14 @@ def test_a_users_own_table_goes_first_and_two_are_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        ({"hidden_size": 0}, "config: hidden_size .*expected a positive whole number, got 0"),
-        ({"vocab_size": "x"}, 'config: vocab_size .*expected a positive whole number, got "x"'),
-        ({"num_hidden_layers": 2.0}, "config: num_hidden_layers .*expected a positive whole number, got 2.0"),
+        ({"hidden_size": 0}, "config: hidden_size .*expected a positive integer, got 0"),
+        ({"vocab_size": "x"}, 'config: vocab_size .*expected a positive integer, got "x"'),
+        ({"num_hidden_layers": 2.0}, "config: num_hidden_layers .*expected a positive integer, got 2.0"),
         (
             {"intermediate_size": True},
-            "config: intermediate_size .*expected a positive whole number, got true",
+            "config: intermediate_size .*expected a positive integer, got true",
         ),
-        ({"hidden_size": -8}, "config: hidden_size .*expected a positive whole number, got -8"),
+        ({"hidden_size": -8}, "config: hidden_size .*expected a positive integer, got -8"),
         ({"num_attention_heads": 3}, "config: hidden_size / num_attention_heads .*a multiple of 3, got 8"),
         (
             {"num_key_value_heads": 3},

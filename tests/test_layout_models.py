@@ -85,8 +85,8 @@ def test_every_key_has_a_value() -> None:
 @pytest.mark.parametrize(
     ("entry", "value", "named", "expected"),
     [
-        ("order", '"first"', "[model.pebble]: order", "a whole number"),
-        ("order", "true", "[model.pebble]: order", "a whole number"),
+        ("order", '"first"', "[model.pebble]: order", "an integer"),
+        ("order", "true", "[model.pebble]: order", "an integer"),
         ("biases", '["qkv"]', "[model.pebble]: biases", "a list of lists of qkv, out, mlp, mlp_out"),
         ("biases", '[["query"]]', "[model.pebble]: biases", "a list of lists of qkv, out, mlp, mlp_out"),
         ("biases", "[]", "[model.pebble]: biases", "a list of lists of qkv, out, mlp, mlp_out"),

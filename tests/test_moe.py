@@ -325,7 +325,7 @@ def test_one_number_without_arguments_may_be_either(whole: dict[str, torch.Tenso
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"expert_tensor_parallel_size": 1}, "tensor-parallel degree of their own"),
+        ({"expert_tensor_parallel_size": 1}, "separate tensor-parallel degree"),
         ({"moe_shared_expert_intermediate_size": 24}, "moe_shared_expert_intermediate_size"),
         ({"moe_layer_freq": [0, 1]}, "moe_layer_freq"),
     ],

@@ -16,7 +16,7 @@ import pytest
 from fastshard.cli import output_formats
 from fastshard.cli.output_formats import Told
 from fastshard.common.errors import CODES, Finding
-from helpers import NEOX, STEP, TP4, cli, copy, layer_file
+from helpers import HF, NEOX, STEP, TP4, cli, copy, layer_file
 from sarif_pydantic import Sarif
 
 #: Names that end a syntax somewhere.
@@ -107,13 +107,11 @@ def test_junit_says_what_the_findings_say(name: str, tmp_path: Path) -> None:
     file.write_text(output_formats.as_junit(told(name)), encoding="utf-8")
     suites = junitparser.JUnitXml.fromfile(str(file))
     (suite,) = suites
-    assert (suite.tests, suite.failures, suite.errors, suite.skipped) == (3, 2, 0, 0)
-    run, *cases = suite
-    assert run.is_passed and [len(case.result) for case in cases] == [1, 1]
-    for case in cases:
-        (result,) = case.result
-        assert isinstance(result, junitparser.Failure) and result.type == "FS303"
-        assert "help: help" in result.text
+    assert (suite.tests, suite.failures, suite.errors, suite.skipped) == (7, 1, 0, 0)
+    failed = [case for case in suite if not case.is_passed]
+    ((case,), (result,)) = failed, failed[0].result
+    assert case.name == "contents" and isinstance(result, junitparser.Failure) and result.type == "FS303"
+    assert result.text.count("help: help") == 2
 
 
 def test_junit_counts_what_it_holds(tmp_path: Path) -> None:
@@ -121,10 +119,10 @@ def test_junit_counts_what_it_holds(tmp_path: Path) -> None:
     warned = dataclasses.replace(told("x"), code=0, findings=[told("x", severity="warning").findings[0]])
     unable = told("x", code=2)
     for given, counts in (
-        (warned, (2, 0, 0)),
-        (unable, (3, 0, 2)),
-        (dataclasses.replace(warned, code=130), (2, 0, 1)),
-        (dataclasses.replace(warned, findings=[], code=0), (1, 0, 0)),
+        (warned, (7, 0, 0)),
+        (unable, (7, 0, 1)),
+        (dataclasses.replace(warned, code=130), (7, 0, 1)),
+        (dataclasses.replace(warned, findings=[], code=0), (7, 0, 0)),
     ):
         file = tmp_path / "junit.xml"
         file.write_text(output_formats.as_junit(given), encoding="utf-8")
@@ -224,3 +222,22 @@ def test_a_document_is_all_that_stdout_holds(broken: Path) -> None:
     command = [sys.executable, "-m", "fastshard", "verify", str(broken), "--output-format", "sarif"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 3 and json.loads(done.stdout)["version"] == "2.1.0"
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_summary_holds_what_it_says_and_nothing_else(name: str) -> None:
+    text = output_formats.as_markdown(told(name), f"{name}: BROKEN, something (exit 1)")
+    lines = text.splitlines()
+    assert lines[0] == "### ❌ fastshard verify" and len(lines) == 9
+    assert all(line.startswith(("<code>", "| ", "|---")) for line in lines[2:] if line)
+    assert "<" not in re.sub(r"</?code>", "", text)
+    # A bar would begin a cell.
+    assert {line.count("|") for line in lines if line.startswith("|")} == {5}
+
+
+def test_a_summary_is_appended_where_it_is_asked_for(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert cli("verify", HF, "--summary", tmp_path / "summary.md").code == 0
+    assert (tmp_path / "summary.md").read_text().count("### ✅ fastshard verify") == 2
+    ran = cli("verify", HF, "--summary", tmp_path, json_output=False)
+    assert ran.code == 2 and "cannot be written to" in ran.err

@@ -82,7 +82,7 @@ def test_a_clean_up_that_failed_is_finished_with_resume(
     last = re.compile(rf"/\.out\.fastshard-[0-9a-f]{{16}}{removed and '/' + removed}$")
     hook = failing(code, lambda call: call.kind == "unlinkat" and bool(last.search(call.path)), met)
     ended = zygote.run("merge", SOURCE, place / "out", watch=[place], hook=hook)
-    assert met and ended.code == 0 and "published, but not cleaned up" in ended.err, ended.said
+    assert met and ended.code == 0 and "complete, but not cleaned up" in ended.err, ended.said
     made = trees.raw(place / "out")
     assert len(list(place.iterdir())) == 2
     ended = zygote.run("merge", SOURCE, place / "out", "--resume")
@@ -111,7 +111,7 @@ def test_a_status_that_cannot_be_had_of_an_older_result_is_told_as_that(
     hook = failing(errno.EIO, chosen, met)
     ended = zygote.run("merge", SOURCE, place / "out", *options, watch=[place], hook=hook)
     assert met and ended.code == 0, ended.said
-    assert "published, but not cleaned up" in ended.err and "Input/output error" in ended.err, ended.said
+    assert "complete, but not cleaned up" in ended.err and "Input/output error" in ended.err, ended.said
     assert "fastshard.manifest.json" in ended.err and "not there before" not in ended.said
     ended = zygote.run("merge", SOURCE, place / "out", *options, "--resume")
     assert ended.code == 0, ended.said

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .verification.diff import Difference, diff
     from .verification.inventory import manifest
     from .verification.stats import HISTOGRAM_EDGES, TensorStats, ZeroSlab, stats
+    from .verification.verdict import Verdict
     from .verification.verify import verify
 
 __version__: str = _core.__version__
@@ -61,6 +62,7 @@ __all__ = [
     "Tensor",
     "TensorRow",
     "TensorStats",
+    "Verdict",
     "View",
     "Writer",
     "ZeroSlab",
@@ -116,6 +118,7 @@ _HOMES = {
     "conversion.in_memory": ("View",),
     "verification.diff": ("Difference", "diff"),
     "verification.inventory": ("manifest",),
+    "verification.verdict": ("Verdict",),
     "verification.verify": ("verify",),
     "conversion.writer": ("Writer",),
 }
@@ -135,7 +138,7 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return __all__
 
 
 if _core.DEBUG_BUILD:

@@ -30,8 +30,14 @@ def shortened(printed: str) -> str:
 
 
 def lasting(printed: str, folder: Path) -> str:
-    """Output without what is another in each run: the folder's path, ids and tokens."""
-    return re.sub(r"\b[0-9a-f]{16,32}\b", "...", printed.replace(os.fspath(folder), "/..."))
+    """Output without what is another in each run: the folder's path, ids, tokens, and what is free on the disk."""
+    text = re.sub(
+        r"\b[0-9a-f]{16,32}\b|(?<=^digest   )[0-9a-f]{64}$",
+        "...",
+        printed.replace(os.fspath(folder), "/..."),
+        flags=re.M,
+    )
+    return re.sub(r"(?m)(?<=needed, )[0-9.]+ [kMGT]B(?= free)|(?<=^  found     )[0-9]{10,}$", "...", text)
 
 
 def as_printed(shown: str, printed: str) -> str:

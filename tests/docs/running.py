@@ -155,7 +155,9 @@ class Page:
         listed = blocks.commands(block)
         command = listed[at]
         asked = command.text == "echo $?" or (at + 1 < len(listed) and listed[at + 1].text == "echo $?")
-        tells = re.search(r"^(error|fastshard:|usage:|ls:|diff:|cmp:)", command.shown, re.MULTILINE)
+        tells = re.search(
+            r"^(error|fastshard:|usage:|ls:|diff:|cmp:)|\(exit [1-9]\d*\)$", command.shown, re.MULTILINE
+        )
         if not blocks.is_shown(command.shown, printed):
             raise Untrue(
                 f"{block.where}: $ {command.text}\n--- shown\n{command.shown}--- printed\n{printed}---"

@@ -129,6 +129,13 @@ def test_everything_is_in_the_navigation(pages: dict[str, Html]) -> None:
 def test_every_code_is_on_the_page_of_findings(pages: dict[str, Html]) -> None:
     assert not [code for code in CODES if code not in pages["findings"].text]
     assert not set(CODES) - pages["findings"].ids
+    for code in CODES:
+        text = pages[f"reference/findings/{code}"].text
+        parts = ["What it means"] + (["Why it happens", "How to confirm"] if code < "FS500" else [])
+        assert all(part in text for part in parts), code
+    # What a command prints, by the checkpoints that tests damage.
+    shown = [code for code in CODES if "$ fastshard verify" in pages[f"reference/findings/{code}"].text]
+    assert len(shown) >= 12 and {"FS101", "FS103", "FS208", "FS303", "FS312"} <= set(shown)
 
 
 def test_every_flag_is_on_its_commands_page(pages: dict[str, Html]) -> None:

@@ -54,14 +54,14 @@ TOLD: dict[str, list[tuple[str, str, int]] | None] = {
     "tp_no_layout_no_config": [],
     "hf_missing_file": [("model-00003-of-00004.safetensors", "missing", 15)],
     "hf_copied_file": [
-        ("in no file", "missing", 15),
+        ("missing", "missing", 15),
         ("model-00003-of-00004.safetensors", "copied", 1),
     ],
     "hf_embed_is_a_slice": [("model-00001-of-00004.safetensors", "misfit", 1)],
     "hf_index_is_no_json": None,
     "colossalai_missing_stage": [
         ("pp 1: model-stage-00002-shard-00001.safetensors … pp 1: model-stage-00002-shard-00002.safetensors", "missing", 2),
-        ("in no file", "missing", 20),
+        ("missing", "missing", 20),
     ],
     "colossalai_no_index": [],
     "maxtext_missing_chunk": [("0/items", "missing", 1)],

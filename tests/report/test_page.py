@@ -79,7 +79,7 @@ def safe(html: str) -> Parsed:
 def test_a_good_checkpoint() -> None:
     parsed = safe(fastshard.report(NEOX))
     text = unescaped(parsed)
-    for words in ("Whole, by its headers", "GPT-NeoX", "tp 2", "40 whole, from 80 stored", "2 ranks and 2 other files",
+    for words in ("Whole, by its headers", "GPT-NeoX", "tp 2", "40 full tensors, from 80 stored", "2 ranks and 2 other files",
                   "headers alone", "Not proven: that the layout is right", "No manifest lies beside it"):  # fmt: skip
         assert words in text, words
     data = json.loads(parsed.content("script")[0])

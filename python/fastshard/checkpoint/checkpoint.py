@@ -266,7 +266,7 @@ def _one_limit(findings: list[Finding]) -> list[Finding]:
 
 def _positive(value: int | None, name: str) -> int | None:
     if value is not None and (not isinstance(value, int) or not 0 < value < 1 << 48):
-        raise FastshardError.of("FS211", name, expected="a positive whole number", got=repr(value))
+        raise FastshardError.of("FS211", name, expected="a positive integer", got=repr(value))
     return value
 
 

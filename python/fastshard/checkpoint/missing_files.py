@@ -37,7 +37,7 @@ class Absent:
         of_files = bool(self.files or self.layers)
         what = ("file is", "files are") if of_files else ("array lacks", "arrays lack")
         rest = " missing" if of_files else " chunks"
-        besides = (", and whole layers" if count else "layers are missing") if self.layers else ""
+        besides = (", and all files of some layers" if count else "layers are missing") if self.layers else ""
         lines = [f"{count} {what[count != 1]}{rest}{besides}:" if count else f"{besides}:"]
         lines += [f"  {layer}" for layer in self.layers]
         for rank, names in sorted((self.files or self.chunks).items()):

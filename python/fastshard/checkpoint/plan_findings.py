@@ -34,7 +34,7 @@ def weights_taken(
             "FS402",
             "the checkpoint holds its parameters as fp32 master weights only (ZeRO stage 3)",
             severity="error",
-            help="take the masters (--weights masters, the default here); --dtype bf16 rounds them",
+            help="take the master weights (--weights masters, the default here); --dtype bf16 rounds them",
         )
     if not held or state.moments_named:
         return list(opened)

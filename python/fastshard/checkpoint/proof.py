@@ -99,5 +99,5 @@ def not_proven(findings: Iterable[Finding]) -> list[str]:
     left = _unproven(findings)
     told = [f"{f.message}; {f.help}" for f in left]
     if all(f.code != "FS109" for f in left):
-        told.insert(0, "that the layout is right for the model: a hash cannot tell, logits can")
+        told.insert(0, "that the layout is right for the model: no hash shows that, logits do")
     return told

@@ -57,6 +57,10 @@ class Tensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._plan.index) + len(self._plan.lost)
 
+    def _ipython_key_completions_(self) -> list[str]:
+        """Names that a notebook and IPython complete between brackets."""
+        return list(self)
+
     def get_tensor(self, name: str) -> Any:
         """The tensor's values as numpy, by the name that ``safetensors.safe_open`` gives this."""
         return self[name].numpy()

@@ -140,7 +140,5 @@ def _nothing_matches(globs: Sequence[str], names: list[str]) -> FastshardError:
     return FastshardError.of(
         "FS515",
         f"no tensor matches {', '.join(globs)}, and no file is called that",
-        help=f"did you mean {near}?"
-        if near
-        else "patterns are those of the shell, for whole names: '*norm*'",
+        help=f"did you mean {near}?" if near else "patterns are shell patterns for full names: '*norm*'",
     )

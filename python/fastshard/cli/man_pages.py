@@ -32,7 +32,7 @@ def page(command: str | None = None) -> str:
         lines.append(".SH COMMANDS")
         for verb in known:
             lines += _item(verb, _summary(parser, verb))
-        lines.append(r"fastshard COMMAND \-\-help tells the arguments of each.")
+        lines.append(r"fastshard COMMAND \-\-help lists the arguments of each.")
     for group in own._action_groups:
         told = [
             action

@@ -27,6 +27,17 @@ _LEVELS = {"error": "error", "warning": "warning", "note": "note"}
 _COMMANDS = {"error": "error", "warning": "warning", "note": "notice"}
 
 
+#: What findings are about, by how their codes begin.
+_KINDS = {
+    "completeness": "FS1",
+    "layout": "FS2",
+    "contents": "FS3",
+    "optimizer state": "FS4",
+    "files and options": "FS5",
+    "well-formed files": "FS6",
+}
+
+
 @dataclass(frozen=True)
 class Told:
     """What there is to tell of a run."""
@@ -82,6 +93,7 @@ def as_sarif(told: Told) -> str:
             "name": "".join(word.capitalize() for word in CODES[code].name.split("_")),
             "shortDescription": {"text": CODES[code].title},
             "fullDescription": {"text": CODES[code].explanation},
+            "help": {"text": f"{CODES[code].explanation}\n\nfastshard explain {code}"},
             "defaultConfiguration": {"level": _LEVELS[CODES[code].severity]},
         }
         for code in codes
@@ -139,37 +151,39 @@ def _sarif_result(finding: Finding, rule: int) -> dict[str, Any]:
 
 
 def as_junit(told: Told) -> str:
-    """JUnit XML: the run as one test, and each finding as one; warnings are tests that pass, with words."""
+    """JUnit XML: one test for each kind of finding, always the same ones, and one for the run itself."""
     from xml.etree import ElementTree as tree
 
     name = f"fastshard {told.command or ''}".strip()
-    cases = [f for f in told.findings if (f.severity != "note" and not ignored(f)) or told.verbose]
-    wrong = [f for f in cases if f.severity == "error"]
+    shown = [f for f in told.findings if (f.severity != "note" and not ignored(f)) or told.verbose]
     # Could not run, or was stopped: an error of the run and not a failure of what it looked at.
     kind = "error" if told.code == 2 or told.code >= 128 else "failure"
-    unexplained = told.code != 0 and not wrong
-    counts = {
-        "tests": len(cases) + 1,
-        "failures": 0 if kind == "error" else len(wrong) + unexplained,
-        "errors": len(wrong) + unexplained if kind == "error" else 0,
-    }
-    figures = {key: str(value) for key, value in counts.items()}
-    suites = tree.Element("testsuites", {"name": name, **figures})
-    suite = tree.SubElement(suites, "testsuite", {"name": name, **figures, "skipped": "0", "time": "0"})
+    unexplained = told.code != 0 and not any(f.severity == "error" for f in shown)
+    suites = tree.Element("testsuites", {"name": name})
+    suite = tree.SubElement(suites, "testsuite", {"name": name, "skipped": "0", "time": "0"})
     run = _junit_case(suite, name, printable(" ".join(told.arguments)))
     if unexplained:
         tree.SubElement(run, kind, {"message": f"exit code {told.code}", "type": "exit"})
     if told.not_proven is not None:
         tree.SubElement(run, "system-out").text = printable(f"not proven: {told.not_proven}")
-    for finding in cases:
-        title = f"{finding.code} {finding.file or ''} {finding.tensor or ''}".strip()
-        case = _junit_case(suite, name, printable(title))
-        text = _sentence(finding)
-        if finding.severity == "error":
-            told_as = {"message": printable(str(finding)), "type": finding.code}
-            tree.SubElement(case, kind, told_as).text = text
-        else:
-            tree.SubElement(case, "system-out").text = f"{finding.severity}: {text}"
+    wrong = 0
+    for title, first in _KINDS.items():
+        found = [f for f in shown if f.code.startswith(first)]
+        errors = [f for f in found if f.severity == "error"]
+        case = _junit_case(suite, name, title)
+        if errors:
+            more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+            told_as = {"message": printable(str(errors[0])) + more, "type": errors[0].code}
+            tree.SubElement(case, kind, told_as).text = "\n\n".join(map(_sentence, errors))
+            wrong += 1
+        if others := [f for f in found if f.severity != "error"]:
+            tree.SubElement(case, "system-out").text = "\n\n".join(
+                f"{f.severity}: {_sentence(f)}" for f in others
+            )
+    counts = {"tests": len(_KINDS) + 1, "failures": 0, "errors": 0}
+    counts[f"{kind}s"] = wrong + unexplained
+    for element in (suites, suite):
+        element.attrib.update({key: str(value) for key, value in counts.items()})
     tree.indent(suites)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + tree.tostring(suites, encoding="unicode") + "\n"
 
@@ -220,6 +234,28 @@ def _data(text: str) -> str:
 
 def _property(text: str) -> str:
     return _data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+def as_markdown(told: Told, ending: str) -> str:
+    """A summary for the page of a job: the verdict, and a table of errors and warnings."""
+    found = [f for f in told.findings if f.severity != "note" and not ignored(f)]
+    mark = "❌" if told.code else "⚠️" if found else "✅"
+    lines = [f"### {mark} fastshard {told.command or ''}".rstrip(), "", _cell(ending), ""]
+    if found:
+        lines += ["| finding | what | effect | help |", "|---|---|---|---|"]
+        for finding in sorted(found, key=lambda f: f.severity):
+            texts = (finding.headline, effect_of(finding) or "", finding.help or "")
+            cells = " | ".join(map(_cell, texts))
+            lines.append(f"| {finding.severity} {finding.code} {finding.title} | {cells} |")
+        lines.append("")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    """Text in a table of Markdown that nothing in it can end, link or address to somebody."""
+    from html import escape
+
+    return f"<code>{escape(printable(text)).replace('|', '&#124;')}</code>" if text else ""
 
 
 #: Formats whose one document takes stdout.

@@ -8,11 +8,12 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..checkpoint.proof import not_checked
-from ..common import memory_budget
+from ..common import memory_budget, safe_files
 from ..common.errors import UNPUBLISHED, FastshardError, Finding, error_for, exit_code, published
-from . import output_formats, pager, render, styles
+from . import output_formats, pager, render, settings, styles
 from .parser import UsageError
 from .signals import Stopping
 from .std_streams import Streams
@@ -52,6 +53,8 @@ class Run:
         try:
             a = self._arguments
             verb = self._verbs[a.command]
+            if (read := settings.apply(a)) is not None and not getattr(a, "quiet", 0):
+                self._streams.say(f"settings: {render.printable(str(read))}")
             with memory_budget.of(getattr(a, "memory", None)):
                 result, findings = verb.run(a)
         except KeyboardInterrupt as stopped:
@@ -166,6 +169,8 @@ class Run:
             reason=result.reason if result else "",
             outcome=self._outcome(out, findings) if code else "",
         )
+        if getattr(a, "summary", None) is not None:
+            self._summarised(output_formats.as_markdown(told, ending), a.summary)
         document = output_formats.DOCUMENTS.get(a.output_format)
         if document is not None:
             self._streams.write(lambda: sys.stdout.write(document(told)))
@@ -182,6 +187,12 @@ class Run:
         if code and a.output_format != "json":
             self._streams.say(ending)
         return self._ended(code, out)
+
+    def _summarised(self, text: str, path: str) -> None:
+        try:
+            safe_files.append(path, text)
+        except OSError as error:
+            self._streams.lost = f"{render.printable(path)} cannot be written to: {error.strerror}"
 
     def _text(self, result: Result | None, told: output_formats.Told) -> str | None:
         """The result for people; None if there is none, or it is kept back."""
@@ -202,7 +213,9 @@ class Run:
             self._streams.say(self._figures(result))
         asked_for = verb is not None and verb.finds and (result is not None or told.code in _FOUND)
         name = "stdout" if asked_for else "stderr"
-        self._print_findings(told, name)
+        tells = result.tells if result and text is not None and not told.verbose else frozenset()
+        rest = [f for f in told.findings if f.code not in tells]
+        self._print_findings(replace(told, findings=rest), name)
         lines = [f"not checked: {render.printable(line)}" for line in self._unchecked(result, told)]
         stream = getattr(sys, name)
         if told.code or (asked_for and not told.quiet):

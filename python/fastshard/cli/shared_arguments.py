@@ -85,7 +85,10 @@ def add_format(parser: argparse._ActionsContainer, formats: tuple[str, ...] = FO
         "--output-format",
         choices=formats,
         default="text",
-        help="text (default); one JSON object; GitHub annotations; a SARIF log; JUnit XML. The last three tell findings",
+        help="text (default); one JSON object; GitHub annotations; a SARIF log; JUnit XML. The last three list findings",
+    )
+    parser.add_argument(
+        "--summary", metavar="FILE", help="append a summary in Markdown, e.g. to $GITHUB_STEP_SUMMARY"
     )
     parser.add_argument(
         "--json", action="store_const", const="json", dest="output_format", help="--output-format json"
@@ -112,7 +115,13 @@ def add_opening(parser: argparse.ArgumentParser, *, like: bool = False) -> None:
 
 def add_gate(parser: argparse.ArgumentParser) -> None:
     """What counts as an error: :func:`gating`."""
-    add_options(parser.add_argument_group("verdict"), Gating)
+    group = parser.add_argument_group("verdict")
+    add_options(group, Gating)
+    group.add_argument(
+        "--no-settings",
+        action="store_true",
+        help="leave out what fastshard.toml or [tool.fastshard] in a pyproject.toml says of these",
+    )
 
 
 def add_exit_zero(parser: argparse.ArgumentParser) -> None:
@@ -132,7 +141,7 @@ def looks(a: argparse.Namespace, writing: str) -> None:
         FastshardError: ``FS515``; a script would go on without a result.
     """
     if a.exit_zero:
-        raise FastshardError.of("FS515", f"--exit-zero and {writing}", help="leave out one of the two")
+        raise FastshardError.of("FS515", f"--exit-zero and {writing}", help="leave out one option")
 
 
 def given(a: argparse.Namespace, *kinds: type) -> dict[str, Any]:
@@ -185,7 +194,7 @@ def add_ray(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ray",
         metavar="ADDRESS",
-        help="make the result in parts, one on each node of a Ray cluster: auto, HOST:PORT, or local for a Ray of its own "
+        help="make the result in parts, one on each node of a Ray cluster: auto, HOST:PORT, or local for a separate Ray "
         "on this host (pip install 'fastshard[ray]')",
     )
 

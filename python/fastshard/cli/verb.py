@@ -21,6 +21,8 @@ class Result:
     proof: bool = True
     #: True for a text that is what was asked for, and not about it: it stands alone, and is never kept back.
     product: bool = False
+    #: Codes of findings that the text tells of; with -v they are printed besides.
+    tells: frozenset[str] = frozenset()
     #: True for a text that people page through.
     paged: bool = False
     #: What was not checked; None for what findings say of it.

@@ -72,6 +72,7 @@ def _why(findings: Sequence[Finding]) -> str:
 
 def _short(finding: Finding) -> str:
     told = finding.headline
-    if finding.file and len(told) > _LONGEST:
+    if finding.file:
+        # Where it lies is said above.
         told = told.replace(finding.file, finding.file.rpartition("/")[2])
     return told if len(told) <= _LONGEST else f"{finding.title[:1].lower()}{finding.title[1:]}"

@@ -90,7 +90,7 @@ def _bounded(node: Any, sizes: dict[int, int]) -> int:
     known = sizes.get(id(node))
     if known is not None:
         if known == 0:
-            raise ValueError("an alias within what it stands for")
+            raise ValueError("an alias that contains itself")
         return known
     sizes[id(node)] = 0
     total = 1

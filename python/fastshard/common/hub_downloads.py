@@ -195,7 +195,7 @@ def unfinished(listing: Listing) -> list[Finding]:
             "FS316",
             "an unfinished download, not weights",
             file=str(path),
-            expected="the whole file",
+            expected="the complete file",
             got=f"{_size(path)} bytes",
             help=_finish(root, None),
         )

@@ -192,7 +192,7 @@ class Folder:
         return self._why_not(path) if self.beside is not None and path.is_file() else None
 
     def _why_not(self, path: Path) -> str | None:
-        assert self.beside is not None, "what was named is the user's choice"
+        assert self.beside is not None, "a path that was named is the user's choice"
         real, top = _real(path), _real(self.beside.absolute().parent)
         if not _is_within(real, (*self.within, top)):
             return "a link leads to it that leaves its folder"
@@ -204,7 +204,7 @@ class Folder:
                 if status.st_mode & stat.S_IWOTH:
                     return f"everybody may write to {folder}"
                 if status.st_uid not in owners:
-                    return f"{folder} belongs to another user"
+                    return f"{folder} is owned by another user"
         except OSError as error:
             return f"its folder cannot be looked at: {error.strerror}"
         return None

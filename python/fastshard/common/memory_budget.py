@@ -74,7 +74,7 @@ def ask(size: int, file: str) -> None:
     if need > limit:
         raise FastshardError.of(
             "FS512",
-            "the memory budget is too small for what the file says",
+            "the memory budget is too small for the contents of the file",
             file=file,
             expected=f"at least {-(-need >> 20)} MiB",
             got=f"{limit >> 20} MiB",

@@ -148,7 +148,7 @@ def _number(option: Option, given: Any) -> int:
         return operator.index(given)
     except TypeError:
         code = "FS211" if option.kind == "size" else "FS515"
-        raise FastshardError.of(code, option.name, expected="a whole number", got=repr(given)) from None
+        raise FastshardError.of(code, option.name, expected="an integer", got=repr(given)) from None
 
 
 def _pair(option: Option, given: Any) -> tuple[int, int]:
@@ -157,7 +157,7 @@ def _pair(option: Option, given: Any) -> tuple[int, int]:
     except (TypeError, FastshardError):
         numbers = ()
     if len(numbers) != 2 or max(numbers) >= 1 << 63:
-        raise refused(option.name, "two whole numbers, e.g. (1, 10)", given)
+        raise refused(option.name, "two integers, e.g. (1, 10)", given)
     return numbers
 
 

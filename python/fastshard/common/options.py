@@ -81,7 +81,7 @@ class Source(TypedDict, total=False):
         Iterable[str],
         Option(
             "words",
-            "accept what is not in order: a save that was not committed; absent chunks (FS106) as zeros; an older step "
+            "accept one kind of error: a save that was not committed; absent chunks (FS106) as zeros; an older step "
             "where the newest cannot be used (FS104); files that were renamed on purpose (FS113); NaN and infinite values (FS306); files, or those "
             "that copies=GLOB names, that were copied on purpose (FS303). WHAT: " + ", ".join(ACCEPTABLE),
             (),
@@ -91,7 +91,9 @@ class Source(TypedDict, total=False):
     expect_processes: Annotated[
         int | None,
         Option(
-            "size", "processes that wrote the checkpoint, where its files do not tell (Orbax)", metavar="N"
+            "size",
+            "number of processes that wrote the checkpoint, where its files do not state it (Orbax)",
+            metavar="N",
         ),
     ]
 
@@ -360,7 +362,7 @@ class Clustered(TypedDict, total=False):
         str | None,
         Option(
             "any",
-            "of the cluster: auto, HOST:PORT, or local for a Ray of its own on this host",
+            "of the cluster: auto, HOST:PORT, or local for a separate Ray on this host",
             metavar="ADDRESS",
         ),
     ]

@@ -163,7 +163,7 @@ def read_bytes(
 
 def _too_large(name: str, code: str, limit: int, got: str) -> FastshardError:
     return FastshardError.of(
-        code, "a file that is read whole", file=name, expected=f"{limit} bytes at most", got=got
+        code, "a file that is read at once", file=name, expected=f"{limit} bytes at most", got=got
     )
 
 
@@ -272,6 +272,16 @@ def replace(path: Path, text: str) -> None:
         raise FastshardError.of(
             code, f"cannot write: {error.strerror}", file=str(path), help="choose another place with -o FILE"
         ) from None
+
+
+def append(path: StrPath, text: str) -> None:
+    """Appends text to a file of the user's, and makes it where there is none.
+
+    Raises:
+        OSError: as the system says it.
+    """
+    with Path(path).open("a", encoding="utf-8") as file:
+        file.write(text)
 
 
 def _pieces(descriptor: int) -> Iterator[bytes]:

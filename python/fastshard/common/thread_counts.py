@@ -25,6 +25,6 @@ def thread_count(threads: int | None) -> int:
         return default_threads()
     if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= _MAX_THREADS:
         raise FastshardError.of(
-            "FS515", "threads", expected=f"a whole number from 1 to {_MAX_THREADS}", got=repr(threads)
+            "FS515", "threads", expected=f"an integer from 1 to {_MAX_THREADS}", got=repr(threads)
         )
     return threads

@@ -316,7 +316,10 @@ def prepared(
     # A config that is not given was compared when it was read.
     said = {"config.json", *given}
     findings += checkpoint.opened.gate.passed(
-        sidecar_files.differing(checkpoint.listing, (Path(p) for n, p in copies if n not in said))
+        sidecar_files.differing(
+            checkpoint.listing,
+            (Path(p) for n, p in copies if n not in said and n not in sidecar_files.DOCUMENTS),
+        )
     )
     return Job(checkpoint, made, run, copies, _above(made, copies, given), settled, [*found, *findings])
 

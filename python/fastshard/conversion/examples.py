@@ -123,7 +123,7 @@ def make(model: str, out: StrPath, to: str = "hf", **options: Any) -> None:
 
     Args:
         model: a key of :data:`CONFIGS`.
-        out: a folder that is not there yet, or empty.
+        out: a new or an empty directory.
         to: in whose form, as :func:`fastshard.convert` takes it.
         options: further ones of :func:`fastshard.convert`, e.g. ``tp=2``.
 
@@ -148,7 +148,7 @@ def main() -> int:
         allow_abbrev=False,
     )
     parser.add_argument("model", choices=sorted(CONFIGS))
-    parser.add_argument("out", metavar="OUT", help="a folder that is not there yet, or empty")
+    parser.add_argument("out", metavar="OUT", help="a new or an empty directory")
     parser.add_argument("--to", choices=list(TARGETS), default="hf", help="in whose form (default: hf)")
     parser.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks")
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages")

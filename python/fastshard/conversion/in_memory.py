@@ -87,17 +87,15 @@ class View(Tensors):
         if self._verified:
             return lines
         done = self.plan.summary["compared"]
-        unread = [
-            "that no file or block holds what is another's (FS303): that is seen with all of them at hand"
-        ]
+        unread = ["that no file or block is a copy of another one (FS303): only all files together show that"]
         if done["checksums"]:
             unread.append(f"the checksums of {done['checksums']} members of the source's archives (FS302)")
         if done["twins"]:
-            unread.append(f"that {done['twins']} parameters are their rounded masters (FS401)")
+            unread.append(f"that {done['twins']} parameters are the rounded master weights (FS401)")
         if done["pads"]:
             unread.append(f"that the rows cut off {done['pads']} tensors are padding")
         if (self._expected.manifest or beside(self.checkpoint)) is not None:
-            unread.append("that the contents are those of the manifest")
+            unread.append("that the contents match the manifest")
         return [*(f"{line}; verify() looks at it" for line in unread), *lines]
 
     @memory_budget.kept

@@ -30,7 +30,7 @@ _TRACKERS = ("latest_universal", "latest")
 #: source: DeepSpeed runtime/engine.py at tags 0.10.0 to 0.19.8 (load_checkpoint, refresh_fp32_params)
 _LOADING = """\
 how to load the parameters for a finetune (DeepSpeed, bf16):
-  0.10.2 to 0.12.6    load_optimizer_states=False leaves the masters as they were initialised, and the first
+  0.10.2 to 0.12.6    load_optimizer_states=False leaves the master weights as they were initialised, and the first
                       step overwrites the weights with them: load a repaired checkpoint as usual instead
   0.13.0 and later    load_module_only=True, or load_optimizer_states=False, rebuilds them
   2025-09 to 0.19.8   ZeRO stage 0 with load_optimizer_states=False needs load_module_only=True as well
@@ -38,7 +38,7 @@ how to load the parameters for a finetune (DeepSpeed, bf16):
 #: source: megatron/training/checkpointing.py (load_checkpoint), core 0.16
 _LOADING_MEGATRON = """\
 how to load the parameters for a finetune (Megatron-LM):
-  --no-load-optim (or --finetune) leaves the optimizer's state aside and makes the masters of the parameters"""
+  --no-load-optim (or --finetune) ignores the optimizer state and makes the master weights from the parameters"""
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def repair_masters(
     if declared.framework.startswith("Megatron"):
         raise FastshardError.of(
             "FS514",
-            "masters of Megatron-LM are not rebuilt in its own files",
+            "master weights of Megatron-LM are not rebuilt in its own files",
             help="load it with --no-load-optim, which makes them of the parameters; --weights params converts these",
         )
     opened, gate = checkpoint.opened.findings, checkpoint.opened.gate
@@ -212,7 +212,7 @@ def repair_masters(
             raise FastshardError.of(
                 "FS514",
                 "the optimizer state is in the model files (ZeRO stage 0)",
-                help="rebuild the masters instead (--repair without --drop-optimizer)",
+                help="rebuild the master weights instead (--repair without --drop-optimizer)",
             )
         told = gate.passed(f for f in opened if f.file not in held.files)
     else:
@@ -222,7 +222,7 @@ def repair_masters(
         paths = [checkpoint.opened.files[s.file].path for s in held.state_files]
         raise_errors([read_in_part[p].replace(severity="error") for p in paths if p in read_in_part])
         if not held.state_files:
-            raise FastshardError.of("FS402", "no masters are there to rebuild", severity="error")
+            raise FastshardError.of("FS402", "there are no master weights to rebuild", severity="error")
     files, texts, copies, left = _files(checkpoint, held, drop_optimizer)
     pointers = [name for name in _TRACKERS if name in texts]
     repair = {"files": files, "texts": texts, "pointers": pointers}
@@ -230,7 +230,7 @@ def repair_masters(
     findings = gate.passed(left + plan.findings())
     options: RunOptions = {
         **run_options(memory, threads, checkpoint.opened.catalog), "resume": resume, "overwrite": overwrite, "fsync": fsync,
-        "values": {**declared.values, "repaired": "optimizer left out" if drop_optimizer else "masters from parameters"},
+        "values": {**declared.values, "repaired": "optimizer left out" if drop_optimizer else "master weights from parameters"},
         "gate": gate.to_dict([*told, *findings]),
     }  # fmt: skip
     with carrying(plan), Progress(progress) as bar:

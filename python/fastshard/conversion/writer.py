@@ -218,7 +218,9 @@ def _raw(name: str, array: Any) -> tuple[str, tuple[int, ...], Bytes]:
     import numpy as np
 
     if isinstance(array, np.ma.MaskedArray):
-        raise FastshardError.of("FS514", "a masked array", tensor=name, help="fill what is masked: .filled()")
+        raise FastshardError.of(
+            "FS514", "a masked array", tensor=name, help="fill the masked elements: .filled()"
+        )
     values = np.asarray(array)
     dtype = _FROM_NUMPY.get(values.dtype.name)
     if dtype is None:

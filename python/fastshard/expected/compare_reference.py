@@ -76,7 +76,7 @@ def _proven(compared: Comparison) -> Finding:
     how = f", {how}" if how else ""
     return Finding.of(
         "FS109",
-        f"the {compared.met.matched} tensors that the reference has are there by their {proven}{how}; what it does not prove: "
+        f"the {compared.met.matched} tensors that the reference has are there by their {proven}{how}; not checked: "
         + ("" if compared.reference.has_shapes else "shapes and dtypes, ")
         + "the order of heads, and values",
         severity="note",
@@ -93,5 +93,5 @@ def _strangers(met: Met, reference: Reference) -> Finding:
         tensor=met.further[0] if met.further else None,
         expected=f"names like {lacking[0][0]}" if lacking else None,
         got=met.further[0] if met.further else "nothing",
-        help="give a reference of the same model, under Hugging Face's names or those of the checkpoint",
+        help="give a reference of the same model, under Hugging Face's names or the checkpoint's names",
     )

@@ -155,7 +155,7 @@ def _columns(name: str, shape: tuple[int, ...], widths: set[int]) -> Iterator[Fi
 
 def _differs(name: str, count: int, size: int, severity: str) -> Finding:
     return Finding.of(
-        "FS215", "the rows are not those of the vocabulary by the config", severity=severity, tensor=name,
+        "FS215", "the config gives the vocabulary another number of rows", severity=severity, tensor=name,
         expected=f"{size} rows (vocab_size)", got=str(count),
         help="ask the tokenizer which is right, and correct the config or restore the file",
     )  # fmt: skip
@@ -222,7 +222,7 @@ def _gap(stack: Stack, code: str, what: str, stated: Stated | None) -> Iterator[
         code, f"the names of {what}s go to {stack.count - 1}, and no tensor has some of the numbers below",
         severity="warning" if meant else "error", tensor=f"{stack.prefix}{gaps[0]}",
         expected=f"{stack.count} {what}s", got=f"all but {_ranges(gaps)}",
-        help="the files that held them are missing from the index too: copy them from where they were saved",
+        help="the files that held them are missing from the index too: copy them from the original checkpoint",
     )  # fmt: skip
 
 
@@ -239,13 +239,13 @@ def _ends(stack: Stack, stated: Stated, in_files: bool) -> Iterator[Finding]:
             "FS103", "the last layers are missing", severity="error" if in_files else "warning",
             tensor=f"{stack.prefix}{stack.count}",
             expected=f"{' or '.join(map(str, sorted(sizes)))} layers by the config", got=f"{stack.count}",
-            help="the files that held them are missing from the index too: copy them from where they were saved",
+            help="the files that held them are missing from the index too: copy them from the original checkpoint",
         )  # fmt: skip
     elif stack.count > max(sizes) + sum(stated.of(_FURTHER).values()):
         yield Finding.of(
             "FS215", "there are more layers than the config says", severity="warning",
             tensor=f"{stack.prefix}{stack.count - 1}", expected=f"{max(sizes)} layers", got=f"{stack.count}",
-            help="the config belongs to another model, or the layers to a further stack: they are kept",
+            help="the config is of another model, or the layers are of another stack: they are kept",
         )  # fmt: skip
 
 

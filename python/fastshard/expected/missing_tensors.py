@@ -148,7 +148,7 @@ def _without_ties(compared: Comparison, unmatched: Unmatched) -> Unmatched:
             severity="warning",
             tensor=compared.stored(name),
             expected=f"as in {compared.path}",
-            help="versions of transformers before 5 look for it by this name, and make it up where it is not there",
+            help="versions of transformers before 5 look for it by this name, and initialise it where it is missing",
         )
         for name in alone[:1]
     ]
@@ -184,7 +184,7 @@ def _without_layers(compared: Comparison, unmatched: Unmatched) -> Unmatched:
         return Unmatched(unmatched.missing, unmatched.further)
     note = Finding.of(
         "FS212",
-        f"the checkpoint's own config says how many layers it has, which are others than those of the reference {compared.path}",
+        f"the checkpoint's own config states another number of layers than the reference {compared.path}",
         severity="note",
         expected=f"{theirs} layers by the reference's config",
         got=f"{own} layers by the checkpoint's own, and these are there",
@@ -229,8 +229,8 @@ def missing(compared: Comparison, names: Missing) -> list[Finding]:
                 message,
                 tensor=compared.stored(name),
                 expected=None if shape is None else extents(shape),
-                got="in no file",
-                help="copy the file that holds it from where the checkpoint was saved",
+                got="missing",
+                help="copy the file that holds it from the original checkpoint",
             )
             for name, shape in singles[:TOLD]
         ),
@@ -249,7 +249,7 @@ def _layer_missing(compared: Comparison, stack: str, layer: int, names: list[str
         count=len(names),
         expected=f"{len(compared.stacks[stack])} layers, as in {compared.path}",
         got=None if own is None else f"{own} layers by the checkpoint's own config{by_theirs}",
-        help="copy the files of this layer from where the checkpoint was saved",
+        help="copy the files of this layer from the original checkpoint",
     )
 
 

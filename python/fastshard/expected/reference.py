@@ -151,9 +151,9 @@ def _read(at: Path, given: str, opened: Callable[[Path], Whole]) -> Reference:
     if at.is_file() and (named := _SHARD.search(at.name)) and int(named[1]) > 1:
         raise FastshardError.of(
             "FS515",
-            "it is one of several files, and not the whole model",
+            "it is one of several files of the model",
             file=given,
-            expected="a whole model",
+            expected="a complete model",
             got=at.name,
             help="name its folder, or its index",
         )

@@ -116,7 +116,7 @@ def _shaped(compared: Comparison, one: _Differing, own: int | None, theirs: int 
             "FS208",
             f"dimension {at} has {got[at]} of the {want} that the reference {compared.path} has: it looks like one of "
             f"{want // got[at]} tensor-parallel slices",
-            help="take the slices of the other ranks too, or a checkpoint that was saved whole",
+            help="add the slices of the other ranks, or use a checkpoint with full tensors",
             **told,
         )
     said = ""
@@ -236,6 +236,6 @@ def total_bytes(compared: Comparison) -> list[Finding]:
             f"the tensors have other bytes than the index of the reference {compared.path} states (metadata.total_size)",
             expected=f"{total} bytes, or as many times more or less as other dtypes make",
             got=f"{held} bytes",
-            help="a tensor is cut or is another model's: give the reference's files too, whose headers tell which",
+            help="a tensor is truncated or of another model: give the reference's files too, whose headers decide",
         )
     ]

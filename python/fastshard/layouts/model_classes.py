@@ -63,7 +63,7 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "kind": ("a text", _is_text),
     "architecture": ("a text", _is_text),
     "keys": (f"a list of {', '.join(sorted(KEYS))}", _are_keys),
-    "order": ("a whole number", _is_number),
+    "order": ("an integer", _is_number),
     "norm": ("a text", _is_text),
     "norm_bias": ("true or false", _is_flag),
     "gated": ("true or false", _is_flag),

@@ -1,4 +1,4 @@
-"""Names that are no longer a model's own: wrappers and adapters put parts of their own in."""
+"""Names that are no longer a model's own: wrappers and adapters put different parts in."""
 
 from __future__ import annotations
 

@@ -36,14 +36,14 @@ def whole_number(config: Mapping[str, Any], key: str, default: int, label: str =
     """
     number = positive_number(config, key, default, label)
     if not number.is_integer() or number >= _EXACT:
-        raise refused(f"{label}{key}", "a positive whole number", config.get(key))
+        raise refused(f"{label}{key}", "a positive integer", config.get(key))
     return int(number)
 
 
 def count(
     config: Mapping[str, Any], key: str, label: str = "config: ", file: str | None = None
 ) -> int | None:
-    """A size that only a whole number may state: no text, no float; None where nothing is stated.
+    """A size that only an integer may state: no text, no float; None where nothing is stated.
 
     Raises:
         FastshardError: ``FS211`` if it is something else.
@@ -52,7 +52,7 @@ def count(
     if value is not None and (
         isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 48
     ):
-        raise refused(f"{label}{key}", "a positive whole number", value, file)
+        raise refused(f"{label}{key}", "a positive integer", value, file)
     return value
 
 
@@ -64,7 +64,7 @@ def integer(config: Mapping[str, Any], key: str, label: str = "config: ") -> int
     """
     value = config.get(key)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 1 << 31):
-        raise refused(f"{label}{key}", "a whole number", value)
+        raise refused(f"{label}{key}", "an integer", value)
     return value
 
 

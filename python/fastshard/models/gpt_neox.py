@@ -304,7 +304,7 @@ def _besides(
     if config.get("use_mup"):
         found.append(Lack("use_mup", "no scaling of what layers give", "true"))
     if config.get("gpt_j_tied") and parallel:
-        found.append(Lack("gpt_j_tied", "a norm of its own before the MLP", "true"))
+        found.append(Lack("gpt_j_tied", "a separate norm before the MLP", "true"))
     kinds = attention_kinds(config)
     # Flash and ring attention compute what global attention does.
     if kinds - {"global", "flash", "ring"}:
@@ -330,7 +330,7 @@ def _window(config: Mapping[str, Any]) -> int | None:
     if width is not None and (
         not isinstance(width, int) or isinstance(width, bool) or not 0 <= width < 1 << 31
     ):
-        raise refused("config: sliding_window_width", "a whole number", width)
+        raise refused("config: sliding_window_width", "an integer", width)
     return width
 
 

@@ -260,7 +260,7 @@ def _windows(config: Mapping[str, Any], of: ModelClass) -> tuple[int | None, lis
     if window is not None and (
         isinstance(window, bool) or not isinstance(window, int) or not 0 < window < 1 << 48
     ):
-        raise refused("config: sliding_window", "a positive whole number", window)
+        raise refused("config: sliding_window", "a positive integer", window)
     return window, []
 
 

@@ -267,7 +267,7 @@ def window_of(args: Mapping[str, Any]) -> tuple[int | None, list[Lack]]:
         or len(value) != 2
         or any(isinstance(n, bool) or not isinstance(n, int) or n >= 1 << 48 for n in value)
     ):
-        raise refused(f"{_LABEL}window_size", "a pair of whole numbers", value)
+        raise refused(f"{_LABEL}window_size", "a pair of integers", value)
     left, right = value
     if left < 0 and right <= 0:
         return None, []

@@ -18,6 +18,8 @@ from . import tokenizer
 OTHERS = (
     "generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
+#: What must or should go along with weights that are passed on: the model card, the licence, notices.
+DOCUMENTS = ("README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "NOTICE.md", "NOTICE.txt")
 #: Where trainers keep what they took from Hugging Face. source: verl utils/checkpoint/fsdp_checkpoint_manager.py
 _SUBFOLDER = "huggingface"
 #: Where something was loaded from. source: transformers configuration_utils.py, tokenization_utils_base.py
@@ -130,6 +132,9 @@ def beside(folders: list[Folder], config: Path | None) -> dict[str, Path]:
     found = {name: path for name in OTHERS if (path := first(folders, name)) is not None}
     if config is None:
         return found
+    # Above the checkpoint, or below it, they are about something else.
+    own = [folder for folder in folders if folder.beside is None and folder.path == config.parent]
+    found |= {name: path for name in DOCUMENTS if (path := first(own, name)) is not None}
     # One that was given by itself lies in a folder that nobody has named.
     here = next((folder for folder in folders if folder.path == config.parent), None)
     return found | _code(config, here or Folder(config.parent, linked(config.parent), config))
@@ -210,7 +215,7 @@ def _code(config: Path, folder: Folder) -> dict[str, Path]:
     if len(paths) > _MAX_CODE:
         raise FastshardError.of(
             "FS514",
-            "a model with code of its own (auto_map) whose folder holds other programs too",
+            "a model with custom code (auto_map) whose directory holds other programs too",
             file=str(config.parent),
             expected=f"{_MAX_CODE} modules at most",
             got=str(len(paths)),

@@ -38,7 +38,7 @@ class Says:
     scalings: Collection[str] | None = None
     #: Values that a scaling must have.
     fixed: tuple[tuple[str, float], ...] = ()
-    #: The base of the rotary embedding is a whole number.
+    #: The base of the rotary embedding is an integer.
     whole_base: bool = False
     #: Attention may be confined to a window.
     window: bool = False
@@ -87,9 +87,7 @@ class Says:
                     word = model.word("rope.scaling", "scaling of rotary embeddings")
                     yield Lack(f"{word} ({key})", f"{value:g}", str(rope.scaling[key]))
         if self.whole_base and rope.base is not None and not float(rope.base).is_integer():
-            yield Lack(
-                model.word("rope.base", "base of rotary embeddings"), "a whole number", f"{rope.base!r}"
-            )
+            yield Lack(model.word("rope.base", "base of rotary embeddings"), "an integer", f"{rope.base!r}")
         if model.window is not None and not self.window:
             yield Lack(model.word("window", "sliding window"), "none", str(model.window))
         if model.qk_norm not in self.qk_norm:

@@ -52,7 +52,7 @@ def _unproven_words(tokenizer: Tokenizer, kept: int, rows: int) -> list[Finding]
     file = tokenizer.unread or tokenizer.partial
     if file is None or kept >= rows:
         return []
-    why = "cannot be read from this file" if tokenizer.unread else "has special tokens that no file tells"
+    why = "cannot be read from this file" if tokenizer.unread else "has special tokens that no file lists"
     return [
         Finding.of(
             "FS109",

@@ -18,8 +18,8 @@ class State:
 
 #: From the worst to the best.
 STATES: tuple[State, ...] = (
-    State("missing", "✕", "missing: in no file that is here"),
-    State("damaged", "!", "damaged: cut short, malformed, or bytes that do not fit their checksum"),
+    State("missing", "✕", "missing: no file holds it"),
+    State("damaged", "!", "damaged: truncated, malformed, or a checksum mismatch"),
     State("copied", "=", "copied: the bytes of another place, where something else must be"),
     State("misfit", "≠", "does not fit: shape, dtype or content contradicts the rest"),
     State("doubtful", "?", "doubtful: a warning is about it"),
@@ -161,4 +161,4 @@ class Row:
 
 
 #: The row of what is in no file, where nothing says which rank's it was.
-NOWHERE = "in no file"
+NOWHERE = "missing"

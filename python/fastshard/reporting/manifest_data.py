@@ -33,7 +33,7 @@ def manifest_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[Fin
             found.append(
                 Finding.of(
                     "FS101", "the file is missing", file=name, evidence=f"{manifests.MANIFEST_NAME} names it",
-                    help="copy it from where the manifest was made",
+                    help="copy it from the host that made the manifest",
                 )
             )  # fmt: skip
         elif size is not None and have[name] != size:
@@ -107,6 +107,6 @@ def provenance(document: dict[str, Any] | None) -> tuple[tuple[str, str], ...]:
         ("run", str(made.get("run", ""))),
         ("made on", ", ".join(f"{p.get('host')} ({human(p.get('bytes') or 0)})" for p in parts)),
         ("warnings and notes then", "; ".join(f"{f.get('code')}: {f.get('message')}" for f in accepted[:_SOURCES])),
-        ("not proven then", str(document.get("not_proven", ""))),
+        ("not checked then", str(document.get("not_proven", ""))),
     ]  # fmt: skip
     return tuple((key, value) for key, value in rows if value)

@@ -150,7 +150,7 @@ def verdict(report: Report) -> dict[str, str]:
     errors = counted(report.errors, "error")
     words = {
         "ok": ("✓", "Whole, and all of it was read" if everything else "Whole, by its headers"),
-        "unproven": ("~", "Nothing is missing that headers tell of; completeness is not provable"),
+        "unproven": ("~", "Nothing is missing by headers; completeness was checked only in part"),
         "broken": ("✕", f"Not in order: {errors}"),
         "unopened": ("✕", "Cannot be opened as a checkpoint"),
     }  # fmt: skip

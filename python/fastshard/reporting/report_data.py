@@ -234,7 +234,7 @@ def _facts(checkpoint: Checkpoint, plan: Plan) -> tuple[tuple[str, str], ...]:
         ("step", checkpoint.step or ""),
         ("topology", degrees),
         ("files", f"{len(checkpoint.files):,} ({human(size)})"),
-        ("tensors", f"{summary['outputs']:,} whole, from {summary['stored_tensors']:,} stored"),
+        ("tensors", f"{summary['outputs']:,} full tensors, from {summary['stored_tensors']:,} stored"),
         ("parameters", f"{summary['parameters']:,}"),
         ("dtypes", ", ".join(f"{d} x {n:,} ({human(b)})" for d, (n, b) in summary["dtypes"].items())),
         ("axes", ", ".join(f"{k}={v}" for k, v in summary["axes"].items())),

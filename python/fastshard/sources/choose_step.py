@@ -364,9 +364,9 @@ def _later(
                 severity="warning" if "older-step" in options.accept else None,
                 decided="accept older-step" if "older-step" in options.accept else None,
                 file=other,
-                expected="the files of a whole step",
+                expected="the files of a complete step",
                 got=f"{name} is the newest that can be read",
-                help=f"bring back what it lacks; to take the older one give --step {name} or --accept older-step",
+                help=f"restore its missing files; to use the older step pass --step {name} or --accept older-step",
             )
         findings.append(finding)
     errors = [f for f in findings if f.severity == "error"]
@@ -435,7 +435,7 @@ def _pointing_nowhere(listing: Listing, steps: Mapping[str, Step], file: File, n
         file=file.path,
         expected=f"one of {have}",
         got=shown(named),
-        help=f"copy {shown(named)} from where it was saved, or choose a step that is there with --step{accept}",
+        help=f"copy {shown(named)} from the original checkpoint, or choose another step with --step{accept}",
     )
 
 

@@ -193,7 +193,7 @@ def _scan_axis(
         return best[0], None
     return best[0], FastshardError.of(
         "FS106",
-        "the shapes do not tell along which axis the layers are stacked",
+        "the shapes do not show along which axis the layers are stacked",
         expected="one axis",
         got=" or ".join(map(str, best)),
         help="give MaxText's yml with --config (it must say param_scan_axis)",

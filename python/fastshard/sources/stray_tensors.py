@@ -104,7 +104,7 @@ def of_numbers(
         if original is None:
             alike.append(file)
         else:
-            how = "one of the two was copied over the other"
+            how = "one file was copied over the other"
             findings.append(_copy(paths[file], paths[original], how, "other tensors"))
             copies.add(file)
     return Strays(findings, copies=frozenset(copies))
@@ -117,7 +117,7 @@ def _copy(copy: str, original: str, how: str, expected: str) -> Finding:
         file=copy,
         expected=expected,
         got=f"the tensors of {original}",
-        help="copy the file again from where the checkpoint was saved",
+        help="copy the file again from the original checkpoint",
     )
 
 

@@ -103,9 +103,7 @@ def positive(request: Request, *options: Option) -> None:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise FastshardError.of(
-                "FS515", option.flag, expected="a positive whole number", got=shown(value)
-            )
+            raise FastshardError.of("FS515", option.flag, expected="a positive integer", got=shown(value))
         largest = MAX_DEGREE if option.kind == "degree" else MAX_MULTIPLE
         if value > largest:
             raise FastshardError.of("FS515", option.flag, expected=f"{largest} at most", got=shown(value))

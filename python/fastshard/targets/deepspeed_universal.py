@@ -58,7 +58,7 @@ class UniversalTarget(Target):
         if request.is_narrowed:
             raise FastshardError.of(
                 "FS515",
-                "a universal checkpoint is written whole",
+                "a universal checkpoint is always complete",
                 got="--include or --exclude",
                 help="narrow a merge or a conversion to hf instead",
             )
@@ -83,7 +83,7 @@ class UniversalTarget(Target):
         if state.step is None or state.groups is None:
             raise FastshardError.of(
                 "FS514",
-                "a universal checkpoint needs the optimizer's step and groups, which the source does not tell",
+                "a universal checkpoint needs the optimizer's step and groups, which the source does not state",
                 help="`fastshard merge --optimizer` keeps the moments under their own names",
             )
         findings = [*whole.findings, *_one_for_all(state)]

@@ -67,7 +67,7 @@ class HfTarget(Target):
         if told.dialect is not None:
             model = read_model(source)
             kind = huggingface.class_of(
-                model, f"`fastshard merge` writes the whole tensors under {source.framework}'s own names"
+                model, f"`fastshard merge` writes the full tensors under {source.framework}'s own names"
             )
             model.settled("activation")
             return cls(source, kind.layout, huggingface.facts_of(model, kind), model, kind)

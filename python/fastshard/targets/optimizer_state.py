@@ -85,7 +85,7 @@ def carried(source: Source, outputs: Mapping[str, Any], made_of: Mapping[str, It
                 "FS212",
                 "the optimizer's step is not carried over: the files do not state it",
                 severity="warning",
-                help="set it in the run that continues: Adam divides by what it makes of the step",
+                help="set it in the run that continues: Adam's bias correction depends on the step",
             )
         )
     findings += _of_groups(state, source)
@@ -132,7 +132,7 @@ def _of_groups(state: State, source: Source) -> list[Finding]:
         findings.append(
             Finding.of(
                 "FS212",
-                f"hyperparameters that a group of parameters does not tell: {', '.join(sorted(lacking))}",
+                f"hyperparameters that a param group does not state: {', '.join(sorted(lacking))}",
                 severity="warning",
                 help="set them in the run that continues",
             )

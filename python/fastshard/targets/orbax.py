@@ -129,7 +129,7 @@ class OrbaxTarget(Target):
         if left and listed is not None:
             raise FastshardError.of(
                 "FS515",
-                "a tree with lists is written whole: without a part the others would get other places",
+                "a tree with lists is always complete: without a part the others would get other places",
                 tensor=listed,
                 got=f"{left[0]} left out",
                 help="leave out --include and --exclude, or merge to safetensors",

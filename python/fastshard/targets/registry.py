@@ -64,7 +64,7 @@ def check(request: Request) -> None:
     if not whole and request.is_narrowed:
         raise FastshardError.of(
             "FS515",
-            f"a {to} checkpoint is written whole",
+            f"a {to} checkpoint is always complete",
             got="--include or --exclude",
             help="narrow a merge or a conversion to hf instead",
         )
@@ -72,7 +72,7 @@ def check(request: Request) -> None:
     if whole and any(option.kind == "degree" for option in strange):
         raise FastshardError.of(
             "FS514",
-            f"{f'a conversion to {to}' if to else 'a merge'} writes whole tensors only",
+            f"{f'a conversion to {to}' if to else 'a merge'} writes full tensors only",
             expected=" and ".join(f"{option.name} 1" for option in strange if option.kind == "degree"),
             got=", ".join(
                 f"{option.name} {request[option]}" for option in strange if option.kind == "degree"

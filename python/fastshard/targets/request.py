@@ -56,9 +56,7 @@ class Request:
         object.__setattr__(self, "max_shard_size", parse_size(self.max_shard_size, "max_shard_size"))
         vocab = self.vocab_size
         if vocab is not None and (not isinstance(vocab, int) or not 0 < vocab < 1 << 48):
-            raise FastshardError.of(
-                "FS211", "vocab_size", expected="a positive whole number", got=repr(vocab)
-            )
+            raise FastshardError.of("FS211", "vocab_size", expected="a positive integer", got=repr(vocab))
 
     def __getitem__(self, option: Option) -> Any:
         return self.options.get(option.name, option.default)

@@ -12,7 +12,7 @@ from typing import Any
 from .. import _core
 from ..checkpoint.manifests import MANIFEST_NAME, read
 from ..common import memory_budget, safe_files
-from ..common.errors import FastshardError, raise_errors
+from ..common.errors import FastshardError
 from ..common.options import StrPath
 from ..common.progress import Progress, Report
 from ..common.thread_counts import thread_count
@@ -79,7 +79,7 @@ def attest(
     files = {name: root / name for name in names}
     before = {name: _stamp(file) for name, file in files.items()} | {MANIFEST_NAME: first}
     if verify:
-        raise_errors(verify_checkpoint(root, memory=memory, threads=threads, progress=progress))
+        verify_checkpoint(root, memory=memory, threads=threads, progress=progress).raise_for_errors()
     digests = _digests(files, thread_count(threads), progress)
     for name, file in files.items():
         if _stamp(file) != before[name]:

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from ..checkpoint.checkpoint import Checkpoint, CheckpointSource, as_checkpoint
-from ..checkpoint.manifests import (
-    run_options,
-)
+from ..checkpoint.manifests import run_options
 from ..checkpoint.planning import Plan, make_plan
 from ..checkpoint.tensor import Tensor
 from ..common import memory_budget
 from ..common.errors import Finding, from_core, raise_errors
+from ..common.formatting import counted
 from ..common.options import Opening
 from ..common.progress import Progress, Report
 from ..targets.request import Request
+from .closeness import Tolerance, distance
 from .stats import TensorStats, gather
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from typing_extensions import Unpack
 
 __all__ = ["Difference", "Differences", "diff"]
+
+#: Differences that ``repr`` shows.
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,29 @@ class Difference:
     largest: float = 0.0
     mean: float = 0.0
     std: float = 0.0
+    #: Elements that lie farther apart than is tolerated.
+    beyond: int = 0
+    #: ``|a - b| / |a|`` of the whole tensors, and the cosine of their angle; None where that is no number.
+    relative: float | None = None
+    cosine: float | None = None
     a_stats: TensorStats | None = None
     b_stats: TensorStats | None = None
+
+    def is_within(self, tolerance: Tolerance) -> bool:
+        """True if all elements are close and a tolerance was given for that."""
+        if self.kind == "dtype":
+            return tolerance.ignore_dtype and not self.beyond
+        return self.kind == "values" and bool(tolerance.atol or tolerance.rtol) and not self.beyond
+
+    @property
+    def zeros(self) -> str:
+        """What is zero on one side only, in words."""
+        if self.a_stats is None or self.b_stats is None:
+            return ""
+        sides = (("A", self.a_stats, self.b_stats), ("B", self.b_stats, self.a_stats))
+        return "; ".join(
+            f"{zero} are zero in {name} only" for name, own, other in sides for zero in own.zero_unlike(other)
+        )
 
     @property
     def distributions(self) -> str:
@@ -60,9 +83,7 @@ class Difference:
             if overlap == 1
             else f"the distributions overlap by {min(overlap, 0.9999):.2%}"
         )
-        for name, own, other in sides:
-            words += [f"{zero} are zero in {name} only" for zero in own.zero_unlike(other)]
-        return "; ".join(words)
+        return "; ".join([*words, *([self.zeros] if self.zeros else [])])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -87,10 +108,25 @@ class Difference:
 class Differences(list[Difference]):
     """Differences by the tensors' names: a list, which a notebook shows as a table."""
 
-    def __init__(self, differences: Iterable[Difference] = (), findings: Iterable[Finding] = ()) -> None:
+    def __init__(
+        self,
+        differences: Iterable[Difference] = (),
+        findings: Iterable[Finding] = (),
+        close: Iterable[Difference] = (),
+        compared: int = 0,
+    ) -> None:
         super().__init__(differences)
+        #: Tensors whose bytes differ within the tolerance.
+        self.close = list(close)
+        #: How many tensors there are, of both checkpoints together.
+        self.compared = compared
         #: Warnings and notes about the two checkpoints.
         self.findings = list(dict.fromkeys(findings))
+
+    def __repr__(self) -> str:
+        told = [f"  {d.tensor}: {d.kind.replace('_', ' ')}" for d in self[:_SHOWN]]
+        more = [f"  ... {len(self) - _SHOWN} more"] if len(self) > _SHOWN else []
+        return "\n".join([f"<fastshard.Differences: {counted(len(self), 'tensor')}>", *told, *more])
 
     def _repr_html_(self) -> str:
         from ..common import notebook_html
@@ -126,18 +162,34 @@ def diff(
     memory: str | int | None = None,
     threads: int | None = None,
     progress: Report = False,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+    ignore_dtype: bool = False,
     **opening: Unpack[Opening],
 ) -> Differences:
     """Compares two checkpoints tensor by tensor, across formats and shardings.
 
     Names are the sources' own where both have the same; otherwise both are seen through their
     Hugging Face layout. Hashes are compared first; only tensors that differ are read again, for the
-    figures and for the statistics of both sides. ``include`` and ``exclude`` are glob patterns of names, as for
-    :func:`fastshard.plan`.
+    figures and for the statistics of both sides.
+
+    Args:
+        a: an opened checkpoint, a path, or several node-local paths.
+        b: the other one.
+        include: glob patterns of names to compare; all if empty.
+        exclude: glob patterns of names to leave out.
+        memory: as for :func:`fastshard.convert`.
+        threads: worker threads.
+        progress: as for :func:`fastshard.convert`.
+        atol: a tensor is close if for each element ``|a - b| <= atol + rtol * |b|``; close ones are no differences.
+        rtol: see ``atol``.
+        ignore_dtype: True to compare values where the dtypes differ.
+        opening: as for :func:`fastshard.open`.
 
     Raises:
         FastshardError: if one of the two is damaged or they cannot be brought to common names.
     """
+    tolerance = Tolerance(atol, rtol, ignore_dtype)
     one, two = as_checkpoint(a, **opening), as_checkpoint(b, **opening)
     plans = _comparable((one, two), list(include), list(exclude))
     hashes: list[dict[str, str]] = []
@@ -163,16 +215,15 @@ def diff(
     except _core.CoreError as error:
         raise from_core(error) from None
     out = [Difference(name, "only_a", "present", "absent") for name in hashes[0].keys() - hashes[1].keys()]
+    close: list[Difference] = []
     out += [Difference(name, "only_b", "absent", "present") for name in hashes[1].keys() - hashes[0].keys()]
     for name in unlike:
         x, y = (Tensor(plan, plan.index[name]) for plan in plans)
-        unequal = (
-            Difference(name, "shape", str(list(x.shape)), str(list(y.shape)))
-            if x.shape != y.shape
-            else _compare(name, x, y)
-        )
-        out.append(replace(unequal, a_stats=sides[0].get(name), b_stats=sides[1].get(name)))
-    return Differences(sorted(out, key=lambda d: d.tensor), found)
+        unequal = _compared(name, x, y, tolerance)
+        unequal = replace(unequal, a_stats=sides[0].get(name), b_stats=sides[1].get(name))
+        (close if unequal.is_within(tolerance) else out).append(unequal)
+    out.sort(key=lambda difference: difference.tensor)
+    return Differences(out, found, close, len(hashes[0].keys() | hashes[1].keys()))
 
 
 def _comparable(sides: tuple[Checkpoint, Checkpoint], include: list[str], exclude: list[str]) -> list[Plan]:
@@ -198,52 +249,10 @@ def _form(plan: Plan, name: str) -> tuple[str, list[int]]:
     return dtype, shape
 
 
-#: Bytes compared at a time.
-_CHUNK = 16 << 20
-
-
-def _apart(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Where two arrays of numbers differ, and by how much: integers exactly, complex numbers by their distance."""
-    import numpy as np
-
-    if a.dtype.kind in "iu" and b.dtype.kind in "iu":
-        # Of int64 and uint64 numpy would make floats.
-        unequal = (
-            (a != b)
-            if a.dtype.kind == b.dtype.kind
-            else (a < 0) | (b < 0) | (a.astype("u8") != b.astype("u8"))
-        )
-        delta: NDArray[Any] = np.zeros(a.shape)
-        delta[unequal] = (a[unequal].astype(object) - b[unequal].astype(object)).astype(np.float64)
-        return unequal, delta
-    wide = np.complex128 if np.iscomplexobj(a) or np.iscomplexobj(b) else np.float64
-    p, q = a.astype(wide), b.astype(wide)
-    delta = np.abs(p - q) if wide is np.complex128 else p - q
-    return ~((p == q) | (np.isnan(p) & np.isnan(q))), delta
-
-
-def _compare(name: str, x: Tensor, y: Tensor) -> Difference:
-    """Figures of the difference, in bounded memory. Of complex numbers it is the distance of the two."""
-    import numpy as np
-
-    rows = x.shape[0] if x.shape else 1
-    step = max(1, rows * _CHUNK // max(1, x.nbytes, y.nbytes))
-    differing, largest, total, squares, count = 0, 0.0, 0.0, 0.0, 0
-    for start in range(0, rows, step):
-        a, b = ((t[start : start + step] if t.shape else t.numpy()).ravel() for t in (x, y))
-        unequal, delta = _apart(a, b)
-        differing += int(unequal.sum())
-        finite = np.abs(np.where(np.isnan(delta), np.where(unequal, np.inf, 0.0), delta))
-        largest = max(largest, float(finite.max(initial=0.0)))
-        delta = np.where(np.isfinite(delta), delta, 0.0)
-        total += float(delta.sum())
-        squares += float((delta * delta).sum())
-        count += delta.size
-    mean = total / max(1, count)
-    std = max(0.0, squares / max(1, count) - mean * mean) ** 0.5
-    if x.dtype != y.dtype:
-        return Difference(name, "dtype", x.dtype, y.dtype, differing, largest, mean, std)
-    if differing == 0:
-        # Equal numbers with other bits: the sign of a zero or the payload of a NaN.
-        return Difference(name, "values", "", "", 0, 0.0, 0.0, 0.0)
-    return Difference(name, "values", "", "", differing, largest, mean, std)
+def _compared(name: str, x: Tensor, y: Tensor, tolerance: Tolerance) -> Difference:
+    if x.shape != y.shape:
+        return Difference(name, "shape", str(list(x.shape)), str(list(y.shape)))
+    apart = distance(x, y, tolerance)
+    kind, a, b = ("dtype", x.dtype, y.dtype) if x.dtype != y.dtype else ("values", "", "")
+    # Equal numbers may have other bits: the sign of a zero or the payload of a NaN.
+    return Difference(name, kind, a, b, **asdict(apart))

@@ -71,7 +71,7 @@ def check(
         return [
             Finding.of(
                 "FS315",
-                "the signature does not vouch for what is here",
+                "the signature does not match the files",
                 file=signature.name,
                 expected=f"files as they were signed, by the key of {' and '.join(p.name for p in _keys(public_key, certificates))}",
                 got=told,

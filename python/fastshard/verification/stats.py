@@ -12,6 +12,7 @@ from ..checkpoint.manifests import ProgressCallback, run_options
 from ..checkpoint.planning import Plan, make_plan
 from ..common import memory_budget
 from ..common.errors import Finding, from_core, raise_errors
+from ..common.formatting import counted
 from ..common.options import Opening, StrPath
 from ..common.progress import Progress, Report
 from ..targets.request import Request
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["HISTOGRAM_EDGES", "TensorStats", "ZeroSlab", "stats"]
 
+#: Tensors that ``repr`` shows.
+_SHOWN = 5
 #: The 63 edges between the 64 bins of every histogram, ascending: ``-2**6 ... -2**-24, 0, 2**-24 ... 2**6``.
 #: The first and the last bin are open. A power of two belongs to the bin that is farther from zero.
 HISTOGRAM_EDGES: tuple[float, ...] = tuple(_core.histogram_edges())
@@ -145,6 +148,15 @@ def _without(
 class Stats(dict[str, TensorStats]):
     """Statistics by the tensors' names: a dict, which a notebook shows as a table."""
 
+    def __repr__(self) -> str:
+        told = [
+            f"  {name}: {s.dtype} {list(s.shape)}, {_figure(s.min)} to {_figure(s.max)}, mean {_figure(s.mean)}, "
+            f"std {_figure(s.std)}"
+            for name, s in list(self.items())[:_SHOWN]
+        ]
+        more = [f"  ... {len(self) - _SHOWN} more"] if len(self) > _SHOWN else []
+        return "\n".join([f"<fastshard.Stats: {counted(len(self), 'tensor')}>", *told, *more])
+
     def _repr_html_(self) -> str:
         from ..common import notebook_html
 
@@ -162,6 +174,10 @@ class Stats(dict[str, TensorStats]):
         )
         head = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "zeros", "NaN / inf", "zero slabs")
         return notebook_html.table(f"statistics of {len(self)} tensors", head, rows, len(self))
+
+
+def _figure(x: float | None) -> str:
+    return "-" if x is None else f"{x:.4g}"
 
 
 @memory_budget.kept

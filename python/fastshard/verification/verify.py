@@ -31,6 +31,7 @@ from ..conversion.distributed import host_parts
 from ..models import sidecar_files
 from ..models.tokenizer import find as find_tokenizer
 from ..targets.request import Request
+from .verdict import Verdict
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from .._core import RunOptions
 
 __all__ = ["verify"]
+
+#: The model card, which goes along with weights.
+_CARD = "README.md"
 
 
 @memory_budget.kept
@@ -56,7 +60,7 @@ def verify(
     threads: int | None = None,
     progress: Report = False,
     **opening: Unpack[Opening],
-) -> list[Finding]:
+) -> Verdict:
     """Checks a checkpoint's completeness and integrity, and with a manifest its content.
 
     Files that were downloaded from Hugging Face's hub are compared with the hashes that its cache, or ``--local-dir``, keeps.
@@ -83,43 +87,7 @@ def verify(
         opening: as for :func:`fastshard.open`.
 
     Returns:
-        All findings; no error among them means that nothing wrong was found.
-
-    Raises:
-        FastshardError: if the path cannot be checked at all.
-    """
-    return verified(
-        source, expect=expect, like=like, subset=subset, include=include, exclude=exclude, signature=signature,
-        public_key=public_key, certificates=certificates, memory=memory, threads=threads, progress=progress, **opening,
-    ).findings  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Verified:
-    """What :func:`verify` has found, and how far it looked."""
-
-    findings: list[Finding]
-    #: None if something is wrong.
-    checked: proof.Checked | None
-
-
-def verified(
-    source: CheckpointSource,
-    *,
-    expect: StrPath | Mapping[str, Any] | None = None,
-    like: StrPath | None = None,
-    subset: tuple[int, int] | None = None,
-    include: Iterable[str] = (),
-    exclude: Iterable[str] = (),
-    signature: StrPath | None = None,
-    public_key: StrPath | None = None,
-    certificates: Iterable[StrPath] = (),
-    memory: str | int | None = None,
-    threads: int | None = None,
-    progress: Report = False,
-    **opening: Unpack[Opening],
-) -> Verified:
-    """Checks a checkpoint as :func:`verify` does, and says how far.
+        The findings, and what they come to; ``.ok`` is True if there is no error among them.
 
     Raises:
         FastshardError: if the path cannot be checked at all.
@@ -153,7 +121,7 @@ def verified(
     differing, downloaded = _differing(checkpoint, plan, path, left_out, run, progress)
     found = _unique(checkpoint.opened.gate.judged([*findings, *differing]))
     if downloaded is None or any(f.severity == "error" for f in found):
-        return Verified(found, None)
+        return Verdict(found, None)
     by = None if path is None else path.name
     vouched = _vouched(checkpoint, by, None if signature is None else Path(signature).name)
     partial: list[str] = []
@@ -164,7 +132,7 @@ def verified(
     if include or exclude:
         part = f"{part}, {_CHOSEN}" if part else _CHOSEN
     unnoticed = [_NEVER_SAVED] if _lists_itself(plan) else []
-    return Verified(found, proof.checked(found, vouched, partial, unnoticed, part))
+    return Verdict(found, proof.checked(found, vouched, partial, unnoticed, part))
 
 
 def _differing(
@@ -188,7 +156,9 @@ def _differing(
             found, _, _ = plan.core.check({**run, "stats": "zero_slabs"}, bar.phase("verifying"))
             findings += [f for f in found if not _is_padding(f, checkpoint.opened.source.model.config)]
             if manifest is not None:
-                findings += _against(manifest, checkpoint, plan, run, bar.phase("hashing"), left_out)
+                against = _against(manifest, checkpoint, plan, run, bar.phase("hashing"), left_out)
+                # A model card is written on after the conversion.
+                findings += [f.replace(severity="note") if f.file == _CARD else f for f in against]
     except _core.CoreError as error:
         findings += from_core(error).findings
     return findings, downloaded

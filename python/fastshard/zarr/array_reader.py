@@ -123,7 +123,7 @@ class Store:
                 f"the store cannot be read: {told}",
                 file=self.label,
                 tensor=tensor,
-                help="copy it again from the host that wrote it: it is damaged or truncated",
+                help="copy the file again from the host that wrote it: it is damaged or truncated",
             ) from None
 
     def placed(self, sizes: Mapping[str, int]) -> tuple[list[str], dict[str, str]]:

@@ -189,7 +189,7 @@ class StoreWriter:
                     f"{len(lacking)} keys of the store just written are not in it",
                     tensor=array.key,
                     expected=lacking[0],
-                    help="the file system lost what was written: look at its logs, then run again",
+                    help="the file system lost data that was written: look at its logs, then run again",
                 )
 
     def abort(self) -> None:

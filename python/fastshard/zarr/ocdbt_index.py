@@ -80,9 +80,9 @@ def unreadable(place: Place, sizes: Mapping[str, int]) -> str | None:
     path, offset, length = place
     size = sizes.get(path)
     if size is None:
-        return f"{path} is not there"
+        return f"{path} is missing"
     if offset + length > size:
-        return f"{path} is cut short: {offset + length} bytes expected, {size} there"
+        return f"{path} is truncated: {offset + length} bytes expected, {size} there"
     return None
 
 

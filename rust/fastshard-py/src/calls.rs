@@ -145,7 +145,7 @@ fn panicked(out: Option<&Path>) -> Finding {
     let finding = Finding::new(codes::INTERNAL, "the work ended by a panic");
     match out {
         Some(out) => finding.file(out).help(
-            "whether the result was published is not known: look at this folder, and for a hidden one \
+            "it is not known whether the result is complete: look at this folder, and for a hidden one \
              beside it, before you run again; and report the message that was printed",
         ),
         None => finding.help("please report it with the message that was printed"),

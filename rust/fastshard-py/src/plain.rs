@@ -82,7 +82,7 @@ impl<'de> de::Deserializer<'de> for Object<'_, '_> {
             match (given.extract::<u64>(), given.extract::<i64>(), given.extract::<f64>()) {
                 (Ok(number), ..) => visitor.visit_u64(number),
                 (_, Ok(number), _) => visitor.visit_i64(number),
-                // As JSON readers take it: where a whole number is asked for, it is refused.
+                // As JSON readers take it: where an integer is asked for, it is refused.
                 (.., Ok(number)) if number.is_finite() => visitor.visit_f64(number),
                 _ => Err(Unusable(format!("{given} is beyond all numbers"))),
             }

@@ -233,6 +233,6 @@ fn no_room(key: &str, len: usize, error: &PyErr) -> Error {
 fn failed(key: &str, error: &PyErr) -> Error {
     Finding::new(codes::IO, format!("a block could not be read or written: {error}"))
         .tensor(key)
-        .help("look whether the store's own library reads it; if not, copy it again")
+        .help("check whether the store's own library reads it; if not, copy the file again")
         .into()
 }

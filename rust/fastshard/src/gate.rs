@@ -82,8 +82,9 @@ impl Finding {
 
 fn not_ignored(finding: &Finding) -> Finding {
     let message = format!("ignore {}: an error cannot be ignored: {finding}", finding.code);
-    Finding::new(codes::USAGE, message)
-        .help("mend it; what may be accepted has a name of its own (--accept WHAT), which `fastshard explain` states")
+    Finding::new(codes::USAGE, message).help(
+        "fix it; an error that may be accepted has a name (--accept WHAT), which `fastshard explain` states",
+    )
 }
 
 #[cfg(test)]

@@ -40,7 +40,7 @@ pub(crate) fn is_listed(name: &str) -> bool {
 
 /// What a matching manifest leaves open.
 pub const NOT_PROVEN: &str =
-    "a matching manifest proves that the bytes are those that were planned and written; that the layout \
+    "a matching manifest proves that the bytes are exactly as planned and written; that the layout \
 is right for the model is proven by the layout's tests and by logits, not by a hash";
 
 /// One tensor of a file.

@@ -197,7 +197,7 @@ impl RepairFile {
             Finding::new(codes::OVERLAP, "two tensors of the optimizer share their elements")
                 .file(label)
                 .tensor(pair[1].key())
-                .expected("an element of its own", format!("those of {}", pair[0].key()))
+                .expected("a separate element", format!("those of {}", pair[0].key()))
         }));
         outputs
     }

@@ -255,7 +255,7 @@ fn differing_files(manifest: &Manifest, opened: &[&CatalogFile]) -> Vec<Finding>
             None => findings.push(
                 Finding::new(codes::MISSING_FILE, "the file is missing: the manifest names it")
                     .file(&file.name)
-                    .help("copy it from where the manifest was made"),
+                    .help("copy it from the host that made the manifest"),
             ),
             Some(&size) if size != file.size => findings.push(
                 Finding::new(codes::HASH, "size differs from the manifest")

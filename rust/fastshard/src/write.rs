@@ -309,7 +309,7 @@ fn stale_files(staging: &Staging, plan: &Plan, options: &Options) -> Result<Vec<
 fn stale_finding(out: &Path, name: &str) -> Finding {
     Finding::new(
         codes::SOURCE_CHANGED,
-        "changed since the interrupted run completed its result, which was published as it was",
+        "changed since the interrupted run completed its result, which is kept as it was",
     )
     .severity(Severity::Warning)
     .file(out.join(name))

@@ -17,7 +17,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-verify",
         action="store_true",
-        help="say what the manifest says, without comparing everything with it",
+        help="copy what the manifest says, without comparing the files with it",
     )
     add_common(parser)
 

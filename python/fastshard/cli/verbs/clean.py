@@ -15,7 +15,7 @@ _TOLD = {
     "resumable": "kept: the command that it was, with --resume, continues it; --abandon RUN removes it",
     "at_work": "kept: a process is at work on it",
     "complete": "kept: its result is complete; the command that it was, with --resume, or `fastshard commit` ends it",
-    "foreign": "kept: it holds what is not this program's to remove; look into it",
+    "foreign": "kept: it holds files that fastshard did not write; look into it",
 }
 
 

@@ -31,7 +31,7 @@ def _of_zero(parser: argparse.ArgumentParser) -> None:
         "--safe_serialization",
         "--safe-serialization",
         action="store_true",
-        help="safetensors: what is always written here",
+        help="safetensors; fastshard always writes it",
     )
     group.add_argument(
         "-t", "--tag", metavar="TAG", help="step, e.g. global_step1 (default: what latest names)"
@@ -40,7 +40,7 @@ def _of_zero(parser: argparse.ArgumentParser) -> None:
         "--exclude_frozen_parameters",
         "--exclude-frozen-parameters",
         action="store_true",
-        help="without what was not to be trained",
+        help="leave out frozen parameters",
     )
     group.add_argument("-d", "--debug", action="count", dest="verbose", default=0, help="as -v")
     _writing(parser)
@@ -106,7 +106,7 @@ ZERO_TO_FP32 = Verb(
     help="drop-in for DeepSpeed's zero_to_fp32.py",
     description="""\
         Takes what DeepSpeed's zero_to_fp32.py takes, and writes what it writes with --safe_serialization: the fp32
-        masters of a ZeRO checkpoint, whole, under the model's names, in safetensors. As `fastshard merge --weights
+        master weights of a ZeRO checkpoint, merged, under the model's names, in safetensors. As `fastshard merge --weights
         masters`: checked, in bounded memory, all or nothing.""",
     arguments=_of_zero,
     run=_zero,
@@ -121,7 +121,7 @@ CONSOLIDATE = Verb(
     help="drop-in for torch's DCP consolidation",
     description="""\
         For torch.distributed.checkpoint directories (FSDP) and the rank shards of its Hugging Face writer: the
-        whole tensors as one set of safetensors files with an index. As `fastshard merge`: checked, in bounded
+        full tensors as one set of safetensors files with an index. As `fastshard merge`: checked, in bounded
         memory, all or nothing.""",
     arguments=_of_ranks,
     run=_consolidate,

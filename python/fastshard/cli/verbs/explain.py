@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
+import textwrap
 
-from ...common.errors import CODES, FastshardError
+from ...common.errors import CODES, Code, FastshardError
 from ...sources.registry import ADAPTERS
+from ..code_pages import PAGES
 from ..render import table
 from ..shared_arguments import add_format
 from ..verb import Outcome, Result, Verb
@@ -26,11 +29,35 @@ def _run(a: argparse.Namespace) -> Outcome:
         raise FastshardError.of(
             "FS515", f"no finding has the code {a.code}", help="`fastshard explain` lists all codes"
         )
-    exits = {1: "1 (problem)", 2: "2 (could not run)", 3: "3 (incomplete)"}
-    text = f"{row.code} {row.title} ({row.severity}; as an error, exit code {exits[row.exit]})\n\n{row.explanation}"
+    text = _page(row)
     if row.code == "FS513":
-        text += f"\n\nRead: {', '.join(adapter.name for adapter in ADAPTERS)}; the README says what of each."
+        text += f"\n\nfastshard reads: {', '.join(adapter.name for adapter in ADAPTERS)}."
     return Result(text, row._asdict()), []
+
+
+def _page(row: Code) -> str:
+    """What it means, why it happens, how to confirm and how to fix it; the first and the last for every code."""
+    exits = {1: "1 (problem)", 2: "2 (could not run)", 3: "3 (incomplete)"}
+    title = f"{row.code} {row.title} ({row.severity}; as an error, exit code {exits[row.exit]})"
+    page = PAGES.get(row.code)
+    if page is None:
+        return f"{title}\n\n{row.explanation}"
+    means, fix = parts(row.explanation, page.meaning)
+    told = {
+        "What it means": means,
+        "Why it happens": page.why,
+        "How to confirm": page.confirm,
+        "How to fix": fix,
+    }
+    lines = [textwrap.fill(text, 80, initial_indent=f"{label:<16}", subsequent_indent=" " * 16, break_on_hyphens=False)
+             for label, text in told.items() if text]  # fmt: skip
+    return "\n".join([title, "", *lines])
+
+
+def parts(explanation: str, meaning: int) -> tuple[str, str]:
+    """The sentences of an explanation that say what a finding means, and those that say how to fix it."""
+    sentences = re.split(r"(?<=[.)]) (?=[A-Z`-])", explanation)
+    return " ".join(sentences[:meaning]), " ".join(sentences[meaning:])
 
 
 EXPLAIN = Verb(

@@ -43,7 +43,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     form = group.add_mutually_exclusive_group()
     form.add_argument("--tree", action="store_true", help="as a tree; branches that are alike are one")
     form.add_argument("--by", choices=("role", "layer", "dtype"), help="counts and bytes of groups")
-    group.add_argument("--no-pager", action="store_true", help="print at once what is longer than the screen")
+    group.add_argument("--no-pager", action="store_true", help="do not use a pager")
     add_opening(parser)
     add_common(parser, run=False)
     add_exit_zero(parser)
@@ -192,7 +192,7 @@ LS = Verb(
     name="ls",
     help="list its tensors, as a tree, or by role, layer or dtype",
     description="""\
-        The whole tensors that merge would write, by headers alone. Layers and roles are told by names: numbers
+        The full tensors that merge would write, by headers alone. Names state layers and roles: numbers
         are the framework's own (in GPT-NeoX's pipeline files the first layer is 2).""",
     arguments=_arguments,
     run=_run,

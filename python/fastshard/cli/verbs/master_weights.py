@@ -15,7 +15,9 @@ from ..verb import Outcome, Result, Verb
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser)
     group = parser.add_argument_group("repair")
-    group.add_argument("--repair", metavar="OUT", help="write a copy whose masters are the parameters")
+    group.add_argument(
+        "--repair", metavar="OUT", help="write a copy whose master weights are made from the parameters"
+    )
     group.add_argument(
         "--drop-optimizer",
         action="store_true",
@@ -41,7 +43,7 @@ def _run(a: argparse.Namespace) -> Outcome:
                 "FS515", f"{flag} goes with --repair OUT", help="nothing is written without --repair"
             )
         report = compare_masters(a.ckpt, memory=a.memory, progress=progress(a), **opening(a))
-        steps = ", ".join(f"{step:g}" for step in report.steps) or "not told"
+        steps = ", ".join(f"{step:g}" for step in report.steps) or "not stated"
         text = f"{counted(report.compared, 'tensor')}, {report.elements:,} elements compared; optimizer step {steps}"
         if report.differing:
             text += f"\n\n{report.advice}"
@@ -67,7 +69,7 @@ def _run(a: argparse.Namespace) -> Outcome:
     what = (
         "the optimizer left out; load it with load_module_only=True"
         if a.drop_optimizer
-        else f"{count} tensors rebuilt: masters made from the parameters, moments and step set to zero; load it as usual"
+        else f"{count} tensors rebuilt: master weights made from the parameters, moments and step set to zero; load it as usual"
     )
     document = {"out": str(a.repair), "tensors": count, "files": manifest.document["files"]}
     return Result(f"{a.repair}: {what}", document), manifest.findings
@@ -77,8 +79,8 @@ MASTER_WEIGHTS = Verb(
     name="master-weights",
     help="compare fp32 master weights with parameters; rebuild them",
     description="""\
-        Checks that every fp32 master of the optimizer rounds to its 16-bit parameter. With --repair the
-        parameters are taken to be right: OUT is the same checkpoint with masters made from them, and
+        Compare fp32 master weights with the 16-bit parameters: each must round to its parameter. With --repair the
+        parameters are taken to be right: OUT is the same checkpoint with master weights made from them, and
         moments and step zero.""",
     arguments=_arguments,
     run=_run,

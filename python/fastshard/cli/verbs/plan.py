@@ -40,6 +40,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     parser.add_argument("--emit", choices=EMITTERS, default="shell", help=argparse.SUPPRESS)
+    parser.set_defaults(time="01:00:00", cpus=4)
     add_writing(parser)
     add_common(parser)
     add_exit_zero(parser)

@@ -98,8 +98,8 @@ REPORT = Verb(
         One self-contained HTML page: what the checkpoint is, which ranks hold what of which tensors and what is missing,
         damaged or copied, findings with what to do, sizes, distributions, provenance. From headers alone, and from the
         manifest that lies beside the checkpoint; --stats reads all data. Opening the page loads nothing and runs nothing
-        but its own script. A broken checkpoint gives a page too: the exit code is 0 once the page is written, whatever it
-        tells, but with --fail-on or --error; `fastshard verify` judges. Needs pip install 'fastshard[report]'.""",
+        but its own script. A broken checkpoint gives a page too: the exit code is 0 once the page is written, unless --fail-on
+        or --error is given; `fastshard verify` judges. Needs pip install 'fastshard[report]'.""",
     arguments=_arguments,
     run=_run,
     silent=True,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
+from dataclasses import dataclass
 
-from ...checkpoint.manifests import MANIFEST_NAME
+from ...checkpoint.manifests import MANIFEST_NAME, run_options
 from ...common.errors import FastshardError
 from ...common.formatting import counted
 from ...conversion.distributed.split_runs import Run, begin, commit, run_part
@@ -37,8 +39,13 @@ def _split_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--parts", type=int, metavar="N", required=True, help="number of parts")
     parser.add_argument(
-        "--emit", choices=EMITTERS, default="shell", help="what the parts are started by (default: shell)"
+        "--emit", choices=EMITTERS, default="shell", help="form of the job script (default: shell)"
     )
+    group = parser.add_argument_group("job scripts (--emit slurm, k8s)")
+    group.add_argument(
+        "--time", default="01:00:00", metavar="HH:MM:SS", help="limit of a part (default: 01:00:00)"
+    )
+    group.add_argument("--cpus", type=int, default=4, metavar="N", help="cores of a part (default: 4)")
     add_target(parser, required=False)
     add_shaping(parser)
     add_writing(parser)
@@ -57,7 +64,12 @@ def split(a: argparse.Namespace) -> Outcome:
         a.ckpt, a.out, a.to, parts=a.parts, expect=a.expect, tokenizer=a.tokenizer, memory=a.memory, resume=a.resume,
         overwrite=a.overwrite, sparse=a.sparse, stats=a.stats, **shape(a), **placing(a), **opening(a),
     )  # fmt: skip
-    text = emitted(run, a.emit)
+    memory = run_options(a.memory, a.threads)["memory"]
+    if not re.fullmatch(r"(?:[0-9]{1,3}-)?[0-9]{1,3}:[0-9]{2}:[0-9]{2}", a.time):
+        raise FastshardError.of("FS515", "--time", expected="HH:MM:SS", got=a.time)
+    if a.cpus < 1:
+        raise FastshardError.of("FS515", "--cpus", expected="1 or more", got=str(a.cpus))
+    text = emitted(run, a.emit, Job(a.time, a.cpus, memory))
     document = {"out": run.out, "run": run.id, "folder": run.folder, "parts": run.bytes, "emitted": text}
     return Result(text, document, proof=False), run.findings
 
@@ -75,7 +87,7 @@ def _part_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _part(a: argparse.Namespace) -> Outcome:
     made = run_part(a.out, a.part, a.run, memory=a.memory, threads=a.threads, progress=progress(a))
-    text = f"part {a.part} of {a.out}: {'made' if made else 'was made before'}; `fastshard commit` publishes"
+    text = f"part {a.part} of {a.out}: {'made' if made else 'was made before'}; `fastshard commit` puts the result in place"
     return Result(text, {"out": str(a.out), "part": a.part, "made": made}), []
 
 
@@ -102,22 +114,51 @@ def quoted(path: str) -> str:
     return f"\"$(printf '{octal}')\""
 
 
-def emitted(run: Run, how: str) -> str:
+@dataclass(frozen=True)
+class Job:
+    """What a scheduler gives a part."""
+
+    #: Limit, as Slurm writes it.
+    time: str
+    cpus: int
+    #: Bytes that the process may hold.
+    memory: int
+
+    @property
+    def options(self) -> str:
+        """What a part is told of it."""
+        return f"--threads {self.cpus} --memory {self.memory >> 20}MiB"
+
+    @property
+    def mebibytes(self) -> int:
+        """Memory to ask for: that of the process, and as much again for what the system buffers."""
+        return max(2 * self.memory >> 20, 1024)
+
+
+def emitted(run: Run, how: str, job: Job) -> str:
     """The commands that make all parts of a run and commit it, for a shell, Slurm or Kubernetes."""
     parts, out = len(run.bytes), quoted(run.out)
-    part, commit = f"fastshard make-part {{}} {out} --run {run.id}", f"fastshard commit {out} --run {run.id}"
+    options = "" if how == "shell" else f" {job.options}"
+    part = f"fastshard make-part {{}} {out} --run {run.id}{options}"
+    commit = f"fastshard commit {out} --run {run.id}"
     if how == "slurm":
         return "\n".join([
             "#!/bin/sh",
+            f"#SBATCH --job-name=fastshard-{run.id[:8]}",
+            f"#SBATCH --time={job.time}",
+            f"#SBATCH --cpus-per-task={job.cpus}",
+            f"#SBATCH --mem={job.mebibytes}M",
+            f"#SBATCH --output=fastshard-{run.id[:8]}-%A_%a.out",
             "# Run it where jobs are submitted: an array makes the parts, a job that depends on it commits.",
             'if [ -n "$SLURM_ARRAY_TASK_ID" ]; then',
             "  exec " + part.format('"$SLURM_ARRAY_TASK_ID"'),
             "fi",
             f'job=$(sbatch --parsable --array=0-{parts - 1} "$0") || exit',
-            f"sbatch --dependency=afterok:$job --wrap {shlex.quote(commit)}",
+            f"sbatch --dependency=afterok:$job --job-name=fastshard-{run.id[:8]} --time={job.time} "
+            f"--output=fastshard-{run.id[:8]}-commit.out --wrap {shlex.quote(commit)}",
         ])  # fmt: skip
     if how == "k8s":
-        return _kubernetes(parts, part.format('"$JOB_COMPLETION_INDEX"'), commit, run.id[:8])
+        return _kubernetes(parts, part.format('"$JOB_COMPLETION_INDEX"'), commit, run.id[:8], job)
     return "\n".join([
         "#!/bin/sh",
         "# Each line on any host that sees the destination and the sources, in any order; the last one when all are done.",
@@ -127,7 +168,7 @@ def emitted(run: Run, how: str) -> str:
     ])  # fmt: skip
 
 
-def _kubernetes(parts: int, part: str, commit: str, name: str) -> str:
+def _kubernetes(parts: int, part: str, commit: str, name: str, needs: Job) -> str:
     def job(what: str, spec: str, command: str) -> str:
         return f"""apiVersion: batch/v1
 kind: Job
@@ -144,6 +185,9 @@ spec:{spec}
           args:
             - |
               {command}
+          resources:
+            requests: {{cpu: {needs.cpus}, memory: {needs.mebibytes}Mi}}
+            limits: {{memory: {needs.mebibytes}Mi}}
           volumeMounts: []        # the storage of sources and destination, at these paths
       volumes: []"""
 
@@ -161,7 +205,7 @@ SPLIT = Verb(
     help="divide a merge or convert into N parts, for job arrays",
     arguments=_split_arguments,
     run=split,
-    often=("--to", "--vocab-size", "--dtype", "--emit", "--resume"),
+    often=("--to", "--vocab-size", "--dtype", "--emit", "--time", "--cpus", "--memory", "--resume"),
     examples=(
         "fastshard split run parted --to hf --vocab-size 500 --parts 2",
         "fastshard split run parted_slurm --parts 4 --emit slurm",

@@ -33,7 +33,7 @@ STATS = Verb(
     name="stats",
     help="minimum, maximum, mean, std, zeros and NaN of every tensor",
     description="""\
-        One streaming pass over the whole tensors. The histogram has 64 fixed bins, 32 powers of two for each
+        One streaming pass over the full tensors. The histogram has 64 fixed bins, 32 powers of two for each
         sign from 2^-24 to 2^6 (smaller and larger numbers in the first and last of them), so that those of two
         checkpoints can be compared; zeros, NaN and infinities are counted apart. Zero slabs are indices of a
         dimension at which everything is zero: lost shards look like that.""",

@@ -10,7 +10,7 @@ from typing import Any
 from ...checkpoint.missing_files import absent
 from ...common.errors import FastshardError
 from ...common.gate import ignored
-from ...verification.verify import verified
+from ...verification.verify import verify
 from ..shared_arguments import add_choosing, add_common, add_exit_zero, add_source, opening, progress
 from ..verb import Outcome, Result, Verb
 
@@ -48,7 +48,7 @@ def _run(a: argparse.Namespace) -> Outcome:
     options = opening(a)
     if options["config"] is None:
         del options["config"]
-    made = verified(
+    made = verify(
         a.ckpt,
         expect=a.expect,
         subset=subset,

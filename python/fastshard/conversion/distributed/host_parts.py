@@ -137,7 +137,7 @@ def compared(checkpoint: Checkpoint, part: tuple[int, int], run: RunOptions, bar
             "FS518",
             "this part has no manifest, and others have: nothing says what its host has read",
             file=str(root),
-            help="copy it from where the part was made, or make the part again (`fastshard copy-local`)",
+            help="copy it from the host that made the part, or make the part again (`fastshard copy-local`)",
         )
         for index, root in enumerate(checkpoint.listing.roots)
         if held and index not in held

@@ -82,7 +82,7 @@ def detect(world: int | None = None, environ: Mapping[str, str] | None = None) -
                 "two launchers say different things",
                 expected=_shown(launcher, environ),
                 got=_shown(other, environ),
-                help="give --rank and --world, or unset what is left of another launcher",
+                help="give --rank and --world, or unset the variables of the other launcher",
             )
     if size is None:
         # A source of less right may know it: FASTSHARD_WORLD beside a Kubernetes index.
@@ -100,7 +100,7 @@ def detect(world: int | None = None, environ: Mapping[str, str] | None = None) -
     if size is None:
         raise FastshardError.of(
             "FS515",
-            f"{launcher.name} does not tell how many processes there are",
+            f"{launcher.name} does not state the number of processes",
             expected="--world N",
             got=_shown(launcher, environ),
             help="give the job's number of completions with --world",
@@ -136,7 +136,7 @@ def _number(name: str, environ: Mapping[str, str]) -> int | None:
         raise FastshardError.of(
             "FS515",
             name,
-            expected="a whole number",
+            expected="an integer",
             got=repr(text),
             help="unset it, or give --rank and --world",
         )

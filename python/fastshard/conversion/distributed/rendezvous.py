@@ -37,7 +37,7 @@ def rank_of(rank: int | str | None, world: int | None) -> Rank | None:
     if rank == "auto":
         return detect(world)
     if isinstance(rank, bool) or not isinstance(rank, int):
-        raise refused("rank", "a whole number, or 'auto'", rank)
+        raise refused("rank", "an integer, or 'auto'", rank)
     if world is None:
         raise FastshardError.of(
             "FS515", "rank is given without world", help="give --world: how many ranks there are"

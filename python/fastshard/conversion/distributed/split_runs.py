@@ -75,7 +75,7 @@ def begin(
         FastshardError: as :func:`fastshard.convert`; ``FS509`` if processes are at work on the run.
     """
     if isinstance(parts, bool) or not isinstance(parts, int) or not 1 <= parts <= 100_000:
-        raise refused("parts", "a whole number from 1 to 100000", parts)
+        raise refused("parts", "an integer from 1 to 100000", parts)
     if isinstance(source, (str, os.PathLike)):
         source = [source]
     writing: dict[str, Any] = {"overwrite": overwrite, "sparse": sparse, "stats": stats}
@@ -194,7 +194,7 @@ def run_part(
     found = _found(out, run)
     about, parts = found["about"], found["parts"]
     if isinstance(part, bool) or not isinstance(part, int) or not 0 <= part < (parts or 0):
-        raise refused("part", f"a whole number from 0 to {(parts or 1) - 1}", part)
+        raise refused("part", f"an integer from 0 to {(parts or 1) - 1}", part)
     with Progress(progress) as bar:
         job = prepared(
             about["source"], about["to"], about["expect"], about["tokenizer"], memory, threads, about["options"], bar,

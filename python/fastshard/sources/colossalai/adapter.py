@@ -258,7 +258,7 @@ class ColossalAI:
             Finding.of(
                 "FS109",
                 f"{len(slices)} tensors were saved as slices and are put together in the order in which the directories"
-                " are given: nothing in the files tells the ranks",
+                " are given: nothing in the files names the ranks",
                 severity="warning",
                 tensor=next(iter(slices)),
                 file=found.files[held[next(iter(slices))][0][0]].path,

@@ -45,7 +45,7 @@ def stage_not_merged(folder: str, whole: list[str]) -> Finding:
 def shard_missing(folder: str, name: str) -> Finding:
     """Says that a shard which the index names is in no directory."""
     rank = rank_of(SHARD.match(name))
-    where = f"from the node that ran {rank}" if rank else "from where the checkpoint was saved"
+    where = f"from the node that ran {rank}" if rank else "from the original checkpoint"
     help = f"copy it {where}, or name that node's directory as another CKPT"
     return missing(join(folder, name), rank, "the index names it", help)
 

@@ -142,7 +142,7 @@ def detect(listing: Listing, model: str, first: int) -> tuple[OptimFiles, list[F
         findings.append(
             missing(
                 join(folder, "pytorch_optim_group.bin"), None, "the parameter groups, which number the parameters",
-                "copy it from where the optimizer was saved",
+                "copy it from the node that saved the optimizer",
             )
         )  # fmt: skip
     else:
@@ -279,7 +279,7 @@ def _steps_differ(folder: str, steps: set[float]) -> list[Finding]:
 def _no_names(source: Source, path: str, groups: list[list[int]], shapes: dict[str, list[int]]) -> Finding:
     return Finding.of(
         "FS402",
-        f"optimizer states carry numbers, and how those of model_type {(source.model.config or {}).get('model_type')!r} in "
+        f"optimizer states have numbers instead of names, and the order for model_type {(source.model.config or {}).get('model_type')!r} in "
         f"{len(groups)} groups follow the parameters is not stated",
         file=path, expected=f"{len(shapes)} parameters", got=f"{sum(map(len, groups))} numbers",
         help="give the model's config.json with --config; merge without --optimizer takes the parameters alone",

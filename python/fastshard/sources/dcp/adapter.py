@@ -342,7 +342,7 @@ def _placed(
         if seen.setdefault(record, (name, tuple(at))) != (name, tuple(at)):
             raise FastshardError.of(
                 "FS106",
-                "two tensors of .metadata cannot be told apart by their names",
+                "two tensors of .metadata have one name",
                 file=file.path,
                 tensor=record,
                 help="save it again with names that do not end in brackets",

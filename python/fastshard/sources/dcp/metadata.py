@@ -118,7 +118,7 @@ def apart(stored: Iterable[StoredAt], path: str) -> None:
                     f"two records share bytes of {file}",
                     file=path,
                     tensor=second,
-                    expected=f"a place of its own after {first}",
+                    expected=f"a separate place after {first}",
                     got=f"offset {start}, before {end}",
                     help="use another step: the metadata is damaged",
                 )

@@ -77,7 +77,7 @@ class Files:
         for file in inside:
             if _OLD_EXPERT.match(file.name):
                 raise FastshardError.of(
-                    "FS514", "experts of DeepSpeed before 0.6, whose files do not tell their layer: not read", file=file.path,
+                    "FS514", "experts of DeepSpeed before 0.6, whose files do not name their layer: not read", file=file.path,
                     help="load it with DeepSpeed, which still does, and save it again",
                 )  # fmt: skip
             if match := _LAYER.match(file.name):
@@ -265,7 +265,7 @@ def _plain(
     if divided and source.generic:
         # The model file itself tells how ranks divide each tensor, whatever the model.
         source.layout, source.table = None, None
-        why = "AutoTP's ranks are merged by what the model file tells of them: convert what a merge makes"
+        why = "merge AutoTP's ranks first, then convert the result"
         source.model = replace(source.model, family=None, no_table=why)
     return source, str
 

@@ -44,14 +44,12 @@ def take(source: Source, found: Found[object], contents: Contents, states: list[
     unsupported = as_dict(as_dict(states[0].get(_INFO)).get("autotp_unsupported_parameter_patterns"))
     if not pieces or told.get("version") != _VERSION:
         raise _refused(
-            f"DeepSpeed automatic tensor parallelism (autotp_size {tp}): the model file does not tell how ranks divide"
+            f"DeepSpeed automatic tensor parallelism (autotp_size {tp}): the model file does not state how ranks divide"
             " the parameters",
             path, None, "universal_checkpoint_info with an affine_map, as since DeepSpeed 0.19", "none",
         )  # fmt: skip
     for pattern, reason in unsupported.items():
-        raise _refused(
-            f"DeepSpeed says that it cannot tell how this is divided: {reason}", path, _name(pattern)
-        )
+        raise _refused(f"DeepSpeed does not know how this is divided: {reason}", path, _name(pattern))
     rules: dict[str, Divided] = {}
     for pattern, entry in pieces.items():
         name = _name(pattern)
@@ -94,7 +92,7 @@ def _aliases(
         rule = rules.get(str(shared.get(name))) or (owners.get(place(name)) if place(name) else None)
         if rule is None:
             raise _refused(
-                "DeepSpeed automatic tensor parallelism: the model file does not tell how ranks divide this",
+                "DeepSpeed automatic tensor parallelism: the model file does not state how ranks divide this",
                 path,
                 name,
             )

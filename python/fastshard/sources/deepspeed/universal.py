@@ -289,7 +289,7 @@ def _moments_missing(folder: str, slots: dict[str, list[Any]], shapes: dict[str,
             f"{start}zero/{name}/{slot}.pt",
             None,
             f"{slot} as for {len(names)} other parameters",
-            "run ds_to_universal again on the whole checkpoint",
+            "run ds_to_universal again on the complete checkpoint",
         )
         for slot, names in held.items()
         for name in sorted(trained - names)
@@ -304,7 +304,7 @@ def _parameters_missing(folder: str, names: set[str]) -> list[Finding]:
             f"{start}zero/{name}/{_VALUES}.pt",
             None,
             f"parameter {name} in the model files' param_shapes",
-            "run ds_to_universal again on the whole checkpoint",
+            "run ds_to_universal again on the complete checkpoint",
         )
         for name in sorted(names)
     ]

@@ -245,7 +245,7 @@ def _overlap(ranks: Ranks, name: str, lo: list[int], size: list[int], file: int)
 def _no_parts(ranks: Ranks) -> Finding:
     return Finding.of(
         "FS109",
-        "no rank's file says of what its tensors are parts: they are taken for copies of the whole, and compared",
+        "no rank's file says of what its tensors are parts: they are taken for copies of the full tensor, and compared",
         severity="warning",
         file=ranks.path(next(iter(ranks.files))),
         help="if they are slices, describe how they are divided in a layout of your own (--layout FILE.toml)",

@@ -58,7 +58,7 @@ def pieces(
     if flats and not found:
         raise FastshardError.of(
             "FS514",
-            "flat parameters of FSDP1 (LOCAL_STATE_DICT) name no parameter and tell no shape",
+            "flat parameters of FSDP1 (LOCAL_STATE_DICT) state neither names nor shapes",
             help="save with StateDictType.SHARDED_STATE_DICT, or from FSDP with use_orig_params=True",
         )
     return {name: ranges for name, ranges in found.items() if name not in whole}, whole

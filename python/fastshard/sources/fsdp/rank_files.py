@@ -82,7 +82,7 @@ class Ranks:
         except Unreadable as why:
             raise FastshardError.of(
                 "FS514",
-                f"a DTensor whose part of the whole is not read: {why}",
+                f"a DTensor whose placement is not supported: {why}",
                 file=self.path(rank),
                 rank=self.label(rank),
                 tensor=".".join(part["path"]),

@@ -92,7 +92,7 @@ class GptNeox:
         if found.seen.sliced:
             raise FastshardError.of(
                 "FS514",
-                "GPT-NeoX's layers under ZeRO-3, where no file holds a whole shard: not read",
+                "GPT-NeoX's layers under ZeRO-3, where no file holds a full shard: not read",
                 file=found.files[0].path,
                 help="`fastshard merge` reads ZeRO-3 checkpoints of other models; convert this one with ds_to_universal first",
             )

@@ -105,7 +105,7 @@ class Model:
                         "FS211",
                         f"config: {key}",
                         file=path,
-                        expected="a positive whole number" + (f", {limit} at most" if key in _LIMITS else ""),
+                        expected="a positive integer" + (f", {limit} at most" if key in _LIMITS else ""),
                         got=shown(value),
                     )
             if inside is not None and outside is not None and inside != outside:
@@ -154,7 +154,7 @@ class Model:
         if layers * tp > _MAX_SHARDS:
             raise FastshardError.of(
                 "FS211",
-                "num_layers times model_parallel_size, as stated or as the names of files tell",
+                "num_layers times model_parallel_size, as stated or by the names of files",
                 file=self.path,
                 expected=f"{_MAX_SHARDS} at most",
                 got=f"{layers} times {tp}",

@@ -84,7 +84,7 @@ def slices_as_wholes(
             tensor=false[0],
             expected=f"no index beside {layout}",
             got=str(weight_map[false[0]]),
-            help="remove the index: whoever follows it loads one slice as the whole tensor",
+            help="remove the index: a loader that follows it takes one slice for the full tensor",
         )
     ]
 
@@ -207,7 +207,7 @@ class HuggingFace:
                             path,
                             None,
                             f"{index.name} names it",
-                            "copy it from where the checkpoint was saved",
+                            "copy it from the original checkpoint",
                         )
                     )
                     files[name] = File(-1, path, 0)
@@ -260,7 +260,7 @@ class HuggingFace:
                     f"{folder}/{name}" if folder else name,
                     None,
                     f"{count} shards by the file names",
-                    "copy it from where it was saved",
+                    "copy it from the original checkpoint",
                     upto=end if last > i else None,
                 )
             )

@@ -65,7 +65,7 @@ def not_whole(files: Sequence[File], contents: Contents, index: str | None, coun
                         "the file holds a rank's slices, by what its writer says of them",
                         file=files[i].path,
                         tensor=name,
-                        expected="the whole tensor, from its first element on",
+                        expected="the full tensor, from its first element on",
                         got=f"{tensor['shape']} from {places[name]} on",
                         help=help_,
                     )
@@ -78,7 +78,7 @@ def not_whole(files: Sequence[File], contents: Contents, index: str | None, coun
     return [
         Finding.of(
             "FS208",
-            "the index counts more than its files hold, as if a rank's slices were taken for the whole",
+            "the index counts more than its files hold, as if a rank's slices were counted as full tensors",
             file=index,
             expected=f"{counted} bytes of tensors",
             got=f"{held} bytes",

@@ -302,7 +302,7 @@ def _refuse_experts(found: Found[MegatronFiles], grid: RankGrid) -> None:
     if stray or grid.etp * grid.ep < grid.tp:
         raise FastshardError.of(
             "FS514",
-            "experts with a tensor-parallel degree of their own: not the files that ranks of such a run save",
+            "experts with a separate tensor-parallel degree: not the files that ranks of such a run save",
             file=found.files[stray[0] if stray else 0].path,
             expected=f"those of {grid.etp} x {grid.ep} ranks that hold experts",
             got=f"{len(grid.places)} files of {grid.tp} x {grid.ep}",
@@ -389,7 +389,7 @@ def _flat_experts(grid: RankGrid, contents: Contents, source: Source) -> None:
     if not experts or not hidden:
         raise FastshardError.of(
             "FS209",
-            "the shapes of experts.weight1 and weight2 do not tell how many experts they hold",
+            "the shapes of experts.weight1 and weight2 do not show how many experts they hold",
             help="the rank files must hold their arguments (num_experts, hidden_size)",
         )
     local = experts // grid.ep

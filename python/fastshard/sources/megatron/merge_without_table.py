@@ -180,7 +180,7 @@ class Wholes:
             if layers and self.args and expected != got:
                 raise FastshardError.of(
                     "FS514",
-                    f"layers are not those that {key} calls for",
+                    f"layers differ from those that {key} calls for",
                     file=file,
                     expected=f"{key} {self.args.get(key)}: {_told(expected)}",
                     got=_told(got),
@@ -355,7 +355,7 @@ class Wholes:
             return None, 1
         raise _refused(
             name, place, f"its extent along dimension {dimension}",
-            f"a share or all of {total} by the arguments" if total else "arguments that tell it", str(shape[dimension]),
+            f"a share or all of {total} by the arguments" if total else "arguments that state it", str(shape[dimension]),
         )  # fmt: skip
 
     def _gates(self, place: Place, name: str, shape: list[int], own: Mapping[str, list[int]]) -> int:

@@ -161,7 +161,7 @@ def _remarks(held: list[Assembled], is_shifted: bool) -> list[Finding]:
             Finding.of(
                 "FS212",
                 "Megatron-LM shifts the optimizer's state in this form (fully_reshardable) where one of several buckets is padded:"
-                " masters that are not the parameters (FS401) say so, and then it cannot be had from these files",
+                " master weights that differ from the parameters (FS401) show it, and these files cannot give the state",
                 severity="note",
             )
         )
@@ -211,7 +211,7 @@ def _refused(described: Told, args: dict[str, Any], unread: list[str]) -> list[F
             return [
                 Finding.of(
                     "FS514",
-                    f"masters of parameters in FP8 or FP4 ({name}) cannot be held against them: they are not read",
+                    f"master weights of parameters in FP8 or FP4 ({name}) cannot be held against them: they are not read",
                     severity="error",
                     help="do without --optimizer",
                 )

@@ -96,7 +96,7 @@ def read(weights: Weights, args: dict[str, Any], tensors: list[Stored]) -> list[
     if any(other != places[0] for other in places[1:]):
         raise UnknownPlaces(
             "the parameters fit into the buffers in more than one order",
-            "arguments that tell which (transformer_impl, moe_grouped_gemm)",
+            "arguments that state which (transformer_impl, moe_grouped_gemm)",
             " or ".join(kind.called for kind, _ in fitting),
         )
     slots: dict[str, _Copies] = {}
@@ -141,7 +141,7 @@ def _placed(ranks: Ranks, kind: Kind, buffers: _Buffers) -> list[tuple[dict[str,
 
 def _other_ranks(expected: int, buffers: _Buffers) -> UnknownPlaces:
     return UnknownPlaces(
-        "buffers of other model-parallel ranks than the arguments tell",
+        "buffers of other model-parallel ranks than the arguments state",
         f"those of {expected} ranks",
         f"those of {len(buffers)}",
     )
@@ -164,13 +164,13 @@ def _filled(
     lengths = [{shape[0] for _, shape, _ in slots.values() if len(shape) == 1} for slots in ordered]
     every = set().union(*(set(slots) for slots in ordered))
     if "param" not in every:
-        raise UnknownPlaces("there are no masters that would show where parameters lie")
+        raise UnknownPlaces("no master weights show the places of the parameters")
     if any(len(n) != 1 for n in lengths) or any(set(slots) != every for slots in ordered):
         raise UnknownPlaces("the slots of a bucket are not alike")
     buckets = in_buckets(parts, [n.pop() for n in lengths])
     if buckets is None:
         raise UnknownPlaces(
-            f"the buckets do not hold what the model has: {next(iter(ordered[0].values()))[0]}",
+            f"the buckets do not fit the model: {next(iter(ordered[0].values()))[0]}",
             f"{sum(p.numel for p in parts)} elements of {len(parts)} parameters, and what aligns them",
             f"{sum(next(iter(slots.values()))[1][0] for slots in ordered)} elements in {len(ordered)} buckets",
         )

@@ -149,7 +149,7 @@ def _files_elsewhere(folder: str, args: dict[str, Any], ranks: list[_Rank]) -> l
     return [
         Finding.of(
             "FS108",
-            f"the distributed optimizer keeps its state in files of its own ({DISTRIBUTED_OPTIMIZER}), and none is here",
+            f"the distributed optimizer keeps its state in separate files ({DISTRIBUTED_OPTIMIZER}), and none is here",
             severity="note",
             file=folder or None,
         )
@@ -322,7 +322,7 @@ def _vectors(
         }
         sizes = {tuple(lengths[index]) for index in vectors.values()}
         if "param" not in vectors:
-            raise UnknownPlaces("there are no masters that would show where parameters lie")
+            raise UnknownPlaces("no master weights show the places of the parameters")
         if len(sizes) != 1 or len(next(iter(sizes))) != 1:
             raise UnknownPlaces(f"vectors of buffer {number}", "one length", str(sorted(sizes)))
         for part, start, end in _placed(reading, rank, n, parts, next(iter(sizes))[0]):
@@ -346,7 +346,7 @@ def _placed(reading: _Reading, rank: _Rank, chunk: int, parts: list[Part], lengt
         if places is not None:
             return places
     raise UnknownPlaces(
-        "the vector does not hold what the model has",
+        "the vector does not fit the model",
         f"{sum(p.numel for p in parts)} elements of {len(parts)} parameters, and what aligns them",
         f"{length} elements",
     )
@@ -398,7 +398,7 @@ def _whole(reading: _Reading, rank: _Rank) -> None:
         for g, group in enumerate(told):
             firsts = _listed(masters[g]) if isinstance(masters, list) and g < len(masters) else []
             if masters is not None and len(firsts) != len(group):
-                raise UnknownPlaces(f"masters of group {g}", str(len(group)), str(len(firsts)))
+                raise UnknownPlaces(f"master weights of group {g}", str(len(group)), str(len(firsts)))
             for at, key in enumerate(group):
                 kept = {s: v for s, v in as_dict(states.get(str(numbered[g][at]))).items() if s != "step"}
                 kept |= {"param": firsts[at]} if masters is not None else {}

@@ -74,7 +74,7 @@ def count(args: dict[str, Any], name: str) -> int | None:
         return megatron.size(args, name)
     except FastshardError as error:
         raise UnknownPlaces(
-            f"{name} among the arguments", "a positive whole number", str(args.get(name))
+            f"{name} among the arguments", "a positive integer", str(args.get(name))
         ) from error
 
 
@@ -88,7 +88,9 @@ def kinds(args: dict[str, Any], experts: bool) -> list[Kind]:
     else:
         either = [grouped] if isinstance(grouped, bool) else [False, True]
     if experts and grouped and (args.get("moe_use_legacy_grouped_gemm") or said == "local"):
-        raise UnknownPlaces("grouped experts of the older kind keep their masters transposed: not read")
+        raise UnknownPlaces(
+            "grouped experts of the older kind keep their master weights transposed: not read"
+        )
     return [Kind(one, two) for one in layers for two in either]
 
 
@@ -103,7 +105,7 @@ class Ranks:
 
     def __init__(self, weights: Weights, args: dict[str, Any], most: int) -> None:
         if not args:
-            raise UnknownPlaces("no arguments tell how many ranks there were (common.pt)")
+            raise UnknownPlaces("no arguments state the number of ranks (common.pt)")
         self.weights = {name: entry for name, entry in weights.items() if not BUFFERS.search(name)}
         self.tp = count(args, "tensor_model_parallel_size") or 1
         self.pp = count(args, "pipeline_model_parallel_size") or 1
@@ -214,7 +216,7 @@ class Ranks:
         if total % self.ep:
             raise UnknownPlaces("experts do not divide among ranks", f"a multiple of {self.ep}", str(total))
         if kind.grouped and len(held) > 2:
-            raise UnknownPlaces("grouped experts with biases: the order of their masters is not known")
+            raise UnknownPlaces("grouped experts with biases: the order of their master weights is not known")
         local = range(ep * (total // self.ep), (ep + 1) * (total // self.ep))
         pairs = [(n, a, e) for n, a in held for e in local] if kind.grouped else [
             (n, a, e) for e in local for n, a in held

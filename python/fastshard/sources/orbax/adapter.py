@@ -342,7 +342,7 @@ def _beside(union: stores.Union, expected: set[str], where: str) -> list[Finding
             file=where,
             tensor=name,
             expected=".zarray or zarr.json beside them",
-            help="copy it from where the checkpoint was written: without it shape and dtype are unknown",
+            help="copy it from the host that wrote the checkpoint: without it shape and dtype are unknown",
         )
         for name in lacking[:_NAMED]
     ]

@@ -281,7 +281,7 @@ def _ambiguous(
         )
     elif owners and not evidence.per_process:
         helps.append(
-            f"compare the files with those of the hosts that ran {named(owners, evidence.processes)}: a copy may have lost some"
+            f"compare the files with the files of the hosts that ran {named(owners, evidence.processes)}: a copy may have lost some"
         )
     if evidence.per_process:
         helps.append("say how many processes wrote it with --expect-processes N")

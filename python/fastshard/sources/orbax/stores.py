@@ -223,7 +223,7 @@ def _describe(union: Union, keys: Iterable[str]) -> None:
         if chunks > MAX_CHUNKS:
             raise FastshardError.of(
                 "FS601", f"more than {MAX_CHUNKS} chunks in all", file=where, tensor=name,
-                help="an array's metadata was damaged: copy it again",
+                help="copy the metadata of the array again from the host that wrote it: it is damaged",
             )  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def _lacking(module: tensor_names.Module, said: adapter_config.Config, file: str
     return [
         Finding.of(
             "FS102", "an adapter's tensor lacks its counterpart", file=file, tensor=name,
-            help="copy the adapter again from where it was saved",
+            help="copy the adapter again from the host that saved it",
         )
         for kind, name in wanted.items()
         if kind not in module.factors

@@ -103,7 +103,7 @@ def read(path: Path, label: str) -> Config:
     _refuse(said, label)
     number = _number(said, "r", label)
     if number < 1 or number != int(number):
-        raise _bad("r", "a whole number from 1", said["r"], label)
+        raise _bad("r", "an integer from 1", said["r"], label)
     indices = said.get("trainable_token_indices")
     return Config(
         r=int(number),

@@ -61,6 +61,6 @@ def find(path: StrPath) -> Files:
         )
         raise FastshardError.of(
             "FS101" if weights else "FS513", what, file=os.fspath(folder / adapter_config.FILE), expected=f"{adapter_config.FILE} beside its tensors",
-            got="no such file", help="copy it from where the adapter was saved",
+            got="no such file", help="copy it from the original adapter",
         )  # fmt: skip
     return Files(folder, said, weights)

@@ -39,7 +39,7 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
     if not own and files.weights is None:
         raise FastshardError.of(
             "FS101", "neither the checkpoint nor the adapter's folder has the adapter's tensors", file=str(files.folder),
-            expected="adapter_model.safetensors", got="none", help="copy it from where the adapter was saved",
+            expected="adapter_model.safetensors", got="none", help="copy it from the original adapter",
         )  # fmt: skip
     if own:
         # The wrapper's own name is not a trainer's key.
@@ -68,7 +68,7 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
     if not (source.model.hf_names or own) or source.weights_prefix or source.degrees.get("tp", 1) > 1:
         raise FastshardError.of(
             "FS514",
-            "an adapter is merged into whole tensors under Hugging Face's own names",
+            "an adapter is merged into full tensors under Hugging Face's own names",
             file=found.files[0].path,
             got=f"a checkpoint of {source.framework}",
             help="convert the base first (--to hf), and merge the adapter into that",

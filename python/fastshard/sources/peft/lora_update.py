@@ -92,7 +92,7 @@ def _changes(
             if kind not in factors:
                 raise FastshardError.of(
                     "FS102", f"an adapter without {kind}", tensor=f"{module.name}.{kind}", file=config.path,
-                    help="copy the adapter again from where it was saved",
+                    help="copy the adapter again from the host that saved it",
                 )  # fmt: skip
         name = _target(module, factors[a], factors[b], config, shapes)
         stacked = None if name in shapes else _stacked(name, shapes)
@@ -105,7 +105,7 @@ def _changes(
         elif config.dora:
             raise FastshardError.of(
                 "FS102", "an adapter of DoRA without its magnitude", tensor=f"{module.name}.lora_magnitude_vector",
-                file=config.path, help="copy the adapter again from where it was saved",
+                file=config.path, help="copy the adapter again from the host that saved it",
             )  # fmt: skip
         if stacked is None:
             found.append((name, {"low_rank": change}))

@@ -152,7 +152,7 @@ def _partitioned(model: Model, parts: list[tuple[int, int]], is_stage3: bool) ->
         unnamed.append(
             Finding.of(
                 "FS402",
-                "the model file does not tell the order of the flat parameters (no param_shapes), so the masters cannot be named",
+                "the model file does not state the order of the flat parameters (no param_shapes), so the master weights have no names",
                 file=model.path,
                 rank=model.label,
             )

@@ -89,7 +89,7 @@ class Partitions:
                 for slot in sorted(every - slots):
                     self.problem(
                         "FS404", f"optimizer state of group {g}", rank.path, rank.dp,
-                        f"{slot}, as on other ranks", "none, or fewer elements than masters",
+                        f"{slot}, as on other ranks", "none, or fewer elements than master weights",
                     )  # fmt: skip
 
     def _values(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class Partitions:
             what = "ZeRO-3" if self.stage3 else "ZeRO-1, ZeRO-2 or BF16_Optimizer"
             self.problem(
                 "FS402", f"not the optimizer state of {what} as DeepSpeed since 0.4 writes it", rank.path, rank.dp,
-                key, ", ".join(sorted(map(str, rank.state))[:8]), "the masters are not read; --weights params takes the parameters",
+                key, ", ".join(sorted(map(str, rank.state))[:8]), "the master weights are not read; --weights params takes the parameters",
             )  # fmt: skip
             return False
         rank.masters = [f for f in flat if f is not None]

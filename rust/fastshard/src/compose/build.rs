@@ -281,7 +281,7 @@ impl<'a> Builder<'a> {
                     .file(&source.units[tensor.unit as usize].file)
                     .tensor(&tensor.name)
                     .expected(format!("{known} like {witness}"), tensor.dtype)
-                    .help("copy the file of this rank again: it is from another run or step"),
+                    .help("copy the file of this rank again: it is from another run"),
             ),
             Some(_) => {}
         }

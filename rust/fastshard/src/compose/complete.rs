@@ -178,7 +178,7 @@ fn lost_layers<'m>(source: &Source, missing: &'m [Missing], ranked: bool) -> (Lo
         .help(if ranked {
             "copy the files of this layer from the pipeline stage that owned it"
         } else {
-            "copy the files of this layer from where the checkpoint was saved"
+            "copy the files of this layer from the original checkpoint"
         })
     };
     let findings = layers.iter().take(MAX_MISSING).map(finding).collect();
@@ -207,7 +207,7 @@ impl Missing {
             .help(match (self.coords.is_empty(), ranked) {
                 (false, _) => "copy the file of this rank from the node that wrote it",
                 (true, true) => "copy the file that holds it from the node that wrote it",
-                (true, false) => "copy the file that holds it from where the checkpoint was saved, or save it again with this tensor",
+                (true, false) => "copy the file that holds it from the original checkpoint, or save it again with this tensor",
             });
         finding.rank = (!rank.is_empty()).then(|| rank.join(", "));
         finding
@@ -231,8 +231,8 @@ fn in_no_half(source: &Source, gone: impl Fn(&Position) -> bool) -> Vec<Finding>
         findings.extend(absent.filter(lacking).take(MAX_MISSING).map(|at| {
             let message = format!("position {at} on axis {axis} has tensors neither of {name} nor of {other}");
             Finding::new(codes::MISSING_TENSOR, message)
-                .expected("those of one of the two", "none")
-                .help("copy the files of this layer from where they were written, or give the model's config with --config")
+                .expected("the keys of one form", "none")
+                .help("copy the files of this layer from the node that wrote them, or give the model's config with --config")
         }));
     }
     findings

@@ -165,7 +165,7 @@ impl Member {
     fn fenced(&self) -> Error {
         Finding::new(codes::LOCKED, "another process has taken this run over: nothing that this one writes is used any more")
             .file(self.folder.path())
-            .help("look at what the other one says; to continue the run by hand, run the same command with --resume once it has ended")
+            .help("look at the output of the other one; to continue the run by hand, run the same command with --resume once it has ended")
             .into()
     }
 

@@ -144,7 +144,7 @@ pub fn begin(
                 "the run is complete already and was made by one process",
             )
             .file(staging.folder())
-            .help("the same command without --rank, with --resume, publishes it")
+            .help("run the same command without --rank, with --resume, to put it in place")
             .into());
         };
         return Ok(Begun { staging, shared, round: None, bytes: Vec::new(), findings });

@@ -127,7 +127,7 @@ impl Together<'_> {
             return Ok(None);
         }
         let mut findings = staging.left_beside(plan.version);
-        let told = "the result was complete already: it is only published now";
+        let told = "the result was complete already: it is only put in place now";
         findings
             .push(Finding::new(codes::LEFTOVER_RUN, told).severity(crate::error::Severity::Note).file(out));
         roll_forward(staging, plan, out, findings, control).map(Some)

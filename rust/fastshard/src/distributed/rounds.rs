@@ -350,7 +350,7 @@ impl Shared {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
                 return Err(Finding::new(codes::LOCKED, "another process is taking this run over")
                     .file(self.folder.path())
-                    .help("one is enough: look at what it says")
+                    .help("one is enough: look at its output")
                     .into())
             }
             file => file.at(&path, "cannot create")?,
@@ -400,7 +400,9 @@ impl Shared {
         }
         Err(Finding::new(codes::LOCKED, "another process is publishing this run")
             .file(self.folder.path())
-            .help("look at what it says; if it is gone, the same command with --resume publishes")
+            .help(
+                "look at its output; if it is gone, the same command with --resume puts the result in place",
+            )
             .into())
     }
 
@@ -422,7 +424,7 @@ impl Shared {
         }
         Err(Finding::new(codes::LOCKED, "another process has taken this run over")
             .file(self.folder.path())
-            .help("one is enough: look at what it says")
+            .help("one is enough: look at its output")
             .into())
     }
 

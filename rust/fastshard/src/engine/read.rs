@@ -16,7 +16,7 @@ const READ_BLOCKS: u64 = 64 << 20;
 /// Bytes that are worth a thread where a range of one tensor is read.
 const READ_SHARE: usize = 4 << 20;
 
-/// Reads bytes of one output from byte `start` (a whole number of elements) into `bytes`, on as many threads as there is work
+/// Reads bytes of one output from byte `start` (an integer of elements) into `bytes`, on as many threads as there is work
 /// for, `threads` at most.
 ///
 /// Copies that must be equal are compared, and what must be zero is looked at; what takes a look at all of the sources, checksums

@@ -210,7 +210,7 @@ impl<'a> Machine<'a> {
         let name = opcodes::name(self.op);
         Finding::new(codes::UNSAFE_PICKLE, format!("pickle opcode {name} at byte {}: {message}", self.op_at))
             .file(self.file)
-            .help("damaged, or not written by torch: copy it again from where it was written")
+            .help("copy or download the file again: it is damaged, or not written by torch")
     }
 
     fn refuse(&self, message: impl std::fmt::Display) -> Error {

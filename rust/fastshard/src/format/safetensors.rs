@@ -134,7 +134,7 @@ pub fn parse(file: &SourceFile) -> Result<ParsedFile> {
 fn unsafe_header(file: &SourceFile, message: String) -> Error {
     Finding::new(codes::UNSAFE_HEADER, message)
         .file(file.path())
-        .help("not a safetensors file, or damaged: copy it again from where it was written")
+        .help("copy or download the file again: it is damaged, or no safetensors file")
         .into()
 }
 

@@ -33,7 +33,8 @@ pub fn finding(path: &Path, head: &[u8], size: u64, place: Place) -> Option<Find
     let found = |what: &str| Finding::new(codes::NOT_WEIGHTS, format!("{what}, not {meant}")).file(path);
     let bytes = format!("{size} bytes");
     let file = quoted(&name);
-    let again = format!("download it again, or copy it from where it was saved: hf download REPO {file}");
+    let again =
+        format!("download it again, or copy it from the original checkpoint: hf download REPO {file}");
     if POINTERS.iter().any(|begin| head.starts_with(begin)) {
         let text = String::from_utf8_lossy(head);
         let value = |key: &str| {
@@ -50,18 +51,14 @@ pub fn finding(path: &Path, head: &[u8], size: u64, place: Place) -> Option<Find
         return Some(if real.is_empty() { finding } else { finding.expected(real.join(", "), bytes) });
     }
     if is_page(head) {
-        return Some(
-            found("a web page")
-                .expected(meant, format!("{bytes} of HTML: {}", shown(head)))
-                .help(format!(
-                    "such pages ask for a login or tell an error: log in where that is needed (hf auth login), then hf download REPO {file}"
-                )),
-        );
+        return Some(found("a web page").expected(meant, format!("{bytes} of HTML: {}", shown(head))).help(
+            format!("log in where the page asks for it (hf auth login), then hf download REPO {file}"),
+        ));
     }
     if name.ends_with(".incomplete") {
         return Some(
             found("an unfinished download")
-                .expected("the whole file", bytes)
+                .expected("the complete file", bytes)
                 .help("finish it with the same command, which continues it: hf download REPO"),
         );
     }

@@ -97,7 +97,7 @@ pub fn numbers(file: &SourceFile, paths: &[Vec<String>]) -> Result<Vec<(u64, u64
             .tensor(path.join("."))
             .into()
         };
-        let node = values.at(path).ok_or_else(|| refuse("it is not there"))?;
+        let node = values.at(path).ok_or_else(|| refuse("it is missing"))?;
         let range = numbers.get(&node).ok_or_else(|| refuse("it is no number of a binary opcode"))?;
         if references.get(node as usize) != Some(&1) {
             return Err(refuse("something else refers to it too"));

@@ -7,7 +7,7 @@ use crate::tensor::Dtype;
 /// Scans F16, BF16, F32, F64, F8_E4M3 (which has no infinity) and F8_E5M2.
 ///
 /// # Panics
-/// If `bytes` is not a whole number of elements.
+/// If `bytes` is not an integer of elements.
 #[allow(unsafe_code)]
 pub fn count_non_finite(dtype: Dtype, bytes: &[u8]) -> u64 {
     assert!(bytes.len().is_multiple_of(dtype.size()), "{} bytes are not whole {dtype} elements", bytes.len());
@@ -54,7 +54,7 @@ fn count(dtype: Dtype, bytes: &[u8]) -> u64 {
 /// True if all elements of `item` bytes are bit-equal to the first one, as in an empty tensor.
 ///
 /// # Panics
-/// If `item` is 0 or `bytes` is not a whole number of items.
+/// If `item` is 0 or `bytes` is not an integer of items.
 pub fn is_constant(bytes: &[u8], item: usize) -> bool {
     assert!(
         item > 0 && bytes.len().is_multiple_of(item),

@@ -254,7 +254,7 @@ pub fn check_shape(
                     Finding { code: codes::SLICE_AS_WHOLE, ..finding }
                         .severity(Severity::Error)
                         .with_message(format!(
-                            "dimension {d} is 1 of {} {what} shards saved as the whole ({} x {got} = {}{}): {} of {want} {} are lost",
+                            "dimension {d} is 1 of {} {what} shards saved as the full tensor ({} x {got} = {}{}): {} of {want} {} are lost",
                             slice.shards,
                             slice.shards,
                             slice.shards * got,

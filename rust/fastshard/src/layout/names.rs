@@ -85,7 +85,7 @@ impl Pattern {
             let inner = &rest[1..end];
             if close == '}' {
                 if matches!(segments.last(), Some(Segment::Variable(_))) {
-                    return Err(format!("{text:?}: two numbers side by side cannot be told apart"));
+                    return Err(format!("{text:?}: two numbers side by side cannot be separated"));
                 }
                 segments.push(Segment::Variable(Variable::parse(inner).ok_or_else(|| {
                     format!("{text:?}: {{{inner}}} is not an axis with an optional offset")

@@ -50,7 +50,7 @@ impl Plan {
         for part in &output.parts {
             let sources = part.sources.iter().map(|&s| self.stored.get(s as usize));
             let Some(stored) = sources.collect::<Option<Vec<_>>>() else {
-                let what = "a part names a stored tensor that is not there";
+                let what = "a part names a stored tensor that is missing";
                 faults.push(fault(codes::HOLE, what, "".into(), "".into()));
                 continue;
             };
@@ -84,7 +84,7 @@ impl Plan {
     fn fault_of_changes(&self, tensor: &StoredTensor) -> Option<(Code, &'static str, String, String)> {
         let changes = || tensor.changes.iter();
         if changes().flat_map(Change::needs).any(|n| n as usize >= self.stored.len()) {
-            return Some((codes::HOLE, "an adapter names a tensor that is not there", "".into(), "".into()));
+            return Some((codes::HOLE, "an adapter names a tensor that is missing", "".into(), "".into()));
         }
         let (_, expected, got) = changes().find_map(|c| c.misfit(&tensor.shape, &self.stored))?;
         Some((codes::SHAPE, "a factor of an adapter", expected, got))

@@ -55,10 +55,10 @@ fn in_between(place: &Place, error: Error) -> Error {
     findings.push(
         Finding::new(codes::PUBLISH_CONFLICT, "the destination is incomplete now").file(&place.out).help(
             format!(
-                "do not remove {}: the new result is whole there, and what the destination held before lies \
+            "do not remove {}: the new result is complete there, and what the destination held before lies \
                  there if it is not at its place; the same command with --resume finishes",
-                place.folder_path().display()
-            ),
+            place.folder_path().display()
+        ),
         ),
     );
     Error::from(findings)
@@ -270,11 +270,11 @@ fn clean_up(
             "the same command with --resume tries again; or look into {} and remove it",
             folder.path().display()
         );
-        left(format!("published, but not cleaned up: {}", cause.message), &at, &help)
+        left(format!("complete, but not cleaned up: {}", cause.message), &at, &help)
     };
     let aside = |kept: &PathBuf| {
         left(
-            "published; something that was not there before came into the older result, which is kept".into(),
+            "complete; new files came into the older result, which is kept".into(),
             kept,
             "look what is in it before you remove it",
         )
@@ -289,7 +289,7 @@ fn clean_up(
             return warnings;
         }
         Ok(None) => left(
-            "published; the removal of the older result was stopped".into(),
+            "complete; the removal of the older result was stopped".into(),
             &folder.path(),
             "continue it by the same command with --resume, or remove the folder",
         ),

@@ -103,7 +103,7 @@ impl Seal {
             })?);
         }
         if let Some(name) = last.iter().find(|name| !names.iter().any(|n| n == *name)) {
-            return Err(Finding::new(codes::USAGE, "published last but never written")
+            return Err(Finding::new(codes::USAGE, "listed as the last file but never written")
                 .file(path.join(name))
                 .into());
         }

@@ -439,7 +439,7 @@ impl Staging {
             None => Ok(()),
             Some(_) => Err(Finding::new(
                 codes::USAGE,
-                "the result is complete and half published; it can only be published",
+                "the result is complete and partly in place; it can only be put in place",
             )
             .file(&self.path)
             .into()),

@@ -101,7 +101,7 @@ impl Gathered {
                 (Err(name), _) => Some(
                     Finding::new(codes::MISSING_TENSOR, "a tensor of the adapter is missing")
                         .tensor(*name)
-                        .help("copy the adapter again from where it was saved"),
+                        .help("copy the adapter again from the host that saved it"),
                 ),
                 (Ok(_), None) => Some(
                     Finding::new(

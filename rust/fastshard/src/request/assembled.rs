@@ -192,7 +192,7 @@ impl Gathered {
                 "the optimizer holds this parameter, no model file does",
             )
             .tensor(&seen.name)
-            .help("copy the model or layer file that holds it from the node that wrote it; --weights masters takes the masters");
+            .help("copy the model or layer file that holds it from the node that wrote it; --weights masters takes the master weights");
             finding.rank = group.rank.clone();
             self.findings.push(finding);
             return false;
@@ -291,7 +291,7 @@ impl Gathered {
                             format!("elements {first}..{} of one dtype", first.saturating_add(len)),
                             format!("{} {:?} in {}", part.dtype, part.shape, part.path.join(".")),
                         )
-                        .help("copy the file of this rank again: it is from another run or step"),
+                        .help("copy the file of this rank again: it is from another run"),
                 );
                 return None;
             }

@@ -121,5 +121,5 @@ fn without(name: &str, dtype: Dtype, form: &StoredForm) -> Finding {
         format!("scales without which the {dtype} elements of {name} have no value"),
     )
     .tensor(format!("{name}{}", form.scales[0]))
-    .help("copy the file that holds them from where the checkpoint was written")
+    .help("copy the file that holds them from the node that wrote the checkpoint")
 }

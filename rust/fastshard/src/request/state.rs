@@ -35,7 +35,7 @@ pub(super) fn scaled(slot: &str, source: &Table, target: Option<&Table>) -> Opti
     if power(slot).is_some() || !(scales(source) || scales(target)) {
         return None;
     }
-    let message = format!("the optimizer's {slot} beside weights that one of the two layouts scales");
+    let message = format!("the optimizer's {slot} next to weights that one layout scales");
     Some(
         Finding::new(codes::UNSUPPORTED, message)
             .expected("exp_avg, exp_avg_sq, momentum_buffer", slot)

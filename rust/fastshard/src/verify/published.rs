@@ -48,7 +48,7 @@ pub fn files(
             None => findings.push(
                 Finding::new(codes::MISSING_FILE, "the file is missing: the manifest names it")
                     .file(&file.name)
-                    .help("copy it from where the manifest was made"),
+                    .help("copy it from the host that made the manifest"),
             ),
             Some((_, size)) if size != file.size => findings.push(
                 changed(file, "size differs from the manifest")

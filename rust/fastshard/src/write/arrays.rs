@@ -209,7 +209,7 @@ impl Arrays {
     pub(super) fn finish(&self) -> Result<()> {
         let pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((output, start)) = pending.keys().next() {
-            return Err(Finding::new(codes::HOLE, format!("the block from byte {start} was never whole"))
+            return Err(Finding::new(codes::HOLE, format!("the block from byte {start} was never complete"))
                 .tensor(&self.grids[output].key)
                 .into());
         }

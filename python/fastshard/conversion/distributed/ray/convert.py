@@ -94,7 +94,7 @@ def convert(
         raise FastshardError.of(
             "FS515",
             "parts, and sources on the nodes' own disks",
-            help="each node makes what it has: leave parts out",
+            help="each node makes the part that it holds: leave out --parts",
         )
     with connected(address, cpus) as ray:
         nodes = nodes_for(ray, cpus)
@@ -138,7 +138,7 @@ def _refuse(
             "source",
             expected="paths, which each node opens",
             got="an opened checkpoint",
-            help="give what it was opened with",
+            help="give it the path and the options of the checkpoint",
         )
     if address is not None and (not isinstance(address, str) or not address):
         raise refused("address", "'local', 'auto' or HOST:PORT", address)
@@ -154,7 +154,7 @@ def _refuse(
         if number is None and name != "retries":
             continue
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise refused(name, f"a whole number, {least} or more", number)
+            raise refused(name, f"an integer, {least} or more", number)
     if not fsync:
         raise FastshardError.of(
             "FS515", "what several processes write is brought to disk", expected="fsync=True", got="False"

@@ -144,7 +144,7 @@ def _unlike(node: Node, about: Any, file: Path, answer: str) -> list[Finding]:
             Finding.of("FS524", "this node has another version of fastshard", host=host,
                        expected=_core.__version__, got=about["version"], help=help_)
         )  # fmt: skip
-    what = f"this node does not see what is written next to the destination ({about['error']})"
+    what = f"this node does not see files that are written next to the destination ({about['error']})"
     if about["error"] is None:
         try:
             if safe_files.read_bytes(file.parent / answer, 64, code="FS522") == answer.encode():

@@ -94,7 +94,7 @@ impl Lent {
     fn bytes(&self, process: u64, again: bool) -> Result<Option<Arc<File>>> {
         let mut state = self.shared.lock();
         let Some(other) = state.others.get_mut(&self.rank) else {
-            return Err(Finding::new(codes::INTERNAL, "a rank that is not there").into());
+            return Err(Finding::new(codes::INTERNAL, "a rank that is missing").into());
         };
         if other.process != process {
             return Ok(None);

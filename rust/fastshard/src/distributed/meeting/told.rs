@@ -27,7 +27,7 @@ pub(super) fn taken_away(own: &Card, folder: &Path) -> Error {
         Finding::new(codes::PART_MISSING, "the other ranks have ended, before this one had read how")
             .file(folder)
             .rank(format!("rank {}", own.rank))
-            .help("look at what rank 0 says; --resume continues with what is left");
+            .help("look at the output of rank 0; --resume continues");
     finding.host = Some(own.process.host.clone());
     finding.into()
 }

@@ -92,7 +92,7 @@ pub(crate) fn unless_published(out: &Path, nonce: &str, error: Error) -> Result<
     let ours = |manifest: &Manifest| manifest.provenance.as_ref().is_some_and(|made| made.run == nonce);
     match Manifest::read(&out.join(MANIFEST_NAME)) {
         Ok(manifest) if !error.is_interrupt() && !error.is_after_publishing() && ours(&manifest) => {
-            let told = "other processes have published the result without this one";
+            let told = "other processes completed the result without this one";
             Ok((manifest, vec![Finding::new(codes::PUBLISHED, told).file(out)]))
         }
         _ => Err(error),

@@ -295,13 +295,13 @@ fn finding(plan: &Plan, copy: &Copy) -> Finding {
     let finding = Finding::new(
         if meant { codes::EQUAL_SHARDS } else { codes::DUPLICATED_SHARD },
         format!(
-            "all that is taken of this file is the same bytes as in {}: {}{whose}{more}",
+            "all data that is read from this file is a copy of data in {}: {}{whose}{more}",
             plan.label(copy.original),
             of.name
         ),
     )
     .count(copy.tensors.len() as u64)
-    .expected("contents of its own", "a copy")
+    .expected("other contents", "a copy")
     .help("copy the file again from the node that wrote it; if it was copied on purpose: --accept copies");
     let mut finding = place(plan, own, finding);
     finding.file = Some(plan.label(copy.file));

@@ -266,7 +266,7 @@ pub(in crate::engine) fn repeated_layers(plan: &Plan, sources: &Sources) -> Resu
             format!("a copy of {original}, another layer or expert{more}"),
         )
         .count(count)
-        .expected("one of its own", if all { "a copy on all ranks" } else { "a copy on this rank only" })
+        .expected("another shard", if all { "a copy on all ranks" } else { "a copy on this rank only" })
         .help(
             "copy the file of this rank from the node that ran it; --accept copies if the layer was copied on purpose",
         );

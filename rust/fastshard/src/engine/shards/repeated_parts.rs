@@ -163,13 +163,13 @@ fn finding(plan: &Plan, layers: &[Vec<Repeated>]) -> Option<Finding> {
     let finding = Finding::new(
         codes::DUPLICATED_SHARD,
         format!(
-            "{what} {} hold the same bytes as {}, and {} more matrices of this layer repeat themselves{more}",
+            "{what} {} are copies of {}, and {} more matrices of this layer repeat themselves{more}",
             range(b),
             range(a),
             first.len() - 1,
         ),
     )
-    .expected("parts of their own", "one rank's part in another's place")
+    .expected("different parts", "one rank's part in another's place")
     .help("one rank's file was taken for another's before this file was written: merge the ranks' files again; --accept copies if the model was widened by copying");
     Some(place(plan, stored, finding))
 }

@@ -114,7 +114,7 @@ fn too_far(scale: f64, own: f64) -> Finding {
             format!("a mean difference below half the mean magnitude {scale:.3e}"),
             format!("{own:.3e}"),
         )
-        .help("copy the file of this rank again: it is from another run or step, and averaging would hide it")
+        .help("copy the file of this rank again: it is from another run, and averaging would hide it")
 }
 
 /// Mean absolute difference between `copy` and the mean of `layer` without rank `skip`.

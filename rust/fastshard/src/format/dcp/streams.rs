@@ -67,7 +67,7 @@ pub(super) fn parse(file: &SourceFile, offset: u64, len: u64) -> Result<ParsedFi
                 "a member that is compressed in a compressed record",
             )
             .file(file.path())
-            .help("save it again with one of the two")
+            .help("save it again with one of them")
             .into());
         }
         blob.zstd = Some(Zstd { start: blob.offset, window: stream.window });

@@ -172,7 +172,7 @@ fn sharded(
 fn whole(values: &Values, args: Node) -> Result<Vec<u64>, &'static str> {
     sequence(values, args)
         .and_then(|items| numbers(values, *items.get(2)?))
-        .ok_or("the size of the whole is not stated")
+        .ok_or("the size of the full tensor is not stated")
 }
 
 /// Puts together what a file says of its parts; meshes that many values share are told once.

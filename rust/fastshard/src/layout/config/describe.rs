@@ -104,7 +104,7 @@ impl Table {
                 continue;
             }
             let Some(extents) = value.sizes() else {
-                let expected = "a list of positive whole numbers".into();
+                let expected = "a list of positive integers".into();
                 return Err(told(Wrong { at: block.text().into(), expected, got: value.shown() }));
             };
             blocks.insert(name.clone(), extents);

@@ -147,8 +147,8 @@ impl<'a> Scope<'a> {
             Value::Null => Ok(value),
             Value::Int(n) if is_axis && (least..=MAX_EXTENT).contains(&n) => Ok(value),
             Value::Bool(_) if !is_axis => Ok(value),
-            _ if is_axis && least == 1 => wrong(expression.text(), "a positive whole number", value.shown()),
-            _ if is_axis => wrong(expression.text(), "a whole number that is not negative", value.shown()),
+            _ if is_axis && least == 1 => wrong(expression.text(), "a positive integer", value.shown()),
+            _ if is_axis => wrong(expression.text(), "an integer of 0 or more", value.shown()),
             _ => wrong(expression.text(), "true or false", value.shown()),
         });
         self.memo.borrow_mut().insert(name, value.clone());
@@ -290,7 +290,7 @@ impl<'a> Evaluation<'_, 'a> {
         let at = match at {
             Value::Null => return Ok(Value::Null),
             Value::Int(at) => at,
-            other => return wrong(self.expression.text_of(item), "a whole number", other.shown()),
+            other => return wrong(self.expression.text_of(item), "an integer", other.shown()),
         };
         let found = usize::try_from(at).ok().and_then(|at| match &of {
             Value::List(items) => items.get(at).cloned(),
@@ -303,7 +303,7 @@ impl<'a> Evaluation<'_, 'a> {
         )
     }
 
-    /// A float cut to a whole number.
+    /// A float cut to an integer.
     fn whole(&self, text: &str, value: Value<'a>) -> Evaluated<'a> {
         match value {
             Value::Null | Value::Int(_) => Ok(value),
@@ -335,7 +335,7 @@ impl<'a> Evaluation<'_, 'a> {
                     let number =
                         matches!(value, Value::Int(_)) || self.floats && matches!(value, Value::Float(_));
                     if !number {
-                        return wrong(self.expression.text_of(node), "a whole number", value.shown());
+                        return wrong(self.expression.text_of(node), "an integer", value.shown());
                     }
                 }
                 match (left, right) {
@@ -377,7 +377,7 @@ impl<'a> Evaluation<'_, 'a> {
             (Value::Text(x), Value::Text(y)) => Ok(x == y),
             _ => {
                 let sides = format!("{} and {}", a.shown(), b.shown());
-                wrong(text, "two whole numbers, two texts or two of true and false", sides)
+                wrong(text, "two integers, two texts or two of true and false", sides)
             }
         }
     }

@@ -101,8 +101,7 @@ fn tokens(text: &str) -> Parsed<Vec<(Token<'_>, Range<usize>)>> {
         } else if first.is_ascii_digit() {
             let length = run(|c| c.is_ascii_alphanumeric() || c == '_');
             let number = rest[..length].parse();
-            let number =
-                number.map_err(|_| format!("{:?} is no whole number of 64 bits", &rest[..length]))?;
+            let number = number.map_err(|_| format!("{:?} is no integer of 64 bits", &rest[..length]))?;
             (Token::Int(number), length)
         } else if first.is_ascii_alphabetic() || first == '_' {
             let length = run(|c| c.is_ascii_alphanumeric() || c == '_');

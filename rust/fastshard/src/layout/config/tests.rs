@@ -85,7 +85,7 @@ fn sizes() {
         ("big", "not negative"),
         ("0 - a", "not negative"),
         ("ratio", "got 2.6666"),
-        ("a * ratio", "config: ratio in \"a * ratio\" (axis x of layout toy): expected a whole number"),
+        ("a * ratio", "config: ratio in \"a * ratio\" (axis x of layout toy): expected an integer"),
         ("int(big + ratio)", "2^53"),
         ("int(ratio / zero)", "2^53"),
         ("list", "got a list of 2"),
@@ -95,7 +95,7 @@ fn sizes() {
         ("b[0]", "expected a list"),
         ("len(a)", "expected a list, got 8"),
         ("len(missing ?? deep)", "expected a list, got an object"),
-        ("has(a) + 1", "expected a whole number, got true"),
+        ("has(a) + 1", "expected an integer, got true"),
     ] {
         let message = axis(text, &config).unwrap_err();
         assert!(message.contains(wanted) && message.starts_with("config.json: "), "{text}: {message}");
@@ -130,12 +130,12 @@ fn three_values() {
     for (text, wanted) in [
         ("one", "expected true or false, got 1"),
         ("one and yes", "expected true or false"),
-        ("kind == 1", "two whole numbers, two texts"),
-        ("yes == 1", "two whole numbers, two texts"),
+        ("kind == 1", "two integers, two texts"),
+        ("yes == 1", "two integers, two texts"),
         ("kind in kind", "expected a list"),
         ("'x' in odd", "two texts"),
         ("kinds == kinds", "two texts"),
-        ("kind < 'x'", "expected a whole number, got \"full\""),
+        ("kind < 'x'", "expected an integer, got \"full\""),
         ("1 / 0 == 1", "not 0"),
     ] {
         let message = fact(text, &config).unwrap_err();
@@ -246,7 +246,7 @@ fn an_axis_that_every_model_has_is_not_empty() {
         match described {
             Ok(_) => assert!("efso".contains(key), "{key}"),
             Err(error) => {
-                assert!(error.to_string().contains("expected a positive whole number, got 0"), "{error}");
+                assert!(error.to_string().contains("expected a positive integer, got 0"), "{error}");
                 assert!("lctv".contains(key), "{key}");
             }
         }

@@ -53,9 +53,8 @@ pub(super) fn sets_of(
         for at in sets[name].positions.iter().filter(|at| sets[other].contains(**at)) {
             let message =
                 format!("position {at} on axis {} has tensors of {name} and of {other}", sets[name].axis);
-            let finding = Finding::new(codes::UNKNOWN_TENSOR, message)
-                .expected("those of one of the two", "both")
-                .help(
+            let finding =
+                Finding::new(codes::UNKNOWN_TENSOR, message).expected("the keys of one form", "both").help(
                     "move the file of the other model away, or pass the config of this model with --config",
                 );
             excluded.push((finding, shown[&(name.as_str(), *at)]));

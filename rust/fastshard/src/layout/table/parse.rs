@@ -304,7 +304,7 @@ fn padded_in(factors: &[Factor], wanted: &dyn Fn(&str, &str) -> bool) -> Option<
 fn check_derived(derived: &Derived) -> std::result::Result<(), String> {
     for (name, factors) in derived {
         if let Some(axis) = padded_in(factors, &|_, _| true) {
-            return Err(format!("axis {name}: {axis} is padded; only a shape of its own may say so"));
+            return Err(format!("axis {name}: {axis} is padded; only a separate shape may say so"));
         }
     }
     Ok(())

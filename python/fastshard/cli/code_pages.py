@@ -1,0 +1,233 @@
+"""What `fastshard explain` adds to the table of codes: why a finding happens, and how to confirm it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["PAGES", "Page"]
+
+
+class Page(NamedTuple):
+    """The further parts of a code's page."""
+
+    #: Why it happens.
+    why: str
+    #: How to confirm it.
+    confirm: str
+    #: How many sentences of the explanation say what it means; the others say how to fix it.
+    meaning: int = 1
+
+
+PAGES = {
+    "FS101": Page(
+        "Every node saved to its own local disk, a copy stopped early, or a download was filtered.",
+        "`fastshard verify CKPT -v` lists each path and what asks for it. Look for the file on the node that ran the rank.",
+    ),
+    "FS102": Page(
+        "A rank file was lost whose tensors no other file names, or the config describes a larger model.",
+        "`fastshard ls CKPT` lists the tensors that are there. Compare the names with a good checkpoint: "
+        "`fastshard diff CKPT GOOD`.",
+    ),
+    "FS103": Page(
+        "The files of a pipeline stage are on another node, or the config states more layers than the model has.",
+        "`fastshard ls CKPT --by layer` lists the layers that are there. Compare their number with the config.",
+    ),
+    "FS104": Page(
+        "The job was stopped while it saved, or it is still saving.",
+        "Look at the times of the files in the step, and whether the training job still runs.",
+    ),
+    "FS105": Page(
+        "The step was moved, deleted by a retention policy, or not copied with the tracker file.",
+        "Open the tracker file, and list the steps beside it.",
+    ),
+    "FS106": Page(
+        "The directory holds several models or several forms of one, or the config was not copied.",
+        "`fastshard ls CKPT --tree` shows the prefixes of the names. The finding lists the possible readings.",
+    ),
+    "FS107": Page(
+        "Files were collected from several nodes while training went on, or a copy was resumed a step later.",
+        "The finding names the step of each file. Look at the times of the files.",
+    ),
+    "FS108": Page(
+        "Another run or another number of ranks saved to the same directory, and its files stayed.",
+        "Look at the times of the file and of its neighbours, and at the index.",
+        3,
+    ),
+    "FS109": Page(
+        "There is no config.json, or fastshard has no layout for this model_type.",
+        "Lines that begin with `not checked` name the tensors. Look for them in the code of the model.",
+    ),
+    "FS110": Page(
+        "A rank file of an earlier run stayed in the directory, or was copied there.",
+        "The finding names the setting and both values. Look at the times of the files.",
+    ),
+    "FS111": Page(
+        "The processes of the job did not write to shared storage.",
+        "List the directory that the finding names on the host that ran the process.",
+        3,
+    ),
+    "FS112": Page(
+        "Training keeps several steps in one directory.",
+        "List the steps, and open the tracker file.",
+    ),
+    "FS113": Page(
+        "A script that collected files from several nodes mixed up their names.",
+        "`unzip -l FILE` shows the name under which torch.save wrote the archive. Megatron-LM keeps `args.rank` in the file.",
+    ),
+    "FS114": Page(
+        "The format stores no rank in its files: DCP, per-rank safetensors, chunks of arrays.",
+        "Nothing in the files confirms it. Compare with hashes that were made where the files were written.",
+    ),
+    "FS115": Page(
+        "Shards were renamed or written again, and the index of an earlier save stayed.",
+        "`fastshard trace CKPT TENSOR` names the file that holds a tensor. Look for the tensor's name in the index.",
+        4,
+    ),
+    "FS201": Page(
+        "A file of another run or another number of ranks is in the directory.",
+        "The finding gives both shapes. If one is a multiple of the other, the number of ranks differs.",
+    ),
+    "FS202": Page(
+        "One rank was saved after a cast, or by a run with another precision.",
+        "`fastshard ls CKPT --by dtype` counts the tensors of each dtype.",
+    ),
+    "FS203": Page(
+        "A shard of one tensor is missing, or one tensor was resized alone.",
+        "The finding names both tensors. Compare their shapes with the sizes in the config.",
+    ),
+    "FS204": Page(
+        "Heads, experts or rows cannot be shared equally by so many ranks.",
+        "Divide the size that the finding gives by the number of ranks.",
+    ),
+    "FS205": Page(
+        "A rank of the save died, or its file is of an earlier save.",
+        "The finding gives the region that no chunk covers. Look for the rank that wrote it.",
+    ),
+    "FS206": Page(
+        "Files of two saves are in one directory.",
+        "The finding names both files. Look at their times.",
+    ),
+    "FS207": Page(
+        "The model has modules that the layout does not know, such as extra heads or adapters.",
+        "`fastshard ls CKPT --glob NAME` shows the tensor. Look for it in the code of the model.",
+    ),
+    "FS208": Page(
+        "The script that saved the model did not gather this tensor over the tensor-parallel ranks.",
+        "The finding gives the number of rows or columns that are lost. Compare it with the sizes in the config.",
+    ),
+    "FS209": Page(
+        "The training config was not saved with the checkpoint.",
+        "The finding names the setting. Look for it in the config or the command line of the training run.",
+    ),
+    "FS210": Page(
+        "A layout of your own has a syntax error, or a rule contradicts another one.",
+        "The finding gives the file and the entry.",
+    ),
+    "FS211": Page(
+        "A value does not fit this checkpoint, or was misspelt.",
+        "The finding gives the option, its value and the values that are allowed.",
+    ),
+    "FS212": Page(
+        "The target has no place for these tensors, or they are computed when the model is loaded.",
+        "`-v` lists the tensors.",
+    ),
+    "FS213": Page(
+        "The config was not saved with the checkpoint, and the tensor that would show the size is missing.",
+        "The finding names the size. Look for it in the config of the training run.",
+    ),
+    "FS214": Page(
+        "An option such as --dtype asked for it.",
+        "`fastshard plan` lists the changes. `fastshard diff A B --ignore-dtype` shows how far the values moved.",
+    ),
+    "FS215": Page(
+        "The config is of another model, or was edited after the save.",
+        "The finding gives the key, its value and the value that the tensors show.",
+    ),
+    "FS216": Page(
+        "The framework does not store settings that have their default value.",
+        "The finding gives the key and the value that is written. Compare it with the command line of the training run.",
+    ),
+    "FS301": Page(
+        "A disk or a network damaged the file, or something wrote to it.",
+        "`unzip -t FILE` finds the same member. Compare the file with the one on the node that wrote it.",
+    ),
+    "FS302": Page(
+        "A rank file is from another step, or ranks computed replicated tensors differently.",
+        "The finding gives the number of elements that differ and by how much. A drift is small and in many elements.",
+    ),
+    "FS303": Page(
+        "A copy or a rename went wrong, often in a shell loop.",
+        "`cmp FILE OTHER` compares the two files. Look at the file on the node that wrote it.",
+        2,
+    ),
+    "FS304": Page(
+        "The tensor was initialised with a constant, or a rank was copied over the others.",
+        "`fastshard stats CKPT --include NAME` shows whether the tensor is constant.",
+    ),
+    "FS305": Page(
+        "A script that collected files from several nodes mixed up their names.",
+        "Compare the file with the one on the node that wrote it.",
+    ),
+    "FS306": Page(
+        "Training diverged, a cast to a narrower dtype overflowed, or memory was damaged before the save.",
+        "`fastshard stats CKPT --include NAME` counts NaN and infinite values. Look at the loss of that step.",
+    ),
+    "FS307": Page(
+        "The optimizer moved the padding rows, or tokens were added and the size was not updated.",
+        "Compare the number of rows with the size of the tokenizer.",
+    ),
+    "FS308": Page(
+        "A disk or a network damaged the file, or somebody edited it.",
+        "The finding gives both hashes. Compare the file with a good copy: `cmp FILE COPY`.",
+    ),
+    "FS309": Page(
+        "The two are from different steps, runs or conversions.",
+        "`fastshard diff A B -v` lists every tensor with its figures.",
+    ),
+    "FS310": Page(
+        "--replicas mean asked for it.",
+        "The finding gives the largest difference between the ranks.",
+    ),
+    "FS311": Page(
+        "The head was trained separately, or one tensor is of another step.",
+        "`fastshard diff` with a good copy shows which of the two changed.",
+    ),
+    "FS312": Page(
+        "A copy or a download stopped early, or the disk was full.",
+        "Compare the size of the file with that on the node that wrote it.",
+    ),
+    "FS313": Page(
+        "A shard was lost before the tensors were merged, or the tensor was pruned.",
+        "`fastshard stats CKPT --include NAME` shows the rows or columns. Compare the tensor with a good copy.",
+        3,
+    ),
+    "FS314": Page(
+        "The training script turned checksums off to save faster.",
+        "`unzip -v FILE` shows the CRC32 of each member as 00000000.",
+    ),
+    "FS315": Page(
+        "A file was edited or damaged after it was signed, or the public key is of another signer.",
+        "`model_signing verify key` reports the same file.",
+    ),
+    "FS316": Page(
+        "The repository was cloned without Git LFS, or a download saved an error page.",
+        "`head -c 200 FILE` shows text where a weight file has binary data.",
+    ),
+    "FS401": Page(
+        "The parameters were loaded from elsewhere and the optimizer was not, or a rank file is from another step.",
+        "`fastshard master-weights CKPT -v` lists the tensors with their largest difference.",
+        2,
+    ),
+    "FS402": Page(
+        "ZeRO stage 3 stores the weights once, and other stages may store no optimizer state.",
+        "List the optimizer files of the step.",
+    ),
+    "FS403": Page(
+        "Mixed-precision training keeps the weights in two precisions.",
+        "`fastshard master-weights CKPT` compares the two.",
+    ),
+    "FS404": Page(
+        "An optimizer file was lost or copied over another one, or the number of ranks changed.",
+        "The finding names the rank, and the number of elements that it should hold.",
+    ),
+}  # fmt: skip

@@ -1,0 +1,125 @@
+"""Settings of a project: which findings count as errors, from ``fastshard.toml`` or ``[tool.fastshard]`` in a pyproject.toml.
+
+They say what counts, and nothing else: no path, no program. They are read from the working directory or a folder above
+it, up to the root of its repository, and never from a checkpoint or a result: whoever made one must not judge it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ..common import safe_files
+from ..common.errors import FastshardError
+from ..common.options import Gating, meant, table
+
+__all__ = ["apply", "find", "read"]
+
+#: Bytes that such a file has at most.
+_LARGEST = 1 << 20
+_NAMES = ("fastshard.toml", "pyproject.toml")
+
+
+def find(start: Path, untrusted: Iterable[Path]) -> Path | None:
+    """The nearest file that has settings: in ``start`` or above, up to the repository's root.
+
+    Args:
+        start: the working directory.
+        untrusted: checkpoints and results; nothing is read from there or below.
+    """
+    refused = [path.resolve() for path in untrusted]
+    here = start.resolve()
+    root = next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
+    for folder in (here, *here.parents):
+        if not any(folder == path or folder.is_relative_to(path) for path in refused):
+            for name in _NAMES:
+                if (folder / name).is_file() and _section(folder / name) is not None:
+                    return folder / name
+        if folder == root:
+            return None
+    return None
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The settings of a file.
+
+    Raises:
+        FastshardError: ``FS515`` for a key or a value that there is not.
+    """
+    section = _section(path) or {}
+    known = table(Gating)
+    settings: dict[str, Any] = {}
+    for key, value in section.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise _wrong(path, f"there is no setting {key}{meant(name, known)}", ", ".join(known))
+        if name == "fail_on":
+            if value not in known[name].choices:
+                raise _wrong(path, key, " or ".join(known[name].choices), repr(value))
+        elif not (isinstance(value, list) and all(isinstance(code, str) for code in value)):
+            raise _wrong(path, key, 'a list of codes, e.g. ["FS108"]', repr(value))
+        settings[name] = value
+    return settings
+
+
+def apply(arguments: Namespace) -> Path | None:
+    """Adds settings to the arguments of a command that judges; the file that they come from.
+
+    What the command line says of ``--fail-on`` decides; codes are added to its own.
+
+    Raises:
+        FastshardError: ``FS515`` for a file that is not right.
+    """
+    if not hasattr(arguments, "fail_on") or getattr(arguments, "no_settings", False):
+        return None
+    path = find(Path.cwd(), _untrusted(arguments))
+    if path is None:
+        return None
+    settings = read(path)
+    if arguments.fail_on is None:
+        arguments.fail_on = settings.get("fail_on")
+    arguments.error = [*settings.get("error", ()), *arguments.error]
+    # What one asks to see is not put aside.
+    asked = {code.upper().removeprefix("FS") for code in arguments.error}
+    aside = [code for code in settings.get("ignore", ()) if code.upper().removeprefix("FS") not in asked]
+    arguments.ignore = [*aside, *arguments.ignore]
+    return path
+
+
+def _untrusted(arguments: Namespace) -> list[Path]:
+    given = [
+        getattr(arguments, name, None) for name in ("ckpt", "out", "a", "b", "like", "against", "repair")
+    ]
+    paths = [path for value in given for path in (value if isinstance(value, list) else [value])]
+    return [Path(path) for path in paths if isinstance(path, (str, os.PathLike))]
+
+
+def _section(path: Path) -> dict[str, Any] | None:
+    """The settings in a file; None if it has none."""
+    content = _parsed(path)
+    if path.name == "fastshard.toml":
+        return content
+    section = content.get("tool", {}).get("fastshard") if isinstance(content.get("tool"), dict) else None
+    return section if isinstance(section, dict) else None
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        return tomllib.loads(safe_files.read_text(path, _LARGEST, code="FS515"))
+    except tomllib.TOMLDecodeError as error:
+        raise _wrong(path, f"not TOML: {error}", None) from None
+
+
+def _wrong(path: Path, what: str, expected: str | None, got: str | None = None) -> FastshardError:
+    return FastshardError.of(
+        "FS515", what, file=str(path), expected=expected, got=got,
+        help="correct it, or leave settings out with --no-settings",
+    )  # fmt: skip

@@ -1,0 +1,112 @@
+"""How far two tensors of one shape lie apart, in bounded memory, and whether that is close enough."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoint.tensor import Tensor
+from ..common.errors import FastshardError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Distance", "Tolerance", "distance"]
+
+#: Bytes compared at a time.
+_CHUNK = 16 << 20
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far elements may lie apart: ``|a - b| <= atol + rtol * |b|``, as numpy and torch take it."""
+
+    atol: float = 0.0
+    rtol: float = 0.0
+    #: True if another dtype is no difference: values are compared.
+    ignore_dtype: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("atol", self.atol), ("rtol", self.rtol)):
+            if not 0 <= value < float("inf"):
+                raise FastshardError.of(
+                    "FS515", name, expected="a finite number of 0 or more", got=str(value)
+                )
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far two tensors lie apart. Of complex numbers it is the distance of the two."""
+
+    #: Elements that differ, and those that lie farther apart than is tolerated.
+    differing: int
+    beyond: int
+    #: Largest ``|a - b|``, and mean and standard deviation of ``a - b`` over finite elements.
+    largest: float
+    mean: float
+    std: float
+    #: ``|a - b| / |a|`` of the whole tensors, by their Euclidean norms; None where that is no number.
+    relative: float | None
+    #: Cosine of the angle between the two; None where that is no number.
+    cosine: float | None
+
+
+def distance(x: Tensor, y: Tensor, tolerance: Tolerance) -> Distance:
+    """Compares two tensors of one shape, some rows at a time."""
+    import numpy as np
+
+    rows = x.shape[0] if x.shape else 1
+    step = max(1, rows * _CHUNK // max(1, x.nbytes, y.nbytes))
+    differing, beyond, largest, total, squares, count = 0, 0, 0.0, 0.0, 0.0, 0
+    of_a, of_b, both = 0.0, 0.0, 0.0
+    for start in range(0, rows, step):
+        a, b = ((t[start : start + step] if t.shape else t.numpy()).ravel() for t in (x, y))
+        unequal, delta = _apart(a, b)
+        differing += int(unequal.sum())
+        size = np.abs(np.where(np.isnan(delta), np.where(unequal, np.inf, 0.0), delta))
+        largest = max(largest, float(size.max(initial=0.0)))
+        p, q = _wide(a), _wide(b)
+        with np.errstate(invalid="ignore"):
+            # Where one of the two is no number no tolerance is enough.
+            close = np.isfinite(size) & (size <= tolerance.atol + tolerance.rtol * np.abs(q))
+        beyond += int((unequal & ~close).sum())
+        finite = np.isfinite(p) & np.isfinite(q)
+        p, q = np.where(finite, p, 0), np.where(finite, q, 0)
+        of_a += float(np.vdot(p, p).real)
+        of_b += float(np.vdot(q, q).real)
+        both += float(np.vdot(p, q).real)
+        delta = np.where(np.isfinite(delta), delta, 0.0)
+        total += float(delta.sum())
+        squares += float((delta * delta).sum())
+        count += delta.size
+    mean = total / max(1, count)
+    std = max(0.0, squares / max(1, count) - mean * mean) ** 0.5
+    relative = (squares / of_a) ** 0.5 if of_a else None
+    cosine = both / (of_a * of_b) ** 0.5 if of_a and of_b else None
+    return Distance(differing, beyond, largest, mean, std, relative, cosine)
+
+
+def _wide(a: NDArray[Any]) -> NDArray[Any]:
+    import numpy as np
+
+    return a.astype(np.complex128 if np.iscomplexobj(a) else np.float64)
+
+
+def _apart(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Where two arrays of numbers differ, and by how much: integers exactly, complex numbers by their distance."""
+    import numpy as np
+
+    if a.dtype.kind in "iu" and b.dtype.kind in "iu":
+        # Of int64 and uint64 numpy would make floats.
+        unequal = (
+            (a != b)
+            if a.dtype.kind == b.dtype.kind
+            else (a < 0) | (b < 0) | (a.astype("u8") != b.astype("u8"))
+        )
+        delta: NDArray[Any] = np.zeros(a.shape)
+        delta[unequal] = (a[unequal].astype(object) - b[unequal].astype(object)).astype(np.float64)
+        return unequal, delta
+    wide = np.complex128 if np.iscomplexobj(a) or np.iscomplexobj(b) else np.float64
+    p, q = a.astype(wide), b.astype(wide)
+    delta = np.abs(p - q) if wide is np.complex128 else p - q
+    return ~((p == q) | (np.isnan(p) & np.isnan(q))), delta

@@ -1,0 +1,90 @@
+"""What a verification came to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn, overload
+
+from ..checkpoint.proof import Checked
+from ..common.errors import Finding, error_for, exit_code
+from ..common.formatting import counted
+from ..common.gate import ignored
+
+__all__ = ["Verdict"]
+
+_WORDS = {1: "BROKEN", 2: "COULD NOT BE CHECKED", 3: "INCOMPLETE"}
+
+
+class Verdict(Sequence[Finding]):
+    """The findings of :func:`fastshard.verify`, in order, and what they come to.
+
+    It is the sequence of its findings, and equal to a list of the same findings. It has no truth value: an empty
+    sequence is false, and here that would be the good case.
+    """
+
+    __slots__ = ("_findings", "checked")
+
+    def __init__(self, findings: Sequence[Finding], checked: Checked | None = None) -> None:
+        self._findings = tuple(findings)
+        #: How far the checkpoint was checked; None if something is wrong.
+        self.checked = checked
+
+    @property
+    def ok(self) -> bool:
+        """True if no error was found."""
+        return not any(finding.severity == "error" for finding in self._findings)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Everything that was found."""
+        return list(self._findings)
+
+    def raise_for_errors(self) -> None:
+        """Raises what was found, if an error is among it.
+
+        Raises:
+            IncompleteError: if the checkpoint is incomplete only.
+            FastshardError: for any other error, of the class that fits its exit code.
+        """
+        if not self.ok:
+            raise error_for(self.findings)
+
+    @overload
+    def __getitem__(self, index: int) -> Finding: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Finding]: ...
+    def __getitem__(self, index: int | slice) -> Finding | Sequence[Finding]:
+        return self._findings[index]
+
+    def __len__(self) -> int:
+        return len(self._findings)
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self._findings)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, (Verdict, list, tuple)):
+            return self.findings == list(other)
+        return NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError(
+            "a Verdict is neither true nor false: ask for .ok, or for len() to count its findings"
+        )
+
+    def __repr__(self) -> str:
+        errors = sum(finding.severity == "error" for finding in self._findings)
+        warnings = sum(finding.severity == "warning" and not ignored(finding) for finding in self._findings)
+        if errors:
+            word = _WORDS.get(exit_code(self.findings), "BROKEN")
+            return f"<fastshard.Verdict {word}: {counted(errors, 'error')}; .findings, .raise_for_errors()>"
+        told = "no error" if self.checked is None else self.checked.told()
+        return f"<fastshard.Verdict ok: {told}, {counted(warnings, 'warning')}>"
+
+    def _repr_html_(self) -> str:
+        from ..common import notebook_html
+
+        rows: list[tuple[Any, ...]] = [(f.severity, f.code, f.headline, f.help or "") for f in self._findings]
+        return notebook_html.table(repr(self), ("severity", "code", "what", "help"), rows, len(rows))
