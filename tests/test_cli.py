@@ -203,7 +203,7 @@ def test_a_quiet_diff_speaks_of_differences_only(tmp_path: Path) -> None:
     ("argv", "command"),
     [
         (("merge", TP4), "merge"), (("manifest", TP4, "--include", "x"), "manifest"), (("diff", TP4), "diff"),
-        (("inspect", TP4, "--threads", "many"), "inspect"), (("masters", TP4, "--resume"), "master-weights"), (("mrege", TP4), None), ((), None),
+        (("inspect", TP4, "--threads", "many"), "inspect"), (("masters", TP4, "--resume"), "master-weights"), (("mrege", TP4), None), ((), None), (("masters", "--nothing"), "master-weights"),
     ],
 )  # fmt: skip
 def test_json_of_bad_usage_names_the_command(argv: tuple[object, ...], command: str | None) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..common.errors import Finding
 from ..common.formatting import human
-from .checkpoint import CheckpointSource, as_checkpoint
+from .open_checkpoint import CheckpointSource, as_checkpoint
 from .planning import make_plan
 from .tensor_rows import TensorRow, rows_of
 

@@ -13,7 +13,7 @@ from ..common.dtypes import TORCH_NAMES
 from ..common.errors import FastshardError
 from ..common.options import meant, nearest
 from ..models.tensor_roles import layer_of, role_of
-from .checkpoint import CheckpointSource, as_checkpoint
+from .open_checkpoint import CheckpointSource, as_checkpoint
 from .planning import Plan, make_plan
 
 if TYPE_CHECKING:

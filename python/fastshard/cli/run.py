@@ -97,7 +97,8 @@ class Run:
     def misused(self, error: UsageError) -> int:
         """Says what is wrong with a command line; its exit code."""
         if self._arguments.output_format != "text":
-            verb = next((word for word in self._argv if not word.startswith("-")), None)
+            word = next((word for word in self._argv if not word.startswith("-")), "")
+            verb = self._verbs.named(word)
             self._arguments.command = verb if verb in self._verbs else None
             return self._tell(None, [Finding.of("FS515", str(error))], 2)
         self._streams.say(f"{error.parser.prog}: error: {render.printable(str(error))}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.checkpoint import open as open_checkpoint
+from ..checkpoint.open_checkpoint import open as open_checkpoint
 from ..common.errors import FastshardError
 from ..common.options import (
     Against,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from ..checkpoint.checkpoint import Checkpoint, CheckpointSource, as_checkpoint
+from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.manifests import (
     MANIFEST_NAME,
     MAX_MANIFEST,
@@ -21,6 +21,7 @@ from ..checkpoint.manifests import (
     expected_by,
     run_options,
 )
+from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
 from ..checkpoint.planning import Plan, make_plan, to_be_written
 from ..common import memory_budget, safe_files, target_options
 from ..common.errors import UNPROVEN, FastshardError, Finding, carry, from_core, raise_errors
@@ -33,6 +34,7 @@ from ..models import tokenizer as tokenizers
 from ..models.tokenizer import Tokenizer
 from ..targets.request import Request
 from ..zarr import array_writer
+from .companion_files import along, from_above
 from .distributed import host_parts, rendezvous
 from .distributed import node_local as lending
 
@@ -321,17 +323,7 @@ def prepared(
             (Path(p) for n, p in copies if n not in said and n not in sidecar_files.DOCUMENTS),
         )
     )
-    return Job(checkpoint, made, run, copies, _above(made, copies, given), settled, [*found, *findings])
-
-
-def _above(made: Plan, copies: Iterable[tuple[str, str]], given: Container[str]) -> dict[str, str]:
-    """What a result has from a folder above the checkpoint, and was not ``given``; a config.json that was made of one there
-    too."""
-    paths = {name: Path(path) for name, path in copies if name not in given}
-    said = made.source.model.config_file
-    if said is not None and "config.json" in made.texts:
-        paths["config.json"] = said
-    return sidecar_files.from_above(made.source.places, paths)
+    return Job(checkpoint, made, run, copies, from_above(made, copies, given), settled, [*found, *findings])
 
 
 def compared(
@@ -447,24 +439,3 @@ def merge(source: CheckpointSource, out: StrPath, **options: Unpack[Merging]) ->
     Takes the arguments of :func:`convert` but ``to``.
     """
     return convert(source, out, None, **options)
-
-
-def along(made: Plan, tokenizer: Tokenizer | None, *, given: bool) -> list[tuple[str, str]]:
-    """Files that go along with the result: (name, path).
-
-    Raises:
-        FastshardError: ``FS601`` if one of these names is no regular file's.
-    """
-    source, merged = made.source, made.target == "merge"
-    if merged and not source.model.hf_names:
-        return (
-            sorted((name, str(path)) for name, path in tokenizer.files.items()) if tokenizer and given else []
-        )
-    config = source.model.config_file or sidecar_files.first(source.places, "config.json")
-    # Code of its own is for those who load the model under its own names.
-    own = source.model.hf_names and (merged or made.target == "hf")
-    found: dict[str, Path] = sidecar_files.beside(source.places, config if own else None)
-    found |= tokenizer.files if tokenizer else {}
-    if config is not None and source.model.hf_names and (merged or made.keeps_names):
-        found["config.json"] = config
-    return sorted((name, str(path)) for name, path in found.items() if name not in made.summary["texts"])

@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from ..checkpoint.checkpoint import CheckpointSource
 from ..checkpoint.manifests import beside, run_options
+from ..checkpoint.open_checkpoint import CheckpointSource
 from ..checkpoint.proof import not_proven
 from ..checkpoint.tensor_map import Tensors
 from ..common import memory_budget, safe_files
 from ..common.errors import Finding, from_core, raise_errors
 from ..common.progress import Progress, Report
-from .convert import along, compared, planned
+from .companion_files import along
+from .convert import compared, planned
 
 if TYPE_CHECKING:
     from pathlib import Path

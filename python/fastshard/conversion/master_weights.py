@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from ..checkpoint.checkpoint import Checkpoint, CheckpointSource, as_checkpoint
+from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.manifests import MANIFEST_NAME, Manifest, run_options
+from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
 from ..common import memory_budget
 from ..common.errors import FastshardError, Finding, from_core, raise_errors
 from ..common.listing import File, is_utf8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, overload
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.checkpoint import open as opened
+from ..checkpoint.open_checkpoint import open as opened
 from ..common import option_checks
 from ..common.errors import FastshardError
 from ..common.options import OpenOptions, StrPath, table

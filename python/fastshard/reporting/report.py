@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..checkpoint.checkpoint import Checkpoint, CheckpointSource, as_checkpoint
+from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.manifests import run_options
+from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
 from ..common import memory_budget
 from ..common.errors import FastshardError
 from ..common.options import Opening, StrPath

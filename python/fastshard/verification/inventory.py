@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from .. import _core
 from ..checkpoint import manifest_files
-from ..checkpoint.checkpoint import CheckpointSource, as_checkpoint
 from ..checkpoint.manifests import (
     MANIFEST_NAME,
     Manifest,
     is_manifest,
     run_options,
 )
+from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
 from ..checkpoint.planning import make_plan
 from ..common import memory_budget, safe_files
 from ..common.errors import FastshardError, from_core, raise_errors

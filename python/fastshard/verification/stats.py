@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from ..checkpoint.checkpoint import CheckpointSource, as_checkpoint
 from ..checkpoint.manifests import ProgressCallback, run_options
+from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
 from ..checkpoint.planning import Plan, make_plan
 from ..common import memory_budget
 from ..common.errors import Finding, from_core, raise_errors

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from ..checkpoint import manifest_files, proof
-from ..checkpoint.checkpoint import Checkpoint, CheckpointSource, as_checkpoint
+from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.manifests import (
     accepted_before,
     against_result,
@@ -20,13 +20,14 @@ from ..checkpoint.manifests import (
     run_options,
     tensor_files,
 )
+from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
 from ..checkpoint.planning import Plan, make_plan
 from ..common import hub_downloads, memory_budget
 from ..common.errors import UNPROVEN, FastshardError, Finding, from_core
 from ..common.formatting import counted
 from ..common.options import Opening, StrPath
 from ..common.progress import Progress, Report
-from ..conversion.convert import along
+from ..conversion.companion_files import along
 from ..conversion.distributed import host_parts
 from ..models import sidecar_files
 from ..models.tokenizer import find as find_tokenizer

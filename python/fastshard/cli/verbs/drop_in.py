@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import glob
 
-from ...checkpoint.checkpoint import open as open_checkpoint
+from ...checkpoint.open_checkpoint import open as open_checkpoint
 from ...common.errors import FastshardError, Finding
 from ...conversion.convert import merge
 from ..shared_arguments import add_choosing, add_common, add_gate, add_source, gating, opened, progress

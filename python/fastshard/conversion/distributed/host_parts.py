@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ... import _core
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.checkpoint import open as open_checkpoint
 from ...checkpoint.manifests import MANIFEST_NAME, Manifest, is_piece, read, run_options
+from ...checkpoint.open_checkpoint import open as open_checkpoint
 from ...common import memory_budget, safe_files
 from ...common.errors import FastshardError, Finding, IncompleteError, from_core
 from ...common.gate import Gate

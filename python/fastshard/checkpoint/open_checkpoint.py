@@ -1,0 +1,396 @@
+"""How a checkpoint is opened: by its headers, with what is wrong as findings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import _core
+from ..common import hub_downloads, memory_budget, option_checks, placeholder_files, safe_files
+from ..common.config_text import checked, parse_json, parse_yaml
+from ..common.errors import FastshardError, Finding, error_for, from_core, raise_errors
+from ..common.gate import Gate
+from ..common.listing import File, Listing, list_roots, refuse_unprintable
+from ..common.options import OpenOptions, StrPath
+from ..common.thread_counts import thread_count
+from ..layouts import tables
+from ..layouts.declaration import MAX_DEGREE, Source
+from ..models import sidecar_files, tensor_words
+from ..sources import accepted_copies, hf_config, stray_tensors
+from ..sources.base import Contents, Found, Options, checked_accept
+from ..sources.index_files import disagreeing
+from ..sources.peft import lora
+from ..sources.registry import detect
+from ..sources.renamed_files import renamed
+from .checkpoint import Checkpoint
+from .drafting import Opened
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..expected.reference import Reference, Whole
+
+__all__ = ["CheckpointSource", "as_checkpoint", "open"]
+
+#: What is said where nothing, or too little, is a checkpoint by its names.
+_NOTHING_FOUND = ("FS101", "FS105", "FS501", "FS513")
+
+
+@option_checks.checked
+def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
+    """Opens a checkpoint: headers only, no payload byte is read, no torch is needed.
+
+    Args:
+        paths: the checkpoint's directory or file; several are node-local parts of one checkpoint.
+        options: how it is read.
+
+    Raises:
+        TypeError: for an option that there is not.
+        FastshardError: if nothing there is a checkpoint. What is wrong *inside* one comes as
+            :attr:`Checkpoint.findings`.
+    """
+    if not paths:
+        raise FastshardError.of("FS515", "no path given")
+    gate = Gate.of(options.get("fail_on"), options.get("error", ()), options.get("ignore", ()))
+    threads = thread_count(options.get("threads"))
+    like, adapter = options.get("like"), options.get("adapter")
+    reference = None if like is None else _read_reference(like, threads)
+    said = _said(options, reference)
+    listing, others = placeholder_files.sifted(list_roots(paths))
+    try:
+        found = detect(listing, said)
+    except FastshardError as refused:
+        if refused.code in _NOTHING_FOUND:
+            raise_errors([*others.values(), *hub_downloads.unfinished(listing)])
+        raise
+    found = replace(found, findings=hub_downloads.said_of_missing(listing, found.findings))
+    for file in found.files:
+        refuse_unprintable(file.path)
+    if reference is not None:
+        held = [listing.roots[file.root] / file.path for file in _behind(found)]
+        reference.refuse_itself(listing.roots, held, listing.single)
+    adapted = None if adapter is None else lora.find(adapter)
+    roots = [*listing.roots, *([adapted.folder] if adapted else [])]
+    # Adapters of frameworks see their own files alone.
+    further = [File(len(listing.roots), adapted.weights, adapted.size)] if adapted and adapted.weights else []
+    try:
+        catalog = _core.Catalog(
+            [os.fspath(root) for root in roots],
+            [(file.root, file.path) for file in (*found.files, *further)],
+            threads,
+            dict(found.records),
+            {index: blocks.listed() for index, blocks in found.blocks.items()},
+            memory_budget.stated(),
+            tensor_words.declared(),
+        )
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    unread = _one_limit(catalog.findings())
+    prefixes = [os.fspath(root) + os.sep for root in roots]
+    findings = [*listing.findings, *found.findings, *(_relative(f, prefixes) for f in unread)]
+    readable = catalog.files()
+
+    if not found.reads_parts:
+        _refuse_parts(readable)
+    contents = Contents(catalog, readable[: len(found.files)])
+    folders = {found.folder, *(file.folder for file in _behind(found))}
+    not_themselves = placeholder_files.near(others, folders)
+    try:
+        source = found.adapter.declare(found, listing, contents, said)
+    except FastshardError as refused:
+        if not not_themselves:
+            raise
+        # What a config that is not there would have said may be all that is wrong.
+        raise error_for([*not_themselves, *refused.findings]) from None
+    findings.extend(
+        Finding.of(
+            "FS109",
+            "the file says more besides its tensors than is looked at; what lies beyond was not read",
+            severity="warning",
+            file=found.files[file].path,
+            help="give the training config with --config if something is missed",
+        )
+        for file in sorted(contents.cut)
+    )
+    if said.under is not None and not source.chosen:
+        raise _nothing_under(said.under, source)
+    if said.layout:
+        source = hf_config.by_own_table(source, tables.parse(said.layout), contents.names())
+    if adapted is not None:
+        found = replace(found, files=[*found.files, *further])
+        lora.merge(source, adapted, found, listing, Contents(catalog, readable))
+    findings += not_themselves
+    findings += source.findings
+    ranks = {unit.file: unit.rank for unit in source.units}
+    # Leftovers are not read.
+    left = {f.file for f in findings if f.code == "FS108"}
+    used = [None if f is None or f["path"] in left else f for f in readable]
+    findings += renamed(used, "renamed" in said.accept, ranks, roots)
+    strays = _strays(found, source, listing, catalog, readable, roots, threads)
+    findings = strays.left(findings, source.index)
+    findings += _expected_names(source, catalog, readable, strays)
+    accepted = accepted_copies.patterns(said.accept)
+    findings = accepted_copies.accepted(findings, accepted)
+    # Not even on purpose can a file lack what it is there for.
+    copied = {f.file for f in strays.findings if f.code == "FS303"}
+    findings = [f for f in findings if f.code not in ("FS113", "FS303") or f.file not in copied]
+    findings += strays.findings
+    optimizer = replace(
+        source.optimizer, findings=accepted_copies.accepted(source.optimizer.findings, accepted)
+    )
+    near = source.places or sidecar_files.places(listing, found.folder) or sidecar_files.beside_files(listing)
+    unreadable = {
+        n: found.files[file].path for n, file in (source.weight_map or {}).items() if readable[file] is None
+    }
+    source = replace(
+        source,
+        places=near,
+        copies_accepted=accepted,
+        optimizer=optimizer,
+        non_finite_accepted="non-finite" in said.accept,
+        # What a copy holds is taken from the original.
+        units=[unit for unit in source.units if unit.file not in strays.copies],
+        lost={**source.lost, **unreadable, **strays.lost},
+    )
+    if reference is not None:
+        source = _held_against(reference, source)
+    return Checkpoint(
+        listing, Opened(source, catalog, findings, found.files, _behind(found), reference, gate), readable
+    )
+
+
+#: A reference is opened as any other checkpoint is.
+_opened = open
+
+
+def _said(given: OpenOptions, reference: Reference | None) -> Options:
+    """What the caller said about the source, and what a reference says in its place.
+
+    Raises:
+        FastshardError: ``FS211`` or ``FS515`` for what cannot be meant.
+    """
+    config, path = _read_config(given.get("config"))
+    if reference is not None and reference.roster is None:
+        if config is not None:
+            raise FastshardError.of(
+                "FS515", "both --config (or --expect) and --like give a config", help="give it once"
+            )
+        config, path = reference.config, str(reference.config_file)
+    step, under, layout = given.get("step"), given.get("under"), given.get("layout")
+    return Options(
+        step=None if step is None else str(step),
+        under=None if under is None else under.rstrip("."),
+        config=config,
+        config_path=path,
+        vocab_size=_positive(given.get("vocab_size"), "vocab_size"),
+        accept=checked_accept(given.get("accept", ())),
+        layout=None if layout is None else os.fspath(layout),
+        lent=reference.lent if reference is not None else None,
+        expect_processes=_processes(given.get("expect_processes")),
+    )
+
+
+def _read_reference(path: StrPath, threads: int | None) -> Reference:
+    from ..expected.reference import read
+
+    return read(path, partial(_whole, threads=threads))
+
+
+def _whole(path: Path, threads: int | None) -> Whole:
+    """What a reference needs to know of a checkpoint."""
+    from ..expected.reference import Whole
+
+    checkpoint = _opened(path, threads=threads)
+    opened = checkpoint.opened
+    tensors = [(name, dtype, shape) for name, dtype, shape, _, _ in checkpoint._plan.outputs]
+    files = [checkpoint.listing.roots[file.root] / file.path for file in opened.behind]
+    return Whole(opened.source, checkpoint.findings, tensors, files)
+
+
+def _held_against(reference: Reference, source: Source) -> Source:
+    """The declaration of a checkpoint with a reference, which says what must exist, and goes along where the checkpoint
+    has no config of its own."""
+    lent = reference.config_file is not None and source.model.config_file == reference.config_file
+    places = [*source.places, *reference.places] if lent else source.places
+    if reference.roster is None:
+        return replace(source, places=places)
+    return replace(source, places=places, provable=True, referenced=True)
+
+
+def _nothing_under(under: str, source: Source) -> FastshardError:
+    return FastshardError.of(
+        "FS515",
+        f"under: a checkpoint of {source.framework} holds its model in one place",
+        got=under,
+        help="leave it out",
+    )
+
+
+def _refuse_parts(readable: list[Any]) -> None:
+    """A DTensor in a file that is read as a whole is a slice that would pose as a whole tensor.
+
+    Raises:
+        FastshardError: ``FS514`` for the first of them.
+    """
+    for file in readable:
+        if file is not None and file["partial"] is not None:
+            raise FastshardError.of(
+                "FS514",
+                "the file holds one rank's part of the tensor (a DTensor or ShardedTensor), where wholes are read",
+                file=file["path"],
+                tensor=file["partial"],
+                help="name the folder that holds the files of all ranks; where their names do not count ranks, "
+                "rename them to model_rank_R.pt",
+            )
+
+
+def _behind(found: Found[object]) -> list[File]:
+    """All files that hold what is read."""
+    stores = [file for blocks in found.blocks.values() for file in blocks.files]
+    return [*(file for i, file in enumerate(found.files) if i not in found.blocks), *stores]
+
+
+def _one_limit(findings: list[Finding]) -> list[Finding]:
+    """Files that could not be opened for want of descriptors are one finding: the cause is the same."""
+    beyond = [f for f in findings if f.code == "FS511"]
+    if len(beyond) < 2:
+        return findings
+    told = beyond[0].replace(message=f"{beyond[0].message}; so with {len(beyond) - 1} more files")
+    return [told, *(f for f in findings if f.code != "FS511")]
+
+
+def _positive(value: int | None, name: str) -> int | None:
+    if value is not None and (not isinstance(value, int) or not 0 < value < 1 << 48):
+        raise FastshardError.of("FS211", name, expected="a positive integer", got=repr(value))
+    return value
+
+
+def _processes(count: int | None) -> int | None:
+    if count is not None and count > MAX_DEGREE:
+        raise FastshardError.of(
+            "FS211", "expect_processes", expected=f"at most {MAX_DEGREE}", got=repr(count)
+        )
+    return _positive(count, "expect_processes")
+
+
+def _relative(finding: Finding, prefixes: list[str]) -> Finding:
+    for prefix in prefixes:
+        if finding.file and finding.file.startswith(prefix):
+            return finding.replace(file=finding.file[len(prefix) :])
+    return finding
+
+
+def _read_config(config: StrPath | Mapping[str, Any] | None) -> tuple[dict[str, Any] | None, str | None]:
+    if config is None:
+        return None, None
+    if isinstance(config, Mapping):
+        try:
+            return dict(checked(config)), None
+        except ValueError as error:
+            raise FastshardError.of("FS211", f"not a config: {error}") from None
+    path = Path(config)
+    try:
+        # JSON is YAML too, but its own reader gives better messages and is faster.
+        text = safe_files.read_text(path, safe_files.MAX_CONFIG, code="FS211")
+        content = (parse_json if path.suffix == ".json" else parse_yaml)(text)
+    except ValueError as error:
+        raise FastshardError.of("FS211", f"not a config: {error}", file=str(path)) from None
+    if not isinstance(content, dict) or not content:
+        raise FastshardError.of("FS211", "not a config: no keys", file=str(path))
+    return content, str(path)
+
+
+def _strays(
+    found: Found[Any],
+    source: Source,
+    listing: Listing,
+    catalog: _core.Catalog,
+    readable: list[Any],
+    roots: list[Path],
+    threads: int,
+) -> stray_tensors.Strays:
+    """What accounts for tensors that are not in the files in which they should be."""
+    held = {i: set(catalog.names(i)) for i in range(len(found.files)) if readable[i] is not None}
+    paths = {i: readable[i]["path"] for i in held}
+
+    def same(one: int, other: int) -> bool:
+        return safe_files.same(*(roots[found.files[i].root] / found.files[i].path for i in (one, other)))
+
+    def beside() -> dict[str, set[str]]:
+        return _names_in(source.unnamed, listing, threads)
+
+    if source.weight_map:
+        return stray_tensors.of_index(source.weight_map, held, paths, same, beside)
+    if source.by_numbers:
+        return stray_tensors.of_numbers(held, paths, same)
+    return stray_tensors.Strays()
+
+
+def _names_in(files: Sequence[File], listing: Listing, threads: int) -> dict[str, set[str]]:
+    """Names of the tensors in files that are not of the checkpoint, by path; none of those that cannot be read."""
+    if not files:
+        return {}
+    try:
+        catalog = _core.Catalog(
+            [os.fspath(root) for root in listing.roots],
+            [(file.root, file.path) for file in files],
+            threads,
+            memory=memory_budget.stated(),
+        )
+    except _core.CoreError as error:
+        raise from_core(error) from None
+    opened = catalog.files()
+    return {file.path: set(catalog.names(i)) for i, file in enumerate(files) if opened[i] is not None}
+
+
+def _expected_names(
+    source: Source, catalog: _core.Catalog, readable: list[Any], strays: stray_tensors.Strays
+) -> list[Finding]:
+    """Tensors that an index or layout.json calls for and the file does not hold."""
+    findings: list[Finding] = []
+    names = {i: set(catalog.names(i)) for i in range(len(readable)) if readable[i] is not None}
+    if source.weight_map is not None:
+        paths = {i: readable[i]["path"] for i in names}
+        left = {name: file for name, file in source.weight_map.items() if name not in strays.lost}
+        findings += disagreeing(left, names, paths, whole=source.whole_files)
+    elif source.expected_names:
+        for unit in source.units:
+            for tensor in sorted(source.expected_names - names.get(unit.file, source.expected_names)):
+                findings.append(
+                    Finding.of(
+                        "FS102",
+                        "missing tensor: layout.json names it, and this rank's file lacks it",
+                        file=readable[unit.file]["path"],
+                        rank=unit.rank,
+                        tensor=tensor,
+                        help="copy the file of this rank from the same save",
+                    )
+                )
+    return findings
+
+
+#: What functions of the API take for a checkpoint: an open one, its path, or several node-local paths.
+CheckpointSource = Checkpoint | StrPath | Iterable[StrPath]
+
+
+def as_checkpoint(source: CheckpointSource, **options: Any) -> Checkpoint:
+    """Opens what is not open yet; refuses options that come too late."""
+    if isinstance(source, Checkpoint):
+        late = sorted(
+            key for key, value in options.items() if value not in (None, (), []) and key != "threads"
+        )
+        if late:
+            raise FastshardError.of(
+                "FS515",
+                "the checkpoint is open already",
+                got=", ".join(late),
+                help="give these to fastshard.open",
+            )
+        return source
+    if isinstance(source, (str, os.PathLike)):
+        return _opened(source, **options)
+    return _opened(*source, **options)

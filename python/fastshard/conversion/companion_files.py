@@ -1,0 +1,43 @@
+"""Files that go along with a result: config, tokenizer, code, documents."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from pathlib import Path
+
+from ..checkpoint.planning import Plan
+from ..models import sidecar_files
+from ..models.tokenizer import Tokenizer
+
+__all__ = ["along", "from_above"]
+
+
+def along(made: Plan, tokenizer: Tokenizer | None, *, given: bool) -> list[tuple[str, str]]:
+    """Files that go along with the result: (name, path).
+
+    Raises:
+        FastshardError: ``FS601`` if one of these names is no regular file's.
+    """
+    source, merged = made.source, made.target == "merge"
+    if merged and not source.model.hf_names:
+        return (
+            sorted((name, str(path)) for name, path in tokenizer.files.items()) if tokenizer and given else []
+        )
+    config = source.model.config_file or sidecar_files.first(source.places, "config.json")
+    # Code of its own is for those who load the model under its own names.
+    own = source.model.hf_names and (merged or made.target == "hf")
+    found: dict[str, Path] = sidecar_files.beside(source.places, config if own else None)
+    found |= tokenizer.files if tokenizer else {}
+    if config is not None and source.model.hf_names and (merged or made.keeps_names):
+        found["config.json"] = config
+    return sorted((name, str(path)) for name, path in found.items() if name not in made.summary["texts"])
+
+
+def from_above(made: Plan, copies: Iterable[tuple[str, str]], given: Container[str]) -> dict[str, str]:
+    """What a result has from a folder above the checkpoint, and was not ``given``; a config.json that was made of one there
+    too."""
+    paths = {name: Path(path) for name, path in copies if name not in given}
+    said = made.source.model.config_file
+    if said is not None and "config.json" in made.texts:
+        paths["config.json"] = said
+    return sidecar_files.from_above(made.source.places, paths)
