@@ -6,8 +6,8 @@ default: check
 lint:
     cargo fmt --all --check
     cargo clippy --workspace --all-targets -- -D warnings
-    ruff format --check python tests benches docs
-    ruff check python tests benches docs
+    ruff format --check python tests benches docs examples
+    ruff check python tests benches docs examples
     mypy
     python -m mypy.stubtest fastshard._core
 

@@ -216,6 +216,11 @@ def test_a_command_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None
     )
 
 
+def test_help_is_a_word_too() -> None:
+    assert shown("help") == shown("--help")
+    assert shown("help", "masters") == shown("master-weights", "--help")
+
+
 def test_the_short_page_names_no_flag_twice() -> None:
     parsers = subparsers(build())
     for verb in VERBS:

@@ -63,6 +63,8 @@ def parse(argv: Sequence[str], verbs: Verbs = VERBS) -> argparse.Namespace:
         # Printed as what goes wrong is: a script that lost its arguments must not go on.
         sys.stderr.write(overview(verbs))
         raise SystemExit(2)
+    if argv[0] == "help":
+        argv = [*argv[1:2], "--help"]
     first = verbs.named(argv[0])
     argv = [first, *argv[1:]]
     # Loading and building a verb is most of what this takes: one that is named needs no other.

@@ -178,6 +178,11 @@ class Adapter(Protocol[Seen]):
         """The declaration, from what the files' headers say."""
 
 
+def as_list(value: Any) -> list[Any]:
+    """The value if it is a list, else an empty one."""
+    return value if isinstance(value, list) else []
+
+
 def as_dict(value: Any) -> dict[str, Any]:
     """A part of a file's values where a dict belongs; empty where something else is."""
     return value if isinstance(value, dict) else {}

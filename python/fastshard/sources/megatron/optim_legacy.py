@@ -17,7 +17,7 @@ from typing import Any
 
 from ...common.errors import Finding
 from ...layouts.declaration import Assembled, Optimizer, Source, Unit
-from ..base import Contents, Found, as_dict, missing
+from ..base import Contents, Found, as_dict, as_list, missing
 from ..match_by_order import by_shape
 from ..param_groups import by_decay
 from .optim import MASTERS, param_groups, steps
@@ -381,7 +381,7 @@ def _whole(reading: _Reading, rank: _Rank) -> None:
     for one, chunks in zip(held, wanted, strict=True):
         masters = one.get("fp32_from_fp16_params")
         base = as_dict(one.get("optimizer")) or one
-        numbered = [_listed(as_dict(group).get("params")) for group in _listed(base.get("param_groups"))]
+        numbered = [as_list(as_dict(group).get("params")) for group in as_list(base.get("param_groups"))]
         states = as_dict(base.get("state"))
         groups = [[_stepped(states.get(str(n)), tensors) for n in group] for group in numbered]
         names = [(f"{n}:{p.name}", p.shape) for n, parts in enumerate(chunks) for p in parts]
@@ -396,7 +396,7 @@ def _whole(reading: _Reading, rank: _Rank) -> None:
             )
         slots: _Slots = {}
         for g, group in enumerate(told):
-            firsts = _listed(masters[g]) if isinstance(masters, list) and g < len(masters) else []
+            firsts = as_list(masters[g]) if isinstance(masters, list) and g < len(masters) else []
             if masters is not None and len(firsts) != len(group):
                 raise UnknownPlaces(f"master weights of group {g}", str(len(group)), str(len(firsts)))
             for at, key in enumerate(group):
@@ -411,10 +411,6 @@ def _whole(reading: _Reading, rank: _Rank) -> None:
                     entry = (part.name, part.shape, [(part.numel, rank.file, index, 0)])
                     slots.setdefault(slot, {}).setdefault(chunk, []).append(entry)
         _keep(reading, rank, slots, rank.file)
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _tensor(value: Any, most: int) -> int | None:
