@@ -300,7 +300,7 @@ def folder(tmp_path: Path) -> Path:
 def test_runs_are_refused_by_it(folder: Path, tmp_path: Path) -> None:
     good = cli("verify", folder)
     assert good.code == 0 and not any(f["severity"] != "note" for f in good.findings)
-    assert "tensors are held against the same of other layers" in good.having("FS109")[0]["message"]
+    assert "tensors were compared with other layers" in good.having("FS109")[0]["message"]
     name = f"{LAYER}self_attn.q_proj.weight"
     edit_safetensors(folder / "model.safetensors", lambda tensors: tensors.pop(name))
     assert_refused(folder, tmp_path / "out", "FS102", exit=3, tensor=name)

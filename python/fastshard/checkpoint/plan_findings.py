@@ -113,7 +113,9 @@ def unproven(source: Source, seen: heuristics.Evidence | None) -> Finding:
             unnoticed = "the index alone states what must exist"
         if seen.alone:
             unnoticed += f"; {heuristics.unheld(seen)}"
-    return Finding.of("FS109", f"completeness not provable: {unnoticed}", unnoticed=unnoticed, help=help_)
+    return Finding.of(
+        "FS109", f"completeness is checked only in part: {unnoticed}", unnoticed=unnoticed, help=help_
+    )
 
 
 def asked_for(finding: Finding, request: Request) -> Finding:

@@ -91,7 +91,7 @@ def _unproven(findings: Iterable[Finding]) -> list[Finding]:
 
 def not_checked(findings: Iterable[Finding]) -> list[str]:
     """What could not be checked of this checkpoint."""
-    return [f.message for f in _unproven(findings)]
+    return [f.unnoticed or f.message for f in _unproven(findings)]
 
 
 def not_proven(findings: Iterable[Finding]) -> list[str]:
