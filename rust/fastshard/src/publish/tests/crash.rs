@@ -183,7 +183,7 @@ fn a_clean_up_that_failed_is_finished_with_resume() {
                 fault::disarm();
                 let told: Vec<&str> = warnings.iter().map(|f| f.message.as_str()).collect();
                 assert!(
-                    matches!(told[..], [one] if one.contains("published, but not cleaned up")),
+                    matches!(told[..], [one] if one.contains("complete, but not cleaned up")),
                     "{when}: {told:?}"
                 );
                 assert_eq!(setting.folders().len(), 1, "{when}");
