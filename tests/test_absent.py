@@ -95,7 +95,7 @@ def test_whole_layers_are_among_what_is_elsewhere(tmp_path: Path) -> None:
     ran = cli("verify", ckpt)
     assert ran.doc["absent"]["layers"] == ["layer 4"]
     text = cli("verify", ckpt, json_output=False).out
-    assert "1 file is missing, and whole layers:\n  layer 4" in text
+    assert "1 file is missing, and all files of some layers:\n  layer 4" in text
     for file in ckpt.rglob("layer_03*"):
         file.unlink()
     text = cli("verify", ckpt, json_output=False).out

@@ -69,7 +69,9 @@ def proven(ran: Ran) -> bool:
     """That the reference is said to prove what it proves, and nothing says that nothing does."""
     told = ran.having("FS109", message="order of heads, and values")
     unproven = [
-        f for f in ran.having("FS109") if "checked only in part" in f["message"] or "no table says" in f["message"]
+        f
+        for f in ran.having("FS109")
+        if "checked only in part" in f["message"] or "no table says" in f["message"]
     ]
     return len(told) == 1 and not unproven
 

@@ -76,7 +76,7 @@ def test_a_rank_that_was_merged_twice_is_refused(tmp_path: Path, tp: int, source
     width = F // tp
     first, second = sorted((source, over))
     assert f"columns {second * width}-{second * width + width - 1}" in finding["message"]
-    assert f"as {first * width}-{first * width + width - 1}" in finding["message"]
+    assert f"copies of {first * width}-{first * width + width - 1}" in finding["message"]
     assert "6 more matrices" in finding["message"] and "1 more layers" in finding["message"]
     assert_refused(folder, tmp_path / "out", "FS303")
 

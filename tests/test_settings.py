@@ -87,6 +87,8 @@ def test_a_checkpoint_does_not_judge_itself(
     ran = cli("inspect", project / "ckpt", json_output=False)
     assert ran.code == 0 and "settings" not in ran.err
     assert cli("inspect", "." if where == "ckpt" else "..", json_output=False).err == ""
+    # Nor by one of its files.
+    assert cli("inspect", project / "ckpt/model-00001-of-00004.safetensors", json_output=False).err == ""
     # Nor what is linked there.
     (project / "link").symlink_to(project / "ckpt")
     assert cli("inspect", project / "link", json_output=False).err == ""

@@ -307,7 +307,7 @@ def test_a_part_of_the_ids_is_no_size_of_the_vocabulary(tmp_path: Path) -> None:
     assert not cli(*plan).having("FS109", help="--vocab-size 500")
     ran = cli(*plan, "--vocab-size", "500")
     assert not ran.errors and ran.having(
-        "FS109", severity="warning", message="special tokens that no file tells"
+        "FS109", severity="warning", message="special tokens that no file lists"
     )
     file.write_text("no vocabulary")
     (file.parent / "added_tokens.json").write_text('{"<|end|>": 480}')

@@ -31,7 +31,7 @@ def find(start: Path, untrusted: Iterable[Path]) -> Path | None:
         start: the working directory.
         untrusted: checkpoints and results; nothing is read from there or below.
     """
-    refused = [path.resolve() for path in untrusted]
+    refused = [folder for path in untrusted for folder in _folders(path)]
     here = start.resolve()
     root = next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
     for folder in (here, *here.parents):
@@ -88,6 +88,11 @@ def apply(arguments: Namespace) -> Path | None:
     aside = [code for code in settings.get("ignore", ()) if code.upper().removeprefix("FS") not in asked]
     arguments.ignore = [*aside, *arguments.ignore]
     return path
+
+
+def _folders(path: Path) -> list[Path]:
+    """Where a checkpoint lies: of a file, its folder, and that of what it links to."""
+    return [path.parent.resolve(), path.resolve().parent] if path.is_file() else [path.resolve()]
 
 
 def _untrusted(arguments: Namespace) -> list[Path]:
