@@ -378,8 +378,9 @@ for word in "$@"; do
   --array=0-2) for i in 2 0 1; do SLURM_ARRAY_TASK_ID=$i sh "$3" >&2 || exit; done; echo 17; exit ;;
   esac
 done
-[ "$1" = --dependency=afterok:17 ] && [ "$2" = --wrap ] && exec sh -c "$3"
-exit 1
+[ "$1" = --dependency=afterok:17 ] || exit 1
+while [ "$1" != --wrap ]; do shift || exit 1; done
+exec sh -c "$2"
 """)
     for program in (wrapper, sbatch):
         program.chmod(0o755)
