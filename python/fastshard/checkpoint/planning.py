@@ -192,7 +192,7 @@ class _Draft:
         """Whether every tensor keeps its dtype."""
         return DTYPES[self.request.dtype] is None
 
-    @property
+    @cached_property
     def paths(self) -> list[str]:
         """The files of the checkpoint."""
         return [file.path for file in self.opened.files]

@@ -17,15 +17,15 @@ from ..common import safe_files
 from ..common.errors import FastshardError
 from ..common.options import Gating, meant, table
 
-__all__ = ["apply", "find", "read"]
+__all__ = ["apply", "checked", "find"]
 
 #: Bytes that such a file has at most.
 _LARGEST = 1 << 20
 _NAMES = ("fastshard.toml", "pyproject.toml")
 
 
-def find(start: Path, untrusted: Iterable[Path]) -> Path | None:
-    """The nearest file that has settings: in ``start`` or above, up to the repository's root.
+def find(start: Path, untrusted: Iterable[Path]) -> tuple[Path, dict[str, Any]] | None:
+    """The nearest file that has settings, and what it says: in ``start`` or above, up to the repository's root.
 
     Args:
         start: the working directory.
@@ -37,20 +37,20 @@ def find(start: Path, untrusted: Iterable[Path]) -> Path | None:
     for folder in (here, *here.parents):
         if not any(folder == path or folder.is_relative_to(path) for path in refused):
             for name in _NAMES:
-                if (folder / name).is_file() and _section(folder / name) is not None:
-                    return folder / name
+                path = folder / name
+                if path.is_file() and (section := _section(path)) is not None:
+                    return path, section
         if folder == root:
             return None
     return None
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The settings of a file.
+def checked(path: Path, section: dict[str, Any]) -> dict[str, Any]:
+    """The settings that a file states, by the names of options.
 
     Raises:
         FastshardError: ``FS515`` for a key or a value that there is not.
     """
-    section = _section(path) or {}
     known = table(Gating)
     settings: dict[str, Any] = {}
     for key, value in section.items():
@@ -76,10 +76,10 @@ def apply(arguments: Namespace) -> Path | None:
     """
     if not hasattr(arguments, "fail_on") or getattr(arguments, "no_settings", False):
         return None
-    path = find(Path.cwd(), _untrusted(arguments))
-    if path is None:
+    found = find(Path.cwd(), _untrusted(arguments))
+    if found is None:
         return None
-    settings = read(path)
+    path, settings = found[0], checked(*found)
     if arguments.fail_on is None:
         arguments.fail_on = settings.get("fail_on")
     arguments.error = [*settings.get("error", ()), *arguments.error]

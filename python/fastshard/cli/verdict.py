@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import signal
 from collections.abc import Sequence
+from pathlib import PurePosixPath
 
-from ..common.errors import Finding, exit_code
+from ..common.errors import VERDICTS, Finding, exit_code
 from ..common.formatting import counted, printable
 from ..common.gate import ignored
 
 __all__ = ["subject", "verdict"]
 
-_WORDS = {0: "OK", 1: "BROKEN", 2: "COULD NOT RUN", 3: "INCOMPLETE"}
 #: Columns that a reason has at most; the title of its code stands for a longer one.
 _LONGEST = 70
 _SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
@@ -42,10 +42,10 @@ def verdict(
     elif found := exit_code(list(findings)) or code:
         # With --exit-zero the code is 0 whatever was found.
         reason = reason if word else _why(findings) or reason
-        word = word or _WORDS.get(found, "COULD NOT RUN")
+        word = word or VERDICTS.get(found, VERDICTS[2])
     else:
         warnings = sum(f.severity == "warning" and not ignored(f) for f in findings)
-        word = (word or _WORDS[0]) + (f" with {counted(warnings, 'warning')}" if warnings else "")
+        word = (word or VERDICTS[0]) + (f" with {counted(warnings, 'warning')}" if warnings else "")
     told = f"{word}, {reason}" if reason else word
     return f"{printable(about)}: {printable(told)}{outcome} (exit {code})"
 
@@ -74,5 +74,5 @@ def _short(finding: Finding) -> str:
     told = finding.headline
     if finding.file:
         # Where it lies is said above.
-        told = told.replace(finding.file, finding.file.rpartition("/")[2])
+        told = told.replace(finding.file, PurePosixPath(finding.file).name or finding.file)
     return told if len(told) <= _LONGEST else f"{finding.title[:1].lower()}{finding.title[1:]}"

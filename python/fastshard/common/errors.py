@@ -45,6 +45,10 @@ class Code(NamedTuple):
 CODES: dict[str, Code] = {row[0]: Code(*row) for row in _core.codes_table()}
 
 
+#: Words for exit codes: the same in the terminal and in Python.
+VERDICTS = {0: "OK", 1: "BROKEN", 2: "COULD NOT RUN", 3: "INCOMPLETE"}
+
+
 def exit_code(findings: list[Finding]) -> int:
     """0 done, 1 problems found, 2 could not run, 3 incomplete only."""
     return _core.exit_code(findings)

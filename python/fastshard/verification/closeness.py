@@ -61,11 +61,11 @@ def distance(x: Tensor, y: Tensor, tolerance: Tolerance) -> Distance:
     of_a, of_b, both = 0.0, 0.0, 0.0
     for start in range(0, rows, step):
         a, b = ((t[start : start + step] if t.shape else t.numpy()).ravel() for t in (x, y))
-        unequal, delta = _apart(a, b)
+        p, q = _wide(a, b)
+        unequal, delta = _apart(a, b, p, q)
         differing += int(unequal.sum())
         size = np.abs(np.where(np.isnan(delta), np.where(unequal, np.inf, 0.0), delta))
         largest = max(largest, float(size.max(initial=0.0)))
-        p, q = _wide(a), _wide(b)
         with np.errstate(invalid="ignore"):
             # Where one of the two is no number no tolerance is enough.
             close = np.isfinite(size) & (size <= tolerance.atol + tolerance.rtol * np.abs(q))
@@ -86,14 +86,19 @@ def distance(x: Tensor, y: Tensor, tolerance: Tolerance) -> Distance:
     return Distance(differing, beyond, largest, mean, std, relative, cosine)
 
 
-def _wide(a: NDArray[Any]) -> NDArray[Any]:
+def _wide(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Both in the widest type of numbers."""
     import numpy as np
 
-    return a.astype(np.complex128 if np.iscomplexobj(a) else np.float64)
+    wide = np.complex128 if np.iscomplexobj(a) or np.iscomplexobj(b) else np.float64
+    return a.astype(wide), b.astype(wide)
 
 
-def _apart(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Where two arrays of numbers differ, and by how much: integers exactly, complex numbers by their distance."""
+def _apart(
+    a: NDArray[Any], b: NDArray[Any], p: NDArray[Any], q: NDArray[Any]
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Where two arrays of numbers differ, and by how much: integers exactly, complex numbers by their distance; ``p`` and
+    ``q`` are both in the widest type."""
     import numpy as np
 
     if a.dtype.kind in "iu" and b.dtype.kind in "iu":
@@ -106,7 +111,5 @@ def _apart(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]
         delta: NDArray[Any] = np.zeros(a.shape)
         delta[unequal] = (a[unequal].astype(object) - b[unequal].astype(object)).astype(np.float64)
         return unequal, delta
-    wide = np.complex128 if np.iscomplexobj(a) or np.iscomplexobj(b) else np.float64
-    p, q = a.astype(wide), b.astype(wide)
-    delta = np.abs(p - q) if wide is np.complex128 else p - q
+    delta = np.abs(p - q) if np.iscomplexobj(p) else p - q
     return ~((p == q) | (np.isnan(p) & np.isnan(q))), delta

@@ -6,13 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, overload
 
 from ..checkpoint.proof import Checked
-from ..common.errors import Finding, error_for, exit_code
+from ..common.errors import VERDICTS, Finding, error_for, exit_code
 from ..common.formatting import counted
 from ..common.gate import ignored
 
 __all__ = ["Verdict"]
-
-_WORDS = {1: "BROKEN", 2: "COULD NOT BE CHECKED", 3: "INCOMPLETE"}
 
 
 class Verdict(Sequence[Finding]):
@@ -78,7 +76,7 @@ class Verdict(Sequence[Finding]):
         errors = sum(finding.severity == "error" for finding in self._findings)
         warnings = sum(finding.severity == "warning" and not ignored(finding) for finding in self._findings)
         if errors:
-            word = _WORDS.get(exit_code(self.findings), "BROKEN")
+            word = VERDICTS[exit_code(self.findings)]
             return f"<fastshard.Verdict {word}: {counted(errors, 'error')}; .findings, .raise_for_errors()>"
         told = "no error" if self.checked is None else self.checked.told()
         return f"<fastshard.Verdict ok: {told}, {counted(warnings, 'warning')}>"

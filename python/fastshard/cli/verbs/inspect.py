@@ -62,7 +62,7 @@ def _parallelism(topology: dict[str, int]) -> str:
 
 def _model(seen: Inspection) -> list[tuple[str, str]]:
     """One row on the model's family and sizes, by their names in configs."""
-    axes = dict(seen.axes)
+    axes = seen.axes
     heads = axes.get("h") or axes.get("g", 0) * axes.get("r", 1)
     sizes = [f"{axes['L']} layers"] if "L" in axes else []
     sizes += [f"{name} {axes[letter]}" for letter, name in _SIZES.items() if letter in axes]
