@@ -138,7 +138,7 @@ pub struct Control {
 
 impl Control {
     /// Says that the run has come to a place; see [`steps`].
-    fn reach(&self, step: Step) {
+    pub(crate) fn reach(&self, step: Step) {
         #[cfg(feature = "steps")]
         self.at.call(self, step);
         steps::reach(step);

@@ -15,6 +15,8 @@ pub enum Step {
     Tile(u64),
     /// All tiles of this process are made.
     Made,
+    /// This rank has made its part, and still watches the others.
+    PartMade,
     /// The ranks of a run have met.
     Met,
     /// This rank has told the others what it lends, and waits for what they tell.
@@ -37,6 +39,7 @@ impl fmt::Display for Step {
             Step::Opened => f.write_str("opened"),
             Step::Tile(number) => write!(f, "tile-{number}"),
             Step::Made => f.write_str("made"),
+            Step::PartMade => f.write_str("part-made"),
             Step::Met => f.write_str("met"),
             Step::Listed => f.write_str("listed"),
             Step::Waits(rank) => write!(f, "waits-{rank}"),

@@ -14,6 +14,7 @@ use crate::error::{Error, Finding, Result};
 use crate::manifest::{Manifest, MANIFEST_NAME};
 use crate::plan::Plan;
 use crate::publish::{self, Staging};
+use crate::steps::Step;
 use crate::storage::SourceFile;
 use crate::write::{document, go_on, is_running, resumable, roll_forward, Options, Roots};
 
@@ -179,11 +180,14 @@ impl Together<'_> {
                 }
             });
             let made = parts::make_part(plan, files, roots, out, shared, round, part, options, control);
+            control.reach(Step::PartMade);
             ended.store(true, Ordering::Relaxed);
             made
         });
         match (made, stopped.into_inner().unwrap_or_else(PoisonError::into_inner)) {
             (Err(error), Some(stopped)) if error.is_interrupt() => Err(stopped),
+            // The part was made before that was seen. `cancel` is set all the same: who goes on would blame the user.
+            (Ok(_), Some(stopped)) => Err(stopped),
             (made, _) => made.map(drop),
         }
     }

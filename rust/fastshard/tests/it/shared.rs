@@ -8,13 +8,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::common::held::{child_of_its_own, until, FileClock, Time};
+use crate::common::held::{child_of_its_own, until, FileClock, Time, HANG};
 use crate::common::{
     cases, make_plan, mix, open, sources, temp, units, write_ranks, RankFile, Tensor, AMPLE,
 };
 use fastshard::codes::{self, Code};
-use fastshard::distributed::meeting::{About, Meeting};
+use fastshard::distributed::meeting::{About, Meeting, Seen};
 use fastshard::distributed::parts::{self, Begun, Made};
+use fastshard::distributed::ranks::write_together;
 use fastshard::distributed::rounds::Shared;
 use fastshard::engine::Control;
 use fastshard::error::Error;
@@ -385,6 +386,48 @@ fn a_rank_that_is_busy_learns_why_the_others_stopped_though_they_are_gone() {
         format!("{one:?}").contains("the other ranks have ended, before this one had read how")
     });
     refused(one.watch(&|_| false), codes::UNSUPPORTED);
+}
+
+#[test]
+fn a_rank_whose_part_is_made_says_why_another_stopped_and_does_not_blame_the_user() {
+    let case = Case::new(400_000);
+    let clock = Clock::default();
+    let [zero, one] = met(&case.path("out"), HANG, [&clock, &clock]);
+    let (made, is_made) = std::sync::mpsc::channel();
+    let at = At::new(move |control, step| {
+        if step == Step::PartMade {
+            made.send(()).unwrap();
+            until("the watch sees that rank 1 has stopped", || control.cancel.load(Ordering::Relaxed));
+        }
+    });
+    let control = Control { at, ..Control::default() };
+    std::thread::scope(|scope| {
+        let (case, one) = (&case, &one);
+        scope.spawn(move || {
+            let seen: Vec<Seen> = case
+                .plan
+                .sources
+                .iter()
+                .map(|source| Seen {
+                    name: source.path.clone(),
+                    size: source.size,
+                    mtime_ns: source.mtime_ns,
+                })
+                .collect();
+            one.agree(&case.plan.digest(), &seen, &|| true).unwrap();
+            is_made.recv().unwrap();
+            one.stop(&[fastshard::error::Finding::new(codes::SOURCE_CHANGED, "its status has changed")]);
+        });
+        let (options, roots) = (case.options(false), case.roots());
+        let by = json!({"by": "a test"});
+        let out = case.path("out");
+        let together = write_together(&case.plan, &case.files, &roots, &out, &options, &zero, by, &control);
+        refused(together, codes::SOURCE_CHANGED);
+    });
+    assert!(!case.path("out").exists());
+    let gone = std::thread::spawn(|| drop(zero));
+    drop(one);
+    gone.join().unwrap();
 }
 
 #[test]
