@@ -6,11 +6,14 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import sys
 import tempfile
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 from fastshard.cli import main
 from fastshard.cli.code_pages import PAGES
@@ -40,11 +43,35 @@ def page(code: str) -> str:
         told |= {"Why it happens": more.why, "How to confirm": more.confirm}
     for title, text in {**told, "How to fix": fix}.items():
         lines += [f"## {title}", "", text, ""] if text else []
-    # Checkpoints are damaged by the tests' own code, which needs torch.
-    case = _cases().get(code) if find_spec("torch") else None
-    if case:
-        lines += ["## Example", "", "```console", f"$ fastshard verify {case}", *example(case), "```", ""]
+    if shown := example(code):
+        lines += ["## Example", "", "```console", *shown, "```", ""]
     return "\n".join([*lines, "[All findings](../../findings.md)", ""])
+
+
+@cache
+def example(code: str) -> tuple[str, ...]:
+    """A command, and what it prints of a checkpoint that the tests damage; nothing if none shows the code."""
+    # What damages checkpoints needs torch, and what signs them model-signing.
+    if not all(map(find_spec, ("torch", "model_signing") if code == "FS315" else ("torch",))):
+        return ()
+    damage, case = _damage(), _cases().get(code)
+    if case is None and code not in damage.EXAMPLES:
+        return ()
+    with tempfile.TemporaryDirectory() as folder:
+        if case is None:
+            command = damage.shown(code, Path(folder))
+        else:
+            damage.made(case, Path(folder) / case)
+            command = f"verify {case}"
+        printed = _printed(shlex.split(command), folder)
+    return f"$ fastshard {command}", *printed.replace(folder, "/ckpt").rstrip("\n").splitlines()
+
+
+@cache
+def _damage() -> ModuleType:
+    """The program of the tests, which are no package."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    return import_module("damage")
 
 
 @cache
@@ -52,37 +79,27 @@ def _cases() -> dict[str, str]:
     """A damaged checkpoint that gives each code as the first error; by what tests hold."""
     found: dict[str, str] = {}
     for path in sorted((ROOT / "tests/snapshots").glob("*.json")):
-        ran = json.loads(path.read_text(encoding="utf-8")).get("inspect", {})
-        errors = [f["code"] for f in ran.get("findings", ()) if f["severity"] == "error"]
+        ran = json.loads(path.read_text(encoding="utf-8"))
+        # What reading every byte finds is in the second, as `verify` finds it.
+        findings = [f for verb in ("inspect", "merge") for f in ran.get(verb, {}).get("findings", ())]
+        errors = [f["code"] for f in findings if f["severity"] == "error"]
         if errors:
             found.setdefault(errors[0], path.stem)
     return found
 
 
-@cache
-def example(case: str) -> tuple[str, ...]:
-    """What `fastshard verify` prints of a damaged checkpoint of the tests."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    import damage
-
-    columns, here = os.environ.get("COLUMNS"), Path.cwd()
+def _printed(words: list[str], folder: str) -> str:
+    """What a command prints in a folder."""
+    columns, here, out = os.environ.get("COLUMNS"), Path.cwd(), io.StringIO()
     os.environ["COLUMNS"] = str(_WIDTH)
-    out = io.StringIO()
+    os.chdir(folder)
     try:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(out),
-        ):
-            damage.made(case, Path(folder) / case)
-            os.chdir(folder)
-            main(["verify", case, "--no-settings", "--memory", "4GiB", "--progress", "none"])
-            text = out.getvalue().replace(folder, "/ckpt")
-            os.chdir(here)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            main([*words, "--no-settings", "--memory", "4GiB", "--progress", "none"])
     finally:
         os.chdir(here)
         if columns is None:
             del os.environ["COLUMNS"]
         else:
             os.environ["COLUMNS"] = columns
-    return tuple(text.rstrip("\n").splitlines())
+    return out.getvalue()

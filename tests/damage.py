@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+import pickle
 import shutil
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from helpers import FIXTURES, edit_safetensors, flip_bit, layer_file, rank_file
+from fastshard.cli import main
+from helpers import FIXTURES, edit_pt, edit_safetensors, flip_bit, layer_file, load_pt, rank_file
 
 #: Changes the copy at a root.
 Damage = Callable[[Path], object]
+#: Changes what a file holds.
+Change = Callable[[Any], object]
 
 
 def lost(pattern: str) -> Damage:
@@ -64,6 +73,102 @@ def sliced(name: str, tensor: str, parts: int) -> Damage:
         tensors[tensor] = tensors[tensor][:rows]
 
     return lambda root: edit_safetensors(root / name, change)
+
+
+def edited(name: str, *changes: Change) -> Damage:
+    """What a file holds, changed: tensors, a document, or what torch has saved."""
+    by_suffix = {".safetensors": edit_safetensors, ".pt": edit_pt, ".json": _edit_json}
+    edit = by_suffix.get(Path(name).suffix, _edit_pickle)
+    return lambda root: [edit(root / name, change) for change in changes]
+
+
+def _edit_json(file: Path, change: Change) -> None:
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+def _edit_pickle(file: Path, change: Change) -> None:
+    content = pickle.loads(file.read_bytes())
+    change(content)
+    file.write_bytes(pickle.dumps(content))
+
+
+def put(*keys: str, **values: object) -> Change:
+    """Values of a dictionary, below the keys."""
+
+    def change(content: Any) -> None:
+        for key in keys:
+            content = content[key]
+        content.update(values)
+
+    return change
+
+
+def held(name: str, value: object) -> Change:
+    """A tensor, added or replaced."""
+    return lambda content: content.update({name: value})
+
+
+def mapped(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """A tensor, replaced by what is made of it."""
+    return lambda content: content.update({name: change(content[name])})
+
+
+def copied(source: str, name: str) -> Change:
+    """A tensor, replaced by another one of the file."""
+    return lambda content: content.update({name: content[source].clone()})
+
+
+def filled(name: str, rows: slice, value: float) -> Change:
+    return lambda content: content[name][rows].fill_(value)
+
+
+def in_turn(*damages: Damage) -> Damage:
+    return lambda root: [damage(root) for damage in damages]
+
+
+def beside(name: str, text: str) -> Damage:
+    """A file beside the checkpoint."""
+    return lambda root: root.with_name(name).write_text(text)
+
+
+def second(name: str, other: str) -> Damage:
+    """A copy of a folder, under another name."""
+    return lambda root: shutil.copytree(root / name, root / other)
+
+
+def recorded(root: Path) -> None:
+    """A manifest of it, in it."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert main(["manifest", str(root), "--no-settings", "--memory", "4GiB", "--quiet"]) == 0
+
+
+def signed(root: Path) -> None:
+    """A signature by a new key, both beside it."""
+    from cryptography.hazmat.primitives import serialization as form
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, secret = ec.generate_private_key(ec.SECP256R1()), root.with_name("signer.key")
+    secret.write_bytes(key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption()))
+    public = key.public_key().public_bytes(form.Encoding.PEM, form.PublicFormat.SubjectPublicKeyInfo)
+    root.with_name("signer.pem").write_bytes(public)
+    signer = import_module("model_signing.signing").Config().use_elliptic_key_signer(private_key=secret)
+    signer.sign(root, root.with_name("model.sig"))
+
+
+def without_checksums(pattern: str) -> Damage:
+    """Torch files, saved again without checksums."""
+
+    def apply(root: Path) -> None:
+        torch.serialization.set_crc32_options(False)
+        try:
+            for path in root.glob(pattern):
+                torch.save(load_pt(path), path)
+        finally:
+            torch.serialization.set_crc32_options(True)
+
+    return apply
 
 
 def none(root: Path) -> None:
@@ -122,11 +227,111 @@ CASES: dict[str, tuple[str, Damage]] = {
 }  # fmt: skip
 
 
+class Example(NamedTuple):
+    """A command that shows a code, and what it is about."""
+
+    #: Name of the copy.
+    name: str
+    fixture: str
+    damage: Damage
+    command: str
+
+
+DRIFTED, PAXML = "gpt_neox/neox_pp_tp2_normdiverged", "orbax/paxml_gpt3_micro_weights"
+NEOX_SEQ, RANK_1 = "gpt_neox/neox_seq_tp2", f"global_step4/{rank_file(1)}"
+LAYER_3, LINEAR = f"global_step4/{layer_file(3, 1)}", "mlp.linear1.weight"
+MODEL_STATES = "global_step4/zero_pp_rank_{}_mp_rank_00_model_states.pt"
+SHARD, INDEX = "model-0000{}-of-00004.safetensors", "model.safetensors.index.json"
+TP_RANK, PAD = "tp_rank_0{}.safetensors", slice(-6, None)
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+BLOCK, BUFFER = "model.layers.{}.{}.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"
+Q, UP = BLOCK.format(1, "self_attn.q_proj"), BLOCK.format(1, "mlp.up_proj")
+IN_FIRST = EMBED, BLOCK.format(0, "self_attn.q_proj")  # the tensors of the first shard
+NORMS = BLOCK.format(0, "input_layernorm"), BLOCK.format(1, "input_layernorm")
+PADDED = edited(TP_RANK.format(3), filled(EMBED, PAD, 0.5), filled(HEAD, PAD, 0.5))
+LFS = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d7a21' * 10}4d7a\nsize 128096\n"
+OWN = """layout = "own"
+family = "own"
+keep = ["model.*"]
+[sets]
+moe = "L in moe_layers"
+[[tensor]]
+name = "lm_head.weight"
+shape = "[L in moe, H]"
+"""
+
+#: What shows the codes that no case shows first, for their pages.
+EXAMPLES: dict[str, Example] = {
+    "FS107": Example("run", NEOX_SEQ, edited(RANK_1, put(iteration=3)), "verify run"),
+    "FS108": Example("model", HF, over(SHARD.format(4), "model-00001-of-00007.safetensors"), "verify model"),
+    "FS109": Example("run", PAXML, none, "verify run -v"),
+    "FS110": Example("run", NEOX_SEQ, edited(RANK_1, put("args", hidden_size=64)), "verify run"),
+    "FS112": Example("run", NEOX, second("global_step4", "global_step2"), "verify run -v"),
+    "FS114": Example("run", TP4, none, "verify run -v"),
+    "FS115": Example("model", HF, edited(INDEX, put("weight_map", **dict.fromkeys(IN_FIRST, SHARD.format(4)))), "verify model"),
+    "FS201": Example("run", NEOX, edited(LAYER_3, mapped(LINEAR, lambda t: t[:32])), "verify run"),
+    "FS202": Example("run", NEOX, edited(LAYER_3, mapped(LINEAR, torch.Tensor.float)), "verify run"),
+    # Where no config states a size, the tensors alone do; without the vocabulary's, padding looks like a lost part.
+    "FS203": Example("run", TP4, in_turn(
+        lost("config.json"), PADDED, edited("layout.json", lambda c: [c.pop(key) for key in [*c] if "vocab" in key]),
+        edited(TP_RANK.format(2), mapped(UP, lambda t: t[:, :24])),
+    ), "verify run"),
+    "FS204": Example("model", HF, none, "convert model out --to tp-safetensors --tp 8"),
+    "FS205": Example("run", DCP, edited(".metadata", lambda m: m.state_dict_metadata[EMBED].chunks.pop()), "verify run"),
+    "FS206": Example("model", HF, edited(SHARD.format(4), held(Q, torch.ones(64, 64))), "verify model"),
+    "FS207": Example("run", NEOX, edited(LAYER_3, held("attention.lora_a", torch.ones(4, 8))), "verify run"),
+    "FS210": Example("model", HF, beside("own.toml", OWN.replace("shape", "shapes")), "verify model --layout own.toml"),
+    "FS212": Example("model", HF, in_turn(
+        edited(SHARD.format(4), held(BUFFER, torch.ones(4))), edited(INDEX, put("weight_map", **{BUFFER: SHARD.format(4)})),
+    ), "convert model out --to hf -v"),
+    "FS213": Example("model", HF, beside("own.toml", OWN), "verify model --layout own.toml"),
+    "FS214": Example("model", HF, none, "convert model out --to hf --dtype f16 -v"),
+    "FS215": Example("model", HF, edited("config.json", put(num_hidden_layers=3)), "verify model"),
+    "FS216": Example("model", LAYER, none, "convert model out --to hf"),
+    "FS304": Example("run", TP4, in_turn(
+        *(edited(TP_RANK.format(rank), copied(BLOCK.format(0, "mlp.up_proj"), UP)) for rank in range(4)),
+    ), "verify run"),
+    # Copies that differ are looked into where they are averaged.
+    "FS305": Example("run", TP4, edited(TP_RANK.format(2), copied(*NORMS)), "merge run out --replicas mean"),
+    "FS306": Example("run", TP4, edited(TP_RANK.format(2), filled(HEAD, slice(1), float("nan"))), "verify run"),
+    "FS307": Example("run", TP4, PADDED, "verify run"),
+    "FS308": Example("model", HF, in_turn(recorded, flipped(SHARD.format(4))), "verify model"),
+    "FS309": Example("model", HF, in_turn(
+        second(".", "../other"), edited(SHARD.format(4), filled(HEAD, slice(1), 0.0)),
+    ), "diff model other -v"),
+    "FS310": Example("run", DRIFTED, none, "merge run out --replicas mean"),
+    "FS311": Example("model", HF, edited("config.json", put(tie_word_embeddings=True)), "verify model"),
+    "FS313": Example("model", HF, edited(SHARD.format(2), filled(UP, slice(48, None), 0.0)), "verify model"),
+    "FS314": Example("run", NEOX, without_checksums("*/layer_03-*"), "verify run -v"),
+    "FS315": Example("model", HF, in_turn(
+        signed, says("modeling.py", ""),
+    ), "verify model --signature model.sig --public-key signer.pem"),
+    "FS316": Example("model", HF, says(SHARD.format(4), LFS), "verify model"),
+    # Of stage 3, whose files hold the weights once.
+    "FS402": Example("run", ZERO3, none, "master-weights run"),
+    "FS403": Example("run", ZERO, none, "verify run -v"),
+    "FS404": Example("run", ZERO3, in_turn(*(
+        edited(MODEL_STATES.format(rank), lambda c: c["param_shapes"][0].update({"up.weight": torch.Size([41, 24])}))
+        for rank in range(2)
+    )), "verify run"),
+}  # fmt: skip
+
+
 def made(name: str, root: Path) -> Path:
     """One of the cases, without the answers of its fixture."""
-    fixture, apply = CASES[name]
+    return _copied(*CASES[name], root)
+
+
+def shown(code: str, folder: Path) -> str:
+    """Makes an example in a folder; the words of its command."""
+    name, fixture, damage, command = EXAMPLES[code]
+    _copied(fixture, damage, folder / name)
+    return command
+
+
+def _copied(fixture: str, damage: Damage, root: Path) -> Path:
     shutil.copytree(FIXTURES / fixture, root, ignore=shutil.ignore_patterns("expected*.json", "holes.json"))
-    apply(root)
+    damage(root)
     return root
 
 

@@ -42,7 +42,7 @@ PAGES = {
     ),
     "FS106": Page(
         "The directory holds several models or several forms of one, or the config was not copied.",
-        "`fastshard ls CKPT --tree` shows the prefixes of the names. The finding lists the possible readings.",
+        "`fastshard ls CKPT --tree` shows the prefixes of the names. The finding says what is not decided, and lists the choices if there are any.",
     ),
     "FS107": Page(
         "Files were collected from several nodes while training went on, or a copy was resumed a step later.",
@@ -93,7 +93,7 @@ PAGES = {
     ),
     "FS203": Page(
         "A shard of one tensor is missing, or one tensor was resized alone.",
-        "The finding names both tensors. Compare their shapes with the sizes in the config.",
+        "The finding gives the shape of one tensor and the shape that the others call for. Compare both with the config.",
     ),
     "FS204": Page(
         "Heads, experts or rows cannot be shared equally by so many ranks.",
@@ -101,7 +101,7 @@ PAGES = {
     ),
     "FS205": Page(
         "A rank of the save died, or its file is of an earlier save.",
-        "The finding gives the region that no chunk covers. Look for the rank that wrote it.",
+        "The finding gives where the chunks begin that are there. Look for the rank that wrote the others.",
     ),
     "FS206": Page(
         "Files of two saves are in one directory.",
@@ -121,7 +121,7 @@ PAGES = {
     ),
     "FS210": Page(
         "A layout of your own has a syntax error, or a rule contradicts another one.",
-        "The finding gives the file and the entry.",
+        "The finding gives the line or the entry.",
     ),
     "FS211": Page(
         "A value does not fit this checkpoint, or was misspelt.",
@@ -141,7 +141,7 @@ PAGES = {
     ),
     "FS215": Page(
         "The config is of another model, or was edited after the save.",
-        "The finding gives the key, its value and the value that the tensors show.",
+        "The finding gives what the config says and what the tensors show.",
     ),
     "FS216": Page(
         "The framework does not store settings that have their default value.",
