@@ -93,7 +93,7 @@ def test_of_several_models_none_is_taken_for_that_of_the_config(container: str, 
     assert not (tmp_path / "none").exists()
     for verb in ("merge", "convert"):
         out = tmp_path / verb
-        ran = cli(verb, ckpt, out, *(["--to", "hf"] if verb == "convert" else []), "--under", "teacher")
+        ran = cli(verb, ckpt, out, *(["--to", "hf"] if verb == "convert" else []), "--prefix", "teacher")
         assert ran.code == 0, ran.out
         result = load_file(out / "model.safetensors")
         assert result.keys() == state.keys() and all(torch.equal(result[n], state[n] * 2) for n in state)

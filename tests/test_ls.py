@@ -13,6 +13,7 @@ from typing import Any
 import fastshard
 import pytest
 import torch
+from fastshard.models.tensor_roles import order_of
 from helpers import FIXTURES, NEOX, STEP, cli, copy, layer_file
 from safetensors.torch import save_file
 
@@ -25,7 +26,7 @@ def listed(*argv: object) -> list[str]:
 
 def test_it_lists_what_open_holds() -> None:
     ckpt = fastshard.open(NEOX)
-    document = cli("ls", NEOX).doc
+    document = cli("ls", NEOX, "--sort", "file").doc
     assert [row["name"] for row in document["outputs"]] == list(ckpt)
     for row in document["outputs"]:
         tensor = ckpt[row["name"]]
@@ -37,13 +38,30 @@ def test_it_lists_what_open_holds() -> None:
     assert document["tensors"] == len(ckpt) and document["bytes"] == sum(t.nbytes for t in ckpt.values())
 
 
+def test_the_order_is_that_of_the_model(tmp_path: Path) -> None:
+    names = [
+        "lm_head.w",
+        "model.norm.w",
+        "model.layers.10.w",
+        "model.layers.9.w",
+        "vision.blocks.3.w",
+        "vision.blocks.12.w",
+    ]
+    save_file(
+        {name: torch.zeros(1) for name in [*names, "model.embed_tokens.w"]}, tmp_path / "model.safetensors"
+    )
+    by_number = ["model.layers.9.w", "model.layers.10.w", "vision.blocks.3.w", "vision.blocks.12.w"]
+    assert listed(tmp_path) == ["model.embed_tokens.w", *by_number, "model.norm.w", "lm_head.w"]
+
+
 def test_filters() -> None:
-    names = list(fastshard.open(LLAMA))
+    names = sorted(fastshard.open(LLAMA), key=order_of)
     norms = [n for n in names if "norm" in n]
     assert listed(LLAMA, "*norm*") == listed(LLAMA, "--glob", "*norm*") == norms
     assert listed(LLAMA, "--layer", 3, "*norm*") == [n for n in norms if n.startswith("3.")]
     assert listed(LLAMA, "--dtype", "bf16") == names and listed(LLAMA, "--dtype", "torch.bfloat16") == names
-    big = [n for n, t in fastshard.open(LLAMA).items() if t.nbytes > 2048]
+    sizes_of = {n: t.nbytes for n, t in fastshard.open(LLAMA).items()}
+    big = [n for n in names if sizes_of[n] > 2048]
     assert listed(LLAMA, "--larger-than", "2KiB") == big
     assert listed(LLAMA, "--sort", "name") == sorted(names)
     sizes = [row["bytes"] for row in cli("ls", LLAMA, "--sort", "size").doc["outputs"]]
@@ -86,10 +104,10 @@ def test_a_tree_joins_layers_that_are_alike(tmp_path: Path) -> None:
     tensors["model.layers.5.mlp.up.weight"] = torch.zeros(4, 3)
     save_file(tensors | {"lm_head.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
     assert cli("ls", tmp_path, "--tree", json_output=False).out.splitlines() == [
-        "├─ lm_head.weight  F32 [2]",
-        "└─ model.layers",
-        "   ├─ [0 to 4, 6 to 11].mlp.up.weight  F32 [4, 2]",
-        "   └─ 5.mlp.up.weight  F32 [4, 3]",
+        "├─ model.layers",
+        "│  ├─ [0 to 4, 6 to 11].mlp.up.weight  F32 [4, 2]",
+        "│  └─ 5.mlp.up.weight  F32 [4, 3]",
+        "└─ lm_head.weight  F32 [2]",
         "13 tensors, 102 parameters, 408 B",
     ]
 
@@ -150,7 +168,7 @@ def test_what_is_longer_than_the_screen_goes_to_the_pager(tmp_path: Path) -> Non
     pager.chmod(0o755)
     command = [sys.executable, "-m", "fastshard", "ls", str(NEOX)]
     shown = on_terminal(command, PAGER=str(pager))
-    assert shown.count("paged: ") == len(fastshard.open(NEOX)) + 1
+    assert shown.count("paged: ") == len(fastshard.open(NEOX)) + 2
     for none in ([*command, "--no-pager"], [*command, "--limit", "3"]):
         assert "paged" not in on_terminal(none, PAGER=str(pager))
     assert "word_embeddings" in on_terminal(command, PAGER="no-such-pager")

@@ -141,29 +141,29 @@ def test_of_several_copies_one_is_chosen(copies: str, container: str, state: Any
     ckpt = save(form(want), tmp_path / "in", container)
     ran = cli("convert", ckpt, tmp_path / "out", "--to", "hf", "--config", config)
     assert ran.code == 3 and [f["code"] for f in ran.errors] == ["FS106"], ran.out
-    assert f"{second}." in ran.errors[0]["got"] and "--under" in ran.errors[0]["help"]
+    assert f"{second}." in ran.errors[0]["got"] and "--prefix" in ran.errors[0]["help"]
     for under, factor in ((first, 1.0), (second, 0.5)):
         if under is None:
             continue
         for command in ("convert", "merge"):
             out = tmp_path / f"{command}-{under}"
             to = ("--to", "hf") if command == "convert" else ()
-            ran = cli(command, ckpt, out, *to, "--config", config, "--under", under)
+            ran = cli(command, ckpt, out, *to, "--config", config, "--prefix", under)
             assert ran.code == 0, ran.out
             have = read_result(out)
             assert set(have) == set(want)
             assert all(torch.equal(have[name], tensor * factor) for name, tensor in want.items())
-        with fastshard.open(ckpt, to="hf", under=under, config=config) as view:
+        with fastshard.open(ckpt, to="hf", prefix=under, config=config) as view:
             assert torch.equal(view["model.norm.weight"].torch(), want["model.norm.weight"] * factor)
 
 
 def test_a_name_below_which_nothing_lies(state: Any, tmp_path: Path) -> None:
     want, config = state
     ckpt = save({"model": want, "optimizer": STATE}, tmp_path / "in", "torch.save")
-    ran = cli("convert", ckpt, tmp_path / "out", "--to", "hf", "--config", config, "--under", "ema")
+    ran = cli("convert", ckpt, tmp_path / "out", "--to", "hf", "--config", config, "--prefix", "ema")
     assert ran.code == 2 and ran.errors[0]["code"] == "FS515" and "model" in ran.errors[0]["expected"]
     whole = cli(
-        "merge", Path(__file__).parent / "fixtures/gpt_neox/neox_pp_tp2", tmp_path / "out", "--under", "ema"
+        "merge", Path(__file__).parent / "fixtures/gpt_neox/neox_pp_tp2", tmp_path / "out", "--prefix", "ema"
     )
     assert whole.code == 2 and "holds its model in one place" in whole.errors[0]["message"]
 

@@ -386,7 +386,7 @@ def two_optimizers(state: dict[str, Any]) -> None:
         (without_second, ()),
         (factored, ()),
         (flattened_moment, ()),
-        (averaged, ("--under", "ema")),
+        (averaged, ("--prefix", "ema")),
         (two_optimizers, ()),
     ],
     ids=["Lion", "Adafactor", "a flat moment", "averaged weights", "two optimizers"],
@@ -402,7 +402,7 @@ def test_what_is_not_adams_state_of_the_model_is_refused(
     refused(tmp_path / "ckpt", tmp_path / "out", "FS514", "--to", to, *options)
     # The weights alone are nobody's problem.
     ran = cli(
-        "convert", tmp_path / "ckpt", tmp_path / "weights", "--to", "hf", *(options or ("--under", "model"))
+        "convert", tmp_path / "ckpt", tmp_path / "weights", "--to", "hf", *(options or ("--prefix", "model"))
     )
     assert ran.code == 0, ran.out
 
@@ -414,7 +414,7 @@ def test_moments_of_the_model_beside_averaged_weights(tmp_path: Path) -> None:
     averaged(state)
     put(tmp_path / "ckpt", state, live)
     ran = cli(
-        "convert", tmp_path / "ckpt", tmp_path / "out", "--to", "dcp", "--optimizer", "--under", "model"
+        "convert", tmp_path / "ckpt", tmp_path / "out", "--to", "dcp", "--optimizer", "--prefix", "model"
     )
     assert ran.code == 0, ran.out
     assert_same_state(*loaded(tmp_path / "out"), live, optimizer)

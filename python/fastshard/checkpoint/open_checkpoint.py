@@ -13,8 +13,9 @@ from .. import _core
 from ..common import hub_downloads, memory_budget, option_checks, placeholder_files, safe_files
 from ..common.config_text import checked, parse_json, parse_yaml
 from ..common.errors import FastshardError, Finding, error_for, from_core, raise_errors
+from ..common.formatting import some
 from ..common.gate import Gate
-from ..common.listing import File, Listing, list_roots, refuse_unprintable
+from ..common.listing import File, Listing, list_roots, may_hold_tensors, refuse_unprintable
 from ..common.options import OpenOptions, StrPath
 from ..common.thread_counts import thread_count
 from ..layouts import tables
@@ -116,8 +117,8 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
         )
         for file in sorted(contents.cut)
     )
-    if said.under is not None and not source.chosen:
-        raise _nothing_under(said.under, source)
+    if said.prefix is not None and not source.chosen:
+        raise _nothing_below(said.prefix, source)
     if said.layout:
         source = hf_config.by_own_table(source, tables.parse(said.layout), contents.names())
     if adapted is not None:
@@ -133,6 +134,7 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
     strays = _strays(found, source, listing, catalog, readable, roots, threads)
     findings = strays.left(findings, source.index)
     findings += _expected_names(source, catalog, readable, strays)
+    _refuse_unread(listing, found, findings)
     accepted = accepted_copies.patterns(said.accept)
     findings = accepted_copies.accepted(findings, accepted)
     # Not even on purpose can a file lack what it is there for.
@@ -180,10 +182,10 @@ def _said(given: OpenOptions, reference: Reference | None) -> Options:
                 "FS515", "both --config (or --expect) and --like give a config", help="give it once"
             )
         config, path = reference.config, str(reference.config_file)
-    step, under, layout = given.get("step"), given.get("under"), given.get("layout")
+    step, prefix, layout = given.get("step"), given.get("prefix"), given.get("layout")
     return Options(
         step=None if step is None else str(step),
-        under=None if under is None else under.rstrip("."),
+        prefix=None if prefix is None else prefix.rstrip("."),
         config=config,
         config_path=path,
         vocab_size=_positive(given.get("vocab_size"), "vocab_size"),
@@ -221,11 +223,11 @@ def _held_against(reference: Reference, source: Source) -> Source:
     return replace(source, places=places, provable=True, referenced=True)
 
 
-def _nothing_under(under: str, source: Source) -> FastshardError:
+def _nothing_below(prefix: str, source: Source) -> FastshardError:
     return FastshardError.of(
         "FS515",
-        f"under: a checkpoint of {source.framework} holds its model in one place",
-        got=under,
+        f"prefix: a checkpoint of {source.framework} holds its model in one place",
+        got=prefix,
         help="leave it out",
     )
 
@@ -246,6 +248,31 @@ def _refuse_parts(readable: list[Any]) -> None:
                 help="name the folder that holds the files of all ranks; where their names do not count ranks, "
                 "rename them to model_rank_R.pt",
             )
+
+
+def _refuse_unread(listing: Listing, found: Found[object], findings: list[Finding]) -> None:
+    """A file that was named is read, or it is said that it is not.
+
+    Raises:
+        FastshardError: ``FS515`` for files that are no part of the checkpoint that the other paths hold.
+    """
+    read = {(file.root, file.path) for file in _behind(found)}
+    said = {finding.file for finding in findings}
+    unread = [
+        str(path)
+        for file in listing.files
+        if (path := listing.by_itself(file.root)) is not None
+        and (file.root, file.path) not in read
+        and file.path not in said
+        and may_hold_tensors(file.name)
+    ]
+    if unread:
+        raise FastshardError.of(
+            "FS515",
+            f"{some(unread, 3)}: not part of the checkpoint that the other paths hold",
+            expected=f"files of one checkpoint ({found.framework})",
+            help="name one checkpoint at a time: its directory, or all its files",
+        )
 
 
 def _behind(found: Found[object]) -> list[File]:

@@ -6,7 +6,7 @@ import shutil
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..common.formatting import human, printable
@@ -18,17 +18,15 @@ if TYPE_CHECKING:
     from typing import TextIO
 
     from ..common.errors import Finding
-    from ..verification.stats import TensorStats
 
 __all__ = [
     "Tree",
+    "encodable",
     "fields",
     "human",
     "print_findings",
     "printable",
     "shown",
-    "sparkline",
-    "stats_table",
     "table",
     "tree",
 ]
@@ -118,12 +116,16 @@ def _alike(findings: Iterable[Finding]) -> Iterable[Group]:
     return found.values()
 
 
-def table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:
-    """Columns padded to their widest cell."""
+def table(rows: Sequence[tuple[str, ...]], indent: str = "  ", right: Collection[str] = ()) -> str:
+    """Columns padded to their widest cell; those whose first cell is in ``right`` end at the right."""
     rows = [tuple(printable(cell) for cell in row) for row in rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
+    if not rows:
+        return ""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    pads = [str.rjust if title in right else str.ljust for title in rows[0]]
     return "\n".join(
-        indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        indent
+        + "  ".join(pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)).rstrip()
         for row in rows
     )
 
@@ -153,7 +155,7 @@ Tree = tuple[str, "Sequence[Tree]"]
 
 def tree(root: Tree) -> str:
     """A tree as lines; in ASCII where the terminal has nothing else."""
-    joint, last, through = ("├─ ", "└─ ", "│  ") if _encodable("├└│") else ("|- ", "`- ", "|  ")
+    joint, last, through = ("├─ ", "└─ ", "│  ") if encodable("├└│") else ("|- ", "`- ", "|  ")
     lines = [printable(root[0])]
 
     def below(branches: Sequence[Tree], indent: str) -> None:
@@ -166,45 +168,10 @@ def tree(root: Tree) -> str:
     return "\n".join(lines)
 
 
-def _encodable(text: str) -> bool:
+def encodable(text: str) -> bool:
     """True if stdout's encoding has these characters."""
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except (UnicodeError, LookupError):
         return False
     return True
-
-
-#: Heights of a histogram's cells; the second row for terminals that have no block characters.
-_HEIGHTS = (" ▁▂▃▄▅▆▇█", " .:-=+*#@")
-#: Bins of a histogram that are shown as one cell.
-_BINS_PER_CELL = 2
-
-
-def sparkline(histogram: Sequence[int], heights: str = _HEIGHTS[0]) -> str:
-    """A histogram in one line, from the most negative bin to the most positive; what is not empty shows."""
-    cells = [sum(histogram[i : i + _BINS_PER_CELL]) for i in range(0, len(histogram), _BINS_PER_CELL)]
-    top = max(cells, default=0)
-    steps = len(heights) - 1
-    return "".join(heights[-(-steps * n // top)] if n else heights[0] for n in cells)
-
-
-def stats_table(gathered: Mapping[str, TensorStats]) -> str:
-    """A row for each tensor, under a header."""
-    if not gathered:
-        return "no tensors"
-    heights = _HEIGHTS[0 if _encodable(_HEIGHTS[0]) else 1]
-
-    def figure(x: float | None) -> str:
-        return "-" if x is None else str(x) if isinstance(x, int) else f"{x:.4g}"
-
-    rows: list[tuple[str, ...]] = [
-        ("tensor", "dtype", "shape", "min", "max", "mean", "std", "zeros", "nan/inf", "|histogram -64 .. 0 .. 64     |", "zero slabs"),
-    ]  # fmt: skip
-    for name, s in gathered.items():
-        slabs = "; ".join(slab.text(len(s.shape)) for slab in s.zero_slabs)
-        rows.append((
-            name, s.dtype, str(list(s.shape)), *(figure(x) for x in (s.min, s.max, s.mean, s.std)),
-            f"{s.zero_share:.2%}", f"{s.nan}/{s.inf}", sparkline(s.histogram, heights), slabs,
-        ))  # fmt: skip
-    return table(rows, indent="")

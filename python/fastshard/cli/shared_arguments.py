@@ -42,11 +42,17 @@ def _rank(text: str) -> int | str:
 _TYPES: dict[str, Callable[[str], Any]] = {"rank": _rank, "timeout": float, "threads": int}
 
 
+#: An alias says nothing in help, and changes nothing where it is not given.
+_HIDDEN: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+
+
 def add_options(group: argparse._ActionsContainer, *kinds: type, only: Collection[str] | None = None) -> None:
     """The options of the types named, as the table has them; ``only`` some of them."""
     for option in (option for kind in kinds for option in table(kind).values()):
         if only is None or option.name in only:
             group.add_argument(option.flag, help=option.help, **_how(option))
+            if option.alias:
+                group.add_argument(f"--{option.alias}", dest=option.name, **_how(option) | _HIDDEN)
 
 
 def _how(option: Option) -> dict[str, Any]:
@@ -55,10 +61,10 @@ def _how(option: Option) -> dict[str, Any]:
         return {"action": "append", "default": [], "metavar": option.metavar}
     if option.kind == "choice":
         return {"choices": option.choices, "default": option.default}
-    if isinstance(option.default, bool):
+    if option.default is False:
         return {"action": "store_true"}
     if option.kind == "switch":
-        # It may be left to the source.
+        # It can be turned off, and where the default is None the source decides.
         return {"action": argparse.BooleanOptionalAction, "default": option.default}
     number = int if option.kind in ("degree", "number", "size") else None
     return {"type": _TYPES.get(option.name, number), "default": option.default, "metavar": option.metavar}

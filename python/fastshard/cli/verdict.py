@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from ..common.errors import VERDICTS, Finding, exit_code
-from ..common.formatting import counted, printable
+from ..common.formatting import counted, printable, some
 from ..common.gate import ignored
 
 __all__ = ["subject", "verdict"]
 
 #: Columns that a reason has at most; the title of its code stands for a longer one.
 _LONGEST = 70
+#: Paths that it names at most.
+_NAMED = 3
 _SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
@@ -56,7 +58,7 @@ def subject(arguments: argparse.Namespace) -> str:
         given = [getattr(arguments, name) for name in names if getattr(arguments, name, None)]
         if given:
             paths = given[0] if isinstance(given[0], list) else given
-            return ", ".join(map(str, paths))
+            return some([str(path) for path in paths], _NAMED)
     return "fastshard"
 
 

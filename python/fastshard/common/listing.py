@@ -55,6 +55,12 @@ _ARRAY = (".zarray", "zarr.json")
 _NO_TENSORS = ("latest", "latest_universal", ".metadata", "_METADATA", "_sharding", ".zarray")
 _NO_TENSORS_ENDS = (".json", ".md", ".txt", ".yml", ".yaml", ".toml", ".jinja", ".ocdbt")
 
+
+def may_hold_tensors(name: str) -> bool:
+    """False for a file that has no tensors, whatever checkpoint it is of, by its name."""
+    return name not in _NO_TENSORS and not name.endswith(_NO_TENSORS_ENDS)
+
+
 #: Most files looked at below one root: a checkpoint directory, not a whole disk.
 MAX_FILES = 2_000_000
 
@@ -89,7 +95,7 @@ class Listing:
     roots: list[Path]
     files: list[File]
     findings: list[Finding] = field(default_factory=list)
-    #: Set if CKPT named one file.
+    #: Set if one file was named, and nothing else. Several files are parts of one checkpoint, as several folders are.
     single: bool = False
     #: The one file that was named, or the folder, for each root.
     named: list[Path] = field(default_factory=list)
@@ -97,12 +103,13 @@ class Listing:
     links_within: tuple[Path, ...] = ()
 
     def given(self) -> list[str]:
-        """The paths of the files, where files were named, else the roots."""
-        return (
-            [str(self.roots[f.root] / f.path) for f in self.files]
-            if self.single
-            else [str(r) for r in self.roots]
-        )
+        """The paths that were named: folders and files."""
+        return [str(path) for path in self.named or self.roots]
+
+    def by_itself(self, root: int) -> Path | None:
+        """The file that was named, where a root is the folder of one; None for a folder."""
+        path = self.named[root] if self.named else self.roots[root]
+        return None if path is self.roots[root] else path
 
     @cached_property
     def _by_folder(self) -> dict[str, list[File]]:
@@ -298,7 +305,7 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
             help="copy the checkpoint here, or mount the store",
         )
     given = [Path(p) for p in paths]
-    single = False
+    files_named = 0
     for path in given:
         try:
             status = path.stat()
@@ -319,9 +326,9 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
         index = len(roots)
         roots.append(root)
         if is_file:
-            single = True
+            files_named += 1
             files.append(File(index, path.name, status.st_size))
-    if single and all(p.name in _NO_TENSORS or p.name.endswith(_NO_TENSORS_ENDS) for p in given):
+    if files_named == len(given) and not any(may_hold_tensors(p.name) for p in given):
         raise FastshardError.of(
             "FS513",
             "this file holds no tensors",
@@ -333,7 +340,7 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
     for index, path in enumerate(given):
         if roots[index] is path:
             _walk(index, path, within, files, findings)
-    return Listing(roots, files, findings, single, given, within)
+    return Listing(roots, files, findings, files_named == len(given) == 1, given, within)
 
 
 def _walk(

@@ -36,11 +36,18 @@ class Option:
     choices: tuple[str, ...] = ()
     #: As the API calls it.
     name: str = ""
+    #: An earlier name, which the command line still takes.
+    alias: str | None = None
 
     @property
     def flag(self) -> str:
         """As the command line calls it."""
         return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def departure(self) -> str:
+        """As the command line gives another value than the default."""
+        return self.flag.replace("--", "--no-", 1) if self.default is True else self.flag
 
 
 class Source(TypedDict, total=False):
@@ -54,12 +61,13 @@ class Source(TypedDict, total=False):
             metavar="N",
         ),
     ]
-    under: Annotated[
+    prefix: Annotated[
         str | None,
         Option(
             "word",
-            "the model that lies below this name in the files, where a trainer saved several (model, ema, state_dict)",
+            "take the model whose tensor names begin with NAME, where a trainer saved several (model, ema, state_dict)",
             metavar="NAME",
+            alias="under",
         ),
     ]
     config: Annotated[
@@ -201,6 +209,14 @@ class Placing(TypedDict, total=False):
     ]
     zarr2: Annotated[
         bool, Option("switch", "plain zarr v2, for Pathways, instead of OCDBT and zarr v3", False)
+    ]
+    card: Annotated[
+        bool,
+        Option(
+            "switch",
+            "Hugging Face: draft a model card (README.md) where the checkpoint has none (default: yes)",
+            True,
+        ),
     ]
 
 

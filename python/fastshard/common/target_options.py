@@ -14,7 +14,7 @@ TP, PP, MULTIPLE, SCAN_AXIS = (
     _OF["param_scan_axis"],
 )
 FUSED_QKV, ROPE_TYPE = _OF["fused_qkv"], _OF["rope_type"]
-STACKED_EXPERTS, ZARR2 = _OF["stacked_experts"], _OF["zarr2"]
+STACKED_EXPERTS, ZARR2, CARD = _OF["stacked_experts"], _OF["zarr2"], _OF["card"]
 #: All of them, as they are listed.
 OPTIONS = tuple(_OF.values())
 

@@ -131,7 +131,7 @@ def moves(side: Side, roster: _core.Roster, path: str) -> Moved | None:
         # The reference lies below a name, which may be a trainer's: the model's own names stay.
         return None
     if way.uncertain:
-        help_ = "give a reference with the names of the checkpoint; --under says where one of several models begins"
+        help_ = "give a reference with the names of the checkpoint; --prefix says where one of several models begins"
         raise _ambiguous(path, way.readings, help_)
     return way if way.names else None
 
@@ -169,7 +169,7 @@ def aligned(met: Met, roster: _core.Roster, path: str) -> Met | None:
             fitting.append(reading)
     if len(fitting) > 1:
         told = "; ".join(map(str, fitting))
-        raise _ambiguous(path, told, "say where the model begins with --under")
+        raise _ambiguous(path, told, "say where the model begins with --prefix")
     if not fitting:
         return None
     # What is no part of the model has no name there.

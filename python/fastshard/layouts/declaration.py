@@ -150,7 +150,7 @@ class Source:
                 "FS106",
                 "the checkpoint holds several copies of the model",
                 got=", ".join(f"{p}*" for p in (self.weights_prefix, *self.other_prefixes)),
-                help=f"choose with --under, e.g. --under {(self.weights_prefix or self.other_prefixes[0]).rstrip('.')}",
+                help=f"choose with --prefix, e.g. --prefix {(self.weights_prefix or self.other_prefixes[0]).rstrip('.')}",
             )
         if not (self.weights_prefix or any(map(is_state, own.values()))):
             return replace(self, findings=[*self.findings, *self._unwrapped()])
@@ -280,7 +280,7 @@ class Source:
     def _without_config(
         self,
         names: list[str],
-        under: str | None,
+        prefix: str | None,
         why: str = "the checkpoint holds several copies of the model",
     ) -> Source:
         """The source whose names stay, and are none that its config is for."""
@@ -289,7 +289,7 @@ class Source:
             f"config.json is not written: {why}",
             severity="warning",
             got=", ".join(names),
-            help=None if under is None else f"choose one with --under, e.g. --under {under}",
+            help=None if prefix is None else f"choose one with --prefix, e.g. --prefix {prefix}",
         )
         model = replace(self.model, dialect=None)
         return replace(self, model=model, findings=[*self.findings, warning])

@@ -41,8 +41,13 @@ def places(listing: Listing, folder: str, *, above: bool = True) -> list[Folder]
         return []
     elsewhere = any(_core.is_elsewhere(root) for root in listing.roots)
     levels: list[list[Folder]] = []
-    for root in listing.roots:
+    for index, root in enumerate(listing.roots):
         at = folder
+        if (file := listing.by_itself(index)) is not None:
+            # Nobody has named its folder.
+            levels.extend([] for _ in range(1 - len(levels)))
+            levels[0].append(Folder(root, listing.links_within, file))
+            continue
         chain = [Folder(root / at if at else root, listing.links_within, sifted=True)]
         while at:
             at = at.rpartition("/")[0]
@@ -122,6 +127,13 @@ def passed_over(folders: Iterable[Folder], held: Collection[str]) -> list[Findin
     ]
 
 
+def documents(folders: Iterable[Folder], config: Path) -> dict[str, Path]:
+    """The model card and the licence, which lie in the checkpoint beside ``config``: by name."""
+    # Above the checkpoint, or below it, they are about something else.
+    own = [folder for folder in folders if folder.beside is None and folder.path == config.parent]
+    return {name: path for name in DOCUMENTS if (path := first(own, name)) is not None}
+
+
 def beside(folders: list[Folder], config: Path | None) -> dict[str, Path]:
     """Files that go along besides the tokenizer's and config.json: by name.
 
@@ -132,9 +144,7 @@ def beside(folders: list[Folder], config: Path | None) -> dict[str, Path]:
     found = {name: path for name in OTHERS if (path := first(folders, name)) is not None}
     if config is None:
         return found
-    # Above the checkpoint, or below it, they are about something else.
-    own = [folder for folder in folders if folder.beside is None and folder.path == config.parent]
-    found |= {name: path for name in DOCUMENTS if (path := first(own, name)) is not None}
+    found |= documents(folders, config)
     # One that was given by itself lies in a folder that nobody has named.
     here = next((folder for folder in folders if folder.path == config.parent), None)
     return found | _code(config, here or Folder(config.parent, linked(config.parent), config))

@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-__all__ = ["layer_of", "parts_of", "place_of", "role_of"]
+from .tensor_words import WORDS
+
+__all__ = ["layer_of", "order_of", "parts_of", "place_of", "role_of"]
 
 #: Words before the number of a layer.
 _LAYERS = frozenset(("layers", "layer", "blocks", "block", "h", "x_layers"))
@@ -20,6 +22,7 @@ _COUNTED = frozenset(
 )
 #: Paxml's word for a stack: the number behind it counts the layers of one step of a loop.
 _STACK = "repeat"
+_WORD = re.compile(r"[^.\W_]+")
 #: Words that say where a model begins, or that layers do; they tell no role.
 _WRAPPERS = frozenset(
     ("model", "module", "transformer", "language_model", "gpt_neox", "params", "lm", "decoder", "layers", "layer", "blocks",
@@ -89,3 +92,21 @@ def role_of(name: str) -> str:
     'mlp.experts.*.up_proj.weight'
     """
     return place_of(name)[1]
+
+
+def order_of(name: str) -> tuple[int, str, int]:
+    """Where a tensor stands in its model, to sort by: embeddings, each stack of layers by number, what follows, heads.
+
+    >>> names = ["lm_head.weight", "model.norm.weight", "h.10.w", "h.9.w", "model.embed_tokens.weight"]
+    >>> sorted(names, key=order_of)
+    ['model.embed_tokens.weight', 'h.9.w', 'h.10.w', 'model.norm.weight', 'lm_head.weight']
+    """
+    parts, numbers = parts_of(name)
+    which, _ = _form(parts)
+    if which is not None:
+        at = [i for i, part in enumerate(parts) if part is None][which]
+        return 1, ".".join("*" if part is None else part for part in parts[:at]), numbers[which]
+    if any(part in WORDS["head_modules"] for part in parts):
+        return 3, "", 0
+    words = set(_WORD.findall(name))
+    return (0 if words.intersection(WORDS["tables"]) else 2), "", 0

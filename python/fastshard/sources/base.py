@@ -125,7 +125,7 @@ class Options:
 
     step: str | None = None
     #: Name below which the model lies.
-    under: str | None = None
+    prefix: str | None = None
     config: dict[str, Any] | None = None
     config_path: str | None = None
     vocab_size: int | None = None

@@ -75,8 +75,9 @@ def _config_in(listing: Listing, place: Folder) -> Path | None:
 
 
 def _inside(listing: Listing, path: Path) -> Path | None:
-    """The path relative to the root that holds it; None if none does."""
-    return next((path.relative_to(root) for root in listing.roots if path.is_relative_to(root)), None)
+    """The path relative to the root that holds it; None if none does, as the folder of a file that was named."""
+    roots = [root for index, root in enumerate(listing.roots) if listing.by_itself(index) is None]
+    return next((path.relative_to(root) for root in roots if path.is_relative_to(root)), None)
 
 
 def _label(listing: Listing, path: Path) -> str:

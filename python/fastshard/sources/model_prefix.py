@@ -27,7 +27,7 @@ def recognise(
     source: Source,
     names: Iterable[str],
     config: dict[str, Any] | None,
-    under: str | None = None,
+    chosen: str | None = None,
     paths: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
     """Puts on a declaration where the model begins, and where further copies of it do.
@@ -36,7 +36,7 @@ def recognise(
         source: the declaration.
         names: of all tensors.
         config: the model's, if there is one.
-        under: where the caller says that it begins.
+        chosen: the prefix that the caller gives, without the last dot.
         paths: keys of the nested dicts that lead to each tensor, where the files tell: then these decide, and no list of
             usual names is asked.
 
@@ -46,22 +46,22 @@ def recognise(
     stored = list(dict.fromkeys(names))
     source.names = bare(stored)
     own = [source.names.get(name, name) for name in stored]
-    if under is None:
+    if chosen is None:
         if config is not None:
             containers = _containers(source, stored, paths) if paths else None
             found = _fitting(own, config) if containers is None else _of_containers(containers, config)
             source.weights_prefix, *source.other_prefixes = found
         return
-    outer = f"{under}."
+    outer = f"{chosen}."
     inside = [name.removeprefix(outer) for name in own if name.startswith(outer)]
     if not inside:
         tops = sorted({name.partition(".")[0] for name in own if "." in name})
         raise FastshardError.of(
             "FS515",
-            f"under: no name begins with {under!r}",
+            f"prefix: no name begins with {chosen!r}",
             expected=f"one of {', '.join(tops[:_TOLD])}",
-            got=under,
-            help="name what stands before the model's own names",
+            got=chosen,
+            help="give what stands before the model's own names",
         )
     inner = [""] if config is None else _fitting(inside, config)
     source.chosen, source.weights_prefix = True, outer + inner[0]

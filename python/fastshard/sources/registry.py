@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..common.errors import FastshardError, raise_errors
+from ..common.formatting import some
 from ..common.listing import Listing
 from .base import Adapter, Found, Options
 from .choose_step import no_steps, refuse_lone_trackers
@@ -59,12 +60,12 @@ def detect(listing: Listing, options: Options) -> Found[Any]:
     refuse_parts(listing)
     refuse_lone_trackers(listing)
     raise_errors(listing.findings)
-    roots = ", ".join(str(root) for root in listing.roots)
+    named = some(list(dict.fromkeys(listing.given())), 3)
     known = looks_like(listing)
     raise FastshardError.of(
         "FS513",
         "no checkpoint that fastshard knows",
-        file=roots,
+        file=named,
         got=known[0] if known else f"{len(listing.files)} files",
         help=known[1]
         if known

@@ -10,6 +10,7 @@ from typing import Any
 from .._core import Table
 from ..common import config_text
 from ..common.errors import FastshardError, Finding
+from ..common.target_options import CARD
 from ..layouts import tables
 from ..layouts.declaration import Description, Source, is_state
 from ..layouts.model_classes import ModelClass
@@ -18,6 +19,7 @@ from ..models import config_json, huggingface
 from ..models.model import Model, read_model
 from ..models.tokenizer import Tokenizer
 from .base import Bound, Completed, Target
+from .model_card import CARD_NAME, drafted, has_card
 from .request import Request
 
 #: What trainers call the model that they hold, and no model of transformers a part of itself.
@@ -41,18 +43,28 @@ class HfTarget(Target):
     kind: ModelClass | None = None
     #: The caller's own table, where the model is loaded by it.
     own: Table | None = None
+    #: True where a model card is to be drafted.
+    card: bool = False
     name: str = "hf"
     names = ("hf",)
     is_whole = takes_any_head = True
+    options = (CARD,)
 
     @classmethod
     def of(cls, source: Source, request: Request | None = None) -> HfTarget:
-        """What the source allows.
+        """What the source allows; a part of another target is made without a request.
 
         Raises:
             FastshardError: ``FS514`` for a family without a Hugging Face layout, ``FS209`` if a fact
                 that decides values is unknown, or the model is.
         """
+        made = cls._of(source)
+        if request is not None and request[CARD]:
+            made.card = not has_card(source)
+        return made
+
+    @classmethod
+    def _of(cls, source: Source) -> HfTarget:
         told = source.model
         config = told.config or {}
         if told.hf_names:
@@ -121,13 +133,18 @@ class HfTarget(Target):
         """
         if self.keeps_names:
             _refuse_changed(self.source, bound)
-            return Completed(findings=[] if self.source.referenced else [_unproven(self.source)])
+            texts = self._card(self.source.model.config or {}, bound)
+            return Completed(texts, [] if self.source.referenced else [_unproven(self.source)])
         config, assumed = self.config(bound.axes)
         if self.model is not None:
             config, told = _special_tokens(config, bound.tokenizer, self.source, bound.axes.get("V"))
             assumed += told
         text = config_text.written(config_json.with_dtype(config, bound.dtype))
-        return Completed({"config.json": text}, assumed)
+        return Completed({"config.json": text} | self._card(config, bound), assumed)
+
+    def _card(self, config: dict[str, Any], bound: Bound) -> dict[str, str]:
+        """The file of the model card, if one is to be drafted."""
+        return {CARD_NAME: drafted(self.source, config, bound)} if self.card else {}
 
 
 def model_of(source: Source, what: str) -> Model:
@@ -211,7 +228,7 @@ def _refuse_changed(source: Source, bound: Bound) -> None:
     if (name := _held(source, bound.tensors)) is not None:
         raise _changed(
             f"the model lies below a trainer's own key ({name})",
-            f"say where it lies: --under {name.partition('.')[0]}; `fastshard merge` keeps the names as they are",
+            f"say where it lies: --prefix {name.partition('.')[0]}; `fastshard merge` keeps the names as they are",
         )
 
 

@@ -82,7 +82,7 @@ def check(request: Request) -> None:
         takes = [name for name, other in TARGETS.items() if option in other.options]
         raise FastshardError.of(
             "FS515",
-            f"{option.flag}: {to or 'a merge'} does not take it",
+            f"{option.departure}: {to or 'a merge'} does not take it",
             expected=f"--to {' | '.join(takes)}",
             got=f"{to or 'merge'}",
         )

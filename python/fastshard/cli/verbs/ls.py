@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from ...checkpoint.planning import make_plan
 from ...checkpoint.tensor_rows import TensorRow, matching, rows_of
 from ...common.errors import FastshardError
 from ...common.formatting import counted
+from ...models.tensor_roles import order_of
 from ..render import Tree, human, table, tree
 from ..shared_arguments import add_common, add_exit_zero, add_opening
 from ..shared_arguments import opened as opened_at
@@ -19,6 +20,12 @@ from ..verb import Outcome, Result, Verb
 
 #: Branches below each other; names have no more parts than a few.
 _DEPTH = 63
+#: Keys to sort rows by; without one they stay as in the files.
+_ORDERS: dict[str, Callable[[TensorRow], Any]] = {
+    "model": lambda row: order_of(row.name),
+    "name": lambda row: row.name,
+    "size": lambda row: -row.nbytes,
+}
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +43,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--layer", type=int, action="append", default=[], metavar="N", help="of this layer")
     group.add_argument("--larger-than", metavar="SIZE", help="of more bytes than that, e.g. 1GiB")
     group.add_argument(
-        "--sort", choices=("file", "name", "size"), default="file", help="order (default: as in the files)"
+        "--sort",
+        choices=("model", "file", "name", "size"),
+        default="model",
+        help="order (default: model, embeddings first, then layers by number, then the rest)",
     )
     group.add_argument("--offset", type=int, default=0, metavar="N", help="leave out the first N")
     group.add_argument("--limit", type=int, metavar="N", help="show N at most")
@@ -58,10 +68,8 @@ def _run(a: argparse.Namespace) -> Outcome:
     plan = make_plan(opened_at(a).opened)
     all_rows = rows_of(plan)
     rows = matching(all_rows, globs, a.dtype, a.layer, a.larger_than)
-    if a.sort == "name":
-        rows.sort(key=lambda row: row.name)
-    elif a.sort == "size":
-        rows.sort(key=lambda row: -row.nbytes)
+    if a.sort in _ORDERS:
+        rows.sort(key=_ORDERS[a.sort])
     document: dict[str, Any] = {
         "tensors": len(rows), "parameters": sum(r.elements for r in rows), "bytes": sum(r.nbytes for r in rows),
     }  # fmt: skip
@@ -74,11 +82,7 @@ def _run(a: argparse.Namespace) -> Outcome:
         groups = _groups(rows, a.by)
         shown: list[Any] = groups[a.offset : None if a.limit is None else a.offset + a.limit]
         document |= {"by": a.by, "groups": shown}
-        cells = [
-            (str(g["group"]), counted(g["tensors"], "tensor"), f"{g['parameters']:,} parameters", human(g["bytes"]), f"{g['share']:.1%}", ", ".join(g["dtypes"]))
-            for g in shown
-        ]  # fmt: skip
-        text = table(cells, indent="")
+        text = _group_table(shown, a.by)
         of = len(groups)
     else:
         page = rows[a.offset : None if a.limit is None else a.offset + a.limit]
@@ -90,10 +94,7 @@ def _run(a: argparse.Namespace) -> Outcome:
         if a.tree:
             text = tree(("", _tree(page))).lstrip("\n")
         else:
-            text = table(
-                [(r.name, r.dtype, str(list(r.shape)), human(r.nbytes), _pieces(r.pieces)) for r in page],
-                indent="",
-            )
+            text = _table(page)
     left = of - len(shown)
     if left:
         last = a.offset + len(shown)
@@ -105,8 +106,25 @@ def _run(a: argparse.Namespace) -> Outcome:
     ), plan.findings
 
 
-def _pieces(count: int) -> str:
-    return counted(count, "piece")
+def _table(rows: Sequence[TensorRow]) -> str:
+    """A line for each tensor, under a header. In how many shards a tensor lies is told where one lies in several."""
+    header = ["TENSOR", "DTYPE", "SHAPE", "SIZE"]
+    cells = [[row.name, row.dtype, str(list(row.shape)), human(row.nbytes)] for row in rows]
+    if any(row.pieces != 1 for row in rows):
+        header.append("SHARDS")
+        for row, line in zip(rows, cells, strict=True):
+            line.append(str(row.pieces))
+    return table(list(map(tuple, (header, *cells))), indent="", right=("SIZE", "SHARDS"))
+
+
+def _group_table(groups: Sequence[Mapping[str, Any]], by: str) -> str:
+    """A line for each group, under a header."""
+    header = (by.upper(), "TENSORS", "PARAMETERS", "SIZE", "SHARE", "DTYPE")
+    cells = [
+        (str(g["group"]), f"{g['tensors']:,}", f"{g['parameters']:,}", human(g["bytes"]), f"{g['share']:.1%}", ", ".join(g["dtypes"]))
+        for g in groups
+    ]  # fmt: skip
+    return table([header, *cells], indent="", right=header[1:5])
 
 
 def _groups(rows: Iterable[TensorRow], by: str) -> list[dict[str, Any]]:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import sys
 
 from ...verification.stats import HISTOGRAM_EDGES
 from ...verification.stats import with_findings as stats_of
-from ..render import stats_table
+from .. import styles
 from ..shared_arguments import add_choosing, add_common, add_exit_zero, add_source, opening, progress
+from ..stats_table import stats_table
 from ..verb import Outcome, Result, Verb
+
+#: Columns of a terminal from which on histograms are shown.
+_WIDE = 130
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +32,10 @@ def _run(a: argparse.Namespace) -> Outcome:
         "tensors": {name: tensor.to_dict() for name, tensor in gathered.items()},
         "histogram_edges": list(HISTOGRAM_EDGES),
     }
-    return Result(stats_table(gathered), document), findings
+    columns = shutil.get_terminal_size().columns
+    paint = styles.painter(sys.stdout, a.color)
+    text = stats_table(gathered, wide=bool(a.verbose) or columns >= _WIDE, paint=paint)
+    return Result(text, document), findings
 
 
 STATS = Verb(

@@ -292,7 +292,7 @@ class Dcp:
     ) -> None:
         """A Hugging Face model by its config.json and its names, whatever they are below."""
         config, path = hf_config.config_of(listing, found.folder, options)
-        model_prefix.recognise(source, names, config, options.under, paths)
+        model_prefix.recognise(source, names, config, options.prefix, paths)
         if config is None:
             return
         hf_config.describe(source, listing, config, path, names, outer=source.weights_prefix)

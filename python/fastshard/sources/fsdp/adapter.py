@@ -70,7 +70,7 @@ class FsdpRanks:
         config, path = hf_config.config_of(listing, folder, options)
         is_flat = flat_params.is_flat(ranks.told)
         shapes = _flat(source, ranks) if is_flat else _boxes(source, ranks, self._any_name)
-        model_prefix.recognise(source, shapes, config, options.under, None if is_flat else ranks.paths())
+        model_prefix.recognise(source, shapes, config, options.prefix, None if is_flat else ranks.paths())
         if config is not None:
             hf_config.describe(source, listing, config, path, shapes, outer=source.weights_prefix)
         if is_flat:

@@ -311,8 +311,8 @@ class HuggingFace:
         if _by_a_trainer(values, found):
             source.model = replace(source.model, saved_whole=False)
         is_torch = any(not file.name.endswith(".safetensors") for file in found.files)
-        if is_torch or options.under is not None or all(name.startswith("module.") for name in names):
-            model_prefix.recognise(source, names, config, options.under, _paths(values, len(found.files)))
+        if is_torch or options.prefix is not None or all(name.startswith("module.") for name in names):
+            model_prefix.recognise(source, names, config, options.prefix, _paths(values, len(found.files)))
         if config is not None:
             hf_config.describe(source, listing, config, path, names, outer=source.weights_prefix)
         if source.layout is None and index is not None and not slices:

@@ -1,0 +1,84 @@
+"""The model card of a Hugging Face directory: a draft where the checkpoint has none, of what is known of the conversion."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..layouts.declaration import Source
+from ..models import sidecar_files
+from .base import Bound
+
+__all__ = ["CARD_NAME", "drafted", "has_card"]
+
+#: Where the Hub looks for the card. source: huggingface.co/docs/hub/model-cards
+CARD_NAME = "README.md"
+#: A repository on the Hub, as far as a name shows it: a local folder may be called the same.
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_WORD = re.compile(r"\w{1,96}")
+
+
+def has_card(source: Source) -> bool:
+    """True if the checkpoint has a model card, which goes along."""
+    config = source.model.config_file
+    return config is not None and CARD_NAME in sidecar_files.documents(source.places, config)
+
+
+def drafted(source: Source, config: Mapping[str, Any], bound: Bound) -> str:
+    """The draft of a card. The same checkpoint gives the same bytes: it has no date, no host and no path.
+
+    Args:
+        source: the declaration of the checkpoint.
+        config: the result's config.json.
+        bound: the result's tensors.
+    """
+    name = _architecture(config)
+    rows = {"Architecture": f"`{name}`" if name else None}
+    rows["Parameters"] = f"{sum(math.prod(tensor.shape) for tensor in bound.weights.values()):,}"
+    rows["Dtype"] = bound.dtype
+    rows["Converted from"] = _origin(source)
+    rows["Base model"] = _base(config)
+    table = [f"| {label} | {value} |" for label, value in rows.items() if value]
+    return "\n".join(
+        [
+            "---",
+            "library_name: transformers",
+            "---",
+            f"# {name or 'Model'}",
+            "",
+            "<!-- fastshard drafted this card. Say what the model was trained on, what it is for, and its license. -->",
+            "",
+            "| | |",
+            "|---|---|",
+            *table,
+            "",
+            "`fastshard verify .` checks every file of this directory against `fastshard.manifest.json`.",
+            "",
+        ]
+    )
+
+
+def _architecture(config: Mapping[str, Any]) -> str | None:
+    """The class of transformers that the config names."""
+    named = config.get("architectures")
+    one = named[0] if isinstance(named, list) and named else None
+    return one if isinstance(one, str) and _WORD.fullmatch(one) else None
+
+
+def _origin(source: Source) -> str:
+    """The framework that wrote the checkpoint, and over how many ranks."""
+    degrees = {**source.ranks, **source.degrees}
+    ranks = [
+        f"{name} {degree}" for name, degree in sorted(degrees.items()) if degree > 1 and _WORD.fullmatch(name)
+    ]
+    return f"a checkpoint of {source.framework}" + (f" ({', '.join(ranks)})" if ranks else "")
+
+
+def _base(config: Mapping[str, Any]) -> str | None:
+    """The repository that the config was loaded from, where it says one."""
+    path = config.get("_name_or_path")
+    if not isinstance(path, str) or not _REPOSITORY.fullmatch(path):
+        return None
+    return f"`{path}`, as `_name_or_path` in config.json says"

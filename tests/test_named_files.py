@@ -1,0 +1,86 @@
+"""Several paths of which some are files: all of them are parts of one checkpoint, and none is passed over."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import fastshard
+import pytest
+import torch
+from helpers import FIXTURES, cli, copy
+from safetensors.torch import save_file
+
+HF = FIXTURES / "sharded/hf_sharded"
+TP4 = FIXTURES / "sharded/tp4_micro"
+NEOX = Path(__file__).parent / "fixtures/gpt_neox/neox_pp_tp2"
+
+
+def files(folder: Path, pattern: str = "*") -> list[Path]:
+    return sorted(p for p in folder.glob(pattern) if p.is_file())
+
+
+@pytest.mark.parametrize("source", [HF, TP4, FIXTURES / "sharded/dcp_tp_micro"], ids=lambda p: p.name)
+def test_files_named_one_by_one_are_what_their_folder_is(source: Path, tmp_path: Path) -> None:
+    whole, named = fastshard.open(source), fastshard.open(*files(source))
+    assert {n: t.shape for n, t in whole.items()} == {n: t.shape for n, t in named.items()}
+    assert cli("verify", *files(source)).code == 0
+    one, other = tmp_path / "one", tmp_path / "other"
+    assert cli("merge", source, one).code == 0
+    assert cli("merge", *files(source), other).code == 0
+    assert cli("diff", one, other).code == 0
+
+
+def test_weights_alone_are_judged_by_the_config_beside_them(tmp_path: Path) -> None:
+    ckpt = shutil.copytree(HF, tmp_path / "ckpt")
+    assert "complete" in cli("verify", *files(ckpt, "*.safetensors"), json_output=False).out
+    lost = files(ckpt, "*.safetensors")[-1]
+    lost.unlink()
+    ran = cli("verify", *files(ckpt, "*.safetensors"))
+    assert ran.code == 3 and ran.having("FS101"), ran.out
+
+
+@pytest.mark.parametrize("verb", ["verify", "inspect", "merge"])
+def test_a_file_beside_a_folder_hides_nothing_of_the_folder(verb: str, tmp_path: Path) -> None:
+    """A word too many on the command line made it read that file alone, and nothing of the broken folder."""
+    ckpt = copy(NEOX, tmp_path / "ckpt")
+    next(ckpt.glob("*/layer_03-model_01*")).unlink()
+    (tmp_path / "notes.txt").write_text("x")
+    out = [tmp_path / "out"] if verb == "merge" else []
+    for paths in (
+        [ckpt, tmp_path / "notes.txt"],
+        [tmp_path / "notes.txt", ckpt],
+        [*files(ckpt), *ckpt.glob("global*")],
+    ):
+        assert cli(verb, *paths, *out).code == 3
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_every_named_file_is_read(cut: int, tmp_path: Path) -> None:
+    ckpt = shutil.copytree(HF, tmp_path / "ckpt")
+    broken = files(ckpt, "*.safetensors")[cut]
+    broken.write_bytes(broken.read_bytes()[:-100])
+    for verb, out in (("verify", []), ("merge", [tmp_path / "out"])):
+        ran = cli(verb, *files(ckpt, "*.safetensors"), *out)
+        assert ran.code == 1 and ran.having("FS312"), ran.out
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_are_no_part_of_the_checkpoint_are_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other.safetensors"
+    save_file({"a": torch.ones(2)}, other)
+    for verb, out in (("verify", []), ("merge", [tmp_path / "out"])):
+        ran = cli(verb, HF, other, *out)
+        assert ran.code == 2 and "not part of the checkpoint" in ran.errors[0]["message"], ran.out
+        assert str(other) in ran.errors[0]["message"]
+    assert not (tmp_path / "out").exists()
+    again = tmp_path / "again.safetensors"
+    shutil.copyfile(other, again)
+    ran = cli("verify", other, again)
+    assert ran.code == 2 and ran.errors[0]["code"] == "FS513"
+
+
+def test_one_file_is_still_a_checkpoint(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "other.safetensors")
+    assert cli("verify", tmp_path / "other.safetensors").code == 0
