@@ -46,7 +46,8 @@ def test_the_printed_commands_bring_the_rest(
     copy, spread = told["commands"]
     assert shlex.split(spread)[:3] == ["fastshard", "merge", str(here)]
     text = cli("verify", here, json_output=False).out
-    assert copy in text and spread in text
+    # Shards of a model that was downloaded are on no other host.
+    assert (copy in text and spread in text) == (source.name != "hf_sharded")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/rsync").write_text(RSYNC)
     (tmp_path / "bin/rsync").chmod(0o755)
@@ -95,8 +96,9 @@ def test_whole_layers_are_among_what_is_elsewhere(tmp_path: Path) -> None:
     ran = cli("verify", ckpt)
     assert ran.doc["absent"]["layers"] == ["layer 4"]
     text = cli("verify", ckpt, json_output=False).out
-    assert "1 file is missing, and all files of some layers:\n  layer 4" in text
+    assert "layer 4 is missing" in text or "layer 04 is missing" in text
     for file in ckpt.rglob("layer_03*"):
         file.unlink()
     text = cli("verify", ckpt, json_output=False).out
-    assert "layers are missing:" in text and "rsync -a --ignore-existing" in text
+    assert "layer 03 is missing" in text and "layer 04 is missing" in text
+    assert "rsync -a --ignore-existing" in text

@@ -145,4 +145,4 @@ def test_a_matrix_of_zeros(tmp_path: Path, name: str, others: bool, told: bool) 
     assert [f["tensor"] for f in found] == ([name] if told else []), ran.out
     assert all(f["severity"] == "warning" and f["got"] == "zeros" for f in found)
     if others and told:
-        assert "that of other layers is not" in found[0]["message"]
+        assert "of other layers is not" in found[0]["message"]

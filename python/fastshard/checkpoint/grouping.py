@@ -167,6 +167,7 @@ def _swapped(group: list[Finding]) -> list[Finding]:
         return group
     a, b = group
     named = "--accept renamed" in (a.help or "")
+    back = f"rename the two files back, or copy both again{'; if the names are right: --accept renamed' if named else ''}"
     return [
         a.replace(
             message=f"{' and '.join(_apart(a.file or '', b.file or ''))} are swapped",
@@ -175,7 +176,7 @@ def _swapped(group: list[Finding]) -> list[Finding]:
             expected=None,
             got=None,
             evidence=f"inside they say {a.got} and {b.got}",
-            help=f"rename the two files back, or copy both again{'; if the names are right: --accept renamed' if named else ''}",
+            help=a.help if a.decided else back,
         )
     ]
 

@@ -9,13 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..common.errors import Finding
-from ..common.formatting import some
 from ..common.options import StrPath
 
 __all__ = ["Absent", "absent"]
-
-#: Pieces named of each rank.
-_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -31,25 +27,22 @@ class Absent:
     #: Whole layers of which no file is there, in words.
     layers: list[str] = field(default_factory=list)
 
+    @property
+    def may_be_elsewhere(self) -> bool:
+        """True for what a process of the job wrote: of a model that was downloaded no other host has more."""
+        return bool(self.chunks or self.layers or any(self.files))
+
     def told(self) -> str:
-        """The same for people."""
-        count = sum(map(len, (self.files or self.chunks).values()))
-        of_files = bool(self.files or self.layers)
-        what = ("file is", "files are") if of_files else ("array lacks", "arrays lack")
-        rest = " missing" if of_files else " chunks"
-        besides = (", and all files of some layers" if count else "layers are missing") if self.layers else ""
-        lines = [f"{count} {what[count != 1]}{rest}{besides}:" if count else f"{besides}:"]
-        lines += [f"  {layer}" for layer in self.layers]
-        for rank, names in sorted((self.files or self.chunks).items()):
-            lines.append(f"  {rank or 'of any rank'}: {some(names, _NAMED)}")
+        """Where it may be, and how to go on, for people."""
         *here, there = self.commands
-        lines += [
-            "if they are on other hosts' disks, copy them from each of these hosts:",
-            *(f"  {command}" for command in here),
-            "or make the result where they are, with OUT on storage that all see: on host I of N",
-            f"  {there}",
-        ]
-        return "\n".join(lines)
+        return "\n".join(
+            [
+                "if other hosts have it on their own disks, copy it from each of them:",
+                *(f"  {command}" for command in here),
+                "or merge where it lies, with OUT on storage that all hosts share; on host I of N:",
+                f"  {there}",
+            ]
+        )
 
 
 def _layers(finding: Finding) -> str:

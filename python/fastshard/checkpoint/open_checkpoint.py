@@ -351,7 +351,11 @@ def _strays(
         return _names_in(source.unnamed, listing, threads)
 
     if source.weight_map:
-        return stray_tensors.of_index(source.weight_map, held, paths, same, beside)
+        missing: dict[str, set[str]] = {}
+        for name, path in source.lost.items():
+            if listing.find(path) is None:
+                missing.setdefault(path, set()).add(name)
+        return stray_tensors.of_index(source.weight_map, held, paths, same, beside, missing)
     if source.by_numbers:
         return stray_tensors.of_numbers(held, paths, same)
     return stray_tensors.Strays()

@@ -86,7 +86,10 @@ def _unproven(findings: Iterable[Finding]) -> list[Finding]:
     """Findings that say what could not be checked."""
     findings = list(findings)
     unprovable = [f for f in findings if f.code == "FS109" and f.file is None]
-    return [*unprovable[:1], *(f for f in findings if f.code in UNPROVEN)]
+    # Where one was noticed, none is said to go unnoticed.
+    noticed = any(f.severity == "error" and f.code in ("FS113", "FS303", "FS305") for f in findings)
+    codes = [code for code in UNPROVEN if not (noticed and code == "FS114")]
+    return [*unprovable[:1], *(f for f in findings if f.code in codes)]
 
 
 def not_checked(findings: Iterable[Finding]) -> list[str]:

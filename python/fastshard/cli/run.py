@@ -217,7 +217,9 @@ class Run:
         tells = result.tells if result and text is not None and not told.verbose else frozenset()
         rest = [f for f in told.findings if f.code not in tells]
         self._print_findings(replace(told, findings=rest), name)
-        lines = [f"not checked: {render.printable(line)}" for line in self._unchecked(result, told)]
+        below = render.printable(result.below, keep="\n") if result and not told.quiet else ""
+        lines = [below] if below else []
+        lines += [f"not checked: {render.printable(line)}" for line in self._unchecked(result, told)]
         stream = getattr(sys, name)
         if told.code or (asked_for and not told.quiet):
             wrong = told.code or any(finding.severity == "error" for finding in told.findings)
@@ -274,7 +276,7 @@ class Run:
         # After a defect nobody knows; its finding says where to look.
         if self._destination is None or any(f.code == "FS520" for f in findings):
             return ""
-        return f"; {UNPUBLISHED}"
+        return f"; {UNPUBLISHED.replace('OUT', render.printable(self._destination))}"
 
 
 def _text(name: object) -> str | None:

@@ -76,8 +76,12 @@ def folded(names: Sequence[str]) -> list[str]:
     alike = [name.split(".") for name in names if name.startswith(f"{top}.")]
     if 2 * count <= len(names) or len(alike) < 2:
         return list(names)
-    shared = 1
-    while all(len(parts) > shared + 2 and parts[shared] == alike[0][shared] for parts in alike):
+    shared, first = 1, alike[0]
+    # What a number counts stays before it.
+    while all(
+        len(parts) > shared + 2 and parts[shared] == first[shared] and not parts[shared + 1].isdecimal()
+        for parts in alike
+    ):
         shared += 1
     prefix = ".".join(alike[0][:shared]) + "."
     if len(prefix) <= len("..."):

@@ -27,6 +27,8 @@ class Result:
     paged: bool = False
     #: What was not checked; None for what findings say of it.
     unchecked: tuple[str, ...] | None = None
+    #: How to go on, below the findings.
+    below: str = ""
     #: Why all is well, for the verdict of a verb that judges.
     reason: str = ""
     #: The verdict, where it is not that of the exit code.

@@ -76,7 +76,9 @@ def renamed(
                 rank=ranks.get(index),
                 expected=name.partition(".")[0],
                 got=file["archive"][:200],
-                help="copy the file again from the node that wrote it; if the name is right: --accept renamed",
+                help="accepted as asked with --accept renamed"
+                if accepted
+                else "copy the file again from the node that wrote it; if the name is right: --accept renamed",
             )
         findings.append(finding)
     return findings

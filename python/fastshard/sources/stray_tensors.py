@@ -24,6 +24,8 @@ class Strays:
     copies: frozenset[int] = frozenset()
     #: Paths of files that hold tensors and are not named by the index.
     holders: frozenset[str] = frozenset()
+    #: Paths that the index names and nobody has, whose tensors lie in holders.
+    absent: frozenset[str] = frozenset()
 
     def left(self, findings: Iterable[Finding], index: str | None) -> list[Finding]:
         """The findings that do not say the same once more: of a holder that the index does not name it, of the index that
@@ -37,7 +39,13 @@ class Strays:
             return list(findings)
         holders = {("FS101", path) for path in self.holders} | {("FS108", path) for path in self.holders}
         counts = {("FS102", index), ("FS215", index)}
-        return [f for f in findings if f.severity == "error" or (f.code, f.file) not in holders | counts]
+        absent = {("FS101", path) for path in self.absent}
+        return [
+            f
+            for f in findings
+            if (f.code, f.file) not in absent
+            and (f.severity == "error" or (f.code, f.file) not in holders | counts)
+        ]
 
 
 def of_index(
@@ -46,11 +54,13 @@ def of_index(
     paths: Mapping[int, str],
     same: Callable[[int, int], bool],
     beside: Callable[[], Mapping[str, set[str]]],
+    missing: Mapping[str, set[str]],
 ) -> Strays:
     """What accounts for tensors that no file holds which the index names.
 
     Args:
         weight_map: number of the file that the index sends each tensor to.
+        missing: names of the tensors that it sends to each file that is not there, by its path.
         held: names of the tensors in each file that could be read.
         paths: of the files, by their numbers.
         same: whether two files have the same bytes.
@@ -75,14 +85,17 @@ def of_index(
             lost |= dict.fromkeys(gone.pop(file), paths[file])
             copies.add(file)
     holders: set[str] = set()
-    for path, names in sorted(beside().items()) if any(gone.values()) else ():
-        named = [paths[file] for file, of in gone.items() if of & names]
-        found = {name for of in gone.values() for name in of & names}
+    left = {**{paths[file]: names for file, names in gone.items()}, **missing}
+    held_beside = beside() if any(left.values()) else {}
+    for path, names in sorted(held_beside.items()):
+        named = [sent_to for sent_to, of in left.items() if of & names]
+        found = {name for of in left.values() for name in of & names}
         if found:
             findings.append(_elsewhere(path, len(found), named))
             lost |= dict.fromkeys(found, path)
             holders.add(path)
-    return Strays(findings, lost, frozenset(copies), frozenset(holders))
+    absent = {path for path, names in missing.items() if names <= lost.keys()}
+    return Strays(findings, lost, frozenset(copies), frozenset(holders), frozenset(absent))
 
 
 def of_numbers(

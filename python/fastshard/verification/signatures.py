@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ __all__ = ["check"]
 
 #: Bytes at most of a signature: it names each file.
 _MAX_SIGNATURE = 256 << 20
+#: Bytes of digests.
+_LENGTHS = (20, 28, 32, 48, 64)
 
 
 def check(
@@ -67,7 +70,7 @@ def check(
         config.verify(folder, signature)
     except Exception as error:
         # The library raises what its parsers do: whatever it is, nothing is vouched for.
-        told = _DIGEST.sub(_readable, " ".join(str(error).split())) or type(error).__name__
+        told = _readable(" ".join(str(error).split())) or type(error).__name__
         return [
             Finding.of(
                 "FS315",
@@ -81,15 +84,33 @@ def check(
     return []
 
 
-#: A digest as the library's messages show it.
-_DIGEST = re.compile(
-    r"'?Digest\(algorithm='(\w+)', digest_value=(b'(?:[^'\\]|\\.)*'|b\"(?:[^\"\\]|\\.)*\")\)'?"
-)
+#: A digest as the library's messages show it: by ``repr``, once or, inside of a list of texts, twice.
+_DIGEST = re.compile(r"""Digest\(algorithm=\\?'(\w+)\\?', digest_value=(b\\?'.*?\\?'|b".*?")\)""")
 
 
-def _readable(digest: re.Match[str]) -> str:
-    value: bytes = ast.literal_eval(digest[2])
-    return f"{digest[1]}:{value.hex()}"
+def _readable(told: str) -> str:
+    """A message of the library, with digests as people write them."""
+
+    def digest(found: re.Match[str]) -> str:
+        value = _bytes(found[2])
+        return found[0] if value is None else f"{found[1]}:{value.hex()}"
+
+    # Several are a list of texts.
+    what, opens, rest = told.partition(": [")
+    if opens:
+        with contextlib.suppress(ValueError, SyntaxError):
+            told = f"{what}: {'; '.join(map(str, ast.literal_eval(f'[{rest}')))}"
+    return _DIGEST.sub(digest, told)
+
+
+def _bytes(literal: str) -> bytes | None:
+    """Bytes by their ``repr``, or by the ``repr`` of that; None for what is neither."""
+    for text in (literal, literal.encode().decode("unicode_escape")):
+        with contextlib.suppress(ValueError, SyntaxError):
+            value = ast.literal_eval(text)
+            if isinstance(value, bytes) and len(value) in _LENGTHS:
+                return value
+    return None
 
 
 def _keys(public_key: Path | None, certificates: Sequence[Path]) -> list[Path]:

@@ -98,6 +98,7 @@ def verify(
             "FS515", "subset", expected="n/t with 1 <= n <= t", got=f"{subset[0]}/{subset[1]}"
         )
     include, exclude = list(include), list(exclude)
+    keys = [public_key] if public_key is not None else list(certificates)
     expected = expected_by(expect)
     options = expected.opening(dict(opening))
     if not isinstance(source, Checkpoint):
@@ -106,7 +107,7 @@ def verify(
     checkpoint = as_checkpoint(source, like=like, **options)
     plan = make_plan(checkpoint.opened, Request(include=include, exclude=exclude))
     findings = list(plan.findings)
-    signed = _signed(checkpoint, signature, public_key, list(certificates))
+    signed = _signed(checkpoint, signature, public_key, keys if public_key is None else [])
     findings += signed
     run: RunOptions = {**run_options(memory, threads, checkpoint.opened.catalog), "subset": subset}
     findings += _sidecars_differ(checkpoint, plan)
@@ -120,11 +121,12 @@ def verify(
     if path is not None and (include or exclude):
         left_out = make_plan(checkpoint.opened).index.keys() - plan.index.keys()
     differing, downloaded = _differing(checkpoint, plan, path, left_out, run, progress)
+    differing = _not_named(findings, differing)
     found = _unique(checkpoint.opened.gate.judged([*findings, *differing]))
     if downloaded is None or any(f.severity == "error" for f in found):
         return Verdict(found, None)
     by = None if path is None else path.name
-    vouched = _vouched(checkpoint, by, None if signature is None else Path(signature).name)
+    vouched = _vouched(checkpoint, by, None if signature is None else _signed_by(Path(signature), keys))
     partial: list[str] = []
     if downloaded.files:
         (vouched if downloaded.is_whole else partial).append(downloaded.told())
@@ -165,6 +167,12 @@ def _differing(
     return findings, downloaded
 
 
+def _not_named(findings: Iterable[Finding], differing: Iterable[Finding]) -> list[Finding]:
+    """What reading has found, without copies of which the files themselves say whose they are."""
+    named = {f.file for f in findings if f.code == "FS303" and f.file}
+    return [f for f in differing if f.code != "FS303" or named.isdisjoint((f.file, *f.files))]
+
+
 def _sidecars_differ(checkpoint: Checkpoint, plan: Plan) -> list[Finding]:
     """Says where several roots have another tokenizer, or other files that a result takes along."""
     if len(checkpoint.listing.roots) < 2:
@@ -185,8 +193,13 @@ def _vouched(checkpoint: Checkpoint, manifest: str | None, signature: str | None
     elif host_parts.settled(checkpoint):
         vouched.append("against the manifests of the pieces")
     if signature is not None:
-        vouched.append(f"against the signature {signature}")
+        vouched.append(f"against {signature}")
     return vouched
+
+
+def _signed_by(signature: Path, keys: Iterable[StrPath]) -> str:
+    """The signature, and whose it is, in words."""
+    return f"the signature {signature.name} by the key of {' and '.join(Path(key).name for key in keys)}"
 
 
 #: What a checkpoint's own list of its tensors does not tell.

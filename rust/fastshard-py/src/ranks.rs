@@ -240,7 +240,10 @@ pub(crate) fn commit(
     Ok((to_json(&manifest)?, findings::list(warnings)))
 }
 
-/// Takes away what runs that are over have left: path, run and fate of each.
+/// Path, run and fate of what a run has left, and the bytes that it takes up.
+type Left = (String, Option<String>, &'static str, u64);
+
+/// Takes away what runs that are over have left.
 #[pyfunction]
 pub(crate) fn collect(
     py: Python<'_>,
@@ -248,7 +251,7 @@ pub(crate) fn collect(
     abandon: Option<String>,
     patience: f64,
     dry: bool,
-) -> PyResult<Vec<(String, Option<String>, &'static str, u64)>> {
+) -> PyResult<Vec<Left>> {
     let collected = run(py, None, move |control| {
         let go_on = || !control.cancel.load(std::sync::atomic::Ordering::Relaxed);
         gc::collect(&out, abandon.as_deref(), &seconds(patience).into(), dry, &go_on)

@@ -181,6 +181,13 @@ impl Finding {
         self
     }
 
+    /// Says what tells that it is so.
+    #[must_use]
+    pub fn evidence(mut self, evidence: impl Into<String>) -> Self {
+        self.evidence = Some(evidence.into());
+        self
+    }
+
     /// Says what to do.
     #[must_use]
     pub fn help(mut self, help: impl Into<String>) -> Self {

@@ -13,7 +13,6 @@ use crate::error::{Finding, Result, Severity};
 use crate::hash;
 use crate::manifest::{file_identity, Manifest, ManifestFile, ManifestTensor, INVENTORY};
 use crate::plan::{Output, Pieces, Plan, PlanBlob, StoredTensor};
-use crate::stats::{self, Level};
 use crate::storage::SourceFile;
 
 pub use published::{entry, files};
@@ -50,12 +49,7 @@ pub fn content(
     if let Some(subset) = subset {
         Arc::make_mut(&mut plan).outputs.retain(|o| subset.holds(&o.name));
     }
-    let mut report = engine::execute(&plan, files, &Discard, options, control)?;
-    if options.stats == Level::ZeroSlabs {
-        let seen: Vec<_> = report.outputs.iter().map(|o| &o.seen).collect();
-        let found = stats::zero_findings(&plan, &seen);
-        report.findings.extend(engine::limit(found));
-    }
+    let report = engine::execute(&plan, files, &Discard, options, control)?;
     Ok((plan, report))
 }
 

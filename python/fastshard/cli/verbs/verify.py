@@ -67,13 +67,16 @@ def _run(a: argparse.Namespace) -> Outcome:
     document: dict[str, Any] = {"ok": not errors, "errors": errors, "warnings": warnings}
     if made.checked is not None:
         document["checked"] = made.checked.to_dict()
-    text = ""
+    below = ""
     if missing := absent(findings, a.ckpt):
-        text = missing.told()
+        below = missing.told() if missing.may_be_elsewhere else ""
         document["absent"] = asdict(missing)
     how = made.checked
     return Result(
-        text, document, unchecked=how.left() if how else None, reason=how.told() if how else ""
+        document=document,
+        below=below,
+        unchecked=how.left() if how else None,
+        reason=how.told() if how else "",
     ), findings
 
 

@@ -275,12 +275,12 @@ impl<'a> Builder<'a> {
         let source = self.index.source;
         let tensor = &source.stored[self.index.get(held).0.tensor as usize];
         match &making.dtype {
-            None => making.dtype = Some((tensor.dtype, tensor.name.clone())),
+            None => making.dtype = Some((tensor.dtype, source.units[tensor.unit as usize].file.clone())),
             Some((known, witness)) if *known != tensor.dtype => making.findings.push(
-                Finding::new(codes::DTYPE, "dtype of a shard")
+                Finding::new(codes::DTYPE, "this shard has another dtype than the shards before it")
                     .file(&source.units[tensor.unit as usize].file)
                     .tensor(&tensor.name)
-                    .expected(format!("{known} like {witness}"), tensor.dtype)
+                    .expected(format!("{known}, as in {witness}"), tensor.dtype)
                     .help("copy the file of this rank again: it is from another run"),
             ),
             Some(_) => {}
@@ -330,10 +330,16 @@ impl<'a> Builder<'a> {
 
 fn twice(source: &Source, name: &str, a: &Instance, b: &Instance) -> Finding {
     let (x, y) = (&source.stored[a.tensor as usize], &source.stored[b.tensor as usize]);
-    Finding::new(codes::OVERLAP, "filled by more than one stored tensor")
-        .file(&source.units[b.unit as usize].file)
+    let file = |instance: &Instance| source.units[instance.unit as usize].file.as_str();
+    let from = |stored: &str, instance| match stored == name {
+        true => file(instance).to_string(),
+        false => format!("{stored} in {}", file(instance)),
+    };
+    let (one, two) = (from(&x.name, a), from(&y.name, b));
+    Finding::new(codes::OVERLAP, "two stored tensors hold it")
+        .file(file(b))
         .tensor(name)
-        .expected(format!("only {}", x.name), format!("{} as well", y.name))
+        .expected(format!("one, as in {one}"), format!("{two} too"))
         .help(
             "remove the stale one, or mark it `ignore` in a layout, with a reason: it would be applied twice",
         )

@@ -1,6 +1,8 @@
 //! What a process has learnt of the sources and of the result while it made its share: written down, so that whoever
 //! puts the shares together judges them as if it had made all tiles itself.
 
+use std::sync::atomic::Ordering;
+
 use serde::{Deserialize, Serialize};
 
 use super::tile::Drift;
@@ -28,6 +30,9 @@ pub struct Evidence {
     samples: Vec<(u32, u64)>,
     /// Paddings that were looked at.
     pads: Vec<(u32, u32)>,
+    /// Runs of outputs of which it has made a tile that is not zero: first, end.
+    #[serde(default)]
+    filled: Vec<(u32, u32)>,
     /// Statistics of outputs, or of parts of them.
     stats: Vec<(u32, Partial)>,
     /// What was found.
@@ -53,6 +58,7 @@ impl Evidence {
             && self.segments.iter().all(|(b, _)| blob(*b))
             && self.samples.iter().all(|(b, _)| blob(*b))
             && self.pads.iter().all(|(_, end)| *end as usize <= plan.pads.len())
+            && self.filled.iter().all(|(_, end)| *end as usize <= plan.outputs.len())
             && self.stats.iter().all(|(o, _)| (*o as usize) < plan.outputs.len());
         match good {
             true => Ok(()),
@@ -69,6 +75,13 @@ impl Run<'_> {
     /// What this run has learnt.
     pub(super) fn evidence(&self, pads: &[(u32, u32)]) -> Evidence {
         let mut evidence = Evidence { pads: pads.to_vec(), ..Evidence::default() };
+        for (i, filled) in (0u32..).zip(&self.filled) {
+            match evidence.filled.last_mut() {
+                _ if !filled.load(Ordering::Relaxed) => {}
+                Some((_, end)) if *end == i => *end += 1,
+                _ => evidence.filled.push((i, i + 1)),
+            }
+        }
         for (i, (output, progress)) in (0u32..).zip(self.plan.outputs.iter().zip(&self.outputs)) {
             let progress = lock(progress);
             evidence.drift.extend(progress.drift.iter().map(|(p, d)| (i, *p as u32, d.clone())));
@@ -95,6 +108,9 @@ impl Run<'_> {
     /// If it is not about this plan.
     pub(super) fn learn(&self, evidence: &Evidence) -> Result<()> {
         evidence.check(self.plan)?;
+        for &(first, end) in &evidence.filled {
+            (first..end).for_each(|output| self.filled[output as usize].store(true, Ordering::Relaxed));
+        }
         for (output, part, drift) in &evidence.drift {
             lock(&self.outputs[*output as usize]).drift.entry(*part as usize).or_default().merge(drift);
         }

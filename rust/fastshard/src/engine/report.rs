@@ -1,11 +1,14 @@
 //! What a run says at its end: the outputs' hashes, and what its parts have found, put together.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::Ordering;
 
 use crate::codes;
 use crate::error::{Finding, Result, Severity};
 use crate::plan::{Combine, Op, Output, Plan};
 use crate::standing::Standing;
+use crate::stats::{self, Seen};
+use crate::tensor::element_count;
 
 use super::shards;
 use super::tile::Drift;
@@ -42,21 +45,23 @@ fn lossy(output: &Output) -> Option<Finding> {
 impl Run<'_> {
     pub(super) fn report(&self, memory: MemoryUse) -> Result<Report> {
         let mut outputs = Vec::with_capacity(self.plan.outputs.len());
+        let mut zeros = Zeros::default();
         for (index, output) in self.plan.outputs.iter().enumerate() {
             let progress = lock(&self.outputs[index]);
             // An empty output has no tile that could be its last.
             let hash = progress.hash.or_else(|| progress.hashes.finish());
-            outputs.push(OutputReport {
-                hash: hash.expect("every tile is done"),
-                non_finite: progress.non_finite,
-                seen: self.stats.take(index, output),
-            });
+            let hash = hash.expect("every tile is done");
+            let seen = match self.stats.take(index, output) {
+                Seen::Nothing if self.may_be_zero(index) && zeros.has(output.nbytes(), &hash) => Seen::Zero,
+                seen => seen,
+            };
+            outputs.push(OutputReport { hash, non_finite: progress.non_finite, seen });
             if progress.non_finite > 0 {
                 self.find(non_finite(self.plan, output, progress.non_finite));
             }
             for (&p, drift) in &progress.drift {
                 if drift.differing > 0 {
-                    self.find(self.drift_finding(output, p, drift));
+                    self.drift_findings(output, p, drift)?.into_iter().for_each(|found| self.find(found));
                 }
             }
             for (&p, fact) in &progress.undecided {
@@ -86,6 +91,8 @@ impl Run<'_> {
             shards::told_once(&mut findings, files);
         }
         findings.iter_mut().for_each(|finding| shards::accept(self.plan, finding));
+        let seen: Vec<_> = outputs.iter().map(|output: &OutputReport| &output.seen).collect();
+        findings.extend(stats::zero_findings(self.plan, &seen));
         let decoded = self.sources.blocks.traffic();
         Ok(Report { outputs, findings: limit(findings), memory, decoded })
     }
@@ -101,48 +108,120 @@ impl Run<'_> {
             codes::MASTERS_DIFFER,
             format!("the fp32 master weight, rounded to {narrow}, differs from the parameter"),
         )
-        .expected(
-            format!("{} equal elements", crate::tensor::element_count(&tensor.shape).unwrap_or(0)),
-            format!("{} that differ, by up to {:e}", drift.differing, drift.largest),
-        )
+        .expected("equal elements", differing(drift, element_count(&tensor.shape).unwrap_or(0)))
         .help("if you evaluated the parameters: --weights params takes them, `fastshard master-weights CKPT --repair OUT` rebuilds the master weights; if the parameters are damaged, restore their file");
         let severity = if self.plan.twins_may_differ { Severity::Warning } else { Severity::Error };
         self.place(master, finding.severity(severity))
     }
 
-    fn drift_finding(&self, output: &Output, p: usize, drift: &Drift) -> Finding {
+    /// True for a matrix or more of which no tile was seen that is not zero.
+    fn may_be_zero(&self, index: usize) -> bool {
+        let output = &self.plan.outputs[index];
+        output.shape.len() > 1 && output.nbytes() > 0 && !self.filled[index].load(Ordering::Relaxed)
+    }
+
+    /// What is said of the copies of a part that differ: of a tie, of what was averaged, or of replicas.
+    fn drift_findings(&self, output: &Output, p: usize, drift: &Drift) -> Result<Vec<Finding>> {
         let part = &output.parts[p];
         let (first, other) = (part.sources[0], part.sources[drift.source]);
-        let names = (&self.plan.stored[first as usize].name, &self.plan.stored[other as usize].name);
-        if names.0 != names.1 {
-            let finding = Finding::new(
-                codes::TIED_DIFFER,
-                format!("differs from {} though the config ties them", names.0),
-            )
-            .expected(
-                "equal values",
-                format!("{} elements differ by up to {:e}", drift.differing, drift.largest),
-            )
-            .help("correct the config (tied or not), or restore the file that is wrong");
-            return self.place(other, finding);
+        let (one, two) = (&self.plan.stored[first as usize], &self.plan.stored[other as usize]);
+        let what = differing(drift, element_count(&one.shape).unwrap_or(0));
+        if one.name != two.name {
+            let message = format!("differs from {} though the config ties them", one.name);
+            let finding = Finding::new(codes::TIED_DIFFER, message)
+                .expected("equal values", what)
+                .help("correct the config (tied or not), or restore the file that is wrong");
+            return Ok(vec![self.place(other, finding)]);
         }
-        let what = format!("{} elements differ by up to {:e}", drift.differing, drift.largest);
-        let against =
-            self.plan.stored[first as usize].rank.clone().unwrap_or_else(|| "the first copy".into());
         // What is no number cannot be averaged: its first copy was taken.
-        if part.combine == Combine::Mean && self.plan.stored[first as usize].dtype.is_float() {
-            Finding::new(
-                codes::REPLICAS_AVERAGED,
-                format!("copies differ from {against}'s; averaged in float32"),
-            )
-            .tensor(&output.name)
-            .expected("equal copies", what)
-        } else {
-            let finding = Finding::new(codes::REPLICAS_DIFFER, format!("this copy differs from {against}'s"))
-                .expected("equal copies", what)
-                .help("copy the file of that rank again: it is from another step or layer; if replicas drifted in this run: --replicas mean");
-            self.place(other, finding)
+        if part.combine == Combine::Mean && one.dtype.is_float() {
+            let against = one.rank.as_deref().unwrap_or("the first copy");
+            let message = format!("copies differ from {against}'s; averaged in float32");
+            let finding = Finding::new(codes::REPLICAS_AVERAGED, message).tensor(&output.name);
+            return Ok(vec![finding.expected("equal copies", what)]);
         }
+        let odd = shards::odd_ones(self.plan, &self.sources, &part.sources)?;
+        if odd.is_empty() {
+            return Ok(vec![self.replicas(&part.sources, (first, other), what)]);
+        }
+        let others = part.sources.len() - odd.len();
+        let finding = |stored: u32| {
+            let message = format!("this copy differs from those of {others} other ranks");
+            let finding = Finding::new(codes::REPLICAS_DIFFER, message)
+                .expected("equal copies", &what)
+                .help("copy the file of this rank again: it is from another step or layer; if replicas drifted in this run: merge with --replicas mean");
+            self.place(stored, finding)
+        };
+        Ok(odd.into_iter().map(finding).collect())
+    }
+
+    /// Replicas that differ, none of which the majority contradicts: which is wrong nothing says.
+    fn replicas(&self, all: &[u32], (first, other): (u32, u32), what: String) -> Finding {
+        let rank = |stored: u32| self.plan.stored[stored as usize].rank.clone();
+        let ranks = match (all.len(), rank(first), rank(other)) {
+            (2, Some(one), Some(two)) => format!("{one} and {two}"),
+            (count, ..) => format!("{count} ranks"),
+        };
+        let finding = Finding::new(codes::REPLICAS_DIFFER, format!("the copies of {ranks} differ"))
+            .expected("equal copies", what)
+            .help("one of the files is from another step or layer, and nothing here says which: copy the files of these ranks again; if replicas drifted in this run: merge with --replicas mean");
+        let mut finding = self.place(other, finding);
+        finding.rank = None;
+        finding.files = all.iter().filter_map(|&stored| file_label(self.plan, stored)).collect();
+        finding
+    }
+}
+
+/// In words: how many elements differ, and by how much.
+fn differing(drift: &Drift, count: u64) -> String {
+    let of = match (drift.differing, count) {
+        (n, all) if n == all && n > 1 => format!("all {n} elements differ"),
+        (1, _) => format!("1 of {count} elements differs"),
+        (n, _) => format!("{n} of {count} elements differ"),
+    };
+    format!("{of}, by up to {}", figure(drift.largest))
+}
+
+/// A number with four digits that tell.
+fn figure(x: f32) -> String {
+    match x.abs() {
+        size if size == 0.0 || (1e-3..1e6).contains(&size) => {
+            let digits = if size == 0.0 { 0 } else { (3 - size.log10().floor() as i32).max(0) as usize };
+            let text = format!("{x:.digits$}");
+            match text.contains('.') {
+                true => text.trim_end_matches('0').trim_end_matches('.').to_string(),
+                false => text,
+            }
+        }
+        _ => format!("{x:.3e}"),
+    }
+}
+
+/// The file that a stored tensor begins in, as messages name it.
+fn file_label(plan: &Plan, stored: u32) -> Option<String> {
+    let blob = *shards::blobs_of(&plan.stored[stored as usize]).first()?;
+    Some(plan.label(plan.blobs[blob as usize].file))
+}
+
+/// Hashes of zeros, by their number.
+#[derive(Default)]
+struct Zeros(HashMap<u64, [u8; 32]>);
+
+impl Zeros {
+    /// True if that many bytes with this hash are zero.
+    fn has(&mut self, count: u64, hash: &[u8; 32]) -> bool {
+        let of_zeros = self.0.entry(count).or_insert_with(|| {
+            let mut hasher = blake3::Hasher::new();
+            let page = vec![0; 1 << 16];
+            let mut left = count;
+            while left > 0 {
+                let n = left.min(page.len() as u64);
+                hasher.update(&page[..n as usize]);
+                left -= n;
+            }
+            *hasher.finalize().as_bytes()
+        });
+        of_zeros == hash
     }
 }
 
@@ -161,7 +240,7 @@ pub(crate) fn place(plan: &Plan, stored: u32, mut finding: Finding) -> Finding {
 }
 
 /// Keeps the first findings of each code and counts the rest.
-pub(crate) fn limit(mut findings: Vec<Finding>) -> Vec<Finding> {
+fn limit(mut findings: Vec<Finding>) -> Vec<Finding> {
     findings.sort_by(|a, b| {
         (std::cmp::Reverse(a.severity), a.code, &a.file, &a.tensor).cmp(&(
             std::cmp::Reverse(b.severity),

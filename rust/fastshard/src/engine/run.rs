@@ -1,7 +1,7 @@
 //! A run while it is made: tiles are taken by workers one after another, and blobs are checked after their last reader.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use super::checksums::Checksums;
@@ -46,6 +46,8 @@ pub(super) struct Run<'a> {
     pub(super) next_pad: AtomicU32,
     pub(super) outputs: Vec<Mutex<Progress>>,
     pub(super) stats: Gather,
+    /// Outputs of which a tile was made that is not zero.
+    pub(super) filled: Vec<AtomicBool>,
     pub(super) remaining: Vec<AtomicU64>,
     /// Outputs that still read a blob.
     pub(super) readers: Vec<AtomicU32>,
@@ -151,6 +153,7 @@ impl<'a> Run<'a> {
             next_pad: AtomicU32::new(0),
             outputs: plan.outputs.iter().zip(&sizes).map(|(o, &size)| Progress::of(o, size)).collect(),
             stats: Gather::new(options.stats, plan.outputs.len()),
+            filled: plan.outputs.iter().map(|_| AtomicBool::new(false)).collect(),
             remaining: remaining.into_iter().map(AtomicU64::new).collect(),
             tiles: sizes,
             readers,
@@ -300,6 +303,9 @@ impl<'a> Run<'a> {
         let non_finite = kernel::count_non_finite(output.dtype, bytes);
         let crc32 = self.sink.checksummed(index).then(|| hash::crc32(bytes));
         self.stats.add(index, output, start, bytes);
+        if !self.filled[index].load(Ordering::Relaxed) && !kernel::is_zero(bytes) {
+            self.filled[index].store(true, Ordering::Relaxed);
+        }
         self.sink.write(index, start, bytes)?;
         self.sink.done(index, &TileDone { index: tile, size, value, non_finite, crc32 })?;
         let mut progress = lock(&self.outputs[index]);
@@ -354,7 +360,7 @@ impl<'a> Run<'a> {
         let about = &self.plan.blobs[blob as usize];
         let member = about.member.as_deref().unwrap_or("?");
         let got = got.map_or("none".into(), |got| format!("{got:08x}"));
-        let mut finding = Finding::new(codes::CRC, format!("CRC32 of member {member}"))
+        let mut finding = Finding::new(codes::CRC, format!("the CRC32 of member {member} does not match"))
             .file(self.plan.label(about.file))
             .expected(format!("{want:08x}"), got)
             .help(

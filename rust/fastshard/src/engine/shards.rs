@@ -6,6 +6,7 @@ mod duplicates;
 mod meant;
 mod repeated_blocks;
 mod repeated_parts;
+mod replicas;
 mod swapped;
 mod values;
 
@@ -27,6 +28,7 @@ use super::gather::{Into, Sources};
 
 pub(super) use duplicates::{copies, duplicates, repeated_layers};
 pub(super) use repeated_parts::repeated_parts;
+pub(super) use replicas::odd_ones;
 pub(super) use swapped::swapped;
 
 /// Smaller shards are equal by chance or by construction too often to say anything.
@@ -39,7 +41,8 @@ const CHUNK: usize = 256 << 10;
 /// Adds what was found of whole files to what was found of their tensors, which is then told with it.
 pub(super) fn told_once(findings: &mut Vec<Finding>, files: Vec<Finding>) {
     for file in files {
-        let same = |f: &Finding| f.file == file.file;
+        let same =
+            |f: &Finding| f.file == file.file || file.file.as_ref().is_some_and(|one| f.files.contains(one));
         if findings.iter().any(|f| f.code == codes::DUPLICATED_SHARD && same(f)) {
             continue;
         }
@@ -88,9 +91,12 @@ pub(super) fn accept(plan: &Plan, finding: &mut Finding) {
     if finding.code != codes::DUPLICATED_SHARD {
         return;
     }
-    let Some(file) = finding.file.as_deref() else { return };
+    // Where nothing says which one is the copy, either may be it.
+    let files: Vec<&String> = finding.file.iter().chain(&finding.files).collect();
     // What is no pattern was refused before there was a plan.
-    let matches = |p: &&String| glob::Pattern::new(p).is_ok_and(|pattern| pattern.matches(file));
+    let matches = |p: &&String| {
+        glob::Pattern::new(p).is_ok_and(|pattern| files.iter().any(|file| pattern.matches(file)))
+    };
     if let Some(pattern) = plan.copies_accepted.iter().find(matches) {
         finding.severity = Severity::Warning;
         finding.help = Some("accepted as asked with --accept copies".into());

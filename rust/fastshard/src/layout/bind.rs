@@ -228,12 +228,11 @@ pub fn check_shape(
     }
     let wanted: Vec<String> =
         want.iter().map(|w| w.map_or_else(|| "?".to_string(), |w| w.to_string())).collect();
-    let wanted = match entry.generic {
-        true => format!("[{}]", wanted.join(", ")),
-        false => format!("[{}] = {expression}", wanted.join(", ")),
+    let (code, what) = match known.extents.is_empty() {
+        true => (codes::AXIS_CONFLICT, "the shape contradicts the shapes of other tensors"),
+        false => (codes::SHAPE, "the shape does not fit the model"),
     };
-    let code = if known.extents.is_empty() { codes::AXIS_CONFLICT } else { codes::SHAPE };
-    let finding = Finding::new(code, "shape").expected(wanted, format!("{shape:?}"));
+    let finding = Finding::new(code, what).expected(format!("[{}]", wanted.join(", ")), format!("{shape:?}"));
     for (d, (want, &got)) in want.iter().zip(shape).enumerate() {
         let Some(want) = *want else { continue };
         let divided = {
@@ -254,17 +253,20 @@ pub fn check_shape(
                     Finding { code: codes::SLICE_AS_WHOLE, ..finding }
                         .severity(Severity::Error)
                         .with_message(format!(
-                            "dimension {d} is 1 of {} {what} shards saved as the full tensor ({} x {got} = {}{}): {} of {want} {} are lost",
+                            "1 of {} {what} shards was saved as the full tensor: {} of {want} {} are lost",
                             slice.shards,
-                            slice.shards,
-                            slice.shards * got,
-                            padding(want, got, slice.shards),
                             want - got,
                             match d {
                                 0 => "rows",
                                 1 => "columns",
-                                _ => "indices of this dimension",
+                                _ => "indices of a dimension",
                             },
+                        ))
+                        .evidence(format!(
+                            "{} x {got} = {}{}",
+                            slice.shards,
+                            slice.shards * got,
+                            padding(want, got, slice.shards)
                         ))
                         .help("merge the slices of all tensor-parallel ranks, or save again with a version of the framework that gathers this tensor"),
                 );

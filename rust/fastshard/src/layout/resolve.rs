@@ -455,9 +455,21 @@ impl Boxes<'_> {
         let beyond = |(axis, at): &(&String, &u64)| self.extents.get(*axis).is_some_and(|n| *at >= n);
         let (axis, at) = index.iter().find(beyond)?;
         Some(
-            Finding::new(codes::CONFIG_DISAGREES, format!("position on axis {axis}"))
-                .expected(format!("below {}", self.extents[axis]), at)
-                .help("pass the config of this model with --config, or move the file away if another run left it"),
+            // Layers and experts, counted from 0.
+            Finding::new(
+                codes::CONFIG_DISAGREES,
+                match axis.as_str() {
+                    "L" => format!("a tensor of layer {at}, and the model has {} layers", self.extents[axis]),
+                    "E" => {
+                        format!("a tensor of expert {at}, and the model has {} experts", self.extents[axis])
+                    }
+                    _ => format!("index {at} is beyond axis {axis}"),
+                },
+            )
+            .expected(format!("an index below {}", self.extents[axis]), at)
+            .help(
+                "pass the config of this model with --config, or move the file away if another run left it",
+            ),
         )
     }
 }

@@ -36,8 +36,8 @@ fn zero(plan: &Plan, output: &Output, has_sister: bool) -> Option<Finding> {
     {
         return None;
     }
-    let others = if has_sister { ", and that of other layers is not" } else { "" };
-    let finding = Finding::new(codes::ZERO_SLAB, format!("all of this tensor is zero{others}"))
+    let others = if has_sister { "; the same tensor of other layers is not" } else { "" };
+    let finding = Finding::new(codes::ZERO_SLAB, format!("all values of this tensor are zero{others}"))
         .tensor(name)
         .expected(format!("values in {:?}", output.shape), "zeros")
         .help("a tensor that was never loaded or gathered looks like that: compare with the files of the ranks, or with `fastshard diff`");

@@ -41,6 +41,15 @@ pub(in crate::engine) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Ve
     Ok(compared.findings())
 }
 
+/// What two files hold alike.
+#[derive(Default)]
+struct Alike {
+    /// Pairs of stored tensors.
+    equal: Vec<(u32, u32)>,
+    /// True if one file is a copy that nobody meant.
+    bad: bool,
+}
+
 /// Shards of one tensor on several ranks, compared with each other.
 struct Compared<'a> {
     plan: &'a Plan,
@@ -132,32 +141,72 @@ impl Compared<'_> {
         Ok(())
     }
 
-    /// One finding per pair of files, naming the first tensor.
+    /// One finding for files that are copies of one another, naming the first tensor. Which is the copy they do not tell.
     fn findings(&self) -> Vec<Finding> {
         let plan = self.plan;
         let repeated = repeated_inside(plan, self.sources, self.equal.iter().map(|&(a, _)| a));
-        let mut files: BTreeMap<(u32, u32), (u32, u32, u64, bool)> = BTreeMap::new();
+        let mut pairs: BTreeMap<(u32, u32), Alike> = BTreeMap::new();
         for &(a, b) in &self.equal {
             let (x, y) = (&plan.stored[a as usize], &plan.stored[b as usize]);
             let (r, s) = (x.shard.unwrap_or(0), y.shard.unwrap_or(0));
             let symmetric = self.rules[&x.rule].1 == 0 && self.repeats[&x.rule] > 1;
             let whole_rank = self.pairs[&(r.min(s), r.max(s))].1 == 0;
-            let entry = files.entry((file_of(plan, x), file_of(plan, y))).or_insert((a, b, 0, false));
-            entry.2 += 1;
-            entry.3 |= (!symmetric || whole_rank) && !repeated.contains(&a);
+            let alike = pairs.entry((file_of(plan, x), file_of(plan, y))).or_default();
+            alike.equal.push((a, b));
+            alike.bad |= (!symmetric || whole_rank) && !repeated.contains(&a);
         }
-        let finding = |((original, _), (a, b, count, bad)): ((u32, u32), (u32, u32, u64, bool))| {
-            let code = if bad { codes::DUPLICATED_SHARD } else { codes::EQUAL_SHARDS };
-            let rank = plan.stored[a as usize].rank.as_deref().unwrap_or("another rank");
-            let (file, more) = (plan.label(original), and_more(count));
-            let finding = Finding::new(code, format!("a copy of {rank}'s shard in {file}{more}"))
-                .count(count)
-                .expected("another part of the tensor", "a copy")
-                .help("copy the file of this rank from the node that ran it; --accept copies if it was copied on purpose");
-            place(plan, b, finding)
-        };
-        files.into_iter().map(finding).collect()
+        let mut found = Vec::new();
+        for bad in [true, false] {
+            let like: Vec<_> = pairs.iter().filter(|(_, alike)| alike.bad == bad).collect();
+            for files in joined(like.iter().map(|(pair, _)| **pair)) {
+                let inside = like.iter().filter(|((a, _), _)| files.contains(a));
+                let equal: Vec<(u32, u32)> = inside.flat_map(|(_, alike)| &alike.equal).copied().collect();
+                found.push(self.copied(&files, &equal, bad));
+            }
+        }
+        found
     }
+
+    fn copied(&self, files: &BTreeSet<u32>, equal: &[(u32, u32)], bad: bool) -> Finding {
+        let plan = self.plan;
+        let code = if bad { codes::DUPLICATED_SHARD } else { codes::EQUAL_SHARDS };
+        let holders: BTreeSet<u32> = equal.iter().flat_map(|&(a, b)| [a, b]).collect();
+        let ranks: BTreeSet<&str> =
+            holders.iter().filter_map(|&s| plan.stored[s as usize].rank.as_deref()).collect();
+        let ranks = match ranks.len() {
+            1..=4 => Vec::from_iter(ranks).join(" and "),
+            _ => format!("{} ranks", files.len()),
+        };
+        let tensors: BTreeSet<(u32, Layer)> = equal
+            .iter()
+            .map(|&(a, _)| (plan.stored[a as usize].rule, &plan.stored[a as usize].index[..]))
+            .collect();
+        let count = tensors.len() as u64;
+        let what = if count == 1 { "shard".into() } else { format!("{count} shards") };
+        let finding = Finding::new(code, format!("{ranks} hold the same {what}: one file is a copy of another"))
+            .count(count)
+            .expected("another part of the tensor on each rank", "the same bytes")
+            .help("nothing here says which file is the copy: copy the files of these ranks again from the nodes that ran them; --accept copies if they were copied on purpose");
+        // The later rank is what was written last, if ranks were copied in their order.
+        let mut finding = place(plan, equal[0].1, finding);
+        finding.rank = None;
+        finding.files = files.iter().map(|&file| plan.label(file)).collect();
+        finding
+    }
+}
+
+/// Files that pairs join, directly or by way of others.
+fn joined(pairs: impl Iterator<Item = (u32, u32)>) -> Vec<BTreeSet<u32>> {
+    let mut sets: Vec<BTreeSet<u32>> = Vec::new();
+    for (a, b) in pairs {
+        let (with, mut others): (Vec<_>, Vec<_>) =
+            sets.into_iter().partition(|set| set.contains(&a) || set.contains(&b));
+        let mut one: BTreeSet<u32> = with.into_iter().flatten().collect();
+        one.extend([a, b]);
+        others.push(one);
+        sets = others;
+    }
+    sets
 }
 
 /// The file that a stored tensor begins in.

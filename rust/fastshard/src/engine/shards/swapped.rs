@@ -68,25 +68,52 @@ impl<'a> Copies<'a> {
     fn strangers(&self) -> Vec<Finding> {
         let mut found = Vec::new();
         for (l, layer) in self.elements.iter().enumerate() {
-            for (r, copy) in layer.iter().enumerate() {
-                let own = distance_to_others(copy, layer, Some(r));
-                if own == 0.0 {
-                    continue;
+            let scale = layer.iter().flatten().map(|x| f64::from(x.abs())).sum::<f64>()
+                / layer.iter().map(Vec::len).sum::<usize>().max(1) as f64;
+            let own: Vec<f64> =
+                (0..layer.len()).map(|r| distance_to_others(&layer[r], layer, Some(r))).collect();
+            // Two copies are as far from each other whichever is wrong: another layer must be much closer.
+            let less = if layer.len() == 2 { 0.5 } else { 1.0 };
+            let elsewhere = |r: usize| {
+                self.closest_other(l, r).filter(|(distance, _)| own[r] > 0.0 && *distance < less * own[r])
+            };
+            let closer: Vec<_> = (0..layer.len()).filter_map(|r| Some((r, elsewhere(r)?))).collect();
+            if layer.len() == 2 && closer.len() != 1 {
+                if !closer.is_empty() || own[0] > 0.5 * scale {
+                    found.push(self.either(l, !closer.is_empty(), scale, own[0]));
                 }
-                let scale = layer.iter().flatten().map(|x| f64::from(x.abs())).sum::<f64>()
-                    / layer.iter().map(Vec::len).sum::<usize>().max(1) as f64;
-                let finding = match self.closest_other(l, r) {
-                    Some((distance, other)) if distance < own => {
-                        let theirs = &self.plan.stored[self.parts[other].sources[0] as usize].name;
-                        belongs_elsewhere(theirs, distance, own)
+                continue;
+            }
+            for (r, own) in own.into_iter().enumerate() {
+                let finding = match closer.iter().find(|(one, _)| *one == r) {
+                    Some((_, (distance, other))) => {
+                        let theirs = &self.plan.stored[self.parts[*other].sources[0] as usize].name;
+                        belongs_elsewhere(theirs, *distance, own)
                     }
-                    _ if own > 0.5 * scale => too_far(scale, own),
-                    _ => continue,
+                    None if own > 0.5 * scale && layer.len() > 2 => too_far(scale, own),
+                    None => continue,
                 };
                 found.push(place(self.plan, self.parts[l].sources[r], finding));
             }
         }
         found
+    }
+
+    /// Two copies of which one is of another layer or run, whichever it is.
+    fn either(&self, l: usize, swapped: bool, scale: f64, apart: f64) -> Finding {
+        let [one, two] = [0, 1].map(|r| self.parts[l].sources[r]);
+        let rank = |stored: u32| self.plan.stored[stored as usize].rank.clone().unwrap_or_default();
+        let (code, what) = match swapped {
+            true => (codes::SWAPPED_SHARD, "are of different layers: the files of one rank are swapped"),
+            false => (codes::REPLICAS_DIFFER, "are too far apart to be drift"),
+        };
+        let finding = Finding::new(code, format!("the copies of {} and {} {what}", rank(one), rank(two)))
+            .severity(Severity::Error)
+            .expected(format!("a mean difference below half the mean magnitude {scale:.3}"), format!("{apart:.3}"))
+            .help("nothing here says which rank is wrong: copy the files of both again, from the nodes that ran them");
+        let mut finding = place(self.plan, two, finding);
+        finding.rank = None;
+        finding
     }
 
     /// The other layer whose copies are closest to that of layer `l` on rank `r`, and how close they are.
@@ -103,17 +130,14 @@ impl<'a> Copies<'a> {
 fn belongs_elsewhere(theirs: &str, distance: f64, own: f64) -> Finding {
     let what = format!("this copy is closer to {theirs} than to the other ranks' copies");
     Finding::new(codes::SWAPPED_SHARD, what)
-        .expected(format!("a mean difference of {distance:.3e} or less"), format!("{own:.3e}"))
-        .help("files were swapped: copy the file of this rank from the node that ran it")
+        .expected(format!("a mean difference of {distance:.3} or less"), format!("{own:.3}"))
+        .help("the file is one of another layer: copy the file of this rank from the node that ran it")
 }
 
 fn too_far(scale: f64, own: f64) -> Finding {
     Finding::new(codes::REPLICAS_DIFFER, "this copy is too far from the others to be drift")
         .severity(Severity::Error)
-        .expected(
-            format!("a mean difference below half the mean magnitude {scale:.3e}"),
-            format!("{own:.3e}"),
-        )
+        .expected(format!("a mean difference below half the mean magnitude {scale:.3}"), format!("{own:.3}"))
         .help("copy the file of this rank again: it is from another run, and averaging would hide it")
 }
 

@@ -128,7 +128,9 @@ impl Archive {
         let in_file = start.checked_add(len).filter(|&end| end <= file.size());
         let end = in_file.ok_or_else(|| -> Error {
             let end = start.saturating_add(len);
-            truncated(file).expected(format!("at least {end} bytes"), format!("{} bytes", file.size())).into()
+            let mut finding = truncated(file);
+            finding.message = "the file is truncated".into();
+            finding.expected(format!("at least {end} bytes"), format!("{} bytes", file.size())).into()
         })?;
         let directory = Directory::find(file, start, end)?;
         let config = Config { archive_offset: ArchiveOffset::Known(0) };
@@ -216,7 +218,10 @@ impl Directory {
         };
         let Some(at) = (0..(tail_len + 1).saturating_sub(END)).rev().find(ends_here) else {
             return Err(truncated(file)
-                .expected("a zip end record as the last bytes", format!("none in {} bytes", end - start))
+                .expected(
+                    "a zip end record as the last bytes",
+                    format!("none at the end of {} bytes", end - start),
+                )
                 .into());
         };
         let record = &tail[at..];
