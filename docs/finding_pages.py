@@ -35,7 +35,7 @@ def page(code: str) -> str:
     lines = [
         f"# {code} {row.title}",
         "",
-        f"*{row.severity}; as an error the exit code is {_EXITS[row.exit]}*",
+        f"*{row.severity}; {'' if row.severity == 'error' else 'as an error, '}exit code {_EXITS[row.exit]}*",
         "",
     ]
     told = {"What it means": means}

@@ -27,7 +27,7 @@ REJECTED = {
     "stale_masters_zero1_bf16_dp2": (1, "FS401", {"file": "optim_states", "tensor": "embed.weight"}),
     "tp4_missing_rank2": (3, "FS101", {"file": "tp_rank_02.safetensors", "rank": "2"}),
     "tp4_replicated_disagree": (1, "FS302", {"tensor": "model.layers.1.input_layernorm.weight", "rank": "1"}),
-    "tp4_duplicate_rank": (1, "FS303", {"rank": "1"}),
+    "tp4_duplicate_rank": (1, "FS303", {"message": "tp 0 and tp 1 hold the same"}),
     "tp4_truncated": (1, "FS312", {"file": "tp_rank_01.safetensors"}),
     "dcp_names_absent_file": (3, "FS101", {"file": "__1_0.distcp", "rank": "rank 1"}),
     "dcp_no_metadata": (3, "FS104", {"file": ".metadata"}),

@@ -36,7 +36,7 @@ def test_missing_rank(ckpt: Path, out: Path, rank: int) -> None:
 def test_rank_copied_over_another(ckpt: Path, out: Path) -> None:
     (ckpt / FILE).write_bytes((ckpt / "tp_rank_00.safetensors").read_bytes())
     for options in ((), ("--replicas", "mean")):
-        assert_refused(ckpt, out, "FS303", options=options, file=FILE, rank="1")
+        assert_refused(ckpt, out, "FS303", options=options, file=FILE, message="tp 0 and tp 1")
 
 
 def test_one_copy_of_a_norm_that_differs(ckpt: Path, out: Path) -> None:

@@ -147,7 +147,7 @@ def test_files_swapped_between_layers(
     assert ran.having("FS113", file=layer_file(2, 1)) and ran.having("FS113", file=layer_file(3, 1))
     # Only a tolerance for drift needs to tell the two apart.
     code, options = "FS305" if options else "FS302", (*options, "--accept", "renamed")
-    ran = assert_refused(ckpt, out, code, command=command, options=options, rank="1")
+    ran = assert_refused(ckpt, out, code, command=command, options=options, message="of tp 0 and tp 1")
     assert ran.having(code, file=layer_file(2, 1)) and ran.having(code, file=layer_file(3, 1))
 
 
@@ -435,7 +435,7 @@ def test_more_values_than_are_looked_at_are_said(tmp_path: Path, out: Path) -> N
     file = root / "global_step7" / rank_file(0)
     edit_pt(file, lambda state: state.update(history=[1.0] * 250_000))
     ran = cli("merge", root, out)
-    (said,) = ran.having("FS109", message="looked at")
+    (said,) = ran.having("FS109", message="holds more data")
     assert (ran.code, said["severity"]) == (0, "warning") and said["file"].endswith(rank_file(0))
 
 

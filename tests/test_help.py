@@ -136,7 +136,8 @@ def test_the_last_line_is_the_verdict(broken: Path, tmp_path: Path) -> None:
     assert last("verify", broken) == f"{broken}: INCOMPLETE, {lost} (exit 3)"
     assert last("verify", broken, "--exit-zero") == f"{broken}: INCOMPLETE, {lost} (exit 0)"
     assert (
-        last("merge", broken, out) == f"{broken}: INCOMPLETE, {lost}; this run wrote nothing to OUT (exit 3)"
+        last("merge", broken, out)
+        == f"{broken}: INCOMPLETE, {lost}; this run wrote nothing to {out} (exit 3)"
     )
     assert last("diff", HF, HF) == f"{HF}, {HF}: EQUAL, every tensor has the same bytes (exit 0)"
     assert last("inspect", tmp_path / "nowhere").startswith(f"{tmp_path / 'nowhere'}: COULD NOT RUN, ")

@@ -30,7 +30,7 @@ def test_ls_filters_as_the_verb_does() -> None:
     rows = fastshard.ls(HF)
     assert [row.to_dict() for row in rows] == [
         {key: row[key] for key in ("name", "dtype", "shape", "bytes", "pieces")}
-        for row in cli("ls", HF).doc["outputs"]
+        for row in cli("ls", HF, "--sort", "file").doc["outputs"]
     ]
     norms = fastshard.ls(fastshard.open(HF), glob=["*norm*"], layer=[1], dtype=["bfloat16"])
     assert norms and all("norm" in row.name and row.layer == 1 and row.dtype == "BF16" for row in norms)

@@ -143,14 +143,14 @@ def test_an_expert_of_another_shape_is_named(tmp_path: Path) -> None:
         tensors[name] = tensors[name].t().contiguous()
 
     edit_safetensors(root / "model.safetensors", turn)
-    assert_refused(root, tmp_path / "out", "FS201", tensor=name, expected="[24, 32] = [F, H]", got="[32, 24]")
+    assert_refused(root, tmp_path / "out", "FS201", tensor=name, expected="[24, 32]", got="[32, 24]")
 
 
 def test_a_config_of_fewer_experts_is_contradicted(tmp_path: Path) -> None:
     root = copy(HF, tmp_path / "ckpt")
     config = json.loads((root / "config.json").read_text())
     (root / "config.json").write_text(json.dumps(config | {"num_local_experts": 3}))
-    assert_refused(root, tmp_path / "out", "FS215", message="axis E")
+    assert_refused(root, tmp_path / "out", "FS215", message="a tensor of expert")
 
 
 # Megatron-LM

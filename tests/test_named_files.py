@@ -84,3 +84,22 @@ def test_weights_that_are_no_part_of_the_checkpoint_are_refused(tmp_path: Path) 
 def test_one_file_is_still_a_checkpoint(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "other.safetensors")
     assert cli("verify", tmp_path / "other.safetensors").code == 0
+
+
+@pytest.mark.parametrize("verb", ["verify", "inspect", "merge"])
+def test_of_two_checkpoints_none_is_passed_over(verb: str, tmp_path: Path) -> None:
+    """They were taken for parts of one, of which nothing was read of the second."""
+    dcp = FIXTURES / "sharded/dcp_tp_micro"
+    megatron = FIXTURES / "sharded/megatron_legacy_tp2_pp2"
+    out = [tmp_path / "out"] if verb == "merge" else []
+    for one, other in ((HF, dcp), (dcp, HF), (NEOX, HF), (HF, NEOX), (megatron, TP4), (TP4, megatron)):
+        ran = cli(verb, one, other, *out)
+        assert ran.code != 0, (one.name, other.name)
+        assert "not part of the checkpoint" in ran.errors[0]["message"], (one.name, other.name, ran.errors)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_directory_without_tensors_may_be_among_them(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/train.log").write_text("loss 1.0")
+    assert cli("verify", HF, tmp_path / "logs").code == 0

@@ -39,7 +39,8 @@ def test_the_readme_shows_what_is_said(name: str) -> None:
     shown = " ".join((SNAPSHOTS.parents[1] / "README.md").read_text().split())
     said = json.loads((SNAPSHOTS / f"{name}.json").read_text())["merge"]["findings"][0]
     rank = f" ({said['rank']})" if "rank" in said else ""
+    evidence = f" evidence {said['evidence']}" if "evidence" in said else ""
     assert (
-        f"{said['message']}{rank} found {said['got']} expected {said['expected']} help {said['help']}"
+        f"{said['message']}{rank} found {said['got']} expected {said['expected']}{evidence} help {said['help']}"
         in shown
     )

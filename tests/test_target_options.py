@@ -16,7 +16,7 @@ from helpers import HF, cli
 
 #: A value that is no option's default.
 OTHER: dict[str, Any] = {
-    "tp": 2, "pp": 2, "make_vocab_size_divisible_by": 64, "param_scan_axis": 0, "fused_qkv": False, "rope_type": "default", "zarr2": True, "stacked_experts": True,
+    "tp": 2, "pp": 2, "make_vocab_size_divisible_by": 64, "param_scan_axis": 0, "fused_qkv": False, "rope_type": "default", "zarr2": True, "stacked_experts": True, "card": False,
 }  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def test_an_option_that_a_target_does_not_take_is_refused_and_not_passed_over(
             fastshard.plan(HF, to, **given)
         found = caught.value.findings[0]
         assert found.code in ("FS514", "FS515")
-        assert option.flag in str(found) or option.kind == "degree", found
+        assert option.departure in str(found) or option.kind == "degree", found
         return
     try:
         fastshard.plan(HF, to, **given)

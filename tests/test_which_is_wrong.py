@@ -69,7 +69,9 @@ def test_four_files_that_are_one_are_one_finding(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("source", "target"), [(0, 1), (1, 0)])
-def test_the_name_inside_of_a_file_decides_which_is_the_copy(source: int, target: int, tmp_path: Path) -> None:
+def test_the_name_inside_of_a_file_decides_which_is_the_copy(
+    source: int, target: int, tmp_path: Path
+) -> None:
     ckpt = copy(NEOX, tmp_path / "ckpt")
     shutil.copyfile(ckpt / STEP / layer_file(3, source), ckpt / STEP / layer_file(3, target))
     ran = cli("verify", ckpt)
@@ -113,7 +115,9 @@ def zeroed(folder: Path) -> str:
     return name
 
 
-@pytest.mark.parametrize("command", [("merge",), ("convert", "--to", "hf"), ("merge", "--stats")], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [("merge",), ("convert", "--to", "hf"), ("merge", "--stats")], ids=" ".join
+)
 def test_a_matrix_of_zeros_is_not_written_in_silence(command: tuple[str, ...], tmp_path: Path) -> None:
     name = zeroed(tmp_path / "ckpt")
     verb, *options = command

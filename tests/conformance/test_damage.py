@@ -117,7 +117,11 @@ def test_a_byte_of_any_file_of_a_result_is_seen(to: str, tmp_path: Path) -> None
         for place in (content(out, path), *everywhere):
             path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
             ran = cli("verify", out)
-            assert ran.code != 0 and ran.errors, f"{kind}: byte {place} was changed and verify did not see it"
+            # A model card is written on after the conversion: a note.
+            seen = (
+                ran.having("FS308", file=path.name) if path.name == "README.md" else ran.code and ran.errors
+            )
+            assert seen, f"{kind}: byte {place} was changed and verify did not see it"
         path.write_bytes(whole)
     assert chosen
 

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointSource", "as_checkpoint", "open"]
 
+#: Ends of names of files that hold tensors.
+_TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp")
 #: What is said where nothing, or too little, is a checkpoint by its names.
 _NOTHING_FOUND = ("FS101", "FS105", "FS501", "FS513")
 
@@ -110,7 +112,7 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
     findings.extend(
         Finding.of(
             "FS109",
-            "the file says more besides its tensors than is looked at; what lies beyond was not read",
+            "the file holds more data besides its tensors than fastshard reads; the rest was not read",
             severity="warning",
             file=found.files[file].path,
             help="give the training config with --config if something is missed",
@@ -251,27 +253,33 @@ def _refuse_parts(readable: list[Any]) -> None:
 
 
 def _refuse_unread(listing: Listing, found: Found[object], findings: list[Finding]) -> None:
-    """A file that was named is read, or it is said that it is not.
+    """A file that was named is read, and of a directory something, or it is said that it is not.
 
     Raises:
-        FastshardError: ``FS515`` for files that are no part of the checkpoint that the other paths hold.
+        FastshardError: ``FS515`` for paths that are no part of the checkpoint that the other paths hold.
     """
+    if len(listing.roots) == 1:
+        return
     read = {(file.root, file.path) for file in _behind(found)}
+    roots, paths = {root for root, _ in read}, {path for _, path in read}
     said = {finding.file for finding in findings}
-    unread = [
-        str(path)
-        for file in listing.files
-        if (path := listing.by_itself(file.root)) is not None
-        and (file.root, file.path) not in read
-        and file.path not in said
-        and may_hold_tensors(file.name)
-    ]
+    unread: dict[str, None] = {}
+    for file in listing.files:
+        # Of a piece that several hosts have, adapters compare the copies.
+        if file.path in paths or file.path in said:
+            continue
+        path = listing.by_itself(file.root)
+        if path is not None and may_hold_tensors(file.name):
+            unread[str(path)] = None
+        # What else a host has on its disk may be anything.
+        elif path is None and file.root not in roots and file.name.endswith(_TENSORS):
+            unread[str(listing.roots[file.root])] = None
     if unread:
         raise FastshardError.of(
             "FS515",
-            f"{some(unread, 3)}: not part of the checkpoint that the other paths hold",
-            expected=f"files of one checkpoint ({found.framework})",
-            help="name one checkpoint at a time: its directory, or all its files",
+            f"{some(list(unread), 3)}: not part of the checkpoint that the other paths hold",
+            expected=f"parts of one checkpoint ({found.framework})",
+            help="name one checkpoint at a time: its directory, the directories of its hosts, or all its files",
         )
 
 

@@ -42,9 +42,7 @@ class Checked:
         if self.ending == CONTENTS:
             return ()
         by = ", ".join(self.against)
-        contents = (
-            f"all of the contents (checked only against {by})" if by else "the contents (no checksums here)"
-        )
+        contents = f"the contents (only against {by})" if by else "the contents (no checksums here)"
         return (*self.unnoticed, contents)
 
     def to_dict(self) -> dict[str, Any]:

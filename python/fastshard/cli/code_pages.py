@@ -100,7 +100,7 @@ PAGES = {
         "Divide the size that the finding gives by the number of ranks.",
     ),
     "FS205": Page(
-        "A rank of the save died, or its file is of an earlier save.",
+        "A rank died while it saved, or its file comes from an earlier save.",
         "The finding gives where the chunks begin that are there. Look for the rank that wrote the others.",
     ),
     "FS206": Page(
@@ -140,7 +140,7 @@ PAGES = {
         "`fastshard plan` lists the changes. `fastshard diff A B --ignore-dtype` shows how far the values moved.",
     ),
     "FS215": Page(
-        "The config is of another model, or was edited after the save.",
+        "The config is from another model, or was edited after the save.",
         "The finding gives what the config says and what the tensors show.",
     ),
     "FS216": Page(
@@ -189,7 +189,7 @@ PAGES = {
         "The finding gives the largest difference between the ranks.",
     ),
     "FS311": Page(
-        "The head was trained separately, or one tensor is of another step.",
+        "The head was trained separately, or one tensor comes from another step.",
         "`fastshard diff` with a good copy shows which of the two changed.",
     ),
     "FS312": Page(
@@ -206,7 +206,7 @@ PAGES = {
         "`unzip -v FILE` shows the CRC32 of each member as 00000000.",
     ),
     "FS315": Page(
-        "A file was edited or damaged after it was signed, or the public key is of another signer.",
+        "A file was edited or damaged after it was signed, or the public key is from another signer.",
         "`model_signing verify key` reports the same file.",
     ),
     "FS316": Page(

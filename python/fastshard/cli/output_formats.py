@@ -52,6 +52,10 @@ class Told:
     #: Whether a result was published; None for a command that publishes none.
     published: bool | None = None
     not_proven: str | None = None
+    #: What it came to, in a word.
+    verdict: str = ""
+    #: What could not be checked of this checkpoint.
+    not_checked: Sequence[str] = ()
     verbose: int = 0
     quiet: int = 0
 
@@ -65,12 +69,14 @@ def asked_for(argv: Sequence[str]) -> str:
 
 def as_json(told: Told) -> str:
     """One object: what the run came to, and all findings."""
-    document: dict[str, Any] = {"command": told.command, "exit_code": told.code}
+    document: dict[str, Any] = {"command": told.command, "exit_code": told.code, "verdict": told.verdict}
     if told.published is not None:
         document["published"] = told.published
     document |= told.document
     if told.not_proven is not None:
         document["not_proven"] = told.not_proven
+    if told.not_checked:
+        document["not_checked"] = list(told.not_checked)
     document["findings"] = [f.to_dict() for f in told.findings]
     return json.dumps(_numbers(document), indent=2, ensure_ascii=True, allow_nan=False) + "\n"
 
@@ -164,8 +170,9 @@ def as_junit(told: Told) -> str:
     run = _junit_case(suite, name, printable(" ".join(told.arguments)))
     if unexplained:
         tree.SubElement(run, kind, {"message": f"exit code {told.code}", "type": "exit"})
-    if told.not_proven is not None:
-        tree.SubElement(run, "system-out").text = printable(f"not proven: {told.not_proven}")
+    if told.not_checked:
+        lines = "\n".join(f"not checked: {line}" for line in told.not_checked)
+        tree.SubElement(run, "system-out").text = printable(lines, keep="\n")
     wrong = 0
     for title, first in _KINDS.items():
         found = [f for f in shown if f.code.startswith(first)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shlex
 import signal
 import sys
 import time
@@ -12,7 +14,7 @@ from dataclasses import replace
 
 from ..checkpoint.proof import not_checked
 from ..common import memory_budget, safe_files
-from ..common.errors import UNPUBLISHED, FastshardError, Finding, error_for, exit_code, published
+from ..common.errors import UNPUBLISHED, VERDICTS, FastshardError, Finding, error_for, exit_code, published
 from . import output_formats, pager, render, settings, styles
 from .parser import UsageError
 from .signals import Stopping
@@ -25,6 +27,8 @@ from .verdict import subject, verdict
 _WORTH_A_RATE = 100_000_000
 #: Lines of what was not checked that are printed without -v.
 _UNCHECKED = 2
+#: A command about the checkpoint, in help.
+_OF_CKPT = re.compile(r"(fastshard [a-z-]+ )CKPT\b")
 #: Exit codes that say something of a checkpoint.
 _FOUND = (1, 3)
 
@@ -159,9 +163,11 @@ class Run:
             document=result.document if result else {},
             published=None if to is None else out is not None,
             not_proven=prove(findings) if prove else None,
+            verdict=(result.word if result and code < 128 else None) or VERDICTS.get(code, "STOPPED"),
             verbose=verbose,
             quiet=quiet,
         )
+        told = replace(told, not_checked=self._unchecked(result, replace(told, verbose=1, quiet=0)))
         ending = verdict(
             subject(a),
             code,
@@ -215,7 +221,7 @@ class Run:
         asked_for = verb is not None and verb.finds and (result is not None or told.code in _FOUND)
         name = "stdout" if asked_for else "stderr"
         tells = result.tells if result and text is not None and not told.verbose else frozenset()
-        rest = [f for f in told.findings if f.code not in tells]
+        rest = [self._runs_here(f) for f in told.findings if f.code not in tells]
         self._print_findings(replace(told, findings=rest), name)
         below = render.printable(result.below, keep="\n") if result and not told.quiet else ""
         lines = [below] if below else []
@@ -227,6 +233,14 @@ class Run:
             lines.append(styles.painter(stream, self._color)(ending, style))
         if lines:
             self._streams.write(lambda: print("\n".join(lines), file=stream), name)
+
+    def _runs_here(self, finding: Finding) -> Finding:
+        """The finding, with commands in its help that name this checkpoint."""
+        given = getattr(self._arguments, "ckpt", None)
+        if not finding.help or "CKPT" not in finding.help or not isinstance(given, list) or len(given) != 1:
+            return finding
+        path = shlex.quote(str(given[0]))
+        return finding.replace(help=_OF_CKPT.sub(lambda found: f"{found[1]}{path}", finding.help))
 
     @property
     def _is_watched(self) -> bool:

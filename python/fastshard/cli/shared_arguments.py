@@ -136,7 +136,7 @@ def add_exit_zero(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--exit-zero",
         action="store_true",
-        help="exit with 0 instead of 1 and 3: for looking at what is broken",
+        help="exit with 0 instead of 1 and 3, to look at a broken checkpoint",
     )
 
 

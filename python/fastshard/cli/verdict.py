@@ -77,4 +77,10 @@ def _short(finding: Finding) -> str:
     if finding.file:
         # Where it lies is said above.
         told = told.replace(finding.file, PurePosixPath(finding.file).name or finding.file)
-    return told if len(told) <= _LONGEST else f"{finding.title[:1].lower()}{finding.title[1:]}"
+    if len(told) <= _LONGEST:
+        return told
+    title = f"{finding.title[:1].lower()}{finding.title[1:]}"
+    # Of what could not run the file is beside the point.
+    is_about_it = finding.file and not finding.code.startswith("FS5")
+    named = f"{title}: {PurePosixPath(finding.file or '').name}" if is_about_it else title
+    return named if len(named) <= _LONGEST else title

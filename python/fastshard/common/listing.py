@@ -134,6 +134,10 @@ class Listing:
         """The file at a relative path, in the first root that has it."""
         return self._by_path.get(path)
 
+    def has(self, root: int, path: str) -> bool:
+        """True for a file that a root has at a relative path."""
+        return any(file.root == root and file.path == path for file in self.within(path.rpartition("/")[0]))
+
     def read_text(self, file: File, limit: int = safe_files.MAX_TEXT) -> str:
         """Content of a text file of at most ``limit`` bytes.
 

@@ -285,7 +285,7 @@ class Checked(TypedDict, total=False):
         StrPath | None,
         Option(
             "path",
-            "take tokenizer files from here: a folder, or a file of a vocabulary (default: what lies beside the source)",
+            "take tokenizer files from here: a directory, or a vocabulary file (default: the files beside the source)",
             metavar="DIR",
         ),
     ]
@@ -360,8 +360,8 @@ class Lending(TypedDict, total=False):
         bool,
         Option(
             "any",
-            "with --rank or --ray: CKPT is what this host (each node) has of the checkpoint, on its own disk; what is made of several hosts' "
-            "files goes by way of OUT's storage",
+            "with --rank or --ray: CKPT is the part of the checkpoint on this host's (each node's) own disk; tensors that need several hosts' "
+            "files are exchanged through OUT's storage",
             False,
         ),
     ]

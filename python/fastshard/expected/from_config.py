@@ -245,7 +245,7 @@ def _ends(stack: Stack, stated: Stated, in_files: bool) -> Iterator[Finding]:
         yield Finding.of(
             "FS215", "there are more layers than the config says", severity="warning",
             tensor=f"{stack.prefix}{stack.count - 1}", expected=f"{max(sizes)} layers", got=f"{stack.count}",
-            help="the config is of another model, or the layers are of another stack: they are kept",
+            help="the config describes another model, or the layers belong to another stack: they are kept",
         )  # fmt: skip
 
 

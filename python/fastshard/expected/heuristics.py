@@ -68,6 +68,6 @@ def judge(
 def unheld(evidence: Evidence) -> str:
     """Which tensors nothing speaks of, in words."""
     return (
-        f"{evidence.count - len(evidence.alone)} of {evidence.count} tensors were compared with other layers; nothing would "
-        f"show if one of the other {len(evidence.alone)} were missing: {printable(some(evidence.alone, _NAMED))}"
+        f"{evidence.count - len(evidence.alone)} of {evidence.count} tensors were compared with other layers; "
+        f"the loss of the other {len(evidence.alone)} would not show: {printable(some(evidence.alone, _NAMED))}"
     )

@@ -199,7 +199,7 @@ class Source:
         is_all = not left and not any(map(is_state, own.values()))
         return Finding.of(
             "FS212",
-            f"the model is what lies {where}"
+            f"the model begins {where}"
             + ("" if is_all else "; the rest is not converted")
             + (f", {len(left)} tensors among it that are no optimizer's state" if left else ""),
             severity="warning" if left and not self.chosen else "note",

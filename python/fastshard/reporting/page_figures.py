@@ -129,7 +129,7 @@ def _distribution(
     if not pictures:
         return figure
     if not drawn or drawn[-1][0] != sides[-1][0]:
-        figure["cut"] = "no density: all that is not zero is of one value, or nothing is finite"
+        figure["cut"] = "no density: all nonzero values are equal, or none is finite"
         return figure
     cut = drawn[-1][1]
     beyond = [

@@ -216,7 +216,7 @@ def unopened(paths: Sequence[StrPath], error: FastshardError) -> Report:
         verdict="unopened",
         facts=(("files", f"{len(files):,} ({human(sum(size for _, size in files))})"),),
         findings=_groups(error.findings),
-        not_proven="anything: what lies here could not be opened as a checkpoint",
+        not_proven="anything: the path could not be opened as a checkpoint",
         read="names of files, and as much of their headers as could be",
         files=tuple(sorted(files)[:_LISTED]),
     )

@@ -69,20 +69,21 @@ def _config_in(listing: Listing, place: Folder) -> Path | None:
     """The config.json of a folder; below a root one that the listing has: what is wrong with others it has said."""
     path = place.path / "config.json"
     inside = _inside(listing, path)
-    if inside is None:
+    if not inside:
         return place.file("config.json")
-    return None if listing.find(inside.as_posix()) is None else path
+    return path if any(listing.has(root, at.as_posix()) for root, at in inside) else None
 
 
-def _inside(listing: Listing, path: Path) -> Path | None:
-    """The path relative to the root that holds it; None if none does, as the folder of a file that was named."""
-    roots = [root for index, root in enumerate(listing.roots) if listing.by_itself(index) is None]
-    return next((path.relative_to(root) for root in roots if path.is_relative_to(root)), None)
+def _inside(listing: Listing, path: Path) -> list[tuple[int, Path]]:
+    """The roots that hold a path, and where; none holds the folder of a file that was named."""
+    roots = [(index, root) for index, root in enumerate(listing.roots) if listing.by_itself(index) is None]
+    return [(index, path.relative_to(root)) for index, root in roots if path.is_relative_to(root)]
 
 
 def _label(listing: Listing, path: Path) -> str:
     """The path as messages name it."""
-    return str(_inside(listing, path) or path)
+    inside = _inside(listing, path)
+    return str(inside[0][1] if inside else path)
 
 
 def describe(

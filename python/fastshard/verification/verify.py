@@ -287,7 +287,7 @@ def _signed(
         return []
     if len(checkpoint.roots) > 1:
         raise FastshardError.of(
-            "FS515", "a signature is of one folder", got=f"{len(checkpoint.roots)} folders"
+            "FS515", "a signature covers one directory", got=f"{len(checkpoint.roots)} folders"
         )
     from . import signatures
 

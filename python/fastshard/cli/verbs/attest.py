@@ -17,7 +17,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-verify",
         action="store_true",
-        help="copy what the manifest says, without comparing the files with it",
+        help="copy the hashes of the manifest without comparing the files with them",
     )
     add_common(parser)
 

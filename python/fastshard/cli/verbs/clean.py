@@ -12,9 +12,9 @@ from ..verb import Outcome, Result, Verb
 
 _TOLD = {
     "removed": "removed",
-    "resumable": "kept: the command that it was, with --resume, continues it; --abandon RUN removes it",
+    "resumable": "kept: run the same command with --resume to continue it; --abandon RUN removes it",
     "at_work": "kept: a process is at work on it",
-    "complete": "kept: its result is complete; the command that it was, with --resume, or `fastshard commit` ends it",
+    "complete": "kept: its result is complete; run the same command with --resume to publish it, or `fastshard commit`",
     "foreign": "kept: it holds files that fastshard did not write; look into it",
 }
 

@@ -109,7 +109,7 @@ def _reason(seen: Inspection) -> str:
 
 INSPECT = Verb(
     name="inspect",
-    help="what a checkpoint is, and what is missing (headers only)",
+    help="say what a checkpoint holds and what is missing; headers only",
     arguments=_arguments,
     run=_run,
     finds=True,

@@ -63,7 +63,7 @@ def piece(
     """
     if not isinstance(source, (str, os.PathLike)):
         raise FastshardError.of(
-            "FS515", "a piece is of one directory", got=repr(source), help="make a piece of each"
+            "FS515", "a piece describes one directory", got=repr(source), help="make a piece of each"
         )
     gate = Gate.of(opening.get("fail_on"), opening.get("error", ()), opening.get("ignore", ()))
     try:

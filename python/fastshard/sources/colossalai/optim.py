@@ -108,7 +108,7 @@ def detect(listing: Listing, model: str, first: int) -> tuple[OptimFiles, list[F
         findings.append(
             Finding.of(
                 "FS106", "several optimizers are next to the model", got=", ".join(near[:8]),
-                help="name the model's directory and that of one optimizer",
+                help="name the directory of the model and the directory of one optimizer",
             )
         )  # fmt: skip
     inside: dict[str, File] = {}

@@ -103,7 +103,7 @@ class Dcp:
             if loose:
                 raise FastshardError.of(
                     "FS104",
-                    ".metadata is missing: the save did not finish, or it finished on another node",
+                    "the file is missing: the save did not finish, or it finished on another node",
                     file=f"{loose[0].folder}/{METADATA}" if loose[0].folder else METADATA,
                     expected="the file that the coordinator writes last",
                     got=f"{len(loose)} .distcp files",

@@ -235,7 +235,7 @@ def same_save(described: Told, of_ranks: Told, tracker: File) -> None:
         name, _, file, *_ = min(odd)
         raise FastshardError.of(
             "FS106",
-            "the .metadata of all ranks and that of single ranks contradict each other",
+            "the .metadata of all ranks and the .metadata of single ranks contradict each other",
             file=tracker.path,
             tensor=name,
             expected="one save in a folder",

@@ -233,8 +233,8 @@ def _of_one_run(places: list[Place], listing: Listing) -> list[Finding]:
     return [
         Finding.of(
             "FS114",
-            f"that the chunks of {len(places)} directories ({', '.join(p.label(listing) for p in places[:4])}) "
-            "are of one run is not proven: nothing in a chunk names it",
+            f"whether the chunks of {len(places)} directories ({', '.join(p.label(listing) for p in places[:4])}) "
+            "are of one run: a chunk does not name its run",
             help="pass a manifest that was made where they were written with --expect",
         )
     ]

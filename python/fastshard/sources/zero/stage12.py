@@ -174,7 +174,7 @@ def _mappings(
         if twin is not None:
             partitions.problem(
                 "FS303", f"the file holds data-parallel rank {twin}'s partition: it was copied over this rank's",
-                rank.path, rank.dp, f"param_slice_mappings of rank {rank.dp}", f"those of rank {twin}",
+                rank.path, rank.dp, f"param_slice_mappings of rank {rank.dp}", f"the partition of rank {twin}",
                 "copy the file of this rank from the node that ran it",
             )  # fmt: skip
         else:

@@ -63,11 +63,11 @@ fn warning(folder: &Dir, version: Option<u32>) -> Option<Finding> {
     let (what, help) = match Seal::is_on(folder).ok()? {
         true => (
             "; its `data` is the complete result, or what was at the destination before: look before you remove it",
-            "the command that it was, with --resume, finishes it",
+            "run its command again with --resume to finish it",
         ),
         false => (
             "; it takes up space until it is removed",
-            "remove it if it is not needed; the command that it was, with --resume, continues it",
+            "remove it if it is not needed, or run its command again with --resume to continue it",
         ),
     };
     let told = format!("an interrupted run of another plan is not continued{why}{what}");

@@ -19,7 +19,7 @@ const MAX_SHOWN: usize = 200;
 const MEETING: &str = ".fastshard-ranks";
 /// What is said of another run's folder in a destination.
 const IN_THE_WAY: &str =
-    "an interrupted run of another plan: the command that it was, with --resume, continues it; removing it makes room";
+    "an interrupted run of another plan: run its command again with --resume to continue it; remove it to make room";
 
 /// A destination and its staging folder.
 #[derive(Debug)]
