@@ -32,6 +32,14 @@ def test_the_checkpoints_own_card_goes_along(tmp_path: Path) -> None:
     assert (tmp_path / "out/README.md").read_text() == "# Ours\n"
 
 
+def test_a_card_that_lies_beside_the_weights_alone_is_not_drafted_over(tmp_path: Path) -> None:
+    ckpt, config = shutil.copytree(HF, tmp_path / "in"), tmp_path / "config.json"
+    (ckpt / "README.md").write_text("# Ours\n")
+    shutil.move(ckpt / "config.json", config)
+    assert cli("convert", ckpt, tmp_path / "out", "--to", "hf", "--config", config).code == 0
+    assert not (tmp_path / "out/README.md").exists()
+
+
 def test_no_card_and_other_targets_have_none(tmp_path: Path) -> None:
     assert cli("convert", HF, tmp_path / "none", "--to", "hf", "--no-card").code == 0
     assert cli("convert", HF, tmp_path / "dcp", "--to", "dcp").code == 0

@@ -103,3 +103,46 @@ def test_a_directory_without_tensors_may_be_among_them(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/train.log").write_text("loss 1.0")
     assert cli("verify", HF, tmp_path / "logs").code == 0
+
+
+@pytest.mark.parametrize("name", ["rng_state_1.pth", "dataloader_rank1.pt", "optimizer.pt"])
+def test_a_host_may_have_nothing_but_a_trainers_state(name: str, tmp_path: Path) -> None:
+    (tmp_path / "host1").mkdir()
+    torch.save({"state": torch.ones(2)}, tmp_path / "host1" / name)
+    for source in (HF, FIXTURES / "sharded/dcp_tp_micro"):
+        assert cli("verify", source, tmp_path / "host1").code == 0, source
+
+
+def test_all_files_of_a_folder_may_be_named_whatever_lies_there(tmp_path: Path) -> None:
+    ckpt = shutil.copytree(HF, tmp_path / "ckpt")
+    for name in ("LICENSE", "README.md", "tokenizer.model", "modeling.py"):
+        (ckpt / name).write_text("x")
+    torch.save({"state": torch.ones(2)}, ckpt / "rng_state.pth")
+    assert cli("verify", *files(ckpt)).code == 0
+    assert cli("verify", ckpt, ckpt / "tokenizer.model", ckpt / "rng_state.pth").code == 0
+
+
+def test_the_cause_is_told_and_not_hidden_by_paths_that_are_not_read(tmp_path: Path) -> None:
+    whole = shutil.copytree(FIXTURES / "sharded/megatron_legacy_tp2_pp2", tmp_path / "whole")
+    step = whole / "iter_0000010"
+    for host, ranks in (
+        ("a/iter_0000010", ("mp_rank_00_000", "mp_rank_00_001")),
+        ("b/iter_0000020", ("mp_rank_01_000", "mp_rank_01_001")),
+    ):
+        for rank in ranks:
+            shutil.copytree(step / rank, tmp_path / host / rank)
+    ran = cli("inspect", tmp_path / "a", tmp_path / "b")
+    assert ran.code != 0 and not ran.having("FS515"), ran.errors
+
+
+def test_a_config_in_a_folder_that_anybody_may_write_to_decides_nothing(tmp_path: Path) -> None:
+    ckpt = shutil.copytree(HF, tmp_path / "ckpt")
+    shards = files(ckpt, "*.safetensors")
+    loose = tmp_path / "loose"
+    loose.mkdir()
+    loose.chmod(0o777)
+    moved = loose / shards[-1].name
+    shards[-1].rename(moved)
+    (loose / "config.json").write_text("{}")
+    ran = cli("verify", *shards[:-1], moved)
+    assert not ran.having("FS110"), ran.errors

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tiny_models
 import torch
 from helpers import FIXTURES, NEOX, STEP, cli, copy, edit_pt, edit_safetensors, layer_file
 
@@ -65,7 +66,26 @@ def test_four_files_that_are_one_are_one_finding(tmp_path: Path) -> None:
     for target in (1, 2, 3):
         shutil.copyfile(ckpt / rank(0), ckpt / rank(target))
     [found] = cli("verify", ckpt).having("FS303")
-    assert len(found["files"]) == 4
+    assert len(found["files"]) == 4 and "tp 0, tp 1, tp 2 and tp 3 hold" in found["message"]
+    # One of them is the original, and the others are named.
+    accept = [word for number in (1, 2) for word in ("--accept", f"copies={rank(number)}")]
+    assert cli("verify", ckpt, *accept).code == 1
+    assert cli("verify", ckpt, *accept, "--accept", f"copies={rank(3)}").code == 0
+
+
+def test_looking_only_does_not_make_it_good(tmp_path: Path) -> None:
+    ckpt = shutil.copytree(TP4, tmp_path / "ckpt")
+    shutil.copyfile(ckpt / rank(0), ckpt / rank(1))
+    document = cli("verify", ckpt, "--exit-zero").doc
+    assert (document["exit_code"], document["verdict"], document["ok"]) == (0, "BROKEN", False)
+
+
+@pytest.mark.parametrize("to", ["megatron", "megatron:legacy", "tp-safetensors"])
+def test_ranks_of_padding_alone_are_no_lost_shards(to: str, tmp_path: Path) -> None:
+    """Of a small vocabulary that is padded for each rank the last ranks have no rows."""
+    tiny_models.model("llama", tmp_path / "hf")
+    ran = cli("convert", tmp_path / "hf", tmp_path / "out", "--to", to, "--tp", 4)
+    assert ran.code == 0 and not ran.having("FS313"), ran.out
 
 
 @pytest.mark.parametrize(("source", "target"), [(0, 1), (1, 0)])

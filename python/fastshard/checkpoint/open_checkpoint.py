@@ -15,7 +15,7 @@ from ..common.config_text import checked, parse_json, parse_yaml
 from ..common.errors import FastshardError, Finding, error_for, from_core, raise_errors
 from ..common.formatting import some
 from ..common.gate import Gate
-from ..common.listing import File, Listing, list_roots, may_hold_tensors, refuse_unprintable
+from ..common.listing import File, Listing, holds_weights, list_roots, refuse_unprintable
 from ..common.options import OpenOptions, StrPath
 from ..common.thread_counts import thread_count
 from ..layouts import tables
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointSource", "as_checkpoint", "open"]
 
-#: Ends of names of files that hold tensors.
-_TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp")
 #: What is said where nothing, or too little, is a checkpoint by its names.
 _NOTHING_FOUND = ("FS101", "FS105", "FS501", "FS513")
 
@@ -253,34 +251,50 @@ def _refuse_parts(readable: list[Any]) -> None:
 
 
 def _refuse_unread(listing: Listing, found: Found[object], findings: list[Finding]) -> None:
-    """A file that was named is read, and of a directory something, or it is said that it is not.
+    """A file of tensors that was named is read, and so is a directory that is a checkpoint by itself; or it is said.
 
     Raises:
         FastshardError: ``FS515`` for paths that are no part of the checkpoint that the other paths hold.
     """
-    if len(listing.roots) == 1:
+    if len(listing.roots) == 1 or any(finding.severity == "error" for finding in findings):
         return
-    read = {(file.root, file.path) for file in _behind(found)}
-    roots, paths = {root for root, _ in read}, {path for _, path in read}
+    read = _behind(found)
+    roots, paths = {file.root for file in read}, {file.path for file in read}
     said = {finding.file for finding in findings}
-    unread: dict[str, None] = {}
-    for file in listing.files:
+    folders = [root for index, root in enumerate(listing.roots) if listing.by_itself(index) is None]
+    unread = [
+        str(named)
+        for file in listing.files
+        if (named := listing.by_itself(file.root)) is not None
         # Of a piece that several hosts have, adapters compare the copies.
-        if file.path in paths or file.path in said:
-            continue
-        path = listing.by_itself(file.root)
-        if path is not None and may_hold_tensors(file.name):
-            unread[str(path)] = None
-        # What else a host has on its disk may be anything.
-        elif path is None and file.root not in roots and file.name.endswith(_TENSORS):
-            unread[str(listing.roots[file.root])] = None
+        and file.path not in paths
+        and file.path not in said
+        and holds_weights(file.name)
+        and not any(named.is_relative_to(folder) for folder in folders)
+    ]
+    unread += [
+        str(root)
+        for index, root in enumerate(listing.roots)
+        if index not in roots and listing.by_itself(index) is None and _is_checkpoint(root, paths)
+    ]
     if unread:
         raise FastshardError.of(
             "FS515",
-            f"{some(list(unread), 3)}: not part of the checkpoint that the other paths hold",
+            f"{some(unread, 3)}: not part of the checkpoint that the other paths hold",
             expected=f"parts of one checkpoint ({found.framework})",
-            help="name one checkpoint at a time: its directory, the directories of its hosts, or all its files",
+            help="name one checkpoint at a time: its directory, or the directories of its hosts",
         )
+
+
+def _is_checkpoint(root: Path, others: set[str]) -> bool:
+    """True for a directory that holds a checkpoint, and no copy of files that were read elsewhere."""
+    if _core.is_elsewhere(root):
+        return False
+    try:
+        alone = detect(list_roots([root]), Options())
+    except FastshardError as refused:
+        return refused.code not in ("FS513", "FS514")
+    return not {file.path for file in _behind(alone)} & others
 
 
 def _behind(found: Found[object]) -> list[File]:

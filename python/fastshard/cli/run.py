@@ -163,7 +163,8 @@ class Run:
             document=result.document if result else {},
             published=None if to is None else out is not None,
             not_proven=prove(findings) if prove else None,
-            verdict=(result.word if result and code < 128 else None) or VERDICTS.get(code, "STOPPED"),
+            verdict=(result.word if result and code < 128 else None)
+            or VERDICTS.get(code if code >= 128 else exit_code(findings) or code, "STOPPED"),
             verbose=verbose,
             quiet=quiet,
         )

@@ -81,6 +81,6 @@ def _short(finding: Finding) -> str:
         return told
     title = f"{finding.title[:1].lower()}{finding.title[1:]}"
     # Of what could not run the file is beside the point.
-    is_about_it = finding.file and not finding.code.startswith("FS5")
+    is_about_it = finding.file and len(finding.files) < 2 and not finding.code.startswith("FS5")
     named = f"{title}: {PurePosixPath(finding.file or '').name}" if is_about_it else title
     return named if len(named) <= _LONGEST else title

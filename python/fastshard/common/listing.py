@@ -61,8 +61,20 @@ def may_hold_tensors(name: str) -> bool:
     return name not in _NO_TENSORS and not name.endswith(_NO_TENSORS_ENDS)
 
 
+def holds_weights(name: str) -> bool:
+    """True for a file that holds weights by its name, and no state that trainers save beside them."""
+    return name.endswith(_WEIGHTS) and not name.startswith(_SIDE_STATE)
+
+
 #: Most files looked at below one root: a checkpoint directory, not a whole disk.
 MAX_FILES = 2_000_000
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp")
+# source: transformers trainer.py, accelerate utils/constants.py, torchtitan and LLaMA-Factory checkpoints
+_SIDE_STATE = (
+    "rng_state", "random_states", "training_args", "optimizer", "optim", "scheduler", "scaler", "sampler", "dataloader",
+    "extra_state", "trainer_state", "common", "dl_state",
+)  # fmt: skip
 
 #: `s3://bucket/folder` and the like.
 _ADDRESS = re.compile(r"^[a-z][a-z0-9+.-]*://")
@@ -119,6 +131,19 @@ class Listing:
         return found
 
     @cached_property
+    def _places(self) -> set[tuple[int, str]]:
+        return {(file.root, file.path) for file in self.files}
+
+    @cached_property
+    def folders_named(self) -> dict[Path, list[int]]:
+        """Roots that were named as folders, by their paths: their numbers."""
+        found: dict[Path, list[int]] = {}
+        for index, root in enumerate(self.roots):
+            if self.by_itself(index) is None:
+                found.setdefault(root, []).append(index)
+        return found
+
+    @cached_property
     def _by_path(self) -> dict[str, File]:
         return {file.path: file for file in reversed(self.files)}
 
@@ -136,7 +161,7 @@ class Listing:
 
     def has(self, root: int, path: str) -> bool:
         """True for a file that a root has at a relative path."""
-        return any(file.root == root and file.path == path for file in self.within(path.rpartition("/")[0]))
+        return (root, path) in self._places
 
     def read_text(self, file: File, limit: int = safe_files.MAX_TEXT) -> str:
         """Content of a text file of at most ``limit`` bytes.

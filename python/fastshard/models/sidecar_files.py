@@ -165,9 +165,14 @@ def differing(listing: Listing, paths: Iterable[Path]) -> list[Finding]:
         if taken is None:
             continue
         inside = path.relative_to(taken)
-        for root in listing.roots:
-            other = root / inside
-            if other == path or root in elsewhere or not safe_files.is_file(other) or _same(path, other):
+        for index, root in enumerate(listing.roots):
+            other: Path | None = root / inside
+            if (file := listing.by_itself(index)) is not None:
+                # Nobody has named its folder: what others put there is passed over.
+                other = Folder(root, listing.links_within, file).file(inside.as_posix())
+            if other is None or other == path or root in elsewhere:
+                continue
+            if not safe_files.is_file(other) or _same(path, other):
                 continue
             findings.append(
                 Finding.of(

@@ -76,8 +76,9 @@ def _config_in(listing: Listing, place: Folder) -> Path | None:
 
 def _inside(listing: Listing, path: Path) -> list[tuple[int, Path]]:
     """The roots that hold a path, and where; none holds the folder of a file that was named."""
-    roots = [(index, root) for index, root in enumerate(listing.roots) if listing.by_itself(index) is None]
-    return [(index, path.relative_to(root)) for index, root in roots if path.is_relative_to(root)]
+    named = listing.folders_named
+    above = [folder for folder in path.parents if folder in named]
+    return [(index, path.relative_to(folder)) for folder in above for index in named[folder]]
 
 
 def _label(listing: Listing, path: Path) -> str:

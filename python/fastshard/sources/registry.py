@@ -64,8 +64,10 @@ def detect(listing: Listing, options: Options) -> Found[Any]:
     known = looks_like(listing)
     raise FastshardError.of(
         "FS513",
-        "no checkpoint that fastshard knows",
-        file=named,
+        "no checkpoint that fastshard knows"
+        if len(listing.roots) == 1
+        else f"{named}: no checkpoint that fastshard knows",
+        file=named if len(listing.roots) == 1 else None,
         got=known[0] if known else f"{len(listing.files)} files",
         help=known[1]
         if known

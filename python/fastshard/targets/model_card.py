@@ -21,9 +21,9 @@ _WORD = re.compile(r"\w{1,96}")
 
 
 def has_card(source: Source) -> bool:
-    """True if the checkpoint has a model card, which goes along."""
-    config = source.model.config_file
-    return config is not None and CARD_NAME in sidecar_files.documents(source.places, config)
+    """True if the checkpoint has a model card: where it goes along, and where it lies beside the weights alone."""
+    own = [folder for folder in source.places if folder.beside is None or folder.beside.is_file()]
+    return sidecar_files.first(own, CARD_NAME) is not None
 
 
 def drafted(source: Source, config: Mapping[str, Any], bound: Bound) -> str:
@@ -73,7 +73,8 @@ def _origin(source: Source) -> str:
     ranks = [
         f"{name} {degree}" for name, degree in sorted(degrees.items()) if degree > 1 and _WORD.fullmatch(name)
     ]
-    return f"a checkpoint of {source.framework}" + (f" ({', '.join(ranks)})" if ranks else "")
+    article = "an" if source.framework[:1] in "AEIOU" else "a"
+    return f"{article} {source.framework} checkpoint" + (f" ({', '.join(ranks)})" if ranks else "")
 
 
 def _base(config: Mapping[str, Any]) -> str | None:

@@ -16,6 +16,8 @@ __all__ = ["check"]
 
 #: Bytes at most of a signature: it names each file.
 _MAX_SIGNATURE = 256 << 20
+#: Characters of a message that are shown.
+_MAX_TOLD = 20_000
 #: Bytes of digests.
 _LENGTHS = (20, 28, 32, 48, 64)
 
@@ -85,7 +87,7 @@ def check(
 
 
 #: A digest as the library's messages show it: by ``repr``, once or, inside of a list of texts, twice.
-_DIGEST = re.compile(r"""Digest\(algorithm=\\?'(\w+)\\?', digest_value=(b\\?'.*?\\?'|b".*?")\)""")
+_DIGEST = re.compile(r"""Digest\(algorithm=\\?'(\w+)\\?', digest_value=(b\\?'.{0,400}?\\?'|b".{0,400}?")\)""")
 
 
 def _readable(told: str) -> str:
@@ -95,6 +97,7 @@ def _readable(told: str) -> str:
         value = _bytes(found[2])
         return found[0] if value is None else f"{found[1]}:{value.hex()}"
 
+    told = told[:_MAX_TOLD]
     # Several are a list of texts.
     what, opens, rest = told.partition(": [")
     if opens:

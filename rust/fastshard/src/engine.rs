@@ -34,7 +34,7 @@ pub use budget::{admit, MemoryUse};
 pub use evidence::Evidence;
 pub use read::read;
 pub use release::{decoding, Decoding};
-pub(crate) use report::place;
+pub(crate) use report::{figure, place};
 use run::Run;
 
 /// Smallest tile, in bytes.

@@ -125,7 +125,11 @@ impl Run<'_> {
         let part = &output.parts[p];
         let (first, other) = (part.sources[0], part.sources[drift.source]);
         let (one, two) = (&self.plan.stored[first as usize], &self.plan.stored[other as usize]);
-        let what = differing(drift, element_count(&one.shape).unwrap_or(0));
+        let what = match part.sources.len() {
+            2 => differing(drift, element_count(&one.shape).unwrap_or(0)),
+            // Of several pairs the elements are counted each time.
+            _ => format!("elements differ, by up to {}", figure(drift.largest)),
+        };
         if one.name != two.name {
             let message = format!("differs from {} though the config ties them", one.name);
             let finding = Finding::new(codes::TIED_DIFFER, message)
@@ -183,7 +187,7 @@ fn differing(drift: &Drift, count: u64) -> String {
 }
 
 /// A number with four digits that tell.
-fn figure(x: f32) -> String {
+pub(crate) fn figure(x: f32) -> String {
     match x.abs() {
         size if size == 0.0 || (1e-3..1e6).contains(&size) => {
             let digits = if size == 0.0 { 0 } else { (3 - size.log10().floor() as i32).max(0) as usize };

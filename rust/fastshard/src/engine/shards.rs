@@ -91,13 +91,17 @@ pub(super) fn accept(plan: &Plan, finding: &mut Finding) {
     if finding.code != codes::DUPLICATED_SHARD {
         return;
     }
-    // Where nothing says which one is the copy, either may be it.
-    let files: Vec<&String> = finding.file.iter().chain(&finding.files).collect();
+    let files =
+        if finding.files.is_empty() { Vec::from_iter(&finding.file) } else { finding.files.iter().collect() };
     // What is no pattern was refused before there was a plan.
-    let matches = |p: &&String| {
-        glob::Pattern::new(p).is_ok_and(|pattern| files.iter().any(|file| pattern.matches(file)))
-    };
-    if let Some(pattern) = plan.copies_accepted.iter().find(matches) {
+    let matches = |p: &String, file: &str| glob::Pattern::new(p).is_ok_and(|pattern| pattern.matches(file));
+    let named = |file: &&&String| plan.copies_accepted.iter().any(|p| matches(p, file));
+    // Nothing says which of several is the original: any may be, but one only.
+    if files.len() > 1 && files.iter().filter(named).count() + 1 < files.len() {
+        return;
+    }
+    let pattern = plan.copies_accepted.iter().find(|p| files.iter().any(|file| matches(p, file)));
+    if let Some(pattern) = pattern {
         finding.severity = Severity::Warning;
         finding.help = Some("accepted as asked with --accept copies".into());
         finding.decided = Some(match pattern.as_str() {

@@ -36,16 +36,14 @@ fn zero(plan: &Plan, output: &Output, has_sister: bool) -> Option<Finding> {
     {
         return None;
     }
+    // What no file gives is padding.
+    let stored = output.parts.iter().find_map(|part| part.sources.first())?;
     let others = if has_sister { "; the same tensor of other layers is not" } else { "" };
     let finding = Finding::new(codes::ZERO_SLAB, format!("all values of this tensor are zero{others}"))
         .tensor(name)
         .expected(format!("values in {:?}", output.shape), "zeros")
         .help("a tensor that was never loaded or gathered looks like that: compare with the files of the ranks, or with `fastshard diff`");
-    let stored = output.parts.iter().find_map(|part| part.sources.first());
-    Some(match stored {
-        Some(stored) => place(plan, *stored, finding),
-        None => finding,
-    })
+    Some(place(plan, *stored, finding))
 }
 
 fn slabs(plan: &Plan, output: &Output, slabs: &[ZeroSlab]) -> Option<Finding> {

@@ -174,7 +174,15 @@ impl Compared<'_> {
         let ranks: BTreeSet<&str> =
             holders.iter().filter_map(|&s| plan.stored[s as usize].rank.as_deref()).collect();
         let ranks = match ranks.len() {
-            1..=4 => Vec::from_iter(ranks).join(" and "),
+            1..=4 => {
+                let mut ranks = Vec::from_iter(ranks);
+                let last = ranks.pop().unwrap_or_default();
+                if ranks.is_empty() {
+                    last.into()
+                } else {
+                    format!("{} and {last}", ranks.join(", "))
+                }
+            }
             _ => format!("{} ranks", files.len()),
         };
         let tensors: BTreeSet<(u32, Layer)> = equal

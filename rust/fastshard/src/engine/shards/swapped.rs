@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::Reader;
 use crate::codes;
 use crate::engine::gather::Sources;
-use crate::engine::place;
+use crate::engine::{figure, place};
 use crate::error::{Finding, Result, Severity};
 use crate::plan::{Combine, Part, Plan};
 use crate::tensor::element_count;
@@ -84,7 +84,12 @@ impl<'a> Copies<'a> {
                 }
                 continue;
             }
+            // Copies that most others equal are right.
+            let alike = |r: usize| layer.iter().filter(|copy| **copy == layer[r]).count();
             for (r, own) in own.into_iter().enumerate() {
+                if 2 * alike(r) > layer.len() {
+                    continue;
+                }
                 let finding = match closer.iter().find(|(one, _)| *one == r) {
                     Some((_, (distance, other))) => {
                         let theirs = &self.plan.stored[self.parts[*other].sources[0] as usize].name;
@@ -109,7 +114,7 @@ impl<'a> Copies<'a> {
         };
         let finding = Finding::new(code, format!("the copies of {} and {} {what}", rank(one), rank(two)))
             .severity(Severity::Error)
-            .expected(format!("a mean difference below half the mean magnitude {scale:.3}"), format!("{apart:.3}"))
+            .expected(limit(scale), figure(apart as f32))
             .help("nothing here says which rank is wrong: copy the files of both again, from the nodes that ran them");
         let mut finding = place(self.plan, two, finding);
         finding.rank = None;
@@ -127,17 +132,22 @@ impl<'a> Copies<'a> {
     }
 }
 
+/// How far copies that have drifted are apart at most, in words.
+fn limit(scale: f64) -> String {
+    format!("a mean difference below half the mean magnitude {}", figure(scale as f32))
+}
+
 fn belongs_elsewhere(theirs: &str, distance: f64, own: f64) -> Finding {
     let what = format!("this copy is closer to {theirs} than to the other ranks' copies");
     Finding::new(codes::SWAPPED_SHARD, what)
-        .expected(format!("a mean difference of {distance:.3} or less"), format!("{own:.3}"))
+        .expected(format!("a mean difference of {} or less", figure(distance as f32)), figure(own as f32))
         .help("the file is one of another layer: copy the file of this rank from the node that ran it")
 }
 
 fn too_far(scale: f64, own: f64) -> Finding {
     Finding::new(codes::REPLICAS_DIFFER, "this copy is too far from the others to be drift")
         .severity(Severity::Error)
-        .expected(format!("a mean difference below half the mean magnitude {scale:.3}"), format!("{own:.3}"))
+        .expected(limit(scale), figure(own as f32))
         .help("copy the file of this rank again: it is from another run, and averaging would hide it")
 }
 
