@@ -292,9 +292,11 @@ def _is_checkpoint(root: Path, others: set[str]) -> bool:
         return False
     try:
         alone = detect(list_roots([root]), Options())
-    except FastshardError as refused:
-        return refused.code not in ("FS513", "FS514")
-    return not {file.path for file in _behind(alone)} & others
+    except FastshardError:
+        # What is not whole may be what one host has: metadata alone, or a rank's files.
+        return False
+    held = {file.path for file in _behind(alone)}
+    return bool(held) and not held & others
 
 
 def _behind(found: Found[object]) -> list[File]:

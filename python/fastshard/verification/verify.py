@@ -170,7 +170,13 @@ def _differing(
 def _not_named(findings: Iterable[Finding], differing: Iterable[Finding]) -> list[Finding]:
     """What reading has found, without copies of which the files themselves say whose they are."""
     named = {f.file for f in findings if f.code == "FS303" and f.file}
-    return [f for f in differing if f.code != "FS303" or len({f.file, *f.files} - named) > 1]
+
+    def is_known(finding: Finding) -> bool:
+        files = {finding.file, *finding.files}
+        # All but the original are named.
+        return finding.code == "FS303" and not named.isdisjoint(files) and len(files - named) < 2
+
+    return [finding for finding in differing if not is_known(finding)]
 
 
 def _sidecars_differ(checkpoint: Checkpoint, plan: Plan) -> list[Finding]:
