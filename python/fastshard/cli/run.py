@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shlex
 import signal
 import sys
 import time
@@ -240,6 +239,8 @@ class Run:
         given = getattr(self._arguments, "ckpt", None)
         if not finding.help or "CKPT" not in finding.help or not isinstance(given, list) or len(given) != 1:
             return finding
+        import shlex
+
         path = shlex.quote(str(given[0]))
         return finding.replace(help=_OF_CKPT.sub(lambda found: f"{found[1]}{path}", finding.help))
 

@@ -19,7 +19,6 @@ from ..models import config_json, huggingface
 from ..models.model import Model, read_model
 from ..models.tokenizer import Tokenizer
 from .base import Bound, Completed, Target
-from .model_card import CARD_NAME, drafted, has_card
 from .request import Request
 
 #: What trainers call the model that they hold, and no model of transformers a part of itself.
@@ -60,6 +59,8 @@ class HfTarget(Target):
         """
         made = cls._of(source)
         if request is not None and request[CARD]:
+            from .model_card import has_card
+
             made.card = not has_card(source)
         return made
 
@@ -144,7 +145,11 @@ class HfTarget(Target):
 
     def _card(self, config: dict[str, Any], bound: Bound) -> dict[str, str]:
         """The file of the model card, if one is to be drafted."""
-        return {CARD_NAME: drafted(self.source, config, bound)} if self.card else {}
+        if not self.card:
+            return {}
+        from .model_card import CARD_NAME, drafted
+
+        return {CARD_NAME: drafted(self.source, config, bound)}
 
 
 def model_of(source: Source, what: str) -> Model:
