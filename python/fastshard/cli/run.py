@@ -13,14 +13,14 @@ from dataclasses import replace
 
 from ..checkpoint.proof import not_checked
 from ..common import memory_budget, safe_files
-from ..common.errors import UNPUBLISHED, VERDICTS, FastshardError, Finding, error_for, exit_code, published
+from ..common.errors import UNPUBLISHED, FastshardError, Finding, error_for, exit_code, published
 from . import output_formats, pager, render, settings, styles
 from .parser import UsageError
 from .signals import Stopping
 from .std_streams import Streams
 from .verb import Result, Verb
 from .verbs import Verbs
-from .verdict import subject, verdict
+from .verdict import in_a_word, subject, verdict
 
 #: Bytes from which a rate says something.
 _WORTH_A_RATE = 100_000_000
@@ -162,12 +162,11 @@ class Run:
             document=result.document if result else {},
             published=None if to is None else out is not None,
             not_proven=prove(findings) if prove else None,
-            verdict=(result.word if result and code < 128 else None)
-            or VERDICTS.get(code if code >= 128 else exit_code(findings) or code, "STOPPED"),
+            verdict=in_a_word(code, findings, result.word if result else None),
+            not_checked=self._left_open(result, findings),
             verbose=verbose,
             quiet=quiet,
         )
-        told = replace(told, not_checked=self._unchecked(result, replace(told, verbose=1, quiet=0)))
         ending = verdict(
             subject(a),
             code,
@@ -225,7 +224,8 @@ class Run:
         self._print_findings(replace(told, findings=rest), name)
         below = render.printable(result.below, keep="\n") if result and not told.quiet else ""
         lines = [below] if below else []
-        lines += [f"not checked: {render.printable(line)}" for line in self._unchecked(result, told)]
+        unchecked = () if told.quiet else told.not_checked if told.verbose else told.not_checked[:_UNCHECKED]
+        lines += [f"not checked: {render.printable(line)}" for line in unchecked]
         stream = getattr(sys, name)
         if told.code or (asked_for and not told.quiet):
             wrong = told.code or any(finding.severity == "error" for finding in told.findings)
@@ -260,12 +260,11 @@ class Run:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
         return ", ".join([f"  {seconds:.1f} s", *rate, f"{peak:,} MiB memory"])
 
-    def _unchecked(self, result: Result | None, told: output_formats.Told) -> list[str]:
+    def _left_open(self, result: Result | None, findings: Sequence[Finding]) -> Sequence[str]:
         """What could not be checked of this checkpoint."""
-        if result is None or told.quiet or not (self._verb and self._verb.tells_unchecked):
-            return []
-        left = not_checked(told.findings) if result.unchecked is None else list(result.unchecked)
-        return left if told.verbose else left[:_UNCHECKED]
+        if result is None or not (self._verb and self._verb.tells_unchecked):
+            return ()
+        return not_checked(findings) if result.unchecked is None else result.unchecked
 
     def _print_findings(self, told: output_formats.Told, name: str) -> None:
         stream = getattr(sys, name)

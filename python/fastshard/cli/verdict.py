@@ -11,7 +11,7 @@ from ..common.errors import VERDICTS, Finding, exit_code
 from ..common.formatting import counted, printable, some
 from ..common.gate import ignored
 
-__all__ = ["subject", "verdict"]
+__all__ = ["in_a_word", "subject", "verdict"]
 
 #: Columns that a reason has at most; the title of its code stands for a longer one.
 _LONGEST = 70
@@ -41,15 +41,21 @@ def verdict(
     """
     if code >= 128:
         word, reason = f"STOPPED by {_SIGNALS.get(signal.Signals(code - 128), 'a signal')}", ""
-    elif found := exit_code(list(findings)) or code:
-        # With --exit-zero the code is 0 whatever was found.
+    elif exit_code(list(findings)) or code:
         reason = reason if word else _why(findings) or reason
-        word = word or VERDICTS.get(found, VERDICTS[2])
+        word = in_a_word(code, findings, word)
     else:
         warnings = sum(f.severity == "warning" and not ignored(f) for f in findings)
-        word = (word or VERDICTS[0]) + (f" with {counted(warnings, 'warning')}" if warnings else "")
+        word = in_a_word(code, findings, word) + (f" with {counted(warnings, 'warning')}" if warnings else "")
     told = f"{word}, {reason}" if reason else word
     return f"{printable(about)}: {printable(told)}{outcome} (exit {code})"
+
+
+def in_a_word(code: int, findings: Sequence[Finding], word: str | None = None) -> str:
+    """The verdict without its reason; of what was found where ``--exit-zero`` made the code 0."""
+    if code >= 128:
+        return "STOPPED"
+    return word or VERDICTS.get(exit_code(list(findings)) or code, VERDICTS[2])
 
 
 def subject(arguments: argparse.Namespace) -> str:

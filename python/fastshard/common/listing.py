@@ -55,20 +55,10 @@ _ARRAY = (".zarray", "zarr.json")
 _NO_TENSORS = ("latest", "latest_universal", ".metadata", "_METADATA", "_sharding", ".zarray")
 _NO_TENSORS_ENDS = (".json", ".md", ".txt", ".yml", ".yaml", ".toml", ".jinja", ".ocdbt")
 
-
-def may_hold_tensors(name: str) -> bool:
-    """False for a file that has no tensors, whatever checkpoint it is of, by its name."""
-    return name not in _NO_TENSORS and not name.endswith(_NO_TENSORS_ENDS)
-
-
-def holds_weights(name: str) -> bool:
-    """True for a file that holds weights by its name, and no state that trainers save beside them."""
-    return name.endswith(_WEIGHTS) and not name.startswith(_SIDE_STATE)
-
-
 #: Most files looked at below one root: a checkpoint directory, not a whole disk.
 MAX_FILES = 2_000_000
 
+#: Ends of names of files that hold weights, and beginnings of those that hold a trainer's other state.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp")
 # source: transformers trainer.py, accelerate utils/constants.py, torchtitan and LLaMA-Factory checkpoints
 _SIDE_STATE = (
@@ -78,6 +68,11 @@ _SIDE_STATE = (
 
 #: `s3://bucket/folder` and the like.
 _ADDRESS = re.compile(r"^[a-z][a-z0-9+.-]*://")
+
+
+def holds_weights(name: str) -> bool:
+    """True for a file that holds weights by its name, and no state that trainers save beside them."""
+    return name.endswith(_WEIGHTS) and not name.startswith(_SIDE_STATE)
 
 
 @dataclass(frozen=True)
@@ -357,7 +352,9 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
         if is_file:
             files_named += 1
             files.append(File(index, path.name, status.st_size))
-    if files_named == len(given) and not any(may_hold_tensors(p.name) for p in given):
+    if files_named == len(given) and all(
+        p.name in _NO_TENSORS or p.name.endswith(_NO_TENSORS_ENDS) for p in given
+    ):
         raise FastshardError.of(
             "FS513",
             "this file holds no tensors",

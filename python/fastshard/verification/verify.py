@@ -98,7 +98,7 @@ def verify(
             "FS515", "subset", expected="n/t with 1 <= n <= t", got=f"{subset[0]}/{subset[1]}"
         )
     include, exclude = list(include), list(exclude)
-    keys = [public_key] if public_key is not None else list(certificates)
+    certificates = list(certificates)
     expected = expected_by(expect)
     options = expected.opening(dict(opening))
     if not isinstance(source, Checkpoint):
@@ -107,7 +107,7 @@ def verify(
     checkpoint = as_checkpoint(source, like=like, **options)
     plan = make_plan(checkpoint.opened, Request(include=include, exclude=exclude))
     findings = list(plan.findings)
-    signed = _signed(checkpoint, signature, public_key, keys if public_key is None else [])
+    signed = _signed(checkpoint, signature, public_key, certificates)
     findings += signed
     run: RunOptions = {**run_options(memory, threads, checkpoint.opened.catalog), "subset": subset}
     findings += _sidecars_differ(checkpoint, plan)
@@ -126,6 +126,7 @@ def verify(
     if downloaded is None or any(f.severity == "error" for f in found):
         return Verdict(found, None)
     by = None if path is None else path.name
+    keys = certificates if public_key is None else [public_key]
     vouched = _vouched(checkpoint, by, None if signature is None else _signed_by(Path(signature), keys))
     partial: list[str] = []
     if downloaded.files:
