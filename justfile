@@ -9,7 +9,7 @@ lint:
     ruff format --check python tests benches docs examples
     ruff check python tests benches docs examples
     mypy
-    python -m mypy.stubtest fastshard._core
+    cd tests && python -m mypy.stubtest --mypy-config-file ../.ci/stubtest.ini fastshard._core
 
 # the core's tests, and the package's
 test:

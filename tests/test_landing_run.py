@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -30,3 +31,23 @@ def test_a_command_that_fails_in_the_middle_of_a_step_fails_the_run(
     ran = subprocess.run(["bash", folder / "run"], capture_output=True, text=True, timeout=60, check=False)
     assert (ran.returncode != 0) == (wrong is not None), ran.stdout + ran.stderr
     assert "went on" not in ran.stdout and ("FAILED" in ran.stdout) == (wrong is not None), ran.stdout
+
+
+@pytest.mark.skipif(shutil.which("cargo") is None, reason="the package is installed without Cargo")
+def test_the_wheel_and_the_tests_of_the_core_share_what_is_compiled() -> None:
+    """A dependency with another feature in one of them is compiled twice, and the core after it."""
+
+    def compiled(*which: str) -> dict[str, str]:
+        """Packages that the core is built with, and their features."""
+        words = ["cargo", "tree", "--offline", "--quiet", "--prefix=none", "--format={p} {f}", *which]
+        ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+        found = (
+            re.fullmatch(r"(\S+ v\S+)(?: \([^*].*\))? (\S*)(?: \(\*\))?", line)
+            for line in ran.stdout.splitlines()
+        )
+        return {match[1]: match[2] for match in found if match}
+
+    wheel = compiled("--package=fastshard", "--edges=normal", "--features=steps")
+    tests = compiled("--package=fastshard", "--edges=normal,dev")
+    assert len(wheel) > 10
+    assert {package: tests.get(package) for package in wheel} == wheel

@@ -41,7 +41,6 @@ mod files;
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
-use std::hash::{BuildHasher, Hasher};
 use std::io;
 use std::path::Path;
 use std::time::Duration;
@@ -81,10 +80,9 @@ pub(crate) fn is_bookkeeping(name: &str) -> bool {
 
 /// Something that nobody else will think of: 32 hex digits.
 pub(crate) fn nonce() -> String {
-    let random = || std::collections::hash_map::RandomState::new().build_hasher().finish();
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-    let text = format!("{}:{}:{:?}:{}", random(), random(), now, Process::own().told());
-    blake3::hash(text.as_bytes()).to_hex()[..32].to_string()
+    let mut bytes = [0; 16];
+    getrandom::fill(&mut bytes).expect("the system gives random bytes");
+    format!("{:032x}", u128::from_ne_bytes(bytes))
 }
 
 /// What a run makes; its caller's words are in `work`.
@@ -175,7 +173,7 @@ impl Shared {
             Finding::new(codes::NO_SUCH_PATH, "the run is missing")
                 .file(&path)
                 .help(format!(
-                    "it was begun on another disk, of other sources or with other options, or has ended; this is {}",
+                    "use the disk, the sources and the options that it was begun with, unless it has ended; this is {}",
                     mounts::told(place.base.path())
                 ))
         };
@@ -209,7 +207,7 @@ impl Shared {
                     "the run where it was begun",
                     format!("nothing of it on {}", mounts::told(place.base.path())),
                 )
-                .help("it was begun on another disk than this host's, or has ended")
+                .help("use a host that sees the disk where it was begun, unless it has ended")
         };
         if nonce.len() < 8 {
             return Err(Finding::new(codes::USAGE, "a run is called by 8 digits at least")
@@ -350,7 +348,7 @@ impl Shared {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
                 return Err(Finding::new(codes::LOCKED, "another process is taking this run over")
                     .file(self.folder.path())
-                    .help("one is enough: look at its output")
+                    .help("look at its output; one is enough")
                     .into())
             }
             file => file.at(&path, "cannot create")?,
@@ -401,7 +399,7 @@ impl Shared {
         Err(Finding::new(codes::LOCKED, "another process is publishing this run")
             .file(self.folder.path())
             .help(
-                "look at its output; if it is gone, the same command with --resume puts the result in place",
+                "look at its output; if it is gone, run the same command with --resume to put the result in place",
             )
             .into())
     }
@@ -424,7 +422,7 @@ impl Shared {
         }
         Err(Finding::new(codes::LOCKED, "another process has taken this run over")
             .file(self.folder.path())
-            .help("one is enough: look at its output")
+            .help("look at its output; one is enough")
             .into())
     }
 
@@ -461,7 +459,7 @@ impl Shared {
                 .file(self.folder.path())
                 .rank(format!("rank {part}"))
                 .expected("one process for each part", other.process.told())
-                .help("give each process a separate rank; one that is gone is replaced once it shows no sign of life")
+                .help("start each process with a separate rank; one that is gone is replaced once it shows no sign of life")
                 .into());
         }
         Member::begin(self, &round.nonce, &who, &patience.clock).map(Joined::Member)
@@ -493,13 +491,13 @@ impl Shared {
 fn unreadable(path: &Path, error: &serde_json::Error) -> Error {
     Finding::new(codes::LEFTOVER_RUN, format!("what is written of the run cannot be read ({error})"))
         .file(path)
-        .help("remove the staging folder to start afresh")
+        .help("start afresh by removing the staging folder")
         .into()
 }
 
 fn other(folder: &Dir, what: &str) -> Error {
     Finding::new(codes::LEFTOVER_RUN, format!("the staging folder holds another run: {what}"))
         .file(folder.path())
-        .help("begin the run once more, and give its parts the id that this prints")
+        .help("begin the run once more, and pass its parts the id that this prints")
         .into()
 }
