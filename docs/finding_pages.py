@@ -17,7 +17,6 @@ from types import ModuleType
 
 from fastshard.cli import main
 from fastshard.cli.code_pages import PAGES
-from fastshard.cli.verbs.explain import parts
 from fastshard.common.errors import CODES
 
 ROOT = Path(__file__).parent.parent
@@ -31,17 +30,16 @@ def page(code: str) -> str:
     every code."""
     row = CODES[code]
     more = PAGES.get(code)
-    means, fix = parts(row.explanation, more.meaning if more else 1)
     lines = [
         f"# {code} {row.title}",
         "",
         f"*{row.severity}; {'' if row.severity == 'error' else 'as an error, '}exit code {_EXITS[row.exit]}*",
         "",
     ]
-    told = {"What it means": means}
+    told = {"What it means": row.meaning}
     if more:
         told |= {"Why it happens": more.why, "How to confirm": more.confirm}
-    for title, text in {**told, "How to fix": fix}.items():
+    for title, text in {**told, "How to fix": row.help}.items():
         lines += [f"## {title}", "", text, ""] if text else []
     if shown := example(code):
         lines += ["## Example", "", "```console", *shown, "```", ""]

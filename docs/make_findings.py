@@ -29,13 +29,13 @@ def page() -> str:
             "",
             f"## FS{digit}xx {title}",
             "",
-            "| code | title | severity | exit | meaning |",
-            "|---|---|---|---|---|",
+            "| code | title | severity | exit | meaning | what to do |",
+            "|---|---|---|---|---|---|",
         ]
         for code, row in sorted(CODES.items()):
             if code[2] == digit:
                 lines.append(
-                    f"| {code} | {row.title} | {row.severity} | {EXITS[row.exit]} | {row.explanation} |"
+                    f"| {code} | {row.title} | {row.severity} | {EXITS[row.exit]} | {row.meaning} | {row.help} |"
                 )
     return "\n".join(lines) + "\n"
 

@@ -297,7 +297,9 @@ def test_a_tokenizer_larger_than_the_rows_says_so(tmp_path: Path) -> None:
     ran = cli("plan", NEOX, "--to", "hf", "--tokenizer", file, "--vocab-size", "300")
     (found,) = ran.having("FS211")
     assert "more than the 512 rows that are stored" in found["message"]
-    assert found["expected"] == "all 512 rows stored" and "--vocab-size 512 keeps every row" in found["help"]
+    assert (
+        found["expected"] == "all 512 rows stored" and "--vocab-size 512 to keep every row" in found["help"]
+    )
 
 
 def test_a_part_of_the_ids_is_no_size_of_the_vocabulary(tmp_path: Path) -> None:

@@ -87,6 +87,77 @@ def test_a_phrase_does_not_come_back(phrase: str) -> None:
 
 @pytest.mark.parametrize("code", sorted(CODES))
 def test_an_explanation_is_short_sentences(code: str) -> None:
-    sentences = re.split(r"(?<=[.:;)]) ", CODES[code].explanation)
+    row = CODES[code]
+    sentences = re.split(r"(?<=[.:;)]) ", f"{row.meaning} {row.help}")
     assert all(len(sentence.split()) <= 30 for sentence in sentences)
-    assert CODES[code].explanation.endswith(".") and CODES[code].title[0].isupper()
+    assert row.meaning.endswith(".") and row.title[0].isupper()
+    assert row.help == "" or (row.help.endswith(".") and IMPERATIVE.match(row.help.lower()))
+
+
+#: How an advice begins. What deletes is missing: it comes behind another verb.
+IMPERATIVE = re.compile(
+    r"(?:did you mean|"
+    r"add|ask|begin|check|choose|compare|continue|convert|copy|correct|count|create|dequantise|describe|"
+    r"do|download|expect|fetch|fill|finish|fix|free|give|ignore|install|keep|leave|let|load|log|look|"
+    r"lower|make|mark|merge|mount|move|name|narrow|pass|point|put|raise|rebuild|redistribute|rename|"
+    r"repair|report|restore|run|save|say|see|set|start|submit|test|unset|untie|use|wait|wrap|write)\b"
+)
+#: Calls whose ``help`` is that of an option or a command.
+NO_FINDING = {"Option", "Verb", "add_argument", "add_parser"}
+#: Functions that take it by its place.
+HELP_AT = {"_changed": 1, "class_of": 1, "missing": 3, "problem": 6}
+
+
+def help_of_python() -> Iterator[tuple[str, int, str]]:
+    for path in sorted((ROOT / "python/fastshard").rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        assigned = [
+            (node.targets[0].id, node.value)
+            for node in nodes
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        ]
+
+        def texts(value: ast.AST, assigned: list[tuple[str, ast.expr]] = assigned) -> Iterator[str]:
+            match value:
+                case ast.Constant(value=str(text)):
+                    yield text
+                case ast.JoinedStr(values=[ast.Constant(), *_] as parts):
+                    yield "".join(
+                        str(part.value) if isinstance(part, ast.Constant) else "{}" for part in parts
+                    )
+                case ast.IfExp(body=one, orelse=other) | ast.BoolOp(values=[one, other]):
+                    yield from (*texts(one), *texts(other))
+                case ast.Name(id=called):
+                    yield from (text for known, given in assigned if known == called for text in texts(given))
+
+        for node in nodes:
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                values = [k.value for k in node.keywords if k.arg == "help" and name not in NO_FINDING]
+                values += node.args[HELP_AT[name] :][:1] if name in HELP_AT else []
+                for text in (text for value in values for text in texts(value)):
+                    yield str(path.relative_to(ROOT)), node.lineno, text
+
+
+def help_of_rust() -> Iterator[tuple[str, int, str]]:
+    literal = r'(?:&?format!\(\s*)?"((?:[^"\\]|\\.)*)"'
+    places = rf"(?:\.help\(\s*|let help =\s*|\.help = Some\(\s*|const RESTORE: &str =\s*){literal}"
+    for path in sorted((ROOT / "rust").glob("*/src/**/*.rs")):
+        if "tests" not in path.parts and path.name != "tests.rs":
+            text = re.split(r"#\[cfg\(test\)\]\s*mod", path.read_text(encoding="utf-8"))[0]
+            for found in re.finditer(places, text, re.S):
+                line = text[: found.start()].count("\n") + 1
+                yield str(path.relative_to(ROOT)), line, re.sub(r"\\\n\s*", "", found[1])
+
+
+def test_a_help_text_says_first_what_to_do() -> None:
+    helps = [*help_of_python(), *help_of_rust()]
+    assert len(helps) > 450
+    wrong = [f"{path}:{line}: {text}" for path, line, text in helps if not IMPERATIVE.match(text)]
+    long = [
+        f"{path}:{line}: {text}"
+        for path, line, text in helps
+        if any(len(sentence.split()) > 30 for sentence in re.split(r"(?<=[.:;)]) ", text))
+    ]
+    assert not wrong, "begin with what to do:\n" + "\n".join(wrong)
+    assert not long, "at most 30 words a sentence:\n" + "\n".join(long)

@@ -632,8 +632,8 @@ def will_read(ranges: Sequence[tuple[PathLike[str], int, int]]) -> None:
 def shared_run(out: str | PathLike[str], nonce: str) -> dict[str, Any]:
     """What is written of a run: ``run``, ``folder``, ``about``, ``parts``, ``missing``."""
 
-def codes_table() -> list[tuple[str, str, str, int, str, str]]:
-    """The table of finding codes, in order: code, name, severity, exit code of an error, title, explanation."""
+def codes_table() -> list[tuple[str, str, str, int, str, str, str]]:
+    """The table of finding codes, in order: code, name, severity, exit code of an error, title, meaning, help."""
 
 def exit_code(findings: list[Finding]) -> int:
     """The exit code that findings stand for."""

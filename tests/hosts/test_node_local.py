@@ -406,7 +406,7 @@ def test_a_file_whose_status_changes_meanwhile_stops_all(place: Path) -> None:
             started.append(Host(f"node{rank}").start(argv))
         for code, _, err in ended(started):
             assert code == 1 and "FS506" in err and file.name in err and f"node{linked}" in err, err
-            assert "--resume continues" not in err, err
+            assert "--resume to continue" not in err, err
         assert not (place / "out").exists()
         # What was made of it may be of other content: nobody goes on with it.
         for code, _, err in OnDisks(parts).run("merge", place / "out", "--resume"):

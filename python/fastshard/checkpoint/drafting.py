@@ -88,7 +88,7 @@ def movable(source: Source, target: Target, request: Request) -> None:
             f"the optimizer's state of {source.framework} is not converted to {target.name}",
             expected="a state of DeepSpeed, torch, Megatron-LM or ColossalAI",
             got=source.framework,
-            help="convert to maxtext, which holds it, or do without --optimizer",
+            help="convert to maxtext, which holds it, or leave out --optimizer",
         )
 
 

@@ -167,7 +167,7 @@ def _swapped(group: list[Finding]) -> list[Finding]:
         return group
     a, b = group
     named = "--accept renamed" in (a.help or "")
-    back = f"rename the two files back, or copy both again{'; if the names are right: --accept renamed' if named else ''}"
+    back = f"rename the two files back, or copy both again{'; if the names are right, pass --accept renamed' if named else ''}"
     return [
         a.replace(
             message=f"{' and '.join(_apart(a.file or '', b.file or ''))} are swapped",

@@ -103,7 +103,7 @@ def compare(path: Path, document: dict[str, Any], checkpoint: Checkpoint, run: R
                 else "the manifest does not name this file",
                 severity="error" if loaded else "warning",
                 file=file.path,
-                help="take it away if it does not belong to the result" if loaded else None,
+                help="move it away if it does not belong to the result" if loaded else None,
             )
         )
     return findings

@@ -143,7 +143,7 @@ class Expected:
         if self.config is None:
             return options
         if options.get("config") is not None:
-            raise FastshardError.of("FS515", "both --config and --expect give a config", help="give it once")
+            raise FastshardError.of("FS515", "both --config and --expect give a config", help="pass it once")
         return {**options, "config": self.config}
 
     def check(
@@ -311,7 +311,7 @@ def against_result(
                     tensor=name,
                     expected=f"BLAKE3 {tensor['blake3']}",
                     got=hashes[name],
-                    help="the checkpoint was changed or damaged since, or another layout's values are stored",
+                    help="restore the file that holds it from a good copy; it was changed or damaged since, or has another layout's values",
                 )
             )
     findings += [

@@ -113,7 +113,7 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
             "the file holds more data besides its tensors than fastshard reads; the rest was not read",
             severity="warning",
             file=found.files[file].path,
-            help="give the training config with --config if something is missed",
+            help="pass the training config with --config if something is missed",
         )
         for file in sorted(contents.cut)
     )
@@ -179,7 +179,7 @@ def _said(given: OpenOptions, reference: Reference | None) -> Options:
     if reference is not None and reference.roster is None:
         if config is not None:
             raise FastshardError.of(
-                "FS515", "both --config (or --expect) and --like give a config", help="give it once"
+                "FS515", "both --config (or --expect) and --like give a config", help="pass it once"
             )
         config, path = reference.config, str(reference.config_file)
     step, prefix, layout = given.get("step"), given.get("prefix"), given.get("layout")
@@ -443,7 +443,7 @@ def as_checkpoint(source: CheckpointSource, **options: Any) -> Checkpoint:
                 "FS515",
                 "the checkpoint is open already",
                 got=", ".join(late),
-                help="give these to fastshard.open",
+                help="pass these to fastshard.open",
             )
         return source
     if isinstance(source, (str, os.PathLike)):

@@ -27,14 +27,14 @@ def weights_taken(
             "FS402",
             "the checkpoint holds no fp32 master weights or optimizer state",
             severity="error",
-            help="only its parameters can be taken (--weights params)",
+            help="pass --weights params; only its parameters can be taken",
         )
     if weights == "params" and not state.params_stored:
         raise FastshardError.of(
             "FS402",
             "the checkpoint holds its parameters as fp32 master weights only (ZeRO stage 3)",
             severity="error",
-            help="take the master weights (--weights masters, the default here); --dtype bf16 rounds them",
+            help="pass --weights masters (the default here) to take the master weights; --dtype bf16 rounds them",
         )
     if not held or state.moments_named:
         return list(opened)
@@ -104,9 +104,9 @@ def evidence(
 def unproven(source: Source, seen: heuristics.Evidence | None) -> Finding:
     """That nothing states all that must exist, and what of it nothing speaks of."""
     if source.model.config is None:
-        help_ = "give --expect CONFIG (a config.json or the training config)"
+        help_ = "pass --expect CONFIG (a config.json or the training config)"
     else:
-        help_ = "--like with a good checkpoint of the model states it, --expect with a manifest, or --layout with a table of your own"
+        help_ = "pass --like with a good checkpoint of the model, --expect with a manifest, or --layout with a table of your own"
     unnoticed = "nothing outside the files states what must exist"
     if seen is not None:
         if source.expected_names:

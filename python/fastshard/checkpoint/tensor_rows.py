@@ -117,7 +117,7 @@ def matching(
         raise FastshardError.of(
             "FS515",
             "no tensor is left by these filters",
-            help="`fastshard ls --by layer` (role, dtype) shows what there is",
+            help="run `fastshard ls --by layer` (role, dtype) to see what there is",
         )
     return found
 
@@ -140,5 +140,5 @@ def _nothing_matches(globs: Sequence[str], names: list[str]) -> FastshardError:
     return FastshardError.of(
         "FS515",
         f"no tensor matches {', '.join(globs)}, and no file is called that",
-        help=f"did you mean {near}?" if near else "patterns are shell patterns for full names: '*norm*'",
+        help=f"did you mean {near}?" if near else "write shell patterns for full names, e.g. '*norm*'",
     )

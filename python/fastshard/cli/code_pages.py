@@ -14,8 +14,6 @@ class Page(NamedTuple):
     why: str
     #: How to confirm it.
     confirm: str
-    #: How many sentences of the explanation say what it means; the others say how to fix it.
-    meaning: int = 1
 
 
 PAGES = {
@@ -51,7 +49,6 @@ PAGES = {
     "FS108": Page(
         "Another run or another number of ranks saved to the same directory, and its files stayed.",
         "Look at the times of the file and of its neighbours, and at the index.",
-        3,
     ),
     "FS109": Page(
         "There is no config.json, or fastshard has no layout for this model_type.",
@@ -64,7 +61,6 @@ PAGES = {
     "FS111": Page(
         "The processes of the job did not write to shared storage.",
         "List the directory that the finding names on the host that ran the process.",
-        3,
     ),
     "FS112": Page(
         "Training keeps several steps in one directory.",
@@ -81,7 +77,6 @@ PAGES = {
     "FS115": Page(
         "Shards were renamed or written again, and the index of an earlier save stayed.",
         "`fastshard trace CKPT TENSOR` names the file that holds a tensor. Look for the tensor's name in the index.",
-        4,
     ),
     "FS201": Page(
         "A file of another run or another number of ranks is in the directory.",
@@ -158,7 +153,6 @@ PAGES = {
     "FS303": Page(
         "A copy or a rename went wrong, often in a shell loop.",
         "`cmp FILE OTHER` compares the two files. Look at the file on the node that wrote it.",
-        2,
     ),
     "FS304": Page(
         "The tensor was initialised with a constant, or a rank was copied over the others.",
@@ -199,7 +193,6 @@ PAGES = {
     "FS313": Page(
         "A shard was lost before the tensors were merged, or the tensor was pruned.",
         "`fastshard stats CKPT --include NAME` shows the rows or columns. Compare the tensor with a good copy.",
-        3,
     ),
     "FS314": Page(
         "The training script turned checksums off to save faster.",
@@ -216,7 +209,6 @@ PAGES = {
     "FS401": Page(
         "The parameters were loaded from elsewhere and the optimizer was not, or a rank file is from another step.",
         "`fastshard master-weights CKPT -v` lists the tensors with their largest difference.",
-        2,
     ),
     "FS402": Page(
         "ZeRO stage 3 stores the weights once, and other stages may store no optimizer state.",

@@ -98,8 +98,8 @@ def as_sarif(told: Told) -> str:
             "id": code,
             "name": "".join(word.capitalize() for word in CODES[code].name.split("_")),
             "shortDescription": {"text": CODES[code].title},
-            "fullDescription": {"text": CODES[code].explanation},
-            "help": {"text": f"{CODES[code].explanation}\n\nfastshard explain {code}"},
+            "fullDescription": {"text": CODES[code].meaning},
+            "help": {"text": f"{CODES[code].help}\n\nfastshard explain {code}".lstrip()},
             "defaultConfiguration": {"level": _LEVELS[CODES[code].severity]},
         }
         for code in codes

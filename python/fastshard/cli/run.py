@@ -111,7 +111,7 @@ class Run:
     def _nothing_begun(self) -> str | None:
         if self._destination is None:
             return None
-        return f"{UNPUBLISHED}, and nothing is left of it: run it again"
+        return f"run it again; {UNPUBLISHED}, and nothing is left of it"
 
     @property
     def _verb(self) -> Verb | None:
@@ -139,7 +139,7 @@ class Run:
             finding = Finding.of(
                 "FS520",
                 f"{type(error).__name__}: {told} ({where})",
-                help="a defect of fastshard: please report it; -v prints where it was raised",
+                help="report this defect of fastshard; -v prints where it was raised",
             )
             if getattr(self._arguments, "verbose", 0):
                 self._streams.say(render.printable("".join(traceback.format_exception(error)), keep="\n"))

@@ -216,7 +216,7 @@ def spread(a: argparse.Namespace) -> dict[str, Any]:
         raise FastshardError.of(
             "FS515",
             f"--ray and {', '.join(given)}",
-            help="with --ray one process is started, and Ray starts the others; without it each rank by itself",
+            help="leave out --ray, or these options; with --ray start one process, and Ray starts the others",
         )
     # All cores of a node are its own affair.
     return {"address": a.ray, "threads": None if a.threads is None else thread_count(a.threads)}

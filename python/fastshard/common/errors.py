@@ -38,7 +38,10 @@ class Code(NamedTuple):
     exit: int
     #: What it is called, in a few words.
     title: str
-    explanation: str
+    #: What it means.
+    meaning: str
+    #: What to do, beginning with a verb; empty where only the finding can say it.
+    help: str
 
 
 #: Every code, in order.

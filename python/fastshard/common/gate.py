@@ -38,7 +38,7 @@ class Gate:
             raise FastshardError.of("FS515", "fail_on", expected=" or ".join(FAIL_ON), got=repr(fail_on))
         raised, aside = _codes("error", error), _codes("ignore", ignore)
         if both := sorted({*raised} & {*aside}):
-            raise FastshardError.of("FS515", f"{both[0]} is both in error and in ignore", help="give it once")
+            raise FastshardError.of("FS515", f"{both[0]} is both in error and in ignore", help="pass it once")
         return cls(fail_on == "warning", raised, aside)
 
     def __bool__(self) -> bool:
@@ -82,7 +82,7 @@ def _codes(option: str, given: Iterable[str]) -> tuple[str, ...]:
             raise FastshardError.of(
                 "FS515",
                 f"{option}: no finding has the code {word}{meant(code, CODES)}",
-                help="`fastshard explain` lists all codes",
+                help="run `fastshard explain` to list all codes",
             )
         codes.append(code)
     return tuple(dict.fromkeys(codes))

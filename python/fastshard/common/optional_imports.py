@@ -25,6 +25,6 @@ def imported(*modules: str, told: str, extra: str) -> Any:
         first, *_ = [import_module(name) for name in modules]
     except ImportError as error:
         raise FastshardError.of(
-            "FS514", f"{told}: {error}", help=f"pip install 'fastshard[{extra}]'"
+            "FS514", f"{told}: {error}", help=f"install it: pip install 'fastshard[{extra}]'"
         ) from None
     return first

@@ -65,7 +65,7 @@ def load_model(
         view.verify(progress=progress, memory=memory)
     given = view.config
     if given is None:
-        raise FastshardError.of("FS209", "no config.json says which model it is", help="give it with config=")
+        raise FastshardError.of("FS209", "no config.json says which model it is", help="pass it with config=")
     kind = _class(transformers, given)
     _tell_of_rounding(view)
     config = kind.config_class.from_dict(given)

@@ -93,5 +93,5 @@ def _strangers(met: Met, reference: Reference) -> Finding:
         tensor=met.further[0] if met.further else None,
         expected=f"names like {lacking[0][0]}" if lacking else None,
         got=met.further[0] if met.further else "nothing",
-        help="give a reference of the same model, under Hugging Face's names or the checkpoint's names",
+        help="pass a reference of the same model, under Hugging Face's names or the checkpoint's names",
     )

@@ -27,5 +27,5 @@ def refuse_untold(config: dict[str, Any], file: str) -> None:
         "FS514",
         f"no table for model_type {shown(config.get('model_type'))}: its config does not say which tensors the model has",
         file=file,
-        help="give a good checkpoint of the model with --like, or describe the model in a table of your own (--layout FILE)",
+        help="pass a good checkpoint of the model with --like, or describe the model in a table of your own (--layout FILE)",
     )

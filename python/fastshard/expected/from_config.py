@@ -137,7 +137,7 @@ def _row(name: str, shape: tuple[int, ...], sizes: set[int], stated: Stated) -> 
         yield Finding.of(
             "FS208", f"the rows are one of {exact} slices of the vocabulary", tensor=name,
             expected=f"{size} rows (vocab_size)", got=str(list(shape)),
-            help="the slices of the other ranks are missing: take them from the checkpoint that it was made of",
+            help="copy the slices of the other ranks from the checkpoint that it was made of",
         )  # fmt: skip
     else:
         yield _differs(name, count, near, "warning" if stated.lists_blocks else "error")
@@ -149,7 +149,7 @@ def _columns(name: str, shape: tuple[int, ...], widths: set[int]) -> Iterator[Fi
         yield Finding.of(
             "FS208", "the columns are a slice of the hidden size, by the config", tensor=name,
             expected=" or ".join(str(w) for w in sorted(widths)), got=str(list(shape)),
-            help="the slices of the other ranks are missing: take them from the checkpoint that it was made of",
+            help="copy the slices of the other ranks from the checkpoint that it was made of",
         )  # fmt: skip
 
 
@@ -183,7 +183,7 @@ def ends(tensors: Mapping[str, Held], config: Mapping[str, Any]) -> Iterator[Fin
         yield Finding.of(
             "FS102", f"no tensor is the {lacking}, which the config says is not tied to {held[0]}",
             expected=f"a further matrix of {words} rows (tie_word_embeddings false)", got="nothing",
-            help="the file that held it is missing from the index too: copy it, or correct tie_word_embeddings if the two are tied",
+            help="copy the file that held it, which is missing from the index too, or correct tie_word_embeddings if the two are tied",
         )  # fmt: skip
 
 
@@ -222,7 +222,7 @@ def _gap(stack: Stack, code: str, what: str, stated: Stated | None) -> Iterator[
         code, f"the names of {what}s go to {stack.count - 1}, and no tensor has some of the numbers below",
         severity="warning" if meant else "error", tensor=f"{stack.prefix}{gaps[0]}",
         expected=f"{stack.count} {what}s", got=f"all but {_ranges(gaps)}",
-        help="the files that held them are missing from the index too: copy them from the original checkpoint",
+        help="copy the files that held them from the original checkpoint; they are missing from the index too",
     )  # fmt: skip
 
 
@@ -239,13 +239,13 @@ def _ends(stack: Stack, stated: Stated, in_files: bool) -> Iterator[Finding]:
             "FS103", "the last layers are missing", severity="error" if in_files else "warning",
             tensor=f"{stack.prefix}{stack.count}",
             expected=f"{' or '.join(map(str, sorted(sizes)))} layers by the config", got=f"{stack.count}",
-            help="the files that held them are missing from the index too: copy them from the original checkpoint",
+            help="copy the files that held them from the original checkpoint; they are missing from the index too",
         )  # fmt: skip
     elif stack.count > max(sizes) + sum(stated.of(_FURTHER).values()):
         yield Finding.of(
             "FS215", "there are more layers than the config says", severity="warning",
             tensor=f"{stack.prefix}{stack.count - 1}", expected=f"{max(sizes)} layers", got=f"{stack.count}",
-            help="the config describes another model, or the layers belong to another stack: they are kept",
+            help="check the config; it describes another model, or the layers, which are kept, belong to another stack",
         )  # fmt: skip
 
 
@@ -283,7 +283,7 @@ def _experts(stack: Stack, stated: Stated, tensors: Mapping[str, Held], in_files
             "FS102", "the last experts are missing", severity="error" if in_files or routed else "warning",
             tensor=f"{stack.prefix}{stack.count}",
             expected=f"{min(sizes)} experts by the config", got=f"{stack.count}",
-            help="the files of other expert-parallel ranks are missing from the index too: copy them",
+            help="copy the files of other expert-parallel ranks, which are missing from the index too",
         )  # fmt: skip
 
 

@@ -201,7 +201,7 @@ def _told(
             tensor=f"{prefix}{number}.{rest}",
             expected=f"{prefix}*.{rest} in all of {total} layers" if alike == total - 1 else "as its sisters",
             got="nothing",
-            help="the file that held it is missing from the index too, or the save dropped it: copy or save it again",
+            help="copy the file that held it, which is missing from the index too, or save it again if the save dropped it",
         )
 
 
@@ -246,7 +246,7 @@ def _shapes(stack: Stack) -> Iterator[Finding]:
                 + (", and nothing else in this one differs from theirs" if alone else ""),
                 severity="error" if alone else "warning",
                 tensor=name, expected=str(list(common)), got=str(list(shape)),
-                help="take the tensor from all ranks that hold it" if code == "FS208"
+                help="merge the tensor from all ranks that hold it" if code == "FS208"
                 else "copy the file again: the tensor is from another model or run",
             )  # fmt: skip
 

@@ -148,7 +148,7 @@ def _without_ties(compared: Comparison, unmatched: Unmatched) -> Unmatched:
             severity="warning",
             tensor=compared.stored(name),
             expected=f"as in {compared.path}",
-            help="versions of transformers before 5 look for it by this name, and initialise it where it is missing",
+            help="load it with transformers 5 or later; versions before look for it by this name, and initialise it where it is missing",
         )
         for name in alone[:1]
     ]
@@ -261,7 +261,7 @@ def further(compared: Comparison, names: list[str]) -> list[Finding]:
             f"unexpected tensor: the reference {compared.path} lacks it",
             tensor=stored,
             got=extents(compared.shape(stored)),
-            help="nothing is dropped: leave it out on purpose (--exclude), take a source without it, or do without --like",
+            help="leave it out on purpose (--exclude), choose a source without it, or leave out --like; nothing is dropped",
         )
         for stored in names[:TOLD]
     ]

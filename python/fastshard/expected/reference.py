@@ -190,7 +190,7 @@ def _entries(whole: Whole) -> Iterable[tuple[str, list[int | None] | None, str |
             "FS106",
             "it holds several copies of the model",
             got=", ".join(f"{prefix}*" for prefix in copies),
-            help="give a reference that holds one",
+            help="pass a reference that holds one",
         )
     names = source.names or bare([name for name, *_ in whole.tensors])
     for name, dtype, shape in whole.tensors:

@@ -131,7 +131,7 @@ def moves(side: Side, roster: _core.Roster, path: str) -> Moved | None:
         # The reference lies below a name, which may be a trainer's: the model's own names stay.
         return None
     if way.uncertain:
-        help_ = "give a reference with the names of the checkpoint; --prefix says where one of several models begins"
+        help_ = "pass a reference with the names of the checkpoint; --prefix says where one of several models begins"
         raise _ambiguous(path, way.readings, help_)
     return way if way.names else None
 

@@ -63,7 +63,7 @@ def shapes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
                 tensor=kept[0],
                 expected=f"{own} rows, as config.json and {resized[0].stored} have it",
                 got=f"{theirs} rows, as in {compared.path}",
-                help="the vocabulary was resized in part: save the model again",
+                help="save the model again; the vocabulary was resized in part",
             )
         )
     elif kept and not rest:
@@ -134,7 +134,7 @@ def _shaped(compared: Comparison, one: _Differing, own: int | None, theirs: int 
         f"its shape differs from that in the reference {compared.path}"
         + (", the same turned" if turned else "")
         + said,
-        help=f"give --vocab-size {want} if the rows beyond are padding, or a reference with the same vocabulary"
+        help=f"pass --vocab-size {want} if the rows beyond are padding, or a reference with the same vocabulary"
         if longer
         else "compare the two configs: it is from another model, or was changed after it was saved",
         **told,
@@ -236,6 +236,6 @@ def total_bytes(compared: Comparison) -> list[Finding]:
             f"the tensors have other bytes than the index of the reference {compared.path} states (metadata.total_size)",
             expected=f"{total} bytes, or as many times more or less as other dtypes make",
             got=f"{held} bytes",
-            help="a tensor is truncated or of another model: give the reference's files too, whose headers decide",
+            help="pass the reference's files too, whose headers decide; a tensor is truncated or of another model",
         )
     ]

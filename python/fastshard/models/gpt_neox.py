@@ -200,7 +200,7 @@ class GptNeoX:
                     f"{model.framework} to the mean square",
                     severity="note",
                     file=file,
-                    help="logits agree but for activations about as small as its root",
+                    help="expect equal logits but for activations about as small as its root",
                 )
             )
         return out, findings
@@ -223,7 +223,7 @@ def _remarks(values: Mapping[str, Any], is_fused: bool, lacking: list[str]) -> l
             Finding.of(
                 "FS216",
                 "pos_emb is not stated, and there is no position embedding; rotary is written",
-                help="give the training config with --config",
+                help="pass the training config with --config",
             )
         )
     if lacking:

@@ -29,7 +29,7 @@ LLAMA3_SCALING = {
 }  # fmt: skip
 #: Blocks that compute what Llama does. source: MaxText layers/decoders.py
 _BLOCKS = ("llama2", "mistral")
-_MERGE = "`fastshard merge` writes the tensors under MaxText's own names"
+_MERGE = "run `fastshard merge`, which writes the tensors under MaxText's own names"
 _WORDS = {
     "eps": "normalization_layer_epsilon", "rope.base": "rope_max_timescale", "activation": "mlp_activations", "rope.scaling": "rope_type",
 }  # fmt: skip
@@ -118,7 +118,7 @@ class MaxText:
             raise FastshardError.of(
                 "FS209",
                 "the order of queries and keys depends on `rope_type`, which is not stated",
-                help="give MaxText's yml with --config (it must say rope_type: default or llama3.1, or the model_name)",
+                help="pass MaxText's yml with --config (it must say rope_type: default or llama3.1, or the model_name)",
             )
         remarks, assumed = [_order_open()] if pairs is None else [], {}
         found: dict[str, float | None] = {}
@@ -176,7 +176,7 @@ class MaxText:
                 "the config describes another model than the tensors",
                 expected=f"a Llama or Mistral{with_}",
                 got=shown(config.get("model_type")),
-                help="give the config of this model with --config",
+                help="pass the config of this model with --config",
             )
         seen = Evidence(evidence.family, facts, evidence.axes)
         model = huggingface.DIALECT.read(config, seen)
@@ -288,7 +288,7 @@ def _stated_nowhere(what: str, severity: str) -> Finding:
         "FS216",
         f"not stated: {what}",
         severity=severity,
-        help="give the model's config.json with --config, or correct the one that is written",
+        help="pass the model's config.json with --config, or correct the one that is written",
     )
 
 

@@ -105,7 +105,7 @@ class Model:
                 "FS216",
                 f"{self.assumed[name]} is not stated; {self.framework}'s default {self._value(name)!r} is written",
                 file=file,
-                help="give the training config with --config",
+                help="pass the training config with --config",
             )
             for name in fields
             if name in self.assumed
@@ -151,5 +151,5 @@ def unstated(key: str, values: str, why: str = "which is not stated") -> Finding
     return Finding.of(
         "FS209",
         f"the model depends on `{key}`, {why}",
-        help=f"give the training config with --config (it must say {key}{values})",
+        help=f"pass the training config with --config (it must say {key}{values})",
     )

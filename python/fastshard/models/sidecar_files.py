@@ -113,7 +113,7 @@ def passed_over(folders: Iterable[Folder], held: Collection[str]) -> list[Findin
     (path, why), names = left[0], list(dict.fromkeys(path.name for path, _ in left))
     ways = [f"--tokenizer {path.parent}"] if any(tokenizer.is_of(name) for name in names) else []
     ways += [f"--config {path.parent / 'config.json'}"] if "config.json" in names else []
-    taken = f"; to take them all the same: {' '.join(ways)}" if ways else ""
+    taken = f"; to take them all the same, pass {' '.join(ways)}" if ways else ""
     return [
         Finding.of(
             "FS108",
@@ -193,7 +193,7 @@ def _right_one(name: str) -> str:
     return (
         "pass the tokenizer of this model with --tokenizer"
         if tokenizer.is_of(name)
-        else "take the wrong one away"
+        else "move the wrong one away"
     )
 
 
@@ -234,7 +234,7 @@ def _code(config: Path, folder: Folder) -> dict[str, Path]:
             file=str(config.parent),
             expected=f"{_MAX_CODE} modules at most",
             got=str(len(paths)),
-            help="give a folder that holds only the model's with --config",
+            help="pass a folder that holds only the model's with --config",
         )
     for path in paths:
         refuse_unprintable(path.name, path)

@@ -127,7 +127,7 @@ def refuse(format: str, kinds: Iterable[Says], model: Model) -> None:
             f"no {format} layout for the family {model.family!r}",
             expected=" | ".join(family for kind in kinds for family in kind.families),
             got=model.family,
-            help=f"`fastshard merge` writes the tensors under {model.framework}'s own names",
+            help=f"run `fastshard merge`, which writes the tensors under {model.framework}'s own names",
         )
     kind, lacking = fitting(model, near)
     if lacking:

@@ -28,8 +28,8 @@ def words(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -> 
                 file=tokenizer.path,
                 expected=f"all {rows} rows stored" if beyond else f"{words} of {rows} rows stored",
                 got=str(kept),
-                help=f"--vocab-size {min(words, rows)} keeps {'every row' if beyond else 'them'}; "
-                "or give the tokenizer that belongs to the model with --tokenizer",
+                help=f"pass --vocab-size {min(words, rows)} to keep {'every row' if beyond else 'them'}, "
+                "or pass the tokenizer that belongs to the model with --tokenizer",
             )
         ]
     if rows < words:
@@ -60,7 +60,7 @@ def _unproven_words(tokenizer: Tokenizer, kept: int, rows: int) -> list[Finding]
             f"{rows - kept} of {rows} rows are dropped without proof that no token has one of them",
             severity="warning",
             file=str(file),
-            help="give the tokenizer that belongs to the model with --tokenizer, tokenizer_config.json included",
+            help="pass the tokenizer that belongs to the model with --tokenizer, tokenizer_config.json included",
         )
     ]
 
@@ -78,6 +78,6 @@ def padding(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -
         Finding.of(
             "FS109",
             f"the true size of the vocabulary is not stated: all {axes['P']} rows are kept, padding too if there is any",
-            help=f"give {number}",
+            help=f"pass {number}",
         )
     ]

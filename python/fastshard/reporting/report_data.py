@@ -38,6 +38,7 @@ class Group:
     #: Its name, in words.
     name: str
     severity: str
+    #: What the code means, and what to do.
     explanation: str
     findings: tuple[Finding, ...]
     #: What to do, each advice once.
@@ -254,7 +255,7 @@ def _groups(findings: Iterable[Finding]) -> tuple[Group, ...]:
             code,
             CODES[code].title if code in CODES else "",
             severity,
-            CODES[code].explanation if code in CODES else "",
+            f"{CODES[code].meaning} {CODES[code].help}".rstrip() if code in CODES else "",
             tuple(group),
             tuple(dict.fromkeys(f.help for f in group if f.help)),
         )

@@ -202,7 +202,7 @@ def counted(text: str, file: File) -> int:
             file=file.path,
             expected=f"at most {MAX_DEGREE}",
             got=text if len(text) < 24 else f"{text[:20]}...",
-            help="remove the file if it is no part of this save",
+            help="move the file away if it is no part of this save",
         )
     return number
 
@@ -228,3 +228,8 @@ def missing(path: str, rank: str | None, why: str, help: str, *, upto: str | Non
     """A file that must be there and is not; or all from it to ``upto``, the name of the last of a run."""
     what = "the file is missing" if upto is None else f"the files from this one to {upto} are missing"
     return Finding.of("FS101", what, file=path, rank=rank, evidence=why, help=help)
+
+
+def unexpected(path: str, why: str) -> Finding:
+    """A file that is no part of this checkpoint and was not read: ``why`` says what shows it."""
+    return Finding.of("FS108", why, file=path, help="move it away if another run left it")

@@ -129,7 +129,12 @@ def _of_optimizer(folder: str, every: set[str]) -> bool:
 
 def within_this(folders: Iterable[str]) -> list[Finding]:
     """Notes on folders inside of the one that is taken."""
-    return [Finding.of("FS108", "a checkpoint within this one", file=folder) for folder in folders]
+    return [
+        Finding.of(
+            "FS108", "a checkpoint within this one", file=folder, help=f"pass {folder} to read that one"
+        )
+        for folder in folders
+    ]
 
 
 def _below(folder: str, other: str) -> bool:
@@ -252,7 +257,7 @@ def _tracked(listing: Listing, trackers: tuple[str, ...]) -> tuple[File, str] | 
             file=str(listing.roots[other.root] / other.path),
             expected=f"{shown(named[first])}, as in {listing.roots[first.root] / first.path}",
             got=shown(named[other]),
-            help="give the directories of one save only, or choose a step that all hold with --step",
+            help="pass the directories of one save only, or choose a step that all hold with --step",
         )
     return first, named[first]
 
@@ -323,7 +328,7 @@ def _told(name: str, steps: Mapping[str, Step], tracker: File | None) -> list[Fi
         return []
     why = f"{tracker.path} names it" if tracker else "the newest by number"
     message = f"step {name} is taken, {why}; {len(others)} more {'is' if len(others) == 1 else 'are'} there: {_have(others)}"
-    return [Finding.of("FS112", message, help="--step takes another")]
+    return [Finding.of("FS112", message, help="choose another with --step")]
 
 
 def _later(
@@ -355,7 +360,7 @@ def _later(
                 severity="warning",
                 file=other,
                 got=f"step {name} is taken",
-                help="--step takes another",
+                help="choose another with --step",
             )
         else:
             finding = Finding.of(

@@ -148,7 +148,7 @@ def _refuse_no_model(config: dict[str, Any], label: str | None) -> None:
             file=label,
             expected="model_type or architectures",
             got="neither",
-            help="give the model's config.json; generation_config.json says nothing of the model",
+            help="pass the model's config.json; generation_config.json says nothing of the model",
         )
 
 

@@ -98,6 +98,7 @@ def disagreeing(
                 f"the index does not name {f'{len(names)} tensors of this file' if many else 'this tensor'}",
                 file=paths[file],
                 tensor=names[0],
+                help="write the index again if the model has them",
             )
 
 

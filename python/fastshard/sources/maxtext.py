@@ -126,7 +126,7 @@ def _contradiction(key: str, claim: Any, seen: Any, where: str) -> Finding:
         f"{key}: {where} and the tensors contradict each other",
         expected=str(claim).lower(),
         got=str(seen).lower(),
-        help="give the config of this checkpoint with --config",
+        help="pass the config of this checkpoint with --config",
     )
 
 
@@ -196,5 +196,5 @@ def _scan_axis(
         "the shapes do not show along which axis the layers are stacked",
         expected="one axis",
         got=" or ".join(map(str, best)),
-        help="give MaxText's yml with --config (it must say param_scan_axis)",
+        help="pass MaxText's yml with --config (it must say param_scan_axis)",
     )

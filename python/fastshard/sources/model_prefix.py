@@ -61,7 +61,7 @@ def recognise(
             f"prefix: no name begins with {chosen!r}",
             expected=f"one of {', '.join(tops[:_TOLD])}",
             got=chosen,
-            help="give what stands before the model's own names",
+            help="pass what stands before the model's own names",
         )
     inner = [""] if config is None else _fitting(inside, config)
     source.chosen, source.weights_prefix = True, outer + inner[0]

@@ -76,9 +76,9 @@ def renamed(
                 rank=ranks.get(index),
                 expected=name.partition(".")[0],
                 got=file["archive"][:200],
-                help="accepted as asked with --accept renamed"
+                help="leave out --accept renamed to make this an error again"
                 if accepted
-                else "copy the file again from the node that wrote it; if the name is right: --accept renamed",
+                else "copy the file again from the node that wrote it; if the name is right, pass --accept renamed",
             )
         findings.append(finding)
     return findings

@@ -9,12 +9,12 @@ from ..common.listing import Listing
 #: Pattern of a file's name, what such files are, and what to do with them.
 _KNOWN = (
     (r"adapter_(model\.(safetensors|bin)|config\.json)$", "a part of an adapter of PEFT", "bring its adapter_config.json and its tensors together; `fastshard merge BASE OUT --adapter DIR` merges it"),
-    (r".*\.gguf$", "GGUF, llama.cpp's format", "take the checkpoint that it was made of"),
-    (r"consolidated(\.\d+)?\.(pth|safetensors)$", "Meta's or Mistral's own format", "take the Hugging Face form of the model"),
+    (r".*\.gguf$", "GGUF, llama.cpp's format", "name the checkpoint that it was made of"),
+    (r"consolidated(\.\d+)?\.(pth|safetensors)$", "Meta's or Mistral's own format", "name the Hugging Face form of the model"),
     (r"(flax_model.*\.msgpack|tf_model.*\.h5)$", "weights for Flax or TensorFlow", "save them with from_flax or from_tf as safetensors"),
     (r".*\.nemo$", "an archive of NeMo", "unpack it"),
     (r".*\.(ckpt|pt|pth)$", "a file that a trainer saved", "name the file itself: fastshard reads the tensors below its keys"),
-    (r".*\.(onnx|engine|plan|tflite|pb)$", "a compiled model", "take the checkpoint that it was made of"),
+    (r".*\.(onnx|engine|plan|tflite|pb)$", "a compiled model", "name the checkpoint that it was made of"),
     (r".*\.(npz|npy|pkl|pickle|msgpack)$", "arrays or pickles of a script's own", "save the tensors as safetensors, under the model's names"),
     (r".*\.tar(\.\w+)?$|.*\.(zip|tgz)$", "an archive", "unpack it"),
 )  # fmt: skip

@@ -146,7 +146,7 @@ class DcpTarget(Target):
                 f"{naming_schemes.framework(spelling)} has no model of the type {shown(kind)}",
                 expected=", ".join(naming_schemes.model_types(spelling)),
                 got=shown(kind),
-                help="--to dcp writes it under Hugging Face's names",
+                help="pass --to dcp, which writes it under Hugging Face's names",
             )
         whole.facts["interleaved"] = kind == "llama"
         return cls(whole, tp, to, spelling)

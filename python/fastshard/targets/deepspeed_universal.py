@@ -84,7 +84,7 @@ class UniversalTarget(Target):
             raise FastshardError.of(
                 "FS514",
                 "a universal checkpoint needs the optimizer's step and groups, which the source does not state",
-                help="`fastshard merge --optimizer` keeps the moments under their own names",
+                help="run `fastshard merge --optimizer`, which keeps the moments under their own names",
             )
         findings = [*whole.findings, *_one_for_all(state)]
         folder = f"global_step{state.step}"

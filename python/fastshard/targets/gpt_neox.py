@@ -84,7 +84,7 @@ class NeoxTarget(TrainerTarget):
                 "--pp: the sequential form has no pipeline stages",
                 expected="1",
                 got=str(pp),
-                help="take --to gpt_neox:pipeline",
+                help="pass --to gpt_neox:pipeline",
             )
         model = None if source.model.dialect is gpt_neox.DIALECT else model_of(source, "GPT-NeoX")
         config = source.model.config or {}
@@ -108,7 +108,7 @@ class NeoxTarget(TrainerTarget):
             raise FastshardError.of(
                 "FS209",
                 "the model depends on `gpt_j_residual`, which is not stated",
-                help="give the training config with --config (it must say gpt_j_residual: true or false)",
+                help="pass the training config with --config (it must say gpt_j_residual: true or false)",
             )
         if model is None:
             features = source.model.features

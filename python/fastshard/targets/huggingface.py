@@ -80,7 +80,8 @@ class HfTarget(Target):
         if told.dialect is not None:
             model = read_model(source)
             kind = huggingface.class_of(
-                model, f"`fastshard merge` writes the full tensors under {source.framework}'s own names"
+                model,
+                f"run `fastshard merge`, which writes the full tensors under {source.framework}'s own names",
             )
             model.settled("activation")
             return cls(source, kind.layout, huggingface.facts_of(model, kind), model, kind)
@@ -198,7 +199,7 @@ def _unknown() -> FastshardError:
     return FastshardError.of(
         "FS209",
         "unknown model: no config.json is next to or above the checkpoint",
-        help="give it with --config; `fastshard merge` needs none and keeps the names as they are",
+        help="pass it with --config; `fastshard merge` needs none and keeps the names as they are",
     )
 
 
@@ -242,7 +243,7 @@ def _unproven(source: Source) -> Finding:
     return Finding.of(
         "FS109",
         f"{_why(source.model)}: names and shapes stay as they are stored, and no table says that they are the model's",
-        help="--like a good checkpoint of the model, --expect a manifest or --layout a table of your own proves them",
+        help="pass --like a good checkpoint of the model, --expect a manifest or --layout a table of your own to prove them",
     )
 
 

@@ -66,7 +66,7 @@ class MaxTextTarget:
                 f"the optimizer's state of {source.framework} is not converted to MaxText's",
                 expected="a train state of MaxText or Paxml",
                 got=source.framework,
-                help="--to dcp and --to universal hold it; do without --optimizer for the weights alone",
+                help="pass --to dcp or --to universal, which hold it, or leave out --optimizer for the weights alone",
             )
         rules = source.optimizer.rules if isinstance(source.optimizer.rules, Rules) else None
         own = source.model.dialect is maxtext.DIALECT
@@ -213,7 +213,7 @@ def _kept_order(source: Source, rope_type: str | None) -> bool:
         raise FastshardError.of(
             "FS209",
             "the order of queries and keys depends on the source's `rope_type`, which is not stated",
-            help="give MaxText's yml with --config, or leave out --rope-type to keep the order",
+            help="pass MaxText's yml with --config, or leave out --rope-type to keep the order",
         )
     _fits(rope.scaled, wanted)
     return wanted

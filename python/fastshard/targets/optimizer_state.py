@@ -61,7 +61,7 @@ def carried(source: Source, outputs: Mapping[str, Any], made_of: Mapping[str, It
             "optimizer state of this kind is not converted",
             expected=" and ".join(ADAM),
             got=", ".join(known) or "no moments",
-            help="`fastshard merge --optimizer` keeps it under its own names",
+            help="run `fastshard merge --optimizer`, which keeps it under its own names",
         )
     slots: dict[str, dict[str, str]] = {}
     for name in outputs:
@@ -125,7 +125,7 @@ def _of_groups(state: State, source: Source) -> list[Finding]:
                     "a hyperparameter of the optimizer that is no number",
                     expected=f"a number for {key}",
                     got=repr(value)[:80],
-                    help="do without --optimizer",
+                    help="leave out --optimizer",
                 )
     lacking = {key for given, _ in state.groups or () for key in NEEDED if key not in given}
     if lacking:
@@ -143,7 +143,7 @@ def _of_groups(state: State, source: Source) -> list[Finding]:
                 "FS212",
                 "it is not stated whether weight decay is decoupled: it is taken as in AdamW",
                 severity="warning",
-                help="for Adam with L2 regularisation set decoupled_weight_decay to False in the run that continues",
+                help="set decoupled_weight_decay to False in the run that continues, for Adam with L2 regularisation",
             )
         )
     moved = {name for group in source.assembled if group.slot for name, *_ in group.tensors}
@@ -177,7 +177,7 @@ def _step(source: Source) -> int | None:
             "the optimizer's parameters are at several steps: one step for all is written",
             expected="one step",
             got=", ".join(f"{step:g}" for step in told[:8]),
-            help="`fastshard merge --optimizer` keeps the moments under their own names",
+            help="run `fastshard merge --optimizer`, which keeps the moments under their own names",
         )
     return int(told[0]) if told and told[0] >= 0 and told[0] == int(told[0]) else None
 
@@ -197,7 +197,7 @@ def _groups(
                 "FS212",
                 "the parameter groups (learning rates, weight decay) are not carried over: the files do not state which parameters each has",
                 severity="warning",
-                help="the run that continues must set them as the first one did",
+                help="set them in the run that continues as the first one did",
             )
         )
         return None
@@ -212,7 +212,7 @@ def _groups(
                 tensor=weight,
                 expected="parameters of one group",
                 got=", ".join(sorted(names)[:4]),
-                help="convert to a layout that keeps these apart, or do without --optimizer",
+                help="convert to a layout that keeps these apart, or leave out --optimizer",
             )
         members[among[0]].append(weight)
     return [

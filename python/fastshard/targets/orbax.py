@@ -120,7 +120,7 @@ class OrbaxTarget(Target):
                     tensor=name,
                     expected=" | ".join(HELD),
                     got=dtype,
-                    help="--dtype bf16 writes their values, where their scales are there",
+                    help="pass --dtype bf16 to write their values, where their scales are there",
                 )
         left = sorted(set(self.keys) - set(dtypes))
         listed = next(

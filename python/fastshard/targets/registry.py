@@ -90,7 +90,7 @@ def check(request: Request) -> None:
         raise FastshardError.of(
             "FS514",
             f"the layout {to} holds no optimizer state",
-            help="`fastshard merge --optimizer` keeps it; --to dcp and --to universal hold it",
+            help="run `fastshard merge --optimizer`, which keeps it, or pass --to dcp or --to universal, which hold it",
         )
 
 
@@ -109,6 +109,6 @@ def target_of(source: Source, request: Request) -> Target:
             f"architectures says {headless}, which has no output layer; {to} holds models that have one",
             expected="a causal language model",
             got=headless,
-            help="`fastshard merge`, or --to hf, keeps it as it is",
+            help="run `fastshard merge`, or pass --to hf, which keeps it as it is",
         )
     return target.of(source, request)

@@ -66,7 +66,7 @@ def attest(
             "FS518",
             "no manifest is here to hold it against",
             file=str(root / MANIFEST_NAME),
-            help="results have one; for another checkpoint `fastshard manifest CKPT` makes it",
+            help="make one with `fastshard manifest CKPT`; results have one already",
         )
     # Before it is read: one that takes its place meanwhile is found.
     first = _stamp(root / MANIFEST_NAME)

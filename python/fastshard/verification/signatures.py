@@ -42,7 +42,7 @@ def check(
         raise FastshardError.of(
             "FS515",
             "a signature is verified with a public key, or with certificates",
-            help="give --public-key FILE, or --certificate-chain FILE",
+            help="pass --public-key FILE, or --certificate-chain FILE",
         )
     library = imported(
         "model_signing",
@@ -66,7 +66,7 @@ def check(
             "FS515",
             f"no key or certificate that can be used: {told}",
             file=which,
-            help="give the PEM of a public key of an elliptic curve, or of certificates",
+            help="pass the PEM of a public key of an elliptic curve, or of certificates",
         ) from None
     try:
         config.verify(folder, signature)

@@ -290,7 +290,7 @@ def _signed(
     """
     if signature is None:
         if public_key is not None or certificates:
-            raise FastshardError.of("FS515", "a key without a signature", help="give --signature FILE")
+            raise FastshardError.of("FS515", "a key without a signature", help="pass --signature FILE")
         return []
     if len(checkpoint.roots) > 1:
         raise FastshardError.of(

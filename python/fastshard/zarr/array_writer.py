@@ -189,7 +189,7 @@ class StoreWriter:
                     f"{len(lacking)} keys of the store just written are not in it",
                     tensor=array.key,
                     expected=lacking[0],
-                    help="the file system lost data that was written: look at its logs, then run again",
+                    help="look at the logs of the file system, then run again; it lost data that was written",
                 )
 
     def abort(self) -> None:

@@ -145,9 +145,9 @@ fn panicked(out: Option<&Path>) -> Finding {
     let finding = Finding::new(codes::INTERNAL, "the work ended by a panic");
     match out {
         Some(out) => finding.file(out).help(
-            "it is not known whether the result is complete: look at this folder, and for a hidden one \
-             beside it, before you run again; and report the message that was printed",
+            "look at this folder, and for a hidden one beside it, before you run again, and report the \
+             message that was printed; it is not known whether the result is complete",
         ),
-        None => finding.help("please report it with the message that was printed"),
+        None => finding.help("report it with the message that was printed"),
     }
 }

@@ -376,8 +376,8 @@ impl Finding {
     }
 }
 
-/// A row of the table of codes: its name, severity, exit code, title and explanation.
-type Row = (String, &'static str, &'static str, u8, &'static str, &'static str);
+/// A row of the table of codes: its name, severity, exit code, title, meaning and help.
+type Row = (String, &'static str, &'static str, u8, &'static str, &'static str, &'static str);
 
 /// The table of finding codes, in order.
 #[pyfunction]
@@ -388,7 +388,7 @@ pub(crate) fn codes_table() -> Vec<Row> {
             codes::Exit::CouldNotRun => 2,
             codes::Exit::Incomplete => 3,
         };
-        (row.code.to_string(), row.name, row.severity.word(), exit, row.title, row.explanation)
+        (row.code.to_string(), row.name, row.severity.word(), exit, row.title, row.meaning, row.help)
     };
     codes::TABLE.iter().map(row).collect()
 }

@@ -226,7 +226,7 @@ fn no_room(key: &str, len: usize, error: &PyErr) -> Error {
     Finding::new(codes::MEMORY_BUDGET, format!("a chunk that does not fit in memory: {error}"))
         .tensor(key)
         .expected("what this machine has", format!("{} MiB", len >> 20))
-        .help("the array's metadata is damaged, or it was written with chunks for larger machines")
+        .help("copy the array's metadata again; it is damaged, or the array was written with chunks for larger machines")
         .into()
 }
 

@@ -175,7 +175,7 @@ impl RepairFile {
             };
             if is_master && parts.is_empty() && elements > 0 {
                 let what = "no stored parameter is the source of this master";
-                let help = "the model file of this rank is missing, or holds other parameters";
+                let help = "copy the model file of this rank again; it is missing, or holds other parameters";
                 findings.push(refused(codes::MISSING_TENSOR, what).help(help));
                 continue;
             }

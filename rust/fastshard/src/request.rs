@@ -198,7 +198,7 @@ fn globs(patterns: &[String]) -> Result<Vec<glob::Pattern>> {
         .map(|p| {
             glob::Pattern::new(p).map_err(|e| {
                 Finding::new(codes::USAGE, format!("pattern {p:?}: {e}"))
-                    .help("patterns are shell globs, e.g. 'model.layers.*'")
+                    .help("write shell globs, e.g. 'model.layers.*'")
                     .into()
             })
         })
@@ -334,7 +334,7 @@ fn tables(request: &Request) -> Result<(Table, Option<Table>)> {
                 "source and target layouts are of different model families",
             )
             .expected(&table.family, &target.family)
-            .help("choose a target for this family, or give a layout of your own with --layout")
+            .help("choose a target for this family, or pass a layout of your own with --layout")
             .into());
         }
         target.share_axes(&table);

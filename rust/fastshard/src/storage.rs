@@ -454,7 +454,7 @@ impl SourceFile {
             .severity(Severity::Warning)
             .file(&self.path)
             .expected("the change time of the start", "a newer one")
-            .help("changed permissions or links do no harm; if it was written to and its time set back, run again");
+            .help("run again if it was written to and its time set back; changed permissions or links do no harm");
         Ok(Some(finding))
     }
 
@@ -466,7 +466,7 @@ impl SourceFile {
         self.unchanged()?;
         self.blocks.as_ref().map_or(Ok(()), |blocks| blocks.unchanged(true))?;
         let Some(finding) = self.touched()? else { return Ok(()) };
-        let help = "changed permissions or links do no harm, and nobody reads the files of all hosts again to check: leave them as they are until the run has ended, then run again";
+        let help = "leave the files of all hosts as they are until the run has ended, then run again; changed permissions or links do no harm, and nobody reads the files again to check";
         Err(finding.severity(Severity::Error).help(help).into())
     }
 

@@ -238,7 +238,7 @@ pub fn against(
 
 /// What to do about a file that is not what it was.
 const RESTORE: &str =
-    "the file was changed or damaged since the manifest was made: restore it from a good copy";
+    "restore the file from a good copy; it was changed or damaged since the manifest was made";
 
 /// Files that are missing, that have another size than the manifest says, or that it does not name.
 fn differing_files(manifest: &Manifest, opened: &[&CatalogFile]) -> Vec<Finding> {
@@ -266,7 +266,7 @@ fn differing_files(manifest: &Manifest, opened: &[&CatalogFile]) -> Vec<Finding>
         Finding::new(codes::UNEXPECTED_FILE, "the manifest does not name this file, which readers load")
             .severity(Severity::Error)
             .file(&file.path)
-            .help("take it away if it does not belong here; else `fastshard manifest` takes note of it")
+            .help("move it away if it does not belong here; else `fastshard manifest` takes note of it")
     }));
     findings
 }

@@ -239,9 +239,12 @@ pub(crate) fn resumable(error: Error, folder: &Path) -> Error {
     }
     let way = |f: &Finding| match f.code {
         // Of the sources as they are now it is another run.
-        codes::SOURCE_CHANGED => format!("{UNPUBLISHED}; remove {}", folder.display()),
+        codes::SOURCE_CHANGED => format!("start afresh by removing {}; {UNPUBLISHED}", folder.display()),
         _ => {
-            format!("{UNPUBLISHED}; the same command with --resume continues, or remove {}", folder.display())
+            format!(
+                "run the same command with --resume to continue, or remove {}; {UNPUBLISHED}",
+                folder.display()
+            )
         }
     };
     // Where another process is at work it may have published, and its folder is not to be removed. What another rank

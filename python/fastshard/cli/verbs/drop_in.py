@@ -79,7 +79,7 @@ def _zero(a: argparse.Namespace) -> Outcome:
             "no fp32 master weights: not written by ZeRO, or by stage 0",
             severity="error",
             file=a.ckpt,
-            help="fastshard merge takes the parameters as they are",
+            help="run `fastshard merge`, which takes the parameters as they are",
         )
     excluded = [glob.escape(name) for name in sorted(held.frozen)] if a.exclude_frozen_parameters else []
     manifest = merge(

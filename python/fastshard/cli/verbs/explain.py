@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import textwrap
 
 from ...common.errors import CODES, Code, FastshardError
@@ -27,7 +26,7 @@ def _run(a: argparse.Namespace) -> Outcome:
     row = CODES.get(code if code.startswith("FS") else f"FS{code}")
     if row is None:
         raise FastshardError.of(
-            "FS515", f"no finding has the code {a.code}", help="`fastshard explain` lists all codes"
+            "FS515", f"no finding has the code {a.code}", help="run `fastshard explain` to list all codes"
         )
     text = _page(row)
     if row.code == "FS513":
@@ -40,25 +39,13 @@ def _page(row: Code) -> str:
     exits = {1: "1 (problem)", 2: "2 (could not run)", 3: "3 (incomplete)"}
     when = "" if row.severity == "error" else "as an error, "
     title = f"{row.code} {row.title} ({row.severity}; {when}exit code {exits[row.exit]})"
-    page = PAGES.get(row.code)
-    if page is None:
-        return f"{title}\n\n{row.explanation}"
-    means, fix = parts(row.explanation, page.meaning)
-    told = {
-        "What it means": means,
-        "Why it happens": page.why,
-        "How to confirm": page.confirm,
-        "How to fix": fix,
-    }
+    told = {"What it means": row.meaning}
+    if page := PAGES.get(row.code):
+        told |= {"Why it happens": page.why, "How to confirm": page.confirm}
+    told["How to fix"] = row.help
     lines = [textwrap.fill(text, 80, initial_indent=f"{label:<16}", subsequent_indent=" " * 16, break_on_hyphens=False)
              for label, text in told.items() if text]  # fmt: skip
     return "\n".join([title, "", *lines])
-
-
-def parts(explanation: str, meaning: int) -> tuple[str, str]:
-    """The sentences of an explanation that say what a finding means, and those that say how to fix it."""
-    sentences = re.split(r"(?<=[.)]) (?=[A-Z`-])", explanation)
-    return " ".join(sentences[:meaning]), " ".join(sentences[meaning:])
 
 
 EXPLAIN = Verb(

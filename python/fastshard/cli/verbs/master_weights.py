@@ -40,7 +40,9 @@ def _run(a: argparse.Namespace) -> Outcome:
         }
         if flag := next((flag for flag, given in stray.items() if given), None):
             raise FastshardError.of(
-                "FS515", f"{flag} goes with --repair OUT", help="nothing is written without --repair"
+                "FS515",
+                f"{flag} goes with --repair OUT",
+                help="pass --repair OUT too; nothing is written without it",
             )
         report = compare_masters(a.ckpt, memory=a.memory, progress=progress(a), **opening(a))
         steps = ", ".join(f"{step:g}" for step in report.steps) or "not stated"

@@ -48,7 +48,7 @@ def _place(a: argparse.Namespace) -> Path | None:
             raise FastshardError.of(
                 "FS515",
                 f"--output-format {a.output_format} and -o -",
-                help="both want stdout: give -o a file",
+                help="pass a file with -o; both want stdout",
             )
         return None
     path = safe_files.replaceable(a.output)
@@ -60,7 +60,7 @@ def _place(a: argparse.Namespace) -> Path | None:
             "FS504",
             "exists and is not a report",
             file=str(path),
-            help="choose another place with -o FILE, or give --overwrite",
+            help="choose another place with -o FILE, or pass --overwrite",
         )
     return path
 

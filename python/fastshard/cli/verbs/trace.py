@@ -93,14 +93,14 @@ def _unknown(plan: Plan, name: str, own: bool) -> FastshardError:
             "FS515",
             f"that is the source's own name, which the result ({plan.target}) does not have",
             tensor=name,
-            help="leave out --to, or give a name of the result: `fastshard plan --to TARGET -v` lists them",
+            help="leave out --to, or pass a name of the result; `fastshard plan --to TARGET -v` lists them",
         )
     near = nearest(name, plan.index)
     return FastshardError.of(
         "FS515",
         "the result has no tensor of this name",
         tensor=name,
-        help=f"did you mean {near}?" if near else "`fastshard ls` lists the tensors",
+        help=f"did you mean {near}?" if near else "run `fastshard ls` to list the tensors",
     )
 
 

@@ -159,7 +159,7 @@ def compared(checkpoint: Checkpoint, part: tuple[int, int], run: RunOptions, bar
                 "the manifest of this piece does not name this file",
                 severity="error",
                 file=file.path,
-                help="remove it, or make the piece again on its host",
+                help="make the piece again on its host, or remove it",
             )
             for file in checkpoint.listing.files
             if file.root == index and file.path not in named and file.path != MANIFEST_NAME

@@ -82,7 +82,7 @@ def detect(world: int | None = None, environ: Mapping[str, str] | None = None) -
                 "two launchers say different things",
                 expected=_shown(launcher, environ),
                 got=_shown(other, environ),
-                help="give --rank and --world, or unset the variables of the other launcher",
+                help="pass --rank and --world, or unset the variables of the other launcher",
             )
     if size is None:
         # A source of less right may know it: FASTSHARD_WORLD beside a Kubernetes index.
@@ -103,7 +103,7 @@ def detect(world: int | None = None, environ: Mapping[str, str] | None = None) -
             f"{launcher.name} does not state the number of processes",
             expected="--world N",
             got=_shown(launcher, environ),
-            help="give the job's number of completions with --world",
+            help="pass the job's number of completions with --world",
         )
     return Rank(rank, size, f"{launcher.name}: {_shown(launcher, environ)}", _hosts(environ, size))
 
@@ -138,7 +138,7 @@ def _number(name: str, environ: Mapping[str, str]) -> int | None:
             name,
             expected="an integer",
             got=repr(text),
-            help="unset it, or give --rank and --world",
+            help="unset it, or pass --rank and --world",
         )
     return int(text)
 
@@ -151,14 +151,17 @@ def _shown(launcher: _Launcher, environ: Mapping[str, str]) -> str:
 def _none(environ: Mapping[str, str]) -> FastshardError:
     batch = "SLURM_JOB_ID" in environ and "SLURM_STEP_NUM_TASKS" not in environ
     array = "SLURM_ARRAY_TASK_ID" in environ
+    why = None
     if array:
-        what = "tasks of a Slurm array need not run at the same time: use `fastshard split --parts N --emit slurm`"
+        why = "tasks of a Slurm array need not run at the same time"
+        what = "use `fastshard split --parts N --emit slurm`"
     elif batch:
-        what = "in a batch script one process runs, however many tasks were asked for: start it with srun"
+        why = "in a batch script one process runs, however many tasks were asked for"
+        what = "start it with srun"
     else:
-        what = "start it with torchrun, srun or mpirun, or give --rank and --world"
+        what = "start it with torchrun, srun or mpirun, or pass --rank and --world"
     return FastshardError([
-        Finding.of("FS515", "no launcher says which rank this process is", got=what if batch or array else None,
+        Finding.of("FS515", "no launcher says which rank this process is", got=why,
                    expected=None, help=what),
     ])  # fmt: skip
 

@@ -94,7 +94,7 @@ def _paths(source: Any) -> list[Path]:
     paths = [source] if isinstance(source, (str, os.PathLike)) else source
     if not isinstance(paths, (list, tuple)):
         raise FastshardError.of(
-            "FS515", "node_local takes paths", help="give the paths of what this host has of the checkpoint"
+            "FS515", "node_local takes paths", help="pass the paths of what this host has of the checkpoint"
         )
     return [Path(path).absolute() for path in paths]
 
@@ -125,7 +125,7 @@ def lent(meeting: Meeting | None, source: Sequence[StrPath] | Any, node_local: b
         raise FastshardError.of(
             "FS515",
             "sources on the disks of several hosts, and one process",
-            help="give --rank I --world N on each host; one process that sees all parts names each as a CKPT",
+            help="pass --rank I --world N on each host; one process that sees all parts names each as a CKPT",
         )
     listing = own_files(source)
     roots = [

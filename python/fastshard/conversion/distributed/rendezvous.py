@@ -31,7 +31,7 @@ def rank_of(rank: int | str | None, world: int | None) -> Rank | None:
     if rank is None:
         if world is not None:
             raise FastshardError.of(
-                "FS515", "world is given without rank", help="give --rank too, a number or auto"
+                "FS515", "world is given without rank", help="pass --rank too, a number or auto"
             )
         return None
     if rank == "auto":
@@ -40,7 +40,7 @@ def rank_of(rank: int | str | None, world: int | None) -> Rank | None:
         raise refused("rank", "an integer, or 'auto'", rank)
     if world is None:
         raise FastshardError.of(
-            "FS515", "rank is given without world", help="give --world: how many ranks there are"
+            "FS515", "rank is given without world", help="pass the number of ranks with --world"
         )
     if not 0 <= rank < world:
         raise FastshardError.of(
@@ -48,7 +48,7 @@ def rank_of(rank: int | str | None, world: int | None) -> Rank | None:
             "rank",
             expected=f"0 to {world - 1}, of {world} ranks",
             got=str(rank),
-            help="ranks count from 0",
+            help="count ranks from 0",
         )
     return Rank(rank, world, "as given")
 
@@ -192,6 +192,6 @@ def probe(
         rank, world = 0, 1
     this = rank_of(rank, world)
     if this is None:
-        raise FastshardError.of("FS515", "one process alone shares with nobody", help="give rank and world")
+        raise FastshardError.of("FS515", "one process alone shares with nobody", help="pass rank and world")
     with Meeting(out, this, seconds(timeout), {"probe": True}) as meeting:
         return [SeenRank(r["rank"], r["host"], r["pid"], r["storage"]) for r in meeting.ranks()]

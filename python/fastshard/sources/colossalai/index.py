@@ -48,7 +48,7 @@ def read_indexes(listing: Listing, files: list[File], findings: list[Finding]) -
                 findings.append(
                     Finding.of(
                         "FS110", "two indexes place a tensor differently", file=index.path, tensor=str(key),
-                        expected=weight_map[str(key)], got=name, help="give the directories of one save only",
+                        expected=weight_map[str(key)], got=name, help="pass the directories of one save only",
                     )
                 )  # fmt: skip
     return weight_map

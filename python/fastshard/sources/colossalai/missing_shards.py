@@ -6,7 +6,7 @@ import re
 
 from ...common.errors import Finding
 from ...common.listing import File
-from ..base import Options, lacking, missing
+from ..base import Options, lacking, missing, unexpected
 from .index import PARTIAL, join, rank_of
 
 #: Names of shards of a model.
@@ -28,7 +28,7 @@ def not_named(file: File) -> Finding:
     if match and match["ep"]:
         what = "the index does not name this file of copies of what another expert-parallel rank has"
         return Finding.of("FS108", what, severity="note", file=file.path)
-    return Finding.of("FS108", "the index does not name this file", file=file.path)
+    return unexpected(file.path, "the index does not name this file")
 
 
 def stage_not_merged(folder: str, whole: list[str]) -> Finding:
@@ -38,7 +38,7 @@ def stage_not_merged(folder: str, whole: list[str]) -> Finding:
         f"the index lacks a stage whose files are here ({len(whole)} files): they are taken by their names",
         file=join(folder, whole[0]),
         severity="warning",
-        help="ColossalAI merges the stages' indexes that it finds on rank 0's disk; other stages are left out",
+        help="check that the files of all stages are here; ColossalAI merges only the stages' indexes that it finds on rank 0's disk",
     )
 
 

@@ -271,7 +271,7 @@ def _steps_differ(folder: str, steps: set[float]) -> list[Finding]:
     return [
         Finding.of(
             "FS107", "optimizer step differs between parameters", file=folder or ".", got=told,
-            help="take all optimizer files from one save",
+            help="copy all optimizer files from one save",
         )
     ]  # fmt: skip
 
@@ -282,7 +282,7 @@ def _no_names(source: Source, path: str, groups: list[list[int]], shapes: dict[s
         f"optimizer states have numbers instead of names, and the order for model_type {(source.model.config or {}).get('model_type')!r} in "
         f"{len(groups)} groups follow the parameters is not stated",
         file=path, expected=f"{len(shapes)} parameters", got=f"{sum(map(len, groups))} numbers",
-        help="give the model's config.json with --config; merge without --optimizer takes the parameters alone",
+        help="pass the model's config.json with --config; merge without --optimizer takes the parameters alone",
     )  # fmt: skip
 
 
@@ -311,7 +311,7 @@ def _moments_differ(
                 findings.append(
                     Finding.of(
                         "FS102", f"no {slot} of parameter {place} in any optimizer shard", tensor=name,
-                        help="the shards of a pipeline stage are missing (name its node's directory as another CKPT), or the"
+                        help="name the directory of the pipeline stage's node as another CKPT; its shards are missing, or the"
                         " parameter was not trained",
                     )
                 )  # fmt: skip
@@ -320,7 +320,7 @@ def _moments_differ(
                     Finding.of(
                         "FS201", f"{slot} of parameter {place} and the parameter", file=found.files[moment[0]].path, tensor=name,
                         expected=f"{shapes[name]}, the shape of {name}", got=str(moment[2]),
-                        help="take the optimizer of this model: this one is from another, or its groups are in another order",
+                        help="copy the optimizer of this model; this one is from another, or its groups are in another order",
                     )
                 )  # fmt: skip
     return findings

@@ -19,8 +19,8 @@ from ...common.listing import File, Listing
 from ...layouts.dcp_names import METADATA, chunk_name
 from ...layouts.declaration import Assembled, Source
 from .. import hf_config, model_prefix
-from ..base import Contents, Found, Options, missing
-from ..choose_step import folder_of
+from ..base import Contents, Found, Options, missing, unexpected
+from ..choose_step import folder_of, within_this
 from ..index_files import safe_relative
 from ..zero.flat_state import tensors_below
 from . import metadata as dcp_metadata
@@ -126,11 +126,7 @@ class Dcp:
             described = dcp_metadata.of_ranks(listing, ranks, findings)
             findings += dcp_metadata.ranks_without(listing, folder, ranks)
         found = self._found(listing, folder, chosen.name or None, described)
-        inner = [
-            Finding.of("FS108", "a checkpoint within this one", file=f"{other}/{METADATA}")
-            for other in within
-        ]
-        return replace(found, findings=[*chosen.findings, *findings, *found.findings, *inner])
+        return replace(found, findings=[*chosen.findings, *findings, *found.findings, *within_this(within)])
 
     def _found(
         self, listing: Listing, folder: str, step: str | None, described: dcp_metadata.Told
@@ -166,7 +162,7 @@ class Dcp:
             *(_leaves_directory(metadata, entry) for entry in outside),
             *(_file_missing(folder, file, names) for file, names in lacking.items()),
             *(
-                Finding.of("FS108", ".metadata does not name this file", file=one.path)
+                unexpected(one.path, ".metadata does not name this file")
                 for name, one in sorted(inside.items())
                 if name.endswith(".distcp") and name not in named
             ),
@@ -277,7 +273,7 @@ class Dcp:
                     tensor=entry["name"],
                     expected=f"{entry['dtype']} by .metadata",
                     got=stored,
-                    help="the metadata and the files are of different saves: copy both from one",
+                    help="copy the metadata and the files from one save; these are of different saves",
                 )
             )
 

@@ -80,7 +80,7 @@ def one_of(listing: Listing, copies: list[File]) -> File:
                 file=file.path,
                 expected="one, or copies of it",
                 got=f"{paths[0]}, {path}",
-                help="give the directories of one save only",
+                help="pass the directories of one save only",
             )
     return copies[0]
 
@@ -186,7 +186,7 @@ def of_ranks(listing: Listing, ranks: dict[int, list[File]], findings: list[Find
                         rank=f"rank {rank}",
                         expected=str(known),
                         got=str(here),
-                        help="the ranks' files are of different saves: take them all from one",
+                        help="copy all ranks' files from one save; these are of different saves",
                     )
             for lo, size in entry["chunks"]:
                 if (entry["name"], *lo, *size) not in chunks:
@@ -240,5 +240,5 @@ def same_save(described: Told, of_ranks: Told, tracker: File) -> None:
             tensor=name,
             expected="one save in a folder",
             got=f"{file}, by the metadata of its rank",
-            help=f"remove {METADATA}, or __*{METADATA}: whichever is of the older save",
+            help=f"move {METADATA} away, or __*{METADATA}: whichever is of the older save",
         )

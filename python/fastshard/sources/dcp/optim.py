@@ -131,7 +131,7 @@ def _state_of(
                     tensor=own[name],
                     expected=str(shapes[parameter]),
                     got=str(shape),
-                    help="do without --optimizer, or `fastshard merge --optimizer`, which keeps it as it is",
+                    help="leave out --optimizer, or run `fastshard merge --optimizer`, which keeps it as it is",
                 )
             )
     return _State(slots, tops, bare, steps, scalars, refused)
@@ -147,7 +147,7 @@ def _not_of_one(
                 "FS514",
                 "the checkpoint holds the state of several optimizers",
                 got=", ".join(f"{top}*" for top in sorted(tops)),
-                help="`fastshard merge --optimizer` keeps them under their own names",
+                help="run `fastshard merge --optimizer`, which keeps them under their own names",
             )
         ]
     ends = f".{bare}"
@@ -160,7 +160,7 @@ def _not_of_one(
                 "it is not stated which copy of the model the optimizer belongs to",
                 expected="model.*, which a trainer's optimizer steps",
                 got=f"{source.weights_prefix}*, beside {', '.join(f'{prefix}*' for prefix in copies if prefix != source.weights_prefix)}",
-                help="do without --optimizer: averaged weights have no moments",
+                help="leave out --optimizer; averaged weights have no moments",
             )
         ]
     return []

@@ -338,7 +338,7 @@ def _steps_differ(found: Found[UniversalFiles], steps: dict[int, list[float]]) -
             file=found.files[file].path,
             expected=f"{usual:g}",
             got=f"{each[0]:g}",
-            help="take all files from one step",
+            help="copy all files from one step",
         )
         for file, each in steps.items()
         if each[0] != usual

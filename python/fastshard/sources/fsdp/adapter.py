@@ -129,7 +129,7 @@ def _shaped(source: Source, shapes: dict[str, list[int]]) -> dict[str, list[int]
                     "the shape of a parameter that is saved flat (LOCAL_STATE_DICT)",
                     tensor=name,
                     got=f"{shape[0]} elements",
-                    help="give the model's config.json with --config, of a family that has a table",
+                    help="pass the model's config.json with --config, of a family that has a table",
                 )
             whole = [d for d in told if d is not None]
             if prod(whole) != shape[0]:
@@ -139,7 +139,7 @@ def _shaped(source: Source, shapes: dict[str, list[int]]) -> dict[str, list[int]
                     tensor=name,
                     expected=f"{prod(whole)}, as {whole} by the config",
                     got=str(shape[0]),
-                    help="a rank's part is missing, or the config is another model's",
+                    help="copy the missing rank's file, or pass this model's config with --config",
                 )
             group.tensors[n] = (name, whole, ranges)
             known[name] = whole
@@ -226,7 +226,7 @@ def _other_part(
         tensor=name,
         expected=f"{size}, from {lo}, by its mesh and placements",
         got=str(got),
-        help="the file was changed after it was saved, or divides tensors in a way that is not known: please report it",
+        help="report it, unless the file was changed after it was saved; it divides tensors in a way that is not known",
     )
 
 
@@ -238,7 +238,7 @@ def _overlap(ranks: Ranks, name: str, lo: list[int], size: list[int], file: int)
         tensor=name,
         expected="parts that are alike or apart",
         got=f"{size} from {lo}, of which others hold elements too",
-        help="the files are of different runs: copy all of them from one step of one run",
+        help="copy all files from one step of one run; these are of different runs",
     )
 
 
@@ -248,5 +248,5 @@ def _no_parts(ranks: Ranks) -> Finding:
         "no rank's file says of what its tensors are parts: they are taken for copies of the full tensor, and compared",
         severity="warning",
         file=ranks.path(next(iter(ranks.files))),
-        help="if they are slices, describe how they are divided in a layout of your own (--layout FILE.toml)",
+        help="describe how they are divided in a layout of your own (--layout FILE.toml), if they are slices",
     )

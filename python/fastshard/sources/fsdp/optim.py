@@ -191,7 +191,7 @@ def _unnamed(found: Found[object], ranks: Ranks) -> Finding:
         "the optimizer's state numbers its parameters, and their order and shapes fit the model in more than one way or in none",
         severity="error",
         file=found.files[file].path,
-        help="do without --optimizer; a state saved by torch.distributed.checkpoint has names",
+        help="leave out --optimizer; a state saved by torch.distributed.checkpoint has names",
     )
 
 
@@ -221,7 +221,7 @@ def _agree(model: Ranks, ranks: Ranks, told: dict[int, list[float]], what: str) 
             rank=ranks.label(rank),
             expected=f"{', '.join(f'{s:g}' for s in usual)}, as on the other ranks",
             got=f"{', '.join(f'{s:g}' for s in steps)} in {ranks.path(rank)}",
-            help="take all files of all ranks from one step",
+            help="copy all files of all ranks from one step",
         )
         for rank, steps in sorted(seen.items())
         if steps != usual and rank in model.files

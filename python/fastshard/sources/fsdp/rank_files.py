@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...common.errors import FastshardError, Finding
-from ..base import Contents, Found, lacking, missing
+from ..base import Contents, Found, lacking, missing, unexpected
 from ..renamed_files import places
 from .find_files import FsdpFiles
 from .placements import Unreadable, box
@@ -110,7 +110,7 @@ class Ranks:
                     rank=self.label(first),
                     expected=str(world),
                     got=str(usual),
-                    help="the files were renamed, or ranks are missing: copy all files of this step again",
+                    help="copy all files of this step again; they were renamed, or ranks are missing",
                 )
             )
         held = self.found.files[next(iter(self.files.values()))]
@@ -128,11 +128,8 @@ class Ranks:
             )
         for rank in [rank for rank in self.files if rank >= world]:
             self.broken = True
-            self.findings.append(
-                Finding.of(
-                    "FS108", f"rank {rank} of {world}: left by a run of more ranks?", file=self.path(rank)
-                )
-            )
+            why = f"rank {rank} is beyond the {world} of this checkpoint"
+            self.findings.append(unexpected(self.path(rank), why))
             del self.files[rank], self.told[rank]
 
     def _where_they_say(self) -> None:

@@ -14,7 +14,7 @@ from ...common.errors import FastshardError, Finding
 from ...common.formatting import runs
 from ...common.listing import Listing
 from ...layouts.declaration import MAX_DEGREE, Source, Unit
-from ..base import Contents, Found, Options, as_dict, missing
+from ..base import Contents, Found, Options, as_dict, missing, unexpected
 from ..zero import optimizer_state
 from ..zero.cross_checks import same_step
 from ..zero.pipeline_names import pipeline_names
@@ -94,7 +94,7 @@ class GptNeox:
                 "FS514",
                 "GPT-NeoX's layers under ZeRO-3, where no file holds a full shard: not read",
                 file=found.files[0].path,
-                help="`fastshard merge` reads ZeRO-3 checkpoints of other models; convert this one with ds_to_universal first",
+                help="convert this one with ds_to_universal first; `fastshard merge` reads ZeRO-3 checkpoints of other models",
             )
         source = self.declare(found, listing, contents, options)
         return source, pipeline_names(found, contents) if found.seen.pipeline else _sequential_name
@@ -130,13 +130,8 @@ class GptNeox:
         have: dict[int, set[int]] = {}
         for layer, rank, file in layers:
             if rank >= tp:
-                source.findings.append(
-                    Finding.of(
-                        "FS108",
-                        f"tp rank {rank} of a tp {tp} checkpoint: left by another run?",
-                        file=found.files[file].path,
-                    )
-                )
+                why = f"tensor-parallel rank {rank} is beyond the {tp} of this checkpoint"
+                source.findings.append(unexpected(found.files[file].path, why))
                 continue
             have.setdefault(layer, set()).add(rank)
             source.units.append(Unit(file=file, prefix=f"{layer}.", coords={"tp": rank}, rank=f"tp {rank}"))
@@ -190,13 +185,8 @@ class GptNeox:
         why = f"model_parallel_size {tp} in the checkpoint's arguments"
         for rank, file in found.seen.ranks:
             if rank >= tp:
-                source.findings.append(
-                    Finding.of(
-                        "FS108",
-                        f"rank {rank} of a tp {tp} checkpoint: left by another run?",
-                        file=found.files[file].path,
-                    )
-                )
+                beyond = f"tensor-parallel rank {rank} is beyond the {tp} of this checkpoint"
+                source.findings.append(unexpected(found.files[file].path, beyond))
             else:
                 source.units.append(
                     Unit(
@@ -298,7 +288,7 @@ def _same_run(found: Found[ZeroFiles], states: list[dict[str, Any]], findings: l
                 file=found.files[0].path,
                 expected=str(step),
                 got=str(iteration),
-                help="take all files from one step",
+                help="copy all files from one step",
             )
         )
     each = [

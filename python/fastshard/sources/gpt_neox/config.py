@@ -116,7 +116,7 @@ class Model:
                         file=path,
                         expected=f"{inside} as the checkpoint's arguments say",
                         got=str(outside),
-                        help="give the config of this checkpoint with --config",
+                        help="pass the config of this checkpoint with --config",
                     )
                 )
             return inside if inside is not None else outside

@@ -293,7 +293,7 @@ def _contradictions(
             file=model.path,
             expected=expected,
             got=str(got),
-            help="give the config of this checkpoint with --config",
+            help="pass the config of this checkpoint with --config",
         )
         for key, expected, got in told
     ]
@@ -303,7 +303,7 @@ def _contradictions(
                 "FS212",
                 "post_attention_layernorm.* beside Transformer Engine's mlp.layer_norm_*: stale, left out in all layers",
                 severity="warning",
-                help="GPT-NeoX before #1355 made it and never used it (gpt-neox#1353)",
+                help="ignore it; GPT-NeoX before #1355 made it and never used it (gpt-neox#1353)",
             )
         )
     tp = source.degrees.get("tp", 1)
@@ -316,7 +316,7 @@ def _contradictions(
                 file=model.path,
                 expected="one reduction of each layer's output",
                 got=f"two over tp {tp}, by GPT-NeoX's source",
-                help="row biases are taken as copies; compare logits of the result with the run's own before use",
+                help="compare logits of the result with the run's own before use; row biases are taken as copies",
             )
         )
     return findings

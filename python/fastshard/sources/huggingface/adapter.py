@@ -14,7 +14,7 @@ from ...common.listing import File, Listing
 from ...layouts.declaration import Description, Source, Unit
 from ...models import huggingface, sidecar_files
 from .. import hf_config, model_prefix
-from ..base import Contents, Found, Options, lacking, missing
+from ..base import Contents, Found, Options, lacking, missing, unexpected
 from ..choose_step import Chosen, folder_of
 from ..index_files import read_json, safe_relative
 from ..step_names import is_step
@@ -84,7 +84,7 @@ def slices_as_wholes(
             tensor=false[0],
             expected=f"no index beside {layout}",
             got=str(weight_map[false[0]]),
-            help="remove the index: a loader that follows it takes one slice for the full tensor",
+            help="move the index away: a loader that follows it takes one slice for the full tensor",
         )
     ]
 
@@ -229,7 +229,7 @@ class HuggingFace:
         # Files of the same naming that the index does not name are leftovers.
         for name, file in inside.items():
             if _SHARD.match(name) and name not in files and name.endswith(index.name.split(".")[1]):
-                findings.append(Finding.of("FS108", "the index does not name this file", file=file.path))
+                findings.append(unexpected(file.path, "the index does not name this file"))
         return Found(self, "Hugging Face", present, seen, index.folder, findings)
 
     def _without_index(self, folder: str, shards: list[tuple[File, re.Match[str]]]) -> Found[HfFiles]:

@@ -44,7 +44,7 @@ def is_for(listing: Listing, inside: Mapping[str, File], index: str, single: str
         f"{single} and an index of other files lie in one folder: transformers takes the one, other readers follow the index",
         file=inside[index].path,
         got=f"{single}, and {there[0]} with {len(named) - 1} more by the index",
-        help=f"remove the one that is stale, or name the file itself: {inside[single].path}",
+        help=f"move the one that is stale away, or name the file itself: {inside[single].path}",
     )
 
 
@@ -54,7 +54,7 @@ def without_files(index: File, single: str) -> Finding:
         "FS108",
         f"the index names files that are missing; {single} is taken, as transformers does",
         file=index.path,
-        help="remove the index",
+        help="move the index away",
     )
 
 
@@ -101,7 +101,7 @@ def numbers(index: File, named: Iterable[str], inside: Container[str]) -> list[F
                     file=f"{index.folder}/{name}" if index.folder else name,
                     expected=f"{int(total)} files by their names",
                     got=f"{len(have)} in {index.name}",
-                    help="an export that dropped files writes such an index: compare the tensors with the model's",
+                    help="compare the tensors with the model's; an export that dropped files writes such an index",
                 )
             )
     return findings
@@ -151,7 +151,7 @@ def sizes(
             file=index,
             expected=f"{counted:,} bytes (total_size)",
             got=f"{held:,} bytes, {abs(counted - held):,} {'fewer' if lacks else 'more'}",
-            help="something may be gone from the index and the files alike: compare the tensors with the model's"
+            help="compare the tensors with the model's; something may be gone from the index and the files alike"
             if lacks
             else "write the index again",
         )

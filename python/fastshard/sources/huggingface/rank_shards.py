@@ -64,7 +64,7 @@ class HfRankShards:
                     file=file.path,
                     expected=f"ranks and parts from 1 to at most {_MAX_RANKS}",
                     got=file.name,
-                    help="remove the file if it is no part of this save",
+                    help="move the file away if it is no part of this save",
                 )
         parts: dict[int, set[int]] = {}
         for _, match in inside:
@@ -152,6 +152,6 @@ def _offsets(metadata: Any, file: File) -> dict[str, list[int]]:
             "FS601",
             f"a rank shard without a readable {INFO}",
             file=file.path,
-            help="the file was not written by HuggingFaceStorageWriter, or is damaged",
+            help="copy the file again; it is damaged, or not written by HuggingFaceStorageWriter",
         )
     return told

@@ -53,7 +53,7 @@ def not_whole(files: Sequence[File], contents: Contents, index: str | None, coun
     told = {i: offsets(contents(i)) for i in range(len(files)) if contents.readable(i)}
     written = {i: places for i, places in told.items() if places is not None}
     help_ = (
-        "the other slices were written over: save it again with save_distributed=True, or take another step"
+        "save it again with save_distributed=True, or choose another step; the other slices were written over"
     )
     for i, places in written.items():
         for tensor in contents.tensors(i):
@@ -120,6 +120,6 @@ def zeroed(listing: Listing, folder: str, files: Sequence[File], contents: Conte
             file=zero[0][1],
             tensor=zero[0][0],
             got=", ".join(name for name, _ in zero[:8]),
-            help=f"take the shards that it was made of: {below[0].folder}",
+            help=f"name the folder of the shards that it was made of: {below[0].folder}",
         )
     ]

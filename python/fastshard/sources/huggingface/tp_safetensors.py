@@ -13,7 +13,7 @@ from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
 from ...layouts.declaration import Source, Unit
 from .. import hf_config
-from ..base import Contents, Found, Options, counted, lacking, missing
+from ..base import Contents, Found, Options, counted, lacking, missing, unexpected
 from ..choose_step import folder_of, within_this
 from ..index_files import read_json
 from ..step_names import is_step
@@ -74,7 +74,7 @@ class TpSafetensors:
         if len(stems) == 1:
             findings += _ranks_missing(folder, *stems.pop(), ranks, tp, why)
         findings += [
-            Finding.of("FS108", f"rank {rank} of tp {tp}: left by a run of more ranks?", file=file.path)
+            unexpected(file.path, f"tensor-parallel rank {rank} is beyond the {tp} of this checkpoint")
             for rank in sorted(ranks)
             for file in ranks[rank]
             if rank >= tp
@@ -138,7 +138,7 @@ class TpSafetensors:
                     "FS106",
                     "nothing says along which dimension the ranks divide each tensor",
                     file=found.folder or ".",
-                    help="give the model's config.json (--config), or write a layout.json with tp and tp_dim",
+                    help="pass the model's config.json (--config), or write a layout.json with tp and tp_dim",
                 )
             )
         if options.vocab_size:

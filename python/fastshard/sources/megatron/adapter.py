@@ -17,7 +17,7 @@ from ...layouts import tables
 from ...layouts.declaration import Assembled, Source, Unit
 from ...models import megatron
 from ...models.model import Lack
-from ..base import Contents, Found, Options, as_dict, counted, missing
+from ..base import Contents, Found, Options, as_dict, counted, missing, unexpected
 from ..choose_step import Step, choose
 from . import arguments, of_ranks, table_match
 from .rank_folders import DISTRIBUTED_OPTIMIZER, MegatronFiles
@@ -220,13 +220,8 @@ def _differs(
     first, own = args
     if any(n >= most for n, most in zip(grid.places[i], (grid.tp, grid.pp, grid.ep), strict=True)):
         degrees = f"{grid.tp} x {grid.pp}" + (f" x {grid.ep}" if grid.ep > 1 else "")
-        findings.append(
-            Finding.of(
-                "FS108",
-                f"{grid.long_rank(grid.places[i])} of a {degrees} checkpoint: left by another run?",
-                file=found.files[i].path,
-            )
-        )
+        why = f"{grid.long_rank(grid.places[i])} is beyond the {degrees} ranks of this checkpoint"
+        findings.append(unexpected(found.files[i].path, why))
     for key in ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size", "num_experts",
                 "tensor_model_parallel_size", "pipeline_model_parallel_size",
                 "expert_model_parallel_size"):  # fmt: skip
@@ -254,7 +249,7 @@ def _differs(
                     rank=grid.rank(grid.places[i]),
                     expected=str(here.get("iteration")),
                     got=str(there.get("iteration")),
-                    help="take all files from one step",
+                    help="copy all files from one step",
                 )
             )
     return findings
@@ -390,7 +385,7 @@ def _flat_experts(grid: RankGrid, contents: Contents, source: Source) -> None:
         raise FastshardError.of(
             "FS209",
             "the shapes of experts.weight1 and weight2 do not show how many experts they hold",
-            help="the rank files must hold their arguments (num_experts, hidden_size)",
+            help="save the rank files again with their arguments (num_experts, hidden_size)",
         )
     local = experts // grid.ep
     for unit in source.units:

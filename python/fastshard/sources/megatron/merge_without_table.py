@@ -184,7 +184,7 @@ class Wholes:
                     file=file,
                     expected=f"{key} {self.args.get(key)}: {_told(expected)}",
                     got=_told(got),
-                    help="the arguments are of another model, or tensors are missing",
+                    help="copy all rank files of this model again; the arguments are of another model, or tensors are missing",
                 )
 
     def shapes(self) -> dict[str, list[int]]:
@@ -302,7 +302,7 @@ class Wholes:
                 rank=place.label if there or name not in own else first.label,
                 expected=f"{others.get(name) or own.get(name)}, as in {first.path if name in others else place.path}",
                 got=str(own[name]) if there else "no such tensor",
-                help="this file is from another run or degree",
+                help="copy the file of this rank again; it is from another run or degree",
             )
         )
 

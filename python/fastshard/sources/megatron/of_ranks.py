@@ -50,7 +50,7 @@ def judge(
     wrong = [one for one in wrong if one[1] != one[3]]
     paths = {place: found.files[at].path for at, place, _, _ in told}
     for at, place, rank, own in wrong:
-        right = f"its place is that of {paths[own]}: rename the files back, or copy them again"
+        right = f"rename the files back, or copy them again; its place is that of {paths[own]}"
         source.findings.append(
             Finding.of(
                 "FS113",

@@ -146,7 +146,7 @@ def _no_places(name: str, error: UnknownPlaces) -> Finding:
         tensor=name,
         expected=error.expected,
         got=error.got,
-        help="load it with Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable, or do without --optimizer",
+        help="load it with Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable, or leave out --optimizer",
     )
 
 
@@ -183,7 +183,7 @@ def _slot(kind: str) -> str | None:
 
 def _refused(described: Told, args: dict[str, Any], unread: list[str]) -> list[Finding]:
     """Why the optimizer's part is not read, if it is not."""
-    again = "load it with Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable, or do without --optimizer"
+    again = "load it with Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable, or leave out --optimizer"
     pickled = [name for name in described["objects"] if _PICKLED.match(name)]
     if pickled:
         return [
@@ -213,7 +213,7 @@ def _refused(described: Told, args: dict[str, Any], unread: list[str]) -> list[F
                     "FS514",
                     f"master weights of parameters in FP8 or FP4 ({name}) cannot be held against them: they are not read",
                     severity="error",
-                    help="do without --optimizer",
+                    help="leave out --optimizer",
                 )
             ]
     return []

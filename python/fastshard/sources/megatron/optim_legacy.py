@@ -165,7 +165,7 @@ def _no_places(path: str, rank: str | None, error: UnknownPlaces) -> Finding:
         rank=rank,
         expected=error.expected,
         got=error.got,
-        help="do without --optimizer, or load it with Megatron-LM and save it as torch_dist (fully_reshardable)",
+        help="leave out --optimizer, or load it with Megatron-LM and save it as torch_dist (fully_reshardable)",
     )
 
 
@@ -442,7 +442,7 @@ def _steps_agree(
             rank=rank.label,
             expected=str(first),
             got=str(told[rank.file]),
-            help="take all files from one step",
+            help="copy all files from one step",
         )
         for rank in ranks
         if told[rank.file] and told[rank.file] != first

@@ -42,7 +42,7 @@ class RankGrid:
                 "FS106",
                 "the number after the tensor-parallel rank may be a pipeline stage or an expert-parallel rank",
                 file=found.files[0].path,
-                help="the rank files must hold their arguments (pipeline_model_parallel_size, expert_model_parallel_size)",
+                help="save the rank files again with their arguments (pipeline_model_parallel_size, expert_model_parallel_size)",
             )
         expert = longest == 2 and (ep or 1) > 1 and (pp or 1) == 1
         places = [

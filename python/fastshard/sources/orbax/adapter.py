@@ -263,7 +263,7 @@ def _committed(listing: Listing, places: list[Place], options: Options) -> list[
         decided="accept uncommitted" if accepted else None,
         file=places[0].label(listing),
         expected="a directory without the mark of temporary ones, its processes' stores merged",
-        help="take another step; or name the directories of all processes and give --accept uncommitted: every chunk is still proven to be there",
+        help="choose another step with --step; or name the directories of all processes and pass --accept uncommitted: every chunk is still proven to be there",
     )
     if not accepted:
         raise error_for([finding])
@@ -312,7 +312,7 @@ def _tree(listing: Listing, places: list[Place]) -> Tree | None:
                 "FS107",
                 "two hosts name different arrays in _METADATA: they are of different saves",
                 file=place.label(listing),
-                help="give the directories of one save only",
+                help="pass the directories of one save only",
             )
         found = found or tree
     return found
@@ -392,7 +392,7 @@ def _expected(tree: Tree, there: set[str], where: str) -> list[Finding]:
             "missing array: _METADATA names it, and no store describes it",
             file=where,
             tensor=name,
-            help="name the directories of the other hosts as more CKPTs; if all are given, take another step",
+            help="name the directories of the other hosts as more CKPTs; if all are given, choose another step with --step",
         )
         for name in lacking[:_NAMED]
     ]
@@ -406,6 +406,7 @@ def _expected(tree: Tree, there: set[str], where: str) -> list[Finding]:
                 f"_METADATA does not name {len(extra)} arrays that are stored",
                 file=where,
                 tensor=extra[0],
+                help="restore the _METADATA that was saved with them if the model has them",
             )
         )
     return findings

@@ -284,7 +284,7 @@ def _ambiguous(
             f"compare the files with the files of the hosts that ran {named(owners, evidence.processes)}: a copy may have lost some"
         )
     if evidence.per_process:
-        helps.append("say how many processes wrote it with --expect-processes N")
+        helps.append("pass the number of processes that wrote it with --expect-processes N")
     helps.append(
         "take absent chunks for zeros with --accept elided-zeros if the values are known to hold zeros"
     )

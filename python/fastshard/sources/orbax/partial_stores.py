@@ -18,5 +18,5 @@ def refuse_parts(listing: Listing) -> None:
             "a part of a checkpoint of Orbax, MaxText or Paxml (zarr)",
             file=hit.path,
             expected="the directory that holds all of its arrays",
-            help="give the item's directory (items, state), the step's or the run's as CKPT",
+            help="pass the item's directory (items, state), the step's or the run's as CKPT",
         )

@@ -202,7 +202,7 @@ def _describe(union: Union, keys: Iterable[str]) -> None:
                 file=holders[0].label,
                 tensor=name,
                 expected=".zarray or zarr.json",
-                help="remove the one that is left from another save",
+                help="move away the one that is left from another save",
             )
         for other in holders[1:]:
             again = other.store.read(key, MAX_METADATA)
@@ -216,7 +216,7 @@ def _describe(union: Union, keys: Iterable[str]) -> None:
                     file=other.label,
                     tensor=name,
                     expected=f"{array.dtype} {list(array.shape)}, chunks {list(array.chunk)}, as in {holders[0].label}",
-                    help="give the directories of one save only",
+                    help="pass the directories of one save only",
                 )
         union.arrays[name] = array
         chunks += math.prod(array.grid)
@@ -243,7 +243,7 @@ def _foreign(union: Union) -> None:
                     file=held.label,
                     tensor=name,
                     expected=f"chunks {list(array.chunk)} of {list(array.shape)}, keys as {array.key((0,) * len(array.shape))}",
-                    help="give the directories of one save only",
+                    help="pass the directories of one save only",
                 )
 
 
@@ -327,7 +327,7 @@ class Reader:
                     file=other.label,
                     tensor=box.name,
                     expected=f"the same as in {first.label}",
-                    help="give the directories of one save only; if the run let replicas drift, leave one host's directory out",
+                    help="pass the directories of one save only; if the run let replicas drift, leave one host's directory out",
                 )
         if alike:
             with self._lock:

@@ -91,14 +91,14 @@ def read(path: Path, label: str) -> Config:
         said = json.loads(safe_files.read_text(path, safe_files.MAX_CONFIG, label=label))
     except (ValueError, RecursionError) as error:
         raise FastshardError.of(
-            "FS211", f"not valid JSON: {error}", file=label, help=f"give the adapter's own {FILE}"
+            "FS211", f"not valid JSON: {error}", file=label, help=f"pass the adapter's own {FILE}"
         ) from None
     if not isinstance(said, dict) or "peft_type" not in said:
         raise FastshardError.of(
             "FS211",
             "no config of an adapter: it has no peft_type",
             file=label,
-            help=f"give the adapter's own {FILE}",
+            help=f"pass the adapter's own {FILE}",
         )
     _refuse(said, label)
     number = _number(said, "r", label)
@@ -186,5 +186,5 @@ def _number(said: dict[str, Any], key: str, label: str) -> float:
 
 def _bad(key: str, expected: str, got: Any, label: str) -> FastshardError:
     return FastshardError.of(
-        "FS211", key, file=label, expected=expected, got=shown(got), help=f"give the adapter's own {FILE}"
+        "FS211", key, file=label, expected=expected, got=shown(got), help=f"pass the adapter's own {FILE}"
     )

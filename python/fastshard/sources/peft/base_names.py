@@ -45,7 +45,7 @@ def place(told: Told, config: Config, base: Shapes, factors: Shapes, table: Tabl
     if way.uncertain:
         raise FastshardError.of(
             "FS106", "the adapter's names can be read in several ways to fit the base", file=config.path,
-            got=way.readings, help="give a base with the names that the adapter has: one that was saved from the same class",
+            got=way.readings, help="pass a base with the names that the adapter has: one that was saved from the same class",
         )  # fmt: skip
     called |= way.names
     for name, module in modules.items():

@@ -34,7 +34,7 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
         raise FastshardError.of(
             "FS106", "the checkpoint holds an adapter's tensors, and the adapter given has some too",
             got=f"{found.files[0].path}, {files.weights}",
-            help=f"for the checkpoint's own name the config alone: --adapter {files.config}",
+            help=f"pass the config alone for the checkpoint's own: --adapter {files.config}",
         )  # fmt: skip
     if not own and files.weights is None:
         raise FastshardError.of(

@@ -79,7 +79,7 @@ def _changes(
         if rows is None:
             raise FastshardError.of(
                 "FS209", "which rows the adapter has trained", tensor=factors["tokens"], file=config.path,
-                expected="trainable_token_indices", got="none", help="give the adapter's own adapter_config.json",
+                expected="trainable_token_indices", got="none", help="pass the adapter's own adapter_config.json",
             )  # fmt: skip
         found.append((weight, {"rows": {"of": factors["tokens"], "at": rows}}))
     pairs = [
@@ -180,7 +180,7 @@ def _target(module: Module, a: str, b: str, config: Config, shapes: Mapping[str,
     raise FastshardError.of(
         "FS209", "which of a module's parameters the adapter is for", tensor=a, file=config.path,
         expected=f"one of {', '.join(own)}", got="factors that fit " + (", ".join(fitting) or "none"),
-        help="give the base that it was trained on; else merge it with peft's merge_and_unload",
+        help="pass the base that it was trained on; else merge it with peft's merge_and_unload",
     )  # fmt: skip
 
 
@@ -223,7 +223,7 @@ def _product(
         raise FastshardError.of(
             "FS215", "the rank of an adapter, by which it is scaled", tensor=a, file=config.path,
             expected=f"{config.rank(module.name)} by {config.path}", got=str(rank),
-            help="give the adapter_config.json that was saved with it",
+            help="pass the adapter_config.json that was saved with it",
         )  # fmt: skip
     return {"a": a, "b": b, "rank": rank, "scale": config.scale(module.name), "form": form}
 

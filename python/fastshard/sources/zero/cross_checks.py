@@ -71,7 +71,7 @@ def same_step(found: Found[ZeroFiles], states: list[dict[str, Any]], word: str) 
                 rank=f"{word} {rank}",
                 expected=f"{told[0][2]} as in {found.files[told[0][1]].name}",
                 got=str(value),
-                help="take all files from one step",
+                help="copy all files from one step",
             )
             for rank, file, value in told
             if value != told[0][2]
@@ -92,7 +92,7 @@ def steps_agree(found: Found[ZeroFiles], steps: dict[int, list[float]]) -> list[
             rank=ranks.get(file),
             expected=f"{_listed(usual)} as on the other ranks",
             got=_listed(each),
-            help="take all optimizer files from one step",
+            help="copy all optimizer files from one step",
         )
         for file, each in sorted(told.items())
         if each != usual

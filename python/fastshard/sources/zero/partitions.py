@@ -7,7 +7,7 @@ from typing import Any
 
 from ...common.errors import Finding
 from ...layouts.declaration import Assembled, Group, StateFile
-from ..base import lacking, view_of
+from ..base import lacking, unexpected, view_of
 from ..param_groups import numbered
 from .flat_state import Flat, Model, Named, Rank, scalar, scalars_of, state_below, state_of, tensor_index
 
@@ -47,13 +47,8 @@ class Partitions:
         self.findings += [model.missing(dp, world, self.bf16, last) for dp, last in absent]
         for dp in [dp for dp in self.ranks if dp >= world]:
             left = self.ranks.pop(dp)
-            self.findings.append(
-                Finding.of(
-                    "FS108",
-                    f"data-parallel rank {dp} of a run of {world}: left by an older run of more ranks? It was not read",
-                    file=left.path,
-                )
-            )
+            why = f"data-parallel rank {dp} is beyond the {world} of this checkpoint"
+            self.findings.append(unexpected(left.path, why))
         self.order = [self.ranks[dp] for dp in sorted(self.ranks)]
         #: True if all ranks are there and could be read.
         self.whole = bool(self.order) and readable and not absent and all(map(self._read, self.order))
@@ -164,7 +159,7 @@ class Partitions:
         if sums(first.file) != sums(file):
             self.problem(
                 "FS302", "two files of one rank that are not copies", path, first.dp,
-                f"the checksums of {first.path}", "others", "give only directories that hold one step of one run",
+                f"the checksums of {first.path}", "others", "pass only directories that hold one step of one run",
             )  # fmt: skip
 
     def _read(self, rank: Rank) -> bool:
@@ -177,7 +172,7 @@ class Partitions:
             what = "ZeRO-3" if self.stage3 else "ZeRO-1, ZeRO-2 or BF16_Optimizer"
             self.problem(
                 "FS402", f"not the optimizer state of {what} as DeepSpeed since 0.4 writes it", rank.path, rank.dp,
-                key, ", ".join(sorted(map(str, rank.state))[:8]), "the master weights are not read; --weights params takes the parameters",
+                key, ", ".join(sorted(map(str, rank.state))[:8]), "pass --weights params, which takes the parameters; the master weights are not read",
             )  # fmt: skip
             return False
         rank.masters = [f for f in flat if f is not None]

@@ -80,11 +80,11 @@ class Held:
 
     def unnamed(self) -> Finding:
         """That the parameters are not told."""
-        help = "--weights params takes the parameters and ignores the master weights"
+        help = "pass --weights params, which takes the parameters and ignores the master weights"
         return self._finding(
             f"the {'masters' if self.key else 'moments'} of ZeRO stage 0 carry no names, and their shapes fit the parameters in more than one way or in none",
             severity=None if self.key else "error",
-            help=help if self.key else "do without --optimizer",
+            help=help if self.key else "leave out --optimizer",
         )
 
     def unread(self) -> list[Finding]:

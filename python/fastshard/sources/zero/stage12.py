@@ -132,7 +132,7 @@ def _tiles(partitions: Partitions, order: list[Rank], g: int, lengths: list[int]
         partitions.problem(
             "FS404", f"elements of group {g} over all ranks", order[-1].path, None,
             f"{needed} to {most}, the parameters of {partitions.model.path} and padding", str(total),
-            "the partitions belong to another model or step, or a rank's file is a copy of another",
+            "copy the optimizer files of all ranks again; they belong to another model or step, or one is a copy of another",
         )  # fmt: skip
     return needed <= total <= most
 

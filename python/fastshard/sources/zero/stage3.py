@@ -204,7 +204,7 @@ def ranks_agree(model: Model, sliced: Sequence[tuple[int, int, int]]) -> list[Fi
                         if key == "param_shapes"
                         else str(model.state.get(key)),
                         got="others" if key == "param_shapes" else str(content.get(key)),
-                        help="take all files from one step",
+                        help="copy all files from one step",
                     )
                 )
     return findings

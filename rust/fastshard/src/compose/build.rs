@@ -167,7 +167,7 @@ impl<'a> Builder<'a> {
                 Finding::new(codes::MISSING_TENSOR, format!("{lacking} of {needed} elements come from no file"))
                     .tensor(making.name)
                     .expected(format!("the source's {key}"), if covered == 0 { "nothing" } else { "a part of it" })
-                    .help("the layout of the target needs this tensor; a file is missing or the model is of another family"),
+                    .help("copy the missing file, or choose a target for the model's family; the layout of the target needs this tensor"),
             );
         } else {
             for (range, held) in groups {
@@ -230,7 +230,7 @@ impl<'a> Builder<'a> {
             .file(file)
             .tensor(&tensor.name)
             .expected("F16, BF16, F32 or F64", tensor.dtype)
-            .help("the tensor is quantised or of another model; describe it without scale and add")
+            .help("describe it without scale and add; the tensor is quantised or of another model")
             .into());
         }
         let (axes, dst_base, src_base) = make_part(making.shape, want, first_box, &lo, &hi);
@@ -323,7 +323,7 @@ impl<'a> Builder<'a> {
         Err(Finding::new(codes::UNSUPPORTED, what)
             .file(&unit(held[0]).file)
             .tensor(&first.name)
-            .help("each rank's term would count more than once; describe the tensor otherwise in a layout of your own")
+            .help("describe the tensor otherwise in a layout of your own; each rank's term would count more than once")
             .into())
     }
 }
@@ -341,7 +341,7 @@ fn twice(source: &Source, name: &str, a: &Instance, b: &Instance) -> Finding {
         .tensor(name)
         .expected(format!("one, as in {one}"), format!("{two} too"))
         .help(
-            "remove the stale one, or mark it `ignore` in a layout, with a reason: it would be applied twice",
+            "mark the stale one `ignore` in a layout, with a reason, or remove it; it would be applied twice",
         )
 }
 

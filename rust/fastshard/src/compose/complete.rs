@@ -232,7 +232,7 @@ fn in_no_half(source: &Source, gone: impl Fn(&Position) -> bool) -> Vec<Finding>
             let message = format!("position {at} on axis {axis} has tensors neither of {name} nor of {other}");
             Finding::new(codes::MISSING_TENSOR, message)
                 .expected("the keys of one form", "none")
-                .help("copy the files of this layer from the node that wrote them, or give the model's config with --config")
+                .help("copy the files of this layer from the node that wrote them, or pass the model's config with --config")
         }));
     }
     findings

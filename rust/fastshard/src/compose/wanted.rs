@@ -39,7 +39,7 @@ pub(super) fn too_many_positions(table: &Table, extents: &Extents) -> Vec<Findin
             Finding::new(codes::BAD_VALUE, "positions that the name stands for")
                 .tensor(entry.name.text())
                 .expected(format!("at most {MAX_POSITIONS}"), n)
-                .help("a number in a tensor's name or in the config is far beyond any model")
+                .help("correct the number in the tensor's name or in the config; it is far beyond any model")
         })
         .collect()
 }
@@ -151,7 +151,7 @@ pub(super) fn table_names(
                         format!("layout {}: the number of layers is not known", table.name),
                     )
                     .tensor(entry.name.text())
-                    .help("give the model's config with --config"),
+                    .help("pass the model's config with --config"),
                 );
             }
             continue;

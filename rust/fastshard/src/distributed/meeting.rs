@@ -363,7 +363,7 @@ impl Meeting {
                         "this rank comes to another plan than rank 0",
                     )
                     .rank(format!("rank {}", heard.card.rank))
-                    .help("its own message says what differs: the sources as it sees them, or their headers");
+                    .help("see that rank's own message, which says what differs: the sources as it sees them, or their headers");
                     finding.host = Some(heard.card.process.host.clone());
                     vec![finding]
                 };

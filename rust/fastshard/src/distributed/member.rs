@@ -340,7 +340,7 @@ impl Log {
         found.filter(|bytes| Some(blake3::hash(bytes)) == wanted).ok_or_else(|| {
             Finding::new(codes::IO, "what a part noted at its end is not what is read here")
                 .file(folder.join(&name))
-                .help("the destination is not the storage it seems to be; --resume makes that part again")
+                .help("run again with --resume, which makes that part again; the destination is not the storage it seems to be")
                 .into()
         })
     }

@@ -79,7 +79,7 @@ fn work_of(shared: &Shared) -> Result<Work> {
         Error::from(
             Finding::new(codes::LEFTOVER_RUN, format!("what is made cannot be read ({e})"))
                 .file(shared.path())
-                .help("it was begun by another version: remove the folder to start afresh"),
+                .help("start afresh by removing the folder; it was begun by another version"),
         )
     })
 }
@@ -256,7 +256,7 @@ fn refuse_touched(shared: &Shared, about: &serde_json::Value) -> Result<()> {
             "source files are not as they were when this run was begun, by their status: what was made of them may be of other content",
         )
         .file(shared.path())
-        .help("remove the folder, and run again without --resume")
+        .help("start afresh: remove the folder, and run again without --resume")
         .into()),
         _ => Ok(()),
     }

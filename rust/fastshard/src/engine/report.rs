@@ -24,7 +24,7 @@ fn non_finite(plan: &Plan, output: &Output, count: u64) -> Finding {
         finding.severity = Severity::Note;
     } else if plan.non_finite_accepted {
         finding.severity = Severity::Warning;
-        finding.help = Some("accepted as asked with --accept non-finite".into());
+        finding.help = Some("leave out --accept non-finite to make this an error again".into());
         finding.decided = Some("accept non-finite".into());
     }
     finding
@@ -109,7 +109,7 @@ impl Run<'_> {
             format!("the fp32 master weight, rounded to {narrow}, differs from the parameter"),
         )
         .expected("equal elements", differing(drift, element_count(&tensor.shape).unwrap_or(0)))
-        .help("if you evaluated the parameters: --weights params takes them, `fastshard master-weights CKPT --repair OUT` rebuilds the master weights; if the parameters are damaged, restore their file");
+        .help("pass --weights params if you evaluated the parameters, or rebuild the master weights with `fastshard master-weights CKPT --repair OUT`; if the parameters are damaged, restore their file");
         let severity = if self.plan.twins_may_differ { Severity::Warning } else { Severity::Error };
         self.place(master, finding.severity(severity))
     }
@@ -153,7 +153,7 @@ impl Run<'_> {
             let message = format!("this copy differs from those of {others} other ranks");
             let finding = Finding::new(codes::REPLICAS_DIFFER, message)
                 .expected("equal copies", &what)
-                .help("copy the file of this rank again: it is from another step or layer; if replicas drifted in this run: merge with --replicas mean");
+                .help("copy the file of this rank again: it is from another step or layer; if replicas drifted in this run, merge with --replicas mean");
             self.place(stored, finding)
         };
         Ok(odd.into_iter().map(finding).collect())
@@ -168,7 +168,7 @@ impl Run<'_> {
         };
         let finding = Finding::new(codes::REPLICAS_DIFFER, format!("the copies of {ranks} differ"))
             .expected("equal copies", what)
-            .help("one of the files is from another step or layer, and nothing here says which: copy the files of these ranks again; if replicas drifted in this run: merge with --replicas mean");
+            .help("copy the files of these ranks again; one of them is from another step or layer, and nothing here says which; if replicas drifted in this run, merge with --replicas mean");
         let mut finding = self.place(other, finding);
         finding.rank = None;
         finding.files = all.iter().filter_map(|&stored| file_label(self.plan, stored)).collect();

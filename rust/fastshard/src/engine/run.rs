@@ -363,9 +363,7 @@ impl<'a> Run<'a> {
         let mut finding = Finding::new(codes::CRC, format!("the CRC32 of member {member} does not match"))
             .file(self.plan.label(about.file))
             .expected(format!("{want:08x}"), got)
-            .help(
-                "the file was damaged after it was written: copy the file again from the node that wrote it",
-            );
+            .help("copy the file again from the node that wrote it; it was damaged after it was written");
         let stored = self.plan.stored.iter();
         let holders: Vec<&str> =
             stored.filter(|s| shards::blobs_of(s).contains(&blob)).map(|s| s.name.as_str()).collect();

@@ -375,7 +375,7 @@ impl Piece<'_> {
             Finding::new(codes::BAD_VALUE, format!("a number that {to} does not hold"))
                 .tensor(&self.output.name)
                 .expected(format!("the target's counter, {to}"), format!("{number} as {from}"))
-                .help("the counter is damaged or counts something else than steps: look at it in the source")
+                .help("look at the counter in the source; it is damaged or counts something else than steps")
                 .into()
         })
     }
@@ -497,7 +497,7 @@ pub fn check_pad(
                 let mut finding = Finding::new(codes::PAD_NOT_ZERO, "rows beyond the vocabulary hold values")
                     .tensor(&stored.name)
                     .expected("zeros", "other values")
-                    .help("they are dropped; if they are real rows, give the true --vocab-size");
+                    .help("pass the true --vocab-size if they are real rows; they are dropped");
                 finding.rank = stored.rank.clone();
                 return Ok(Some(finding));
             }

@@ -252,7 +252,7 @@ pub fn object(file: &SourceFile, offset: u64, len: u64) -> Result<serde_json::Va
     }
     Err(Finding::new(codes::UNSAFE_PICKLE, "a record holds more values than are looked at")
         .file(file.path())
-        .help("take another step, or leave out --optimizer")
+        .help("choose another step with --step, or leave out --optimizer")
         .into())
 }
 
@@ -287,7 +287,7 @@ pub fn records(file: &SourceFile, ranges: &[Range]) -> Result<ParsedFile> {
             )
             .file(file.path())
             .tensor(name)
-            .help("torch writes chunks as plain tensors: save it again with torch.distributed.checkpoint")
+            .help("save it again with torch.distributed.checkpoint; torch writes chunks as plain tensors")
             .into());
         }
         let first = all.blobs.len() as u32;

@@ -254,7 +254,7 @@ pub(super) fn undecodable(file: &SourceFile, blob: Option<&Blob>, error: &std::i
     let what = blob.map_or("a record", name);
     Finding::new(codes::CRC, format!("{what}: the compressed data cannot be read: {why}"))
         .file(file.path())
-        .help("the file was damaged after it was written: copy the file again from the node that wrote it")
+        .help("copy the file again from the node that wrote it; it was damaged after it was written")
 }
 
 fn check_crc(file: &SourceFile, blob: &Blob, got: u32) -> Result<()> {
@@ -270,7 +270,7 @@ fn check_crc(file: &SourceFile, blob: &Blob, got: u32) -> Result<()> {
 fn damaged(file: &SourceFile, blob: &Blob, what: &str) -> Finding {
     Finding::new(codes::CRC, format!("{}: {what}", name(blob)))
         .file(file.path())
-        .help("the file was damaged after it was written: copy the file again from the node that wrote it")
+        .help("copy the file again from the node that wrote it; it was damaged after it was written")
 }
 
 fn name(blob: &Blob) -> &str {

@@ -156,7 +156,7 @@ pub fn bind(table: &Table, groups: &[Group], known: &Known) -> (Extents, Vec<Fin
                         format!("{given} as the config says"),
                         format!("{value} in all {count} tensors that have it"),
                     )
-                    .help("give the config of this checkpoint with --config"),
+                    .help("pass the config of this checkpoint with --config"),
                 );
                 extents.insert(axis.clone(), value);
             }
@@ -274,9 +274,9 @@ pub fn check_shape(
         }
     }
     let help = if known.extents.is_empty() {
-        "most tensors agree on the extents expected here: this shard is from another run or degree, or a rank is missing"
+        "copy the files of all ranks from one run; most tensors agree on the extents expected here, but this shard is from another run or degree, or a rank is missing"
     } else {
-        "this file is from another run or degree, or the config (--config) describes another model"
+        "copy this file again, or pass this model's config with --config; the file is from another run or degree, or the config is another model's"
     };
     Some(finding.help(help))
 }

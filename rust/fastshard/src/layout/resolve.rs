@@ -349,7 +349,9 @@ impl Checkpoint<'_> {
                             format!("extent of axis {axis} in the tensor's name"),
                         )
                         .expected(given, value)
-                        .help("a layer's files are missing or the config describes another model"),
+                        .help(
+                            "copy the missing files of the layer, or pass this model's config with --config",
+                        ),
                         *witness,
                     ),
                 ),
@@ -409,7 +411,7 @@ impl Checkpoint<'_> {
         }
         findings.extend(unbound.into_iter().map(|(message, t)| {
             let finding = Finding::new(codes::UNBOUND_AXIS, format!("layout {}: {message}", with.table.name))
-                .help("give the model's config with --config");
+                .help("pass the model's config with --config");
             self.place(finding, t)
         }));
         instances
@@ -487,8 +489,8 @@ fn set_vocabulary(table: &Table, outside: &Outside, extents: &mut Extents) -> Op
         Finding::new(codes::BAD_VALUE, format!("{rows} of {real} rows of the vocabulary found"))
             .expected(format!("{real} rows"), rows)
             .help(
-                "the last tensor-parallel rank's file may be missing: no gap shows it; \
-                 or the size given is another model's (--vocab-size, --config)",
+                "copy the file of the last tensor-parallel rank, which may be missing without a gap, \
+                 or pass this model's size (--vocab-size, --config)",
             ),
     )
 }
@@ -512,5 +514,5 @@ fn outside_of_set(table: &Table, entry: usize, sets: &Sets, set: &str, axis: &st
 /// The finding for a fact that decides values and is not stated.
 pub fn unknown_fact(fact: &str) -> Finding {
     Finding::new(codes::FACT_UNKNOWN, format!("the result depends on `{fact}`, which is not stated"))
-        .help(format!("give the training config with --config (it must say {fact}: true or false)"))
+        .help(format!("pass the training config with --config (it must say {fact}: true or false)"))
 }

@@ -50,7 +50,7 @@ pub(super) fn refused_owner(place: &Place, folder: &Dir) -> Result<Option<Findin
             format!("owner {}, writable by nobody else", made.st_uid),
             format!("owner {}, mode {:o}", meta.st_uid, meta.st_mode & 0o7777),
         )
-        .help("somebody else made or opened it: look at it, have it removed, or choose a destination in a directory of your own")))
+        .help("look at it, have it removed, or choose a destination in a directory of your own; somebody else made or opened it")))
 }
 
 /// True for the name of an entry that holds what becomes the result: in a run of several processes it has the name of

@@ -129,6 +129,6 @@ fn fate_of(folder: &Dir, alive: bool, is_abandoned: bool) -> Result<Fate> {
 fn absent(place: &Place, run: &str) -> Error {
     Finding::new(codes::NO_SUCH_PATH, format!("no run called {run} has left anything here"))
         .file(&place.out)
-        .help("`fastshard clean` without --abandon lists what is there")
+        .help("run `fastshard clean` without --abandon to list what is there")
         .into()
 }

@@ -69,8 +69,8 @@ fn told(folder: &Dir) -> Result<Error> {
     }
     let help = match has("sealed")? {
         // It may hold what was at the destination before.
-        true => "its result was complete: --resume finishes publishing it",
-        false => "--resume continues it; removing the folder starts afresh",
+        true => "finish publishing it with --resume; its result was complete",
+        false => "continue it with --resume, or start afresh by removing the folder",
     };
     let finding = Finding::new(codes::LEFTOVER_RUN, "an earlier run of this plan was interrupted");
     Ok(finding.file(folder.path()).help(help).into())

@@ -67,7 +67,7 @@ fn warning(folder: &Dir, version: Option<u32>) -> Option<Finding> {
         ),
         false => (
             "; it takes up space until it is removed",
-            "remove it if it is not needed, or run its command again with --resume to continue it",
+            "run its command again with --resume to continue it, or remove it if it is not needed",
         ),
     };
     let told = format!("an interrupted run of another plan is not continued{why}{what}");

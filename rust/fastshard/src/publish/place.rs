@@ -202,13 +202,13 @@ impl Place {
         if older::holds_working_directory(&self.out) || older::holds_home(&self.out) {
             return Ok(Some(
                 finding
-                    .help("a working directory or a home is never replaced: choose a new directory inside"),
+                    .help("choose a new directory inside; a working directory or a home is never replaced"),
             ));
         }
         if self.inside {
             return Ok(Some(finding.help(
-                "it is a mount point or its parent may not be written, so it cannot be replaced in one step: \
-                 empty it or choose a new directory inside",
+                "choose a new directory inside or empty it; it is a mount point or its parent may not be \
+                 written, so it cannot be replaced in one step",
             )));
         }
         let Some(out) = self.open_out()? else { return Ok(None) };
@@ -227,7 +227,7 @@ impl Place {
         Finding::new(codes::OUT_EXISTS, what)
             .file(&self.out)
             .expected("a folder whose manifest accounts for all that it holds, unedited", besides.told())
-            .help("--overwrite replaces nothing else: move it away, or choose another destination")
+            .help("move it away, or choose another destination; --overwrite replaces nothing else")
     }
 }
 

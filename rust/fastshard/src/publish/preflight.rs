@@ -112,7 +112,7 @@ fn space(place: &Place, needs: &Needs, options: &Options) -> Result<()> {
                     .file(base)
                     .expected(format!("{needed} free"), free)
                     .help(match options.overwrite {
-                        true => "the old result stays until the new one is complete: free space or choose another destination",
+                        true => "free space or choose another destination; the old result stays until the new one is complete",
                         false => "free space or choose another destination",
                     }),
             );

@@ -28,7 +28,7 @@ fn conflict(place: &Place, got: Option<String>) -> Error {
         Finding::new(codes::PUBLISH_CONFLICT, "the destination changed while the result was written")
             .file(&place.out)
             .help(format!(
-                "the result is kept in {}: move what is in the way, then run the same command with --resume",
+                "move what is in the way, then run the same command with --resume; the result is kept in {}",
                 place.folder_path().display()
             ));
     finding.got = got;
@@ -267,7 +267,7 @@ fn clean_up(
         let cause = error.into_findings().swap_remove(0);
         let at = cause.file.map_or_else(|| folder.path().to_path_buf(), PathBuf::from);
         let help = format!(
-            "the same command with --resume tries again; or look into {} and remove it",
+            "run the same command with --resume to try again, or look into {} and remove it",
             folder.path().display()
         );
         left(format!("complete, but not cleaned up: {}", cause.message), &at, &help)

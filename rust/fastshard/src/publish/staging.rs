@@ -159,7 +159,7 @@ impl Staging {
             Some(_) => {
                 return Err(Finding::new(codes::LEFTOVER_RUN, "the staging folder holds another plan")
                     .file(folder.path())
-                    .help("the sources or options changed since: remove the folder to start afresh")
+                    .help("start afresh by removing the folder; the sources or options changed since")
                     .into())
             }
             // A sealed run whose clean-up was cut short has no plan any more.

@@ -109,7 +109,7 @@ impl Gathered {
                         "the adapter is for a tensor that the base does not have",
                     )
                     .tensor(&side.name)
-                    .help("give the base that it was trained on"),
+                    .help("pass the base that it was trained on"),
                 ),
                 (Ok(changes), Some(indices)) => {
                     let shape = &self.stored[indices[0] as usize].shape;
@@ -121,7 +121,7 @@ impl Gathered {
                         Finding::new(codes::SHAPE, "the adapter does not fit the base")
                             .tensor(&self.stored[factor as usize].name)
                             .expected(format!("{expected}, for {} {shape:?}", side.name), got)
-                            .help("give the base that it was trained on, and the adapter's own adapter_config.json")
+                            .help("pass the base that it was trained on, and the adapter's own adapter_config.json")
                     })
                 }
             };

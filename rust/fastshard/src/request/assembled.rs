@@ -307,7 +307,7 @@ impl Gathered {
             let mut finding = Finding::new(codes::HOLE, "elements that the ranks' partitions hold")
                 .tensor(name)
                 .expected(total, at)
-                .help("a rank's partition is missing, or belongs to a run with another number of ranks");
+                .help("copy the files of all ranks again; a partition is missing, or belongs to a run with another number of ranks");
             finding.rank = group.rank.clone();
             self.findings.push(finding);
             return None;
@@ -336,7 +336,7 @@ impl Gathered {
                 let mut finding = problem
                     .file(catalog.label(file))
                     .tensor(name)
-                    .help("the metadata and the files are of different saves: copy both from one");
+                    .help("copy the metadata and the files from one save; these are of different saves");
                 finding.rank = group.rank.clone();
                 self.findings.push(finding);
                 return None;
@@ -398,7 +398,7 @@ fn not_tiled(shape: &[u64], boxes: &[(Vec<u64>, Vec<u64>)], covered: u64) -> Opt
                     "each element in one chunk",
                     format!("chunks at {:?} and {:?}", boxes[a].0, boxes[b].0),
                 )
-                .help("the metadata is of two saves: copy the file again from the node that wrote it"),
+                .help("copy the file again from the node that wrote it; the metadata is of two saves"),
         );
     }
     let total = element_count(shape).unwrap_or(u64::MAX);
@@ -412,7 +412,7 @@ fn not_tiled(shape: &[u64], boxes: &[(Vec<u64>, Vec<u64>)], covered: u64) -> Opt
             format!("{} of {total} elements are missing: no chunk covers them", total - covered),
         )
         .expected(format!("chunks that tile {shape:?}"), format!("chunks at {}", starts.join(", ")))
-        .help("a rank's part was not saved, or the metadata was written before all ranks were done"),
+        .help("use another step; a rank's part was not saved, or the metadata was written before all ranks were done"),
     )
 }
 

@@ -77,8 +77,9 @@ pub(crate) fn unsummed(catalog: &Catalog, plan: &Plan) -> Option<Finding> {
         (0u32..).zip(&plan.sources).filter(|(_, source)| found.contains(&(source.root, &*source.path)));
     let found: Vec<u32> = found.map(|(i, _)| i).collect();
     let message = format!("{} saved without checksums", counted(plan, &found));
-    let help = "bytes that were damaged since are not seen: --expect with a manifest that was made where they were written \
-                settles it";
+    let help =
+        "pass a manifest that was made where they were written with --expect; bytes that were damaged since \
+                are not seen";
     (!found.is_empty()).then(|| Finding::new(codes::NO_CHECKSUMS, message).help(help))
 }
 

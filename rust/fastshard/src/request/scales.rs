@@ -97,7 +97,7 @@ impl Gathered {
             }
             let message = format!("scales of {of}, which is stored as {dtype} and has none");
             let finding = Finding::new(codes::UNKNOWN_TENSOR, message).tensor(&seen.name);
-            let help = "remove the stale one: it is from the model before or after it was quantised";
+            let help = "leave the stale one out of the checkpoint; it is from the model before or after it was quantised";
             found.push(finding.file(&self.units[seen.unit as usize].file).help(help));
         }
         self.findings.extend(found);
@@ -112,7 +112,7 @@ fn no_fit(tensor: &StoredTensor, scales: &StoredTensor) -> Finding {
             format!("one, one per row, or one per block of {:?}", tensor.shape),
             format!("{} {:?} in {}", scales.dtype, scales.shape, scales.name),
         )
-        .help("give the config.json that names weight_block_size, or leave out --dtype")
+        .help("pass the config.json that names weight_block_size, or leave out --dtype")
 }
 
 fn without(name: &str, dtype: Dtype, form: &StoredForm) -> Finding {

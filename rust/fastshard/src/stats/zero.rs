@@ -42,7 +42,7 @@ fn zero(plan: &Plan, output: &Output, has_sister: bool) -> Option<Finding> {
     let finding = Finding::new(codes::ZERO_SLAB, format!("all values of this tensor are zero{others}"))
         .tensor(name)
         .expected(format!("values in {:?}", output.shape), "zeros")
-        .help("a tensor that was never loaded or gathered looks like that: compare with the files of the ranks, or with `fastshard diff`");
+        .help("compare with the files of the ranks, or with `fastshard diff`; a tensor that was never loaded or gathered looks like that");
     Some(place(plan, *stored, finding))
 }
 
@@ -53,7 +53,7 @@ fn slabs(plan: &Plan, output: &Output, slabs: &[ZeroSlab]) -> Option<Finding> {
     let finding = Finding::new(codes::ZERO_SLAB, "a part of this tensor is zero")
         .tensor(&output.name)
         .expected(format!("values all over {:?}", output.shape), format!("zeros in {}", texts.join(" and ")))
-        .help("a shard that was lost, or never gathered, looks like that: compare with the files of the ranks, or with `fastshard diff`; pruned weights and tokens never trained are zero too");
+        .help("compare with the files of the ranks, or with `fastshard diff`; a shard that was lost, or never gathered, looks like that; pruned weights and tokens never trained are zero too");
     Some(match holder(output, first) {
         Some(stored) => place(plan, stored, finding),
         None => finding,

@@ -40,7 +40,7 @@ fn overlay(source: &SourceFile, outputs: &[&Output], zeros: &[(u64, u64)]) -> Re
         return Err(Finding::new(codes::UNSUPPORTED, "its bytes cannot be replaced in place")
             .file(source.path())
             .tensor(outputs.get(i).map_or("data.pkl", |o| o.key()))
-            .help("the member is compressed: save the file again with torch.save")
+            .help("save the file again with torch.save; the member is compressed")
             .into());
     }
     members.retain(|m| replaced.iter().any(|r| within(m, *r)));

@@ -96,7 +96,7 @@ def connected(address: str | None, cpus: int | None) -> Iterator[Any]:
                 "FS515",
                 f"Ray cannot be reached: {line_of(error)}",
                 got=repr(address),
-                help="give the address of a cluster that this host is part of, 'auto' on one of its nodes, or 'local'",
+                help="pass the address of a cluster that this host is part of, 'auto' on one of its nodes, or 'local'",
             ) from None
         yield ray
     finally:

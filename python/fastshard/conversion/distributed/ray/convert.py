@@ -94,7 +94,7 @@ def convert(
         raise FastshardError.of(
             "FS515",
             "parts, and sources on the nodes' own disks",
-            help="each node makes the part that it holds: leave out --parts",
+            help="leave out --parts; each node makes the part that it holds",
         )
     with connected(address, cpus) as ray:
         nodes = nodes_for(ray, cpus)
@@ -138,7 +138,7 @@ def _refuse(
             "source",
             expected="paths, which each node opens",
             got="an opened checkpoint",
-            help="give it the path and the options of the checkpoint",
+            help="pass it the path and the options of the checkpoint",
         )
     if address is not None and (not isinstance(address, str) or not address):
         raise refused("address", "'local', 'auto' or HOST:PORT", address)

@@ -148,7 +148,7 @@ def _once(
                     told(*ray.get(board.seen.remote()))
     except BaseException as error:
         end(ray, list(pending))
-        way = f"{UNPUBLISHED}; the same command with --resume continues"
+        way = f"run the same command with --resume to continue; {UNPUBLISHED}"
         carry(error, [Finding.of("FS510", "stopped by the user", help=way)])
         raise
     end(ray, list(pending))
@@ -166,6 +166,6 @@ def _dead(rank: int, node: Node, why: str) -> Finding:
         f"a rank has died: {why}",
         rank=f"rank {rank}",
         host=str(node),
-        help=f"{UNPUBLISHED}; its part of the checkpoint is on its disk: run again with --resume once this node is "
-        "there, or bring the files elsewhere (`fastshard verify` of the other parts names them)",
+        help="run again with --resume once this node is there, or bring the files of its disk elsewhere "
+        f"(`fastshard verify` of the other parts names them); {UNPUBLISHED}",
     )

@@ -133,7 +133,7 @@ def _unlike(node: Node, about: Any, file: Path, answer: str) -> list[Finding]:
                 f"this node could not be asked whether it sees the destination: {told_by(about)}",
                 file=str(file.parent),
                 host=str(node),
-                help="fastshard must be there, in the version that is here: see what Ray's logs say of that node",
+                help="install fastshard there, in the version that is here, and see what Ray's logs say of that node",
             )
         ]
     host = called(about["host"], node.id)
@@ -161,8 +161,8 @@ def _unlike(node: Node, about: Any, file: Path, answer: str) -> list[Finding]:
             host=host,
             expected=here,
             got=about["storage"],
-            help="this host may have a separate disk at this path: mount the shared storage there, or choose a "
-            "destination on it; nothing of the run was made",
+            help="mount the shared storage at this path, or choose a destination on it; this host may have a "
+            "separate disk there, and nothing of the run was made",
         )
     )
     return found

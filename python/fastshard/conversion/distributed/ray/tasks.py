@@ -134,7 +134,7 @@ class Tasks:
             FastshardError: with all that kept parts from being made.
             BaseException: what ``told`` or a signal handler raised, with ``FS510`` as its ``findings``.
         """
-        way = f"{UNPUBLISHED}; the same command with --resume continues, or remove {run.folder}"
+        way = f"run the same command with --resume to continue, or remove {run.folder}; {UNPUBLISHED}"
         if told is not None:
             here = self._ray.get_runtime_context().get_node_id()
             board = self._ray.remote(Board).options(

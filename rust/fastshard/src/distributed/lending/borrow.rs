@@ -149,7 +149,7 @@ impl Lent {
                 .file(self.shared.folder.join(bytes_of(&nonce)))
                 .rank(format!("rank {}", self.rank))
                 .expected(format!("CRC32 {:08x} of {} bytes", piece.crc32, piece.len), "others, or fewer")
-                .help("the destination is not one storage for all, or it loses writes: `fastshard check-storage` says which")
+                .help("run `fastshard check-storage`; the destination is not one storage for all, or it loses writes")
                 .into());
             }
             self.shared.check()?;

@@ -17,7 +17,7 @@ pub(super) fn taken(other: &Card) -> Error {
     Finding::new(codes::LOCKED, format!("rank {} is held by another process, which is alive", other.rank))
         .rank(format!("rank {}", other.rank))
         .expected("one process for each rank", other.process.told())
-        .help("give each process a separate rank; one that was restarted takes its rank over once the first is gone")
+        .help("start each process with a separate rank; one that was restarted takes its rank over once the first is gone")
         .into()
 }
 
@@ -73,7 +73,7 @@ impl Meeting {
                 },
                 own.storage.clone(),
             )
-            .help("this host may have a separate disk at this path: mount the shared storage there, or choose a destination on it; --timeout SECONDS waits longer for ranks that start late");
+            .help("mount the shared storage at this path, or choose a destination on it; this host may have a separate disk there; --timeout SECONDS waits longer for ranks that start late");
         finding.host = Some(own.process.host.clone());
         vec![finding]
     }
@@ -121,7 +121,7 @@ impl Meeting {
         let mut finding = Finding::new(codes::RANKS_DIFFER, "this rank comes to another plan than rank 0")
             .rank(format!("rank {}", self.about.rank))
             .expected("the sources that rank 0 sees", got)
-            .help("give all ranks the same CKPT, on storage that all of them see; copies on separate disks must keep the times of their files (cp -p, rsync -a)");
+            .help("pass all ranks the same CKPT, on storage that all of them see; copies on separate disks must keep the times of their files (cp -p, rsync -a)");
         finding.host = Some(self.table.lock().card.process.host.clone());
         finding
     }

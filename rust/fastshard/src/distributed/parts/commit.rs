@@ -229,7 +229,7 @@ fn refuse_missing(shared: &Shared, missing: &[u32]) -> Result<()> {
         let mut finding = Finding::new(codes::PART_MISSING, "this part of the run did not finish")
             .file(shared.path())
             .rank(format!("rank {part}"))
-            .help("make it (make-part), or run again with --resume");
+            .help("make it (make-part)");
         finding.host = last.map(|who| who.process.host.clone());
         finding
     };

@@ -115,7 +115,7 @@ pub(super) fn spot_check(
             let mut finding = Finding::new(codes::WRITTEN_DIFFERS, "what a part has written is not what is read here")
                 .file(held.path())
                 .tensor(&about.name)
-                .help("the destination is not one storage for all that write to it, or it loses writes: `fastshard check-storage` says which; --resume makes that part again");
+                .help("run `fastshard check-storage`, then again with --resume, which makes that part again; the destination is not one storage for all that write to it, or it loses writes");
             finding.rank = who.and_then(|who| who.part).map(|part| format!("rank {part}"));
             finding.host = who.map(|who| who.process.host.clone());
             return Err(finding.into());

@@ -194,7 +194,7 @@ impl Compared<'_> {
         let finding = Finding::new(code, format!("{ranks} hold the same {what}: one file is a copy of another"))
             .count(count)
             .expected("another part of the tensor on each rank", "the same bytes")
-            .help("nothing here says which file is the copy: copy the files of these ranks again from the nodes that ran them; --accept copies if they were copied on purpose");
+            .help("copy the files of these ranks again from the nodes that ran them; nothing here says which file is the copy; pass --accept copies if they were copied on purpose");
         // The later rank is what was written last, if ranks were copied in their order.
         let mut finding = place(plan, equal[0].1, finding);
         finding.rank = None;
@@ -259,7 +259,7 @@ pub(in crate::engine) fn copies(plan: &Plan, sources: &Sources) -> Result<Vec<Fi
                 Finding::new(codes::REPLICAS_DIFFER, format!("not what {file} holds of the same piece"))
                     .expected("equal bytes", "other bytes")
                     .help(
-                        "the two directories hold different steps or runs: give only parts of one checkpoint",
+                        "pass only parts of one checkpoint; the two directories hold different steps or runs",
                     );
             findings.push(place(plan, copy, finding));
         }
@@ -325,7 +325,7 @@ pub(in crate::engine) fn repeated_layers(plan: &Plan, sources: &Sources) -> Resu
         .count(count)
         .expected("another shard", if all { "a copy on all ranks" } else { "a copy on this rank only" })
         .help(
-            "copy the file of this rank from the node that ran it; --accept copies if the layer was copied on purpose",
+            "copy the file of this rank from the node that ran it; pass --accept copies if the layer was copied on purpose",
         );
         findings.push(place(plan, b, finding));
     }

@@ -170,6 +170,6 @@ fn finding(plan: &Plan, layers: &[Vec<Repeated>]) -> Option<Finding> {
         ),
     )
     .expected("different parts", "one rank's part in another's place")
-    .help("one rank's file was taken for another's before this file was written: merge the ranks' files again; --accept copies if the model was widened by copying");
+    .help("merge the ranks' files again; one was taken for another rank's before this file was written; pass --accept copies if the model was widened by copying");
     Some(place(plan, stored, finding))
 }

@@ -115,7 +115,7 @@ impl<'a> Copies<'a> {
         let finding = Finding::new(code, format!("the copies of {} and {} {what}", rank(one), rank(two)))
             .severity(Severity::Error)
             .expected(limit(scale), figure(apart as f32))
-            .help("nothing here says which rank is wrong: copy the files of both again, from the nodes that ran them");
+            .help("copy the files of both ranks again, from the nodes that ran them; nothing here says which rank is wrong");
         let mut finding = place(self.plan, two, finding);
         finding.rank = None;
         finding
@@ -141,7 +141,7 @@ fn belongs_elsewhere(theirs: &str, distance: f64, own: f64) -> Finding {
     let what = format!("this copy is closer to {theirs} than to the other ranks' copies");
     Finding::new(codes::SWAPPED_SHARD, what)
         .expected(format!("a mean difference of {} or less", figure(distance as f32)), figure(own as f32))
-        .help("the file is one of another layer: copy the file of this rank from the node that ran it")
+        .help("copy the file of this rank from the node that ran it; this one is of another layer")
 }
 
 fn too_far(scale: f64, own: f64) -> Finding {

@@ -421,7 +421,7 @@ fn truncated(file: &SourceFile) -> Finding {
 fn unsafe_zip(file: &SourceFile, message: &str) -> Finding {
     Finding::new(codes::UNSAFE_ZIP, message)
         .file(file.path())
-        .help("damaged, or not written by torch: copy the file again from the node that wrote it")
+        .help("copy the file again from the node that wrote it; it is damaged, or not written by torch")
 }
 
 fn zip_error(file: &SourceFile, what: &str, error: zip::result::ZipError) -> Error {

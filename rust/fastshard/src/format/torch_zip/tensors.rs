@@ -103,7 +103,7 @@ fn duplicate(file: &SourceFile, path: &[String]) -> Error {
     Finding::new(codes::UNSAFE_PICKLE, "the name stands for two values")
         .file(file.path())
         .tensor(path.join("."))
-        .help("readers disagree on which of them counts; save the file again with distinct keys")
+        .help("save the file again with distinct keys; readers disagree on which of them counts")
         .into()
 }
 
@@ -152,7 +152,7 @@ impl Storages<'_> {
         let class_dtype = *storage.dtype.as_ref().map_err(unsupported)?;
         let &blob_index = self.by_key.get(&storage.key).ok_or_else(|| -> Error {
             finding(codes::UNSAFE_ZIP, format!("no member data/{} holds its storage", storage.key))
-                .help("damaged, or saved without data: copy the file again from the node that wrote it")
+                .help("copy the file again from the node that wrote it; it is damaged, or saved without data")
                 .into()
         })?;
         let blob = &self.blobs[blob_index as usize];
@@ -201,7 +201,7 @@ impl Storages<'_> {
                 format!("{} bytes, or up to {REPEATS} times as many", blob.len),
                 format!("{logical} bytes"),
             )
-            .help("a kilobyte cannot be a tensor of this size: do not use this file")
+            .help("do not use this file; a kilobyte cannot be a tensor of this size")
             .into());
         }
         Ok(FileTensor {

@@ -43,7 +43,12 @@ impl RawAxis {
 }
 
 fn read(text: &str) -> Result<RawTable> {
-    toml::from_str(text).map_err(|e| bad("file", e.to_string()))
+    toml::from_str(text).map_err(|error: toml::de::Error| {
+        let line = error.span().map(|span| 1 + text[..span.start].matches('\n').count());
+        let at = line.map(|line| format!("line {line}: ")).unwrap_or_default();
+        // Its own message alone: with the text that it quotes it is several lines.
+        bad("file", format!("{at}{}", error.message().replace('\n', "; ")))
+    })
 }
 
 #[derive(Deserialize)]
