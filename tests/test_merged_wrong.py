@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import assert_refused, cli
+from helpers import assert_refused, cli, edit_safetensors, spawn
 from safetensors.torch import save_file
+from tiny_models import SIZES
+from tiny_models import model as save_model
 
 #: Matrices of a layer, and the dimension that tensor parallelism divides.
 SPLIT = {
@@ -88,6 +90,36 @@ def test_in_other_formats(tmp_path: Path, form: str) -> None:
     copied(tensors, 2, 0, 1, range(1, 2))
     ran = cli("verify", saved(tmp_path / "ckpt", tensors, form))
     assert ran.code == 1 and len(ran.having("FS303")) == 1
+
+
+@pytest.mark.parametrize(
+    ("to", "told"),
+    [
+        ("maxtext:scan", "mlp.wi_0.kernel: indices 48-95 of dimension 2 are copies of 0-47, and 2 more matrices of all"),
+        ("maxtext:unscan", "mlp.wi_0.kernel: columns 48-95 are copies of 0-47, and 2 more matrices of this layer"),
+        ("orbax", "self_attn.o_proj.weight: columns 96-191 are copies of 0-95, and 6 more matrices of this layer"),
+    ],
+)  # fmt: skip
+def test_in_compressed_blocks_and_in_arrays_of_all_layers(tmp_path: Path, to: str, told: str) -> None:
+    """What is decoded is sampled then: it is not decoded again."""
+    save_model("llama", tmp_path / "model")
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    assert cli("convert", tmp_path / "model", good, "--to", to).code == 0
+    edit_safetensors(
+        tmp_path / "model/model.safetensors", lambda tensors: copied(tensors, 2, 0, 1, range(SIZES["num_hidden_layers"]))
+    )  # fmt: skip
+    assert cli("convert", tmp_path / "model", bad, "--to", to, "--accept", "copies").code == 0
+    for folder in (good, bad):
+        (folder / "fastshard.manifest.json").unlink()
+    assert not cli("verify", good).having("FS303")
+    for verb in (["verify", bad], ["merge", bad, tmp_path / "out"]):
+        ran = cli(*verb)
+        (finding,) = ran.having("FS303", severity="error")
+        assert ran.code == 1 and told in f"{finding['tensor']}: {finding['message']}", finding
+    # Two processes, each of which decodes a part.
+    ranks = [spawn("merge", bad, tmp_path / "out", "--rank", rank, "--world", 2) for rank in range(2)]
+    assert [("FS303" in "".join(rank.communicate()), rank.returncode) for rank in ranks] == [(True, 1)] * 2
+    assert not (tmp_path / "out").exists()
 
 
 def test_it_can_be_accepted(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ use crate::plan::Plan;
 use crate::standing::digest_of;
 use crate::storage::{BlockBytes, SourceFile};
 
+use super::shards::PartSamples;
 use super::without_panic;
 
 /// Places in the file begin on pages, so that a range can be given back.
@@ -104,6 +105,8 @@ pub struct Blocks {
     size: u64,
     /// [`sample_of`] each block that was decoded; 0 for others.
     samples: Vec<AtomicU64>,
+    /// What parts of matrices begin with.
+    pub(super) parts: PartSamples,
 }
 
 impl Blocks {
@@ -131,6 +134,7 @@ impl Blocks {
             places,
             size,
             samples: plan.blobs.iter().map(|_| AtomicU64::new(0)).collect(),
+            parts: PartSamples::of(plan),
         }
     }
 
@@ -194,6 +198,7 @@ impl Blocks {
             self.make_room(state).and_then(|()| without_panic(|| source.read_block(key, len, spare)));
         if let Ok(bytes) = &decoded {
             self.samples[blob as usize].store(sample_of(bytes.bytes()), Ordering::Relaxed);
+            self.parts.take(blob, bytes.bytes());
         }
         let mut state = self.state();
         let result = match decoded {

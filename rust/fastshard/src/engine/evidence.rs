@@ -28,6 +28,9 @@ pub struct Evidence {
     segments: Vec<(u32, Vec<Segment>)>,
     /// Samples of blocks that were decoded.
     samples: Vec<(u32, u64)>,
+    /// Samples of parts of matrices, by number.
+    #[serde(default)]
+    parts: Vec<(u32, u64)>,
     /// Paddings that were looked at.
     pads: Vec<(u32, u32)>,
     /// Runs of outputs of which it has made a tile that is not zero: first, end.
@@ -98,6 +101,7 @@ impl Run<'_> {
             }
             evidence.samples.extend(self.sources.blocks.sample(blob).map(|sample| (blob, sample)));
         }
+        evidence.parts = self.sources.blocks.parts.seen().collect();
         evidence.findings = std::mem::take(&mut *lock(&self.findings));
         evidence
     }
@@ -125,6 +129,9 @@ impl Run<'_> {
         }
         for (blob, sample) in &evidence.samples {
             self.sources.blocks.know(*blob, *sample);
+        }
+        for (number, digest) in &evidence.parts {
+            self.sources.blocks.parts.know(*number, *digest).then_some(()).ok_or_else(foreign)?;
         }
         for (output, partial) in &evidence.stats {
             let about = &self.plan.outputs[*output as usize];

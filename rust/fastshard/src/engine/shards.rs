@@ -4,6 +4,7 @@ mod contents;
 mod copied;
 mod duplicates;
 mod meant;
+mod part_samples;
 mod repeated_blocks;
 mod repeated_parts;
 mod replicas;
@@ -27,6 +28,7 @@ use values::Values;
 use super::gather::{Into, Sources};
 
 pub(super) use duplicates::{copies, duplicates, repeated_layers};
+pub(super) use part_samples::PartSamples;
 pub(super) use repeated_parts::repeated_parts;
 pub(super) use replicas::odd_ones;
 pub(super) use swapped::swapped;

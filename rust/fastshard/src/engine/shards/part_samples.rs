@@ -1,0 +1,128 @@
+//! Samples of the equal parts of matrices, taken of blocks while these are decoded: nothing is decoded twice for them.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::repeated_parts::{divisions, groups, FIRST, SHORTEST};
+use crate::plan::{BoxPiece, Pieces, Plan, StoredTensor};
+use crate::standing::{digest_of, Standing};
+use crate::tensor::c_strides;
+
+/// The digest of a sample in which only one value is seen.
+const CONSTANT: u64 = 1;
+
+/// A sample's place in its block, in bytes, and its number.
+struct Place {
+    first: usize,
+    len: usize,
+    number: u32,
+}
+
+/// What parts of matrices begin with, of those that are compared in any case and lie in encoded blocks.
+#[derive(Default)]
+pub(in crate::engine) struct PartSamples {
+    /// Stored tensor, first element -> number of the sample.
+    numbers: HashMap<(u32, u64), u32>,
+    of_block: HashMap<u32, Vec<Place>>,
+    /// By number; 0 where the block was not decoded.
+    digests: Vec<AtomicU64>,
+}
+
+impl PartSamples {
+    pub(in crate::engine) fn of(plan: &Plan) -> PartSamples {
+        let mut samples = PartSamples::default();
+        if !plan.blobs.iter().any(|blob| blob.encoded) {
+            return samples;
+        }
+        let Some(standing) = Standing::of(plan) else { return samples };
+        for group in groups(plan, &standing) {
+            for &i in group.iter().take(FIRST) {
+                samples.add(plan, i);
+            }
+        }
+        samples.digests.resize_with(samples.numbers.len(), AtomicU64::default);
+        samples
+    }
+
+    fn add(&mut self, plan: &Plan, i: u32) {
+        let stored = &plan.stored[i as usize];
+        let strides = c_strides(&stored.shape);
+        let mut starts: Vec<u64> = divisions(stored)
+            .flat_map(|(dim, parts)| (0..parts).map(move |part| (dim, part * (stored.shape[dim] / parts))))
+            .map(|(dim, at)| at * strides[dim])
+            .collect();
+        starts.sort_unstable();
+        starts.dedup();
+        for start in starts {
+            let at: Vec<u64> =
+                strides.iter().zip(&stored.shape).map(|(stride, n)| start / stride % n.max(&1)).collect();
+            let Some((blob, first)) = place_of(stored, &at) else { continue };
+            if plan.blobs[blob as usize].encoded {
+                let number = self.numbers.len() as u32;
+                let len = SHORTEST as usize * stored.dtype.size();
+                self.numbers.insert((i, start), number);
+                self.of_block.entry(blob).or_default().push(Place { first: first as usize, len, number });
+            }
+        }
+    }
+
+    /// Takes the samples of a block.
+    pub(in crate::engine) fn take(&self, blob: u32, bytes: &[u8]) {
+        for Place { first, len, number } in self.of_block.get(&blob).into_iter().flatten() {
+            if let Some(sample) = bytes.get(*first..first + len) {
+                self.digests[*number as usize]
+                    .store(digest(sample, len / SHORTEST as usize), Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// The digest of the elements that a part begins with, if they were seen; none in it if they are all the same.
+    pub(super) fn get(&self, stored: u32, start: u64) -> Option<Option<u64>> {
+        let number = self.numbers.get(&(stored, start))?;
+        match self.digests[*number as usize].load(Ordering::Relaxed) {
+            0 => None,
+            digest => Some(Some(digest).filter(|digest| *digest != CONSTANT)),
+        }
+    }
+
+    /// All that were seen, by number.
+    pub(in crate::engine) fn seen(&self) -> impl Iterator<Item = (u32, u64)> + '_ {
+        let digests = self.digests.iter().map(|digest| digest.load(Ordering::Relaxed));
+        (0u32..).zip(digests).filter(|(_, digest)| *digest != 0)
+    }
+
+    /// Takes over one that another process has seen; false if there is no such.
+    pub(in crate::engine) fn know(&self, number: u32, digest: u64) -> bool {
+        let known = self.digests.get(number as usize);
+        known.inspect(|known| known.store(digest, Ordering::Relaxed)).is_some()
+    }
+}
+
+fn digest(sample: &[u8], item: usize) -> u64 {
+    match sample[item..] == sample[..sample.len() - item] {
+        true => CONSTANT,
+        false => digest_of(sample).max(CONSTANT + 1),
+    }
+}
+
+/// The block, and the byte in it, where an element lies that is followed there by as many as a sample has.
+fn place_of(stored: &StoredTensor, at: &[u64]) -> Option<(u32, u64)> {
+    let item = stored.dtype.size() as u64;
+    let within = |lo: &[u64], len: &[u64], strides: &[u64]| {
+        let last = at.len().checked_sub(1)?;
+        let inside = (0..at.len()).all(|d| (lo[d]..lo[d] + len[d]).contains(&at[d]));
+        let fits = inside && strides[last] == 1 && at[last] + SHORTEST <= lo[last] + len[last];
+        fits.then(|| (0..at.len()).map(|d| (at[d] - lo[d]) * strides[d]).sum::<u64>() * item)
+    };
+    match &stored.pieces {
+        Pieces::View { blob, offset, strides } => {
+            within(&vec![0; at.len()], &stored.shape, strides).map(|byte| (*blob, offset + byte))
+        }
+        Pieces::Boxes(pieces) => pieces.iter().find_map(|piece| {
+            let BoxPiece { lo, len, blob, offset, strides } = piece;
+            let own = if strides.is_empty() { c_strides(len) } else { strides.clone() };
+            within(lo, len, &own).map(|byte| (*blob, offset + byte))
+        }),
+        Pieces::Ranges(_) => None,
+    }
+}
