@@ -106,12 +106,10 @@ def test_what_is_held_meanwhile_is_within_the_budget_or_little_more(
     assert beyond < memory * 1.25
 
 
-@pytest.fixture(scope="module", params=[20, pytest.param(100, marks=pytest.mark.slow)])
-def many_files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Long names in 300 files: 30 MB, which a plan would take more of than there is, and more than can be read."""
-    folder = tmp_path_factory.mktemp("files")
+def in_300_files(folder: Path, each: int) -> Path:
+    """So many long names in each file."""
     for f in range(300):
-        names = [f"{f:03d}.{i:03d}." + "x" * (LENGTH - 8) for i in range(request.param)]
+        names = [f"{f:03d}.{i:03d}." + "x" * (LENGTH - 8) for i in range(each)]
         entries = {
             n: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, n in enumerate(names)
         }
@@ -121,18 +119,44 @@ def many_files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return folder
 
 
+@pytest.fixture(scope="module")
+def many_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """30 MB of names."""
+    return in_300_files(tmp_path_factory.mktemp("files"), 20)
+
+
+@pytest.fixture(scope="module", params=[20, pytest.param(100, marks=pytest.mark.slow)])
+def too_many(
+    request: pytest.FixtureRequest, many_files: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """What a plan would take more of than there is, and more than can be read."""
+    return many_files if request.param == 20 else in_300_files(tmp_path_factory.mktemp("more"), request.param)
+
+
 # What is no model is not converted.
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command != "convert"])
 def test_names_of_many_files_are_refused_within_the_budget(
-    command: str, many_files: Path, tmp_path: Path
+    command: str, too_many: Path, tmp_path: Path
 ) -> None:
     """Each step of planning is refused before it takes more than there is."""
     out = tmp_path / "out"
-    argv = [{"CKPT": str(many_files), "OUT": str(out)}.get(word, word) for word in COMMANDS[command]]
+    argv = [{"CKPT": str(too_many), "OUT": str(out)}.get(word, word) for word in COMMANDS[command]]
     code, beyond, said = measured(*argv, "--memory", "256MiB")
     assert code == 2 and "FS512" in said
     assert beyond < 256
     assert not out.exists()
+
+
+@pytest.mark.parametrize("command", ["merge", "verify", "plan", "stats", "manifest"])
+def test_what_is_done_and_said_of_many_long_names_takes_the_budget_or_little_more(
+    command: str, many_files: Path, tmp_path: Path
+) -> None:
+    argv = [
+        {"CKPT": str(many_files), "OUT": str(tmp_path / "out")}.get(word, word) for word in COMMANDS[command]
+    ]
+    code, beyond, said = measured(*argv, "--memory", "360MiB")
+    assert code == 0, said[-2000:]
+    assert beyond < 360 * 1.25
 
 
 def test_an_open_checkpoint_is_planned_within_the_budget_of_the_call(source: Path, tmp_path: Path) -> None:

@@ -253,3 +253,17 @@ def test_rows_in_the_order_of_old_versions_are_refused(tmp_path: Path) -> None:
         for pp in (0, 1):
             edit_pt(root / rank_file(tp, pp), lambda state: state.update(checkpoint_version=1.0))
     assert_refused(root, tmp_path / "out", "FS514", exit=2, expected="2.0 or later", got="1.0")
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["whole", "one tensor lost"])
+def test_a_size_that_nothing_states_makes_no_tensor_missing(lost: bool, tmp_path: Path) -> None:
+    """What could not be placed is there; what is not there is told besides."""
+    root = copy(LEGACY, tmp_path / "ckpt")
+    for file in root.rglob("*.pt"):
+        edit_pt(file, lambda content: [vars(content["args"]).pop(key, None) for key in ("num_attention_heads", "kv_channels", "num_query_groups")])  # fmt: skip
+    if lost:
+        edit_pt(root / rank_file(1, 1), lambda content: content["model"].pop(next(name for name in content["model"] if name.endswith("layers.1.self_attention.linear_qkv.weight"))))  # fmt: skip
+    ran = cli("inspect", root)
+    missing = [f["tensor"] for f in ran.errors if f["code"] == "FS102"]
+    assert ran.code == 2 and ran.having("FS213")
+    assert missing == (["decoder.layers.3.self_attention.linear_qkv.weight"] if lost else []), ran.out

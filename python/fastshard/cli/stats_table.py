@@ -18,6 +18,8 @@ _HISTOGRAM = "|histogram -64 .. 0 .. 64     |"
 #: Heights of a column of a histogram: blocks, and what a terminal without them has.
 _HEIGHTS = (" ▁▂▃▄▅▆▇█", " .:-=+*#@")
 _BINS_PER_CELL = 2
+#: Characters of a name in a narrow table; of a longer one the middle is left out.
+_LONGEST = 200
 #: Columns that end at the right: figures.
 _FIGURES = ("MIN", "MAX", "MEAN", "STD", "ZERO", "NaN", "INF")
 
@@ -27,14 +29,16 @@ def stats_table(gathered: Mapping[str, TensorStats], *, wide: bool = True, paint
 
     Args:
         gathered: statistics by name.
-        wide: True to show names in full, dtypes, shapes and histograms too.
+        wide: True to show all of each name, dtypes, shapes and histograms too.
         paint: makes broken tensors red.
     """
     if not gathered:
         return "no tensors"
     names = sorted(gathered, key=lambda name: (not is_broken(gathered[name]), order_of(name)))
     stats = [gathered[name] for name in names]
-    columns: dict[str, list[str]] = {"TENSOR": names if wide else folded(names)}
+    columns: dict[str, list[str]] = {
+        "TENSOR": names if wide else [_shortened(name) for name in folded(names)]
+    }
 
     heights = _HEIGHTS[0 if encodable(_HEIGHTS[0]) else 1]
 
@@ -87,6 +91,15 @@ def folded(names: Sequence[str]) -> list[str]:
     if len(prefix) <= len("..."):
         return list(names)
     return ["..." + name.removeprefix(prefix) if name.startswith(prefix) else name for name in names]
+
+
+def _shortened(name: str) -> str:
+    """
+    >>> len(_shortened("x" * 300)), _shortened("a.b")
+    (200, 'a.b')
+    """
+    half = (_LONGEST - len("...")) // 2
+    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - half - 3]}...{name[-half:]}"
 
 
 def sparkline(histogram: Sequence[int], heights: str = _HEIGHTS[0]) -> str:

@@ -50,15 +50,17 @@ pub(super) fn completeness(source: &Source) -> (Vec<Finding>, BTreeSet<String>) 
     (findings, missing.into_iter().map(|one| one.name).collect())
 }
 
-/// Ranks that hold a tensor, by its rule and position.
+/// Ranks that hold a tensor, by its rule and position, wherever it is placed.
 type Present<'a> = HashMap<(usize, Vec<u64>), Vec<&'a Coords>>;
 
 fn present<'a>(source: &Source<'a>) -> Present<'a> {
     let mut present = Present::new();
-    for instance in &source.resolved.instances {
-        let at = instance.index.values().copied().collect();
-        let coords = &source.units[instance.unit as usize].coords;
-        present.entry((instance.entry as usize, at)).or_default().push(coords);
+    let resolved = source.resolved;
+    let placed = resolved.instances.iter().map(|i| (i.entry, i.unit, &i.index));
+    for (entry, unit, index) in placed.chain(resolved.unplaced.iter().map(|(e, u, index)| (*e, *u, index))) {
+        let at = index.values().copied().collect();
+        let coords = &source.units[unit as usize].coords;
+        present.entry((entry as usize, at)).or_default().push(coords);
     }
     present
 }
@@ -108,13 +110,7 @@ fn missing(source: &Source) -> Vec<Missing> {
 
 /// Names of tensors of which a finding already says what is wrong: they are not missing besides.
 fn excused<'a>(source: &Source<'a>) -> HashSet<&'a String> {
-    let findings = &source.resolved.findings;
-    let mut excused: HashSet<&String> = findings.iter().filter_map(|f| f.tensor.as_ref()).collect();
-    // Nor is what could not be placed for want of an axis.
-    if findings.iter().any(|f| f.code == codes::UNBOUND_AXIS) {
-        excused.extend(source.stored.iter().map(|s| &s.name));
-    }
-    excused
+    source.resolved.findings.iter().filter_map(|f| f.tensor.as_ref()).collect()
 }
 
 /// Which ranks should hold a rule's tensors: all combinations of ranks on the dimensions that divide them.

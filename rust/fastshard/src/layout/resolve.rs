@@ -130,6 +130,8 @@ pub struct Resolved {
     pub sets: Sets,
     /// Matched tensors.
     pub instances: Vec<Instance>,
+    /// Tensors that match and could not be placed, as an axis has no extent: rule, unit and position.
+    pub unplaced: Vec<(u32, u32, BTreeMap<String, u64>)>,
     /// All that was found wrong or worth noting.
     pub findings: Vec<Finding>,
 }
@@ -237,8 +239,8 @@ pub fn resolve(
     let local = Local::new(table, &extents, &known);
     findings.extend(local.findings.iter().cloned());
     let boxes = Boxes { table, local: &local, known: &known, extents: &extents, sets: &sets };
-    let instances = checkpoint.instances(&boxes, registry, named.rules, &mut findings);
-    Resolved { extents, sets, instances, findings }
+    let (instances, unplaced) = checkpoint.instances(&boxes, registry, named.rules, &mut findings);
+    Resolved { extents, sets, instances, unplaced, findings }
 }
 
 impl Checkpoint<'_> {
@@ -375,17 +377,18 @@ impl Checkpoint<'_> {
         known
     }
 
-    /// What each tensor with a rule holds, once the axes are bound.
+    /// What each tensor with a rule holds, once the axes are bound, and those of which nothing says it.
     fn instances(
         &self,
         with: &Boxes,
         registry: &mut Registry,
         rules: Rules,
         findings: &mut Vec<Finding>,
-    ) -> Vec<Instance> {
+    ) -> (Vec<Instance>, Vec<(u32, u32, BTreeMap<String, u64>)>) {
         let mut lowering = Lowering::new(with.table, with.local, with.sets);
         let mut instances = Vec::with_capacity(self.stored.len());
         let mut unbound: BTreeMap<String, usize> = BTreeMap::new();
+        let mut unplaced = Vec::new();
         for (t, (tensor, rule)) in self.stored.iter().zip(rules).enumerate() {
             let Some((entry, found, placement)) = rule else { continue };
             let misfit = bind::check_shape(with.table, entry, &tensor.shape, with.local, with.known);
@@ -406,6 +409,7 @@ impl Checkpoint<'_> {
                 }),
                 Err(message) => {
                     unbound.entry(message).or_insert(t);
+                    unplaced.push((entry as u32, tensor.unit, found.index));
                 }
             }
         }
@@ -414,7 +418,7 @@ impl Checkpoint<'_> {
                 .help("pass the model's config with --config");
             self.place(finding, t)
         }));
-        instances
+        (instances, unplaced)
     }
 }
 
