@@ -144,7 +144,8 @@ def test_values_that_are_not_finite_are_refused_unless_accepted(value: float, tm
         ("verify", root),
     ):
         ran = cli(*verb)
-        assert ran.code == 1 and ran.having("FS306", tensor=name, severity="error", got="1"), ran.out
+        (told,) = ran.having("FS306", tensor=name, severity="error", got="1")
+        assert (ran.code, told["file"], told["rank"]) == (1, "tp_rank_02.safetensors", "tp 2"), ran.out
         assert not (tmp_path / "out").exists()
     ran = cli("merge", root, tmp_path / "out", "--accept", "non-finite")
     (told,) = ran.having("FS306", tensor=name)
@@ -157,6 +158,23 @@ def test_values_that_are_not_finite_are_refused_unless_accepted(value: float, tm
     stats = cli("stats", root)
     assert stats.code == 1 and stats.having("FS306", tensor=name)
     assert cli("diff", root, root).code == 0
+
+
+def test_all_shards_that_hold_what_is_not_finite_are_named(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    root = spoiled(tmp_path / "ckpt", name, float("nan"))
+    edit_safetensors(root / "tp_rank_00.safetensors", lambda tensors: tensors[name].fill_(float("inf")))
+    (told,) = cli("verify", root).having("FS306")
+    assert told["files"] == ["tp_rank_00.safetensors", "tp_rank_02.safetensors"]
+    assert told["message"] == "NaN or infinite elements in 2 of 4 shards" and told.get("rank") is None
+
+
+def test_what_a_cast_made_infinite_is_in_no_file(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.tensor([[1.0, 1e30]])}, tmp_path / "model.safetensors")
+    ran = cli("merge", tmp_path / "model.safetensors", tmp_path / "out", "--dtype", "f16")
+    (told,) = ran.having("FS306", tensor="a.weight", severity="error")
+    assert (ran.code, told.get("file"), told["evidence"]) == (1, None, "the stored values are finite")
+    assert "too large for F16" in told["message"] and "--dtype bf16" in told["help"]
 
 
 @pytest.mark.parametrize(

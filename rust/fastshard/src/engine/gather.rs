@@ -126,6 +126,11 @@ impl<'p> Sources<'p> {
         file.read_at(base + at, bytes)
     }
 
+    /// True if a blob lies in a file of another host, of which this one reads what is lent to it.
+    pub fn is_elsewhere(&self, blob: u32) -> bool {
+        self.files[self.plan.blobs[blob as usize].file as usize].is_elsewhere()
+    }
+
     /// Decodes a block once more, for what `look` sees in it: at the end of a run, when no worker needs memory.
     pub fn decode<T>(&self, blob: u32, look: impl FnOnce(&[u8]) -> T) -> Result<T> {
         let about = &self.plan.blobs[blob as usize];

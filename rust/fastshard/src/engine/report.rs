@@ -14,6 +14,9 @@ use super::shards;
 use super::tile::Drift;
 use super::{lock, MemoryUse, OutputReport, Report, Run, MAX_FINDINGS_PER_CODE};
 
+/// Tensors with NaN or infinite values of which it is looked up which shards hold them.
+const LOCATED: usize = 20;
+
 /// What NaN or infinite elements of an output are: an error, unless they are accepted or the output is a buffer.
 fn non_finite(plan: &Plan, output: &Output, count: u64) -> Finding {
     let mut finding = Finding::new(codes::NON_FINITE, "NaN or infinite elements")
@@ -46,6 +49,7 @@ impl Run<'_> {
     pub(super) fn report(&self, memory: MemoryUse) -> Result<Report> {
         let mut outputs = Vec::with_capacity(self.plan.outputs.len());
         let mut zeros = Zeros::default();
+        let mut located = 0;
         for (index, output) in self.plan.outputs.iter().enumerate() {
             let progress = lock(&self.outputs[index]);
             // An empty output has no tile that could be its last.
@@ -57,7 +61,14 @@ impl Run<'_> {
             };
             outputs.push(OutputReport { hash, non_finite: progress.non_finite, seen });
             if progress.non_finite > 0 {
-                self.find(non_finite(self.plan, output, progress.non_finite));
+                let finding = non_finite(self.plan, output, progress.non_finite);
+                located += usize::from(finding.severity != Severity::Note);
+                self.find(match finding.severity {
+                    Severity::Error | Severity::Warning if located <= LOCATED => {
+                        self.located(output, finding)?
+                    }
+                    _ => finding,
+                });
             }
             for (&p, drift) in &progress.drift {
                 if drift.differing > 0 {
@@ -95,6 +106,38 @@ impl Run<'_> {
         findings.extend(stats::zero_findings(self.plan, &seen));
         let decoded = self.sources.blocks.traffic();
         Ok(Report { outputs, findings: limit(findings), memory, decoded })
+    }
+
+    /// Names the shards that hold what is not finite; says so where they are finite, and a cast made it.
+    fn located(&self, output: &Output, mut finding: Finding) -> Result<Finding> {
+        let Some((all, found)) = shards::not_finite(self.plan, &self.sources, output)? else {
+            return Ok(finding);
+        };
+        match found[..] {
+            [] => {
+                finding.message = format!("values that are too large for {}", output.dtype);
+                finding.evidence = Some("the stored values are finite".into());
+                if finding.severity == Severity::Error {
+                    finding.help = Some("choose a dtype with a larger range, e.g. --dtype bf16".into());
+                }
+                return Ok(finding);
+            }
+            [one] => finding = self.place(one, finding),
+            _ => {
+                finding = self.place(found[0], finding);
+                finding.files = found.iter().filter_map(|&stored| file_label(self.plan, stored)).collect();
+                finding.files.dedup();
+                finding.rank = None;
+                if found.len() < all.len() {
+                    finding.message += &format!(" in {} of {} shards", found.len(), all.len());
+                }
+            }
+        }
+        // Several shards of one file are that file's.
+        if finding.files.len() < 2 {
+            finding.files.clear();
+        }
+        Ok(finding)
     }
 
     /// A parameter and its master that are not the same tensor. The finding names the master's file.

@@ -4,6 +4,7 @@ mod contents;
 mod copied;
 mod duplicates;
 mod meant;
+mod not_finite;
 mod part_samples;
 mod repeated_blocks;
 mod repeated_parts;
@@ -28,6 +29,7 @@ use values::Values;
 use super::gather::{Into, Sources};
 
 pub(super) use duplicates::{copies, duplicates, repeated_layers};
+pub(super) use not_finite::not_finite;
 pub(super) use part_samples::PartSamples;
 pub(super) use repeated_parts::repeated_parts;
 pub(super) use replicas::odd_ones;
@@ -234,6 +236,12 @@ impl<'a, 'p> Reader<'a, 'p> {
         let per = (CHUNK / item) as u64;
         let total = element_count(&stored.shape).unwrap_or(0);
         (0..total.div_ceil(per)).map(move |i| (i * per, ((total - i * per).min(per)) as usize * item))
+    }
+
+    /// So many bytes of a tensor's elements from `at` on, in C order: of one of its [`Reader::chunks`].
+    fn read(&mut self, stored: &StoredTensor, at: u64, bytes: usize) -> Result<&[u8]> {
+        read_range(self.sources, stored, at, &mut self.a[..bytes], &mut self.scratch)?;
+        Ok(&self.a[..bytes])
     }
 
     fn equal(&mut self, a: &StoredTensor, b: &StoredTensor) -> Result<bool> {

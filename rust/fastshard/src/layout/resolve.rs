@@ -121,6 +121,9 @@ pub struct Instance {
     pub placement: Placement,
 }
 
+/// A tensor that a rule matches and that has no place, as an axis has no extent: rule, unit and position.
+pub type Unplaced = (u32, u32, BTreeMap<String, u64>);
+
 /// A checkpoint seen through a table.
 #[derive(Debug)]
 pub struct Resolved {
@@ -130,8 +133,8 @@ pub struct Resolved {
     pub sets: Sets,
     /// Matched tensors.
     pub instances: Vec<Instance>,
-    /// Tensors that match and could not be placed, as an axis has no extent: rule, unit and position.
-    pub unplaced: Vec<(u32, u32, BTreeMap<String, u64>)>,
+    /// Tensors that could not be placed.
+    pub unplaced: Vec<Unplaced>,
     /// All that was found wrong or worth noting.
     pub findings: Vec<Finding>,
 }
@@ -384,7 +387,7 @@ impl Checkpoint<'_> {
         registry: &mut Registry,
         rules: Rules,
         findings: &mut Vec<Finding>,
-    ) -> (Vec<Instance>, Vec<(u32, u32, BTreeMap<String, u64>)>) {
+    ) -> (Vec<Instance>, Vec<Unplaced>) {
         let mut lowering = Lowering::new(with.table, with.local, with.sets);
         let mut instances = Vec::with_capacity(self.stored.len());
         let mut unbound: BTreeMap<String, usize> = BTreeMap::new();

@@ -1,0 +1,34 @@
+//! Which shards of a tensor hold NaN or infinite values.
+
+use super::{blobs_of, Reader};
+use crate::engine::gather::Sources;
+use crate::error::Result;
+use crate::kernel;
+use crate::plan::{Output, Plan};
+
+/// Stored tensors that an output is made of, in order, and those of them that hold what is not finite. None where one of them
+/// lies on another host: it is not lent again.
+pub(in crate::engine) fn not_finite(
+    plan: &Plan,
+    sources: &Sources,
+    output: &Output,
+) -> Result<Option<(Vec<u32>, Vec<u32>)>> {
+    let mut all: Vec<u32> = output.parts.iter().flat_map(|part| &part.sources).copied().collect();
+    all.sort_unstable();
+    all.dedup();
+    let mut reader = Reader::new(sources);
+    let mut found = Vec::new();
+    for &i in &all {
+        let stored = &plan.stored[i as usize];
+        if blobs_of(stored).iter().any(|&blob| sources.is_elsewhere(blob)) {
+            return Ok(None);
+        }
+        for (at, len) in Reader::chunks(stored) {
+            if kernel::count_non_finite(stored.dtype, reader.read(stored, at, len)?) > 0 {
+                found.push(i);
+                break;
+            }
+        }
+    }
+    Ok(Some((all, found)))
+}
