@@ -49,7 +49,7 @@ _NOT_DONE = re.compile(
     r"|\bpublished (?:nothing|last|file|result'?s?)\b|\"published\": (?:false|null)",
     re.I,
 )
-_DONE = re.compile(r"\bpublished\b|\bFS519\b")
+_DONE = re.compile(r"\bpublished\b|\bFS519\b|\bthe result at \S+ is complete\b")
 #: A finding with a path, relative to a source or not, in text and in JSON.
 _PATH = re.compile(r"^error FS\d+: \S*[\w-][./]\w\S*: |^error FS\d+: latest: |\"file\": \"", re.M)
 TRACE = re.compile(r"Exception ignored in|Traceback \(most recent call last\)|panicked at|Fatal Python error")
