@@ -12,6 +12,7 @@ from ..common.errors import FastshardError, Finding
 from ..common.progress import Progress
 from ..targets.request import Request
 from ..verification.stats import TensorStats
+from .became import Became, became
 from .manifest_data import manifest_of, recorded_numbers
 from .tensor_numbers import figures_of, read_through
 
@@ -46,6 +47,13 @@ class Comparison:
     after: Mapping[str, TensorStats] = field(default_factory=dict)
     #: Why they could not be compared.
     refused: tuple[Finding, ...] = ()
+    #: What became of what: kinds of tensors before, and after.
+    became: tuple[Became, ...] = ()
+
+    @property
+    def all_equal(self) -> bool:
+        """True if all tensors of both are known to have the same bytes."""
+        return not self.changes and not self.refused and bool(self.common) and self.equal == self.common
 
 
 class Side:
@@ -128,6 +136,7 @@ def compared(own: Side, other: Side, stats: bool, run: RunOptions, bar: Progress
     return Comparison(
         other.path, f"{extent}; under {named}", changes, len(common), equal,
         {n: numbers[1][n] for n in common if n in numbers[1]}, {n: numbers[0][n] for n in common if n in numbers[0]},
+        became=became(before),
     )  # fmt: skip
 
 

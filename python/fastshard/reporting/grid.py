@@ -36,8 +36,9 @@ from .grid_cells import (
     Row,
     State,
 )
+from .grid_order import in_order
 
-__all__ = ["STATES", "Band", "Cell", "Column", "Grid", "Problem", "State", "grid"]
+__all__ = ["STATES", "Band", "Cell", "Column", "Grid", "Problem", "State", "grid", "state_of"]
 
 
 _BY_CODE = {
@@ -188,7 +189,7 @@ class _Filling:
             _form(echo.rank) for echo in echoes if echo.code in _ECHOES and echo.rank and not self.forms
         }
         for finding in told:
-            state = _state(finding)
+            state = state_of(finding)
             unread = state in (MISSING, DAMAGED) and finding.file not in self.held
             if unread and finding.file and not finding.tensor and finding.code != "FS103":
                 causes.setdefault(self._row_for(finding), []).append((finding.file, state))
@@ -286,7 +287,7 @@ class _Filling:
         return min(files, key=lambda file: _apart(file[0], like))
 
     def _mark(self, finding: Finding, explained: set[str]) -> None:
-        state = _state(finding)
+        state = state_of(finding)
         if finding.tensor and not finding.file and not finding.rank:
             key = self._key(finding.tensor)
             rows = [row for row in self.rows.values() if key in set(row.named())]
@@ -319,22 +320,17 @@ class _Filling:
         distinct = {row.like or name: row for name, row in self.rows.items()}
         keys = sorted({key for row in distinct.values() for key in row.named()}, key=order_of)
         columns, where = columns_of(keys)
-        names = sorted(self.rows, key=lambda name: (name not in self.ranks, natural(name)))
+        cells_by = self._cells(where, len(columns))
+        ranks = in_order([name for name in self.rows if name in self.ranks], cells_by)
+        names = [*ranks, *sorted((name for name in self.rows if name not in self.ranks), key=natural)]
         bands: list[Band] = []
-        made: dict[tuple[int, ...], tuple[Cell | None, ...]] = {}
         for name in names:
-            row = self.rows[name]
-            like = row.like
-            cells = made.get(like) if like is not None else None
-            if cells is None:
-                cells = cells_of(row, where, len(columns))
-                if like is not None:
-                    made[like] = cells
+            row, cells = self.rows[name], cells_by[name]
             last = bands[-1] if bands else None
             if last is not None and last.cells == cells:
                 bands[-1] = joined_band(last, name, row, cells)
             else:
-                bands.append(Band(name, 1, tuple(row.files[:3]), len(row.files), cells))
+                bands.append(Band(name, 1, tuple(row.files[:3]), len(row.files), cells, names=[name]))
         problems = tuple(problems_of(bands, columns))
         return Grid(
             columns,
@@ -345,8 +341,21 @@ class _Filling:
             self.inferred,
         )
 
+    def _cells(self, where: dict[Key, int], count: int) -> dict[str, tuple[Cell | None, ...]]:
+        """The cells of each row; rows that are alike share them."""
+        made: dict[object, tuple[Cell | None, ...]] = {}
+        cells_by = {}
+        for name, row in self.rows.items():
+            like = row.like or name
+            if like not in made:
+                made[like] = cells_of(row, where, count)
+            # Rows of other files that hold the same are alike too.
+            cells_by[name] = made.setdefault(made[like], made[like])
+        return cells_by
 
-def _state(finding: Finding) -> int:
+
+def state_of(finding: Finding) -> int:
+    """The state of what a finding is about."""
     state = _BY_CODE.get(finding.code)
     if state is None or (finding.severity == "warning" and state != UNEXPECTED):
         return DOUBTFUL if finding.severity == "warning" else MISFIT if state is None else state

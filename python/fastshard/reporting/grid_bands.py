@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from .grid_cells import (
+    MOST_BANDS,
     MOST_CELLS,
     MOST_COLUMNS,
     MOST_SHOWN,
@@ -85,12 +86,22 @@ def _cell(tally: Counter[int] | None) -> Cell | None:
 def joined_band(band: Band, name: str, row: Row, cells: tuple[Cell | None, ...]) -> Band:
     """Adds a row that is alike to a band."""
     first = band.label.partition(" … ")[0] if band.rows > 1 else band.label
-    return Band(f"{first} … {name}", band.rows + 1, band.files[:3], band.file_count + len(row.files), cells)
+    names = band.names
+    assert isinstance(names, list)
+    names.append(name)
+    return Band(
+        f"{first} … {name}",
+        band.rows + 1,
+        band.files[:3],
+        band.file_count + len(row.files),
+        cells,
+        names=names,
+    )
 
 
 def fewer(bands: list[Band], columns: int) -> list[Band]:
     """No more bands than can be looked at: neighbours are put together, each cell the worst of theirs."""
-    most = max(40, MOST_CELLS // max(1, columns))
+    most = min(MOST_BANDS, max(40, MOST_CELLS // max(1, columns)))
     size = -(-len(bands) // most)
     if size <= 1:
         return bands
@@ -109,7 +120,9 @@ def fewer(bands: list[Band], columns: int) -> list[Band]:
         last = group[-1].label.rpartition(" … ")[2]
         label = f"{group[0].label.partition(' … ')[0]} … {last}"
         rows, files = sum(b.rows for b in group), sum(b.file_count for b in group)
-        fewer.append(Band(label, rows, group[0].files, files, tuple(cells), alike=len(group) == 1))
+        names = [name for band in group for name in band.names]
+        alike = len(group) == 1
+        fewer.append(Band(label, rows, group[0].files, files, tuple(cells), alike=alike, names=names))
     return fewer
 
 

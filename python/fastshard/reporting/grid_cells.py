@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -18,13 +18,13 @@ class State:
 
 #: From the worst to the best.
 STATES: tuple[State, ...] = (
-    State("missing", "✕", "missing: no file holds it"),
-    State("damaged", "!", "damaged: truncated, malformed, or a checksum mismatch"),
-    State("copied", "=", "copied: the bytes of another place, where something else must be"),
-    State("misfit", "≠", "does not fit: shape, dtype or content contradicts the rest"),
-    State("doubtful", "?", "doubtful: a warning is about it"),
-    State("unexpected", "+", "not called for: nothing names it, it was not read"),
-    State("there", "·", "there"),
+    State("missing", "✕", "expected, and in none of the files"),
+    State("damaged", "!", "truncated, malformed, or a checksum mismatch"),
+    State("copied", "=", "the bytes of another place, where something else must be"),
+    State("misfit", "≠", "shape, dtype or content contradicts the rest"),
+    State("doubtful", "?", "a warning is about it"),
+    State("unexpected", "+", "nothing names it; it was not read"),
+    State("complete", "", "here, as far as it was checked"),
 )  # fmt: skip
 
 
@@ -41,6 +41,10 @@ MOST_COLUMNS = 160
 
 #: Cells at most: beyond, neighbouring bands are shown together.
 MOST_CELLS = 12_000
+
+
+#: Bands at most.
+MOST_BANDS = 64
 
 
 #: What a column is before columns are put together: the layer, and the role; a role that begins so is none of a tensor.
@@ -94,6 +98,8 @@ class Band:
     cells: tuple[Cell | None, ...]
     #: False where rows that differ had to be put together.
     alike: bool = True
+    #: The rows, in order.
+    names: Sequence[str] = ()
 
     @property
     def worst(self) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 from ..checkpoint import manifests
 from ..checkpoint.checkpoint import Checkpoint
@@ -11,9 +12,6 @@ from ..checkpoint.planning import Plan
 from ..common.errors import FastshardError, Finding
 from ..common.formatting import human
 from ..verification.stats import TensorStats
-
-if TYPE_CHECKING:
-    pass
 
 
 def manifest_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[Finding]]:
@@ -76,6 +74,20 @@ def _sound(s: TensorStats) -> bool:
     figures = (s.min, s.max, s.mean, s.std)
     numbers = all(f is None or (type(f) in (int, float) and abs(f) < float("inf")) for f in figures)
     return numbers and sum(counts[1:]) == s.count
+
+
+#: The code of a value that was assumed.
+_ASSUMED = "FS216"
+
+
+def assumed_values(
+    document: dict[str, Any] | None, findings: Iterable[Finding]
+) -> tuple[tuple[str, str], ...]:
+    """Values that a conversion took by default: what was written into which file, and what each says."""
+    recorded = [f for f in (document or {}).get("findings") or [] if isinstance(f, dict)]
+    told = [(str(f.get("file") or ""), str(f.get("message"))) for f in recorded if f.get("code") == _ASSUMED]
+    told += [(f.file or "", f.message) for f in findings if f.code == _ASSUMED]
+    return tuple(dict.fromkeys(told))
 
 
 #: Sources that a report names.

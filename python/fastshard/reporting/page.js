@@ -1,69 +1,117 @@
 "use strict";
-// All that is put into the page is text: names come from strangers.
-(() => {
-  const $ = (id) => document.getElementById(id);
-  const read = (id) => ($(id) ? JSON.parse($(id).textContent) : null);
+const $ = (q, e = document) => e.querySelector(q), $$ = (q, e = document) => [...e.querySelectorAll(q)];
+const root = document.documentElement, data = JSON.parse($("#data").textContent);
+root.classList.add("js");
+
+/* copy and download */
+async function copy(text, button) {
+  try { await navigator.clipboard.writeText(text); }
+  catch {
+    const area = document.body.appendChild(document.createElement("textarea"));
+    area.value = text; area.select(); document.execCommand("copy"); area.remove(); button.focus();
+  }
+  const was = button.textContent;
+  button.textContent = "Copied";
+  setTimeout(() => { button.textContent = was; }, 1500);
+}
+$$("[data-copy]").forEach(b => b.addEventListener("click", () => copy($(b.dataset.copy).textContent, b)));
+$$("[data-summary]").forEach(b => b.addEventListener("click", () => copy(data.summary, b)));
+$$("[data-save]").forEach(b => b.addEventListener("click", () => {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([JSON.stringify(data, null, 2) + "\n"], { type: "application/json" }));
+  link.download = "report.json"; link.click(); URL.revokeObjectURL(link.href);
+}));
+
+/* a link to something inside a closed <details> opens it */
+function reveal() {
+  const name = decodeURIComponent(location.hash.slice(1));
+  if (!document.getElementById(name) && name.startsWith("t-") && window.findTensor) findTensor(name.slice(2));
+  const target = name && document.getElementById(name);
+  if (!target) return;
+  for (let d = target.closest("details"); d; d = d.parentElement.closest("details")) d.open = true;
+  target.scrollIntoView({ block: "center" });
+}
+addEventListener("hashchange", reveal);
+addEventListener("beforeprint", () => $$("details.print").forEach(d => { d.open = true; }));
+
+/* the grid: card, arrow keys, bands, filter */
+const grid = $("#cells");
+if (grid) {
+  const box = grid.closest(".gridbox"), card = $("#readout"), { columns, rows: names } = data.grid;
+  grid.setAttribute("role", "grid");
+  const cells = () => $$("td.c", grid), title = row => row.dataset.name;
+  const span = (from, n) => n === 1 ? columns[from] : `${columns[from]} to ${columns[from + n - 1].replace("layer ", "")}`;
+  const first = () => cells().find(t => !t.matches(".s6, .n")) || cells()[0];
+  function place(td, x, y) {
+    const of = names[td.parentNode.dataset.b] || [], r = td.getBoundingClientRect(), n = td.colSpan, from = +td.dataset.c;
+    let who = title(td.parentNode), what = span(from, n);
+    if (x !== undefined) {
+      if (of.length > 1 && !td.closest(".one")) who = of[Math.max(0, Math.min(of.length - 1, Math.floor((y - r.top) / r.height * of.length)))];
+      what = columns[from + Math.min(n - 1, Math.max(0, Math.floor((x - r.left) / r.width * n)))];
+    }
+    card.textContent = `${who}, ${what}: ${td.dataset.s}`;
+    card.hidden = false;
+    const b = box.getBoundingClientRect(), mid = (x ?? r.left + r.width / 2) - b.left;
+    card.style.left = Math.max(0, Math.min(b.width - card.offsetWidth, mid - card.offsetWidth / 2)) + "px";
+    card.style.top = r.bottom - b.top + 6 + "px";
+  }
+  const hide = () => { card.hidden = true; };
+  grid.addEventListener("mousemove", e => { const td = e.target.closest("td.c"); if (td) place(td, e.clientX, e.clientY); else hide(); });
+  grid.addEventListener("mouseleave", hide);
+  grid.addEventListener("focusin", e => { const td = e.target.closest("td.c"); if (td) place(td); });
+  grid.addEventListener("focusout", hide);
+  cells().forEach(c => { c.tabIndex = -1; $$("a", c).forEach(a => { a.tabIndex = -1; }); });
+  if (first()) first().tabIndex = 0;
+  grid.addEventListener("keydown", e => {
+    const td = e.target.closest("td.c");
+    if (!td) return;
+    const row = $$("td.c", td.parentNode), rows = $$("tr", grid).filter(r => $("td.c", r)), i = rows.indexOf(td.parentNode), at = +td.dataset.c;
+    const over = r => r && $$("td.c", r).find(c => +c.dataset.c + c.colSpan > at);
+    const to = { ArrowRight: row[row.indexOf(td) + 1], ArrowLeft: row[row.indexOf(td) - 1], Home: row[0], End: row[row.length - 1],
+      ArrowDown: over(rows[i + 1]), ArrowUp: over(rows[i - 1]) }[e.key];
+    if (e.key === "Enter" || e.key === " ") { e.preventDefault(); choose(td); }
+    if (e.key === "Escape") { hide(); choose(null); }
+    if (to) { e.preventDefault(); td.tabIndex = -1; to.tabIndex = 0; to.focus(); }
+  });
+  const chip = $("#chip"), causes = $$(".cause");
+  function choose(td) {
+    const same = td && td.classList.contains("on");
+    $$(".on", grid).forEach(c => c.classList.remove("on"));
+    if (!td || same) { causes.forEach(a => { a.hidden = false; }); chip.hidden = true; return; }
+    td.classList.add("on");
+    const of = (td.dataset.f || "").split(" ").filter(Boolean).map(n => `f${n}`);
+    causes.forEach(a => { a.hidden = !of.includes(a.id); });
+    $("#chosen").textContent = `${title(td.parentNode)}, ${span(+td.dataset.c, td.colSpan)}${of.length ? "" : ": none here"}`;
+    chip.hidden = false;
+    if (of.length) $("#findings").scrollIntoView({ block: "nearest" });
+  }
+  $("#chip button").addEventListener("click", () => choose(null));
+  grid.addEventListener("click", e => {
+    const more = e.target.closest("button.more"), td = e.target.closest("td.c");
+    if (td) { e.preventDefault(); choose(td); }
+    if (!more) return;
+    const band = more.closest("tr"), open = more.getAttribute("aria-expanded") === "true";
+    more.setAttribute("aria-expanded", String(!open));
+    if (open) { while (band.nextElementSibling?.matches(".one")) band.nextElementSibling.remove(); return; }
+    band.after(...names[band.dataset.b].map(name => {
+      const row = band.cloneNode(true);
+      row.className = "one"; row.dataset.name = name;
+      $("th", row).textContent = name; $$("td", row).forEach(c => { c.tabIndex = -1; c.removeAttribute("aria-label"); });
+      return row;
+    }));
+  });
+}
+
+/* the tensors: searched, sorted, each with its density; all that is put into the page is text */
+const hits = $("#hits");
+if (hits) {
   const make = (tag, text, name) => {
     const element = document.createElement(tag);
     if (text !== undefined) element.textContent = text;
     if (name) element.className = name;
     return element;
   };
-  document.documentElement.classList.add("scripted");
-
-  // --- the grid: one cell is in the tab order, arrows move it, and what it says is read out.
-  const cells = $("cells");
-  if (cells) {
-    const columns = read("columns");
-    const rows = [...cells.tBodies[0].rows];
-    const places = rows.map((row) => {
-      let at = 0;
-      return [...row.cells].slice(1).map((cell) => [cell, at, (at += cell.colSpan)]);
-    });
-    const where = new Map();
-    places.forEach((row, y) => row.forEach(([cell, first, end]) => where.set(cell, [y, first, end])));
-    const words = JSON.parse($("states").textContent);
-    const say = (cell) => {
-      const [y, first, end] = where.get(cell);
-      const state = cell.className ? words[Number(cell.className[1])] : "nothing belongs here";
-      const column = end - first > 1 ? `${columns[first]} to ${columns[end - 1]}` : columns[first];
-      $("readout").textContent = cell.title || `${rows[y].cells[0].textContent}, ${column}: ${state}`;
-    };
-    let current = places[0] && places[0][0] && places[0][0][0];
-    for (const row of places) for (const [cell, , ] of row) if (current === places[0][0][0] && /^s[0-4]/.test(cell.className)) current = cell;
-    if (current) current.tabIndex = 0;
-    const go = (cell) => {
-      current.tabIndex = -1;
-      current = cell;
-      current.tabIndex = 0;
-      current.focus();
-    };
-    cells.addEventListener("mouseover", (event) => where.has(event.target) && say(event.target));
-    cells.addEventListener("focusin", (event) => where.has(event.target) && say(event.target));
-    cells.addEventListener("click", (event) => where.has(event.target) && go(event.target));
-    cells.addEventListener("keydown", (event) => {
-      if (!where.has(event.target)) return;
-      const [y, first, end] = where.get(event.target);
-      const at = (row, column) => places[row].find(([, a, b]) => a <= column && column < b)[0];
-      const last = columns.length - 1;
-      const to = {
-        ArrowLeft: first > 0 && (() => at(y, first - 1)),
-        ArrowRight: end <= last && (() => at(y, end)),
-        ArrowUp: y > 0 && (() => at(y - 1, first)),
-        ArrowDown: y < places.length - 1 && (() => at(y + 1, first)),
-        Home: () => at(y, 0),
-        End: () => at(y, last),
-      }[event.key];
-      if (to === undefined) return;
-      event.preventDefault();
-      if (to) go(to());
-    });
-  }
-
   // --- the tensors: searched, sorted, and each with its density.
-  const hits = $("hits");
-  if (!hits) return;
-  const data = read("data");
   const SHOWN = 100;
   const figure = (x) => (x === null || x === undefined ? "" : String(Number(x.toPrecision(4))));
   const bytes = (n) => {
@@ -165,7 +213,7 @@
   };
   const body = hits.tBodies[0];
   const show = () => {
-    const words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean);
+    const words = $("#search").value.toLowerCase().split(/\s+/).filter(Boolean);
     let found = data.rows.filter((row) => {
       const text = `${row[0]} ${form(row)[0]} ${form(row)[1]} ${row[3]}`.toLowerCase();
       return words.every((word) => text.includes(word));
@@ -175,6 +223,7 @@
       const line = make("tr");
       line.tabIndex = i ? -1 : 0;
       line.setAttribute("aria-expanded", "false");
+      line.id = `t-${row[0]}`;
       columns.forEach(([, text, , number], j) => {
         const cell = make(j ? "td" : "th", text(row), number ? "num" : "");
         if (!j) cell.scope = "row";
@@ -184,7 +233,7 @@
       line.addEventListener("keydown", (event) => {
         if (event.key === "Enter" || event.key === " ") toggle(line, row);
         else if (event.key === "ArrowDown" && i + 1 < lines.length) lines[i + 1].focus();
-        else if (event.key === "ArrowUp") (i ? lines[i - 1] : $("search")).focus();
+        else if (event.key === "ArrowUp") (i ? lines[i - 1] : $("#search")).focus();
         else return;
         event.preventDefault();
       });
@@ -192,22 +241,25 @@
     });
     body.replaceChildren(...lines);
     const first = found.length > SHOWN ? `, the first ${SHOWN} shown` : "";
-    $("found").textContent = `${found.length.toLocaleString("en")} ${found.length === 1 ? "tensor" : "tensors"}${first}. Enter shows the distribution of one; columns sort.`;
+    $("#found").textContent = `${found.length.toLocaleString("en")} ${found.length === 1 ? "tensor" : "tensors"}${first}. Enter shows the distribution of one; columns sort.`;
   };
-  $("search").addEventListener("input", show);
-  $("search").addEventListener("keydown", (event) => {
+  $("#search").addEventListener("input", show);
+  $("#search").addEventListener("keydown", (event) => {
     if (event.key === "ArrowDown" && body.rows[0]) {
       body.rows[0].focus();
       event.preventDefault();
     } else if (event.key === "Escape") {
-      $("search").value = "";
+      $("#search").value = "";
       show();
     }
   });
   document.addEventListener("keydown", (event) => {
     if (event.key !== "/" || event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|TEXTAREA)$/.test(event.target.tagName)) return;
     event.preventDefault();
-    $("search").focus();
+    $("#search").closest("details").open = true;
+    $("#search").focus();
   });
   show();
-})();
+  window.findTensor = (name) => { $("#search").value = name; show(); };
+}
+reveal();

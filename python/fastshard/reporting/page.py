@@ -11,22 +11,25 @@ import functools
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable
 from importlib import resources
 from typing import Any
 
-from ..common.errors import Finding
-from ..common.finding_facts import effect_of, files_of
 from ..common.formatting import counted, human
 from ..common.optional_imports import imported
 from ..verification.stats import TensorStats
 from . import charts
 from .densities import density
+from .facts import Fact
 from .grid import STATES
+from .page_became import became_rows, key
 from .page_figures import figures
+from .page_findings import articles, links
 from .page_grid import grid_rows
 from .page_markup import CLIP, MOST_DATA, Limits, clipped, escaped, markup
 from .report_data import Report, Tensor
+from .statement import Statement, statement
 
 __all__ = ["LIMIT", "MARK", "needed", "rendered"]
 
@@ -37,11 +40,13 @@ MARK = b'<meta name="generator" content="fastshard '
 LIMIT = 2_000_000
 
 
+#: Names that a link may lead to.
+_ANCHOR = re.compile(r"[\w./:-]{1,300}")
 #: Tried one after the other until the page is small enough.
 _LIMITS = (
     Limits(),
-    Limits(findings=10, families=80, problems=40, changes=50, data=MOST_DATA // 2),
-    Limits(findings=3, families=20, problems=10, changes=10, lines=20, bands=40, data=100_000),
+    Limits(findings=10, families=80, problems=40, changes=50, data=MOST_DATA // 2, listed=300),
+    Limits(findings=3, families=20, problems=10, changes=10, bands=40, data=100_000, listed=20),
 )
 
 
@@ -69,11 +74,30 @@ def rendered(report: Report) -> str:
 
 
 def _filled(report: Report, figures: dict[str, Any], limits: Limits) -> str:
-    style, script = _asset("page.css"), _asset("page.js")
-    data, shown = _data(report, limits.data)
+    made = articles(report, limits)
+    grid = grid_rows(report.grid, limits, functools.partial(links, made)) if report.grid else None
+    style, script = _asset("page.css") + (grid["rules"] if grid else ""), _asset("page.js")
+    say = statement(report)
+    about = {
+        "verdict": say.word,
+        "summary": summary(report, say),
+        "findings": [f.to_dict() for a in made for f in a.findings[:3]] if limits.data == MOST_DATA else [],
+        "checks": [[c.name, c.state, c.text] for c in report.checks],
+        "grid": {"columns": [c.label for c in grid["columns"]], "rows": grid["names"]} if grid else {},
+    }
+    data, shown = _data(report, limits.data, about)
+    became = report.comparison.became if report.comparison else ()
     return str(
         _template().render(
             r=report,
+            say=say,
+            facts=[Fact(*fact) for fact in report.facts],
+            articles=made,
+            causes=sum(len({f.message for f in group.findings}) for group in report.findings),
+            counts=_counted(report),
+            became=became_rows(became),
+            keys=[key(0), key(1)],
+            listed=report.tensors[: limits.listed],
             states=STATES,
             limits=limits,
             style=markup(style),
@@ -81,16 +105,40 @@ def _filled(report: Report, figures: dict[str, Any], limits: Limits) -> str:
             policy=_policy(style, script),
             data=markup(data),
             data_shown=shown,
-            columns=_json(
-                [clipped(f"{c.group} {c.label}".strip()) for c in report.grid.columns] if report.grid else []
-            ),
-            state_names=_json([state.name for state in STATES]),
-            grid=grid_rows(report.grid, limits) if report.grid else None,
+            grid=grid,
             sizes=_sizes(report),
-            verdict=verdict(report),
             **figures,
         )
     )
+
+
+def _counted(report: Report) -> str:
+    notes = sum(len(group.findings) for group in report.findings if group.severity == "note")
+    return ", ".join(
+        [counted(report.errors, "error"), counted(report.warnings, "warning"), counted(notes, "note")]
+    )
+
+
+def summary(report: Report, say: Statement) -> str:
+    """The statement and the facts as Markdown, for an issue or a pull request."""
+    rows = [f"| {_cell(f.label)} | {_cell(f.value)} |" for f in (Fact(*fact) for fact in report.facts)]
+    path = _cell(", ".join(report.paths[:3]))
+    lines = [
+        f"**{say.word}: {clipped(say.why)}**",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| checkpoint | {path} |",
+        *rows,
+        "",
+    ]
+    return "\n".join(
+        [*lines, f"{clipped(say.advice)} `{clipped(say.command)}`", "", f"fastshard {report.version}"]
+    )
+
+
+def _cell(text: str) -> str:
+    return clipped(text).replace("|", "\\|")
 
 
 @functools.cache
@@ -108,21 +156,11 @@ def _template() -> Any:
         "human": human,
         "n": lambda n: f"{n:,}",
         "finding": str,
-        "facts": _facts,
-        "codes": _codes,
+        "anchor": lambda name: bool(_ANCHOR.fullmatch(name)),
         "long": lambda text: markup(escaped(clipped(text, 10 * CLIP))),
     }
     environment.filters |= filters
     return environment.get_template("page.html.j2")
-
-
-def _facts(finding: Finding) -> list[tuple[str, str]]:
-    """What a finding says beyond its line: the files, where it is about several, and what follows."""
-    facts = [
-        ("where", files_of(finding.files) if len(finding.files) > 1 else None),
-        ("effect", effect_of(finding)),
-    ]
-    return [(label, text) for label, text in facts if text]
 
 
 def _asset(name: str) -> str:
@@ -136,31 +174,6 @@ def _policy(style: str, script: str) -> str:
         f"default-src 'none'; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-
-
-def _codes(text: str) -> Any:
-    """Our own words, with what stands between backquotes as code."""
-    parts = [escaped(part) for part in text.split("`")]
-    return markup("".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts)))
-
-
-def verdict(report: Report) -> dict[str, str]:
-    """What stands at the top: a mark, and a sentence."""
-    everything = report.numbers is not None and report.numbers.read
-    errors = counted(report.errors, "error")
-    words = {
-        "ok": ("✓", "Whole, and all of it was read" if everything else "Whole, by its headers"),
-        "unproven": ("~", "Nothing is missing by headers; completeness was checked only in part"),
-        "broken": ("✕", f"Not in order: {errors}"),
-        "unopened": ("✕", "Cannot be opened as a checkpoint"),
-    }  # fmt: skip
-    mark, text = words[report.verdict]
-    if report.warnings:
-        text += f", {report.warnings:,} warning{'s' if report.warnings != 1 else ''}"
-    return {"mark": mark, "text": text}
-
-
-# --- the grid
 
 
 # --- sizes
@@ -213,7 +226,7 @@ def _sizes(report: Report) -> dict[str, Any]:
 # --- what the script shows
 
 
-def _data(report: Report, limit: int) -> tuple[str, int]:
+def _data(report: Report, limit: int, about: dict[str, Any]) -> tuple[str, int]:
     """The tensors as JSON for the script, as many as fit in so many bytes; those that are not whole and odd ones first."""
     stats = report.numbers.tensors if report.numbers else {}
     forms: dict[tuple[str, str, int], int] = {}
@@ -237,13 +250,9 @@ def _data(report: Report, limit: int) -> tuple[str, int]:
         if left < 0:
             break
         rows.append(text)
-    document = {"forms": list(forms), "all": len(report.tensors)}
+    document = {**about, "forms": list(forms), "all": len(report.tensors)}
     text = json.dumps(document, separators=(",", ":"))[:-1] + f',"rows":[{",".join(rows)}]}}'
     return _inert(text), len(rows)
-
-
-def _json(value: Any) -> Any:
-    return markup(_inert(json.dumps(value, separators=(",", ":"))))
 
 
 def _inert(text: str) -> str:
@@ -265,6 +274,3 @@ def _numbers(s: TensorStats) -> list[Any]:
 def _round(values: Iterable[float | int | None]) -> list[float | None]:
     """Five digits, and nothing that JSON has no word for."""
     return [None if v is None or not math.isfinite(v) else float(f"{v:.5g}") for v in values]
-
-
-# --- figures

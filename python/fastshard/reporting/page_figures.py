@@ -13,7 +13,7 @@ from . import charts
 from .densities import density, joined
 from .page_markup import figure_text, markup
 from .report_data import Report
-from .tensor_numbers import by_layer
+from .small_multiples import multiples
 
 #: Roles and single tensors that have pictures of their own.
 _ROLES, _NOTABLE = 9, 6
@@ -57,44 +57,12 @@ def figures(report: Report) -> dict[str, Any]:
         ((name, s) for name, s in after.items() if s.zeros or s.nan or s.inf),
         key=lambda item: (-(item[1].nan + item[1].inf), -item[1].zero_share),
     )
+    layers, layers_left = multiples(after, before, heavy) if drawn else ([], 0)
     return {
         "by_role": by_role, "roles_left": max(0, len(heavy) - _ROLES), "notable": notable,
         "odd": [(n, s, before.get(n)) for n, s in odd[:20]], "odd_left": max(0, len(odd) - 20),
-        **(_over_layers(after, before, heavy) if drawn else {"layers": [], "layers_left": 0}),
+        "layers": layers, "layers_left": layers_left,
     }  # fmt: skip
-
-
-def _over_layers(
-    after: Mapping[str, TensorStats], before: Mapping[str, TensorStats], heavy: Sequence[str]
-) -> dict[str, Any]:
-    """Standard deviations over layers: two pictures with one scale where there is a before."""
-    of_role = by_layer(after)
-    chosen = [role for role in heavy if role in of_role][: charts.SERIES]
-    pictures = []
-    sides = [("before", by_layer(before))] if before else []
-    sides.append(("after" if before else "", of_role))
-    points = [
-        (title, {role: [(layer, float(s.std or 0)) for layer, s in of.get(role, [])] for role in chosen})
-        for title, of in sides
-    ]
-    values = [value for _, of in points for each in of.values() for _, value in each]
-    if not values:
-        return {"layers": [], "layers_left": 0}
-    positive = [value for value in values if value > 0]
-    logarithmic = len(positive) == len(values) and max(values) > 30 * min(values)
-    domain = (min(values), max(values)) if logarithmic else (0.0, max(values) or 1.0)
-    for title, of in points:
-        drawn = charts.svg(
-            charts.by_layer(
-                of,
-                title="standard deviation",
-                domain=domain,
-                logarithmic=logarithmic,
-                width=400 if before else 620,
-            )
-        )
-        pictures.append({"title": title, "svg": markup(drawn[0]), "box": drawn[1], "log": logarithmic})
-    return {"layers": pictures, "layers_left": max(0, len(of_role) - len(chosen))}
 
 
 def _distribution(

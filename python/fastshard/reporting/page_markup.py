@@ -23,9 +23,10 @@ class Limits:
     families: int = 300
     problems: int = 100
     changes: int = 200
-    lines: int = 60
     bands: int = 1 << 20
     data: int = MOST_DATA
+    #: Tensors that are rows without the script too.
+    listed: int = 1000
 
 
 def markup(text: str) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
@@ -12,22 +14,26 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.missing_files import absent
 from ..checkpoint.planning import Plan
 from ..checkpoint.proof import not_proven
-from ..common.errors import CODES, FastshardError, Finding
+from ..common.errors import CODES, FastshardError, Finding, exit_code
 from ..common.formatting import human
 from ..common.listing import list_roots
 from ..common.options import StrPath
 from ..common.progress import Progress
 from ..models.tensor_roles import parts_of, role_of
 from ..verification.stats import TensorStats
+from .checks import FAILED, Check, Read, checks
 from .comparison_data import Change, Comparison, Side, compared
+from .facts import Counts, Fact, counts_of, facts_of
 from .grid import Grid, grid
-from .manifest_data import manifest_of, provenance, recorded_numbers
+from .manifest_data import assumed_values, manifest_of, provenance, recorded_numbers
 from .tensor_numbers import read_through
 
 if TYPE_CHECKING:
     from .._core import RunOptions
 
-__all__ = ["Change", "Comparison", "Family", "Group", "Numbers", "Report", "Tensor", "gathered", "unopened"]
+__all__ = [
+    "Change", "Check", "Comparison", "Counts", "Fact", "Family", "Group", "Numbers", "Report", "Tensor", "gathered", "unopened",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ class Report:
     version: str
     #: ``ok``, ``unproven``, ``broken`` or ``unopened``.
     verdict: str
-    facts: tuple[tuple[str, str], ...]
+    facts: tuple[Fact, ...]
     findings: tuple[Group, ...]
     #: What was not proven, as one line.
     not_proven: str
@@ -98,6 +104,16 @@ class Report:
     grid: Grid | None = None
     #: What is elsewhere, and the commands that bring it.
     elsewhere: str = ""
+    commands: tuple[str, ...] = ()
+    #: How much of it is here; None for what cannot be opened.
+    counts: Counts | None = None
+    checks: tuple[Check, ...] = ()
+    #: The directory as commands of another host name it; empty for several.
+    folder: str = ""
+    #: True for what can be converted to Hugging Face's form, and is not in it.
+    converts: bool = False
+    #: Values that a conversion assumed: what each is, and what it says.
+    assumed: tuple[tuple[str, str], ...] = ()
     tensors: tuple[Tensor, ...] = ()
     families: tuple[Family, ...] = ()
     #: Bytes by dtype and role: ``{role: {dtype: (tensors, bytes)}}``.
@@ -178,18 +194,29 @@ def gathered(
     provable = plan.source.provable
     missing = absent(findings, checkpoint.roots)
     read = "headers and all data" if stats else "headers alone: no value of a tensor was read"
+    counts = counts_of(checkpoint, plan, missing)
+    made = Read(
+        " ".join(shlex.quote(str(path)) for path in checkpoint.listing.given()), counts.files, counts.tensors, provable,
+        stats, document is not None, numbers is not None,
+    )  # fmt: skip
     families = _families(plan)
     broken = any(f.severity == "error" for f in findings)
     return Report(
         paths=tuple(checkpoint.listing.given()),
         version=_core.__version__,
         verdict="broken" if broken else "ok" if provable else "unproven",
-        facts=_facts(checkpoint, plan),
+        facts=facts_of(checkpoint, plan, counts, stats),
         findings=_groups(findings),
         not_proven="; ".join(not_proven(findings)),
         read=read,
         grid=grid(checkpoint, each, echoes),
         elsewhere=missing.told() if missing else "",
+        commands=tuple(missing.commands) if missing else (),
+        counts=counts,
+        checks=checks(findings, made),
+        folder=_folder(checkpoint),
+        converts=checkpoint.family is not None and not checkpoint.framework.startswith("Hugging Face"),
+        assumed=assumed_values(document, findings),
         tensors=(*_tensors(plan), *_lacking(plan, [*findings, *echoes])),
         families=families,
         sizes=_sizes(families),
@@ -215,38 +242,32 @@ def unopened(paths: Sequence[StrPath], error: FastshardError) -> Report:
         paths=tuple(str(path) for path in paths),
         version=_core.__version__,
         verdict="unopened",
-        facts=(("files", f"{len(files):,} ({human(sum(size for _, size in files))})"),),
+        facts=(Fact("Files", f"{len(files):,}", human(sum(size for _, size in files))),),
         findings=_groups(error.findings),
         not_proven="anything: the path could not be opened as a checkpoint",
         read="names of files, and as much of their headers as could be",
+        checks=(Check("Opened as a checkpoint", FAILED, "Nothing else could be checked."),),
         files=tuple(sorted(files)[:_LISTED]),
     )
 
 
-# --- what it is
-
-
-def _facts(checkpoint: Checkpoint, plan: Plan) -> tuple[tuple[str, str], ...]:
-    summary = plan.summary
-    size = sum(f["size"] for f in checkpoint.files)
-    degrees = " x ".join(f"{k} {v}" for k, v in checkpoint.topology.items() if v > 1) or "not sharded"
-    rows = [
-        ("framework", checkpoint.framework + (f" ({checkpoint.family})" if checkpoint.family else "")),
-        ("step", checkpoint.step or ""),
-        ("topology", degrees),
-        ("files", f"{len(checkpoint.files):,} ({human(size)})"),
-        ("tensors", f"{summary['outputs']:,} full tensors, from {summary['stored_tensors']:,} stored"),
-        ("parameters", f"{summary['parameters']:,}"),
-        ("dtypes", ", ".join(f"{d} x {n:,} ({human(b)})" for d, (n, b) in summary["dtypes"].items())),
-        ("axes", ", ".join(f"{k}={v}" for k, v in summary["axes"].items())),
-    ]
-    return tuple((key, value) for key, value in rows if value)
+def _folder(checkpoint: Checkpoint) -> str:
+    """The one directory of a checkpoint, in full."""
+    roots = [Path(root).absolute() for root in checkpoint.roots]
+    return str(roots[0]) if len(roots) == 1 and roots[0].is_dir() else ""
 
 
 def _groups(findings: Iterable[Finding]) -> tuple[Group, ...]:
     """Findings by code, errors first; within them those that stop most."""
     order = {"error": 0, "warning": 1, "note": 2}
-    sorted_ = sorted(findings, key=lambda f: order.get(f.severity, 3))
+    findings = list(findings)
+    decides = exit_code(findings)
+
+    def rank(f: Finding) -> tuple[int, bool]:
+        # As for the exit code: damage comes before what is missing.
+        return order.get(f.severity, 3), f.code not in CODES or CODES[f.code].exit != decides
+
+    sorted_ = sorted(findings, key=rank)
     by_code: dict[tuple[str, str], list[Finding]] = {}
     for finding in sorted_:
         by_code.setdefault((finding.severity, finding.code), []).append(finding)
@@ -321,12 +342,3 @@ def _sizes(families: Iterable[Family]) -> dict[str, dict[str, tuple[int, int]]]:
         count, total = of_role.get(family.dtype, (0, 0))
         of_role[family.dtype] = (count + family.count, total + family.nbytes)
     return dict(sorted(sizes.items(), key=lambda item: -sum(b for _, b in item[1].values())))
-
-
-# --- manifests
-
-
-# --- numbers
-
-
-# --- before against after

@@ -68,6 +68,7 @@ def _place(a: argparse.Namespace) -> Path | None:
 def _run(a: argparse.Namespace) -> Outcome:
     from ...reporting import page
     from ...reporting.report import about
+    from ...reporting.statement import statement
 
     path = _place(a)
     told = about(
@@ -80,7 +81,6 @@ def _run(a: argparse.Namespace) -> Outcome:
     # What somebody has put there while all was read stays too.
     safe_files.replace(_place(a) or path, text)
     size = len(text.encode())
-    said = page.verdict(told)["text"]
     document = {
         "report": str(a.output),
         "bytes": size,
@@ -88,7 +88,7 @@ def _run(a: argparse.Namespace) -> Outcome:
         "errors": told.errors,
         "warnings": told.warnings,
     }
-    return Result(f"{a.output}: {said[0].lower()}{said[1:]}; a page of {human(size)}", document), findings
+    return Result(f"{a.output}: {statement(told).line}; a page of {human(size)}", document), findings
 
 
 REPORT = Verb(

@@ -1,0 +1,141 @@
+"""What a report checked: a fixed list, so that a check that was not made is not taken for one that was passed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..common.errors import Finding
+from ..common.formatting import counted
+
+__all__ = ["FAILED", "NOT_CHECKED", "PASSED", "Check", "Read", "checks"]
+
+PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
+
+#: Codes whose errors and warnings fail a check. What is in none of these fails the check of names and shapes.
+_CODES = {
+    "files": ("FS101", "FS102", "FS103", "FS104", "FS105", "FS111", "FS205", "FS523"),
+    "step": ("FS106", "FS107", "FS110"),
+    "copies": ("FS113", "FS115", "FS303", "FS304", "FS305"),
+    "data": ("FS301", "FS506", "FS507"),
+    "replicas": ("FS302", "FS310", "FS311", "FS401", "FS402"),
+    "values": ("FS306", "FS307", "FS313"),
+    "manifest": ("FS308", "FS315", "FS518"),
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the list."""
+
+    name: str
+    #: ``passed``, ``failed`` or ``not checked``.
+    state: str
+    #: What was found, or why it was not checked.
+    text: str
+    #: The command that checks it; empty where it was checked, or none does.
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Read:
+    """How far a checkpoint was read."""
+
+    #: The checkpoint as an argument of a command.
+    named: str
+    files: int
+    tensors: int
+    #: True if it is stated which files and tensors must exist.
+    provable: bool
+    #: True if all data was read.
+    data: bool
+    #: True if a manifest lies beside it.
+    manifest: bool
+    #: True if the manifest has statistics.
+    recorded: bool = False
+
+
+def checks(findings: Sequence[Finding], read: Read) -> tuple[Check, ...]:
+    """The list for a checkpoint that was opened."""
+    failed: dict[str, list[Finding]] = {}
+    notes = {f.code for f in findings if f.severity == "note"}
+    for finding in findings:
+        if finding.severity in ("error", "warning"):
+            failed.setdefault(_check_of(finding.code), []).append(finding)
+    rows = [
+        ("files", "Files present", *_files(read)),
+        ("names", "Names and shapes", PASSED, f"{counted(read.tensors, 'tensor')}, by the headers.", ""),
+        ("step", "One step", PASSED, "No file of another step was found.", ""),
+        ("copies", "No copies or swaps", *_copies(read, "FS114" in notes)),
+        ("data", "Data readable, checksums", *_data(read, "FS314" in notes)),
+        ("replicas", "Equal replicas", *_by_data(read, "The copies on several ranks are equal.")),
+        ("values", "Values", *_values(read)),
+        ("manifest", "Hashes of the manifest", *_manifest(read)),
+    ]
+    made = [
+        Check(name, FAILED, _said(failed[key])) if key in failed else Check(name, *told)
+        for key, name, *told in rows
+    ]
+    layout = "No hash shows this. Compare logits with a known-good model."
+    return (*made, Check("Layout right for the model", NOT_CHECKED, layout))
+
+
+def _check_of(code: str) -> str:
+    return next((check for check, codes in _CODES.items() if code in codes), "names")
+
+
+def _said(found: list[Finding]) -> str:
+    """What failed it, the first few by name."""
+    titles = list(dict.fromkeys(f"{f.title} ({f.code})" for f in found))
+    more = f" and {counted(len(titles) - 3, 'more problem')}" if len(titles) > 3 else ""
+    return f"{', '.join(titles[:3])}{more}."
+
+
+def _files(read: Read) -> tuple[str, str, str]:
+    if read.provable:
+        return PASSED, f"All expected files are here: {read.files:,}.", ""
+    return NOT_CHECKED, "The checkpoint does not state all files and tensors that must exist.", ""
+
+
+def _copies(read: Read, alike: bool) -> tuple[str, str, str]:
+    if alike:
+        return NOT_CHECKED, "Files that were swapped would go unnoticed (FS114).", ""
+    if read.data:
+        return PASSED, "None was found.", ""
+    return NOT_CHECKED, "None was found by the headers. No data was read.", f"fastshard verify {read.named}"
+
+
+def _data(read: Read, unsummed: bool) -> tuple[str, str, str]:
+    if not read.data:
+        return NOT_CHECKED, "No data was read.", f"fastshard verify {read.named}"
+    if unsummed:
+        return NOT_CHECKED, "All data was read. The files have no checksums (FS314).", ""
+    return PASSED, "All data was read. No checksum differs.", ""
+
+
+def _by_data(read: Read, passed: str) -> tuple[str, str, str]:
+    if read.data:
+        return PASSED, passed, ""
+    return NOT_CHECKED, "No data was read.", f"fastshard verify {read.named}"
+
+
+def _values(read: Read) -> tuple[str, str, str]:
+    if read.data:
+        return PASSED, "No NaN, no infinity, no unexpected all-zero block.", ""
+    if read.recorded:
+        return (
+            NOT_CHECKED,
+            "The statistics are those of the manifest.",
+            f"fastshard report {read.named} --stats",
+        )
+    return NOT_CHECKED, "NaN, infinities and all-zero blocks.", f"fastshard report {read.named} --stats"
+
+
+def _manifest(read: Read) -> tuple[str, str, str]:
+    if read.manifest:
+        return (
+            NOT_CHECKED,
+            "A manifest is here. Its hashes were not compared.",
+            f"fastshard verify {read.named}",
+        )
+    return NOT_CHECKED, "There is no manifest. This makes one:", f"fastshard manifest {read.named}"

@@ -1,0 +1,93 @@
+"""What a checkpoint is and how much of it is here, as the cells below the statement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.missing_files import Absent
+from ..checkpoint.planning import Plan
+from ..common.formatting import human
+
+__all__ = ["Counts", "Fact", "counts_of", "facts_of"]
+
+
+class Fact(NamedTuple):
+    """One cell: what it is, its value, a line below; and how much of how much is here, where that is known."""
+
+    label: str
+    value: str
+    note: str = ""
+    have: int | None = None
+    of: int | None = None
+
+    @property
+    def lacks(self) -> bool:
+        """True if not all of it is here."""
+        return self.have is not None and self.of is not None and self.have < self.of
+
+    @property
+    def width(self) -> str:
+        """The share that is here, in percent."""
+        return f"{100 * (self.have or 0) / self.of:.2f}" if self.of else "0"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How much of a checkpoint is here."""
+
+    #: Tensors that can be read in full, and tensors that are missing or incomplete.
+    tensors: int
+    lost: int
+    stored: int
+    parameters: int
+    #: Files that were read, and files that are missing.
+    files: int
+    absent: int
+    nbytes: int
+
+    @property
+    def expected(self) -> int:
+        """Tensors of the complete checkpoint."""
+        return self.tensors + self.lost
+
+
+def counts_of(checkpoint: Checkpoint, plan: Plan, missing: Absent | None) -> Counts:
+    """Counts what is here and what is missing."""
+    summary = plan.summary
+    return Counts(
+        summary["outputs"],
+        len(plan.lost),
+        summary["stored_tensors"],
+        summary["parameters"],
+        len(checkpoint.files),
+        sum(len(set(files)) for files in missing.files.values()) if missing else 0,
+        sum(f["size"] for f in checkpoint.files),
+    )
+
+
+def facts_of(checkpoint: Checkpoint, plan: Plan, counts: Counts, read: bool) -> tuple[Fact, ...]:
+    """The cells: first what it is, then how much of it is here."""
+    degrees = " x ".join(f"{k} {v}" for k, v in checkpoint.topology.items() if v > 1)
+    c = counts
+    dtypes = plan.summary["dtypes"]
+    all_files, files = c.files + c.absent, f"{c.files:,}"
+    return (
+        Fact("Framework", checkpoint.framework, f"model family {checkpoint.family}" if checkpoint.family else ""),
+        Fact("Step", checkpoint.step or "not stated"),
+        Fact("Topology", degrees or "not sharded"),
+        Fact(
+            "Checked", "all data" if read else "headers alone",
+            "headers, and every byte of the tensors" if read else "no value of a tensor was read",
+        ),
+        Fact(
+            "Tensors in full", f"{c.tensors:,} of {c.expected:,}", f"from {c.stored:,} stored", c.tensors, c.expected
+        ),
+        Fact("Parameters in full", f"{c.parameters:,}", "of the tensors in full" if c.lost else "all of them"),
+        Fact("Files", f"{files} of {all_files:,}" if c.absent else files, human(c.nbytes), c.files, all_files),
+        Fact(
+            "Data types" if len(dtypes) > 1 else "Data type", ", ".join(dtypes) or "none",
+            ", ".join(f"{d} x {n:,} ({human(b)})" for d, (n, b) in list(dtypes.items())[:4]),
+        ),
+    )  # fmt: skip

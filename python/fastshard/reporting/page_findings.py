@@ -1,0 +1,100 @@
+"""The findings of a report's page: one article for each cause."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..common.errors import Finding
+from ..common.finding_facts import effect_of
+from ..common.formatting import counted
+from .grid import state_of
+from .grid_cells import Band
+from .page_markup import Limits
+from .report_data import Report
+from .statement import sentence
+
+__all__ = ["Article", "articles", "links"]
+
+#: Files and tensors that one article lists.
+_LISTED = 24
+
+
+@dataclass(frozen=True)
+class Article:
+    """One cause: an error, a warning or a note, with all that it is about."""
+
+    number: int
+    code: str
+    severity: str
+    #: Number of its state in the grid; None for a note.
+    state: int | None
+    title: str
+    facts: tuple[tuple[str, str], ...]
+    fix: str
+    #: What it is about: a file or a tensor, and where that is.
+    places: tuple[tuple[str, str], ...]
+    #: How many places there are.
+    count: int
+    effect: str
+    findings: tuple[Finding, ...]
+
+
+def articles(report: Report, limits: Limits) -> list[Article]:
+    """The causes in the order of their weight, as many as there is place for."""
+    made: list[Article] = []
+    for group in report.findings:
+        alike: dict[str, list[Finding]] = {}
+        for finding in group.findings:
+            alike.setdefault(finding.message, []).append(finding)
+        for of in alike.values():
+            if len(made) < limits.findings:
+                made.append(_article(len(made) + 1, of, limits))
+    return made
+
+
+def _article(number: int, of: Sequence[Finding], limits: Limits) -> Article:
+    first = of[0]
+    if len(of) == 1:
+        title = sentence(first)
+    else:
+        title = f"{counted(len(of), 'tensor' if first.tensor else 'file' if first.file else 'place')}: {first.message}"
+    facts = (
+        [("found", first.got), ("expected", first.expected), ("evidence", first.evidence)]
+        if len(of) == 1
+        else []
+    )
+    places = [place for finding in of for place in _places(finding)]
+    fixes = list(dict.fromkeys(f.help for f in of if f.help))
+    more = f"; and {counted(len(fixes) - 3, 'more place')} alike" if len(fixes) > 3 else ""
+    return Article(
+        number, first.code, first.severity, None if first.severity == "note" else state_of(first), title,
+        tuple((label, text) for label, text in facts if text), "; ".join(fixes[:3]) + more,
+        tuple(places[: min(_LISTED, 3 * limits.findings)]), len(places), effect_of(first) or "" if len(of) == 1 else "",
+        tuple(of),
+    )  # fmt: skip
+
+
+def _places(finding: Finding) -> list[tuple[str, str]]:
+    """The files of a finding, or its tensor, each with what else is known of the place."""
+    if finding.parts:
+        return [(part.tensor or part.file or "", part.message) for part in finding.parts]
+    where = [finding.rank or "", f"host {finding.host}" if finding.host else ""]
+    if len(finding.files) < 2 and finding.tensor:
+        return [(finding.tensor, ", ".join(filter(None, [finding.file or "", *where])))]
+    return [(file, ", ".join(filter(None, where))) for file in finding.files if file != "."]
+
+
+def links(made: Sequence[Article], band: Band, state: int) -> tuple[int, ...]:
+    """The articles that a cell of a band is about: those of its state about its files or its rank, else of its state."""
+    alike = [article for article in made if article.state == state]
+    names = set(band.names) | set(band.files)
+    near = [a for a in alike if any(f.rank in names or names.intersection(f.files) for f in a.findings)]
+    if not near:
+        rows = [set(name.split(", ")) for name in band.names]
+        near = [
+            a
+            for a in alike
+            if any(f.rank and any(set(f.rank.split(", ")) <= row for row in rows) for f in a.findings)
+        ]
+    return tuple(a.number for a in near or alike)[:8]
