@@ -47,13 +47,16 @@ def _coords(name: str) -> dict[str, int]:
 
 
 def band_name(names: Sequence[str]) -> str | None:
-    """A band as the product of ranges, e.g. ``pp 1 · tp 0-7``; None if it is none, or of no ranks."""
+    """A band as the product of ranges, else by its ends: ``pp 1 · tp 0-7``, ``pp 1 · tp 0 ep 3 - tp 1 ep 2``; None for files."""
     coords = [_coords(name) for name in names]
     if not all(coords) or len({tuple(sorted(of)) for of in coords}) != 1:
         return None
-    values = {axis: sorted({of[axis] for of in coords}) for axis in sorted(coords[0], key=_place)}
+    axes = sorted(coords[0], key=_place)
+    values = {axis: sorted({of[axis] for of in coords}) for axis in axes}
     if math.prod(map(len, values.values())) != len(names) or any(len(runs(of)) > 1 for of in values.values()):
-        return None
+        alike = [f"{axis} {of[0]}" for axis, of in values.items() if len(of) == 1]
+        ends = [" ".join(f"{axis} {of[axis]}" for axis in axes if len(values[axis]) > 1) for of in coords]
+        return " · ".join([*alike, f"{ends[0]} - {ends[-1]}"])
     return " · ".join(
         f"{axis} {of[0]}" + (f"-{of[-1]}" if len(of) > 1 else "") for axis, of in values.items()
     )

@@ -49,7 +49,7 @@ def grid_rows(grid: Grid, limits: Limits, links: Links) -> dict[str, Any]:
     big = len(columns) <= BIG
     bands = grid.bands[: limits.bands]
     cells = [[_joined(band, column.indices) for column in columns] for band in bands]
-    spans = [_spans(of, big) for of in cells]
+    spans = [_spans(of, columns, big) for of in cells]
     worded = sum(map(len, spans)) <= _WORDED
     keeps = sum(len(band.names) for band in bands) <= _MOST_NAMES
     short = _short(bands)
@@ -81,6 +81,7 @@ def grid_rows(grid: Grid, limits: Limits, links: Links) -> dict[str, Any]:
         else size,
         "alike": all(band.alike for band in bands),
         "legend": _legend(bands, cells),
+        "nowhere": sum(band.rows * of.count(None) for band, of in zip(bands, cells, strict=True)),
         "problems": _together(grid.problems),
         "names": [[clipped(name) for name in band.names] if keeps else [] for band in bands],
         "rules": _rules(bands, spans),
@@ -164,12 +165,12 @@ def _joined(band: Band, indices: Iterable[int]) -> Cell | None:
     )
 
 
-def _spans(cells: Sequence[Cell | None], big: bool) -> list[tuple[int, int]]:
-    """Runs of neighbours of one state: (first, behind the last)."""
+def _spans(cells: Sequence[Cell | None], columns: Sequence[_Folded], big: bool) -> list[tuple[int, int]]:
+    """Runs of neighbouring layers of one state: (first, behind the last)."""
     spans: list[tuple[int, int]] = []
     for i, cell in enumerate(cells):
         state = cell.state if cell else None
-        if spans and not big:
+        if spans and not big and columns[i].layer and columns[spans[-1][0]].layer:
             last = cells[spans[-1][0]]
             if (last.state if last else None) == state:
                 spans[-1] = (spans[-1][0], i + 1)
@@ -212,7 +213,7 @@ def _cells(
 
 def _said(cell: Cell | None, several: bool) -> str:
     if cell is None:
-        return "not in this rank"
+        return "nothing belongs here"
     name = STATES[cell.state].name
     if several:
         return name
