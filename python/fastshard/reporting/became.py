@@ -51,8 +51,8 @@ class Became:
 def became(plan: Plan) -> tuple[Became, ...]:
     """The kinds of tensors of a plan, by what they are made of; one of each kind is looked at."""
     kinds: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
-    for name, (_, dtype, shape, _, _) in zip(plan.index, plan.outputs, strict=True):
-        kinds.setdefault((role_of(name), dtype, tuple(shape)), []).append(name)
+    for name, (_, dtype, extents, _, _) in zip(plan.index, plan.outputs, strict=True):
+        kinds.setdefault((role_of(name), dtype, tuple(extents)), []).append(name)
     found: dict[str, list[tuple[Made, dict[str, Any], str]]] = {}
     for (_, _, shape), names in list(kinds.items())[:_MOST]:
         excerpt = json.loads(plan.core.excerpt(plan.position(names[0])))
@@ -68,9 +68,12 @@ def became(plan: Plan) -> tuple[Became, ...]:
         stored = of[0][1]["stored"]
         ranks = tuple(dict.fromkeys(str(s.get("rank") or "") for s in stored))
         hows = tuple(dict.fromkeys(how for _, _, how in of))
-        shape = tuple(stored[0]["shape"])
         count = of[0][0].count
-        rows.append(Became(source, shape, ranks, count, ", ".join(hows), tuple(m for m, _, _ in of)))
+        rows.append(
+            Became(
+                source, tuple(stored[0]["shape"]), ranks, count, ", ".join(hows), tuple(m for m, _, _ in of)
+            )
+        )
     return tuple(rows) if any(row.changed for row in rows) else ()
 
 
