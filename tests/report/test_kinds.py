@@ -11,8 +11,9 @@ from typing import Any
 import fastshard
 import pytest
 from fastshard import Finding
+from fastshard.common.errors import CODES
 from fastshard.reporting import page
-from fastshard.reporting.checks import FAILED, PASSED, Check
+from fastshard.reporting.checks import FAILED, NOT_CHECKED, PASSED, Check, Read, checks
 from fastshard.reporting.facts import Counts, Fact
 from fastshard.reporting.grid import Grid, _Filling
 from fastshard.reporting.grid_cells import COPIED, DAMAGED, DOUBTFUL, Key, Row
@@ -203,3 +204,26 @@ def test_a_conversion_says_what_became_of_what(kinds: dict[str, Path]) -> None:
 @pytest.mark.parametrize("made", [healthy, damaged])
 def test_the_same_data_is_the_same_page(made: Any) -> None:
     assert page.rendered(made()) == page.rendered(made())
+
+
+@pytest.mark.parametrize("code", sorted(CODES))
+def test_every_error_fails_a_check(code: str) -> None:
+    """A page with an error has no list in which all is well."""
+    read = Read("ckpt", 1, 1, provable=True, data=True, manifest=False)
+    failed = [c for c in checks([Finding.of(code, "x", severity="error")], read) if c.state == FAILED]
+    assert len(failed) == 1 and code in failed[0].text
+    assert not [c for c in checks([], read) if c.state == FAILED]
+
+
+def test_what_was_not_read_is_not_passed() -> None:
+    read = Read("ckpt", 1, 1, provable=False, data=False, manifest=False)
+    made = {c.name: c for c in checks([], read)}
+    for name in (
+        "Files present",
+        "No copies or swaps",
+        "Data readable, checksums",
+        "Equal replicas",
+        "Values",
+    ):
+        assert made[name].state == NOT_CHECKED, name
+    assert made["Values"].command == "fastshard report ckpt --stats"

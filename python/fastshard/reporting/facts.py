@@ -10,7 +10,7 @@ from ..checkpoint.missing_files import Absent
 from ..checkpoint.planning import Plan
 from ..common.formatting import human
 
-__all__ = ["Counts", "Fact", "counts_of", "facts_of"]
+__all__ = ["Counts", "Fact", "counts_of", "degrees", "facts_of", "turned"]
 
 
 class Fact(NamedTuple):
@@ -69,14 +69,13 @@ def counts_of(checkpoint: Checkpoint, plan: Plan, missing: Absent | None) -> Cou
 
 def facts_of(checkpoint: Checkpoint, plan: Plan, counts: Counts, read: bool) -> tuple[Fact, ...]:
     """The cells: first what it is, then how much of it is here."""
-    degrees = " x ".join(f"{k} {v}" for k, v in checkpoint.topology.items() if v > 1)
     c = counts
     dtypes = plan.summary["dtypes"]
     all_files, files = c.files + c.absent, f"{c.files:,}"
     return (
         Fact("Framework", checkpoint.framework, f"model family {checkpoint.family}" if checkpoint.family else ""),
         Fact("Step", checkpoint.step or "not stated"),
-        Fact("Topology", degrees or "not sharded"),
+        Fact("Topology", degrees(checkpoint)),
         Fact(
             "Checked", "all data" if read else "headers alone",
             "headers, and every byte of the tensors" if read else "no value of a tensor was read",
@@ -91,3 +90,17 @@ def facts_of(checkpoint: Checkpoint, plan: Plan, counts: Counts, read: bool) -> 
             ", ".join(f"{d} x {n:,} ({human(b)})" for d, (n, b) in list(dtypes.items())[:4]),
         ),
     )  # fmt: skip
+
+
+def degrees(checkpoint: Checkpoint) -> str:
+    """The degrees of its parallelism, e.g. ``tp 2 x pp 2``."""
+    return " x ".join(f"{k} {v}" for k, v in checkpoint.topology.items() if v > 1) or "not sharded"
+
+
+def turned(facts: tuple[Fact, ...], before: Checkpoint, after: Checkpoint) -> tuple[Fact, ...]:
+    """The cells of a comparison: the first two are what it was, and what it is."""
+    was, now = (
+        Fact(label, c.framework, ", ".join(filter(None, [degrees(c), c.step])))
+        for label, c in (("Before", before), ("After", after))
+    )
+    return (was, now, *facts[2:])

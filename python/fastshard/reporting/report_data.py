@@ -23,7 +23,7 @@ from ..models.tensor_roles import parts_of, role_of
 from ..verification.stats import TensorStats
 from .checks import FAILED, Check, Read, checks
 from .comparison_data import Change, Comparison, Side, compared
-from .facts import Counts, Fact, counts_of, facts_of
+from .facts import Counts, Fact, counts_of, facts_of, turned
 from .grid import Grid, grid
 from .manifest_data import assumed_values, manifest_of, provenance, recorded_numbers
 from .tensor_numbers import read_through
@@ -195,6 +195,7 @@ def gathered(
     missing = absent(findings, checkpoint.roots)
     read = "headers and all data" if stats else "headers alone: no value of a tensor was read"
     counts = counts_of(checkpoint, plan, missing)
+    facts = facts_of(checkpoint, plan, counts, stats)
     made = Read(
         " ".join(shlex.quote(str(path)) for path in checkpoint.listing.given()), counts.files, counts.tensors, provable,
         stats, document is not None, numbers is not None,
@@ -205,7 +206,7 @@ def gathered(
         paths=tuple(checkpoint.listing.given()),
         version=_core.__version__,
         verdict="broken" if broken else "ok" if provable else "unproven",
-        facts=facts_of(checkpoint, plan, counts, stats),
+        facts=turned(facts, against, checkpoint) if isinstance(against, Checkpoint) else facts,
         findings=_groups(findings),
         not_proven="; ".join(not_proven(findings)),
         read=read,
