@@ -118,6 +118,16 @@ def test_it_fits_and_can_be_read(
         assert width < 1000 or top < 700, "the grid begins in the first screen"
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_it_can_be_printed(browser: Any, kinds: dict[str, Path], name: str) -> None:
+    with Shown(browser, kinds[name], color_scheme="dark", viewport={"width": 720, "height": 1000}) as shown:
+        shown.emulate_media(media="print")
+        assert overflow(shown) == 0 and shown.evaluate(CONTRAST, 4.5) == []
+        assert shown.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert not shown.locator("button:visible").count() and shown.locator("#cells").is_visible()
+        assert len(shown.pdf()) > 10_000
+
+
 def test_damage_outranks_what_is_missing(kinds: dict[str, Path]) -> None:
     html = kinds["damaged"].read_text()
     assert '<h2 id="verdict">BROKEN</h2>' in html and 'class="say hurt"' in html

@@ -17,9 +17,10 @@ import pytest
 import torch
 from fastshard.cli import main
 from fastshard.errors import FastshardError, Finding
-from fastshard.reporting import charts, page
+from fastshard.reporting import page
 from fastshard.reporting.report import about
 from fastshard.reporting.report_data import Check, Fact, Report, _groups
+from fastshard.reporting.small_multiples import picture
 from helpers import FIXTURES, HF, NEOX, TP4, cli, copy
 from hostile import NAMES, Parsed, checkpoint
 from safetensors.torch import save_file
@@ -240,7 +241,7 @@ def test_hostile_findings_files_and_values() -> None:
     findings.append(Finding.of("FS301", surrogate, file=surrogate))
     report = Report(
         paths=(*NAMES, surrogate), version="</style>", verdict="broken", facts=tuple(Fact(n, n, n) for n in NAMES),
-        findings=_groups(findings), not_proven=NAMES[0], read=NAMES[1], elsewhere="\n".join(NAMES), commands=NAMES,
+        findings=_groups(findings), not_proven=NAMES[0], read=NAMES[1], commands=NAMES,
         folder=NAMES[0], assumed=tuple((n, n) for n in NAMES), checks=tuple(Check(n, n, n, n) for n in NAMES),
         provenance=tuple((n, n) for n in NAMES), files=tuple((n, 1) for n in NAMES),
     )  # fmt: skip
@@ -263,21 +264,18 @@ def test_hostile_file_names_and_config_values(tmp_path: Path) -> None:
 
 
 def test_hostile_roles_in_pictures() -> None:
-    roles = {name: [(0, 1.0), (1, 2.0)] for name in NAMES[:8]}
-    drawn, _ = charts.svg(charts.by_layer(roles, title="std", domain=(0, 2), logarithmic=False))
-    parsed = Parsed(f"<svg>{drawn}</svg>")
-    assert {tag for tag, _ in parsed.elements} <= {
-        "svg",
-        "g",
-        "path",
-        "line",
-        "rect",
-        "circle",
-        "text",
-        "tspan",
-    }
-    assert {n for _, a in parsed.elements for n in a} <= charts._ATTRIBUTES | {"class"}
-    assert "onerror" in "".join(parsed.texts)
+    for name in NAMES:
+        made = picture(name, [(0, 1.0), (1, 2.0)], [(0, 1.5), (1, 1.5)])
+        parsed = Parsed(f"<svg>{made['svg']}</svg>")
+        assert {tag for tag, _ in parsed.elements} == {"svg", "path", "polyline", "text"}
+        assert {n for _, a in parsed.elements for n in a} <= {"class", "d", "points", "x", "y", "text-anchor"}
+
+
+def test_the_layer_that_stands_out_is_named() -> None:
+    points = [(layer, 0.01 if layer != 7 else 0.03) for layer in range(20)]
+    made = picture("w", points)
+    assert "layer 7: 0.03, 3 x its neighbours" in made["svg"] and made["note"] == "1 layer stands out"
+    assert "layer 7 stands out" in made["label"] and not picture("w", points[:5])["note"]
 
 
 # --- size, and the same bytes
@@ -313,7 +311,7 @@ def test_no_page_is_too_large() -> None:
     findings = [Finding.of(code, f"{i} {long}", file=long, tensor=long, help=f"{i} {long}") for code in fastshard.common.errors.CODES for i in range(60)]  # fmt: skip
     report = Report(
         paths=(long,) * 50, version="1", verdict="broken", facts=(Fact("a", long),) * 20, findings=_groups(findings),
-        not_proven=long, read=long, elsewhere="\n".join([long] * 500), commands=(long,) * 3, files=tuple((f"{i}{long}", 1) for i in range(500)),
+        not_proven=long, read=long, commands=(long,) * 3, files=tuple((f"{i}{long}", 1) for i in range(500)),
     )  # fmt: skip
     html = page.rendered(report)
     safe(html)

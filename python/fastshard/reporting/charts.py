@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import resource
 import xml.etree.ElementTree as ET
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..common.errors import Finding
@@ -17,7 +17,7 @@ from ..common.optional_imports import imported
 from ..verification.stats import HISTOGRAM_EDGES
 from .densities import Steps
 
-__all__ = ["SERIES", "Chart", "by_layer", "densities", "logarithmic", "svg", "undrawn"]
+__all__ = ["SERIES", "Chart", "densities", "logarithmic", "svg", "undrawn"]
 
 #: Series that a picture tells apart, each by a colour and a symbol.
 SERIES = 8
@@ -138,63 +138,6 @@ def logarithmic(sides: Sequence[tuple[str, Sequence[int]]], *, width: int = 300,
     y: Chart = {"field": "share", "type": "quantitative", "title": "share"}
     y["axis"] = {"tickCount": 3, "format": ".0%"}
     return _chart(width=width, height=height, encoding={"x": x, "y": y}, layer=layers)
-
-
-def by_layer(
-    roles: Mapping[str, Sequence[tuple[int, float]]],
-    *,
-    title: str,
-    domain: tuple[float, float],
-    logarithmic: bool,
-    width: int = 560,
-    height: int = 220,
-) -> Chart:
-    """A figure of each layer, a line with symbols for each role; at most :data:`SERIES` of them."""
-    names = [printable(role) for role in roles]
-    values = [
-        {"layer": layer, "value": value, "role": name}
-        for name, points in zip(names, roles.values(), strict=True)
-        for layer, value in points
-    ]
-    role: Chart = {"field": "role", "type": "nominal", "title": None}
-    role["legend"] = {
-        "orient": "bottom",
-        "columns": 2,
-        "titleOrient": "top",
-        "columnPadding": 30,
-    }
-    colour = role | {"scale": {"domain": names, "range": _OF_SERIES[: len(names)]}}
-    shape = role | {"scale": {"domain": names, "range": _SHAPES[: len(names)]}}
-    x: Chart = {
-        "field": "layer",
-        "type": "quantitative",
-        "title": "layer",
-        "scale": {"nice": False, "padding": 8},
-    }
-    x["axis"] = {"grid": False, "tickMinStep": 1, "format": "d"}
-    scale = {
-        "type": "log" if logarithmic else "linear",
-        "domain": list(domain),
-        "nice": True,
-        "zero": not logarithmic,
-    }
-    y: Chart = {
-        "field": "value",
-        "type": "quantitative",
-        "title": title,
-        "scale": scale,
-        "axis": {"tickCount": 5, "format": ".2~g"},
-    }
-    layers = [
-        {"mark": {"type": "line", "strokeWidth": 1}, "encoding": {"color": colour}},
-        {
-            "mark": {"type": "point", "size": 34, "filled": True},
-            "encoding": {"color": colour, "shape": shape},
-        },
-    ]
-    return _chart(
-        width=width, height=height, data={"values": values}, encoding={"x": x, "y": y}, layer=layers
-    )
 
 
 def undrawn() -> Finding | None:

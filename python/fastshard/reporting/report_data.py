@@ -102,8 +102,7 @@ class Report:
     #: What was read: headers alone, or more.
     read: str
     grid: Grid | None = None
-    #: What is elsewhere, and the commands that bring it.
-    elsewhere: str = ""
+    #: Commands that bring what other hosts have.
     commands: tuple[str, ...] = ()
     #: How much of it is here; None for what cannot be opened.
     counts: Counts | None = None
@@ -211,7 +210,6 @@ def gathered(
         not_proven="; ".join(not_proven(findings)),
         read=read,
         grid=grid(checkpoint, each, echoes),
-        elsewhere=missing.told() if missing else "",
         commands=tuple(missing.commands) if missing else (),
         counts=counts,
         checks=checks(findings, made),
