@@ -132,6 +132,8 @@ def test_damage_outranks_what_is_missing(kinds: dict[str, Path]) -> None:
     html = kinds["damaged"].read_text()
     assert '<h2 id="verdict">BROKEN</h2>' in html and 'class="say hurt"' in html
     assert html.index("FS312 #") < html.index("FS101 #"), "and its findings come first"
+    # Equal sizes and times say nothing of flipped bits: the copy compares checksums.
+    assert "3 files again from the nodes that wrote them (HOST):" in html and "rsync -acR HOST:" in html
     broken = kinds["broken"].read_text()
     assert '<h2 id="verdict">INCOMPLETE</h2>' in broken and 'class="say bad"' in broken
     assert "14 of 40 tensors can be read in full" in broken and "rsync -a --ignore-existing" in broken
