@@ -12,6 +12,6 @@ env -u PIP_CONSTRAINT -u PIP_BUILD_CONSTRAINT "$work/env/bin/pip" install -q uv
   printf '%s\n' "# Made by scripts/pin.sh; do not edit." "# Applied by scripts/setup.sh, to build environments too."
   # What pyproject.toml and tools.in ask for, with markers where Pythons differ. Only Linux is supported.
   "$work/env/bin/uv" pip compile -q --universal --python-version 3.10 --no-annotate --no-header --upgrade --all-extras \
-    pyproject.toml .ci/tools.in
+    --group lint --group docs pyproject.toml .ci/tools.in
 } > "$work/constraints.txt"
 mv "$work/constraints.txt" .ci/constraints.txt

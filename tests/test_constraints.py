@@ -17,7 +17,7 @@ else:
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 
 
 def lines(file: str) -> list[str]:
@@ -34,12 +34,15 @@ def test_all_that_is_asked_for_is_pinned_once(python: str) -> None:
             pins.setdefault(canonicalize_name(pin.name), []).append(pin)
     for name, found in pins.items():
         assert len(found) == 1 and re.fullmatch(r"==[^=*]+", str(found[0].specifier)), name
-    extras = PROJECT["project"]["optional-dependencies"].values()
-    asked = [*PROJECT["project"]["dependencies"], *(line for extra in extras for line in extra)]
+    together = (PROJECT["project"]["optional-dependencies"], PROJECT["dependency-groups"])
+    asked = [*PROJECT["project"]["dependencies"]]
+    asked += [line for named in together for needs in named.values() for line in needs]
     asked += [*PROJECT["build-system"]["requires"], *lines(".ci/tools.in")]
     for line in asked:
         wanted = Requirement(line)
-        if wanted.marker is None or wanted.marker.evaluate(on):
+        if wanted.name == "fastshard":  # an extra of extras
+            assert wanted.extras <= set(PROJECT["project"]["optional-dependencies"])
+        elif wanted.marker is None or wanted.marker.evaluate(on):
             (pin,) = pins[canonicalize_name(wanted.name)]
             (version,) = (specifier.version for specifier in pin.specifier)
             assert wanted.specifier.contains(version), f"{wanted} is not what {pin} gives: sh scripts/pin.sh"

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -168,8 +169,11 @@ def kubernetes(document: Any, folder: Path) -> None:
 
 
 def pip(words: list[str], _folder: Path) -> None:
-    """Extras exist."""
+    """Extras and groups exist."""
     extras = PROJECT["project"]["optional-dependencies"]
+    for before, word in pairwise(words):
+        if before == "--group" and word not in PROJECT["dependency-groups"]:
+            raise Wrong(f"pip --group {word}: pyproject.toml has no such group")
     for word in words:
         match = re.fullmatch(r"(?:fastshard|\.)\[([\w,-]+)\]", word)
         if lacking := set(match[1].split(",") if match else ()) - set(extras):
@@ -314,7 +318,7 @@ def yaml_document(document: Any, block: Block) -> None:
 
 def workflow(text: str) -> None:
     """A workflow of GitHub Actions, against the schema that check-jsonschema brings along."""
-    pytest.importorskip("check_jsonschema", reason="pip install '.[docs]'")
+    pytest.importorskip("check_jsonschema", reason="pip install --group docs")
     done = subprocess.run(
         [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", "--default-filetype", "yaml", "-"],
         input=text, text=True, capture_output=True, check=False,

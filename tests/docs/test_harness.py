@@ -165,6 +165,7 @@ NOT_RUN = {
     "if true; then\nfastshard merge a\nfi": "OUT",
     "if true; then": "syntax error",
     "pip install 'fastshard[orbx]'": "orbx",
+    "pip install . --group dox": "dox",
     "pytest tests/nowhere": "tests/nowhere",
     "pytest tests --fixture-dir=a": "--fixture-dir",
     "python tests/trials/kills.py --cont 3": "--cont",
@@ -203,7 +204,7 @@ def test_a_jobs_own_command_is_parsed(run: Page) -> None:
 
 
 def test_a_workflow_is_held_against_its_schema(run: Page) -> None:
-    pytest.importorskip("check_jsonschema", reason="pip install '.[docs]'")
+    pytest.importorskip("check_jsonschema", reason="pip install --group docs")
     head = 'yaml title=".github/workflows/a.yml"\n'
     for text, said in (
         ("on: push\njobs: {a: {runs-on: x, steps: [{runs: true}]}}\n", "runs"),

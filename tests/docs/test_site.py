@@ -66,8 +66,8 @@ class Html(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("material", reason="pip install '.[docs]'")
-    pytest.importorskip("mkdocstrings", reason="pip install '.[docs]'")
+    pytest.importorskip("material", reason="pip install --group docs")
+    pytest.importorskip("mkdocstrings", reason="pip install --group docs")
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
@@ -177,7 +177,7 @@ def test_every_public_name_is_documented_by_its_docstring(pages: dict[str, Html]
 
 
 def test_every_option_that_is_handed_on_says_what_it_means() -> None:
-    pytest.importorskip("griffe", reason="pip install '.[docs]'")
+    pytest.importorskip("griffe", reason="pip install --group docs")
     meanings = loaded("roles")._MEANINGS
     kinds = [value for value in vars(options).values() if hasattr(value, "__total__")]
     assert kinds
