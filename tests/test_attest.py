@@ -208,4 +208,4 @@ def test_odd_ways_to_ask(signed: Path, keys: Path, tmp_path: Path, monkeypatch: 
     assert (ran.code, ran.findings[0]["code"]) == (2, "FS515") and "ours.key" in ran.findings[0]["file"]
     monkeypatch.setitem(sys.modules, "model_signing", None)
     (finding,) = cli("verify", signed, *sig, *pub).having("FS514")
-    assert "fastshard[sign]" in finding["help"]
+    assert "pip install 'model-signing" in finding["help"]

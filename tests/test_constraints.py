@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fastshard.common.optional_imports import EXTRAS
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -46,3 +47,17 @@ def test_all_that_is_asked_for_is_pinned_once(python: str) -> None:
             (pin,) = pins[canonicalize_name(wanted.name)]
             (version,) = (specifier.version for specifier in pin.specifier)
             assert wanted.specifier.contains(version), f"{wanted} is not what {pin} gives: sh scripts/pin.sh"
+
+
+def test_what_a_message_says_to_install_is_what_the_extra_asks_for() -> None:
+    assert {extra: tuple(PROJECT["project"]["optional-dependencies"][extra]) for extra in EXTRAS} == EXTRAS
+
+
+def test_nothing_says_to_install_from_an_index_that_has_it_not() -> None:
+    """Until it is there: a clone, a wheel or an address is named."""
+    pages = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.yml"), *(ROOT / "python").rglob("*.py")]
+    hints = re.compile(r"pip install (?:-\S+ )*['\"]?fastshard(?:\[[\w,]+\])?['\"]?(?! @)(?:\s|$|[`)])")
+    found = [
+        (path.name, hit[0]) for path in pages for hit in hints.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert not found

@@ -224,8 +224,10 @@ def test_names_that_leave_the_store_are_refused(name: str, tmp_path: Path) -> No
     assert_refused(tmp_path / "items", tmp_path / "out", "FS603")
 
 
-def test_without_tensorstore_its_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorstore_it_is_said_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path / "items", "w", painted(4), [2])
     monkeypatch.setitem(__import__("sys").modules, "tensorstore", None)
     ran = assert_refused(tmp_path / "items", tmp_path / "out", "FS514", exit=2)
-    assert "fastshard[orbax]" in ran.errors[0]["help"]
+    assert "pip install 'tensorstore" in ran.errors[0]["help"]

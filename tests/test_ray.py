@@ -30,7 +30,7 @@ def test_without_ray_it_is_said_how_to_get_it(tmp_path: Path) -> None:
     script = "import sys; sys.modules['ray'] = None; from fastshard.cli import main; sys.exit(main())"
     done = python(script, "merge", TP4, tmp_path / "out", "--ray", "local")
     assert done.returncode == 2
-    assert "FS514" in done.stderr and "pip install 'fastshard[ray]'" in done.stderr
+    assert "FS514" in done.stderr and "pip install 'ray>=2.40,<3'" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -201,7 +201,7 @@ def add_ray(parser: argparse.ArgumentParser) -> None:
         "--ray",
         metavar="ADDRESS",
         help="make the result in parts, one on each node of a Ray cluster: auto, HOST:PORT, or local for a separate Ray "
-        "on this host (pip install 'fastshard[ray]')",
+        "on this host (needs the package ray)",
     )
 
 

@@ -54,9 +54,9 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     try:
         import ml_dtypes
     except ImportError:
-        raise ImportError(
-            f"{name} in numpy needs ml_dtypes: pip install 'fastshard[bf16]', or use .torch()"
-        ) from None
+        from .optional_imports import install
+
+        raise ImportError(f"{name} in numpy needs ml_dtypes: {install('bf16')}, or use .torch()") from None
     dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, ML_DTYPES_NAMES[name]))
     return dtype
 

@@ -7,7 +7,21 @@ from typing import Any
 
 from .errors import FastshardError
 
-__all__ = ["imported"]
+__all__ = ["EXTRAS", "imported", "install"]
+
+#: What each extra asks for: as in pyproject.toml (tests/test_constraints.py), since an installed extra has no name of its own.
+EXTRAS = {
+    "bf16": ("ml-dtypes>=0.4",),
+    "orbax": ("tensorstore>=0.1.60", "ml-dtypes>=0.4"),
+    "report": ("jinja2>=3.1,<4", "vl-convert-python>=1.7,<2"),
+    "sign": ("model-signing>=1.1,<2", "pyopenssl>=24"),
+    "ray": ("ray>=2.40,<3",),
+}
+
+
+def install(extra: str) -> str:
+    """The command that installs what an extra asks for, wherever fastshard itself came from."""
+    return " ".join(["pip install", *(f"'{package}'" for package in EXTRAS[extra])])
 
 
 def imported(*modules: str, told: str, extra: str) -> Any:
@@ -25,6 +39,6 @@ def imported(*modules: str, told: str, extra: str) -> Any:
         first, *_ = [import_module(name) for name in modules]
     except ImportError as error:
         raise FastshardError.of(
-            "FS514", f"{told}: {error}", help=f"install it: pip install 'fastshard[{extra}]'"
+            "FS514", f"{told}: {error}", help=f"install what it needs: {install(extra)}"
         ) from None
     return first

@@ -52,7 +52,7 @@ def report(
         opening: as for :func:`fastshard.open`.
 
     Raises:
-        FastshardError: ``FS514`` without Jinja2 and vl-convert (``pip install 'fastshard[report]'``); ``FS501``, ``FS502`` and
+        FastshardError: ``FS514`` without Jinja2 and vl-convert (the extra ``report``); ``FS501``, ``FS502`` and
             ``FS515`` for paths and options that cannot be meant.
     """
     from . import page

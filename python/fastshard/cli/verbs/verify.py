@@ -20,7 +20,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--expect", metavar="FILE", help="a manifest or config")
     parser.add_argument("--subset", metavar="n/t", help="read part n of t of the tensors")
     add_choosing(parser)
-    group = parser.add_argument_group("a signature of OpenSSF model-signing (pip install 'fastshard[sign]')")
+    group = parser.add_argument_group(
+        "a signature of OpenSSF model-signing (needs the package model-signing)"
+    )
     group.add_argument(
         "--signature",
         metavar="FILE",
