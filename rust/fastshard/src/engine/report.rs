@@ -62,13 +62,10 @@ impl Run<'_> {
             outputs.push(OutputReport { hash, non_finite: progress.non_finite, seen });
             if progress.non_finite > 0 {
                 let finding = non_finite(self.plan, output, progress.non_finite);
-                located += usize::from(finding.severity != Severity::Note);
-                self.find(match finding.severity {
-                    Severity::Error | Severity::Warning if located <= LOCATED => {
-                        self.located(output, finding)?
-                    }
-                    _ => finding,
-                });
+                // What is accepted or no parameter is not read again.
+                located += usize::from(finding.severity == Severity::Error);
+                let sought = finding.severity == Severity::Error && located <= LOCATED;
+                self.find(if sought { self.located(output, finding)? } else { finding });
             }
             for (&p, drift) in &progress.drift {
                 if drift.differing > 0 {
@@ -117,9 +114,7 @@ impl Run<'_> {
             [] => {
                 finding.message = format!("values that are too large for {}", output.dtype);
                 finding.evidence = Some("the stored values are finite".into());
-                if finding.severity == Severity::Error {
-                    finding.help = Some("choose a dtype with a larger range, e.g. --dtype bf16".into());
-                }
+                finding.help = Some("choose a dtype with a larger range, e.g. --dtype bf16".into());
                 return Ok(finding);
             }
             [one] => finding = self.place(one, finding),
