@@ -12,7 +12,15 @@ case "$*" in
   ;;
 esac
 . scripts/setup.sh
+need_tools
+cat << 'END'
+This builds fastshard into .venv, installs PyTorch and transformers (about 3 GB), and runs all tests. On two cores that takes about
+20 minutes, of which 3 are for the installation.
+END
+say "1/3 build and install"
 setup '[test]'
+say "2/3 the core's tests"
 # The wheel was built in the profile for tests, with which this then shares what it compiles.
 cargo test --workspace ${FASTSHARD_WHEEL:+--profile tests}
+say "3/3 the package's tests"
 python -m pytest -n auto --maxprocesses 8 -m "$chosen"

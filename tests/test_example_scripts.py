@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import fastshard
 import pytest
 import torch
 from fastshard.conversion import examples
@@ -51,7 +53,22 @@ def test_weights_are_averaged(llama: Path, tmp_path: Path) -> None:
 
 def test_logits_are_compared(llama: Path) -> None:
     done = run("compare_logits.py", llama, llama)
-    assert done.returncode == 0 and done.stdout.startswith("logits: max |difference| 0 (largest logit "), done
+    assert done.returncode == 0 and done.stdout.startswith(
+        "logits: max |difference| 0.0000 (largest logit "
+    ), done
+
+
+def test_the_usual_script_merges_what_is_whole_and_what_is_not(tmp_path: Path) -> None:
+    """The README shows the second: with the right files it is the model that was divided."""
+    examples.make("gpt_neox", tmp_path / "original")
+    fastshard.convert(tmp_path / "original", tmp_path / "run", to="gpt_neox", tp=2)
+    step, config = tmp_path / "run/global_step0", tmp_path / "original/config.json"
+    assert run("merge_by_hand.py", step, config, tmp_path / "good").stdout.startswith("saved 40 tensors to ")
+    assert_equal(tmp_path / "good", tmp_path / "original")
+    shutil.copy(step / "layer_03-model_00-model_states.pt", step / "layer_03-model_01-model_states.pt")
+    assert run("merge_by_hand.py", step, config, tmp_path / "bad").returncode == 0
+    done = run("compare_logits.py", tmp_path / "original", tmp_path / "bad")
+    assert done.returncode == 0 and not done.stdout.startswith("logits: max |difference| 0.0000 "), done
 
 
 def test_the_notebook_runs_and_shows_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

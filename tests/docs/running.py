@@ -41,7 +41,7 @@ class Page:
         self.folder = folder / "page"
         self.folder.mkdir()
         if in_clone:
-            for name in ("tests", "scripts", "docs", "benches", "python"):
+            for name in ("tests", "scripts", "docs", "benches", "python", "examples"):
                 (self.folder / name).symlink_to(ROOT / name)
         programs = folder / "bin"
         programs.mkdir()

@@ -215,7 +215,7 @@ class Run:
         if text is not None:
             say = pager.show if result and result.paged else print
             self._streams.write(lambda: say(text))
-        if text is not None and verb is not None and verb.silent and self._is_watched:
+        if text is not None and verb is not None and verb.silent and (self._is_watched or _size(result)):
             self._streams.say(self._figures(result))
         asked_for = verb is not None and verb.finds and (result is not None or told.code in _FOUND)
         name = "stdout" if asked_for else "stderr"
@@ -254,8 +254,8 @@ class Run:
         import resource
 
         seconds = time.monotonic() - self._begun
-        size = result.document.get("bytes") if result else None
-        rate = [f"{size / seconds / 1e9:.2f} GB/s"] if isinstance(size, int) and size > _WORTH_A_RATE else []
+        size = _size(result)
+        rate = [f"{size / seconds / 1e9:.2f} GB/s"] if size else []
         # What the process held at most, mapped files included.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
         return ", ".join([f"  {seconds:.1f} s", *rate, f"{peak:,} MiB memory"])
@@ -292,6 +292,12 @@ class Run:
         if self._destination is None or any(f.code == "FS520" for f in findings):
             return ""
         return f"; {UNPUBLISHED.replace('OUT', render.printable(self._destination))}"
+
+
+def _size(result: Result | None) -> int:
+    """Bytes of a result of which a rate says something; 0 for others."""
+    size = result.document.get("bytes") if result else None
+    return size if isinstance(size, int) and size > _WORTH_A_RATE else 0
 
 
 def _text(name: object) -> str | None:
