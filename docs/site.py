@@ -55,8 +55,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     from mkdocs.structure.files import File
 
     pages = {**commands(), **names(), **findings(), **beside(), "project/blocks.md": blocks()}
+    sources = {to: source for source, to in BESIDE.items()}
     for path, text in pages.items():
-        files.append(File.generated(config, path, content=text))
+        file = File.generated(config, path, content=text)
+        if path in sources:
+            file.edit_uri = f"../{sources[path]}"
+        files.append(file)
     return files
 
 
