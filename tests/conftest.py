@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from helpers import FIXTURES
+from hypothesis import HealthCheck, settings
 
 #: Cases of `broken/` that name a checkpoint this version reads.
 BROKEN = ("neox_", "tp4_", "zero", "stale_masters_", "dcp_", "hf_", "latest_points_nowhere")
@@ -27,6 +28,10 @@ NOT_YET: dict[str, str] = {}
 #: These cases exist in `--fixtures-dir` only; the default run builds its damaged checkpoints and train states itself.
 ONLY_THERE = ("test_broken_fixtures.py", "test_broken_snapshots.py", "test_maxtext_pairs.py")
 
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Each process would start as many threads as there are cores, beside as many processes.

@@ -235,7 +235,11 @@ def test_features_go_to_the_manifest(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     tp=st.sampled_from([1, 2, 4]),
     kv_heads=st.sampled_from([None, 4, 8]),

@@ -14,7 +14,7 @@ import pytest
 import torch
 import zero_maker as maker
 from helpers import assert_refused, at_once, cli, copy, flip_payload, read_result, sha256
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from zero_maker import TAG, Run, Tensors, model_file, optim_file
 
@@ -82,7 +82,7 @@ def unnameable(root: Path) -> bool:
 
 
 @pytest.mark.slow
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120)
 @given(runs())
 def test_any_run_is_merged(run: Run) -> None:
     if run.alignment > 1 and run.round_robin:
@@ -114,7 +114,7 @@ def test_any_run_is_merged(run: Run) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(runs().filter(lambda run: run.stage not in (3, "plain")))
 def test_any_run_is_repaired(run: Run) -> None:
     with tempfile.TemporaryDirectory() as folder:
