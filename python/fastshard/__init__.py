@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .conversion.open import open
     from .conversion.safe_open import safe_open
     from .conversion.writer import Writer
+    from .expected.from_transformers import ExpectedTensor, ExpectedTensors, expected_tensors
     from .reporting.report import report
     from .verification.attest import attest
     from .verification.diff import Difference, diff
@@ -48,6 +49,8 @@ __all__ = [
     "CannotRunError",
     "Checkpoint",
     "Difference",
+    "ExpectedTensor",
+    "ExpectedTensors",
     "FastshardError",
     "Finding",
     "IncompleteError",
@@ -71,6 +74,7 @@ __all__ = [
     "commit",
     "convert",
     "diff",
+    "expected_tensors",
     "gc",
     "inspect",
     "layouts",
@@ -98,6 +102,7 @@ _HOMES = {
     "checkpoint.checkpoint": ("Checkpoint",),
     "conversion.convert": ("convert", "merge", "plan"),
     "common.errors": ("CannotRunError", "FastshardError", "Finding", "IncompleteError", "ProblemError"),
+    "expected.from_transformers": ("ExpectedTensor", "ExpectedTensors", "expected_tensors"),
     "layouts": (),
     "conversion.load_model": ("load_model",),
     "checkpoint.inspection": ("Inspection", "inspect"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ..common.errors import Finding
 from .comparison import HEAD, LAYER, TOLD, WORDS, Comparison, Missing, extents, more, number, stated
+from .from_transformers import unexpected_allowed
 
 __all__ = ["Unmatched", "further", "missing", "unexplained"]
 
@@ -254,7 +255,10 @@ def _layer_missing(compared: Comparison, stack: str, layer: int, names: list[str
 
 
 def further(compared: Comparison, names: list[str]) -> list[Finding]:
-    """Says what the reference has not."""
+    """Says what the reference has not, but for what its class accepts besides."""
+    if compared.reference.listed is not None:
+        allowed = unexpected_allowed(compared.reference.listed, map(compared.met.name, names))
+        names = [stored for stored in names if compared.met.name(stored) not in allowed]
     findings = [
         Finding.of(
             "FS207",

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from ..common.listing import Folder, linked
 from ..common.options import StrPath
 from ..layouts.declaration import Source, is_state
 from ..layouts.wrapper_names import bare
-from .config_reference import refuse_untold
+from ..models import config_json
+from .from_transformers import ExpectedTensors, from_document, list_for, roster_of
 
 __all__ = ["Reference", "Whole", "read"]
 
@@ -58,8 +59,10 @@ class Reference:
     files: list[Path] = field(default_factory=list)
     #: Bytes of all tensors, where only an index tells of them.
     total: int | None = None
-    #: True if its shapes and dtypes are known, all of them.
+    #: True if its shapes are known, all of them.
     has_shapes: bool = True
+    #: The list that transformers made of a config, where it is one.
+    listed: ExpectedTensors | None = None
 
     @property
     def lent(self) -> tuple[dict[str, Any], Path] | None:
@@ -145,7 +148,10 @@ def _read(at: Path, given: str, opened: Callable[[Path], Whole]) -> Reference:
     if at.is_file() and at.name.endswith(_INDEX):
         return _of_index(at, given, opened)
     if at.is_file() and at.suffix == ".json":
-        return _of_config(at, given)
+        content = _json(at, safe_files.MAX_INDEX)
+        return (
+            _of_list(from_document(content, given), given) if "schema" in content else _of_config(at, given)
+        )
     if at.is_dir() and (said := Folder.named(at).file("config.json")) and not _holds_more(at):
         return _of_config(said, given)
     if at.is_file() and (named := _SHARD.search(at.name)) and int(named[1]) > 1:
@@ -248,11 +254,18 @@ def _of_config(at: Path, given: str) -> Reference:
             expected="model_type",
             got="neither it nor tensors",
         )
-    refuse_untold(config, given)
-    # A source that is read with this config is judged by the layout table.
     # Its folder is the user's choice if it was named; what else lies beside a file that was may be anybody's.
     folder = Folder(at.parent, linked(at.parent), at if Path(given) == at else None)
+    if config_json.layout_of(config, given) is None:
+        return replace(
+            _of_list(list_for(config, given), given), config=config, config_file=at, places=[folder]
+        )
+    # A source that is read with this config is judged by the layout table.
     return Reference(given, None, config, at, [folder], [], has_shapes=False)
+
+
+def _of_list(listed: ExpectedTensors, given: str) -> Reference:
+    return Reference(given, roster_of(listed), listed=listed)
 
 
 def _json(at: Path, limit: int) -> dict[str, Any]:

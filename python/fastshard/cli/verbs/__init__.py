@@ -30,6 +30,7 @@ _GROUPS = {
         "verify": "verify",
         "diff": "diff",
         "manifest": "manifest",
+        "expected": "expected",
         "attest": "attest",
     },
     "Several hosts": {

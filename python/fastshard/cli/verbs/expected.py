@@ -1,0 +1,61 @@
+"""``fastshard expected``: the tensors that a config promises."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from ...common.errors import FastshardError
+from ...common.formatting import printable
+from ...expected.from_transformers import TIMEOUT, expected_tensors
+from ..shared_arguments import add_common
+from ..verb import Outcome, Result, Verb
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="a config.json, or a directory that has one")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the list as JSON, for --like")
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=float,
+        default=TIMEOUT,
+        help="for building the model (default: 60)",
+    )
+    parser.add_argument("--no-cache", action="store_true", help="make the list anew, and do not keep it")
+    add_common(parser)
+
+
+def _run(a: argparse.Namespace) -> Outcome:
+    listed = expected_tensors(a.config, timeout=a.timeout, cache=not a.no_cache)
+    document = listed.to_document()
+    summary = (
+        f"{listed.model_class} of transformers {listed.transformers}: {len(listed):,} tensors, "
+        f"{listed.parameters:,} parameters"
+    )
+    if a.output is not None:
+        try:
+            Path(a.output).write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+        except OSError as error:
+            raise FastshardError.of("FS507", f"cannot write: {error.strerror}", file=a.output) from None
+        return Result(f"{a.output}: {summary}", document, proof=False), []
+    rows = [(t.name, t.dtype, " x ".join(map(str, t.shape)) or "()") for t in listed]
+    width = max((len(name) for name, *_ in rows), default=0)
+    lines = [f"{printable(name):{width}}  {dtype:8}  {shape}" for name, dtype, shape in rows]
+    return Result("\n".join([*lines, "", summary]), document, product=True, paged=True, proof=False), []
+
+
+EXPECTED = Verb(
+    name="expected",
+    help="list the tensors that a config promises",
+    description="""\
+        Lists the tensors that a config.json promises, by the transformers that is installed: names, shapes and dtypes
+        as save_pretrained writes them. The class that the config names is built without weights, by a process of its
+        own that has no network, no tokens and none of the checkpoint's code. --like takes the list, or the config
+        itself. Lists are kept in the user's cache folder.""",
+    arguments=_arguments,
+    run=_run,
+    often=("--output",),
+    examples=("fastshard expected model", "fastshard expected model -o expected.json"),
+)

@@ -1,0 +1,75 @@
+"""Lists of expected tensors that were made before, in the user's own cache folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+__all__ = ["folder", "keep", "read"]
+
+#: Bytes of a list at most: one of 100,000 names takes 10 MB.
+_MAX = 256 << 20
+
+
+def folder(create: bool = False) -> Path | None:
+    """The folder; None where there is none, or where others than the user can write."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(base) if base.startswith("/") else Path("~/.cache").expanduser()
+    if not root.is_absolute():
+        return None
+    at = root / "fastshard" / "expected"
+    with contextlib.suppress(OSError):
+        if create:
+            at.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            at.mkdir(mode=0o700, exist_ok=True)
+        # A link may lead where others write.
+        if all(_is_own(place) for place in (at.parent, at)):
+            return at
+    return None
+
+
+def _is_own(at: Path) -> bool:
+    about = at.lstat()
+    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o022
+
+
+def read(key: str) -> Any:
+    """The document kept under a key; None if there is none, or it is not as it was written."""
+    at = folder()
+    if at is None:
+        return None
+    try:
+        file = os.open(at / f"{key}.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(file, "rb") as opened:
+            about = os.fstat(opened.fileno())
+            if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_size > _MAX:
+                return None
+            digest, _, text = opened.read(_MAX).partition(b"\n")
+        if hashlib.sha256(text).hexdigest().encode() != digest:
+            return None
+        return json.loads(text)
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def keep(key: str, document: dict[str, Any]) -> None:
+    """Keeps a document under a key, whole or not at all; where that cannot be it is made again the next time."""
+    at = folder(create=True)
+    if at is None:
+        return
+    text = json.dumps(document, separators=(",", ":")).encode()
+    with contextlib.suppress(OSError):
+        handle, path = tempfile.mkstemp(dir=at)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+            Path(path).replace(at / f"{key}.json")
+        except OSError:
+            Path(path).unlink()
+            raise

@@ -1,0 +1,390 @@
+"""The tensors that a config promises, listed by the transformers that is installed (``fastshard expected``)."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import _core
+from ..common import safe_files
+from ..common.config_text import shown
+from ..common.dtypes import TORCH_NAMES
+from ..common.errors import FastshardError
+from ..common.formatting import printable
+from ..common.listing import Folder
+from ..common.options import StrPath
+from . import cached_lists
+
+__all__ = ["SCHEMA", "ExpectedTensor", "ExpectedTensors", "expected_tensors", "from_document", "list_for"]
+
+SCHEMA = "fastshard.expected.v1"
+#: Changes with the rules of this module and of the worker: what they made before is made again.
+RULES = 1
+TIMEOUT = 60.0
+#: Private memory that building may take. An import of torch and transformers takes 0.8 GiB, a model on `meta` next to nothing.
+MEMORY = 4 << 30
+_WORKER = Path(__file__).with_name("transformers_worker.py")
+_DTYPES = {torch: name for name, torch in TORCH_NAMES.items()}
+#: Keys that name code, files, kernels or how numbers are stored: nothing of the model's shape. What a hub's kernel is named
+#: by is loaded while a model is built. source: transformers 5.24 configuration_utils.py, integrations/hub_kernels.py
+_NO_SHAPE = {
+    "auto_map", "quantization_config", "compression_config", "use_kernels", "kernel_config", "custom_generate",
+    "custom_pipelines", "trust_remote_code", "code_revision", "token", "use_pretrained_backbone", "transformers_version",
+}  # fmt: skip
+#: What the environment of the worker lacks: names of secrets, and what steers these libraries.
+_SECRETS = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "API_KEY")
+_STEERING = ("PYTHON", "HF_", "HUGGING", "TRANSFORMERS_", "TORCH_LOGS", "LD_PRELOAD")
+
+
+@dataclass(frozen=True)
+class ExpectedTensor:
+    """A tensor that a config promises."""
+
+    name: str
+    #: As safetensors spells it, e.g. ``BF16``.
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ExpectedTensors:
+    """The tensors that a config promises; iterating gives those on disk, ``len`` is their number."""
+
+    #: The class that was built, and its model_type.
+    model_class: str
+    model_type: str
+    #: Version of transformers.
+    transformers: str
+    #: As `save_pretrained` would write them.
+    tensors: tuple[ExpectedTensor, ...]
+    #: As the model holds them.
+    in_memory: tuple[ExpectedTensor, ...]
+    #: Names on disk that a tensor in memory has a part in, where they are not its own.
+    mapping: Mapping[str, tuple[str, ...]]
+    #: Names in memory that are one tensor.
+    ties: tuple[tuple[str, ...], ...]
+    #: Patterns (regular expressions) of names that may be missing, and of names that may be there besides.
+    may_be_missing: tuple[str, ...]
+    may_be_unexpected: tuple[str, ...]
+
+    def __iter__(self) -> Any:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __repr__(self) -> str:
+        return f"<ExpectedTensors {self.model_class}: {len(self)} tensors, transformers {self.transformers}>"
+
+    @property
+    def parameters(self) -> int:
+        """Number of elements."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors)
+
+    def to_document(self) -> dict[str, Any]:
+        """The JSON document that ``--like`` takes."""
+        return {
+            "schema": SCHEMA,
+            "class": self.model_class,
+            "model_type": self.model_type,
+            "transformers": self.transformers,
+            "tensors": [[t.name, t.dtype, list(t.shape)] for t in self.tensors],
+            "in_memory": [[t.name, t.dtype, list(t.shape)] for t in self.in_memory],
+            "mapping": {name: list(disk) for name, disk in self.mapping.items()},
+            "ties": [list(group) for group in self.ties],
+            "may_be_missing": list(self.may_be_missing),
+            "may_be_unexpected": list(self.may_be_unexpected),
+        }
+
+
+def from_document(document: object, file: str) -> ExpectedTensors:
+    """Reads a list of expected tensors.
+
+    Args:
+        document: parsed JSON.
+        file: its path, for messages.
+
+    Raises:
+        FastshardError: ``FS211`` if it is no such list.
+    """
+    try:
+        if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+            raise ValueError(f"its schema is not {SCHEMA}")
+        return ExpectedTensors(
+            _text(document["class"]),
+            _text(document["model_type"]),
+            _text(document["transformers"]),
+            _tensors(document["tensors"]),
+            _tensors(document["in_memory"]),
+            {_text(name): _texts(disk) for name, disk in document["mapping"].items()},
+            tuple(_texts(group) for group in document["ties"]),
+            _texts(document["may_be_missing"]),
+            _texts(document["may_be_unexpected"]),
+        )
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        why = f"no {error} in it" if isinstance(error, KeyError) else str(error)
+        raise FastshardError.of(
+            "FS211",
+            f"not a list of expected tensors: {why}",
+            file=file,
+            help="make it again: fastshard expected CONFIG -o FILE",
+        ) from None
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("a name in it is not a text")
+    return value
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise ValueError("a list in it is none")
+    return tuple(map(_text, value))
+
+
+def _tensors(value: object) -> tuple[ExpectedTensor, ...]:
+    if not isinstance(value, list):
+        raise ValueError("its tensors are no list")
+    found = {}
+    for name, dtype, shape in value:
+        if dtype not in TORCH_NAMES or not isinstance(shape, list):
+            raise ValueError(f"a tensor in it has no known dtype or no shape: {name!r}")
+        if not all(type(n) is int and 0 <= n < 1 << 62 for n in shape):
+            raise ValueError(f"a tensor in it has a shape that is none: {name!r}")
+        found[_text(name)] = ExpectedTensor(name, dtype, tuple(shape))
+    if len(found) < len(value):
+        raise ValueError("it names a tensor twice")
+    return tuple(found.values())
+
+
+def expected_tensors(
+    path: StrPath, *, timeout: float = TIMEOUT, memory: int = MEMORY, cache: bool = True
+) -> ExpectedTensors:
+    """Lists the tensors that a config.json promises, by the transformers that is installed.
+
+    The class that the config names is built on the ``meta`` device by a process of its own: without weights, network, tokens or
+    code of the checkpoint. The list is kept in the user's cache (``$XDG_CACHE_HOME/fastshard``).
+
+    Args:
+        path: a config.json, or a directory that has one.
+        timeout: seconds that it may take.
+        memory: bytes of private memory that it may take.
+        cache: False to neither read nor keep a list.
+
+    Raises:
+        FastshardError: ``FS501`` if there is no config, ``FS211`` if it is none of a model, ``FS514`` if transformers is not installed, does
+            not know the model, or cannot build it within these limits.
+    """
+    at = Path(path)
+    file = at if not at.is_dir() else Folder.named(at).file("config.json")
+    if file is None or not file.exists():
+        raise FastshardError.of(
+            "FS501",
+            "no config.json",
+            file=os.fspath(path),
+            help="name a config.json, or a directory that has one",
+        )
+    try:
+        config = json.loads(safe_files.read_text(file, safe_files.MAX_CONFIG, code="FS211"))
+    except (ValueError, RecursionError) as error:
+        raise FastshardError.of("FS211", f"not valid JSON: {error}", file=str(file)) from None
+    if not isinstance(config, dict) or not ({"model_type", "architectures"} & config.keys()):
+        raise FastshardError.of(
+            "FS211", "not the config of a model", file=str(file), expected="model_type", got="no such key"
+        )
+    return list_for(config, str(file), timeout=timeout, memory=memory, cache=cache)
+
+
+def list_for(
+    config: Mapping[str, Any],
+    file: str,
+    *,
+    timeout: float = TIMEOUT,
+    memory: int = MEMORY,
+    cache: bool = True,
+) -> ExpectedTensors:
+    """The list for a config that was read.
+
+    Raises:
+        FastshardError: ``FS514``, as :func:`expected_tensors`.
+    """
+    version = _installed(file)
+    architectures = config.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    if name is not None and not (isinstance(name, str) and name.isidentifier()):
+        raise FastshardError.of("FS211", f"architectures names no class: {shown(name)}", file=file)
+    asked = {"config": cleaned(config), "class": name}
+    key = hashlib.sha256(json.dumps([RULES, version, asked], sort_keys=True).encode()).hexdigest()
+    # Versions in development change under one number.
+    keeps = cache and "dev" not in version
+    if keeps and (kept := cached_lists.read(key)) is not None:
+        try:
+            return from_document(kept, "the cache")
+        except FastshardError:
+            pass
+    told = _asked(asked, file, version, timeout, memory)
+    if "error" in told:
+        raise _refused(told, config, file, version)
+    for part in ("tensors", "in_memory"):
+        told[part] = [[tensor, _DTYPES.get(dtype, dtype), shape] for tensor, dtype, shape in told[part]]
+    document = {"schema": SCHEMA, **told}
+    made = from_document(document, file)
+    if keeps:
+        cached_lists.keep(key, document)
+    return made
+
+
+def cleaned(value: Any) -> Any:
+    """A config, or a part of one, with nothing but what shapes the model: no code, no kernels, no form of storage."""
+    if isinstance(value, Mapping):
+        return {
+            key: cleaned(inner)
+            for key, inner in value.items()
+            if not ((key.startswith("_") and key != "__float__") or key.endswith("_implementation") or key in _NO_SHAPE)
+        }
+    return [cleaned(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _installed(file: str) -> str:
+    """Version of transformers, which is not imported for it."""
+    from importlib import metadata
+
+    try:
+        metadata.version("torch")
+        return metadata.version("transformers")
+    except metadata.PackageNotFoundError as error:
+        raise FastshardError.of(
+            "FS514",
+            f"{error.name} is not installed: transformers, built on torch, lists the tensors that a config promises",
+            file=file,
+            help="install it (pip install torch transformers), or pass a good checkpoint of the model with --like",
+        ) from None
+
+
+def _packages() -> list[str]:
+    """Where the worker looks for packages: where this process does, but for folders that anybody may fill."""
+    here = Path.cwd().resolve()
+    own = {str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("stdlib", "platstdlib")}
+    found = []
+    for entry in sys.path:
+        path = Path(entry)
+        if not entry or not path.is_absolute() or path.resolve() == here or str(path.resolve()) in own:
+            continue
+        if (path / "transformers").is_dir() or (path / "torch").is_dir() or "site-packages" in path.parts:
+            found.append(entry)
+    return found
+
+
+def _environment(home: str) -> dict[str, str]:
+    """The environment without secrets; the libraries look for nothing on the network, and for no device."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not any(word in name.upper() for word in _SECRETS) and not name.startswith(_STEERING)
+    }
+    return kept | {
+        "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HOME": home, "HF_HUB_DISABLE_TELEMETRY": "1",
+        "CUDA_VISIBLE_DEVICES": "", "USE_TORCH_XLA": "0", "USE_HUB_KERNELS": "0", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+
+def _asked(asked: dict[str, Any], file: str, version: str, timeout: float, memory: int) -> dict[str, Any]:
+    """What the worker answers, within its limits."""
+    with tempfile.TemporaryDirectory(prefix="fastshard-expected-") as folder:
+        root = Path(folder)
+        for name in ("cwd", "home"):
+            (root / name).mkdir()
+        (root / "asked.json").write_text(json.dumps(asked | {"path": _packages(), "memory": memory}), "utf-8")
+        words = [sys.executable, "-I", str(_WORKER), str(root / "asked.json"), str(root / "answer.json")]
+        with (root / "said").open("wb") as said:
+            process = subprocess.Popen(
+                words, cwd=root / "cwd", env=_environment(str(root / "home")), stdin=subprocess.DEVNULL, stdout=said,
+                stderr=said, start_new_session=True,
+            )  # fmt: skip
+            try:
+                process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                return {"error": f"it takes longer than {timeout:g} s", "kind": "limit"}
+            finally:
+                # All that it has started, however this ends.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        try:
+            answer: dict[str, Any] = json.loads((root / "answer.json").read_text("utf-8"))
+            return answer
+        except (OSError, ValueError):
+            last = (root / "said").read_bytes()[-2000:].decode(errors="replace").strip().splitlines()
+            why = f"its process ended with {process.returncode}" + (f": {last[-1]}" if last else "")
+            return {"error": f"{why}; it may take {memory >> 20:,} MiB of memory", "kind": "limit"}
+
+
+def _refused(told: Mapping[str, Any], config: Mapping[str, Any], file: str, version: str) -> FastshardError:
+    what = {"unknown": "does not know this model", "import": "cannot be imported"}.get(
+        told["kind"], "cannot build this model"
+    )
+    code = (
+        "; its code is part of the checkpoint (auto_map), which is never executed"
+        if "auto_map" in config
+        else ""
+    )
+    help_ = "pass a good checkpoint of the model with --like"
+    if told["kind"] == "unknown" and not code:
+        help_ = f"install a newer transformers, or {help_}"
+    return FastshardError.of(
+        "FS514",
+        f"transformers {version} {what}: {printable(told['error'][:300])}{code}",
+        file=file,
+        help=help_,
+    )
+
+
+def roster_of(listed: ExpectedTensors) -> _core.Roster:
+    """The list as what a checkpoint is compared with: tensors on disk, and of tied ones any.
+
+    Dtypes are not compared: a model is saved in the dtype that it was trained in, whatever its config says.
+    """
+    optional = _patterns(listed.may_be_missing)
+    entries: dict[str, tuple[str, list[int | None] | None, str | None, bool]] = {
+        t.name: (t.name, list(t.shape), None, any(p.search(t.name) for p in optional)) for t in listed.tensors
+    }
+    shapes = {t.name: t.shape for t in listed.in_memory}
+    groups: list[list[str]] = []
+    for group in listed.ties:
+        disk = [one for name in group for one in listed.mapping.get(name, (name,))]
+        if not any(name in entries for name in disk):
+            continue
+        for name, own in zip(group, disk, strict=False):
+            if own not in entries and name in shapes:
+                entries[own] = (own, list(shapes[name]), None, False)
+        groups.append([name for name in dict.fromkeys(disk) if name in entries])
+    return _core.Roster(list(entries.values()), groups)
+
+
+def _patterns(texts: Iterable[str]) -> list[re.Pattern[str]]:
+    """Those of a class's patterns that are some."""
+    found = []
+    for text in texts:
+        with contextlib.suppress(re.error):
+            found.append(re.compile(text))
+    return found
+
+
+def unexpected_allowed(listed: ExpectedTensors, names: Iterable[str]) -> set[str]:
+    """Of names that the list has not, those that the class accepts besides."""
+    patterns = _patterns(listed.may_be_unexpected)
+    return {name for name in names if any(pattern.search(name) for pattern in patterns)}

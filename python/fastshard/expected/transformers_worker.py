@@ -1,0 +1,188 @@
+"""Lists the tensors that a config promises, by the transformers that is installed: a program of its own, in a process of its own.
+
+    python -I transformers_worker.py ASKED ANSWER
+
+ASKED is a JSON file: `config` (cleaned by whoever asks), `class` (a name, or null), `path` (where packages are looked for) and
+`memory` (bytes). ANSWER is
+written as JSON: the list, or `error`. The model is built on the `meta` device, so no weight takes memory, and no code of a checkpoint
+is there to run. Nothing of fastshard is imported.
+
+source: transformers 5.24 modeling_utils.py (save_pretrained, _from_config), core_model_loading.py (revert_weight_conversion)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+class Unknown(Exception):
+    """No class of this transformers fits the config."""
+
+
+def refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
+    """Stops whatever asks another machine for something."""
+    if event in ("socket.connect", "socket.getaddrinfo"):
+        raise PermissionError(f"the network is not used to list expected tensors: {arguments[-1]!r}")
+
+
+@contextlib.contextmanager
+def on_meta() -> Iterator[None]:
+    """Neither storage nor random numbers, as from_pretrained itself builds a model."""
+    import torch
+    from transformers import initialization
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.device("meta"))
+        for name in ("no_init_weights", "meta_device_safe_creation_ops"):
+            if hasattr(initialization, name):
+                stack.enter_context(getattr(initialization, name)())
+        yield
+
+
+def decoded(value: Any) -> Any:
+    """A config with the numbers that JSON has not, as transformers encodes them."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: decoded(inner) for key, inner in value.items()}
+    return [decoded(inner) for inner in value] if isinstance(value, list) else value
+
+
+def config_of(asked: dict[str, Any]) -> Any:
+    """The config as an object of its class."""
+    from transformers import CONFIG_MAPPING
+
+    kind = asked["config"].get("model_type")
+    if not isinstance(kind, str):
+        raise Unknown("the config has no model_type")
+    if kind not in CONFIG_MAPPING:
+        raise Unknown(f"model_type {kind!r} is not known to it")
+    return CONFIG_MAPPING[kind].from_dict(decoded(asked["config"]))
+
+
+def class_of(config: Any, name: str | None) -> Any:
+    """The class that wrote the checkpoint: the one that its config names, else the one for its model_type."""
+    import transformers
+
+    if name is not None:
+        found = getattr(transformers, name, None)
+        if found is None or not hasattr(found, "_from_config"):
+            raise Unknown(f"class {name} is not one of it")
+        return found
+    for mapping in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_MAPPING):
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    raise Unknown(f"no class for model_type {config.model_type!r}")
+
+
+def tied(model: Any) -> list[list[str]]:
+    """Names that are one tensor, by identity."""
+    names: dict[int, list[str]] = {}
+    for kind in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in kind:
+            names.setdefault(id(tensor), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def spelled(names: list[str], words: Any) -> set[str]:
+    """Of these names, those that a class keeps in float32 whatever its dtype is."""
+    keys = [re.escape(word) for word in words or ()]
+    pattern = re.compile("|".join(rf"(?:^|\.){key}(?:\.|$)" for key in keys)) if keys else None
+    return {name for name in names if pattern is not None and pattern.search(name)}
+
+
+def mapping(model: Any, memory: dict[str, Any], revert: Any) -> dict[str, list[str]]:
+    """The names on disk that each tensor in memory has a part in, where they are not its own."""
+    found: dict[str, list[str]] = {}
+    for name, tensor in memory.items():
+        try:
+            disk = [str(one) for one in revert(model, {name: tensor})]
+        except Exception:  # it goes together with others
+            disk = []
+        if disk != [name]:
+            found[name] = disk
+    return found
+
+
+def listed(asked: dict[str, Any]) -> dict[str, Any]:
+    """The list that ANSWER holds."""
+    import torch
+    import transformers
+
+    config = config_of(asked)
+    cls = class_of(config, asked["class"])
+    dtype = getattr(config, "dtype", None)
+    dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
+    with on_meta():
+        model = cls._from_config(config, dtype=dtype)
+        model.tie_weights()
+    ties = tied(model)
+    state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    for name in model._keys_to_ignore_on_save or ():
+        state.pop(name, None)
+    keeps = model._get_dtype_plan(model.dtype) if hasattr(model, "_get_dtype_plan") else {}
+    for name in spelled(list(state), keeps):
+        state[name] = state[name].to(torch.float32)
+    memory = dict(state)
+    saved, changed = state, {}
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    saved = remove_tied_weights_from_state_dict(dict(saved), model)
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before version 5 names in memory and on disk are the same
+        revert_weight_conversion = None
+    if revert_weight_conversion is not None:
+        kept = dict(saved)
+        saved = revert_weight_conversion(model, dict(saved))
+        if saved.keys() != kept.keys():
+            changed = mapping(model, kept, revert_weight_conversion)
+
+    def entries(tensors: dict[str, Any]) -> list[tuple[str, str, list[int]]]:
+        return [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
+
+    return {
+        "class": cls.__name__,
+        "model_type": config.model_type,
+        "transformers": transformers.__version__,
+        "tensors": entries(saved),
+        "in_memory": entries(memory),
+        "mapping": changed,
+        "ties": ties,
+        "may_be_missing": sorted(model._keys_to_ignore_on_load_missing or ()),
+        "may_be_unexpected": sorted(model._keys_to_ignore_on_load_unexpected or ()),
+    }
+
+
+def main(asked: str, answer: str) -> int:
+    """Writes the answer; 0 if it is a list."""
+    sys.addaudithook(refuse_network)
+    question = json.loads(Path(asked).read_text("utf-8"))
+    resource.setrlimit(resource.RLIMIT_DATA, (question["memory"],) * 2)
+    sys.path += [path for path in question["path"] if path not in sys.path]
+    try:
+        told = listed(question)
+    except ImportError as error:
+        told = {"error": f"{type(error).__name__}: {error}", "kind": "import"}
+    except Unknown as error:
+        told = {"error": str(error), "kind": "unknown"}
+    except MemoryError:
+        told = {"error": "it takes more memory than it may", "kind": "limit"}
+    except Exception as error:  # whatever a model's class does with such a config
+        full = "std::bad_alloc" in str(error)
+        told = {"error": f"{type(error).__name__}: {error}", "kind": "build"}
+        told = {"error": "it takes more memory than it may", "kind": "limit"} if full else told
+    Path(answer).write_text(json.dumps(told), "utf-8")
+    return int("error" in told)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(*sys.argv[1:]))

@@ -1,0 +1,380 @@
+"""``fastshard expected``: the tensors that a config promises, by the transformers that is installed; and ``--like`` such a list."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fastshard
+import pytest
+import torch
+import transformers
+from fastshard.expected import from_transformers, transformers_worker
+from helpers import cli
+from safetensors.torch import load_file, save_file
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 120, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+}  # fmt: skip
+VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 32,
+          "patch_size": 8}  # fmt: skip
+MODELS = {
+    "phi": lambda: transformers.PhiForCausalLM(transformers.PhiConfig(**SIZES)),
+    "olmoe": lambda: transformers.OlmoeForCausalLM(
+        transformers.OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, tie_word_embeddings=True)
+    ),
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
+    ),
+    "t5": lambda: transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=120, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    ),
+    "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
+    "llava": lambda: transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(
+            text_config=transformers.LlamaConfig(**SIZES),
+            vision_config=transformers.CLIPVisionConfig(**VISION),
+        )
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/fastshard/expected"
+
+
+def saved(name: str, folder: Path) -> Path:
+    torch.manual_seed(4)
+    model = MODELS[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    model.save_pretrained(folder)
+    return folder
+
+
+def in_process(config: dict[str, Any]) -> fastshard.ExpectedTensors:
+    """The worker's list, without a process of its own: an import of torch takes seconds."""
+    told = transformers_worker.listed(
+        {"config": from_transformers.cleaned(config), "class": config["architectures"][0]}
+    )
+    names = {torch_name: name for name, torch_name in from_transformers.TORCH_NAMES.items()}
+    for part in ("tensors", "in_memory"):
+        told[part] = [[name, names[dtype], shape] for name, dtype, shape in told[part]]
+    return from_transformers.from_document({"schema": from_transformers.SCHEMA, **told}, "memory")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Lists are made in this process; what was asked of it."""
+    asked: list[dict[str, Any]] = []
+
+    def told(question: dict[str, Any], *_: object) -> dict[str, Any]:
+        asked.append(question)
+        return json.loads(json.dumps(transformers_worker.listed(question)))  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(from_transformers, "_asked", told)
+    return asked
+
+
+# --- what is listed
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_list_is_what_save_pretrained_writes(name: str, tmp_path: Path) -> None:
+    folder = saved(name, tmp_path / name)
+    config = json.loads((folder / "config.json").read_text())
+    listed = in_process(config)
+    files = load_file(folder / "model.safetensors")
+    assert {t.name: (t.dtype, t.shape) for t in listed} == {
+        name: ("F32", tuple(tensor.shape)) for name, tensor in files.items()
+    }
+    assert listed.parameters == sum(tensor.numel() for tensor in files.values())
+    model = getattr(transformers, config["architectures"][0]).from_pretrained(folder)
+    memory = {t.name: t.shape for t in listed.in_memory}
+    assert memory == {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    # Each name on disk has its own in memory.
+    reached = {disk for name in memory for disk in listed.mapping.get(name, (name,))}
+    assert files.keys() <= reached
+
+
+def test_a_list_is_made_in_a_process_of_its_own_and_kept(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved("phi", tmp_path / "phi")
+    ran = cli("expected", folder)
+    want = in_process(json.loads((folder / "config.json").read_text()))
+    assert ran.code == 0 and json.loads(ran.out)["tensors"] == want.to_document()["tensors"], ran.out
+    (kept,) = own_cache.iterdir()
+    assert stat.S_IMODE(own_cache.stat().st_mode) == 0o700 and stat.S_IMODE(kept.stat().st_mode) == 0o600
+    monkeypatch.setattr(from_transformers.subprocess, "Popen", lambda *_, **__: pytest.fail("made again"))
+    assert fastshard.expected_tensors(folder / "config.json") == want
+    done = cli("expected", folder, "-o", tmp_path / "list.json")
+    assert done.code == 0 and json.loads((tmp_path / "list.json").read_text()) == want.to_document()
+    assert "PhiForCausalLM" in repr(want) and len(want) == len(list(want))
+
+
+# --- what it may not do
+
+PLANTED = 'from pathlib import Path\nPath(r"{mark}").write_text("executed")\n'
+
+
+def test_nothing_of_the_checkpoint_or_the_working_directory_is_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model's code, a hub's kernel, and modules that would stand before the installed ones."""
+    folder = saved("phi", tmp_path / "phi")
+    mark = tmp_path / "mark"
+    for name in (
+        "torch",
+        "transformers",
+        "sitecustomize",
+        "usercustomize",
+        "kernels",
+        "modeling_phi",
+        "json",
+        "numpy",
+    ):
+        (folder / f"{name}.py").write_text(PLANTED.format(mark=mark))
+    packages = tmp_path / "packages"
+    (packages / "kernels").mkdir(parents=True)
+    (packages / "kernels/__init__.py").write_text(PLANTED.format(mark=mark))
+    (packages / "sitecustomize.py").write_text(PLANTED.format(mark=mark))
+    config = json.loads((folder / "config.json").read_text()) | {
+        "auto_map": {"AutoConfig": "modeling_phi.Config", "AutoModelForCausalLM": "modeling_phi.Model"},
+        "attn_implementation": "kernels-community/flash-attn", "_attn_implementation": "kernels-community/flash-attn",
+        "use_kernels": True, "custom_generate": "somebody/theirs", "_name_or_path": "somebody/theirs",
+        "quantization_config": {"quant_method": "fp8"},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(packages))
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{packages}")
+    monkeypatch.setenv("PYTHONSTARTUP", str(folder / "torch.py"))
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setattr(sys, "path", ["", str(folder), *sys.path])
+    listed = fastshard.expected_tensors(folder, cache=False)
+    assert len(listed) == len(load_file(folder / "model.safetensors")) and not mark.exists()
+
+
+def test_what_shapes_a_model_is_left_of_its_config() -> None:
+    part = {"hidden_size": 8, "attn_implementation": "a/b", "auto_map": {}, "_attn_implementation": "a/b"}
+    config = {"model_type": "x", "text_config": part, "list": [part], "kernel_size": 3, "use_kernels": True}
+    limit = {"limit": [0.0, {"__float__": "Infinity"}]}
+    assert from_transformers.cleaned(config | limit) == {
+        "model_type": "x", "text_config": {"hidden_size": 8}, "list": [{"hidden_size": 8}], "kernel_size": 3, **limit,
+    }  # fmt: skip
+    assert transformers_worker.decoded(limit) == {"limit": [0.0, float("inf")]}
+
+
+def test_the_worker_has_no_secrets_and_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "HF_TOKEN",
+        "MY_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "PYTHONPATH",
+        "HF_ENDPOINT",
+        "LD_PRELOAD",
+    ):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/somewhere")
+    given = from_transformers._environment("/home")
+    assert not [name for name, value in given.items() if value == "x"]
+    assert given["HF_HUB_OFFLINE"] == "1" and given["LD_LIBRARY_PATH"] == "/somewhere"
+    with pytest.raises(PermissionError, match="network"):
+        transformers_worker.refuse_network("socket.connect", (None, ("1.2.3.4", 80)))
+
+
+# --- bad input
+
+
+def refused(config: dict[str, Any], folder: Path, **limits: Any) -> fastshard.Finding:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(fastshard.FastshardError) as caught:
+        fastshard.expected_tensors(folder, **limits)
+    (finding,) = caught.value.findings
+    assert finding.help and caught.value.exit_code in (1, 2)
+    return finding
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"model_type": "nobody_knows"}, "does not know this model: model_type 'nobody_knows'"),
+        ({"model_type": "llama", "architectures": ["Theirs"], "auto_map": {}}, "which is never executed"),
+        ({"architectures": ["LlamaForCausalLM"]}, "has no model_type"),
+        ({"model_type": "llama", "num_hidden_layers": "many"}, "cannot build this model"),
+    ],
+)
+def test_a_config_that_cannot_be_built(
+    config: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(question: dict[str, Any], *_: object) -> dict[str, Any]:
+        where = {name: tmp_path / f"{name}.json" for name in ("asked", "answer")}
+        where["asked"].write_text(json.dumps(question | {"path": [], "memory": -1}))
+        transformers_worker.main(*map(str, where.values()))
+        return json.loads(where["answer"].read_text())  # type: ignore[no-any-return]
+
+    # The audit hook would stay in this process.
+    monkeypatch.setattr(transformers_worker.sys, "addaudithook", lambda hook: None)
+    monkeypatch.setattr(from_transformers, "_asked", answer)
+    finding = refused(config, tmp_path / "ckpt")
+    assert finding.code == "FS514" and told in str(finding), str(finding)
+
+
+def test_a_worker_that_takes_too_long_or_too_much_is_ended(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    assert "it takes longer than 0.01 s" in str(refused(config, tmp_path / "a", timeout=0.01))
+    assert refused(config, tmp_path / "a", memory=32 << 20).code == "FS514"
+
+
+def test_files_that_are_no_config(tmp_path: Path) -> None:
+    for text, code in (("{", "FS211"), ("[]", "FS211"), ('{"a": 1}', "FS211")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(fastshard.FastshardError) as caught:
+            fastshard.expected_tensors(tmp_path)
+        assert caught.value.findings[0].code == code
+    with pytest.raises(fastshard.FastshardError) as caught:
+        fastshard.expected_tensors(tmp_path / "nothing")
+    assert caught.value.findings[0].code == "FS501"
+
+
+def test_without_transformers_it_is_said_what_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from importlib import metadata
+
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    finding = refused({"model_type": "llama"}, tmp_path / "a")
+    assert finding.code == "FS514" and "not installed" in str(finding) and "pip install" in str(finding.help)
+
+
+# --- the cache
+
+
+@pytest.fixture
+def listed_once(tmp_path: Path, own_cache: Path, quick: list[dict[str, Any]]) -> Iterator[Path]:
+    folder = saved("phi", tmp_path / "phi")
+    fastshard.expected_tensors(folder)
+    assert len(quick) == 1
+    fastshard.expected_tensors(folder)
+    assert len(quick) == 1
+    yield folder
+    fastshard.expected_tensors(folder)
+    assert len(quick) == 2
+
+
+def test_a_damaged_list_is_made_again(listed_once: Path, own_cache: Path) -> None:
+    (kept,) = own_cache.iterdir()
+    kept.write_bytes(kept.read_bytes().replace(b"[120,32]", b"[120,31]"))
+
+
+def test_a_list_in_a_folder_that_others_can_write_to_is_not_read(listed_once: Path, own_cache: Path) -> None:
+    own_cache.chmod(0o777)
+
+
+def test_a_list_that_is_a_link_is_not_followed(listed_once: Path, own_cache: Path, tmp_path: Path) -> None:
+    (kept,) = own_cache.iterdir()
+    kept.rename(tmp_path / "elsewhere")
+    kept.symlink_to(tmp_path / "elsewhere")
+
+
+def test_another_config_has_a_list_of_its_own(listed_once: Path) -> None:
+    config = json.loads((listed_once / "config.json").read_text())
+    (listed_once / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+
+
+def test_a_development_version_is_not_kept(
+    tmp_path: Path, quick: list[dict[str, Any]], own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved("phi", tmp_path / "phi")
+    monkeypatch.setattr(from_transformers, "_installed", lambda file: "6.0.0.dev0")
+    for _ in range(2):
+        fastshard.expected_tensors(folder)
+    assert len(quick) == 2 and not own_cache.exists()
+
+
+# --- a checkpoint against a list
+
+
+@pytest.fixture
+def olmoe(tmp_path: Path, quick: list[dict[str, Any]]) -> tuple[Path, Path]:
+    folder = saved("olmoe", tmp_path / "olmoe")
+    assert cli("expected", folder, "-o", tmp_path / "list.json").code == 0
+    return folder, tmp_path / "list.json"
+
+
+def damaged(folder: Path, **changed: Any) -> None:
+    """Replaces tensors; None removes one."""
+    tensors = load_file(folder / "model.safetensors") | changed
+    save_file(
+        {n: t for n, t in tensors.items() if t is not None}, folder / "model.safetensors", {"format": "pt"}
+    )
+
+
+UP = "model.layers.1.mlp.experts.2.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({UP: None}, "FS102"),
+        ({UP: torch.ones(24, 32)}, "FS208"),
+        ({UP: torch.randn(32, 48)}, "FS201"),
+        ({"model.norm.weight": None}, "FS102"),
+        ({"model.of_another.weight": torch.ones(3)}, "FS207"),
+        (
+            {f"model.layers.2.mlp.experts.3.{part}_proj.weight": None for part in ("up", "gate", "down")},
+            "FS102",
+        ),
+    ],
+)
+@pytest.mark.parametrize("by", ["list", "config"])
+def test_damages_are_found_by_name(
+    by: str, change: dict[str, Any], code: str, olmoe: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, document = olmoe
+    shutil.copy(folder / "config.json", tmp_path / "config.json")
+    like = document if by == "list" else tmp_path / "config.json"
+    assert cli("verify", folder, "--like", like).code == 0
+    damaged(folder, **change)
+    ran = cli("verify", folder, "--like", like)
+    assert ran.code in (1, 3) and ran.having(code, severity="error", tensor=next(iter(change))), ran.out
+    out = cli("merge", folder, tmp_path / "out", "--like", like)
+    assert out.code in (1, 3) and not (tmp_path / "out").exists()
+
+
+def test_tied_tensors_and_what_a_class_accepts_are_no_finding(olmoe: tuple[Path, Path]) -> None:
+    folder, document = olmoe
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    damaged(folder, **{"lm_head.weight": embedding.clone()})
+    assert cli("verify", folder, "--like", document).code == 0
+    content = json.loads(document.read_text())
+    document.write_text(json.dumps(content | {"may_be_unexpected": [r"of_another\.", "(", "x" * 9]}))
+    damaged(folder, **{"model.of_another.weight": torch.ones(3)})
+    assert cli("verify", folder, "--like", document).code == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schema": "fastshard.expected.v9"}, {"tensors": None}, {"tensors": [["a", "F99", [1]]]}, {"tensors": [["a", "F32", [-1]]]},
+        {"tensors": [["a", "F32", [1]], ["a", "F32", [1]]]}, {"ties": [[1]]}, {"mapping": []}, {"class": 3},
+    ],
+)  # fmt: skip
+def test_a_list_that_is_none(change: dict[str, Any], olmoe: tuple[Path, Path]) -> None:
+    folder, document = olmoe
+    document.write_text(json.dumps(json.loads(document.read_text()) | change))
+    ran = cli("verify", folder, "--like", document)
+    assert ran.code in (1, 2) and ran.having("FS211", severity="error"), ran.out
