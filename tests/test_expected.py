@@ -68,7 +68,9 @@ def in_process(config: dict[str, Any]) -> fastshard.ExpectedTensors:
     names = {torch_name: name for name, torch_name in from_transformers.TORCH_NAMES.items()}
     for part in ("tensors", "in_memory"):
         told[part] = [[name, names[dtype], shape] for name, dtype, shape in told[part]]
-    return from_transformers.from_document({"schema": from_transformers.SCHEMA, **told}, "memory")
+    return from_transformers.from_document(
+        {"schema": from_transformers.SCHEMA, "quantised": False, **told}, "memory"
+    )
 
 
 @pytest.fixture
@@ -378,3 +380,39 @@ def test_a_list_that_is_none(change: dict[str, Any], olmoe: tuple[Path, Path]) -
     document.write_text(json.dumps(json.loads(document.read_text()) | change))
     ran = cli("verify", folder, "--like", document)
     assert ran.code in (1, 2) and ran.having("FS211", severity="error"), ran.out
+
+
+def test_a_quantised_model_or_one_of_no_class_is_not_judged_by_its_config(
+    olmoe: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Scales would be unexpected; a head may belong to the model or not."""
+    folder, document = olmoe
+    config = json.loads((folder / "config.json").read_text())
+    for changed in (
+        config | {"quantization_config": {"quant_method": "fp8"}},
+        config | {"architectures": None},
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        ran = cli("verify", folder, "--like", tmp_path / "config.json")
+        assert ran.code == 2 and ran.having("FS514", severity="error"), ran.out
+    document.unlink()
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})
+    )
+    assert cli("expected", tmp_path, "-o", document).code == 0
+    assert cli("verify", folder, "--like", document).having("FS514", severity="error")
+
+
+def test_a_list_is_written_over_a_list_and_nothing_else(olmoe: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, document = olmoe
+    assert cli("expected", folder, "-o", document).code == 0
+    for name in ("config.json", "model.safetensors"):
+        before = (folder / name).read_bytes()
+        ran = cli("expected", folder, "-o", folder / name)
+        assert ran.code == 2 and ran.having("FS504") and (folder / name).read_bytes() == before
+    assert cli("expected", folder, "-o", tmp_path / "no/such/folder").having("FS507")
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan"])
+def test_a_limit_that_is_none(value: str, olmoe: tuple[Path, Path]) -> None:
+    assert cli("expected", olmoe[0], "--timeout", value).having("FS515")

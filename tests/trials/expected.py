@@ -104,7 +104,9 @@ def listed(folder: Path) -> from_transformers.ExpectedTensors:
     told = transformers_worker.listed(asked)
     for part in ("tensors", "in_memory"):
         told[part] = [[n, from_transformers._DTYPES[d], s] for n, d, s in told[part]]
-    return from_transformers.from_document({"schema": from_transformers.SCHEMA, **told}, str(folder))
+    return from_transformers.from_document(
+        {"schema": from_transformers.SCHEMA, "quantised": False, **told}, str(folder)
+    )
 
 
 def differences(

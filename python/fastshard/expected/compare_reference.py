@@ -69,7 +69,9 @@ def _findings(compared: Comparison) -> list[Finding]:
 
 
 def _proven(compared: Comparison) -> Finding:
-    odd = any(got != expected for got, expected in compared.met.found["kinds"])
+    # A list has no dtypes to compare.
+    kinds = compared.met.found["kinds"]
+    odd = compared.reference.listed is not None or any(got != expected for got, expected in kinds)
     proven = "names, shapes and dtypes" if not odd else "names and shapes"
     proven = proven if compared.reference.has_shapes else "names"
     how = str(compared.met.reading) if compared.met.reading.prefix else compared.met.side.how

@@ -44,6 +44,8 @@ _NO_SHAPE = {
     "auto_map", "quantization_config", "compression_config", "use_kernels", "kernel_config", "custom_generate",
     "custom_pipelines", "trust_remote_code", "code_revision", "token", "use_pretrained_backbone", "transformers_version",
 }  # fmt: skip
+#: Keys that say that weights are quantised.
+_QUANTISED = ("quantization_config", "compression_config")
 #: What the environment of the worker lacks: names of secrets, and what steers these libraries.
 _SECRETS = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "API_KEY")
 _STEERING = ("PYTHON", "HF_", "HUGGING", "TRANSFORMERS_", "TORCH_LOGS", "LD_PRELOAD")
@@ -79,6 +81,8 @@ class ExpectedTensors:
     #: Patterns (regular expressions) of names that may be missing, and of names that may be there besides.
     may_be_missing: tuple[str, ...]
     may_be_unexpected: tuple[str, ...]
+    #: True if the config says that weights are quantised: the list has them as they are without that, and no scales.
+    quantised: bool = False
 
     def __iter__(self) -> Any:
         return iter(self.tensors)
@@ -107,6 +111,7 @@ class ExpectedTensors:
             "ties": [list(group) for group in self.ties],
             "may_be_missing": list(self.may_be_missing),
             "may_be_unexpected": list(self.may_be_unexpected),
+            "quantised": self.quantised,
         }
 
 
@@ -133,6 +138,7 @@ def from_document(document: object, file: str) -> ExpectedTensors:
             tuple(_texts(group) for group in document["ties"]),
             _texts(document["may_be_missing"]),
             _texts(document["may_be_unexpected"]),
+            document["quantised"] is True,
         )
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         why = f"no {error} in it" if isinstance(error, KeyError) else str(error)
@@ -222,13 +228,18 @@ def list_for(
     Raises:
         FastshardError: ``FS514``, as :func:`expected_tensors`.
     """
+    if not timeout > 0 or not memory > 0:
+        raise FastshardError.of(
+            "FS515", "a limit is more than 0", expected="seconds and bytes", got=f"{timeout:g}, {memory}"
+        )
     version = _installed(file)
     architectures = config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     if name is not None and not (isinstance(name, str) and name.isidentifier()):
         raise FastshardError.of("FS211", f"architectures names no class: {shown(name)}", file=file)
     asked = {"config": cleaned(config), "class": name}
-    key = hashlib.sha256(json.dumps([RULES, version, asked], sort_keys=True).encode()).hexdigest()
+    quantised = any(part.get(key) for part in _parts(config) for key in _QUANTISED)
+    key = hashlib.sha256(json.dumps([RULES, version, asked, quantised], sort_keys=True).encode()).hexdigest()
     # Versions in development change under one number.
     keeps = cache and "dev" not in version
     if keeps and (kept := cached_lists.read(key)) is not None:
@@ -241,11 +252,19 @@ def list_for(
         raise _refused(told, config, file, version)
     for part in ("tensors", "in_memory"):
         told[part] = [[tensor, _DTYPES.get(dtype, dtype), shape] for tensor, dtype, shape in told[part]]
-    document = {"schema": SCHEMA, **told}
+    document = {"schema": SCHEMA, **told, "quantised": quantised}
     made = from_document(document, file)
     if keeps:
         cached_lists.keep(key, document)
     return made
+
+
+def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A config and those of its parts."""
+    return [
+        config,
+        *(part for inner in config.values() if isinstance(inner, Mapping) for part in _parts(inner)),
+    ]
 
 
 def cleaned(value: Any) -> Any:
@@ -254,7 +273,11 @@ def cleaned(value: Any) -> Any:
         return {
             key: cleaned(inner)
             for key, inner in value.items()
-            if not ((key.startswith("_") and key != "__float__") or key.endswith("_implementation") or key in _NO_SHAPE)
+            if not (
+                (key.startswith("_") and key != "__float__")
+                or key.endswith("_implementation")
+                or key in _NO_SHAPE
+            )
         }
     return [cleaned(inner) for inner in value] if isinstance(value, list) else value
 
@@ -365,13 +388,13 @@ def roster_of(listed: ExpectedTensors) -> _core.Roster:
     shapes = {t.name: t.shape for t in listed.in_memory}
     groups: list[list[str]] = []
     for group in listed.ties:
-        disk = [one for name in group for one in listed.mapping.get(name, (name,))]
-        if not any(name in entries for name in disk):
+        disk = {one: name for name in group for one in listed.mapping.get(name, (name,))}
+        if not disk.keys() & entries.keys():
             continue
-        for name, own in zip(group, disk, strict=False):
-            if own not in entries and name in shapes:
-                entries[own] = (own, list(shapes[name]), None, False)
-        groups.append([name for name in dict.fromkeys(disk) if name in entries])
+        for one, name in disk.items():
+            if one not in entries and name in shapes:
+                entries[one] = (one, list(shapes[name]), None, False)
+        groups.append([one for one in disk if one in entries])
     return _core.Roster(list(entries.values()), groups)
 
 

@@ -257,6 +257,13 @@ def _of_config(at: Path, given: str) -> Reference:
     # Its folder is the user's choice if it was named; what else lies beside a file that was may be anybody's.
     folder = Folder(at.parent, linked(at.parent), at if Path(given) == at else None)
     if config_json.layout_of(config, given) is None:
+        if not config.get("architectures"):
+            raise FastshardError.of(
+                "FS514",
+                "the config names no class (architectures), so that a head may belong to the model or not",
+                file=given,
+                help="add architectures to the config, or pass a good checkpoint of the model",
+            )
         return replace(
             _of_list(list_for(config, given), given), config=config, config_file=at, places=[folder]
         )
@@ -265,6 +272,13 @@ def _of_config(at: Path, given: str) -> Reference:
 
 
 def _of_list(listed: ExpectedTensors, given: str) -> Reference:
+    if listed.quantised:
+        raise FastshardError.of(
+            "FS514",
+            "the config is of a quantised model: what transformers lists has no scales",
+            file=given,
+            help="pass a good checkpoint of the model that is quantised alike",
+        )
     return Reference(given, roster_of(listed), listed=listed)
 
 

@@ -6,9 +6,10 @@ import argparse
 import json
 from pathlib import Path
 
+from ...common import safe_files
 from ...common.errors import FastshardError
 from ...common.formatting import printable
-from ...expected.from_transformers import TIMEOUT, expected_tensors
+from ...expected.from_transformers import TIMEOUT, expected_tensors, from_document
 from ..shared_arguments import add_common
 from ..verb import Outcome, Result, Verb
 
@@ -35,6 +36,7 @@ def _run(a: argparse.Namespace) -> Outcome:
         f"{listed.parameters:,} parameters"
     )
     if a.output is not None:
+        _refuse_other(Path(a.output))
         try:
             Path(a.output).write_text(json.dumps(document, indent=1) + "\n", "utf-8")
         except OSError as error:
@@ -44,6 +46,24 @@ def _run(a: argparse.Namespace) -> Outcome:
     width = max((len(name) for name, *_ in rows), default=0)
     lines = [f"{printable(name):{width}}  {dtype:8}  {shape}" for name, dtype, shape in rows]
     return Result("\n".join([*lines, "", summary]), document, product=True, paged=True, proof=False), []
+
+
+def _refuse_other(at: Path) -> None:
+    """Refuses to write over a file that is no list.
+
+    Raises:
+        FastshardError: ``FS504`` if there is one.
+    """
+    if at.exists() or at.is_symlink():
+        try:
+            from_document(json.loads(safe_files.read_text(at, safe_files.MAX_INDEX)), str(at))
+        except (FastshardError, ValueError):
+            raise FastshardError.of(
+                "FS504",
+                "the file exists and is no list of expected tensors",
+                file=str(at),
+                help="choose another FILE",
+            ) from None
 
 
 EXPECTED = Verb(
