@@ -33,6 +33,9 @@ ONLY_THERE = ("test_broken_fixtures.py", "test_broken_snapshots.py", "test_maxte
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
+# Importing transformers in a process of its own takes seconds: tests of what it lists ask for it.
+os.environ.setdefault("FASTSHARD_TRANSFORMERS", "off")
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Each process would start as many threads as there are cores, beside as many processes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

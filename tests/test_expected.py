@@ -13,6 +13,7 @@ from typing import Any
 import fastshard
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from fastshard.expected import from_transformers, transformers_worker
 from helpers import cli
@@ -416,3 +417,116 @@ def test_a_list_is_written_over_a_list_and_nothing_else(olmoe: tuple[Path, Path]
 @pytest.mark.parametrize("value", ["0", "-1", "nan"])
 def test_a_limit_that_is_none(value: str, olmoe: tuple[Path, Path]) -> None:
     assert cli("expected", olmoe[0], "--timeout", value).having("FS515")
+
+
+# --- without being asked
+
+
+@pytest.fixture
+def auto(
+    tmp_path: Path, quick: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Path, list[dict[str, Any]]]:
+    monkeypatch.delenv("FASTSHARD_TRANSFORMERS")
+    return saved("olmoe", tmp_path / "olmoe"), quick
+
+
+CALLED = f"OlmoeForCausalLM of transformers {transformers.__version__}"
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({UP: None}, "FS102"),
+        ({UP: torch.ones(24, 32)}, "FS208"),
+        ({UP: torch.randn(32, 48)}, "FS201"),
+        ({"model.norm.weight": None}, "FS102"),
+        (
+            {f"model.layers.2.mlp.experts.3.{part}_proj.weight": None for part in ("up", "gate", "down")},
+            "FS102",
+        ),
+    ],
+)
+def test_what_the_config_promises_is_looked_for_by_itself(
+    change: dict[str, Any], code: str, auto: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    folder, asked = auto
+    good = cli("verify", folder)
+    assert good.code == 0 and good.doc["checked"]["by"].startswith(CALLED), good.out
+    assert cli("merge", folder, tmp_path / "good").code == 0
+    values = json.loads((tmp_path / "good/fastshard.manifest.json").read_text())["values"]
+    assert values["expected_tensors"].startswith(CALLED) and len(asked) == 1
+    damaged(folder, **change)
+    for verb in (
+        ("verify", folder),
+        ("merge", folder, tmp_path / "out"),
+        ("convert", folder, tmp_path / "out", "--to", "hf"),
+    ):
+        ran = cli(*verb)
+        assert ran.code in (1, 3) and ran.having(code, severity="error", tensor=next(iter(change))), ran.out
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("by", ["environment", "option"])
+def test_it_is_turned_off(
+    by: str, auto: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, asked = auto
+    if by == "environment":
+        monkeypatch.setenv("FASTSHARD_TRANSFORMERS", "off")
+    damaged(folder, **{UP: None})
+    assert (
+        cli("verify", folder, *(["--transformers", "off"] if by == "option" else [])).code == 0 and not asked
+    )
+
+
+def test_who_only_looks_asks_nobody(auto: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    folder, asked = auto
+    assert cli("inspect", folder).code == cli("ls", folder).code == 0 and not asked
+    assert len(fastshard.open(folder)) == 65 and not asked
+    # A table of fastshard's own says more.
+    assert cli("verify", saved("mixtral", tmp_path / "mixtral")).code == 0 and not asked
+
+
+def test_an_unexpected_tensor_is_a_warning(auto: tuple[Path, list[dict[str, Any]]]) -> None:
+    damaged(auto[0], **{"model.of_another.weight": torch.ones(3)})
+    ran = cli("verify", auto[0])
+    assert ran.code == 0 and ran.having("FS207", severity="warning", tensor="model.of_another.weight"), (
+        ran.out
+    )
+
+
+@pytest.mark.parametrize("told", ["unknown", "limit", "import"])
+def test_a_list_that_cannot_be_made_changes_no_exit_code(
+    told: str, auto: tuple[Path, list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(from_transformers, "_asked", lambda *_: {"error": "it fell over", "kind": told})
+    for verb in (("verify", auto[0]), ("merge", auto[0], tmp_path / "out")):
+        ran = cli(*verb)
+        assert ran.code == 0 and "it fell over" in ran.out, ran.out
+
+
+def test_names_in_memory_are_compared_with_those_in_memory(
+    auto: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    """A trainer saves the state of a model of transformers 5, whose experts are one tensor."""
+    state = transformers.AutoModelForCausalLM.from_pretrained(auto[0]).state_dict()
+    for name, left_out in (("good", ""), ("bad", "model.layers.1.mlp.experts.down_proj")):
+        at = tmp_path / name
+        dcp.save({"model": {n: t for n, t in state.items() if n != left_out}}, checkpoint_id=at, no_dist=True)
+        shutil.copy(auto[0] / "config.json", at)
+        ran = cli("verify", at)
+        assert ran.code == (3 if left_out else 0), ran.out
+        assert bool(ran.having("FS102", severity="error", tensor=left_out)) == bool(left_out)
+
+
+def test_another_model_s_names_are_not_judged(
+    auto: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    """A config beside tensors under names that the class has not: of a research codebase, say."""
+    tensors = load_file(auto[0] / "model.safetensors")
+    renamed = {
+        name.replace("self_attn", "mixer").replace("mlp", "ffn").replace("model.", "net."): t
+        for name, t in tensors.items()
+    }
+    save_file(renamed, auto[0] / "model.safetensors", {"format": "pt"})
+    assert cli("verify", auto[0]).code == 0

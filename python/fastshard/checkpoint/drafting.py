@@ -18,7 +18,16 @@ from ..targets.registry import TARGETS, keeps_all
 from ..targets.request import Request
 
 if TYPE_CHECKING:
+    from ..expected.from_transformers import ExpectedTensors
     from ..expected.reference import Reference
+
+
+@dataclass(frozen=True)
+class Promised:
+    """The tensors that a config promises by the installed transformers, or why nothing lists them."""
+
+    listed: ExpectedTensors | None
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,10 @@ class Opened:
     reference: Reference | None = None
     #: How findings are judged; those above are as they were found.
     gate: Gate = field(default_factory=Gate)
+    #: False if transformers is not to be asked what the config promises.
+    asks_transformers: bool = False
+    #: What it has answered, once it was asked.
+    promised: Promised | None = None
 
 
 @dataclass(frozen=True)

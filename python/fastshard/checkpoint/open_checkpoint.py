@@ -160,9 +160,9 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
     )
     if reference is not None:
         source = _held_against(reference, source)
-    return Checkpoint(
-        listing, Opened(source, catalog, findings, found.files, _behind(found), reference, gate), readable
-    )
+    asks = "off" not in (options.get("transformers"), os.environ.get("FASTSHARD_TRANSFORMERS"))
+    opened = Opened(source, catalog, findings, found.files, _behind(found), reference, gate, asks)
+    return Checkpoint(listing, opened, readable)
 
 
 #: A reference is opened as any other checkpoint is.

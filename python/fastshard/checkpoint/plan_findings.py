@@ -101,8 +101,8 @@ def evidence(
     )
 
 
-def unproven(source: Source, seen: heuristics.Evidence | None) -> Finding:
-    """That nothing states all that must exist, and what of it nothing speaks of."""
+def unproven(source: Source, seen: heuristics.Evidence | None, why: str = "") -> Finding:
+    """That nothing states all that must exist, what of it nothing speaks of, and ``why`` transformers does not tell either."""
     if source.model.config is None:
         help_ = "pass --expect CONFIG (a config.json or the training config)"
     else:
@@ -113,6 +113,8 @@ def unproven(source: Source, seen: heuristics.Evidence | None) -> Finding:
             unnoticed = "the index alone states what must exist"
         if seen.alone:
             unnoticed += f"; {heuristics.unheld(seen)}"
+    if why:
+        unnoticed += f"; {why}"
     return Finding.of(
         "FS109", f"completeness is checked only in part: {unnoticed}", unnoticed=unnoticed, help=help_
     )

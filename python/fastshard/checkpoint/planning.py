@@ -216,7 +216,9 @@ def _made(opened: Opened, request: Request) -> Plan:
     completed = Completed()
     if draft.target is not None and not any(finding.severity == "error" for finding in errors):
         completed = _completed(draft, draft.target)
-        told += completed.findings + padding(draft.source, draft.axes, request.tokenizer)
+        # What a list proves no other finding calls unproven.
+        of_target = [f for f in completed.findings if f.code != "FS109" or not _proven_by(told)]
+        told += of_target + padding(draft.source, draft.axes, request.tokenizer)
     keeps_names = draft.target is not None and draft.target.keeps_names
     texts = dict(completed.texts)
     if draft.target is None or keeps_names:
@@ -235,10 +237,14 @@ def _made(opened: Opened, request: Request) -> Plan:
     # Last: what is made an error here is not what the others follow from.
     each = opened.gate.judged(findings)
     held = [HeldFile(draft.paths[unit.file], unit.coords) for unit in draft.source.units]
+    source = draft.source
+    if (by := _proven_by(told)) is not None:
+        values = {**source.values, "expected_tensors": by}
+        source = replace(source, provable=True, referenced=True, values=values)
     return Plan(
         core,
         grouped(each, held),
-        draft.source,
+        source,
         request.to or "merge",
         draft.target is not None and draft.target.writes_arrays,
         keeps_names,
@@ -248,6 +254,11 @@ def _made(opened: Opened, request: Request) -> Plan:
         draft.causes,
         each,
     )
+
+
+def _proven_by(told: list[Finding]) -> str | None:
+    """Who listed the tensors that are there; None where no list was compared, or something is missing."""
+    return next((f.evidence for f in told if f.code == "FS109" and f.evidence), None)
 
 
 def _drafted(opened: Opened, request: Request) -> _Draft:
@@ -292,12 +303,21 @@ def _judged(draft: _Draft) -> list[Finding]:
         told += quantised(draft.tensors, request.dtype, opened.source.model.config)
     # A reference says more than a model's own layers.
     seen = None if opened.reference is not None else evidence(opened, source, request, draft.core)
+    by_list: list[Finding] = []
     if seen is not None:
         # What could not be drafted is missing below for that reason.
         both = causes_of([*draft.findings, *draft.found], source, draft.paths, opened.catalog.names)
-        told += both.left(asked_for(f, request) for f in seen.findings)
-    if not source.provable:
-        told.append(unproven(source, seen))
+        by_layers = both.left(asked_for(f, request) for f in seen.findings)
+        if opened.promised is not None:
+            from .promised import beside_list, judged
+
+            named = [f.tensor for f in (*draft.findings, *draft.found) if f.severity == "error"]
+            merged = Merged(draft.core, source, draft.target is None, draft.asked, draft.renamed)
+            by_list = both.left(judged(opened, source, request, merged, named))
+            by_layers = beside_list(by_layers, by_list)
+        told += [*by_layers, *by_list]
+    if not source.provable and not by_list:
+        told.append(unproven(source, seen, "" if opened.promised is None else opened.promised.why))
     if opened.reference is not None:
         from .reference_sides import compared
 

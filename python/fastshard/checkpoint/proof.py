@@ -27,6 +27,8 @@ class Checked:
     unnoticed: list[str] = field(default_factory=list)
     #: Which part of it was looked at, where that is not all.
     part: str | None = None
+    #: Who lists what must be there, where that is none of fastshard's own tables.
+    by: str | None = None
 
     def told(self) -> str:
         """How far, for people."""
@@ -34,7 +36,7 @@ class Checked:
         if self.ending == CONTENTS:
             return f"contents checked{part}: {', '.join(self.against)}"
         if self.ending == COMPLETE:
-            return f"complete{part}"
+            return f"complete{part}" + (f" by {self.by}" if self.by else "")
         return f"nothing is wrong as far as it was checked{part}"
 
     def left(self) -> tuple[str, ...]:
@@ -67,10 +69,12 @@ def checked(
         part: which part was looked at; None for all.
     """
     vouched = list(vouched)
+    findings = list(findings)
+    by = next((f.evidence for f in findings if f.code == "FS109" and f.evidence), None)
     unnoticed = [*(told for f in findings if (told := _left_open(f)) is not None), *unnoticed]
     if vouched:
         return Checked(CONTENTS, vouched, part=part)
-    return Checked(PARTLY if unnoticed else COMPLETE, list(partial), list(dict.fromkeys(unnoticed)), part)
+    return Checked(PARTLY if unnoticed else COMPLETE, list(partial), list(dict.fromkeys(unnoticed)), part, by)
 
 
 def _left_open(finding: Finding) -> str | None:

@@ -104,6 +104,16 @@ class Source(TypedDict, total=False):
             metavar="N",
         ),
     ]
+    transformers: Annotated[
+        Literal["auto", "off"],
+        Option(
+            "choice",
+            "auto (default): what a config of a family without a layout table promises is listed by the transformers that is "
+            "installed, where a checkpoint is verified or written. The environment's FASTSHARD_TRANSFORMERS=off turns it off",
+            "auto",
+            choices=("auto", "off"),
+        ),
+    ]
 
 
 class Gating(TypedDict, total=False):

@@ -23,6 +23,7 @@ from ..checkpoint.manifests import (
 )
 from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
 from ..checkpoint.planning import Plan, make_plan, to_be_written
+from ..checkpoint.promised import with_promised
 from ..common import memory_budget, safe_files, target_options
 from ..common.errors import UNPROVEN, FastshardError, Finding, carry, from_core, raise_errors
 from ..common.option_checks import checked
@@ -105,7 +106,7 @@ def plan(
 
 def _made(checkpoint: Checkpoint, request: Request) -> Plan:
     """The plan of what is asked for, with a warning for what would go along, and lies where anybody may have put it."""
-    made = to_be_written(make_plan(checkpoint.opened, request))
+    made = to_be_written(make_plan(with_promised(checkpoint.opened), request))
     source, words = made.source, request.tokenizer
     if made.target == "merge" and not source.model.hf_names:
         # Nothing goes along but what is given; a config would have told the model's names.

@@ -376,25 +376,27 @@ def _refused(told: Mapping[str, Any], config: Mapping[str, Any], file: str, vers
     )
 
 
-def roster_of(listed: ExpectedTensors) -> _core.Roster:
-    """The list as what a checkpoint is compared with: tensors on disk, and of tied ones any.
+def roster_of(listed: ExpectedTensors, in_memory: bool = False) -> _core.Roster:
+    """The list as what a checkpoint is compared with: its names on disk or in memory, and of tied tensors any.
 
     Dtypes are not compared: a model is saved in the dtype that it was trained in, whatever its config says.
     """
     optional = _patterns(listed.may_be_missing)
-    entries: dict[str, tuple[str, list[int | None] | None, str | None, bool]] = {
-        t.name: (t.name, list(t.shape), None, any(p.search(t.name) for p in optional)) for t in listed.tensors
-    }
     shapes = {t.name: t.shape for t in listed.in_memory}
+    entries: dict[str, tuple[str, list[int | None] | None, str | None, bool]] = {
+        t.name: (t.name, list(t.shape), None, any(p.search(t.name) for p in optional))
+        for t in (listed.in_memory if in_memory else listed.tensors)
+    }
     groups: list[list[str]] = []
     for group in listed.ties:
-        disk = {one: name for name in group for one in listed.mapping.get(name, (name,))}
-        if not disk.keys() & entries.keys():
+        mapping = {} if in_memory else listed.mapping
+        spelled = {one: name for name in group for one in mapping.get(name, (name,))}
+        if not spelled.keys() & entries.keys():
             continue
-        for one, name in disk.items():
+        for one, name in spelled.items():
             if one not in entries and name in shapes:
                 entries[one] = (one, list(shapes[name]), None, False)
-        groups.append([one for one in disk if one in entries])
+        groups.append([one for one in spelled if one in entries])
     return _core.Roster(list(entries.values()), groups)
 
 

@@ -22,6 +22,7 @@ from ..checkpoint.manifests import (
 )
 from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
 from ..checkpoint.planning import Plan, make_plan
+from ..checkpoint.promised import with_promised
 from ..common import hub_downloads, memory_budget
 from ..common.errors import UNPROVEN, FastshardError, Finding, from_core
 from ..common.formatting import counted
@@ -105,7 +106,7 @@ def verify(
         source = [source] if isinstance(source, (str, os.PathLike)) else list(source)
         options["accept"] = [*options.get("accept", ()), *accepted_before(source)]
     checkpoint = as_checkpoint(source, like=like, **options)
-    plan = make_plan(checkpoint.opened, Request(include=include, exclude=exclude))
+    plan = make_plan(with_promised(checkpoint.opened), Request(include=include, exclude=exclude))
     findings = list(plan.findings)
     signed = _signed(checkpoint, signature, public_key, certificates)
     findings += signed
