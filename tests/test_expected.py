@@ -80,6 +80,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     asked: list[dict[str, Any]] = []
 
     def told(question: dict[str, Any], *_: object) -> dict[str, Any]:
+        if "stored" in question:
+            return transformers_worker.loading(question)
         asked.append(question)
         return json.loads(json.dumps(transformers_worker.listed(question)))  # type: ignore[no-any-return]
 
@@ -530,3 +532,34 @@ def test_another_model_s_names_are_not_judged(
     }
     save_file(renamed, auto[0] / "model.safetensors", {"format": "pt"})
     assert cli("verify", auto[0]).code == 0
+
+
+def test_spellings_of_earlier_versions_are_no_loss(
+    quick: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BERT's norms were `gamma` and `beta`, GPT-2 was published without its prefix and with its masks: both load."""
+    monkeypatch.delenv("FASTSHARD_TRANSFORMERS")
+    bert = saved("bert", tmp_path / "bert")
+    tensors = load_file(bert / "model.safetensors")
+    old = {
+        n.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): t
+        for n, t in tensors.items()
+    }
+    assert old.keys() != tensors.keys()
+    save_file(old, bert / "model.safetensors", {"format": "pt"})
+    ran = cli("verify", bert)
+    assert ran.code == 0 and ran.doc["checked"]["by"].startswith("BertForMaskedLM"), ran.out
+    lost = next(name for name in sorted(old) if name.endswith("intermediate.dense.weight"))
+    damaged(bert, **{lost: None})
+    assert cli("verify", bert).having("FS102", severity="error", tensor=lost)
+    config = transformers.GPT2Config(vocab_size=120, n_embd=32, n_layer=2, n_head=4, n_positions=24)
+    torch.manual_seed(4)
+    model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path / "gpt2")
+    bare = {
+        n.removeprefix("transformer."): t for n, t in load_file(tmp_path / "gpt2/model.safetensors").items()
+    }
+    bare |= {f"h.{n}.attn.bias": torch.ones(24, 24).tril().view(1, 1, 24, 24).clone() for n in range(2)}
+    save_file(bare, tmp_path / "gpt2/model.safetensors", {"format": "pt"})
+    ran = cli("verify", tmp_path / "gpt2")
+    assert ran.code == 0 and ran.doc["checked"]["by"].startswith("GPT2LMHeadModel"), ran.out

@@ -75,38 +75,50 @@ def judged(
 
     An unexpected tensor is a warning: a loader ignores it. Names that are none of the class's prove nothing.
     """
-    from ..expected.from_transformers import roster_of
+    from ..expected.from_transformers import complaints, roster_of
     from ..expected.reference import Reference
     from .reference_sides import compared
 
     listed = None if opened.promised is None else opened.promised.listed
-    if listed is None:
+    if listed is None or request.is_narrowed:
         return []
     called = f"{listed.model_class} of transformers {listed.transformers}"
     best: list[Finding] | None = None
-    for spelling in ("on disk", "in memory"):
-        roster = roster_of(listed, in_memory=spelling == "in memory")
+    for in_memory in (False, True):
+        roster = roster_of(listed, in_memory)
         reference = Reference(
             called, roster, opened.source.model.config, opened.source.model.config_file, listed=listed
         )
-        told = compared(replace(opened, reference=reference), reference, request, merged, named)
+        told = [
+            _softened(f)
+            for f in compared(replace(opened, reference=reference), reference, request, merged, named)
+        ]
         if best is None or _weight(told) < _weight(best):
             best = told
         if not any(f.severity == "error" for f in told):
-            proven = Finding.of(
-                "FS109",
-                f"checked against {called}: {len(roster):,} tensors"
-                + (", by their names in memory" if spelling == "in memory" else ""),
-                severity="note",
-                file="config.json",
-                evidence=f"{called} ({len(roster):,} tensors)",
-            )
-            return [*(_softened(f) for f in told if f.code != "FS109"), proven]
+            proven = _proven(called, len(roster), "by their names in memory" if in_memory else "")
+            return [*(f for f in told if f.code != "FS109"), proven]
     assert best is not None
-    if any(f.code == "FS207" and f.severity == "error" and f.expected for f in best) or not best:
-        # Other names than the class has: it says nothing of these.
-        return []
-    return [_softened(f) for f in best]
+    # A load knows more spellings than the list, those of earlier versions among them: an error is what it misses, too.
+    config = opened.source.model.config or {}
+    stored = [(name, kind, whole) for name, kind, _, _, whole, _ in merged.draft.tensors()]
+    missed = complaints(config, str(opened.source.model.config_file or "config.json"), stored)
+    if missed == []:
+        return [_proven(called, len(stored), "as from_pretrained reads their names")]
+    if missed is None:
+        return [f.replace(severity="warning") if f.severity == "error" else f for f in best]
+    # Of other names than the class has it says nothing.
+    return [] if any(f.code == "FS207" and f.severity == "error" for f in best) else best
+
+
+def _proven(called: str, count: int, spelling: str = "") -> Finding:
+    return Finding.of(
+        "FS109",
+        f"checked against {called}: {count:,} tensors" + (f", {spelling}" if spelling else ""),
+        severity="note",
+        file="config.json",
+        evidence=f"{called} ({count:,} tensors)",
+    )
 
 
 def _weight(findings: list[Finding]) -> int:
@@ -114,7 +126,8 @@ def _weight(findings: list[Finding]) -> int:
 
 
 def _softened(finding: Finding) -> Finding:
-    if finding.code == "FS207" and finding.severity == "error":
+    """An unexpected tensor as a warning; names that are all others stay what they are."""
+    if finding.code == "FS207" and finding.severity == "error" and finding.expected is None:
         return finding.replace(severity="warning")
     return finding
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,10 @@ from ..common.listing import Folder
 from ..common.options import StrPath
 from . import cached_lists
 
-__all__ = ["SCHEMA", "ExpectedTensor", "ExpectedTensors", "expected_tensors", "from_document", "list_for"]
+__all__ = [
+    "SCHEMA", "ExpectedTensor", "ExpectedTensors", "complaints", "expected_tensors", "from_document", "list_for", "roster_of",
+    "unexpected_allowed",
+]  # fmt: skip
 
 SCHEMA = "fastshard.expected.v1"
 #: Changes with the rules of this module and of the worker: what they made before is made again.
@@ -265,6 +268,40 @@ def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         config,
         *(part for inner in config.values() if isinstance(inner, Mapping) for part in _parts(inner)),
     ]
+
+
+def complaints(
+    config: Mapping[str, Any], file: str, stored: Iterable[tuple[str, str, Sequence[int]]]
+) -> list[str] | None:
+    """What from_pretrained would complain about, given what is stored: missing tensors, and those of another shape.
+
+    Args:
+        config: content of config.json.
+        file: its path, for messages.
+        stored: names, dtypes (as safetensors spells them) and shapes.
+
+    Returns:
+        Names or messages; None if nothing can tell.
+    """
+    try:
+        version = _installed(file)
+    except FastshardError:
+        return None
+    told = _asked(
+        {
+            "config": cleaned(config),
+            "class": config["architectures"][0],
+            "stored": [
+                (name, TORCH_NAMES.get(dtype, "float32"), list(shape)) for name, dtype, shape in stored
+            ],
+        },
+        file,
+        version,
+        TIMEOUT,
+        MEMORY,
+    )
+    found = told.get("complaints")
+    return found if isinstance(found, list) else None
 
 
 def cleaned(value: Any) -> Any:

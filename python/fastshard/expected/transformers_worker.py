@@ -3,7 +3,7 @@
     python -I transformers_worker.py ASKED ANSWER
 
 ASKED is a JSON file: `config` (cleaned by whoever asks), `class` (a name, or null), `path` (where packages are looked for) and
-`memory` (bytes). ANSWER is
+`memory` (bytes); and `stored`, names, dtypes and shapes, to ask what a load of these would complain about. ANSWER is
 written as JSON: the list, or `error`. The model is built on the `meta` device, so no weight takes memory, and no code of a checkpoint
 is there to run. Nothing of fastshard is imported.
 
@@ -162,6 +162,40 @@ def listed(asked: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def loading(asked: dict[str, Any]) -> dict[str, Any]:
+    """What from_pretrained would complain about, given the names, dtypes and shapes that are stored; nothing is read.
+
+    It knows more spellings than it writes: those of earlier versions, and of other vendors.
+    """
+    import torch
+
+    config = config_of(asked)
+    cls = class_of(config, asked["class"])
+    state = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for name, dtype, shape in asked["stored"]
+    }
+    dtype = getattr(config, "dtype", None)
+    try:
+        with on_meta():
+            _, told = cls.from_pretrained(
+                None,
+                config=config,
+                state_dict=state,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                device_map={"": "meta"},
+                dtype=dtype if isinstance(dtype, torch.dtype) else torch.float32,
+            )
+    except RuntimeError as error:  # tensors of one stack that do not fit together
+        return {"complaints": [str(error).splitlines()[0] if str(error) else "RuntimeError"]}
+    complaints = [str(name) for name in told.get("missing_keys", ())]
+    complaints += [str(one[0] if isinstance(one, tuple) else one) for one in told.get("mismatched_keys", ())]
+    complaints += [str(one) for one in told.get("error_msgs", ())]
+    complaints += [str(one) for one in told.get("conversion_errors", None) or ()]
+    return {"complaints": sorted(complaints)}
+
+
 def main(asked: str, answer: str) -> int:
     """Writes the answer; 0 if it is a list."""
     sys.addaudithook(refuse_network)
@@ -169,7 +203,7 @@ def main(asked: str, answer: str) -> int:
     resource.setrlimit(resource.RLIMIT_DATA, (question["memory"],) * 2)
     sys.path += [path for path in question["path"] if path not in sys.path]
     try:
-        told = listed(question)
+        told = loading(question) if "stored" in question else listed(question)
     except ImportError as error:
         told = {"error": f"{type(error).__name__}: {error}", "kind": "import"}
     except Unknown as error:
