@@ -304,6 +304,7 @@ def _judged(draft: _Draft) -> list[Finding]:
     # A reference says more than a model's own layers.
     seen = None if opened.reference is not None else evidence(opened, source, request, draft.core)
     by_list: list[Finding] = []
+    why = "" if opened.promised is None else opened.promised.why
     if seen is not None:
         # What could not be drafted is missing below for that reason.
         both = causes_of([*draft.findings, *draft.found], source, draft.paths, opened.catalog.names)
@@ -313,11 +314,13 @@ def _judged(draft: _Draft) -> list[Finding]:
 
             named = [f.tensor for f in (*draft.findings, *draft.found) if f.severity == "error"]
             merged = Merged(draft.core, source, draft.target is None, draft.asked, draft.renamed)
-            by_list = both.left(judged(opened, source, request, merged, named))
+            by_list, reason = judged(opened, source, request, merged, named)
+            why = reason or why
+            by_list = both.left(by_list)
             by_layers = beside_list(by_layers, by_list)
         told += [*by_layers, *by_list]
-    if not source.provable and not by_list:
-        told.append(unproven(source, seen, "" if opened.promised is None else opened.promised.why))
+    if not source.provable and _proven_by(by_list) is None:
+        told.append(unproven(source, seen, why))
     if opened.reference is not None:
         from .reference_sides import compared
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.errors import FastshardError, Finding
+from ..expected.comparison import LAYER
+from ..expected.from_config import holds_embedding
+from ..expected.from_transformers import class_name, complaints, list_for, roster_of
+from ..layouts.declaration import is_state
+from ..layouts.wrapper_names import wrapped
 from .drafting import Merged, Opened, Promised
 
 if TYPE_CHECKING:
@@ -26,8 +32,6 @@ def with_promised(opened: Opened) -> Opened:
     """The opened checkpoint with the list of what its config promises, where that is asked for and nothing says more."""
     if not _is_wanted(opened):
         return opened
-    from ..expected.from_transformers import list_for
-
     config, file = opened.source.model.config or {}, opened.source.model.config_file
     if (free := _available()) is not None and free < _NEEDED:
         return replace(
@@ -51,7 +55,7 @@ def _is_wanted(opened: Opened) -> bool:
         and source.layout is None
         and not model.is_part
         and bool(model.hf_names or model.no_table)
-        and bool(config.get("architectures"))
+        and class_name(config) is not None
         and isinstance(config.get("model_type"), str)
         and not any(config.get(key) for key in ("quantization_config", "compression_config"))
     )
@@ -70,45 +74,72 @@ def _available() -> int | None:
 
 def judged(
     opened: Opened, source: Source, request: Request, merged: Merged, named: list[str | None]
-) -> list[Finding]:
-    """What differs from the list, under the names on disk or those in memory; and, where nothing does, that it was compared.
+) -> tuple[list[Finding], str]:
+    """What differs from the list, under the names on disk or those in memory; and why nothing could be told of it, if so.
 
-    An unexpected tensor is a warning: a loader ignores it. Names that are none of the class's prove nothing.
+    Where nothing differs, the finding that says so is among them (`FS109`, whose evidence is who listed the tensors). An unexpected
+    tensor is a note: a load leaves it out. A loader knows more spellings than a list: what neither has is missing.
     """
-    from ..expected.from_transformers import complaints, roster_of
     from ..expected.reference import Reference
-    from .reference_sides import compared
+    from .reference_sides import compared, fitting
 
     listed = None if opened.promised is None else opened.promised.listed
     if listed is None or request.is_narrowed:
-        return []
+        return [], ""
     called = f"{listed.model_class} of transformers {listed.transformers}"
-    best: list[Finding] | None = None
-    for in_memory in (False, True):
-        roster = roster_of(listed, in_memory)
-        reference = Reference(
-            called, roster, opened.source.model.config, opened.source.model.config_file, listed=listed
-        )
-        told = [
-            _softened(f)
-            for f in compared(replace(opened, reference=reference), reference, request, merged, named)
-        ]
-        if best is None or _weight(told) < _weight(best):
-            best = told
-        if not any(f.severity == "error" for f in told):
-            proven = _proven(called, len(roster), "by their names in memory" if in_memory else "")
-            return [*(f for f in told if f.code != "FS109"), proven]
-    assert best is not None
-    # A load knows more spellings than the list, those of earlier versions among them: an error is what it misses, too.
-    config = opened.source.model.config or {}
-    stored = [(name, kind, whole) for name, kind, _, _, whole, _ in merged.draft.tensors()]
-    missed = complaints(config, str(opened.source.model.config_file or "config.json"), stored)
-    if missed == []:
-        return [_proven(called, len(stored), "as from_pretrained reads their names")]
-    if missed is None:
-        return [f.replace(severity="warning") if f.severity == "error" else f for f in best]
-    # Of other names than the class has it says nothing.
-    return [] if any(f.code == "FS207" and f.severity == "error" for f in best) else best
+    model = opened.source.model
+    tensors = merged.draft.tensors()
+    if (changed := wrapped(name for name, *_ in tensors)) is not None:
+        return [], f"{called} was not asked: {changed[1]} has changed names ({changed[0]})"
+    fits = []
+    try:
+        for in_memory in (False, True):
+            roster = roster_of(listed, in_memory)
+            reference = Reference(called, roster, model.config, model.config_file, listed=listed)
+            at = replace(opened, reference=reference)
+            fits.append((fitting(at, reference, request, merged), not in_memory, at, reference))
+        _, on_disk, at, reference = max(fits, key=lambda one: one[:2])
+        told = compared(at, reference, request, merged, named)
+    except FastshardError as error:
+        return [], f"{called}: {error.findings[0].message}"
+    shapes = {name: (tuple(whole), kind) for name, kind, _, _, whole, _ in tensors if not is_state(name)}
+    partial = not model.saved_whole and not holds_embedding(shapes)
+    told = [_counted(f, shapes if partial else None) for f in told]
+    wrong = [f for f in told if f.severity == "error"]
+    count = len(reference.roster or ())
+    if not wrong:
+        spelling = "" if on_disk else "by their names in memory"
+        partly = any(f.severity == "warning" for f in told)
+        rest = [f for f in told if f.code != "FS109"]
+        return (rest, "") if partly else ([*rest, _proven(called, count, spelling)], "")
+    if any(f.code == "FS207" for f in told):
+        # Some names are others: they may be what is missing, as an earlier version spelled it.
+        stored = [(name, kind, whole) for name, kind, _, _, whole, _ in tensors]
+        missed = complaints(model.config or {}, str(model.config_file or "config.json"), stored)
+        if missed == []:
+            return [_proven(called, len(stored), "as from_pretrained reads their names")], ""
+        if missed is None or "auto_map" in (model.config or {}):
+            return [], f"{called} has other names, and nothing says whether it would load these"
+        if any(f.code == "FS207" and f.severity == "error" for f in told):
+            return [], f"{called} has other names"
+    if "auto_map" in (model.config or {}):
+        # The list is of another class that is called so.
+        return [], f"{called} differs, and the model's own code (auto_map) may be what it is of"
+    return told, ""
+
+
+def _counted(finding: Finding, part: Collection[str] | None) -> Finding:
+    """A finding of the list as it counts; ``part`` are the tensors of a trainer that may have saved what it trained alone."""
+    if finding.severity != "error":
+        return finding
+    if finding.code == "FS207" and finding.expected is None:
+        return finding.replace(severity="note", help=None)
+    if part is not None and finding.code in _MISSING:
+        layer = LAYER.match(finding.tensor or "")
+        near = f"{layer[1]}{layer[2]}." if layer else f"{(finding.tensor or '').rpartition('.')[0]}."
+        if finding.code == "FS103" or not any(name.startswith(near) for name in part):
+            return finding.replace(severity="warning")
+    return finding
 
 
 def _proven(called: str, count: int, spelling: str = "") -> Finding:
@@ -121,24 +152,13 @@ def _proven(called: str, count: int, spelling: str = "") -> Finding:
     )
 
 
-def _weight(findings: list[Finding]) -> int:
-    return sum(f.severity == "error" for f in findings)
-
-
-def _softened(finding: Finding) -> Finding:
-    """An unexpected tensor as a warning; names that are all others stay what they are."""
-    if finding.code == "FS207" and finding.severity == "error" and finding.expected is None:
-        return finding.replace(severity="warning")
-    return finding
-
-
 def beside_list(seen: list[Finding], by_list: list[Finding]) -> list[Finding]:
     """What a model's own layers say, where a list speaks that knows more.
 
-    What the list finds missing is not told twice. An error that it does not share is a warning.
+    What the list finds missing is not told twice. An error is a warning where the list proves that all is there.
     """
-    if not by_list:
-        return seen
-    missing = any(f.severity == "error" and f.code in _MISSING for f in by_list)
-    kept = [f for f in seen if not (missing and f.code in _MISSING)]
-    return [f.replace(severity="warning") if f.severity == "error" else f for f in kept]
+    if any(f.severity == "error" and f.code in _MISSING for f in by_list):
+        return [f for f in seen if f.code not in _MISSING]
+    if any(f.code == "FS109" and f.evidence for f in by_list):
+        return [f.replace(severity="warning") if f.severity == "error" else f for f in seen]
+    return seen

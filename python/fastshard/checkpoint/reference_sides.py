@@ -11,7 +11,7 @@ from .. import _core
 from .._core import Rule
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.thread_counts import default_threads
-from ..expected.compare_reference import judged
+from ..expected.compare_reference import fit, judged
 from ..expected.reference import Reference
 from ..expected.reference_names import Side, gain, moves
 from ..layouts.declaration import Source
@@ -65,10 +65,19 @@ def compared(
     opened: Opened, reference: Reference, request: Request, merged: Merged, named: Iterable[str | None]
 ) -> list[Finding]:
     """What a reference has that a draft has not, or has in another form; ``named`` are tensors of which an error is known."""
-    values = Values(opened.catalog, merged.asked).same
-    whole = Side(merged.draft, merged.source, merged.is_merge, values, merged.renamed)
-    sides = sides_of(opened, reference, request, whole, merged.asked)
+    sides = sides_of(opened, reference, request, _planned(opened, merged), merged.asked)
     return judged(sides, reference, request.wants, DTYPES[request.dtype], named)
+
+
+def fitting(opened: Opened, reference: Reference, request: Request, merged: Merged) -> float:
+    """The part of a reference's names that the checkpoint has: 0 to 1."""
+    return fit(sides_of(opened, reference, request, _planned(opened, merged), merged.asked), reference)
+
+
+def _planned(opened: Opened, merged: Merged) -> Side:
+    """The tensors under the names that are planned."""
+    values = Values(opened.catalog, merged.asked).same
+    return Side(merged.draft, merged.source, merged.is_merge, values, merged.renamed)
 
 
 def as_referenced(

@@ -12,7 +12,7 @@ from .reference import Reference
 from .reference_names import Met, Side, aligned
 from .shapes_and_dtypes import dtypes, shapes, total_bytes
 
-__all__ = ["judged"]
+__all__ = ["fit", "judged"]
 
 
 def judged(
@@ -44,6 +44,14 @@ def judged(
         # Where nothing fits it is said of the tensors as they are stored.
         first = first or met
     return [] if first is None else [_strangers(first, reference)]
+
+
+def fit(sides: Iterable[Side], reference: Reference) -> float:
+    """The part of a reference's names that a checkpoint has, under the names that suit it best: 0 to 1."""
+    roster = reference.roster
+    if roster is None or not len(roster):
+        return 0.0
+    return max((_met(side, roster, reference.path).matched for side in sides), default=0) / len(roster)
 
 
 def _met(side: Side, roster: _core.Roster, path: str) -> Met:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -29,7 +30,7 @@ from ..common.options import StrPath
 from . import cached_lists
 
 __all__ = [
-    "SCHEMA", "ExpectedTensor", "ExpectedTensors", "complaints", "expected_tensors", "from_document", "list_for", "roster_of",
+    "SCHEMA", "ExpectedTensor", "ExpectedTensors", "class_name", "complaints", "expected_tensors", "from_document", "list_for", "roster_of",
     "unexpected_allowed",
 ]  # fmt: skip
 
@@ -49,9 +50,17 @@ _NO_SHAPE = {
 }  # fmt: skip
 #: Keys that say that weights are quantised.
 _QUANTISED = ("quantization_config", "compression_config")
-#: What the environment of the worker lacks: names of secrets, and what steers these libraries.
-_SECRETS = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "API_KEY")
-_STEERING = ("PYTHON", "HF_", "HUGGING", "TRANSFORMERS_", "TORCH_LOGS", "LD_PRELOAD")
+#: What the worker has of the environment: where programs and libraries lie, and the language.
+_ENVIRONMENT = (
+    "PATH",
+    "LANG",
+    "LANGUAGE",
+    "LD_LIBRARY_PATH",
+    "DYLD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+    "SYSTEMROOT",
+)
 
 
 @dataclass(frozen=True)
@@ -236,20 +245,21 @@ def list_for(
             "FS515", "a limit is more than 0", expected="seconds and bytes", got=f"{timeout:g}, {memory}"
         )
     version = _installed(file)
-    architectures = config.get("architectures")
-    name = architectures[0] if isinstance(architectures, list) and architectures else None
-    if name is not None and not (isinstance(name, str) and name.isidentifier()):
-        raise FastshardError.of("FS211", f"architectures names no class: {shown(name)}", file=file)
+    name = class_name(config)
+    if name is None and config.get("architectures"):
+        raise FastshardError.of(
+            "FS211", f"architectures names no class: {shown(config['architectures'])}", file=file
+        )
     asked = {"config": cleaned(config), "class": name}
     quantised = any(part.get(key) for part in _parts(config) for key in _QUANTISED)
     key = hashlib.sha256(json.dumps([RULES, version, asked, quantised], sort_keys=True).encode()).hexdigest()
     # Versions in development change under one number.
     keeps = cache and "dev" not in version
     if keeps and (kept := cached_lists.read(key)) is not None:
-        try:
-            return from_document(kept, "the cache")
-        except FastshardError:
-            pass
+        with contextlib.suppress(FastshardError):
+            found = from_document(kept, "the cache")
+            if found.transformers == version and name in (None, found.model_class) and len(found):
+                return found
     told = _asked(asked, file, version, timeout, memory)
     if "error" in told:
         raise _refused(told, config, file, version)
@@ -268,6 +278,13 @@ def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         config,
         *(part for inner in config.values() if isinstance(inner, Mapping) for part in _parts(inner)),
     ]
+
+
+def class_name(config: Mapping[str, Any]) -> str | None:
+    """The class that a config names first; None if it names none."""
+    named = config.get("architectures")
+    first = named[0] if isinstance(named, list) and named else None
+    return first if isinstance(first, str) and first.isidentifier() else None
 
 
 def complaints(
@@ -290,7 +307,7 @@ def complaints(
     told = _asked(
         {
             "config": cleaned(config),
-            "class": config["architectures"][0],
+            "class": class_name(config),
             "stored": [
                 (name, TORCH_NAMES.get(dtype, "float32"), list(shape)) for name, dtype, shape in stored
             ],
@@ -325,7 +342,7 @@ def _installed(file: str) -> str:
 
     try:
         metadata.version("torch")
-        return metadata.version("transformers")
+        version = metadata.version("transformers")
     except metadata.PackageNotFoundError as error:
         raise FastshardError.of(
             "FS514",
@@ -333,6 +350,16 @@ def _installed(file: str) -> str:
             file=file,
             help="install it (pip install torch transformers), or pass a good checkpoint of the model with --like",
         ) from None
+    if not re.match(r"[5-9]|\d\d", version):
+        raise FastshardError.of(
+            "FS514",
+            f"transformers {version} is too old to list the tensors that a config promises",
+            file=file,
+            expected="version 5 or later",
+            got=version,
+            help="install a newer transformers, or pass a good checkpoint of the model with --like",
+        )
+    return version
 
 
 def _packages() -> list[str]:
@@ -349,21 +376,36 @@ def _packages() -> list[str]:
     return found
 
 
-def _environment(home: str) -> dict[str, str]:
-    """The environment without secrets; the libraries look for nothing on the network, and for no device."""
+def _environment(own: Path) -> dict[str, str]:
+    """The environment of the worker: no secrets, nothing of the network, no device; it keeps what it must in a folder of its own."""
     kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not any(word in name.upper() for word in _SECRETS) and not name.startswith(_STEERING)
+        name: value for name, value in os.environ.items() if name in _ENVIRONMENT or name.startswith("LC_")
     }
     return kept | {
-        "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HOME": home, "HF_HUB_DISABLE_TELEMETRY": "1",
-        "CUDA_VISIBLE_DEVICES": "", "USE_TORCH_XLA": "0", "USE_HUB_KERNELS": "0", "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": "",
+        "USE_TORCH_XLA": "0", "USE_HUB_KERNELS": "0", "OMP_NUM_THREADS": "1",
+        **dict.fromkeys(("HOME", "HF_HOME", "XDG_CACHE_HOME", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR"), str(own)),
     }  # fmt: skip
 
 
 def _asked(asked: dict[str, Any], file: str, version: str, timeout: float, memory: int) -> dict[str, Any]:
     """What the worker answers, within its limits."""
+    if not sys.executable:
+        return {"error": "there is no Python to run it by (sys.executable)", "kind": "import"}
+    try:
+        return _answered(asked, timeout, memory)
+    except OSError as error:
+        return {"error": f"its process could not be started: {error.strerror}", "kind": "import"}
+
+
+def _answered(asked: dict[str, Any], timeout: float, memory: int) -> dict[str, Any]:
+    """Runs the worker in a folder of its own, which goes with it.
+
+    Raises:
+        OSError: if there is no room for that.
+    """
+    if Path(tempfile.gettempdir()).resolve() == Path.cwd().resolve():
+        raise OSError(errno.ENOENT, "no folder for temporary files")
     with tempfile.TemporaryDirectory(prefix="fastshard-expected-") as folder:
         root = Path(folder)
         for name in ("cwd", "home"):
@@ -372,7 +414,7 @@ def _asked(asked: dict[str, Any], file: str, version: str, timeout: float, memor
         words = [sys.executable, "-I", str(_WORKER), str(root / "asked.json"), str(root / "answer.json")]
         with (root / "said").open("wb") as said:
             process = subprocess.Popen(
-                words, cwd=root / "cwd", env=_environment(str(root / "home")), stdin=subprocess.DEVNULL, stdout=said,
+                words, cwd=root / "cwd", env=_environment(root / "home"), stdin=subprocess.DEVNULL, stdout=said,
                 stderr=said, start_new_session=True,
             )  # fmt: skip
             try:
@@ -380,10 +422,11 @@ def _asked(asked: dict[str, Any], file: str, version: str, timeout: float, memor
             except subprocess.TimeoutExpired:
                 return {"error": f"it takes longer than {timeout:g} s", "kind": "limit"}
             finally:
-                # All that it has started, however this ends.
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                if process.poll() is None:
+                    # All that it has started, however this ends.
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
         try:
             answer: dict[str, Any] = json.loads((root / "answer.json").read_text("utf-8"))
             return answer

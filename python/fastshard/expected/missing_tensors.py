@@ -20,6 +20,7 @@ _BUFFERS = (
     (re.compile(r"(^|\.)(attn|attention|self_attention)\.bias$"), 4),
     (re.compile(r"(^|\.)(attn|attention|self_attention)\.masked_bias$"), 0),
     (re.compile(r"(^|\.)embeddings\.position_ids$"), 2),
+    (re.compile(r"(^|\.)num_batches_tracked$"), 0),
 )  # fmt: skip
 #: Numbers of layers and the like.
 _UNNUMBERED = re.compile(r"(?<![^.])\d+(?![^.])")

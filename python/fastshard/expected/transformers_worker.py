@@ -13,9 +13,11 @@ source: transformers 5.24 modeling_utils.py (save_pretrained, _from_config), cor
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import re
 import resource
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +30,13 @@ class Unknown(Exception):
 
 def refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
     """Stops whatever asks another machine for something."""
-    if event in ("socket.connect", "socket.getaddrinfo"):
+    if event in (
+        "socket.connect",
+        "socket.getaddrinfo",
+        "socket.gethostbyname",
+        "socket.sendto",
+        "socket.sendmsg",
+    ):
         raise PermissionError(f"the network is not used to list expected tensors: {arguments[-1]!r}")
 
 
@@ -116,6 +124,8 @@ def listed(asked: dict[str, Any]) -> dict[str, Any]:
     """The list that ANSWER holds."""
     import torch
     import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     config = config_of(asked)
     cls = class_of(config, asked["class"])
@@ -133,18 +143,11 @@ def listed(asked: dict[str, Any]) -> dict[str, Any]:
         state[name] = state[name].to(torch.float32)
     memory = dict(state)
     saved, changed = state, {}
-    from transformers.modeling_utils import remove_tied_weights_from_state_dict
-
     saved = remove_tied_weights_from_state_dict(dict(saved), model)
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # before version 5 names in memory and on disk are the same
-        revert_weight_conversion = None
-    if revert_weight_conversion is not None:
-        kept = dict(saved)
-        saved = revert_weight_conversion(model, dict(saved))
-        if saved.keys() != kept.keys():
-            changed = mapping(model, kept, revert_weight_conversion)
+    kept = dict(saved)
+    saved = revert_weight_conversion(model, dict(saved))
+    if saved.keys() != kept.keys():
+        changed = mapping(model, kept, revert_weight_conversion)
 
     def entries(tensors: dict[str, Any]) -> list[tuple[str, str, list[int]]]:
         return [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
@@ -178,6 +181,7 @@ def loading(asked: dict[str, Any]) -> dict[str, Any]:
     dtype = getattr(config, "dtype", None)
     try:
         with on_meta():
+            # The map of devices needs the package accelerate.
             _, told = cls.from_pretrained(
                 None,
                 config=config,
@@ -199,6 +203,9 @@ def loading(asked: dict[str, Any]) -> dict[str, Any]:
 def main(asked: str, answer: str) -> int:
     """Writes the answer; 0 if it is a list."""
     sys.addaudithook(refuse_network)
+    # It does not outlive whoever asks. source: prctl(2), PR_SET_PDEATHSIG
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     question = json.loads(Path(asked).read_text("utf-8"))
     resource.setrlimit(resource.RLIMIT_DATA, (question["memory"],) * 2)
     sys.path += [path for path in question["path"] if path not in sys.path]
