@@ -607,9 +607,7 @@ def test_a_loss_is_an_error_whether_a_load_can_be_asked_or_not(
     told: list[str] | None, auto: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing else is there that an earlier version could have called otherwise."""
-    from fastshard.checkpoint import promised
-
-    monkeypatch.setattr(promised, "complaints", lambda *_: told)
+    monkeypatch.setattr(from_transformers, "complaints", lambda *_: told)
     damaged(auto[0], **{UP: None})
     assert cli("verify", auto[0]).having("FS102", severity="error", tensor=UP)
     # What is there besides may be it.

@@ -43,6 +43,7 @@ OTHERS = {
     "clean",
     "check-storage",
     "copy-local",
+    "expected",
     "explain",
     "completion",
     "man",

@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.errors import FastshardError, Finding
-from ..expected.comparison import LAYER
-from ..expected.from_config import holds_embedding
-from ..expected.from_transformers import class_name, complaints, list_for, roster_of
 from ..layouts.declaration import is_state
 from ..layouts.wrapper_names import wrapped
 from .drafting import Merged, Opened, Promised
@@ -31,6 +28,11 @@ _MISSING = ("FS102", "FS103")
 def with_promised(opened: Opened) -> Opened:
     """The opened checkpoint with the list of what its config promises, where that is asked for and nothing says more."""
     if not _is_wanted(opened):
+        return opened
+    # What few checkpoints need is imported for these.
+    from ..expected.from_transformers import class_name, list_for
+
+    if class_name(opened.source.model.config or {}) is None:
         return opened
     config, file = opened.source.model.config or {}, opened.source.model.config_file
     if (free := _available()) is not None and free < _NEEDED:
@@ -55,7 +57,6 @@ def _is_wanted(opened: Opened) -> bool:
         and source.layout is None
         and not model.is_part
         and bool(model.hf_names or model.no_table)
-        and class_name(config) is not None
         and isinstance(config.get("model_type"), str)
         and not any(config.get(key) for key in ("quantization_config", "compression_config"))
     )
@@ -80,12 +81,14 @@ def judged(
     Where nothing differs, the finding that says so is among them (`FS109`, whose evidence is who listed the tensors). An unexpected
     tensor is a note: a load leaves it out. A loader knows more spellings than a list: what neither has is missing.
     """
-    from ..expected.reference import Reference
-    from .reference_sides import compared, fitting
-
     listed = None if opened.promised is None else opened.promised.listed
     if listed is None or request.is_narrowed:
         return [], ""
+    from ..expected.from_config import holds_embedding
+    from ..expected.from_transformers import complaints, roster_of
+    from ..expected.reference import Reference
+    from .reference_sides import compared, fitting
+
     called = f"{listed.model_class} of transformers {listed.transformers}"
     model = opened.source.model
     tensors = merged.draft.tensors()
@@ -135,6 +138,8 @@ def _counted(finding: Finding, part: Collection[str] | None) -> Finding:
     if finding.code == "FS207" and finding.expected is None:
         return finding.replace(severity="note", help=None)
     if part is not None and finding.code in _MISSING:
+        from ..expected.comparison import LAYER
+
         layer = LAYER.match(finding.tensor or "")
         near = f"{layer[1]}{layer[2]}." if layer else f"{(finding.tensor or '').rpartition('.')[0]}."
         if finding.code == "FS103" or not any(name.startswith(near) for name in part):
