@@ -48,9 +48,11 @@ show fastshard verify model
 show fastshard diff original model
 [ -z "$oracle" ] || show python ../examples/compare_logits.py original model
 
-say "3/3 four ranks of 1 GiB in all"
+# Less where that is only to be tried.
+size=${FASTSHARD_DEMO_SIZE:-1GiB}
+say "3/3 four ranks of $size in all"
 if [ "$(df -Pk . | awk 'NR == 2 { print $4 }')" -gt 4000000 ]; then
-  show python ../benches/synthetic.py big --size 1GiB
+  show python ../benches/synthetic.py big --size "$size"
   show fastshard merge big merged
   rm -rf big merged
 else
