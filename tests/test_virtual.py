@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from fastshard.conversion.safe_open import Slice
 from helpers import FIXTURES, HF, NEOX, STEP, copy, edit_pt, layer_file
 from safetensors import safe_open as safe_open_of_others
 from safetensors.torch import load_file, save_file
@@ -201,7 +202,7 @@ def test_only_the_rows_asked_for_are_read(monkeypatch: pytest.MonkeyPatch) -> No
         fastshard.Tensor, "_bytes", lambda self, start, length, **how: asked.append(length) or real(self, start, length, **how)
     )  # fmt: skip
     row = tensor.nbytes // tensor.shape[0]
-    assert fastshard.conversion.safe_open.Slice(tensor)[3:5].shape[0] == 2 and tensor[3:5].shape[0] == 2
+    assert Slice(tensor)[3:5].shape[0] == 2 and tensor[3:5].shape[0] == 2
     assert asked == [2 * row, 2 * row]
 
 
