@@ -66,12 +66,7 @@ def in_process(config: dict[str, Any]) -> fastshard.ExpectedTensors:
     told = transformers_worker.listed(
         {"config": from_transformers.cleaned(config), "class": config["architectures"][0]}
     )
-    names = {torch_name: name for name, torch_name in from_transformers.TORCH_NAMES.items()}
-    for part in ("tensors", "in_memory"):
-        told[part] = [[name, names[dtype], shape] for name, dtype, shape in told[part]]
-    return from_transformers.from_document(
-        {"schema": from_transformers.SCHEMA, "quantised": False, **told}, "memory"
-    )
+    return from_transformers.from_document(from_transformers.document_of(told), "memory")
 
 
 @pytest.fixture
@@ -331,19 +326,17 @@ def damaged(folder: Path, **changed: Any) -> None:
 UP = "model.layers.1.mlp.experts.2.up_proj.weight"
 
 
+DAMAGES = [
+    ({UP: None}, "FS102"),
+    ({UP: torch.ones(24, 32)}, "FS208"),
+    ({UP: torch.randn(32, 48)}, "FS201"),
+    ({"model.norm.weight": None}, "FS102"),
+    ({f"model.layers.2.mlp.experts.3.{part}_proj.weight": None for part in ("up", "gate", "down")}, "FS102"),
+]
+
+
 @pytest.mark.parametrize(
-    ("change", "code"),
-    [
-        ({UP: None}, "FS102"),
-        ({UP: torch.ones(24, 32)}, "FS208"),
-        ({UP: torch.randn(32, 48)}, "FS201"),
-        ({"model.norm.weight": None}, "FS102"),
-        ({"model.of_another.weight": torch.ones(3)}, "FS207"),
-        (
-            {f"model.layers.2.mlp.experts.3.{part}_proj.weight": None for part in ("up", "gate", "down")},
-            "FS102",
-        ),
-    ],
+    ("change", "code"), [*DAMAGES, ({"model.of_another.weight": torch.ones(3)}, "FS207")]
 )
 @pytest.mark.parametrize("by", ["list", "config"])
 def test_damages_are_found_by_name(
@@ -435,19 +428,7 @@ def auto(
 CALLED = f"OlmoeForCausalLM of transformers {transformers.__version__}"
 
 
-@pytest.mark.parametrize(
-    ("change", "code"),
-    [
-        ({UP: None}, "FS102"),
-        ({UP: torch.ones(24, 32)}, "FS208"),
-        ({UP: torch.randn(32, 48)}, "FS201"),
-        ({"model.norm.weight": None}, "FS102"),
-        (
-            {f"model.layers.2.mlp.experts.3.{part}_proj.weight": None for part in ("up", "gate", "down")},
-            "FS102",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("change", "code"), DAMAGES)
 def test_what_the_config_promises_is_looked_for_by_itself(
     change: dict[str, Any], code: str, auto: tuple[Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:

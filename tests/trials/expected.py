@@ -104,11 +104,7 @@ def listed(folder: Path) -> from_transformers.ExpectedTensors:
     config = json.loads((folder / "config.json").read_text())
     asked = {"config": from_transformers.cleaned(config), "class": config["architectures"][0]}
     told = transformers_worker.listed(asked)
-    for part in ("tensors", "in_memory"):
-        told[part] = [[n, from_transformers._DTYPES[d], s] for n, d, s in told[part]]
-    return from_transformers.from_document(
-        {"schema": from_transformers.SCHEMA, "quantised": False, **told}, str(folder)
-    )
+    return from_transformers.from_document(from_transformers.document_of(told), str(folder))
 
 
 def differences(

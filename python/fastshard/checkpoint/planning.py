@@ -26,6 +26,7 @@ from .drafting import Merged, Opened, draft_of, movable, taken, with_masters
 from .grouping import HeldFile, grouped, with_effects
 from .mapped_files import Maps
 from .plan_findings import asked_for, evidence, left_out_for_one_reason, quantised, unproven, weights_taken
+from .proof import listed_by
 
 #: Errors of a tensor that is missing, or of which a part is missing or does not fit.
 _NOT_WHOLE = ("FS102", "FS103", "FS111", "FS201", "FS202", "FS203", "FS204", "FS205", "FS206", "FS208")
@@ -212,12 +213,13 @@ class _Draft:
 def _made(opened: Opened, request: Request) -> Plan:
     draft = _drafted(opened, request)
     told = _judged(draft)
+    by = listed_by(told)
     errors = [*draft.findings, *draft.causes.left(draft.found), *told]
     completed = Completed()
     if draft.target is not None and not any(finding.severity == "error" for finding in errors):
         completed = _completed(draft, draft.target)
         # What a list proves no other finding calls unproven.
-        of_target = [f for f in completed.findings if f.code != "FS109" or not _proven_by(told)]
+        of_target = [f for f in completed.findings if f.code != "FS109" or by is None]
         told += of_target + padding(draft.source, draft.axes, request.tokenizer)
     keeps_names = draft.target is not None and draft.target.keeps_names
     texts = dict(completed.texts)
@@ -238,7 +240,7 @@ def _made(opened: Opened, request: Request) -> Plan:
     each = opened.gate.judged(findings)
     held = [HeldFile(draft.paths[unit.file], unit.coords) for unit in draft.source.units]
     source = draft.source
-    if (by := _proven_by(told)) is not None:
+    if by is not None:
         values = {**source.values, "expected_tensors": by}
         source = replace(source, provable=True, referenced=True, values=values)
     return Plan(
@@ -254,11 +256,6 @@ def _made(opened: Opened, request: Request) -> Plan:
         draft.causes,
         each,
     )
-
-
-def _proven_by(told: list[Finding]) -> str | None:
-    """Who listed the tensors that are there; None where no list was compared, or something is missing."""
-    return next((f.evidence for f in told if f.code == "FS109" and f.evidence), None)
 
 
 def _drafted(opened: Opened, request: Request) -> _Draft:
@@ -319,7 +316,7 @@ def _judged(draft: _Draft) -> list[Finding]:
             by_list = both.left(by_list)
             by_layers = beside_list(by_layers, by_list)
         told += [*by_layers, *by_list]
-    if not source.provable and _proven_by(by_list) is None:
+    if not source.provable and listed_by(by_list) is None:
         told.append(unproven(source, seen, why))
     if opened.reference is not None:
         from .reference_sides import compared

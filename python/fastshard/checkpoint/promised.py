@@ -11,6 +11,7 @@ from ..common.errors import FastshardError, Finding
 from ..layouts.declaration import is_state
 from ..layouts.wrapper_names import wrapped
 from .drafting import Merged, Opened, Promised
+from .proof import listed_by
 
 if TYPE_CHECKING:
     from ..layouts.declaration import Source
@@ -32,9 +33,9 @@ def with_promised(opened: Opened) -> Opened:
     # What few checkpoints need is imported for these.
     from ..expected.from_transformers import class_name, list_for
 
-    if class_name(opened.source.model.config or {}) is None:
-        return opened
     config, file = opened.source.model.config or {}, opened.source.model.config_file
+    if class_name(config) is None:
+        return opened
     if (free := _available()) is not None and free < _NEEDED:
         return replace(
             opened, promised=Promised(None, "transformers was not asked: less than 1 GiB of memory is free")
@@ -87,7 +88,7 @@ def judged(
     from ..expected.from_config import holds_embedding
     from ..expected.from_transformers import complaints, roster_of
     from ..expected.reference import Reference
-    from .reference_sides import compared, fitting
+    from .reference_sides import fitting, judged_of
 
     called = f"{listed.model_class} of transformers {listed.transformers}"
     model = opened.source.model
@@ -100,9 +101,9 @@ def judged(
             roster = roster_of(listed, in_memory)
             reference = Reference(called, roster, model.config, model.config_file, listed=listed)
             at = replace(opened, reference=reference)
-            fits.append((fitting(at, reference, request, merged), not in_memory, at, reference))
-        _, on_disk, at, reference = max(fits, key=lambda one: one[:2])
-        told = compared(at, reference, request, merged, named)
+            fits.append((*fitting(at, reference, request, merged), not in_memory, reference))
+        _, sides, on_disk, reference = max(fits, key=lambda one: (one[0], one[2]))
+        told = judged_of(sides, reference, request, named)
     except FastshardError as error:
         return [], f"{called}: {error.findings[0].message}"
     shapes = {name: (tuple(whole), kind) for name, kind, _, _, whole, _ in tensors if not is_state(name)}
@@ -118,7 +119,7 @@ def judged(
     if any(f.code == "FS207" for f in told):
         # Some names are others: they may be what is missing, as an earlier version spelled it.
         stored = [(name, kind, whole) for name, kind, _, _, whole, _ in tensors]
-        missed = complaints(model.config or {}, str(model.config_file or "config.json"), stored)
+        missed = complaints(model.config or {}, stored)
         if missed == []:
             return [_proven(called, len(stored), "as from_pretrained reads their names")], ""
         if missed is None or "auto_map" in (model.config or {}):
@@ -164,6 +165,6 @@ def beside_list(seen: list[Finding], by_list: list[Finding]) -> list[Finding]:
     """
     if any(f.severity == "error" and f.code in _MISSING for f in by_list):
         return [f for f in seen if f.code not in _MISSING]
-    if any(f.code == "FS109" and f.evidence for f in by_list):
+    if listed_by(by_list) is not None:
         return [f.replace(severity="warning") if f.severity == "error" else f for f in seen]
     return seen

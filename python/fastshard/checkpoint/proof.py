@@ -8,7 +8,7 @@ from typing import Any
 
 from ..common.errors import UNPROVEN, Finding
 
-__all__ = ["Checked", "checked", "not_checked", "not_proven"]
+__all__ = ["Checked", "checked", "listed_by", "not_checked", "not_proven"]
 
 #: How the verification of a checkpoint ends in which nothing wrong was found.
 CONTENTS, COMPLETE, PARTLY = "contents_checked", "complete", "partly_checked"
@@ -70,11 +70,21 @@ def checked(
     """
     vouched = list(vouched)
     findings = list(findings)
-    by = next((f.evidence for f in findings if f.code == "FS109" and f.evidence), None)
     unnoticed = [*(told for f in findings if (told := _left_open(f)) is not None), *unnoticed]
     if vouched:
         return Checked(CONTENTS, vouched, part=part)
-    return Checked(PARTLY if unnoticed else COMPLETE, list(partial), list(dict.fromkeys(unnoticed)), part, by)
+    return Checked(
+        PARTLY if unnoticed else COMPLETE,
+        list(partial),
+        list(dict.fromkeys(unnoticed)),
+        part,
+        listed_by(findings),
+    )
+
+
+def listed_by(findings: Iterable[Finding]) -> str | None:
+    """Who listed the tensors that are all there; None where no list was compared, or something differs."""
+    return next((f.evidence for f in findings if f.code == "FS109" and f.evidence), None)
 
 
 def _left_open(finding: Finding) -> str | None:

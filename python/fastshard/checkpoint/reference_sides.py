@@ -66,12 +66,22 @@ def compared(
 ) -> list[Finding]:
     """What a reference has that a draft has not, or has in another form; ``named`` are tensors of which an error is known."""
     sides = sides_of(opened, reference, request, _planned(opened, merged), merged.asked)
+    return judged_of(sides, reference, request, named)
+
+
+def judged_of(
+    sides: Iterable[Side], reference: Reference, request: Request, named: Iterable[str | None]
+) -> list[Finding]:
+    """What a reference has that these tensors have not, or have in another form."""
     return judged(sides, reference, request.wants, DTYPES[request.dtype], named)
 
 
-def fitting(opened: Opened, reference: Reference, request: Request, merged: Merged) -> float:
-    """The part of a reference's names that the checkpoint has: 0 to 1."""
-    return fit(sides_of(opened, reference, request, _planned(opened, merged), merged.asked), reference)
+def fitting(
+    opened: Opened, reference: Reference, request: Request, merged: Merged
+) -> tuple[float, list[Side]]:
+    """The part of a reference's names that the checkpoint has, 0 to 1, and the sides that it was looked for in."""
+    sides = list(sides_of(opened, reference, request, _planned(opened, merged), merged.asked))
+    return fit(sides, reference), sides
 
 
 def _planned(opened: Opened, merged: Merged) -> Side:

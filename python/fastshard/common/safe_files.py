@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from .. import _core
 from . import memory_budget
@@ -184,6 +186,21 @@ def read_text(path: StrPath, limit: int, *, label: str | None = None, code: str 
         raise FastshardError.of(
             "FS211", f"not UTF-8 text: {error.reason} at byte {error.start}", file=label or os.fspath(path)
         ) from None
+
+
+def read_object(path: StrPath, limit: int) -> dict[str, Any]:
+    """The JSON object that a regular file holds.
+
+    Raises:
+        FastshardError: as :func:`read_text`; ``FS211`` if it is too large or holds no JSON object.
+    """
+    try:
+        content = json.loads(read_text(path, limit, code="FS211"))
+    except (ValueError, RecursionError) as error:
+        raise FastshardError.of("FS211", f"not valid JSON: {error}", file=os.fspath(path)) from None
+    if not isinstance(content, dict):
+        raise FastshardError.of("FS211", "not a JSON object", file=os.fspath(path))
+    return content
 
 
 def stand_in(path: StrPath, label: str | None = None) -> Finding | None:

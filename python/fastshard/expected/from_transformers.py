@@ -30,7 +30,7 @@ from ..common.options import StrPath
 from . import cached_lists
 
 __all__ = [
-    "SCHEMA", "ExpectedTensor", "ExpectedTensors", "class_name", "complaints", "expected_tensors", "from_document", "list_for", "roster_of",
+    "SCHEMA", "ExpectedTensor", "ExpectedTensors", "class_name", "complaints", "document_of", "expected_tensors", "from_document", "is_model", "list_for", "roster_of",
     "unexpected_allowed",
 ]  # fmt: skip
 
@@ -216,11 +216,8 @@ def expected_tensors(
             file=os.fspath(path),
             help="name a config.json, or a directory that has one",
         )
-    try:
-        config = json.loads(safe_files.read_text(file, safe_files.MAX_CONFIG, code="FS211"))
-    except (ValueError, RecursionError) as error:
-        raise FastshardError.of("FS211", f"not valid JSON: {error}", file=str(file)) from None
-    if not isinstance(config, dict) or not ({"model_type", "architectures"} & config.keys()):
+    config = safe_files.read_object(file, safe_files.MAX_CONFIG)
+    if not is_model(config):
         raise FastshardError.of(
             "FS211", "not the config of a model", file=str(file), expected="model_type", got="no such key"
         )
@@ -260,16 +257,23 @@ def list_for(
             found = from_document(kept, "the cache")
             if found.transformers == version and name in (None, found.model_class) and len(found):
                 return found
-    told = _asked(asked, file, version, timeout, memory)
+    told = _asked(asked, timeout, memory)
     if "error" in told:
         raise _refused(told, config, file, version)
-    for part in ("tensors", "in_memory"):
-        told[part] = [[tensor, _DTYPES.get(dtype, dtype), shape] for tensor, dtype, shape in told[part]]
-    document = {"schema": SCHEMA, **told, "quantised": quantised}
+    document = document_of(told, quantised)
     made = from_document(document, file)
     if keeps:
         cached_lists.keep(key, document)
     return made
+
+
+def document_of(told: Mapping[str, Any], quantised: bool = False) -> dict[str, Any]:
+    """The document of a worker's answer, with dtypes as safetensors spells them."""
+    tensors = {
+        part: [[name, _DTYPES.get(dtype, dtype), shape] for name, dtype, shape in told[part]]
+        for part in ("tensors", "in_memory")
+    }
+    return {"schema": SCHEMA, **told, **tensors, "quantised": quantised}
 
 
 def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -280,6 +284,11 @@ def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     ]
 
 
+def is_model(config: Mapping[str, Any] | None) -> bool:
+    """True for the config of a model, which others of the name are not."""
+    return config is not None and bool(config.keys() & {"model_type", "architectures"})
+
+
 def class_name(config: Mapping[str, Any]) -> str | None:
     """The class that a config names first; None if it names none."""
     named = config.get("architectures")
@@ -288,22 +297,17 @@ def class_name(config: Mapping[str, Any]) -> str | None:
 
 
 def complaints(
-    config: Mapping[str, Any], file: str, stored: Iterable[tuple[str, str, Sequence[int]]]
+    config: Mapping[str, Any], stored: Iterable[tuple[str, str, Sequence[int]]]
 ) -> list[str] | None:
     """What from_pretrained would complain about, given what is stored: missing tensors, and those of another shape.
 
     Args:
-        config: content of config.json.
-        file: its path, for messages.
+        config: content of the config.json that was listed.
         stored: names, dtypes (as safetensors spells them) and shapes.
 
     Returns:
         Names or messages; None if nothing can tell.
     """
-    try:
-        version = _installed(file)
-    except FastshardError:
-        return None
     told = _asked(
         {
             "config": cleaned(config),
@@ -312,8 +316,6 @@ def complaints(
                 (name, TORCH_NAMES.get(dtype, "float32"), list(shape)) for name, dtype, shape in stored
             ],
         },
-        file,
-        version,
         TIMEOUT,
         MEMORY,
     )
@@ -388,7 +390,7 @@ def _environment(own: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _asked(asked: dict[str, Any], file: str, version: str, timeout: float, memory: int) -> dict[str, Any]:
+def _asked(asked: dict[str, Any], timeout: float, memory: int) -> dict[str, Any]:
     """What the worker answers, within its limits."""
     if not sys.executable:
         return {"error": "there is no Python to run it by (sys.executable)", "kind": "import"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +17,7 @@ from ..common.options import StrPath
 from ..layouts.declaration import Source, is_state
 from ..layouts.wrapper_names import bare
 from ..models import config_json
-from .from_transformers import ExpectedTensors, from_document, list_for, roster_of
+from .from_transformers import ExpectedTensors, from_document, is_model, list_for, roster_of
 
 __all__ = ["Reference", "Whole", "read"]
 
@@ -26,8 +25,6 @@ __all__ = ["Reference", "Whole", "read"]
 _INDEX = ".index.json"
 #: A file that says itself that it is one of several.
 _SHARD = re.compile(r"-\d+-of-(\d+)\.(safetensors|bin)$")
-#: Keys that tell the config of a model from others of the name.
-_TELLING = ("model_type", "architectures")
 
 
 @dataclass(frozen=True)
@@ -148,7 +145,7 @@ def _read(at: Path, given: str, opened: Callable[[Path], Whole]) -> Reference:
     if at.is_file() and at.name.endswith(_INDEX):
         return _of_index(at, given, opened)
     if at.is_file() and at.suffix == ".json":
-        content = _json(at, safe_files.MAX_INDEX)
+        content = safe_files.read_object(at, safe_files.MAX_INDEX)
         return (
             _of_list(from_document(content, given), given) if "schema" in content else _of_config(at, given)
         )
@@ -165,7 +162,7 @@ def _read(at: Path, given: str, opened: Callable[[Path], Whole]) -> Reference:
         )
     whole = opened(at)
     config, file = whole.source.model.config, whole.source.model.config_file
-    if file is None or not _is_model(config):
+    if file is None or not is_model(config):
         config, file = _beside(at)
     roster = _core.Roster(list(_entries(whole)))
     places = whole.source.places if at.is_dir() else []
@@ -207,7 +204,7 @@ def _entries(whole: Whole) -> Iterable[tuple[str, list[int | None] | None, str |
 
 def _of_index(at: Path, given: str, opened: Callable[[Path], Whole]) -> Reference:
     """By an index: headers where all its files lie beside it, else names alone."""
-    content = _json(at, safe_files.MAX_INDEX)
+    content = safe_files.read_object(at, safe_files.MAX_INDEX)
     listed = content.get("weight_map")
     if not isinstance(listed, dict) or not listed or not all(isinstance(n, str) for n in listed.values()):
         raise FastshardError.of("FS211", "the index has no weight_map", file=given)
@@ -245,8 +242,8 @@ def _of_index(at: Path, given: str, opened: Callable[[Path], Whole]) -> Referenc
 
 
 def _of_config(at: Path, given: str) -> Reference:
-    config = _json(at, safe_files.MAX_CONFIG)
-    if not _is_model(config):
+    config = safe_files.read_object(at, safe_files.MAX_CONFIG)
+    if not is_model(config):
         raise FastshardError.of(
             "FS211",
             "it is no model's config",
@@ -282,25 +279,11 @@ def _of_list(listed: ExpectedTensors, given: str) -> Reference:
     return Reference(given, roster_of(listed), listed=listed)
 
 
-def _json(at: Path, limit: int) -> dict[str, Any]:
-    try:
-        content = json.loads(safe_files.read_text(at, limit, code="FS211"))
-    except (ValueError, RecursionError) as error:
-        raise FastshardError.of("FS211", f"not valid JSON: {error}", file=str(at)) from None
-    if not isinstance(content, dict):
-        raise FastshardError.of("FS211", "not a JSON object", file=str(at))
-    return content
-
-
-def _is_model(config: Mapping[str, Any] | None) -> bool:
-    return config is not None and any(key in config for key in _TELLING)
-
-
 def _beside(at: Path) -> tuple[dict[str, Any] | None, Path | None]:
     """The config.json that lies in or beside it, if there is one of a model."""
     folder = Folder.named(at) if at.is_dir() else Folder(at.parent, linked(at.parent), at)
     file = folder.file("config.json")
     if file is None:
         return None, None
-    config = _json(file, safe_files.MAX_CONFIG)
-    return (config, file) if _is_model(config) else (None, None)
+    config = safe_files.read_object(file, safe_files.MAX_CONFIG)
+    return (config, file) if is_model(config) else (None, None)

@@ -19,18 +19,8 @@ from .densities import Steps
 
 __all__ = ["SERIES", "Chart", "densities", "logarithmic", "svg", "undrawn"]
 
-#: Series that a picture tells apart, each by a colour and a symbol.
+#: Series that a picture tells apart, each by a colour.
 SERIES = 8
-_SHAPES = (
-    "circle",
-    "square",
-    "cross",
-    "diamond",
-    "triangle-up",
-    "triangle-down",
-    "triangle-right",
-    "triangle-left",
-)
 #: Colours of specs, which stand for classes of the page. Nothing else is drawn.
 _INK, _MUTED, _GRID = "#010101", "#010102", "#010103"
 _OF_SERIES = tuple(f"#0101{0x10 + i:02x}" for i in range(SERIES))

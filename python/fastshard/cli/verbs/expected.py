@@ -56,8 +56,8 @@ def _refuse_other(at: Path) -> None:
     """
     if at.exists() or at.is_symlink():
         try:
-            from_document(json.loads(safe_files.read_text(at, safe_files.MAX_INDEX)), str(at))
-        except (FastshardError, ValueError, RecursionError):
+            from_document(safe_files.read_object(at, safe_files.MAX_INDEX), str(at))
+        except FastshardError:
             raise FastshardError.of(
                 "FS504",
                 "the file exists and is no list of expected tensors",
