@@ -42,10 +42,37 @@ FAMILIES: dict[str, dict[str, Any]] = {
 CHOSEN = ("clip", "t5", "vit", "wav2vec2")
 
 
+#: Classes with heads, most of whose names in memory are others than on disk, by the sizes of their configs.
+WHOLE: dict[str, dict[str, Any]] = {
+    "MixtralForCausalLM": SIZES | {"num_key_value_heads": 2, "num_local_experts": 4},
+    "Qwen3MoeForCausalLM": SIZES | {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+                                    "moe_intermediate_size": 24},
+    "OlmoeForCausalLM": SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "eos_token_id": 2, "tie_word_embeddings": True},
+    "Qwen2_5_VLForConditionalGeneration": {
+        "text_config": SIZES | {"num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]},
+                                "bos_token_id": 1, "eos_token_id": 2},
+        "vision_config": {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32}},
+    "LlavaForConditionalGeneration": {"text_config": SIZES | {"model_type": "llama"},
+                                      "vision_config": VISION | {"model_type": "clip_vision_model"}},
+    "WhisperForConditionalGeneration": {
+        "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 96,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_mel_bins": 8, "max_source_positions": 16,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+    "T5ForConditionalGeneration": FAMILIES["t5"],
+}  # fmt: skip
+#: Of these: experts that are fused, and another prefix.
+WHOLE_CHOSEN = ("OlmoeForCausalLM", "LlavaForConditionalGeneration")
+
+
 def made(family: str) -> Any:
-    """A model without a head, whose names begin with no word for all of it."""
+    """A model of a family without a head, whose names begin with no word for all of it; or one of a class with a head."""
     torch.manual_seed(5)
-    model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(family, **FAMILIES[family]))
+    if family in WHOLE:
+        kind = getattr(transformers, family)
+        model = kind(kind.config_class(**WHOLE[family]))
+    else:
+        config = transformers.AutoConfig.for_model(family, **FAMILIES[family])
+        model = transformers.AutoModel.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -63,6 +90,8 @@ def inputs(model: Any) -> dict[str, torch.Tensor]:
         return {"pixel_values": pixels}
     if model.main_input_name == "input_values":
         return {"input_values": torch.randn(1, 400)}
+    if model.main_input_name == "input_features":
+        return {"input_features": torch.randn(1, 8, 32), "decoder_input_ids": ids}
     decoder = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     return {"input_ids": ids, **decoder}
 

@@ -17,14 +17,15 @@ sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
     """A case's folder, by name and number of ranks; not to be changed."""
     import fsdp_maker
-    from families_maker import CHOSEN, FAMILIES
+    from families_maker import CHOSEN, FAMILIES, WHOLE, WHOLE_CHOSEN
 
     # What is made at once, and with how many ranks.
     launches = [
-        (2, ["fsdp2", *CHOSEN]),
+        (2, ["fsdp2", *CHOSEN, *WHOLE_CHOSEN]),
         (3, ["fsdp2", "tied"]),
         (4, list(fsdp_maker.CASES)),
         (2, [name for name in FAMILIES if name not in CHOSEN]),
+        (2, [name for name in WHOLE if name not in WHOLE_CHOSEN]),
     ]
     base = tmp_path_factory.getbasetemp()
     # Workers of one run share what they make.

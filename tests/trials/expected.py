@@ -5,7 +5,8 @@
 
 Each family is built from its default config with few and narrow layers and saved. The list of the saved config.json must have the
 names, shapes and dtypes of the files. `verify` by itself must accept the save, under the names on disk and, as a trainer saves
-them, under those in memory; it must find each of some damages in both. Prints a line for each difference and a table; the
+them, under those in memory; it must find each of some damages in both. Where the names in memory are others, a save under
+these is converted with the config and must have the names and the values of `save_pretrained`. Prints a line for each difference and a table; the
 exit code is 1 if there is any.
 """
 
@@ -161,9 +162,7 @@ def errors(at: Path) -> list[str]:
 
 def judge(folder: Path, model: Any, caught: Counter[str]) -> list[str]:
     """What is said wrongly of good saves, and of damaged ones."""
-    with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(file, "pt")) for file in folder.glob("*.safetensors")]
-        on_disk = {name: one.get_tensor(name) for one in opened for name in one.keys()}  # noqa: SIM118
+    on_disk = content(folder)
     in_memory = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     ties = {name for group in transformers_worker.tied(model) for name in group}
     wrong = []
@@ -187,6 +186,33 @@ def judge(folder: Path, model: Any, caught: Counter[str]) -> list[str]:
             if not errors(bad):
                 wrong.append(f"{what}, names {spelling}: not found")
     return wrong
+
+
+def rewritten(folder: Path, model: Any) -> list[str]:
+    """What differs between a save under the names in memory, once it is converted with the config, and the model's own."""
+    memory, out = folder.with_name("memory"), folder.with_name("out")
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    dcp.save({"model": state}, checkpoint_id=memory, no_dist=True)
+    try:
+        fastshard.convert(memory, out, to="hf", like=folder / "config.json")
+    except fastshard.FastshardError as error:
+        return [f"not rewritten: {f.code} {f}"[:300] for f in error.findings[:2]]
+    want, got = content(folder), content(out)
+    # Of tied tensors a trainer may save each.
+    ties = {name for group in transformers_worker.tied(model) for name in group}
+    found = [f"not written: {name}" for name in want.keys() - got.keys()]
+    found += [f"written besides: {name}" for name in got.keys() - want.keys() - ties]
+    found += [
+        f"{name} differs" for name in want.keys() & got.keys() if not torch.equal(want[name], got[name])
+    ]
+    return sorted(found)
+
+
+def content(folder: Path) -> dict[str, torch.Tensor]:
+    """Names and tensors of a directory."""
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(file, "pt")) for file in folder.glob("*.safetensors")]
+        return {name: one.get_tensor(name) for one in opened for name in one.keys()}  # noqa: SIM118
 
 
 def ask_here() -> None:
@@ -222,6 +248,7 @@ def main() -> int:
     counts: Counter[tuple[str, str]] = Counter()
     caught: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
+    renamed: Counter[str] = Counter()
     failed = 0
     for kind, classes in KINDS.items():
         chosen = [(t, c) for t, c in classes.items() if options.only in (None, t)][: options.count]
@@ -247,6 +274,9 @@ def main() -> int:
                     if not wrong and how == "small" and judged < options.judge:
                         judged += 1
                         wrong = judge(folder, model, caught)
+                    if not wrong and list_.made:
+                        renamed[kind] += 1
+                        wrong = rewritten(folder, model)
                 except Exception as error:
                     wrong = [f"no list: {type(error).__name__}: {str(error)[:160]}"]
             counts[kind, "wrong" if wrong else "exact"] += 1
@@ -258,6 +288,7 @@ def main() -> int:
     for kind in KINDS:
         print(" ".join([kind.ljust(16), *(str(counts[kind, c]).rjust(10) for c in columns)]))
     print("damages tried: " + ", ".join(f"{what} {n}" for what, n in sorted(caught.items())))
+    print("rewritten from names in memory: " + ", ".join(f"{kind} {n}" for kind, n in renamed.items()))
     for why, n in reasons.most_common(12):
         print(f"{n:4} not built: {why}")
     return bool(failed)

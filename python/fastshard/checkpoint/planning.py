@@ -363,7 +363,7 @@ def _all_findings(
 def _asked(
     source: Source, target: Target | None, request: Request, form: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """What the core is asked to draft; ``form`` is that of a merge whose names are a reference's."""
+    """What the core is asked to draft; ``form`` is that of a result whose names are a reference's."""
     side = source.to_request(request.weights, request.optimizer)
     asked: dict[str, Any] = {
         "source": side,
@@ -377,7 +377,7 @@ def _asked(
     if form is not None:
         asked["target"] = form
     if target is not None:
-        asked["target"] = target.side()
+        asked["target"] = target.side() if form is None else {**target.side(), **form, "name": target.name}
         if source.optimizer.rules is not None and not target.is_container:
             side["layout"] = source.optimizer.rules(target.keeps_step, request.optimizer)
     return asked

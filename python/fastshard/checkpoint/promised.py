@@ -14,6 +14,7 @@ from .drafting import Merged, Opened, Promised
 from .proof import listed_by
 
 if TYPE_CHECKING:
+    from ..expected.from_transformers import ExpectedTensors
     from ..layouts.declaration import Source
     from ..targets.request import Request
 
@@ -113,6 +114,8 @@ def judged(
     count = len(reference.roster or ())
     if not wrong:
         spelling = "" if on_disk else "by their names in memory"
+        if not on_disk and request.to == "hf":
+            return [_names_in_memory(called, listed, [name for name, *_ in tensors])], ""
         partly = any(f.severity == "warning" for f in told)
         rest = [f for f in told if f.code != "FS109"]
         return (rest, "") if partly else ([*rest, _proven(called, count, spelling)], "")
@@ -155,6 +158,18 @@ def _proven(called: str, count: int, spelling: str = "") -> Finding:
         severity="note",
         file="config.json",
         evidence=f"{called} ({count:,} tensors)",
+    )
+
+
+def _names_in_memory(called: str, listed: ExpectedTensors, names: list[str]) -> Finding:
+    """That a result would have names that its format has not; what is installed does not decide what is written."""
+    disk = {t.name for t in listed.tensors}
+    odd = [name for name in names if name not in disk and not is_state(name)]
+    return Finding.of(
+        "FS209",
+        f"{len(odd)} tensors have names that {called} has in memory, and save_pretrained writes others",
+        tensor=odd[0] if odd else None,
+        help="pass --like config.json to write the names on disk; `fastshard merge` keeps those in memory",
     )
 
 

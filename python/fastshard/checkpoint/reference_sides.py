@@ -98,7 +98,7 @@ def as_referenced(
     A model that a table describes takes the table's form, others move prefixes of their names.
     """
     roster = reference.roster
-    if roster is None or source.weights_prefix:
+    if source.weights_prefix:
         return source, None, ""
     if request.to is not None:
         target = target_of(source, request)
@@ -115,22 +115,95 @@ def as_referenced(
         "exclude": (),
     }
     side = Side(draft_of(opened.catalog, asked), source, below=True)
+    if source.layout is None and (by_list := as_written(source, side, reference)) is not None:
+        return by_list
     if source.layout is not None:
         shaped, form = by_table(source, side, request)
         if form is None:
             return source, None, ""
         asked |= {"source": shaped.to_request(request.weights), "target": form}
         other = Side(draft_of(opened.catalog, asked), shaped, below=True)
-        return (shaped, form, "") if gain(other, side, roster) > 0 else (source, None, "")
+        if roster is None:
+            # The table tells the names of a config's model.
+            fits = other.tensors.keys() != side.tensors.keys()
+        else:
+            fits = gain(other, side, roster) > 0
+        return (shaped, form, "") if fits else (source, None, "")
+    if roster is None:
+        return source, None, ""
     way = moves(side, roster, reference.path)
     if way is None:
-        return source, None, ""
+        return _by_config_of(opened, reference, source, side, asked) or (source, None, "")
     note = Finding.of(
         "FS212",
         f"names are written as the reference {reference.path} has them: {way}",
         severity="note",
     )
     return source.as_called(way.names, note), None, str(way)
+
+
+def as_written(source: Source, side: Side, reference: Reference) -> tuple[Source, dict[str, Any], str] | None:
+    """A source under its names in memory, and the form in which transformers writes it; None where the names are others.
+
+    Raises:
+        FastshardError: ``FS514`` for a tensor that has no such form.
+    """
+    from ..expected.names_on_disk import are_in_memory, tables_of
+
+    listed = reference.listed
+    stored = {own for name in side.tensors if (own := side.own(name)) is not None}
+    if listed is None or not listed.made or not are_in_memory(listed, stored):
+        return None
+    in_memory, on_disk = tables_of(listed, stored)
+    beside = _beside(source, side, in_memory)
+    facts = {"tied": True}
+    form = {"name": "merge", "layout": on_disk.with_rules([*on_disk.rules, *beside]), "facts": facts}
+    note = Finding.of(
+        "FS212",
+        f"names are written as save_pretrained of {listed.model_class} writes them (transformers {listed.transformers})",
+        severity="note",
+    )
+    changed = replace(
+        source,
+        table=in_memory.with_rules([*in_memory.rules, *beside]),
+        facts={**source.facts, **facts},
+        findings=[*source.findings, note],
+    )
+    return changed, form, "as save_pretrained writes them"
+
+
+def _by_config_of(
+    opened: Opened, reference: Reference, source: Source, side: Side, asked: dict[str, Any]
+) -> tuple[Source, dict[str, Any], str] | None:
+    """The same by the list of the config of a reference that is a checkpoint, where that gives the names that it has."""
+    from ..expected.from_transformers import class_name, list_for
+
+    roster, config = reference.roster, reference.config
+    if roster is None or not opened.asks_transformers or config is None or class_name(config) is None:
+        return None
+    if not side.draft.compared(roster, source.names, side.outer)["missing"]:
+        return None
+    try:
+        listed = list_for(config, str(reference.config_file))
+    except FastshardError:
+        return None
+    if listed.quantised or (found := as_written(source, side, replace(reference, listed=listed))) is None:
+        return None
+    changed, form, how = found
+    every = {**asked, "source": changed.to_request(), "target": form}
+    other = Side(draft_of(opened.catalog, every), changed, below=True)
+    return (changed, form, how) if gain(other, side, roster) > 0 else None
+
+
+def _beside(source: Source, side: Side, table: _core.Table) -> list[Rule]:
+    """Rules for what lies beside the model, so that it stays as it is."""
+    found: list[Rule] = []
+    for name, (_, shape) in side.tensors.items():
+        own = source.names.get(name, name)
+        if table.rule_of(own) is None:
+            axes = ", ".join(f"beside{len(found)}d{d}" for d in range(len(shape)))
+            found.append(Rule.literal(own, f"[{axes}]", own))
+    return found
 
 
 def by_table(source: Source, side: Side, request: Request) -> tuple[Source, dict[str, Any] | None]:
@@ -145,12 +218,7 @@ def by_table(source: Source, side: Side, request: Request) -> tuple[Source, dict
     form, usual = target.side(), source.usual_table
     if "layout" not in form or usual is None:
         return source, None
-    beside: list[Rule] = []
-    for name, (_, shape) in side.tensors.items():
-        own = source.names.get(name, name)
-        if usual.rule_of(own) is None:
-            axes = ", ".join(f"beside{len(beside)}d{d}" for d in range(len(shape)))
-            beside.append(Rule.literal(own, f"[{axes}]", own))
+    beside = _beside(source, side, usual)
     form |= {"name": "merge", "layout": form["layout"].with_rules([*form["layout"].rules, *beside])}
     return replace(source, table=usual.with_rules([*usual.rules, *beside])), form
 

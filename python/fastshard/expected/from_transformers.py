@@ -16,8 +16,9 @@ import sysconfig
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import _core
 from ..common import safe_files
@@ -30,13 +31,13 @@ from ..common.options import StrPath
 from . import cached_lists
 
 __all__ = [
-    "SCHEMA", "ExpectedTensor", "ExpectedTensors", "class_name", "complaints", "document_of", "expected_tensors", "from_document", "is_model", "list_for", "roster_of",
+    "SCHEMA", "ExpectedTensor", "ExpectedTensors", "Part", "class_name", "complaints", "document_of", "expected_tensors", "from_document", "is_model", "list_for", "patterns", "roster_of",
     "unexpected_allowed",
 ]  # fmt: skip
 
 SCHEMA = "fastshard.expected.v1"
 #: Changes with the rules of this module and of the worker: what they made before is made again.
-RULES = 1
+RULES = 2
 TIMEOUT = 60.0
 #: Private memory that building may take. An import of torch and transformers takes 0.8 GiB, a model on `meta` next to nothing.
 MEMORY = 4 << 30
@@ -73,6 +74,19 @@ class ExpectedTensor:
     shape: tuple[int, ...]
 
 
+class Part(NamedTuple):
+    """A box of a tensor on disk, and where its elements lie in one tensor in memory."""
+
+    #: Name in memory.
+    name: str
+    #: Its first element there.
+    offset: int
+    #: First index of the box in each dimension.
+    start: tuple[int, ...]
+    #: Digits of each dimension, the outermost first: extent, and stride in memory in elements. An extent of 1 has none.
+    dims: tuple[tuple[tuple[int, int], ...], ...]
+
+
 @dataclass(frozen=True)
 class ExpectedTensors:
     """The tensors that a config promises; iterating gives those on disk, ``len`` is their number."""
@@ -86,8 +100,9 @@ class ExpectedTensors:
     tensors: tuple[ExpectedTensor, ...]
     #: As the model holds them.
     in_memory: tuple[ExpectedTensor, ...]
-    #: Names on disk that a tensor in memory has a part in, where they are not its own.
-    mapping: Mapping[str, tuple[str, ...]]
+    #: Names on disk that are no tensor in memory as it is, and the parts that tile each; None for one that is computed. Of tied
+    #: tensors those are among them that are not written.
+    made: Mapping[str, tuple[Part, ...] | None]
     #: Names in memory that are one tensor.
     ties: tuple[tuple[str, ...], ...]
     #: Patterns (regular expressions) of names that may be missing, and of names that may be there besides.
@@ -110,6 +125,15 @@ class ExpectedTensors:
         """Number of elements."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors)
 
+    @cached_property
+    def mapping(self) -> dict[str, tuple[str, ...]]:
+        """Names on disk that a tensor in memory has a part in, where they are not its own."""
+        found: dict[str, dict[str, None]] = {}
+        for name, parts in self.made.items():
+            for part in parts or ():
+                found.setdefault(part.name, {})[name] = None
+        return {name: tuple(disk) for name, disk in found.items() if tuple(disk) != (name,)}
+
     def to_document(self) -> dict[str, Any]:
         """The JSON document that ``--like`` takes."""
         return {
@@ -119,7 +143,7 @@ class ExpectedTensors:
             "transformers": self.transformers,
             "tensors": [[t.name, t.dtype, list(t.shape)] for t in self.tensors],
             "in_memory": [[t.name, t.dtype, list(t.shape)] for t in self.in_memory],
-            "mapping": {name: list(disk) for name, disk in self.mapping.items()},
+            "made": {name: None if parts is None else list(parts) for name, parts in self.made.items()},
             "ties": [list(group) for group in self.ties],
             "may_be_missing": list(self.may_be_missing),
             "may_be_unexpected": list(self.may_be_unexpected),
@@ -146,7 +170,7 @@ def from_document(document: object, file: str) -> ExpectedTensors:
             _text(document["transformers"]),
             _tensors(document["tensors"]),
             _tensors(document["in_memory"]),
-            {_text(name): _texts(disk) for name, disk in document["mapping"].items()},
+            {_text(name): _parts_of(parts) for name, parts in document["made"].items()},
             tuple(_texts(group) for group in document["ties"]),
             _texts(document["may_be_missing"]),
             _texts(document["may_be_unexpected"]),
@@ -172,6 +196,23 @@ def _texts(value: object) -> tuple[str, ...]:
     if not isinstance(value, list):
         raise ValueError("a list in it is none")
     return tuple(map(_text, value))
+
+
+def _parts_of(value: object) -> tuple[Part, ...] | None:
+    if value is None:
+        return None
+    try:
+        return tuple(
+            Part(
+                _text(name),
+                int(offset),
+                tuple(map(int, start)),
+                tuple(tuple((int(n), int(stride)) for n, stride in digits) for digits in dims),
+            )
+            for name, offset, start, dims in value  # type: ignore[attr-defined]
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"a part in it is none: {error}") from None
 
 
 def _tensors(value: object) -> tuple[ExpectedTensor, ...]:
@@ -463,7 +504,7 @@ def roster_of(listed: ExpectedTensors, in_memory: bool = False) -> _core.Roster:
 
     Dtypes are not compared: a model is saved in the dtype that it was trained in, whatever its config says.
     """
-    optional = _patterns(listed.may_be_missing)
+    optional = patterns(listed.may_be_missing)
     shapes = {t.name: t.shape for t in listed.in_memory}
     entries: dict[str, tuple[str, list[int | None] | None, str | None, bool]] = {
         t.name: (t.name, list(t.shape), None, any(p.search(t.name) for p in optional))
@@ -482,7 +523,7 @@ def roster_of(listed: ExpectedTensors, in_memory: bool = False) -> _core.Roster:
     return _core.Roster(list(entries.values()), groups)
 
 
-def _patterns(texts: Iterable[str]) -> list[re.Pattern[str]]:
+def patterns(texts: Iterable[str]) -> list[re.Pattern[str]]:
     """Those of a class's patterns that are some."""
     found = []
     for text in texts:
@@ -493,5 +534,5 @@ def _patterns(texts: Iterable[str]) -> list[re.Pattern[str]]:
 
 def unexpected_allowed(listed: ExpectedTensors, names: Iterable[str]) -> set[str]:
     """Of names that the list has not, those that the class accepts besides."""
-    patterns = _patterns(listed.may_be_unexpected)
-    return {name for name in names if any(pattern.search(name) for pattern in patterns)}
+    allowed = patterns(listed.may_be_unexpected)
+    return {name for name in names if any(pattern.search(name) for pattern in allowed)}

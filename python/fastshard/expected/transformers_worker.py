@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import json
 import re
 import resource
@@ -107,24 +108,44 @@ def spelled(names: list[str], words: Any) -> set[str]:
     return {name for name in names if pattern is not None and pattern.search(name)}
 
 
-def mapping(model: Any, memory: dict[str, Any], revert: Any) -> dict[str, list[str]]:
-    """The names on disk that each tensor in memory has a part in, where they are not its own."""
-    found: dict[str, list[str]] = {}
-    for name, tensor in memory.items():
-        try:
-            disk = [str(one) for one in revert(model, {name: tensor})]
-        except Exception:  # it goes together with others
-            disk = []
-        if disk != [name]:
-            found[name] = disk
-    return found
+def tracer() -> Any:
+    """The module beside this file that follows tensors; this program's folder is not where packages are looked for."""
+    spec = importlib.util.spec_from_file_location(
+        "traced_tensors", Path(__file__).with_name("traced_tensors.py")
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def on_disk(model: Any, state: dict[str, Any], kept: set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors as save_pretrained writes them, and the parts of each that is no tensor in memory as it is.
+
+    Of tied tensors it writes those that are ``kept``; the parts of the others are told too.
+    """
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    # Tied tensors are one object, and each name is followed.
+    memory = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
+    trace = tracer().Trace(memory)
+    with trace:
+        saved = revert_weight_conversion(model, dict(memory))
+    made = {name: trace.parts(tensor) for name, tensor in saved.items() if not trace.is_itself(name, tensor)}
+    left = state.keys() - kept
+    written = {
+        name: tensor
+        for name, tensor in saved.items()
+        if not left & ({part.name for part in made[name] or ()} if name in made else {name})
+    }
+    return written, made
 
 
 def listed(asked: dict[str, Any]) -> dict[str, Any]:
     """The list that ANSWER holds."""
     import torch
     import transformers
-    from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     config = config_of(asked)
@@ -141,13 +162,8 @@ def listed(asked: dict[str, Any]) -> dict[str, Any]:
     keeps = model._get_dtype_plan(model.dtype) if hasattr(model, "_get_dtype_plan") else {}
     for name in spelled(list(state), keeps):
         state[name] = state[name].to(torch.float32)
-    memory = dict(state)
-    saved, changed = state, {}
-    saved = remove_tied_weights_from_state_dict(dict(saved), model)
-    kept = dict(saved)
-    saved = revert_weight_conversion(model, dict(saved))
-    if saved.keys() != kept.keys():
-        changed = mapping(model, kept, revert_weight_conversion)
+    kept = set(remove_tied_weights_from_state_dict(dict(state), model))
+    saved, made = on_disk(model, state, kept)
 
     def entries(tensors: dict[str, Any]) -> list[tuple[str, str, list[int]]]:
         return [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
@@ -157,8 +173,8 @@ def listed(asked: dict[str, Any]) -> dict[str, Any]:
         "model_type": config.model_type,
         "transformers": transformers.__version__,
         "tensors": entries(saved),
-        "in_memory": entries(memory),
-        "mapping": changed,
+        "in_memory": entries(state),
+        "made": made,
         "ties": ties,
         "may_be_missing": sorted(model._keys_to_ignore_on_load_missing or ()),
         "may_be_unexpected": sorted(model._keys_to_ignore_on_load_unexpected or ()),

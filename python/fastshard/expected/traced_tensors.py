@@ -1,0 +1,263 @@
+"""Follows tensors through views and copies: what each of a model's tensors on disk is made of in memory.
+
+Part of the program of :mod:`transformers_worker`, so nothing of fastshard is imported. Tensors lie on the ``meta`` device: no value is
+there to be moved, and each operation is followed by its arguments. What is not a mere move of elements has no parts.
+
+A part is a box of the result and where its elements lie in one tensor in memory: the name, the first element, the first index of
+the box in each dimension of the result, and of each dimension its digits. A digit is a pair of an extent and a stride in memory, in
+elements; a dimension runs through its digits, the outermost first.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Part", "Trace"]
+
+Digits = list[tuple[int, int]]
+
+
+class Part(NamedTuple):
+    """A box of a tensor, and where it lies in memory."""
+
+    name: str
+    offset: int
+    start: list[int]
+    dims: list[Digits]
+
+
+class Made(NamedTuple):
+    """The parts that tile a tensor of a shape."""
+
+    shape: list[int]
+    parts: list[Part]
+
+
+class Untraceable(Exception):
+    """The operation computes something, or cuts a tensor in a way that has no form here."""
+
+
+def count(digits: Digits) -> int:
+    """Number of indices that digits run through."""
+    n = 1
+    for extent, _ in digits:
+        n *= extent
+    return n
+
+
+def joined(digits: Digits) -> Digits:
+    """Digits with neighbours put together that are one."""
+    found: Digits = []
+    for extent, stride in digits:
+        if found and found[-1][1] == extent * stride:
+            found[-1] = (found[-1][0] * extent, stride)
+        else:
+            found.append((extent, stride))
+    return found
+
+
+def whole(name: str, shape: list[int]) -> Made:
+    """A tensor in memory as it is."""
+    dims: list[Digits] = []
+    stride = 1
+    for n in reversed(shape):
+        dims.insert(0, [(n, stride)] if n > 1 else [])
+        stride *= n
+    return Made(list(shape), [Part(name, 0, [0] * len(shape), dims)])
+
+
+def cut(digits: Digits, low: int, high: int) -> tuple[int, Digits]:
+    """The element at which indices from ``low`` to below ``high`` begin, and their digits."""
+    if low == 0 and high == count(digits):
+        return 0, digits
+    (_, stride), inner = digits[0], digits[1:]
+    width = count(inner)
+    if low % width == 0 and high % width == 0:
+        n = (high - low) // width
+        return low // width * stride, ([(n, stride)] if n > 1 else []) + inner
+    if low // width == (high - 1) // width:
+        offset, rest = cut(inner, low % width, (high - 1) % width + 1)
+        return low // width * stride + offset, rest
+    raise Untraceable("a slice across blocks")
+
+
+def sliced(made: Made, dim: int, low: int, high: int) -> Made:
+    """Indices from ``low`` to below ``high`` of one dimension."""
+    parts = []
+    for part in made.parts:
+        first = part.start[dim]
+        a, b = max(low, first), min(high, first + count(part.dims[dim]))
+        if a < b:
+            offset, digits = cut(part.dims[dim], a - first, b - first)
+            start = [*part.start[:dim], a - low, *part.start[dim + 1 :]]
+            dims = [*part.dims[:dim], digits, *part.dims[dim + 1 :]]
+            parts.append(Part(part.name, part.offset + offset, start, dims))
+    return Made([*made.shape[:dim], high - low, *made.shape[dim + 1 :]], parts)
+
+
+def permuted(made: Made, order: list[int]) -> Made:
+    """The dimensions in another order."""
+    parts = [
+        Part(p.name, p.offset, [p.start[i] for i in order], [p.dims[i] for i in order]) for p in made.parts
+    ]
+    return Made([made.shape[i] for i in order], parts)
+
+
+def reshaped(made: Made, shape: list[int]) -> Made:
+    """The elements in the same order under another shape."""
+    kept = [i for i, n in enumerate(made.shape) if n > 1]
+    if [made.shape[i] for i in kept] == [n for n in shape if n > 1]:
+        parts = []
+        for part in made.parts:
+            left = iter(kept)
+            at = [next(left) if n > 1 else None for n in shape]
+            start = [0 if i is None else part.start[i] for i in at]
+            parts.append(Part(part.name, part.offset, start, [[] if i is None else part.dims[i] for i in at]))
+        return Made(list(shape), parts)
+    if len(made.parts) != 1:
+        raise Untraceable("another shape of what was put together")
+    (part,) = made.parts
+    dims = regrouped([digit for digits in part.dims for digit in digits], shape)
+    return Made(list(shape), [part._replace(start=[0] * len(shape), dims=dims)])
+
+
+def regrouped(digits: Digits, shape: list[int]) -> list[Digits]:
+    """Digits divided among the dimensions of a shape."""
+    left, dims = list(digits), []
+    for n in shape:
+        taken: Digits = []
+        while n > 1:
+            extent, stride = left.pop(0)
+            if n % extent == 0:
+                taken.append((extent, stride))
+                n //= extent
+            elif extent % n == 0:
+                taken.append((n, stride * (extent // n)))
+                left.insert(0, (extent // n, stride))
+                n = 1
+            else:
+                raise Untraceable("a shape that cuts blocks")
+        dims.append(taken)
+    return dims
+
+
+def put_together(several: list[Made], dim: int) -> Made:
+    """Tensors one after another along a dimension."""
+    at, parts = 0, []
+    for made in several:
+        for part in made.parts:
+            start = [n + at if i == dim else n for i, n in enumerate(part.start)]
+            parts.append(part._replace(start=start))
+        at += made.shape[dim]
+    first = several[0].shape
+    return Made([*first[:dim], at, *first[dim + 1 :]], parts)
+
+
+def argument(args: tuple[Any, ...], at: int, default: Any) -> Any:
+    """A positional argument of an operation, with its default."""
+    return args[at] if len(args) > at and args[at] is not None else default
+
+
+def every(made: Made, args: tuple[Any, ...]) -> Made:
+    """What ``aten::slice`` takes: a range, or each n-th index."""
+    dim = argument(args, 1, 0) % len(made.shape)
+    n = made.shape[dim]
+    low, high, step = argument(args, 2, 0), argument(args, 3, n), argument(args, 4, 1)
+    low, high = (max(0, min(n, at + n if at < 0 else at)) for at in (low, high))
+    if step == 1:
+        return sliced(made, dim, low, high)
+    if high < n or low >= step or n % step:
+        raise Untraceable("steps that do not divide")
+    apart = reshaped(made, [*made.shape[:dim], n // step, step, *made.shape[dim + 1 :]])
+    taken = sliced(apart, dim + 1, low, low + 1)
+    return reshaped(taken, [*made.shape[:dim], n // step, *made.shape[dim + 1 :]])
+
+
+class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows named tensors through the operations of its context."""
+
+    def __init__(self, named: dict[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        #: Each tensor is held, so that none that is followed has the id of another.
+        self._held: dict[int, tuple[torch.Tensor, Made | None]] = {
+            id(tensor): (tensor, whole(name, list(tensor.shape))) for name, tensor in named.items()
+        }
+
+    def parts(self, tensor: torch.Tensor) -> list[Part] | None:
+        """The parts of a tensor; None for one that was computed."""
+        _, made = self._held.get(id(tensor), (tensor, None))
+        if made is None:
+            return None
+        return [part._replace(dims=[joined(digits) for digits in part.dims]) for part in made.parts]
+
+    def is_itself(self, name: str, tensor: torch.Tensor) -> bool:
+        """True for the tensor of that name in memory, as it lies there."""
+        return self.parts(tensor) == whole(name, list(tensor.shape)).parts
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs an operation, and notes what its results are made of."""
+        out = func(*args, **(kwargs or {}))
+        given = [a for arg in args for a in (arg if isinstance(arg, list | tuple) else (arg,))]
+        inputs = [self._held.get(id(a), (a, None))[1] for a in given if isinstance(a, torch.Tensor)]
+        results = [
+            o for o in (out if isinstance(out, list | tuple) else (out,)) if isinstance(o, torch.Tensor)
+        ]
+        if not any(inputs):
+            return out
+        try:
+            shapes = [list(result.shape) for result in results]
+            made: list[Any] = self._followed(func._schema.name.removeprefix("aten::"), inputs, args, shapes)
+            if [one.shape for one in made] != shapes:
+                raise Untraceable("another shape")
+        except Untraceable:
+            made = [None] * len(results)
+        self._held |= {id(result): (result, one) for result, one in zip(results, made, strict=True)}
+        return out
+
+    @staticmethod
+    def _followed(
+        name: str, inputs: list[Made | None], args: tuple[Any, ...], shapes: list[list[int]]
+    ) -> list[Made]:
+        several = [made for made in inputs if made is not None]
+        if len(several) < len(inputs):
+            raise Untraceable("of a tensor that was computed")
+        first = several[0]
+        dims = len(first.shape)
+        match name:
+            case "clone" | "detach" | "alias" | "lift_fresh":
+                return [first]
+            case "view" | "_unsafe_view" | "_reshape_alias" | "squeeze" | "unsqueeze":
+                return [reshaped(first, shapes[0])]
+            case "transpose":
+                order = list(range(dims))
+                a, b = args[1] % dims, args[2] % dims
+                order[a], order[b] = b, a
+                return [permuted(first, order)]
+            case "t":
+                return [permuted(first, list(range(dims))[::-1])]
+            case "permute":
+                return [permuted(first, [i % dims for i in args[1]])]
+            case "split" | "split_with_sizes":
+                dim, ends = argument(args, 2, 0) % dims, [0]
+                for shape in shapes:
+                    ends.append(ends[-1] + shape[dim])
+                return [sliced(first, dim, a, b) for a, b in pairwise(ends)]
+            case "unbind" | "select":
+                dim = argument(args, 1, 0) % dims
+                indices = range(len(shapes)) if name == "unbind" else [args[2] % first.shape[dim]]
+                return [reshaped(sliced(first, dim, i, i + 1), shapes[0]) for i in indices]
+            case "slice":
+                return [every(first, args)]
+            case "cat":
+                return [put_together(several, argument(args, 1, 0) % dims)]
+            case "stack":
+                dim = argument(args, 1, 0) % (dims + 1)
+                apart = [reshaped(one, [*one.shape[:dim], 1, *one.shape[dim:]]) for one in several]
+                return [put_together(apart, dim)]
+        raise Untraceable(name)

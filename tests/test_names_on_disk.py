@@ -1,0 +1,235 @@
+"""Names in memory to names on disk: tables that are made of a list of expected tensors, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import fastshard
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from families_maker import SIZES, made
+from fastshard.expected import from_transformers, names_on_disk, transformers_worker
+from fastshard.expected.from_transformers import ExpectedTensor, ExpectedTensors, Part
+from helpers import cli
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+DOWN, UP = "model.layers.1.mlp.experts.down_proj", "model.layers.1.mlp.experts.gate_up_proj"
+
+
+def listed(config: dict[str, Any]) -> ExpectedTensors:
+    """The worker's list, made in this process."""
+    asked = {"config": from_transformers.cleaned(config), "class": config["architectures"][0]}
+    told = json.loads(json.dumps(transformers_worker.listed(asked)))
+    return from_transformers.from_document(from_transformers.document_of(told), "memory")
+
+
+@pytest.fixture(scope="module")
+def olmoe(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
+    """A model as save_pretrained writes it, with its list beside it; and its tensors in memory."""
+    folder = tmp_path_factory.mktemp("olmoe")
+    model = made("OlmoeForCausalLM")
+    model.config.architectures = ["OlmoeForCausalLM"]
+    model.save_pretrained(folder / "own")
+    document = listed(json.loads((folder / "own/config.json").read_text())).to_document()
+    (folder / "list.json").write_text(json.dumps(document))
+    return folder, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def in_memory(at: Path, tensors: Tensors, config: Path, kind: str) -> Path:
+    at.mkdir()
+    if kind == "dcp":
+        dcp.save({"model": tensors}, checkpoint_id=at, no_dist=True)
+    elif kind == "torch":
+        torch.save(tensors, at / "pytorch_model.bin")
+    else:
+        save_file(
+            {name: t.clone() for name, t in tensors.items()}, at / "model.safetensors", {"format": "pt"}
+        )
+    shutil.copy(config, at / "config.json")
+    return at
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch", "safetensors"])
+def test_fused_experts_are_written_each(kind: str, olmoe: tuple[Path, Tensors], tmp_path: Path) -> None:
+    folder, tensors = olmoe
+    source = in_memory(tmp_path / "in", tensors, folder / "own/config.json", kind)
+    for verb in (("merge",), ("convert", "--to", "hf")):
+        out = tmp_path / verb[0]
+        ran = cli(verb[0], source, out, *verb[1:], "--like", folder / "list.json")
+        assert ran.code == 0, ran.out
+        got, want = load_file(out / "model.safetensors"), load_file(folder / "own/model.safetensors")
+        assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+    assert cli("verify", tmp_path / "merge", "--like", folder / "list.json").code == 0
+    # A merge that is not asked for other names keeps those that there are.
+    assert cli("merge", source, tmp_path / "kept").code == 0
+    assert load_file(tmp_path / "kept/model.safetensors").keys() >= {UP, DOWN}
+
+
+DAMAGES: list[tuple[dict[str, Any], int]] = [
+    ({DOWN: None}, 3),
+    ({UP: lambda t: t[:3]}, 1),
+    ({UP: lambda t: t[:, :48]}, 1),
+    ({UP: lambda t: t.transpose(1, 2).contiguous()}, 1),
+    ({"model.norm.weight": None}, 3),
+    ({"model.layers.0.self_attn.q_proj.weight": lambda t: t[:16]}, 1),
+    ({"lm_head.weight": lambda t: t + 1}, 1),
+    ({"model.layers.1.mlp.experts.more": lambda t: torch.ones(3)}, 1),
+]
+
+
+@pytest.mark.parametrize(("change", "code"), DAMAGES)
+def test_what_is_damaged_is_not_written(
+    change: dict[str, Any], code: int, olmoe: tuple[Path, Tensors], tmp_path: Path
+) -> None:
+    folder, tensors = olmoe
+    (name, how), *_ = change.items()
+    kept = {n: t for n, t in tensors.items() if n != name}
+    changed = kept if how is None else kept | {name: how(tensors.get(name, torch.ones(1)))}
+    source = in_memory(tmp_path / "in", changed, folder / "own/config.json", "dcp")
+    for verb in (("merge",), ("convert", "--to", "hf")):
+        ran = cli(verb[0], source, tmp_path / "out", *verb[1:], "--like", folder / "list.json")
+        assert ran.code == code and not (tmp_path / "out").exists(), ran.out
+        assert any(f.get("tensor") == name for f in ran.findings if f["severity"] == "error"), ran.out
+
+
+def test_a_conversion_that_is_not_told_the_names_is_refused(
+    olmoe: tuple[Path, Tensors], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, tensors = olmoe
+    source = in_memory(tmp_path / "in", tensors, folder / "own/config.json", "dcp")
+    monkeypatch.delenv("FASTSHARD_TRANSFORMERS")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(from_transformers, "_asked", lambda asked, *_: transformers_worker.listed(asked))
+    ran = cli("convert", source, tmp_path / "out", "--to", "hf")
+    assert ran.code == 2 and ran.having("FS209", severity="error"), ran.out
+    assert "--like" in ran.findings[0]["help"] and not (tmp_path / "out").exists()
+    assert cli("verify", source).code == cli("merge", source, tmp_path / "merged").code == 0
+    like = folder / "own/config.json"
+    assert cli("convert", source, tmp_path / "out", "--to", "hf", "--like", like).code == 0
+
+
+# --- forms
+
+
+def tables(memory: dict[str, list[int]], disk: dict[str, tuple[list[int], list[Part] | None]]) -> Any:
+    def each(shapes: dict[str, list[int]]) -> tuple[ExpectedTensor, ...]:
+        return tuple(ExpectedTensor(name, "F32", tuple(shape)) for name, shape in shapes.items())
+
+    made_of = {name: None if parts is None else tuple(parts) for name, (_, parts) in disk.items()}
+    on_disk = each({name: shape for name, (shape, _) in disk.items()})
+    return names_on_disk.tables_of(
+        ExpectedTensors("Odd", "odd", "5.0.0", on_disk, each(memory), made_of, (), (), ()), memory
+    )
+
+
+def test_interleaved_rows_and_heads_have_forms() -> None:
+    """Every second row is a part, and dimensions of memory become one."""
+    halves = {f"p{i}": ([3, 4], [Part("w", 4 * i, (0, 0), (((3, 8),), ((4, 1),)))]) for i in range(2)}
+    in_memory, on_disk = tables({"w": [6, 4]}, halves)
+    assert [rule.dimensions for rule in in_memory.rules] == [["d0x3*(p0:1|p1:1)", "d1x4"]]
+    flat = {"f": ([2, 12], [Part("w", 0, (0, 0), (((2, 12),), ((12, 1),)))])}
+    in_memory, on_disk = tables({"w": [2, 3, 4]}, flat)
+    assert [rule.dimensions for rule in on_disk.rules] == [["d0x2", "d1x3*d1x4"]]
+
+
+FORMLESS: dict[str, tuple[dict[str, list[int]], dict[str, tuple[list[int], list[Part] | None]]]] = {
+    "computed": ({"w": [4]}, {"x": ([4], None)}),
+    "rows left out": ({"w": [6, 4]}, {"x": ([5, 4], [Part("w", 0, (0, 0), (((5, 4),), ((4, 1),)))])}),
+    "rows twice": (
+        {"w": [6, 4]},
+        {name: ([6, 4], [Part("w", 0, (0, 0), (((6, 4),), ((4, 1),)))]) for name in "xy"},
+    ),
+    "beyond its end": ({"w": [2, 4]}, {"x": ([3, 4], [Part("w", 0, (0, 0), (((3, 4),), ((4, 1),)))])}),
+    "not of the model": ({"w": [4]}, {"x": ([4], [Part("v", 0, (0,), (((4, 1),),))])}),
+    "overlapping": (
+        {"v": [3], "w": [3]},
+        {"x": ([5], [Part("v", 0, (0,), (((3, 1),),)), Part("w", 0, (2,), (((3, 1),),))])},
+    ),
+    "a hole": (
+        {"v": [3], "w": [3]},
+        {"x": ([7], [Part("v", 0, (0,), (((3, 1),),)), Part("w", 0, (4,), (((3, 1),),))])},
+    ),
+    "shared by both": (
+        {"v": [4], "w": [4]},
+        {
+            "x": ([4], [Part("v", 0, (0,), (((2, 1),),)), Part("w", 0, (2,), (((2, 1),),))]),
+            "y": ([4], [Part("v", 2, (0,), (((2, 1),),)), Part("w", 2, (2,), (((2, 1),),))]),
+        },
+    ),
+    "no part on disk": ({"v": [4], "w": [4]}, {"v": ([4], [Part("v", 0, (0,), (((4, 1),),))])}),
+    "names without numbers": (
+        {"w": [2, 4]},
+        {f"x.{name}.weight": ([4], [Part("w", 4 * i, (0,), (((4, 1),),))]) for i, name in enumerate("ab")},
+    ),
+    "numbers that are others": (
+        {"w": [2, 4]},
+        {f"x.{i + 1}.weight": ([4], [Part("w", 4 * i, (0,), (((4, 1),),))]) for i in range(2)},
+    ),
+    "brackets": ({"w{": [4]}, {"x": ([4], [Part("w{", 0, (0,), (((4, 1),),))])}),
+    "nonsense": ({"w": [4]}, {"x": ([4], [Part("w", -3, (0,), (((-4, 0), (0, 7)),))])}),
+    "outside": ({"w": [4]}, {"x": ([4], [Part("w", 4, (0,), (((4, 1),),))])}),
+    "no dimensions": ({"w": [4]}, {"x": ([4], [Part("w", 0, (), ())])}),
+    "no parts": ({"w": [4]}, {"x": ([4], [])}),
+}
+
+
+@pytest.mark.parametrize("case", FORMLESS)
+def test_parts_without_a_form_are_refused(case: str) -> None:
+    with pytest.raises(fastshard.FastshardError) as refused:
+        tables(*FORMLESS[case])
+    assert refused.value.findings[0].code == "FS514"
+
+
+def test_a_list_whose_parts_are_none_is_refused(olmoe: tuple[Path, Tensors], tmp_path: Path) -> None:
+    folder, _ = olmoe
+    document = json.loads((folder / "list.json").read_text())
+    name = next(iter(document["made"]))
+    for parts in ([["w"]], 3, [["w", "x", [0], []]], [[3, 0, [0], [[[4, 1]]]]], {"w": 1}):
+        (tmp_path / "list.json").write_text(json.dumps(document | {"made": {name: parts}}))
+        ran = cli("verify", folder / "own", "--like", tmp_path / "list.json")
+        assert ran.code == 2 and ran.having("FS211", severity="error"), (parts, ran.out)
+
+
+@pytest.mark.parametrize("kind", ["KimiK25", "Gte"])
+def test_rotated_and_fused_projections_are_written_as_save_pretrained_does(kind: str, tmp_path: Path) -> None:
+    """Rows of queries and keys change their order, and several tensors in memory are one on disk."""
+    if kind == "Gte":
+        config = transformers.GteConfig(**SIZES)
+        model = transformers.GteForMaskedLM(config)
+    else:
+        vision = {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 48,
+        }
+        config = transformers.AutoConfig.for_model("kimi_k25")
+        config.vision_config = type(config.vision_config)(**vision)
+        for key, value in (
+            ("num_hidden_layers", 1),
+            ("hidden_size", 32),
+            ("vocab_size", 96),
+            ("n_routed_experts", 4),
+        ):
+            setattr(config.text_config, key, value)
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    model.save_pretrained(tmp_path / "own")
+    found = listed(json.loads((tmp_path / "own/config.json").read_text()))
+    (tmp_path / "list.json").write_text(json.dumps(found.to_document()))
+    source = in_memory(tmp_path / "in", dict(model.state_dict()), tmp_path / "own/config.json", "dcp")
+    assert cli("merge", source, tmp_path / "out", "--like", tmp_path / "list.json").code == 0
+    got, want = load_file(tmp_path / "out/model.safetensors"), load_file(tmp_path / "own/model.safetensors")
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    moved = [
+        name for name, parts in found.made.items() if any(len(d) > 1 for p in parts or () for d in p.dims)
+    ]
+    assert moved or any(len(parts or ()) > 1 for parts in found.made.values())
