@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from ..common import safe_files
+from ..common import json_text, safe_files
 from ..common.byte_sizes import parse_size
 from ..common.dtypes import item_size
 from ..common.errors import FastshardError, Finding, from_core
@@ -230,10 +230,8 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         FastshardError: ``FS518`` if it is none.
     """
-    try:
-        document = json.loads(safe_files.read_bytes(path, MAX_MANIFEST, code="FS518"))
-    except (ValueError, RecursionError) as error:
-        raise FastshardError.of("FS518", f"cannot read the manifest: {error}", file=str(path)) from None
+    text = safe_files.read_bytes(path, MAX_MANIFEST, code="FS518")
+    document = json_text.value(text, str(path), "cannot read the manifest", code="FS518")
     if not isinstance(document, dict) or document.get("format") != "fastshard.manifest":
         raise FastshardError.of("FS518", "not a fastshard manifest", file=str(path))
     for key, needed in (("files", {"name"}), ("tensors", {"name", "blake3"})):

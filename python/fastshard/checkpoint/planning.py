@@ -106,9 +106,9 @@ class Plan:
         Raises:
             KeyError: if there is no output of this name, with the one that may be meant.
         """
-        from .provenance import origin
+        from .provenance import excerpt_of, origin
 
-        return origin(json.loads(self.core.excerpt(self.position(name))))
+        return origin(excerpt_of(self.core, self.position(name)))
 
     def position(self, name: str) -> int:
         """Position of an output.

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from .. import _core
 from ..common.dtypes import item_size
 from .box_text import Run, meets, of_flat, slices, strides
 
-__all__ = ["origin"]
+__all__ = ["excerpt_of", "origin"]
+
+
+def excerpt_of(plan: _core.Plan, position: int) -> dict[str, Any]:
+    """The part of a plan's document that one output is made by."""
+    document: dict[str, Any] = json.loads(plan.excerpt(position))
+    return document
 
 
 def origin(excerpt: dict[str, Any]) -> dict[str, Any]:

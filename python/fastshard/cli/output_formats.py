@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
+from ..common import json_text
 from ..common.errors import CODES, Finding
 from ..common.finding_facts import effect_of, files_of
 from ..common.gate import accepted, ignored
@@ -122,7 +123,7 @@ def as_sarif(told: Told) -> str:
         "version": "2.1.0",
         "runs": [run],
     }
-    return json.dumps(log, indent=2, ensure_ascii=True) + "\n"
+    return json_text.indented(log, by=2)
 
 
 def _sarif_result(finding: Finding, rule: int) -> dict[str, Any]:
@@ -131,7 +132,7 @@ def _sarif_result(finding: Finding, rule: int) -> dict[str, Any]:
 
     # What makes it the same finding in the next run, whatever its words are by then.
     place = (finding.code, finding.file, finding.rank, finding.host, finding.tensor)
-    mark = hashlib.blake2b(json.dumps(place).encode(), digest_size=16).hexdigest()
+    mark = hashlib.blake2b(json_text.canonical(place).encode(), digest_size=16).hexdigest()
     location: dict[str, Any] = {
         # Services show only what has a place; for the whole checkpoint that is its folder.
         "physicalLocation": {"artifactLocation": {"uri": quote(finding.file or ".", safe="/")}}

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from . import json_text
+
 #: Values at most in a config, aliases counted as often as they are used.
 _VALUES = 100_000
 #: What PyYAML raises for text that its own tags do not fit, besides errors of its own.
@@ -52,7 +54,7 @@ def parse_json(text: str) -> Any:
 
 def written(config: Mapping[str, Any]) -> str:
     """The text of a config.json."""
-    return json.dumps(config, indent=2) + "\n"
+    return json_text.indented(config, by=2)
 
 
 def checked(value: Any) -> Any:

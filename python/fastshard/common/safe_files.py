@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import stat
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import _core
-from . import memory_budget
+from . import json_text, memory_budget
 from .errors import FastshardError, Finding, error_for, from_core
 from .options import StrPath
 
@@ -194,10 +193,7 @@ def read_object(path: StrPath, limit: int) -> dict[str, Any]:
     Raises:
         FastshardError: as :func:`read_text`; ``FS211`` if it is too large or holds no JSON object.
     """
-    try:
-        content = json.loads(read_text(path, limit, code="FS211"))
-    except (ValueError, RecursionError) as error:
-        raise FastshardError.of("FS211", f"not valid JSON: {error}", file=os.fspath(path)) from None
+    content = json_text.value(read_text(path, limit, code="FS211"), os.fspath(path))
     if not isinstance(content, dict):
         raise FastshardError.of("FS211", "not a JSON object", file=os.fspath(path))
     return content

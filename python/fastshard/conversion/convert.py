@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from ..checkpoint.manifests import (
 from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
 from ..checkpoint.planning import Plan, make_plan, to_be_written
 from ..checkpoint.promised import with_promised
-from ..common import memory_budget, safe_files, target_options
+from ..common import json_text, memory_budget, safe_files, target_options
 from ..common.errors import UNPROVEN, FastshardError, Finding, carry, from_core, raise_errors
 from ..common.option_checks import checked
 from ..common.options import PLANNING, Merging, Planned, StrPath, Writing
@@ -389,8 +388,8 @@ def _done(
     path = Path(out) / MANIFEST_NAME
     if not path.is_file():
         return None
-    document = json.loads(safe_files.read_bytes(path, MAX_MANIFEST, code="FS518"))
-    if not isinstance(document, dict) or not document.get("provenance"):
+    document = json_text.object_in(safe_files.read_bytes(path, MAX_MANIFEST, code="FS518"))
+    if not document.get("provenance"):
         return None
     if asked is not None:
         # What keeps it from being asked is told to the others once they have met.

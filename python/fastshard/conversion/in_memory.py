@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from ..checkpoint.manifests import beside, run_options
 from ..checkpoint.open_checkpoint import CheckpointSource
 from ..checkpoint.proof import not_proven
 from ..checkpoint.tensor_map import Tensors
-from ..common import memory_budget, safe_files
+from ..common import json_text, memory_budget, safe_files
 from ..common.errors import Finding, from_core, raise_errors
 from ..common.progress import Progress, Report
 from .companion_files import along
@@ -75,11 +74,10 @@ class View(Tensors):
         Raises:
             FastshardError: if the source's own, which goes along, cannot be read.
         """
-        text = self.plan.texts.get("config.json")
-        if text is None and "config.json" in self.companions:
-            text = safe_files.read_text(self.companions["config.json"], safe_files.MAX_CONFIG, code="FS211")
-        config: dict[str, Any] | None = None if text is None else json.loads(text)
-        return config
+        if (text := self.plan.texts.get("config.json")) is not None:
+            return json_text.object_in(text)
+        own = self.companions.get("config.json")
+        return None if own is None else safe_files.read_object(own, safe_files.MAX_CONFIG)
 
     @property
     def not_proven(self) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import warnings
 from collections.abc import Iterator
@@ -86,10 +85,8 @@ def load_model(
         )
     _judge(info)
     if "generation_config.json" in view.companions:
-        text = safe_files.read_text(
-            view.companions["generation_config.json"], safe_files.MAX_CONFIG, code="FS211"
-        )
-        model.generation_config = transformers.GenerationConfig.from_dict(json.loads(text))
+        said = safe_files.read_object(view.companions["generation_config.json"], safe_files.MAX_CONFIG)
+        model.generation_config = transformers.GenerationConfig.from_dict(said)
     return (model if device is None else model.to(device)).eval()
 
 

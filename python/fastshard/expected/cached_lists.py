@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import stat
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from ..common import json_text
 
 __all__ = ["folder", "keep", "read"]
 
@@ -39,7 +40,7 @@ def _is_own(at: Path) -> bool:
     return stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o022
 
 
-def read(key: str) -> Any:
+def read(key: str) -> dict[str, Any] | None:
     """The document kept under a key; None if there is none, or it is not as it was written."""
     at = folder()
     if at is None:
@@ -53,8 +54,8 @@ def read(key: str) -> Any:
             digest, _, text = opened.read(_MAX).partition(b"\n")
         if hashlib.sha256(text).hexdigest().encode() != digest:
             return None
-        return json.loads(text)
-    except (OSError, ValueError, RecursionError):
+        return json_text.object_in(text) or None
+    except OSError:
         return None
 
 
@@ -63,7 +64,7 @@ def keep(key: str, document: dict[str, Any]) -> None:
     at = folder(create=True)
     if at is None:
         return
-    text = json.dumps(document, separators=(",", ":")).encode()
+    text = json_text.compact(document).encode()
     with contextlib.suppress(OSError):
         handle, path = tempfile.mkstemp(dir=at)
         try:

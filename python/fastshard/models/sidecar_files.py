@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import _core
-from ..common import safe_files
+from ..common import json_text, safe_files
 from ..common.errors import FastshardError, Finding
 from ..common.listing import Folder, Listing, linked, refuse_unprintable
 from . import tokenizer
@@ -219,11 +219,8 @@ def _without_paths(value: Any) -> Any:
 
 def _code(config: Path, folder: Folder) -> dict[str, Path]:
     """Modules that ``auto_map`` of a config.json needs: those beside it, since they import each other."""
-    try:
-        content = json.loads(safe_files.read_text(config, safe_files.MAX_CONFIG))
-    except ValueError:
-        return {}
-    if not isinstance(content, dict) or not isinstance(content.get("auto_map"), dict):
+    content = json_text.object_in(safe_files.read_text(config, safe_files.MAX_CONFIG))
+    if not isinstance(content.get("auto_map"), dict):
         return {}
     programs = (name for name in folder.names() if name.endswith(".py"))
     paths = [path for name in programs if (path := folder.file(name)) is not None]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..common import safe_files
+from ..common import json_text, safe_files
 from ..common.errors import FastshardError, error_for
 from ..common.listing import Folder, is_utf8, refuse_unprintable
 from ..common.options import StrPath
@@ -189,8 +188,4 @@ def _described(files: dict[str, Path]) -> Tokenizer:
 
 
 def _stated(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(safe_files.read_text(path, safe_files.MAX_TEXT))
-    except (ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return json_text.object_in(safe_files.read_text(path, safe_files.MAX_TEXT))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from pathlib import Path
 from typing import Any
 
 from .. import _core
-from ..common import safe_files
+from ..common import json_text, safe_files
 from ..common.errors import FastshardError
 
 #: Bytes at most of a vocabulary: the largest are of some tens of megabytes, and what is longer is read for minutes.
@@ -79,17 +78,12 @@ def _ranked(line: bytes) -> tuple[bytes, int] | None:
 def _tekken(path: Path, wanted: list[str]) -> dict[str, Any] | None:
     """Mistral's tekken.json: special tokens come first, and of the list that follows as many as the config says."""
     # source: mistral-common tokens/tokenizers/tekken.py (Tekkenizer)
-    try:
-        # A token is kept as its rank: a list of 150 000 objects would take a hundred megabytes.
-        document = json.loads(
-            safe_files.read_bytes(path, safe_files.MAX_TEXT),
-            object_hook=lambda one: one.get("rank") if "token_bytes" in one else one,
-        )
-    except (ValueError, RecursionError):
-        return None
-    config, vocab = (
-        (document.get(key) for key in ("config", "vocab")) if isinstance(document, dict) else (None, None)
+    # A token is kept as its rank: a list of 150 000 objects would take a hundred megabytes.
+    document = json_text.object_in(
+        safe_files.read_bytes(path, safe_files.MAX_TEXT),
+        lambda one: one.get("rank") if "token_bytes" in one else one,
     )
+    config, vocab = document.get("config"), document.get("vocab")
     if not isinstance(config, dict) or not isinstance(vocab, list) or not all(_is_id(rank) for rank in vocab):
         return None
     named = document.get("special_tokens")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint.planning import Plan
+from ..checkpoint.provenance import excerpt_of
 from ..models.tensor_roles import layer_of, role_of
 
 __all__ = ["Became", "Made", "became"]
@@ -55,7 +55,7 @@ def became(plan: Plan) -> tuple[Became, ...]:
         kinds.setdefault((role_of(name), dtype, tuple(extents)), []).append(name)
     found: dict[str, list[tuple[Made, dict[str, Any], str]]] = {}
     for (_, _, shape), names in list(kinds.items())[:_MOST]:
-        excerpt = json.loads(plan.core.excerpt(plan.position(names[0])))
+        excerpt = excerpt_of(plan.core, plan.position(names[0]))
         if not excerpt["stored"]:
             continue
         (output,) = excerpt["outputs"]

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from importlib import resources
 from typing import Any
 
+from ..common import json_text
 from ..common.formatting import counted, human
 from ..common.optional_imports import imported
 from ..verification.stats import TensorStats
@@ -245,13 +246,13 @@ def _data(report: Report, limit: int, about: dict[str, Any]) -> tuple[str, int]:
         row: list[Any] = [clipped(tensor.name), forms[form], tensor.pieces, clipped(tensor.lacks)]
         if s := stats.get(tensor.name):
             row.append(_numbers(s))
-        text = json.dumps(row, separators=(",", ":"))
+        text = json_text.compact(row)
         left -= len(_inert(text)) + 1
         if left < 0:
             break
         rows.append(text)
     document = {**about, "forms": list(forms), "all": len(report.tensors)}
-    text = json.dumps(document, separators=(",", ":"))[:-1] + f',"rows":[{",".join(rows)}]}}'
+    text = json_text.compact(document)[:-1] + f',"rows":[{",".join(rows)}]}}'
     return _inert(text), len(rows)
 
 

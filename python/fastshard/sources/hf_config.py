@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .._core import Table
-from ..common import safe_files
+from ..common import json_text, safe_files
 from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding, raise_errors
 from ..common.listing import Folder, Listing
@@ -55,10 +54,7 @@ def config_of(
     if path is None:
         return options.lent or (None, None)
     label = _label(listing, path)
-    try:
-        config = json.loads(safe_files.read_text(path, safe_files.MAX_TEXT, label=label))
-    except (ValueError, RecursionError) as error:
-        raise FastshardError.of("FS211", f"not valid JSON: {error}", file=label) from None
+    config = json_text.value(safe_files.read_text(path, safe_files.MAX_TEXT, label=label), label)
     if not isinstance(config, dict):
         raise FastshardError.of("FS211", "config.json is not an object", file=label)
     raise_errors(sidecar_files.differing(listing, [path]))

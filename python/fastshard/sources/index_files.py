@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from ..common import safe_files
-from ..common.errors import FastshardError, Finding
+from ..common import json_text, safe_files
+from ..common.errors import Finding
 from ..common.formatting import counted
 from ..common.listing import File, Listing
 
@@ -19,10 +18,7 @@ def read_json(listing: Listing, file: File, limit: int = safe_files.MAX_TEXT) ->
     Raises:
         FastshardError: ``FS211`` if it is not JSON.
     """
-    try:
-        return json.loads(listing.read_text(file, limit))
-    except (ValueError, RecursionError) as error:
-        raise FastshardError.of("FS211", f"not valid JSON: {error}", file=file.path) from None
+    return json_text.value(listing.read_text(file, limit), file.path)
 
 
 def safe_relative(name: object) -> bool:

@@ -197,13 +197,13 @@ class OrbaxTarget(Target):
         done = "Checkpoint commit was successful\n"
         folder = f"{self.step}/{self.item}"
         strings = {} if self.strings is None else {f"{folder}/_strings.json": self.strings}
-        return strings | {
-            f"{folder}/_METADATA": json.dumps(metadata),
-            f"{folder}/array_metadatas/process_0": json.dumps({"array_metadatas": described}),
-            f"{folder}/commit_success.txt": done,
-            f"{self.step}/_CHECKPOINT_METADATA": json.dumps(checkpoint),
-            f"{self.step}/commit_success.txt": done,
+        documents = {
+            f"{folder}/_METADATA": metadata,
+            f"{folder}/array_metadatas/process_0": {"array_metadatas": described},
+            f"{self.step}/_CHECKPOINT_METADATA": checkpoint,
         }
+        texts = strings | {path: json.dumps(document) for path, document in documents.items()}
+        return texts | dict.fromkeys((f"{at}/commit_success.txt" for at in (folder, self.step)), done)
 
 
 def block_of(shape: list[int], item: int, limit: int = BLOCK_BYTES) -> list[int]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
+from ..common import json_text
 from ..common.errors import FastshardError
 from ..common.target_options import MULTIPLE, TP
 from ..layouts.declaration import Source
@@ -73,7 +73,7 @@ class TpTarget(Target):
                 "make_vocab_size_divisible_by": self.multiple,
             }
         layout["tp_dim"] = {name: _divided(name, bound.tensors[name]) for name in names}
-        texts = {**whole.texts, "layout.json": json.dumps(layout, indent=1) + "\n"}
+        texts = {**whole.texts, "layout.json": json_text.indented(layout)}
         return Completed(texts, whole.findings, files)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from .. import _core
 from ..checkpoint.manifests import MANIFEST_NAME, read
-from ..common import memory_budget, safe_files
+from ..common import json_text, memory_budget, safe_files
 from ..common.errors import FastshardError
 from ..common.options import StrPath
 from ..common.progress import Progress, Report
@@ -110,7 +109,7 @@ def attest(
         },
     }
     # What somebody has put there while all was read stays too.
-    safe_files.replace(_target(root, out), json.dumps(statement, indent=1) + "\n")
+    safe_files.replace(_target(root, out), json_text.indented(statement))
     return statement
 
 
@@ -133,15 +132,8 @@ def _target(root: Path, out: StrPath | None) -> Path:
 
 def _is_statement(path: Path) -> bool:
     """True for a statement of this kind; a text that speaks of one is none."""
-    try:
-        found = json.loads(safe_files.read_bytes(path, 1 << 30, code="FS504"))
-    except ValueError:
-        return False
-    return (
-        isinstance(found, dict)
-        and found.get("_type") == _STATEMENT
-        and found.get("predicateType") == PREDICATE
-    )
+    found = json_text.object_in(safe_files.read_bytes(path, 1 << 30, code="FS504"))
+    return found.get("_type") == _STATEMENT and found.get("predicateType") == PREDICATE
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from ..checkpoint.manifests import (
 )
 from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
 from ..checkpoint.planning import make_plan
-from ..common import memory_budget, safe_files
+from ..common import json_text, memory_budget, safe_files
 from ..common.errors import FastshardError, from_core, raise_errors
 from ..common.options import Opening, StrPath
 from ..common.progress import Progress, Report
@@ -78,14 +77,15 @@ def manifest(
         raise from_core(error) from None
     # What the plan takes nothing of is read here for the first time.
     findings = list(dict.fromkeys([*findings, *gate.passed(found)]))
-    manifest = json.loads(made)
+    manifest = Manifest.written(made, findings)
+    document = manifest.document
     # What was decided holds for the files as they are now: `verify` takes it from there.
     decided = [f for f in findings if f.decided is not None]
     as_found = [f.replace(decided=None).to_dict() for f in decided]
-    manifest["findings"] = [
-        *(f for f in manifest["findings"] if f not in as_found),
+    document["findings"] = [
+        *(f for f in document["findings"] if f not in as_found),
         *(f.to_dict() for f in decided),
     ]
-    manifest["files"] += manifest_files.companions(checkpoint)
-    safe_files.replace(path, json.dumps(manifest, indent=1) + "\n")
-    return Manifest(manifest, findings)
+    document["files"] += manifest_files.companions(checkpoint)
+    safe_files.replace(path, json_text.indented(document))
+    return manifest

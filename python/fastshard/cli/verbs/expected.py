@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
-from ...common import safe_files
+from ...common import json_text, safe_files
 from ...common.errors import FastshardError
 from ...common.formatting import printable
 from ...expected.from_transformers import TIMEOUT, expected_tensors, from_document
@@ -38,7 +37,7 @@ def _run(a: argparse.Namespace) -> Outcome:
     if a.output is not None:
         _refuse_other(Path(a.output))
         try:
-            Path(a.output).write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+            Path(a.output).write_text(json_text.indented(document), "utf-8")
         except OSError as error:
             raise FastshardError.of("FS507", f"cannot write: {error.strerror}", file=a.output) from None
         return Result(f"{a.output}: {summary}", document, proof=False), []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import _core
+from ...common import json_text
 from ...common.errors import FastshardError, Finding, from_core, raise_errors
 from ...common.listing import File, Listing, is_utf8, list_roots, refuse_unprintable
 from ...common.options import StrPath
@@ -107,7 +107,7 @@ def asked(words: Mapping[str, Any], listing: Listing) -> str:
         for f in listing.files
         if is_utf8(f.path)
     ]
-    text = json.dumps([_core.__version__, what, sorted(files)], sort_keys=True)
+    text = json_text.canonical([_core.__version__, what, sorted(files)])
     return hashlib.sha256(text.encode()).hexdigest()
 
 

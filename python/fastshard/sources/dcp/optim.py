@@ -7,7 +7,6 @@ source: torch/distributed/checkpoint/state_dict.py (_get_optim_state_dict, _flat
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import _core
+from ...common import json_text
 from ...common.errors import Finding, from_core
 from ...layouts.declaration import Group, Moments, Source
 from ..base import Contents
@@ -219,5 +219,5 @@ def _groups(found: dict[str, dict[str, Any]], prefix: str, names: set[str]) -> l
         parameter = called(which)
         if parameter is None:
             return None
-        alike.setdefault(json.dumps(values, sort_keys=True), (values, set()))[1].add(parameter)
+        alike.setdefault(json_text.canonical(values), (values, set()))[1].add(parameter)
     return [Group(values, frozenset(members)) for values, members in alike.values()] or None

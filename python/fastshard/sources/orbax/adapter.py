@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...common import json_text
 from ...common.config_text import parse_yaml
 from ...common.errors import FastshardError, Finding, error_for
 from ...common.listing import File, Listing
@@ -322,13 +322,9 @@ def _checkpoint_metadata(listing: Listing, places: Sequence[Place]) -> dict[str,
     """``_CHECKPOINT_METADATA`` of the step; empty if there is none or it says nothing that can be read."""
     for place in places:
         for folder in (place.folder, place.folder.rpartition("/")[0]):
-            if file := _at(listing, place, folder, "_CHECKPOINT_METADATA"):
-                try:
-                    value = json.loads(listing.read_text(file, limit=1 << 20))
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(value, dict):
-                    return value
+            file = _at(listing, place, folder, "_CHECKPOINT_METADATA")
+            if file and (value := json_text.object_in(listing.read_text(file, limit=1 << 20))):
+                return value
     return {}
 
 

@@ -5,14 +5,13 @@ source: peft tuners/lora/config.py, tuners/lora/layer.py (update_layer), utils/o
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...common import safe_files
+from ...common import json_text, safe_files
 from ...common.config_text import shown
 from ...common.errors import FastshardError
 
@@ -87,18 +86,11 @@ def read(path: Path, label: str) -> Config:
     Raises:
         FastshardError: ``FS211`` if it is none, ``FS514`` for an adapter whose values are computed in another way.
     """
-    try:
-        said = json.loads(safe_files.read_text(path, safe_files.MAX_CONFIG, label=label))
-    except (ValueError, RecursionError) as error:
-        raise FastshardError.of(
-            "FS211", f"not valid JSON: {error}", file=label, help=f"pass the adapter's own {FILE}"
-        ) from None
+    help = f"pass the adapter's own {FILE}"
+    said = json_text.value(safe_files.read_text(path, safe_files.MAX_CONFIG, label=label), label, help=help)
     if not isinstance(said, dict) or "peft_type" not in said:
         raise FastshardError.of(
-            "FS211",
-            "no config of an adapter: it has no peft_type",
-            file=label,
-            help=f"pass the adapter's own {FILE}",
+            "FS211", "no config of an adapter: it has no peft_type", file=label, help=help
         )
     _refuse(said, label)
     number = _number(said, "r", label)
