@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from fastshard.expected import from_transformers, transformers_worker
+from fastshard.expected import expected_list, from_transformers, transformers_process, transformers_worker
 from helpers import cli
 from safetensors.torch import load_file, save_file
 
@@ -66,7 +66,7 @@ def in_process(config: dict[str, Any]) -> fastshard.ExpectedTensors:
     told = transformers_worker.listed(
         {"config": from_transformers.cleaned(config), "class": config["architectures"][0]}
     )
-    return from_transformers.from_document(from_transformers.document_of(told), "memory")
+    return expected_list.from_document(expected_list.document_of(told), "memory")
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         asked.append(question)
         return json.loads(json.dumps(transformers_worker.listed(question)))  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(from_transformers, "_asked", told)
+    monkeypatch.setattr(transformers_process, "answer_of", told)
     return asked
 
 
@@ -114,7 +114,7 @@ def test_a_list_is_made_in_a_process_of_its_own_and_kept(
     assert ran.code == 0 and json.loads(ran.out)["tensors"] == want.to_document()["tensors"], ran.out
     (kept,) = own_cache.iterdir()
     assert stat.S_IMODE(own_cache.stat().st_mode) == 0o700 and stat.S_IMODE(kept.stat().st_mode) == 0o600
-    monkeypatch.setattr(from_transformers.subprocess, "Popen", lambda *_, **__: pytest.fail("made again"))
+    monkeypatch.setattr(transformers_process.subprocess, "Popen", lambda *_, **__: pytest.fail("made again"))
     assert fastshard.expected_tensors(folder / "config.json") == want
     done = cli("expected", folder, "-o", tmp_path / "list.json")
     assert done.code == 0 and json.loads((tmp_path / "list.json").read_text()) == want.to_document()
@@ -185,7 +185,7 @@ def test_the_worker_has_no_secrets_and_no_network(monkeypatch: pytest.MonkeyPatc
     ):
         monkeypatch.setenv(name, "x")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/somewhere")
-    given = from_transformers._environment("/home")
+    given = transformers_process._environment("/home")
     assert not [name for name, value in given.items() if value == "x"]
     assert given["HF_HUB_OFFLINE"] == "1" and given["LD_LIBRARY_PATH"] == "/somewhere"
     with pytest.raises(PermissionError, match="network"):
@@ -225,7 +225,7 @@ def test_a_config_that_cannot_be_built(
 
     # The audit hook would stay in this process.
     monkeypatch.setattr(transformers_worker.sys, "addaudithook", lambda hook: None)
-    monkeypatch.setattr(from_transformers, "_asked", answer)
+    monkeypatch.setattr(transformers_process, "answer_of", answer)
     finding = refused(config, tmp_path / "ckpt")
     assert finding.code == "FS514" and told in str(finding), str(finding)
 
@@ -480,7 +480,7 @@ def test_an_unexpected_tensor_is_a_note(auto: tuple[Path, list[dict[str, Any]]])
 def test_a_list_that_cannot_be_made_changes_no_exit_code(
     told: str, auto: tuple[Path, list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(from_transformers, "_asked", lambda *_: {"error": "it fell over", "kind": told})
+    monkeypatch.setattr(transformers_process, "answer_of", lambda *_: {"error": "it fell over", "kind": told})
     for verb in (("verify", auto[0]), ("merge", auto[0], tmp_path / "out")):
         ran = cli(*verb)
         assert ran.code == 0 and "it fell over" in ran.out, ran.out
@@ -649,7 +649,7 @@ def test_where_no_process_can_be_started_all_goes_on(
     monkeypatch.delenv("FASTSHARD_TRANSFORMERS")
     folder = saved("olmoe", tmp_path / "olmoe")
     if failing == "folder":
-        monkeypatch.setattr(from_transformers.tempfile, "gettempdir", lambda: str(Path.cwd()))
+        monkeypatch.setattr(transformers_process.tempfile, "gettempdir", lambda: str(Path.cwd()))
     else:
         monkeypatch.setattr(sys, "executable", "")
     ran = cli("verify", folder)

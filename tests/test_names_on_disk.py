@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from families_maker import SIZES, made
-from fastshard.expected import from_transformers, names_on_disk, transformers_worker
-from fastshard.expected.from_transformers import ExpectedTensor, ExpectedTensors, Part
+from fastshard.expected import expected_list, from_transformers, names_on_disk, transformers_process, transformers_worker
+from fastshard.expected.expected_list import ExpectedTensor, ExpectedTensors, Part
 from helpers import cli
 from safetensors.torch import load_file, save_file
 
@@ -26,7 +26,7 @@ def listed(config: dict[str, Any]) -> ExpectedTensors:
     """The worker's list, made in this process."""
     asked = {"config": from_transformers.cleaned(config), "class": config["architectures"][0]}
     told = json.loads(json.dumps(transformers_worker.listed(asked)))
-    return from_transformers.from_document(from_transformers.document_of(told), "memory")
+    return expected_list.from_document(expected_list.document_of(told), "memory")
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_a_conversion_that_is_not_told_the_names_is_refused(
     source = in_memory(tmp_path / "in", tensors, folder / "own/config.json", "dcp")
     monkeypatch.delenv("FASTSHARD_TRANSFORMERS")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(from_transformers, "_asked", lambda asked, *_: transformers_worker.listed(asked))
+    monkeypatch.setattr(transformers_process, "answer_of", lambda asked, *_: transformers_worker.listed(asked))
     ran = cli("convert", source, tmp_path / "out", "--to", "hf")
     assert ran.code == 2 and ran.having("FS209", severity="error"), ran.out
     assert "--like" in ran.findings[0]["help"] and not (tmp_path / "out").exists()

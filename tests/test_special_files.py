@@ -280,7 +280,7 @@ _OPENING = {"open", "read_text", "read_bytes", "memmap", "fromfile", "cmp", "cop
 #: The package's own tables, libraries that open stores themselves, /dev/null, /proc, and a program's own temporary folder and cache.
 _EXCUSED = {"layouts/tables.py": {"read_text"}, "reporting/page.py": {"read_text"}, "zarr/array_reader.py": {"open"}, "zarr/array_writer.py": {"open"},
             "zarr/ocdbt_index.py": {"open"}, "cli/std_streams.py": {"open"}, "checkpoint/promised.py": {"read_text"},
-            "expected/from_transformers.py": {"open", "read_text", "read_bytes"}, "expected/transformers_worker.py": {"read_text"},
+            "expected/transformers_process.py": {"open", "read_text", "read_bytes"}, "expected/transformers_worker.py": {"read_text"},
             "expected/cached_lists.py": {"open"}}  # fmt: skip
 
 

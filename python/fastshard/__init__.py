@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from .conversion.open import open
     from .conversion.safe_open import safe_open
     from .conversion.writer import Writer
-    from .expected.from_transformers import ExpectedTensor, ExpectedTensors, expected_tensors
+    from .expected.expected_list import ExpectedTensor, ExpectedTensors
+    from .expected.from_transformers import expected_tensors
     from .reporting.report import report
     from .verification.attest import attest
     from .verification.diff import Difference, diff
@@ -102,7 +103,8 @@ _HOMES = {
     "checkpoint.checkpoint": ("Checkpoint",),
     "conversion.convert": ("convert", "merge", "plan"),
     "common.errors": ("CannotRunError", "FastshardError", "Finding", "IncompleteError", "ProblemError"),
-    "expected.from_transformers": ("ExpectedTensor", "ExpectedTensors", "expected_tensors"),
+    "expected.expected_list": ("ExpectedTensor", "ExpectedTensors"),
+    "expected.from_transformers": ("expected_tensors",),
     "layouts": (),
     "conversion.load_model": ("load_model",),
     "checkpoint.inspection": ("Inspection", "inspect"),

@@ -26,7 +26,13 @@ import fastshard
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from fastshard.expected import from_transformers, transformers_worker
+from fastshard.expected import (
+    cached_lists,
+    expected_list,
+    from_transformers,
+    transformers_process,
+    transformers_worker,
+)
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.models.auto import modeling_auto
@@ -100,17 +106,15 @@ def stored(folder: Path) -> dict[str, tuple[str, list[int]]]:
     return found
 
 
-def listed(folder: Path) -> from_transformers.ExpectedTensors:
+def listed(folder: Path) -> expected_list.ExpectedTensors:
     """The list of a saved config, made in this process."""
     config = json.loads((folder / "config.json").read_text())
     asked = {"config": from_transformers.cleaned(config), "class": config["architectures"][0]}
     told = transformers_worker.listed(asked)
-    return from_transformers.from_document(from_transformers.document_of(told), str(folder))
+    return expected_list.from_document(expected_list.document_of(told), str(folder))
 
 
-def differences(
-    list_: from_transformers.ExpectedTensors, files: dict[str, tuple[str, list[int]]]
-) -> list[str]:
+def differences(list_: expected_list.ExpectedTensors, files: dict[str, tuple[str, list[int]]]) -> list[str]:
     """What a list and files differ in."""
     promised = {t.name: (t.dtype, list(t.shape)) for t in list_}
     found = [f"not listed: {name}" for name in files.keys() - promised.keys()]
@@ -227,9 +231,9 @@ def ask_here() -> None:
             return {"error": f"{type(error).__name__}: {error}", "kind": "build"}
         return json.loads(json.dumps(told))  # type: ignore[no-any-return]
 
-    from_transformers._asked = answered
-    from_transformers.cached_lists.read = lambda key: None
-    from_transformers.cached_lists.keep = lambda key, document: None
+    transformers_process.answer_of = answered
+    cached_lists.read = lambda key: None
+    cached_lists.keep = lambda key, document: None
 
 
 def main() -> int:

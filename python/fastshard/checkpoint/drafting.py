@@ -18,7 +18,7 @@ from ..targets.registry import TARGETS, keeps_all
 from ..targets.request import Request
 
 if TYPE_CHECKING:
-    from ..expected.from_transformers import ExpectedTensors
+    from ..expected.expected_list import ExpectedTensors
     from ..expected.reference import Reference
 
 

@@ -14,7 +14,7 @@ from .drafting import Merged, Opened, Promised
 from .proof import listed_by
 
 if TYPE_CHECKING:
-    from ..expected.from_transformers import ExpectedTensors
+    from ..expected.expected_list import ExpectedTensors
     from ..layouts.declaration import Source
     from ..targets.request import Request
 
@@ -86,8 +86,9 @@ def judged(
     listed = None if opened.promised is None else opened.promised.listed
     if listed is None or request.is_narrowed:
         return [], ""
+    from ..expected.expected_list import roster_of
     from ..expected.from_config import holds_embedding
-    from ..expected.from_transformers import complaints, roster_of
+    from ..expected.from_transformers import complaints
     from ..expected.reference import Reference
     from .reference_sides import fitting, judged_of
 

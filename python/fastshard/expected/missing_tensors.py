@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..common.errors import Finding
 from .comparison import HEAD, LAYER, TOLD, WORDS, Comparison, Missing, extents, more, number, stated
-from .from_transformers import unexpected_allowed
+from .expected_list import unexpected_allowed
 
 __all__ = ["Unmatched", "further", "missing", "unexplained"]
 

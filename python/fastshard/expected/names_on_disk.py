@@ -1,7 +1,7 @@
 """A model that was saved under its names in memory, written as ``save_pretrained`` writes it: two layout tables, made of a list.
 
 transformers 5 holds tensors under other names than it writes, and fuses experts. Its list says of what parts of memory each
-tensor on disk is made (:class:`~fastshard.expected.from_transformers.Part`). From these follow a table of the tensors in memory and
+tensor on disk is made (:class:`~fastshard.expected.expected_list.Part`). From these follow a table of the tensors in memory and
 one of those on disk, which meet in the same canonical tensors; the layout engine does the rest.
 """
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from .._core import Table
 from ..common.errors import FastshardError
-from .from_transformers import ExpectedTensors, Part, patterns
+from .expected_list import ExpectedTensors, Part, patterns
 
 __all__ = ["are_in_memory", "tables_of"]
 

@@ -17,7 +17,8 @@ from ..common.options import StrPath
 from ..layouts.declaration import Source, is_state
 from ..layouts.wrapper_names import bare
 from ..models import config_json
-from .from_transformers import ExpectedTensors, from_document, is_model, list_for, roster_of
+from .expected_list import ExpectedTensors, from_document, roster_of
+from .from_transformers import is_model, list_for
 
 __all__ = ["Reference", "Whole", "read"]
 

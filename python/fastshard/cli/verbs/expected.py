@@ -8,7 +8,8 @@ from pathlib import Path
 from ...common import json_text, safe_files
 from ...common.errors import FastshardError
 from ...common.formatting import printable
-from ...expected.from_transformers import TIMEOUT, expected_tensors, from_document
+from ...expected.expected_list import from_document
+from ...expected.from_transformers import TIMEOUT, expected_tensors
 from ..shared_arguments import add_common
 from ..verb import Outcome, Result, Verb
 

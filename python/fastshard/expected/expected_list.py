@@ -1,0 +1,236 @@
+"""The list of the tensors that a config promises: as a document, and as what a checkpoint is compared with."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from .. import _core
+from ..common.dtypes import TORCH_NAMES
+from ..common.errors import FastshardError
+
+__all__ = [
+    "ExpectedTensor", "ExpectedTensors", "Part", "document_of", "from_document", "patterns", "roster_of", "unexpected_allowed",
+]  # fmt: skip
+
+SCHEMA = "fastshard.expected.v1"
+_DTYPES = {torch: name for name, torch in TORCH_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class ExpectedTensor:
+    """A tensor that a config promises."""
+
+    name: str
+    #: As safetensors spells it, e.g. ``BF16``.
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """A box of a tensor on disk, and where its elements lie in one tensor in memory."""
+
+    #: Name in memory.
+    name: str
+    #: Its first element there.
+    offset: int
+    #: First index of the box in each dimension.
+    start: tuple[int, ...]
+    #: Digits of each dimension, the outermost first: extent, and stride in memory in elements. An extent of 1 has none.
+    dims: tuple[tuple[tuple[int, int], ...], ...]
+
+
+@dataclass(frozen=True)
+class ExpectedTensors:
+    """The tensors that a config promises; iterating gives those on disk, ``len`` is their number."""
+
+    #: The class that was built, and its model_type.
+    model_class: str
+    model_type: str
+    #: Version of transformers.
+    transformers: str
+    #: As `save_pretrained` would write them.
+    tensors: tuple[ExpectedTensor, ...]
+    #: As the model holds them.
+    in_memory: tuple[ExpectedTensor, ...]
+    #: Names on disk that are no tensor in memory as it is, and the parts that tile each; None for one that is computed. Of tied
+    #: tensors those are among them that are not written.
+    made: Mapping[str, tuple[Part, ...] | None]
+    #: Names in memory that are one tensor.
+    ties: tuple[tuple[str, ...], ...]
+    #: Patterns (regular expressions) of names that may be missing, and of names that may be there besides.
+    may_be_missing: tuple[str, ...]
+    may_be_unexpected: tuple[str, ...]
+    #: True if the config says that weights are quantised: the list has them as they are without that, and no scales.
+    quantised: bool = False
+
+    def __iter__(self) -> Any:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __repr__(self) -> str:
+        return f"<ExpectedTensors {self.model_class}: {len(self)} tensors, transformers {self.transformers}>"
+
+    @property
+    def parameters(self) -> int:
+        """Number of elements."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors)
+
+    @cached_property
+    def mapping(self) -> dict[str, tuple[str, ...]]:
+        """Names on disk that a tensor in memory has a part in, where they are not its own."""
+        found: dict[str, dict[str, None]] = {}
+        for name, parts in self.made.items():
+            for part in parts or ():
+                found.setdefault(part.name, {})[name] = None
+        return {name: tuple(disk) for name, disk in found.items() if tuple(disk) != (name,)}
+
+    def to_document(self) -> dict[str, Any]:
+        """The JSON document that ``--like`` takes."""
+        return {
+            "schema": SCHEMA,
+            "class": self.model_class,
+            "model_type": self.model_type,
+            "transformers": self.transformers,
+            "tensors": [[t.name, t.dtype, list(t.shape)] for t in self.tensors],
+            "in_memory": [[t.name, t.dtype, list(t.shape)] for t in self.in_memory],
+            "made": {name: None if parts is None else list(parts) for name, parts in self.made.items()},
+            "ties": [list(group) for group in self.ties],
+            "may_be_missing": list(self.may_be_missing),
+            "may_be_unexpected": list(self.may_be_unexpected),
+            "quantised": self.quantised,
+        }
+
+
+def document_of(told: Mapping[str, Any], quantised: bool = False) -> dict[str, Any]:
+    """The document of a worker's answer, with dtypes as safetensors spells them."""
+    tensors = {
+        part: [[name, _DTYPES.get(dtype, dtype), shape] for name, dtype, shape in told[part]]
+        for part in ("tensors", "in_memory")
+    }
+    return {"schema": SCHEMA, **told, **tensors, "quantised": quantised}
+
+
+def from_document(document: object, file: str) -> ExpectedTensors:
+    """Reads a list of expected tensors.
+
+    Args:
+        document: parsed JSON.
+        file: its path, for messages.
+
+    Raises:
+        FastshardError: ``FS211`` if it is no such list.
+    """
+    try:
+        if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+            raise ValueError(f"its schema is not {SCHEMA}")
+        return ExpectedTensors(
+            _text(document["class"]),
+            _text(document["model_type"]),
+            _text(document["transformers"]),
+            _tensors(document["tensors"]),
+            _tensors(document["in_memory"]),
+            {_text(name): _parts_of(parts) for name, parts in document["made"].items()},
+            tuple(_texts(group) for group in document["ties"]),
+            _texts(document["may_be_missing"]),
+            _texts(document["may_be_unexpected"]),
+            document["quantised"] is True,
+        )
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        why = f"no {error} in it" if isinstance(error, KeyError) else str(error)
+        raise FastshardError.of(
+            "FS211",
+            f"not a list of expected tensors: {why}",
+            file=file,
+            help="make it again: fastshard expected CONFIG -o FILE",
+        ) from None
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("a name in it is not a text")
+    return value
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise ValueError("a list in it is none")
+    return tuple(map(_text, value))
+
+
+def _parts_of(value: object) -> tuple[Part, ...] | None:
+    if value is None:
+        return None
+    try:
+        return tuple(
+            Part(
+                _text(name),
+                int(offset),
+                tuple(map(int, start)),
+                tuple(tuple((int(n), int(stride)) for n, stride in digits) for digits in dims),
+            )
+            for name, offset, start, dims in value  # type: ignore[attr-defined]
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"a part in it is none: {error}") from None
+
+
+def _tensors(value: object) -> tuple[ExpectedTensor, ...]:
+    if not isinstance(value, list):
+        raise ValueError("its tensors are no list")
+    found = {}
+    for name, dtype, shape in value:
+        if dtype not in TORCH_NAMES or not isinstance(shape, list):
+            raise ValueError(f"a tensor in it has no known dtype or no shape: {name!r}")
+        if not all(type(n) is int and 0 <= n < 1 << 62 for n in shape):
+            raise ValueError(f"a tensor in it has a shape that is none: {name!r}")
+        found[_text(name)] = ExpectedTensor(name, dtype, tuple(shape))
+    if len(found) < len(value):
+        raise ValueError("it names a tensor twice")
+    return tuple(found.values())
+
+
+def roster_of(listed: ExpectedTensors, in_memory: bool = False) -> _core.Roster:
+    """The list as what a checkpoint is compared with: its names on disk or in memory, and of tied tensors any.
+
+    Dtypes are not compared: a model is saved in the dtype that it was trained in, whatever its config says.
+    """
+    optional = patterns(listed.may_be_missing)
+    shapes = {t.name: t.shape for t in listed.in_memory}
+    entries: dict[str, tuple[str, list[int | None] | None, str | None, bool]] = {
+        t.name: (t.name, list(t.shape), None, any(p.search(t.name) for p in optional))
+        for t in (listed.in_memory if in_memory else listed.tensors)
+    }
+    groups: list[list[str]] = []
+    for group in listed.ties:
+        mapping = {} if in_memory else listed.mapping
+        spelled = {one: name for name in group for one in mapping.get(name, (name,))}
+        if not spelled.keys() & entries.keys():
+            continue
+        for one, name in spelled.items():
+            if one not in entries and name in shapes:
+                entries[one] = (one, list(shapes[name]), None, False)
+        groups.append([one for one in spelled if one in entries])
+    return _core.Roster(list(entries.values()), groups)
+
+
+def patterns(texts: Iterable[str]) -> list[re.Pattern[str]]:
+    """Those of a class's patterns that are some."""
+    found = []
+    for text in texts:
+        with contextlib.suppress(re.error):
+            found.append(re.compile(text))
+    return found
+
+
+def unexpected_allowed(listed: ExpectedTensors, names: Iterable[str]) -> set[str]:
+    """Of names that the list has not, those that the class accepts besides."""
+    allowed = patterns(listed.may_be_unexpected)
+    return {name for name in names if any(pattern.search(name) for pattern in allowed)}

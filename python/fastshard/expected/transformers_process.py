@@ -1,0 +1,104 @@
+"""The process that asks transformers: its own folder, environment and limits; `transformers_worker` is its program."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+__all__ = ["answer_of"]
+
+_WORKER = Path(__file__).with_name("transformers_worker.py")
+#: What the worker has of the environment: where programs and libraries lie, and the language.
+_ENVIRONMENT = (
+    "PATH", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "SYSTEMROOT",
+)  # fmt: skip
+
+
+def answer_of(question: dict[str, Any], timeout: float, memory: int) -> dict[str, Any]:
+    """What the worker answers within its limits; under ``error`` and ``kind`` why it does not.
+
+    Args:
+        question: the config, cleaned, and the class; with ``stored`` whether a load of these tensors would complain.
+        timeout: seconds that it may take.
+        memory: bytes of private memory that it may take.
+    """
+    if not sys.executable:
+        return {"error": "there is no Python to run it by (sys.executable)", "kind": "import"}
+    try:
+        return _answered(question, timeout, memory)
+    except OSError as error:
+        return {"error": f"its process could not be started: {error.strerror}", "kind": "import"}
+
+
+def _answered(question: dict[str, Any], timeout: float, memory: int) -> dict[str, Any]:
+    """Runs the worker in a folder of its own, which goes with it.
+
+    Raises:
+        OSError: if there is no room for that.
+    """
+    if Path(tempfile.gettempdir()).resolve() == Path.cwd().resolve():
+        raise OSError(errno.ENOENT, "no folder for temporary files")
+    with tempfile.TemporaryDirectory(prefix="fastshard-expected-") as folder:
+        root = Path(folder)
+        for name in ("cwd", "home"):
+            (root / name).mkdir()
+        asked = json.dumps(question | {"path": _packages(), "memory": memory})
+        (root / "asked.json").write_text(asked, "utf-8")
+        words = [sys.executable, "-I", str(_WORKER), str(root / "asked.json"), str(root / "answer.json")]
+        with (root / "said").open("wb") as said:
+            process = subprocess.Popen(
+                words, cwd=root / "cwd", env=_environment(root / "home"), stdin=subprocess.DEVNULL, stdout=said,
+                stderr=said, start_new_session=True,
+            )  # fmt: skip
+            try:
+                process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                return {"error": f"it takes longer than {timeout:g} s", "kind": "limit"}
+            finally:
+                if process.poll() is None:
+                    # All that it has started, however this ends.
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        try:
+            answer: dict[str, Any] = json.loads((root / "answer.json").read_text("utf-8"))
+            return answer
+        except (OSError, ValueError):
+            last = (root / "said").read_bytes()[-2000:].decode(errors="replace").strip().splitlines()
+            why = f"its process ended with {process.returncode}" + (f": {last[-1]}" if last else "")
+            return {"error": f"{why}; it may take {memory >> 20:,} MiB of memory", "kind": "limit"}
+
+
+def _packages() -> list[str]:
+    """Where the worker looks for packages: where this process does, but for folders that anybody may fill."""
+    here = Path.cwd().resolve()
+    own = {str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("stdlib", "platstdlib")}
+    found = []
+    for entry in sys.path:
+        path = Path(entry)
+        if not entry or not path.is_absolute() or path.resolve() == here or str(path.resolve()) in own:
+            continue
+        if (path / "transformers").is_dir() or (path / "torch").is_dir() or "site-packages" in path.parts:
+            found.append(entry)
+    return found
+
+
+def _environment(own: Path) -> dict[str, str]:
+    """The environment of the worker: no secrets, nothing of the network, no device; it keeps what it must in a folder of its own."""
+    kept = {
+        name: value for name, value in os.environ.items() if name in _ENVIRONMENT or name.startswith("LC_")
+    }
+    return kept | {
+        "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": "",
+        "USE_TORCH_XLA": "0", "USE_HUB_KERNELS": "0", "OMP_NUM_THREADS": "1",
+        **dict.fromkeys(("HOME", "HF_HOME", "XDG_CACHE_HOME", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR"), str(own)),
+    }  # fmt: skip
