@@ -13,7 +13,7 @@ from .. import _core
 from ..common import config_text
 from ..common.dtypes import TORCH_FLOATS
 from ..common.errors import Finding, from_core
-from ..common.options import meant, nearest
+from ..common.near_words import meant, nearest
 from ..layouts.declaration import Source
 from ..models import config_json
 from ..models.vocab_rows import padding, words

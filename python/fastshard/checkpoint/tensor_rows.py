@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..common.byte_sizes import parse_size
 from ..common.dtypes import TORCH_NAMES
 from ..common.errors import FastshardError
-from ..common.options import meant, nearest
+from ..common.near_words import meant, nearest
 from ..models.tensor_roles import layer_of, role_of
 from .open_checkpoint import CheckpointSource, as_checkpoint
 from .planning import Plan, make_plan

@@ -6,7 +6,7 @@ import argparse
 
 from .. import _core
 from ..common.errors import FastshardError
-from ..common.options import meant
+from ..common.near_words import meant
 from .help_text import EXIT_CODES, EXIT_NOTE, SEE_ALSO, meaning
 from .parser import build, subparsers
 from .verbs import VERBS

@@ -40,7 +40,7 @@ class _Parser(argparse.ArgumentParser):
         # argparse lists the choices and leaves the near one to be found.
         wrong = re.match(r"argument [^:]*: invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if wrong:
-            from ..common.options import meant
+            from ..common.near_words import meant
 
             near = meant(wrong[1], [choice.strip(" '") for choice in wrong[2].split(",")])
             is_command = message.startswith("argument COMMAND:")
@@ -91,7 +91,7 @@ def parse(argv: Sequence[str], verbs: Verbs = VERBS) -> argparse.Namespace:
 
 def _suggestion(command: str, rest: list[str], parser: argparse.ArgumentParser) -> str:
     """What an unknown flag may have been meant for."""
-    from ..common.options import meant
+    from ..common.near_words import meant
 
     flag = next((word.partition("=")[0] for word in rest if word.startswith("--")), None)
     if flag is None:

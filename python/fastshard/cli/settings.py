@@ -15,7 +15,8 @@ from typing import Any
 
 from ..common import safe_files
 from ..common.errors import FastshardError
-from ..common.options import Gating, meant, table
+from ..common.near_words import meant
+from ..common.options import Gating, table
 
 __all__ = ["apply", "checked", "find"]
 

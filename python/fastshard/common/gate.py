@@ -9,7 +9,8 @@ from typing import Any
 
 from .. import _core
 from .errors import CODES, FastshardError, Finding, from_core, raise_errors
-from .options import FAIL_ON, meant
+from .near_words import meant
+from .options import FAIL_ON
 
 __all__ = ["Gate", "accepted", "ignored", "recorded"]
 

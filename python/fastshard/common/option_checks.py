@@ -12,7 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from . import options as _options
 from .errors import FastshardError
-from .options import ALL, Option, meant, table
+from .near_words import meant
+from .options import ALL, Option, table
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -2,7 +2,6 @@
 and what it means. The checks of the API, `help()`, the command line and the pages are made of this table."""
 
 import functools
-import heapq
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -433,32 +432,3 @@ ALL: dict[str, Option] = {
     **table(Viewed),
     **{name: replace(option, name=name) for name, option in _OF_FUNCTIONS.items()},
 }
-
-
-#: Known words that are compared letter by letter.
-_COMPARED = 256
-
-
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that another one was nearly, if there is one."""
-    import difflib
-
-    others = [one for one in known if one != word]
-    if len(others) > _COMPARED:
-        # A checkpoint has a million names: those that begin and end most like it are compared.
-        others = heapq.nlargest(_COMPARED, others, key=lambda one: _ends_alike(word, one))
-    # A name that is long differs in more letters before it is another one; of a short one half are one letter.
-    near = difflib.get_close_matches(word, others, n=1, cutoff=0.5 if len(word) <= 3 else 0.6)
-    return near[0] if near else None
-
-
-def _ends_alike(word: str, other: str) -> int:
-    """Letters that two words have in common at both ends."""
-    first = len(os.path.commonprefix((word, other)))  # noqa: RUF071 - letters are meant
-    return first + len(os.path.commonprefix((word[first:][::-1], other[first:][::-1])))  # noqa: RUF071
-
-
-def meant(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for a word that is nearly one that is known, else nothing."""
-    near = nearest(word, known)
-    return f"; did you mean {near}?" if near else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..common.errors import FastshardError
-from ..common.options import meant
+from ..common.near_words import meant
 from ..layouts.declaration import Source
 from .base import Target
 from .dcp import DcpTarget

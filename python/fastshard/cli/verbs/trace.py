@@ -9,7 +9,7 @@ from ... import _core
 from ...checkpoint.manifests import beside, read, run_options
 from ...checkpoint.planning import Plan
 from ...common.errors import FastshardError, Finding, error_for, from_core
-from ...common.options import nearest
+from ...common.near_words import nearest
 from ...conversion.convert import plan as plan_of
 from ..render import Tree, human, tree
 from ..shared_arguments import (
