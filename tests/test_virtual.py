@@ -288,6 +288,15 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "[]"], ids=["cut", "deep", "list"])
+def test_a_damaged_generation_config_is_a_finding(text: str, tmp_path: Path) -> None:
+    ckpt = copy(HF, tmp_path / "ckpt")
+    (ckpt / "generation_config.json").write_text(text)
+    with pytest.raises(fastshard.FastshardError) as caught:
+        fastshard.load_model(ckpt)
+    assert caught.value.code == "FS211" and str(caught.value.path).endswith("generation_config.json")
+
+
 def test_it_is_silent_unless_asked(capfd: pytest.CaptureFixture[str]) -> None:
     fastshard.load_model(NEOX)
     assert capfd.readouterr() == ("", "")
