@@ -9,6 +9,7 @@ from typing import Any, TypedDict, final, type_check_only
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import NotRequired
 
 from .zarr.array_writer import StoreWriter
 
@@ -174,7 +175,7 @@ class Finding:
     def __hash__(self) -> int: ...
 
 @type_check_only
-class _File(TypedDict):
+class OpenedFile(TypedDict):
     """A file that was opened; sizes in bytes."""
 
     path: str
@@ -187,6 +188,104 @@ class _File(TypedDict):
     archive: str | None
     #: Name of the first tensor that is a part of a larger one.
     partial: str | None
+
+@type_check_only
+class StoredTensor(TypedDict):
+    """A tensor of a file: a view of a storage; `offset` in bytes, `strides` in elements."""
+
+    #: Keys from the file's root.
+    path: list[str]
+    dtype: str
+    torch_dtype: str
+    shape: list[int]
+    #: Number of the storage in the file.
+    storage: int
+    offset: int
+    strides: list[int]
+    storage_bytes: int
+    storage_crc32: int | None
+
+@type_check_only
+class Mesh(TypedDict):
+    """A mesh of ranks, and where in it the rank is that wrote the file."""
+
+    shape: list[int]
+    names: list[str] | None
+    #: None for a rank that is not in the mesh.
+    coordinate: list[int] | None
+    #: The rank's number in the run, and ranks of the run or of this mesh of it, where they are told.
+    rank: int | None
+    ranks: int | None
+
+@type_check_only
+class Placement(TypedDict):
+    """What a dimension of a mesh does to a tensor: ``replicate``, ``shard``, ``strided`` or ``partial``."""
+
+    kind: str
+    dim: NotRequired[int]
+    #: Pieces that were there already.
+    split: NotRequired[int]
+
+@type_check_only
+class Shard(TypedDict):
+    """A box of a tensor: first index, extent, and the tensor of the file that it is."""
+
+    lo: list[int]
+    size: list[int]
+    tensor: int
+
+@type_check_only
+class RankPart(TypedDict):
+    """A tensor of which a file holds a rank's part: a DTensor has placements, a ShardedTensor shards."""
+
+    path: list[str]
+    #: Of the whole.
+    shape: list[int]
+    mesh: NotRequired[int]
+    placements: NotRequired[list[Placement]]
+    #: Dimensions of the tensor, each with those of the mesh in the order in which they divide it, where it is told.
+    order: NotRequired[list[tuple[int, list[int]]] | None]
+    tensor: NotRequired[int]
+    rank: NotRequired[int | None]
+    ranks: NotRequired[int | None]
+    shards: NotRequired[list[Shard]]
+
+@type_check_only
+class Distributed(TypedDict):
+    """The tensors of which a file holds a rank's part, and the meshes, each once."""
+
+    meshes: list[Mesh]
+    parts: list[RankPart]
+
+@type_check_only
+class PlacedFile(TypedDict):
+    """A file that a target prescribes."""
+
+    name: str
+    #: The ranks whose outputs it holds, by parallel dimension.
+    coords: NotRequired[dict[str, int]]
+    #: Under the form's name what it holds: ``safetensors``, ``torch_zip``, ``records``, ``dcp_metadata`` or ``arrays``.
+    content: dict[str, Any]
+
+@type_check_only
+class MetRank(TypedDict):
+    """A rank that has come to a meeting; `storage` tells what it sees of the destination."""
+
+    rank: int
+    host: str
+    pid: int
+    storage: str
+
+@type_check_only
+class LentRoot(TypedDict):
+    """A root of a rank's sources: where it is `there`, on its host, and `here`."""
+
+    rank: int
+    host: str
+    there: str
+    here: str
+    #: For one that is a file, its name.
+    file: str | None
 
 @type_check_only
 class WriteOptions(TypedDict, total=False):
@@ -258,18 +357,14 @@ class Catalog:
         """
     def findings(self) -> list[Finding]:
         """The files that could not be read."""
-    def files(self) -> list[_File | None]:
+    def files(self) -> list[OpenedFile | None]:
         """The files in the order given; None for those that could not be read."""
     def values(self, file: int) -> tuple[Any, bool]:
         """What a file holds besides tensors, as plain data, and whether that is all of it: it is bounded."""
-    def tensors(self, file: int) -> list[dict[str, Any]]:
-        """A file's tensors: path of keys, dtype, shape, and where they lie in which storage."""
-    def distributed(self, file: int) -> dict[str, Any]:
-        """The tensors of which a file holds a rank's part, and the meshes; of a file that can be read.
-
-        ``{"meshes": [{shape, names, coordinate, rank, ranks}], "parts": [{path, shape, ...}]}``, where a part has
-        ``mesh``, ``placements``, ``order`` and ``tensor`` (a DTensor), or ``rank``, ``ranks`` and ``shards`` (a ShardedTensor).
-        """
+    def tensors(self, file: int) -> list[StoredTensor]:
+        """A file's tensors."""
+    def distributed(self, file: int) -> Distributed:
+        """The tensors of which a file holds a rank's part, and the meshes; of a file that can be read."""
     def tensor_bytes(self, file: int, tensor: int, limit: int) -> bytes:
         """Bytes of a small tensor. Raises CoreError if it is larger than `limit` bytes or no plain run."""
     def names(self, file: int) -> list[str]:
@@ -534,17 +629,17 @@ class Meeting:
 
     def __new__(cls, out: str | PathLike[str], about: dict[str, Any]) -> Meeting:
         """Meets: `about` has ``rank``, ``world``, ``timeout`` (s), ``words`` (alike for all) and ``hosts``."""
-    def ranks(self) -> list[dict[str, Any]]:
-        """``rank``, ``host``, ``pid`` and ``storage`` of each."""
+    def ranks(self) -> list[MetRank]:
+        """Those that have come."""
     def stop(self, findings: list[Finding]) -> None:
         """Says why this rank stops, so that the others do too."""
     def done(self) -> None:
         """Says that this rank has nothing left to do."""
     def lend(
         self, roots: list[dict[str, str | None]], files: list[tuple[int, str]], folder: str | PathLike[str]
-    ) -> list[dict[str, Any]]:
+    ) -> list[LentRoot]:
         """Lends files (root, relative path) below roots (``folder``, ``file``), and makes folders in `folder` that stand for
-        the other ranks': ``rank``, ``host``, ``there``, ``here`` and ``file`` of each root."""
+        the other ranks'."""
     def stamp(self, wanted: list[tuple[int, int, str]]) -> str:
         """A digest of files (rank, number of its root, path) as they were when the ranks met."""
     def lent(self) -> dict[int, int]:

@@ -15,7 +15,7 @@ from ..common.options import ACCEPTABLE
 from ..layouts.declaration import MAX_DEGREE, Blocks, Source
 
 
-def view_of(tensor: dict[str, Any]) -> tuple[Any, ...]:
+def view_of(tensor: _core.StoredTensor) -> tuple[Any, ...]:
     """What tells two tensors apart without reading them: checksum and bytes of the storage, and what part of it they are.
 
     ``torch.save`` keeps the whole storage of a slice, so two ranks' files may hold the same one, and other slices.
@@ -29,12 +29,12 @@ def view_of(tensor: dict[str, Any]) -> tuple[Any, ...]:
 class Contents:
     """What the headers of the files say, by index in :attr:`Found.files`."""
 
-    def __init__(self, catalog: _core.Catalog, readable: list[Any]) -> None:
+    def __init__(self, catalog: _core.Catalog, readable: list[_core.OpenedFile | None]) -> None:
         self._catalog = catalog
         self._readable = readable
         # Not functools.cache: it would hold the catalog, and its open files, as long as the class lives.
         self._values: dict[int, Any] = {}
-        self._tensors: dict[int, list[dict[str, Any]]] = {}
+        self._tensors: dict[int, list[_core.StoredTensor]] = {}
         #: Files of which more values were asked for than are looked at.
         self.cut: set[int] = set()
 
@@ -52,22 +52,22 @@ class Contents:
         """False for a file that cannot be read, which is a finding already."""
         return self._readable[file] is not None
 
-    def tensors(self, file: int) -> list[dict[str, Any]]:
-        """``path``, ``dtype``, ``shape``, ``storage``, ``offset``, ``strides``, ``storage_bytes``, ``storage_crc32`` of each."""
+    def tensors(self, file: int) -> list[_core.StoredTensor]:
+        """The tensors that a file lists, in its order."""
         if file not in self._tensors:
             self._tensors[file] = self._catalog.tensors(file)
         return self._tensors[file]
 
-    def distributed(self, file: int) -> dict[str, Any]:
-        """Tensors of which the file holds a rank's part: ``meshes`` and ``parts``, as the core tells them."""
+    def distributed(self, file: int) -> _core.Distributed:
+        """Tensors of which the file holds a rank's part, and the meshes; none of a file that cannot be read."""
         if not self.readable(file):
             return {"meshes": [], "parts": []}
         return self._catalog.distributed(file)
 
     def archive(self, file: int) -> str | None:
         """The name that the archive was given when it was saved; None for other files."""
-        name = self._readable[file] and self._readable[file]["archive"]
-        return name if isinstance(name, str) else None
+        opened = self._readable[file]
+        return None if opened is None else opened["archive"]
 
     def listed(self, file: int) -> list[str]:
         """Names of a file's tensors, in its order."""

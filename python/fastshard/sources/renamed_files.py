@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
+from .. import _core
 from ..common import safe_files
 from ..common.errors import Finding
 
@@ -31,7 +31,7 @@ def places(name: str) -> dict[str, int]:
 
 
 def renamed(
-    files: Sequence[Mapping[str, Any] | None],
+    files: Sequence[_core.OpenedFile | None],
     accepted: bool = False,
     ranks: Mapping[int, str | None] = MappingProxyType({}),
     roots: Sequence[Path] = (),
@@ -49,10 +49,10 @@ def renamed(
     """
     findings = []
     for index, file in enumerate(files):
-        if file is None or not file.get("archive"):
+        if file is None or not (archive := file["archive"]):
             continue
         name = file["path"].rpartition("/")[2]
-        own, inside = places(name), places(file["archive"])
+        own, inside = places(name), places(archive)
         if not any(inside[word] != own[word] for word in own.keys() & inside.keys()):
             continue
         original = _original(file, inside, files, roots)
@@ -61,7 +61,7 @@ def renamed(
                 "FS303",
                 f"a copy of {original}, under whose name it was saved",
                 expected=name.partition(".")[0],
-                got=file["archive"][:200],
+                got=archive[:200],
                 file=file["path"],
                 rank=ranks.get(index),
                 help="copy the file of this rank from the node that ran it",
@@ -75,7 +75,7 @@ def renamed(
                 file=file["path"],
                 rank=ranks.get(index),
                 expected=name.partition(".")[0],
-                got=file["archive"][:200],
+                got=archive[:200],
                 help="leave out --accept renamed to make this an error again"
                 if accepted
                 else "copy the file again from the node that wrote it; if the name is right, pass --accept renamed",
@@ -85,9 +85,9 @@ def renamed(
 
 
 def _original(
-    file: Mapping[str, Any],
+    file: _core.OpenedFile,
     inside: dict[str, int],
-    files: Sequence[Mapping[str, Any] | None],
+    files: Sequence[_core.OpenedFile | None],
     roots: Sequence[Path],
 ) -> str | None:
     """Path of the file that this one is a copy of."""
@@ -99,5 +99,5 @@ def _original(
         if beside != folder or places(name) != inside:
             continue
         if safe_files.same(roots[file["root"]] / file["path"], roots[other["root"]] / other["path"]):
-            return str(other["path"])
+            return other["path"]
     return None

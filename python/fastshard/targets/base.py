@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from .. import _core
 from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding
 from ..common.options import Option
@@ -82,7 +83,7 @@ class Completed:
     #: What had to be assumed.
     findings: list[Finding] = field(default_factory=list)
     #: Files that hold the tensors, as the core takes them; none to fill safetensors files in order.
-    files: list[dict[str, Any]] = field(default_factory=list)
+    files: list[_core.PlacedFile] = field(default_factory=list)
     #: Top-level names that appear after all others, the last of them the one that readers start from; by default the
     #: index or the first file.
     pointers: tuple[str, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .. import _core
 from ..common.config_text import shown
 from ..common.errors import FastshardError
 from ..common.target_options import STACKED_EXPERTS, TP
@@ -64,7 +65,7 @@ class Records:
         self._entries[key] = {"name": key}
         self._files.setdefault(file, (0, []))[1].append({"key": key, "value": tree(value)})
 
-    def files(self) -> list[dict[str, Any]]:
+    def files(self) -> list[_core.PlacedFile]:
         """The files that the target prescribes, ``.metadata`` last."""
         for entry in self._entries.values():
             chunks = entry.get("chunks", [])
@@ -74,7 +75,7 @@ class Records:
             if chunks:
                 entry["chunks"] = [(record["key"], at) for record, at in chunks]
         inside = f"{self.folder}/" if self.folder else ""
-        files = [
+        files: list[_core.PlacedFile] = [
             {"name": inside + name, "coords": {"tp": rank}, "content": {"records": records}}
             for name, (rank, records) in self._files.items()
         ]

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .. import _core
 from ..common.errors import FastshardError, Finding
 from ..common.target_options import STACKED_EXPERTS
 from ..layouts.declaration import Source
@@ -89,7 +90,7 @@ class UniversalTarget(Target):
         findings = [*whole.findings, *_one_for_all(state)]
         folder = f"global_step{state.step}"
         constants: dict[str, tuple[str, int]] = {}
-        files: list[dict[str, Any]] = []
+        files: list[_core.PlacedFile] = []
 
         def add(name: str, value: Any) -> None:
             files.append({"name": f"{folder}/{name}", "content": {"torch_zip": tree(value)}})

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from .. import _core
 from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding
 from ..common.target_options import MULTIPLE, PP, TP
@@ -145,7 +146,7 @@ class NeoxTarget(TrainerTarget):
             by_layer.setdefault(int(name.split(".", 1)[0]), []).append(name)
         # DeepSpeed looks for a file of each module, also of a norm without parameters.
         by_layer.setdefault(bound.axes["L"] + 3, [])
-        files: list[dict[str, Any]] = []
+        files: list[_core.PlacedFile] = []
 
         def add(name: str, rank: int, value: Any) -> None:
             content = {"torch_zip": tree(value)}

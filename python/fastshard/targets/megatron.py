@@ -13,6 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+from .. import _core
 from ..common.errors import FastshardError, Finding
 from ..common.target_options import MULTIPLE, PP, TP
 from ..layouts.declaration import Source
@@ -140,10 +141,10 @@ class MegatronTarget(TrainerTarget):
 
     def _rank_files(
         self, bound: Bound, folder: str, common: dict[str, Any], args: dict[str, Any]
-    ) -> list[dict[str, Any]]:
+    ) -> list[_core.PlacedFile]:
         per_stage = bound.axes["L"] // self.pp
         fused = args.get("transformer_impl") != "local"
-        files = []
+        files: list[_core.PlacedFile] = []
         for stage in range(self.pp):
             model: OrderedDict[str, Any] = OrderedDict()
             for name in sorted(bound.tensors, key=_order):
@@ -164,7 +165,7 @@ class MegatronTarget(TrainerTarget):
                 files.append({"name": path, "coords": {"tp": rank}, "content": content})
         return files
 
-    def _chunks(self, bound: Bound, folder: str, common: dict[str, Any]) -> list[dict[str, Any]]:
+    def _chunks(self, bound: Bound, folder: str, common: dict[str, Any]) -> list[_core.PlacedFile]:
         """One file per rank, ``common.pt``, and ``.metadata`` that says which chunk is where."""
         layers, records = bound.axes["L"], Records(folder)
 

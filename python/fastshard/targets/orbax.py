@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import _core
 from ..common.errors import FastshardError, Finding
 from ..common.target_options import ZARR2
 from ..layouts.declaration import Source
@@ -87,8 +88,8 @@ class OrbaxTarget(Target):
         self._writable({name: tensor.dtype for name, tensor in bound.tensors.items()})
         folder = f"{self.step}/{self.item}"
         how = {"ocdbt": self.ocdbt, "zarr": self.zarr}
-        files = [{"name": folder, "content": {"arrays": {"how": how, "arrays": arrays}}}]
-        return Completed(self.texts(shapes, arrays), self._changed(shapes), files, constants=self.counters)
+        store: _core.PlacedFile = {"name": folder, "content": {"arrays": {"how": how, "arrays": arrays}}}
+        return Completed(self.texts(shapes, arrays), self._changed(shapes), [store], constants=self.counters)
 
     def _distinct(self, names: list[str]) -> None:
         """Refuses a name that is a folder of another's: the tree cannot hold both."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .. import _core
 from ..common import json_text
 from ..common.errors import FastshardError
 from ..common.target_options import MULTIPLE, TP
@@ -57,7 +58,7 @@ class TpTarget(Target):
         """One file per rank; ``layout.json`` says how each tensor is divided."""
         whole = self.whole.complete(bound)
         names = sorted(bound.tensors)
-        files = [
+        files: list[_core.PlacedFile] = [
             {
                 "name": f"tp_rank_{rank:02d}.safetensors",
                 "coords": {"tp": rank},

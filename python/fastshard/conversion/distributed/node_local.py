@@ -148,7 +148,7 @@ def lent(meeting: Meeting | None, source: Sequence[StrPath] | Any, node_local: b
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _shown(meeting: Meeting, found: list[dict[str, Any]]) -> Iterator[Lent]:
+def _shown(meeting: Meeting, found: list[_core.LentRoot]) -> Iterator[Lent]:
     own = meeting.rank.rank
     # Longer paths first: one may begin another.
     names = sorted(

@@ -97,8 +97,8 @@ class Meeting:
         except _core.CoreError as error:
             raise from_core(error) from None
 
-    def ranks(self) -> list[dict[str, Any]]:
-        """``rank``, ``host``, ``pid`` and ``storage`` of each: of all for rank 0, of rank 0 and itself for others."""
+    def ranks(self) -> list[_core.MetRank]:
+        """All for rank 0, rank 0 and itself for others."""
         return self.core.ranks()
 
     def __enter__(self) -> Meeting:

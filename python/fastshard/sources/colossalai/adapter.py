@@ -51,6 +51,8 @@ _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 #: Keys of configs that tell the number of experts. source: transformers models/mixtral, deepseek_v3, qwen3_moe
 _EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
+#: By name: file, number of the tensor in it and shape, for each directory that holds it.
+_Held = dict[str, list[tuple[int, int, list[int]]]]
 
 
 class ColossalAI:
@@ -120,8 +122,7 @@ class ColossalAI:
         source.vocab_size = options.vocab_size
         config, path = hf_config.config_of(listing, found.folder, options)
         hf_config.describe(source, listing, config, path, contents.names())
-        # name -> (file, number of the tensor in it, shape), one per directory that holds it
-        held: dict[str, list[tuple[int, int, list[int]]]] = {}
+        held: _Held = {}
         seen: set[tuple[str, int]] = set()
         expected: dict[str, int] = {}
         for name, copies in saved.shards:
@@ -174,7 +175,7 @@ class ColossalAI:
 
     @staticmethod
     def _missing_layers(
-        found: Found[ColossalFiles], config: dict[str, Any] | None, held: dict[str, Any]
+        found: Found[ColossalFiles], config: dict[str, Any] | None, held: _Held
     ) -> list[Finding]:
         """The stages after the last one that is there, by the number of layers."""
         saved = found.seen
@@ -188,7 +189,7 @@ class ColossalAI:
 
     @staticmethod
     def _missing_experts(
-        found: Found[ColossalFiles], config: dict[str, Any] | None, held: dict[str, Any]
+        found: Found[ColossalFiles], config: dict[str, Any] | None, held: _Held
     ) -> list[Finding]:
         """The expert-parallel ranks after the last one that is there, by the number of experts."""
         saved = found.seen
@@ -204,7 +205,7 @@ class ColossalAI:
         ]
 
     @staticmethod
-    def _slices(source: Source, found: Found[ColossalFiles], held: dict[str, Any], whole: _Whole) -> set[str]:
+    def _slices(source: Source, found: Found[ColossalFiles], held: _Held, whole: _Whole) -> set[str]:
         """Tensors of which each directory holds one rank's slice: put together in the order of the directories."""
         slices: dict[str, int] = {}
         shards: dict[str, int] = {}
@@ -313,7 +314,7 @@ def _total_size(listing: Listing, index: File | None) -> list[Finding]:
     return [Finding.of("FS108", message, severity="note", file=index.path, got=str(stated))]
 
 
-def _padded(source: Source, held: dict[str, list[tuple[int, int, list[int]]]], whole: _Whole) -> set[str]:
+def _padded(source: Source, held: _Held, whole: _Whole) -> set[str]:
     """Tensors with rows beyond the config's vocabulary, of which the first are taken: a mixture of experts is saved with
     the padding of its embedding.
 
@@ -342,7 +343,7 @@ def _copied(
     listing: Listing,
     found: Found[ColossalFiles],
     contents: Contents,
-    slices: dict[str, list[tuple[int, int, list[int]]]],
+    slices: _Held,
 ) -> list[Finding]:
     """Directories of two ranks that are one, or hold the same slice by the checksums of torch's files."""
     findings: list[Finding] = []

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any
 
+from ... import _core
 from ...common.errors import FastshardError
 
 #: source: torch/distributed/fsdp/_common_utils.py
@@ -20,13 +20,13 @@ _FLAT = "_flat_param"
 Range = tuple[int, int, int, int]
 
 
-def is_flat(told: Mapping[int, dict[str, Any]]) -> bool:
+def is_flat(told: Mapping[int, _core.Distributed]) -> bool:
     """True if ranks tell of flat parameters."""
     return any(part["path"][-1].endswith(_FLAT) for one in told.values() for part in one["parts"])
 
 
 def pieces(
-    files: Mapping[int, int], listed: Mapping[int, list[dict[str, Any]]]
+    files: Mapping[int, int], listed: Mapping[int, list[_core.StoredTensor]]
 ) -> tuple[dict[str, list[Range]], set[str]]:
     """The pieces of each parameter by name, in the order of the ranks; and names of what is whole on each rank.
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+
+from ... import _core
 
 
 class Unreadable(Exception):
     """Why a placement is not read."""
 
 
-def box(
-    shape: Sequence[int], mesh: dict[str, Any], part: dict[str, Any]
-) -> tuple[list[int], list[int]] | None:
+def box(shape: Sequence[int], mesh: _core.Mesh, part: _core.RankPart) -> tuple[list[int], list[int]] | None:
     """First index and extent of what a rank holds; None for one that is not in the mesh.
 
     Args:
@@ -47,7 +46,7 @@ def _chunk(extent: int, count: int, index: int) -> tuple[int, int]:
     return min(index * each, extent), min((index + 1) * each, extent)
 
 
-def _order(part: dict[str, Any], sizes: list[int], ndim: int) -> list[tuple[int, list[int]]]:
+def _order(part: _core.RankPart, sizes: list[int], ndim: int) -> list[tuple[int, list[int]]]:
     """Each tensor dimension that is divided, with the mesh dimensions that divide it, first the one that did so first."""
     found: dict[int, list[int]] = {}
     stated: dict[int, list[int]] = dict(part["order"] or [])

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from ... import _core
 from ...common.errors import FastshardError, Finding
 from ..base import Contents, Found, lacking, missing, unexpected
 from ..renamed_files import places
@@ -26,7 +27,7 @@ class Ranks:
     #: True if a file is missing, cannot be read, or is not the one that its name says.
     broken: bool = False
     #: What each file says of parts.
-    told: dict[int, dict[str, Any]] = field(default_factory=dict)
+    told: dict[int, _core.Distributed] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for rank, file in self.files.items():
@@ -69,7 +70,7 @@ class Ranks:
                 found[name] = found.get(name, True) and is_alias
         return {name for name, is_alias in found.items() if is_alias}
 
-    def boxes_of(self, rank: int, part: dict[str, Any]) -> list[tuple[list[int], list[int], int]]:
+    def boxes_of(self, rank: int, part: _core.RankPart) -> list[tuple[list[int], list[int], int]]:
         """The boxes of one tensor that a rank holds, with the tensor of the file that each is.
 
         Raises:
@@ -183,7 +184,7 @@ class Ranks:
             )
 
 
-def _worlds(told: dict[str, Any]) -> list[int]:
+def _worlds(told: _core.Distributed) -> list[int]:
     """Ranks of the run, by a file's meshes and groups."""
     worlds = [mesh["ranks"] for mesh in told["meshes"]] + [part.get("ranks") for part in told["parts"][:1]]
     return [max(n for n in worlds if n)] if any(worlds) else []

@@ -8,12 +8,13 @@ megatron/core/models (gpt, bert, T5, vision); before core: megatron/model/{langu
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any
 
+from ... import _core
 from ...common.errors import FastshardError, Finding
 from ...layouts.declaration import Assembled
 from ...models import megatron
@@ -121,7 +122,7 @@ class Wholes:
         self.findings: list[Finding] = []
         self.left: list[str] = []
 
-    def read(self, places: list[Place], tensors: dict[int, list[dict[str, Any]]]) -> None:
+    def read(self, places: list[Place], tensors: dict[int, list[_core.StoredTensor]]) -> None:
         """Puts together what the files hold.
 
         Raises:
@@ -206,7 +207,7 @@ class Wholes:
         """Tensors of which a rank's part is nowhere."""
         return (name for name, t in self.found.items() if len(t.holders) != t.degree)
 
-    def _of(self, place: Place, tensors: list[dict[str, Any]]) -> dict[str, tuple[int, list[int]]]:
+    def _of(self, place: Place, tensors: list[_core.StoredTensor]) -> dict[str, tuple[int, list[int]]]:
         """Number and shape of each tensor of a model, by its name in the file."""
         own: dict[str, tuple[int, list[int]]] = {}
         for number, tensor in enumerate(tensors):
@@ -219,7 +220,7 @@ class Wholes:
                     own[name] = (number, tensor["shape"])
         return own
 
-    def _bases(self, held: Mapping[Place, Mapping[str, Any]]) -> dict[tuple[str, int, int], int]:
+    def _bases(self, held: Mapping[Place, Iterable[str]]) -> dict[tuple[str, int, int], int]:
         """Layers before those of each stage, virtual stage by virtual stage: each count of layers by itself."""
         counts: dict[tuple[str, int, int], set[int]] = {}
         for place, own in held.items():

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from ... import _core
 from ...common.errors import Finding
 from ...layouts.declaration import Assembled, Optimizer, Source, Unit
 from ..base import Contents, Found, as_dict, as_list, missing
@@ -419,7 +420,7 @@ def _tensor(value: Any, most: int) -> int | None:
     return index if isinstance(index, int) and 0 <= index < most else None
 
 
-def _stepped(state: Any, tensors: list[dict[str, Any]]) -> list[int] | None:
+def _stepped(state: Any, tensors: list[_core.StoredTensor]) -> list[int] | None:
     """The shape of a parameter, by its moments."""
     shapes = [
         tensors[index]["shape"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ... import _core
 from ...common.errors import Finding
 from ...layouts.declaration import Assembled, Group, StateFile
 from ..base import lacking, unexpected, view_of
@@ -214,13 +215,13 @@ class Partitions:
         return [numbered[g] if g < len(numbered) else None for g in range(count)]
 
     @staticmethod
-    def _flat(file: int, tensors: list[dict[str, Any]], value: Any) -> Flat | None:
+    def _flat(file: int, tensors: list[_core.StoredTensor], value: Any) -> Flat | None:
         index = tensor_index(value)
         if index is None or index >= len(tensors):
             return None
         return Flat(file, index, math.prod(tensors[index]["shape"]))
 
-    def _steps_of(self, rank: Rank, tensors: list[dict[str, Any]]) -> None:
+    def _steps_of(self, rank: Rank, tensors: list[_core.StoredTensor]) -> None:
         steps = []
         for flat, number in rank.steps:
             if flat is not None and flat.numel == 1:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ... import _core
 from ...common.errors import Finding
 from ...layouts.declaration import Assembled, Group, StateFile
 from ..match_by_order import by_shape, by_size
@@ -207,7 +208,7 @@ def _held(model: Model) -> Held | None:
     return Held(model, optimizer, None, vectors)
 
 
-def _stepped(states: dict[str, Any], number: int, tensors: list[dict[str, Any]]) -> list[int] | None:
+def _stepped(states: dict[str, Any], number: int, tensors: list[_core.StoredTensor]) -> list[int] | None:
     """Shape of a parameter by its state; None where that does not tell (no gradient came, or factored moments)."""
     entry = states.get(str(number))
     indices = [tensor_index(v) for k, v in entry.items() if k != "step"] if isinstance(entry, dict) else []
