@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from ..common import hub_downloads, memory_budget, option_checks, placeholder_files, safe_files
-from ..common.config_text import checked, parse_json, parse_yaml
 from ..common.errors import FastshardError, Finding, error_for, from_core, raise_errors
 from ..common.formatting import some
 from ..common.gate import Gate
@@ -19,14 +18,15 @@ from ..common.listing import File, Listing, holds_weights, list_roots, refuse_un
 from ..common.options import OpenOptions, StrPath
 from ..common.thread_counts import thread_count
 from ..layouts import tables
-from ..layouts.declaration import MAX_DEGREE, Source
+from ..layouts.declaration import Source
 from ..models import sidecar_files, tensor_words
 from ..sources import accepted_copies, hf_config, stray_tensors
-from ..sources.base import Contents, Found, Options, checked_accept
+from ..sources.base import Contents, Found, Options
 from ..sources.index_files import disagreeing
 from ..sources.peft import lora
 from ..sources.registry import detect
 from ..sources.renamed_files import renamed
+from . import source_options
 from .checkpoint import Checkpoint
 from .drafting import Opened
 
@@ -60,7 +60,7 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
     threads = thread_count(options.get("threads"))
     like, adapter = options.get("like"), options.get("adapter")
     reference = None if like is None else _read_reference(like, threads)
-    said = _said(options, reference)
+    said = source_options.of(options, reference)
     listing, others = placeholder_files.sifted(list_roots(paths))
     try:
         found = detect(listing, said)
@@ -169,33 +169,6 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
 _opened = open
 
 
-def _said(given: OpenOptions, reference: Reference | None) -> Options:
-    """What the caller said about the source, and what a reference says in its place.
-
-    Raises:
-        FastshardError: ``FS211`` or ``FS515`` for what cannot be meant.
-    """
-    config, path = _read_config(given.get("config"))
-    if reference is not None and reference.roster is None:
-        if config is not None:
-            raise FastshardError.of(
-                "FS515", "both --config (or --expect) and --like give a config", help="pass it once"
-            )
-        config, path = reference.config, str(reference.config_file)
-    step, prefix, layout = given.get("step"), given.get("prefix"), given.get("layout")
-    return Options(
-        step=None if step is None else str(step),
-        prefix=None if prefix is None else prefix.rstrip("."),
-        config=config,
-        config_path=path,
-        vocab_size=_positive(given.get("vocab_size"), "vocab_size"),
-        accept=checked_accept(given.get("accept", ())),
-        layout=None if layout is None else os.fspath(layout),
-        lent=reference.lent if reference is not None else None,
-        expect_processes=_processes(given.get("expect_processes")),
-    )
-
-
 def _read_reference(path: StrPath, threads: int | None) -> Reference:
     from ..expected.reference import read
 
@@ -232,7 +205,7 @@ def _nothing_below(prefix: str, source: Source) -> FastshardError:
     )
 
 
-def _refuse_parts(readable: list[Any]) -> None:
+def _refuse_parts(readable: list[_core.OpenedFile | None]) -> None:
     """A DTensor in a file that is read as a whole is a slice that would pose as a whole tensor.
 
     Raises:
@@ -314,20 +287,6 @@ def _one_limit(findings: list[Finding]) -> list[Finding]:
     return [told, *(f for f in findings if f.code != "FS511")]
 
 
-def _positive(value: int | None, name: str) -> int | None:
-    if value is not None and (not isinstance(value, int) or not 0 < value < 1 << 48):
-        raise FastshardError.of("FS211", name, expected="a positive integer", got=repr(value))
-    return value
-
-
-def _processes(count: int | None) -> int | None:
-    if count is not None and count > MAX_DEGREE:
-        raise FastshardError.of(
-            "FS211", "expect_processes", expected=f"at most {MAX_DEGREE}", got=repr(count)
-        )
-    return _positive(count, "expect_processes")
-
-
 def _relative(finding: Finding, prefixes: list[str]) -> Finding:
     for prefix in prefixes:
         if finding.file and finding.file.startswith(prefix):
@@ -335,38 +294,19 @@ def _relative(finding: Finding, prefixes: list[str]) -> Finding:
     return finding
 
 
-def _read_config(config: StrPath | Mapping[str, Any] | None) -> tuple[dict[str, Any] | None, str | None]:
-    if config is None:
-        return None, None
-    if isinstance(config, Mapping):
-        try:
-            return dict(checked(config)), None
-        except ValueError as error:
-            raise FastshardError.of("FS211", f"not a config: {error}") from None
-    path = Path(config)
-    try:
-        # JSON is YAML too, but its own reader gives better messages and is faster.
-        text = safe_files.read_text(path, safe_files.MAX_CONFIG, code="FS211")
-        content = (parse_json if path.suffix == ".json" else parse_yaml)(text)
-    except ValueError as error:
-        raise FastshardError.of("FS211", f"not a config: {error}", file=str(path)) from None
-    if not isinstance(content, dict) or not content:
-        raise FastshardError.of("FS211", "not a config: no keys", file=str(path))
-    return content, str(path)
-
-
 def _strays(
     found: Found[Any],
     source: Source,
     listing: Listing,
     catalog: _core.Catalog,
-    readable: list[Any],
+    readable: list[_core.OpenedFile | None],
     roots: list[Path],
     threads: int,
 ) -> stray_tensors.Strays:
     """What accounts for tensors that are not in the files in which they should be."""
-    held = {i: set(catalog.names(i)) for i in range(len(found.files)) if readable[i] is not None}
-    paths = {i: readable[i]["path"] for i in held}
+    opened = enumerate(readable[: len(found.files)])
+    paths = {i: file["path"] for i, file in opened if file is not None}
+    held = {i: set(catalog.names(i)) for i in paths}
 
     def same(one: int, other: int) -> bool:
         return safe_files.same(*(roots[found.files[i].root] / found.files[i].path for i in (one, other)))
@@ -403,13 +343,16 @@ def _names_in(files: Sequence[File], listing: Listing, threads: int) -> dict[str
 
 
 def _expected_names(
-    source: Source, catalog: _core.Catalog, readable: list[Any], strays: stray_tensors.Strays
+    source: Source,
+    catalog: _core.Catalog,
+    readable: list[_core.OpenedFile | None],
+    strays: stray_tensors.Strays,
 ) -> list[Finding]:
     """Tensors that an index or layout.json calls for and the file does not hold."""
     findings: list[Finding] = []
-    names = {i: set(catalog.names(i)) for i in range(len(readable)) if readable[i] is not None}
+    paths = {i: file["path"] for i, file in enumerate(readable) if file is not None}
+    names = {i: set(catalog.names(i)) for i in paths}
     if source.weight_map is not None:
-        paths = {i: readable[i]["path"] for i in names}
         left = {name: file for name, file in source.weight_map.items() if name not in strays.lost}
         findings += disagreeing(left, names, paths, whole=source.whole_files)
     elif source.expected_names:
@@ -419,7 +362,7 @@ def _expected_names(
                     Finding.of(
                         "FS102",
                         "missing tensor: layout.json names it, and this rank's file lacks it",
-                        file=readable[unit.file]["path"],
+                        file=paths[unit.file],
                         rank=unit.rank,
                         tensor=tensor,
                         help="copy the file of this rank from the same save",

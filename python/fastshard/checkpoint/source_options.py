@@ -1,0 +1,81 @@
+"""What the caller of `open` says about the source, checked: the config is read, and a reference may give it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..common import safe_files
+from ..common.config_text import checked, parse_json, parse_yaml
+from ..common.errors import FastshardError
+from ..common.options import OpenOptions, StrPath
+from ..layouts.declaration import MAX_DEGREE
+from ..sources.base import Options, checked_accept
+
+if TYPE_CHECKING:
+    from ..expected.reference import Reference
+
+__all__ = ["of"]
+
+
+def of(given: OpenOptions, reference: Reference | None) -> Options:
+    """What the caller said about the source, and what a reference says in its place.
+
+    Raises:
+        FastshardError: ``FS211`` or ``FS515`` for what cannot be meant.
+    """
+    config, path = _read_config(given.get("config"))
+    if reference is not None and reference.roster is None:
+        if config is not None:
+            raise FastshardError.of(
+                "FS515", "both --config (or --expect) and --like give a config", help="pass it once"
+            )
+        config, path = reference.config, str(reference.config_file)
+    step, prefix, layout = given.get("step"), given.get("prefix"), given.get("layout")
+    return Options(
+        step=None if step is None else str(step),
+        prefix=None if prefix is None else prefix.rstrip("."),
+        config=config,
+        config_path=path,
+        vocab_size=_positive(given.get("vocab_size"), "vocab_size"),
+        accept=checked_accept(given.get("accept", ())),
+        layout=None if layout is None else os.fspath(layout),
+        lent=reference.lent if reference is not None else None,
+        expect_processes=_processes(given.get("expect_processes")),
+    )
+
+
+def _read_config(config: StrPath | Mapping[str, Any] | None) -> tuple[dict[str, Any] | None, str | None]:
+    if config is None:
+        return None, None
+    if isinstance(config, Mapping):
+        try:
+            return dict(checked(config)), None
+        except ValueError as error:
+            raise FastshardError.of("FS211", f"not a config: {error}") from None
+    path = Path(config)
+    try:
+        # JSON is YAML too, but its own reader gives better messages and is faster.
+        text = safe_files.read_text(path, safe_files.MAX_CONFIG, code="FS211")
+        content = (parse_json if path.suffix == ".json" else parse_yaml)(text)
+    except ValueError as error:
+        raise FastshardError.of("FS211", f"not a config: {error}", file=str(path)) from None
+    if not isinstance(content, dict) or not content:
+        raise FastshardError.of("FS211", "not a config: no keys", file=str(path))
+    return content, str(path)
+
+
+def _positive(value: int | None, name: str) -> int | None:
+    if value is not None and (not isinstance(value, int) or not 0 < value < 1 << 48):
+        raise FastshardError.of("FS211", name, expected="a positive integer", got=repr(value))
+    return value
+
+
+def _processes(count: int | None) -> int | None:
+    if count is not None and count > MAX_DEGREE:
+        raise FastshardError.of(
+            "FS211", "expect_processes", expected=f"at most {MAX_DEGREE}", got=repr(count)
+        )
+    return _positive(count, "expect_processes")
