@@ -368,7 +368,7 @@ def test_tied_tensors_and_what_a_class_accepts_are_no_finding(olmoe: tuple[Path,
     "change",
     [
         {"schema": "fastshard.expected.v9"}, {"tensors": None}, {"tensors": [["a", "F99", [1]]]}, {"tensors": [["a", "F32", [-1]]]},
-        {"tensors": [["a", "F32", [1]], ["a", "F32", [1]]]}, {"ties": [[1]]}, {"mapping": []}, {"class": 3},
+        {"tensors": [["a", "F32", [1]], ["a", "F32", [1]]]}, {"ties": [[1]]}, {"made": []}, {"class": 3},
     ],
 )  # fmt: skip
 def test_a_list_that_is_none(change: dict[str, Any], olmoe: tuple[Path, Path]) -> None:

@@ -13,7 +13,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from families_maker import SIZES, made
-from fastshard.expected import expected_list, from_transformers, names_on_disk, transformers_process, transformers_worker
+from fastshard.expected import (
+    expected_list,
+    from_transformers,
+    names_on_disk,
+    transformers_process,
+    transformers_worker,
+)
 from fastshard.expected.expected_list import ExpectedTensor, ExpectedTensors, Part
 from helpers import cli
 from safetensors.torch import load_file, save_file
@@ -105,7 +111,9 @@ def test_a_conversion_that_is_not_told_the_names_is_refused(
     source = in_memory(tmp_path / "in", tensors, folder / "own/config.json", "dcp")
     monkeypatch.delenv("FASTSHARD_TRANSFORMERS")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(transformers_process, "answer_of", lambda asked, *_: transformers_worker.listed(asked))
+    monkeypatch.setattr(
+        transformers_process, "answer_of", lambda asked, *_: transformers_worker.listed(asked)
+    )
     ran = cli("convert", source, tmp_path / "out", "--to", "hf")
     assert ran.code == 2 and ran.having("FS209", severity="error"), ran.out
     assert "--like" in ran.findings[0]["help"] and not (tmp_path / "out").exists()

@@ -30,7 +30,9 @@ def test_a_save_under_names_in_memory_is_written_as_save_pretrained_writes_it(
     kind: str, container: str, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("FASTSHARD_TRANSFORMERS")
-    monkeypatch.setattr(transformers_process, "answer_of", lambda asked, *_: transformers_worker.listed(asked))
+    monkeypatch.setattr(
+        transformers_process, "answer_of", lambda asked, *_: transformers_worker.listed(asked)
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = made(kind)
     state, want = model.state_dict(), results(model)
