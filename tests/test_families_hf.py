@@ -130,7 +130,9 @@ def test_key_value_heads_that_are_null_are_as_many_as_heads(model_type: str) -> 
 def test_a_model_is_proven_whole(name: str, tmp_path: Path) -> None:
     source = saved(name, tmp_path / "in")
     planned = fastshard.plan(fastshard.open(source))
-    assert planned.findings == [] and planned.source.layout == MODELS[name][0]
+    # Of DeepSeek the config promises a layer that transformers leaves out.
+    left_out = ["FS116"] if name.startswith("deepseek") else []
+    assert [f.code for f in planned.findings] == left_out and planned.source.layout == MODELS[name][0]
     for verb, out in ((fastshard.merge, "merged"), (fastshard.convert, "converted")):
         verb(source, tmp_path / out, **({"to": "hf"} if out == "converted" else {}))
         made = {t: v for f in (tmp_path / out).glob("*.safetensors") for t, v in load_file(f).items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -14,6 +14,7 @@ from ..common import config_text
 from ..common.dtypes import TORCH_FLOATS
 from ..common.errors import Finding, from_core
 from ..common.near_words import meant, nearest
+from ..expected.from_config import holds_embedding
 from ..layouts.declaration import Source
 from ..models import config_json
 from ..models.vocab_rows import padding, words
@@ -25,6 +26,7 @@ from .causes import Causes, causes_of
 from .drafting import Merged, Opened, draft_of, movable, taken, with_masters
 from .grouping import HeldFile, grouped, with_effects
 from .mapped_files import Maps
+from .missing_parts import HeldPart, absent, by_part, held_parts
 from .plan_findings import asked_for, evidence, left_out_for_one_reason, quantised, unproven, weights_taken
 from .proof import listed_by
 
@@ -177,6 +179,9 @@ class _Draft:
     axes: dict[str, int]
     #: Bytes of the outputs, by dtype.
     dtypes: dict[str, int]
+    #: Names of all tensors in the files, and the parts that the config promises: what there is of each.
+    names: frozenset[str]
+    parts: Sequence[HeldPart]
 
     @cached_property
     def tensors(self) -> dict[str, Drafted]:
@@ -245,7 +250,7 @@ def _made(opened: Opened, request: Request) -> Plan:
         source = replace(source, provable=True, referenced=True, values=values)
     return Plan(
         core,
-        grouped(each, held),
+        grouped(by_part(each, draft.parts, lost, source.expected_names), held),
         source,
         request.to or "merge",
         draft.target is not None and draft.target.writes_arrays,
@@ -287,9 +292,19 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
     core = draft_of(opened.catalog, asked)
     # Read before the draft is placed, which uses it up.
     found, lost, axes, dtypes = core.findings(), core.lost(), core.axes(), core.dtypes()
+    names, parts = _parts(opened, source, core)
     return _Draft(
-        opened, request, source, target, asked, renamed, core, findings, causes, found, lost, axes, dtypes
-    )
+        opened, request, source, target, asked, renamed, core, findings, causes, found, lost, axes, dtypes, names, parts
+    )  # fmt: skip
+
+
+def _parts(opened: Opened, source: Source, core: _core.Draft) -> tuple[frozenset[str], list[HeldPart]]:
+    """The parts that a config promises, with what there is of each, and the names of all tensors, which they are looked for among."""
+    if opened.reference is not None or not held_parts(source, ()):
+        return frozenset(), []
+    names = {name for unit in source.units for name in opened.catalog.names(unit.file)}
+    names |= {name for name, *_ in core.tensors()}
+    return frozenset(names), held_parts(source, names)
 
 
 def _judged(draft: _Draft) -> list[Finding]:
@@ -324,7 +339,19 @@ def _judged(draft: _Draft) -> list[Finding]:
         named = [f.tensor for f in (*draft.findings, *draft.found) if f.severity == "error"]
         merged = Merged(draft.core, source, draft.target is None, draft.asked, draft.renamed)
         told += draft.causes.left(compared(opened, opened.reference, request, merged, named))
+    if draft.parts and not request.is_narrowed and not _accounts_for_parts(draft):
+        listed = source.layout is not None or (
+            opened.promised is not None and opened.promised.listed is not None
+        )
+        both_found = [*draft.findings, *draft.found]
+        told = absent(source, draft.parts, draft.names, both_found, told, listed=listed)
     return told + words(source, draft.axes, request.tokenizer)
+
+
+def _accounts_for_parts(draft: _Draft) -> bool:
+    """True where a part may be missing for a reason that is known: a file that is lost, or a trainer that saved what it trained."""
+    by_file = draft.causes.files or draft.causes.of_all
+    return bool(by_file) or not (draft.source.model.saved_whole or holds_embedding(draft.names))
 
 
 def _completed(draft: _Draft, target: Target) -> Completed:

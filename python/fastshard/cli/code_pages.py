@@ -78,6 +78,11 @@ PAGES = {
         "Shards were renamed or written again, and the index of an earlier save stayed.",
         "`fastshard trace CKPT TENSOR` names the file that holds a tensor. Look for the tensor's name in the index.",
     ),
+    "FS116": Page(
+        "transformers leaves MTP layers out when it loads a model, and saves the model without them. Or a script dropped the part.",
+        "`fastshard ls CKPT --tree` shows the parts that are there. Look for the key that the finding names in config.json, and for the part "
+        "in the original checkpoint.",
+    ),
     "FS201": Page(
         "A file of another run or another number of ranks is in the directory.",
         "The finding gives both shapes. If one is a multiple of the other, the number of ranks differs.",

@@ -13,7 +13,7 @@ __all__ = ["effect_of", "files_of", "runs_of"]
 #: Names that are listed.
 _NAMED = 3
 #: Codes of what is missing; other causes make tensors unusable that are there.
-_ABSENT = ("FS101", "FS103", "FS104", "FS111")
+_ABSENT = ("FS101", "FS102", "FS103", "FS104", "FS111")
 _NUMBER = re.compile(r"(\d+)")
 
 

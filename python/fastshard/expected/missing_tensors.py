@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ..common.errors import Finding
 from .comparison import HEAD, LAYER, TOLD, WORDS, Comparison, Missing, extents, more, number, stated
 from .expected_list import unexpected_allowed
+from .promised_parts import promised
 
 __all__ = ["Unmatched", "further", "missing", "unexplained"]
 
@@ -210,14 +211,16 @@ def _are_whole_layers(compared: Comparison, names: Set[str], stacks: Set[str], n
 def missing(compared: Comparison, names: Missing) -> list[Finding]:
     """Says what is missing: layers of which nothing is there are a finding each, other tensors too."""
     lost: dict[tuple[str, int], list[str]] = defaultdict(list)
+    aside = _of_parts(compared, names)
     for name, _ in names:
-        if match := LAYER.match(name):
+        if name not in aside and (match := LAYER.match(name)):
             lost[match[1], int(match[2])].append(name)
     whole = {
         layer: held for layer, held in lost.items() if len(held) == len(compared.stacks[layer[0]][layer[1]])
     }
     in_layers = {name for held in whole.values() for name in held}
     singles = [one for one in names if one[0] not in in_layers]
+    others = [one for one in singles if one[0] not in aside]
     message = (
         f"one of {len(singles)} tensors that the reference {compared.path} has and the checkpoint lacks"
         if len(singles) > 1
@@ -234,10 +237,18 @@ def missing(compared: Comparison, names: Missing) -> list[Finding]:
                 got="missing",
                 help="copy the file that holds it from the original checkpoint",
             )
-            for name, shape in singles[:TOLD]
+            for name, shape in (*(one for one in singles if one[0] in aside), *others[:TOLD])
         ),
-        *more("FS102", len(singles), "tensors that are missing"),
+        *more("FS102", len(others), "tensors that are missing"),
     ]
+
+
+def _of_parts(compared: Comparison, names: Missing) -> set[str]:
+    """Of what transformers lists, the tensors of parts of which nothing is there: each part becomes one finding."""
+    if compared.reference.listed is None:
+        return set()
+    parts = [p for p in promised(compared.theirs) if not any(map(p.holds, compared.there))]
+    return {name for name, _ in names if any(part.holds(name) for part in parts)}
 
 
 def _layer_missing(compared: Comparison, stack: str, layer: int, names: list[str]) -> Finding:

@@ -1,0 +1,241 @@
+"""Parts of a model that its config promises besides its layers: by which keys, and by which names their tensors are known.
+
+One table, which knows no class: what a class builds of a part, a layout table or the list of transformers says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Kind", "Part", "lacking", "promised"]
+
+
+def _component(
+    *words: str, but: str = r"proj|newline|adapt|connect|bridge|embed_vision|embed_audio"
+) -> re.Pattern[str]:
+    """Names that have a component with one of these words, and with none that is of what stands between the parts."""
+    return re.compile(rf"(?:^|\.)(?!\w*(?:{but}))\w*(?:{'|'.join(words)})\w*\.")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of part."""
+
+    #: What people call it, and several of it where it is counted.
+    word: str
+    words: str
+    #: The keys that promise it, with a value that is neither nothing nor zero.
+    keys: tuple[str, ...]
+    #: Its tensors, by their names.
+    names: re.Pattern[str]
+    #: Whether the key says how many there are.
+    counted: bool = False
+    #: Whether transformers leaves it out when it loads and when it saves.
+    left_out: bool = False
+    #: Whether its tensors stand among those of the layers, and not apart.
+    within: bool = False
+    #: What must be there for it to have a place.
+    beside: re.Pattern[str] | None = None
+    #: What may be it under another name, where nothing lists the model's tensors.
+    may_be: re.Pattern[str] | None = None
+    #: Classes whose config may be that of a larger model, so that the key promises nothing.
+    but: re.Pattern[str] = re.compile(r"For\w*(Classification|QuestionAnswering|Retrieval)\b")
+
+
+#: Classes that have the language model alone.
+_TEXT = re.compile(r"ForCausalLM$|Text(Model|For)|For\w*(Classification|QuestionAnswering)$")
+_ENCODER = re.compile(r"(?:^|\.)(?:encoder|backbone|perception|tower)\.")
+_EXPERTS = re.compile(r"(?:^|\.)(?:experts|\w*moe\w*)\.")
+
+#: source: transformers 5.24 models/*/configuration_*.py and conversion_mapping.py; vLLM vllm/config/speculative.py (keys of MTP)
+KINDS = (
+    Kind(
+        "MTP layer", "MTP layers",
+        ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers"),
+        re.compile(r"(?:^|\.)(?:mtp|nextn)\w*\.|(?:^|\.)layers\.\d+\.(?:enorm|hnorm|eh_proj|shared_head)\."),
+        counted=True, left_out=True,
+    ),
+    Kind(
+        "vision tower", "", ("vision_config", "vit_config", "vision_encoder_config", "vision_tower_config", "visual"),
+        _component("vision", "visual", "vit(?![a-z])", "vpm", "image", "img", "siglip", "sam_model"),
+        may_be=_ENCODER, but=_TEXT,
+    ),
+    Kind(
+        "audio tower", "", ("audio_config", "audio_encoder_config", "speech_config", "sound_config"),
+        _component("audio", "speech", "sound", "conformer", "apm(?![a-z])"),
+        may_be=_ENCODER, but=_TEXT,
+    ),
+    Kind("talker", "", ("talker_config",), re.compile(r"(?:^|\.)talker\."), but=_TEXT),
+    Kind(
+        "indexer", "", ("index_n_heads", "index_head_dim"), re.compile(r"(?:^|\.)(?:\w*indexer\w*|index_\w+)\."), within=True,
+    ),
+    Kind(
+        "shared experts", "shared experts",
+        ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "shared_expert_intermediate_size",
+         "moe_shared_expert_intermediate_size", "shared_intermediate_size"),
+        re.compile(r"(?:^|\.)(?:shared?_experts?|shared_mlp)\w*\."), within=True, beside=_EXPERTS,
+    ),
+)  # fmt: skip
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+#: Configs in a config that are none of the model's parts.
+_OTHERS = (
+    "quantization_config",
+    "compression_config",
+    "rope_scaling",
+    "rope_parameters",
+    "generation_config",
+)
+#: Of configs in configs; no model has more.
+_DEEPEST = 6
+#: A layer of those that are counted: of a list that no tower has.
+_LAYER = re.compile(r"^((?:\w+\.)*?)(?:layers|h|blocks)\.(\d+)\.(.+)$")
+#: A layer of MTP that is numbered apart.
+_OWN_LAYER = re.compile(r"(?:^|\.)(?:mtp|nextn)\w*\.(?:layers\.)?(\d+)\.(.+)$")
+#: What joins the embedding to the state of the layer before, where a layer has any of these.
+_JOINS = ("enorm", "hnorm", "eh_proj")
+#: Keys that say that one layer stands for several.
+_REPEATED = re.compile(r"(mtp|nextn)\w*(repeat|shar)|(repeat|shar)\w*(mtp|nextn)")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part that a config promises."""
+
+    kind: Kind
+    #: Where the config says so, with dots.
+    key: str
+    #: How many there are, where that is counted.
+    number: int | None
+    #: The layers beside it: MTP layers are numbered on from these.
+    layers: int | None
+    #: Whether one layer stands for several.
+    repeated: bool = False
+
+    def holds(self, name: str) -> bool:
+        """True for the name of a tensor that is of this part."""
+        return self.kind.names.search(name) is not None or self._beyond(name) is not None
+
+    def __str__(self) -> str:
+        """What it is, for people: ``1 MTP layer (num_nextn_predict_layers)``."""
+        if self.number is not None:
+            called = f"{self.number} {self.kind.words if self.is_many else self.kind.word}"
+        else:
+            called = (
+                self.kind.word if self.is_many else f"a{'n' * (self.kind.word[0] in 'aeio')} {self.kind.word}"
+            )
+        return f"{called} ({self.key})"
+
+    @property
+    def is_many(self) -> bool:
+        """Whether people speak of it as of several."""
+        return self.number > 1 if self.number is not None else bool(self.kind.words)
+
+    def _beyond(self, name: str) -> tuple[int, str] | None:
+        """Number and rest of the name of a tensor in a layer behind those that are counted; None for others."""
+        if not self.kind.counted or self.layers is None:
+            return None
+        match = _LAYER.match(name)
+        if match is None or int(match[2]) < self.layers or _of_tower(match[1]):
+            return None
+        return int(match[2]), match[3]
+
+    def blocks(self, names: Iterable[str]) -> dict[int, set[str]]:
+        """The names in its layers, by their numbers from 0."""
+        found: dict[int, set[str]] = defaultdict(set)
+        for name in names:
+            if (beyond := self._beyond(name)) is not None:
+                found[beyond[0] - (self.layers or 0)].add(beyond[1])
+            elif (own := _OWN_LAYER.search(name)) is not None:
+                found[int(own[1])].add(own[2])
+        return found
+
+
+def promised(config: Mapping[str, Any]) -> list[Part]:
+    """The parts that a config promises, each once.
+
+    >>> [str(p) for p in promised({"num_nextn_predict_layers": 1, "n_shared_experts": 0, "vision_config": {"depth": 2}})]
+    ['1 MTP layer (num_nextn_predict_layers)', 'a vision tower (vision_config)']
+    """
+    named = config.get("architectures")
+    first = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+    found: dict[str, Part] = {}
+    for path, inner in _configs(config):
+        for kind in KINDS:
+            if kind.word in found or kind.but.search(first):
+                continue
+            key = next((key for key in kind.keys if _promises(inner.get(key))), None)
+            if key is None:
+                continue
+            number = inner[key] if kind.counted else None
+            if kind.counted and type(number) is not int:
+                continue
+            layers = next((inner[k] for k in _LAYERS if type(inner.get(k)) is int), None)
+            repeated = any(_REPEATED.search(k) and inner[k] for k in inner)
+            found[kind.word] = Part(kind, f"{path}{key}", number, layers, repeated)
+    return list(found.values())
+
+
+def _promises(value: object) -> bool:
+    """True for a number above zero, and for a config that says something."""
+    if isinstance(value, bool):
+        return False
+    return value > 0 if isinstance(value, (int, float)) else isinstance(value, Mapping) and bool(value)
+
+
+def _configs(
+    config: Mapping[str, Any], path: str = "", depth: int = 0
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    yield path, config
+    if depth < _DEEPEST:
+        for key, inner in config.items():
+            if isinstance(key, str) and isinstance(inner, Mapping) and key not in _OTHERS:
+                yield from _configs(inner, f"{path}{key}.", depth + 1)
+
+
+def _of_tower(prefix: str) -> bool:
+    return any(kind.names.search(prefix) for kind in KINDS if kind.but is _TEXT)
+
+
+def lacking(part: Part, names: Iterable[str]) -> list[str]:
+    """What the layers of a part lack of which something is there: modules by name, in the words of the names, and layers.
+
+    A layer that predicts further tokens has a layer of the model in it. It lacks something for certain where the most like of
+    those has much more, where it has but some of what joins it to the layer before, or where there are fewer than promised.
+    """
+    names = list(names)
+    blocks = part.blocks(names)
+    if not part.kind.counted or not blocks or part.layers is None or part.repeated:
+        return []
+    layers: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for name in names:
+        match = _LAYER.match(name)
+        if match is not None and int(match[2]) < part.layers and not part.holds(name):
+            layers[match[1], int(match[2])].add(_module(match[3]))
+    found: list[str] = []
+    for number, held in sorted(blocks.items()):
+        modules = set(map(_module, held))
+        joins = [join for join in _JOINS if join not in modules]
+        gone = joins if len(joins) < len(_JOINS) else []
+        likest = max(layers.values(), key=lambda one: (len(one & modules), -len(one)), default=set())
+        absent = likest - modules
+        if likest & modules and 4 * len(absent) >= len(likest):
+            gone += sorted(absent)
+        found += [f"{module} of MTP layer {number + 1}" for module in gone]
+    if part.number is not None and len(blocks) < part.number:
+        found += [f"MTP layer {n + 1}" for n in range(part.number) if n not in blocks][
+            : part.number - len(blocks)
+        ]
+    return found
+
+
+def _module(name: str) -> str:
+    """The module that a tensor of a layer is of; all experts are one."""
+    before, experts, _ = name.partition("experts.")
+    if experts and not before.endswith("shared_"):
+        return f"{before}experts"
+    return name.rpartition(".")[0] or name
