@@ -170,6 +170,12 @@ def test_mtp_layers_that_are_there_are_no_finding(name: str, tmp_path: Path) -> 
         assert told(saved(tmp_path / str(i), tensors, config | {key: value})) == []
 
 
+def test_a_model_without_an_output_layer_predicts_no_further_tokens(tmp_path: Path) -> None:
+    tensors, config = made("deepseek")
+    base = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
+    assert told(saved(tmp_path / "in", base, config | {"architectures": ["DeepseekV3Model"]})) == []
+
+
 def test_mtp_layers_that_the_index_names_are_an_error(tmp_path: Path) -> None:
     for name in ("deepseek", "glm"):
         tensors, config = made(name)
@@ -225,6 +231,9 @@ def test_a_tower_that_is_missing_is_one_error(
         == f"config.json promises a vision tower (vision_config); its {count} tensors are missing"
     )
     assert found.effect is not None and found.effect.count == count
+    assert (
+        found.evidence == f"{config['architectures'][0]} of transformers {transformers.__version__} has them"
+    )
     assert cli("merge", source, tmp_path / "out").code == 3
     # The same where an index names them.
     (found,) = told(saved(tmp_path / "index", left, config, tensors.keys() - left.keys()))
@@ -305,6 +314,8 @@ def test_very_many_tensors_of_a_part_are_counted(tmp_path: Path) -> None:
         left |= {n.replace(".layers.2.", f".layers.{i}."): t for n, t in layer.items()}
     (found,) = told(saved(tmp_path / "in", left, config))
     assert (found.count, found.code) == (59 * 3, "FS102") and "their 177 tensors are missing" in found.message
+    ran = cli("convert", tmp_path / "in", tmp_path / "out", "--to", "hf")
+    assert [f["message"] for f in ran.errors] == [found.message]
 
 
 def test_a_file_that_is_missing_accounts_for_the_part(tmp_path: Path) -> None:
@@ -379,6 +390,28 @@ def test_tensors_of_parts_are_known_by_their_names() -> None:
     assert [name for name in NEITHER if any(part.holds(name) for part in parts.values())] == []
     # A tower may have more layers than words go through.
     assert not parts["MTP layer"].holds("vision_tower.encoder.layers.62.mlp.fc1.weight")
+
+
+def test_configs_and_names_may_say_anything(tmp_path: Path) -> None:
+    """Of any length and any number: none takes long."""
+    long = "vision" * 200_000
+    config = {
+        "architectures": ["For" * 200_000], "num_nextn_predict_layers": 10**12, "num_hidden_layers": 1, "mtp" * 200_000: 1,
+        "vision_config": {"vision_config": {}, "depth": 2}, "index_n_heads": 1, "n_shared_experts": 1,
+    }  # fmt: skip
+    parts = promised(config)
+    assert [part.kind.word for part in parts] == ["MTP layer", "vision tower", "indexer", "shared experts"]
+    names = [
+        long,
+        f"{long}.weight",
+        "indexer" * 200_000,
+        "mtp" * 200_000,
+        "mtp.layers.0.x.weight",
+        "a." * 200_000,
+        "layers." * 200_000,
+    ]
+    assert [sum(map(part.holds, names)) for part in parts] == [1, 1, 0, 0]
+    assert len(lacking(parts[0], names)) == 100
 
 
 def test_layers_of_mtp_are_judged_by_the_layers_of_the_model() -> None:

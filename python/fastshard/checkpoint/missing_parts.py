@@ -118,7 +118,11 @@ def _incomplete(one: HeldPart, names: Collection[str]) -> list[Finding]:
 
 
 def by_part(
-    findings: Sequence[Finding], held: Sequence[HeldPart], lost: Collection[str], index: Collection[str]
+    findings: Sequence[Finding],
+    held: Sequence[HeldPart],
+    lost: Collection[str],
+    index: Collection[str],
+    listed_by: str | None = None,
 ) -> list[Finding]:
     """The findings, where those of one part are one.
 
@@ -127,6 +131,7 @@ def by_part(
         held: the parts.
         lost: names of all tensors that are known to be missing.
         index: names that the checkpoint's own index has.
+        listed_by: who lists what the model's class builds, where that is transformers.
     """
     findings = list(findings)
     for one in held:
@@ -134,11 +139,13 @@ def by_part(
         whole = not one.names
         if not about or (not whole and (len(about) == 1 or any(f.rank for f in about))):
             continue
-        told = sum(f.count or 1 for f in about)
+        # Each of several ranks may say it.
+        told = len({f.tensor for f in about if f.tensor and not f.count})
+        told += sum(f.count or 1 for f in about if f.count or not f.tensor)
         names = {f.tensor for f in about if f.tensor and f.code == "FS102"}
         names |= {name for name in lost if one.part.holds(name)} - set(one.names)
         count = max(told, len(names))
-        merged = _merged(one, about, count, names, index)
+        merged = _merged(one, about, count, names, index, listed_by)
         at = findings.index(about[0])
         rest = set(about)
         findings = [*findings[:at], merged, *(f for f in findings[at:] if f not in rest)]
@@ -164,16 +171,21 @@ def _is_of(part: Part, finding: Finding) -> bool:
 
 
 def _merged(
-    one: HeldPart, about: Sequence[Finding], count: int, names: Collection[str], index: Collection[str]
+    one: HeldPart,
+    about: Sequence[Finding],
+    count: int,
+    names: Collection[str],
+    index: Collection[str],
+    listed_by: str | None,
 ) -> Finding:
     """One finding for all that is missing of a part."""
     first = max(about, key=lambda f: _WEIGHTS[f.severity])
+    by_index = bool(names) and all(name in index for name in names)
     if one.names:
         what = f"{count:,} of {one.its} {count + len(one.names):,} tensors are missing"
     else:
-        by_index = " that the index names" if names and all(name in index for name in names) else ""
-        tensors = counted(count, "tensor")
-        what = f"{one.its} {tensors}{by_index} {'is' if count == 1 else 'are'} missing"
+        tensors = counted(count, "tensor") + (" that the index names" if by_index else "")
+        what = f"{one.its} {tensors} {'is' if count == 1 else 'are'} missing"
     files = list(dict.fromkeys(file for f in about for file in f.files))
     return first.replace(
         code="FS102" if any(f.code == "FS102" for f in about) else first.code,
@@ -186,15 +198,11 @@ def _merged(
         count=count,
         expected=None,
         got=None,
-        evidence=_who(about),
+        evidence=None if by_index or one.part.kind.left_out or not listed_by else f"{listed_by} has them",
         effect=effect_on(sorted(names), None) if len(names) == count else None,
         help="copy the files that held them from the original checkpoint",
         parts=[f.replace(help=None, effect=None) for f in about if f.tensor] if one.names else [],
     )
-
-
-def _who(about: Sequence[Finding]) -> str | None:
-    return next((f.evidence for f in about if f.evidence), None)
 
 
 def _fewer(findings: Sequence[Finding], count: int) -> list[Finding]:

@@ -250,7 +250,7 @@ def _made(opened: Opened, request: Request) -> Plan:
         source = replace(source, provable=True, referenced=True, values=values)
     return Plan(
         core,
-        grouped(by_part(each, draft.parts, lost, source.expected_names), held),
+        grouped(_by_part(draft, each, lost), held),
         source,
         request.to or "merge",
         draft.target is not None and draft.target.writes_arrays,
@@ -346,6 +346,17 @@ def _judged(draft: _Draft) -> list[Finding]:
         both_found = [*draft.findings, *draft.found]
         told = absent(source, draft.parts, draft.names, both_found, told, listed=listed)
     return told + words(source, draft.axes, request.tokenizer)
+
+
+def _by_part(draft: _Draft, each: list[Finding], lost: Collection[str]) -> list[Finding]:
+    """The findings, where those of a part that the config promises are one."""
+    source, promised = draft.source, draft.opened.promised
+    table = source.usual_table if source.table is None else source.table
+    # Those of a target are its own.
+    own = [n for n in lost if draft.target is None or (table is not None and table.rule_of(n) is not None)]
+    listed = None if promised is None else promised.listed
+    by = None if listed is None else f"{listed.model_class} of transformers {listed.transformers}"
+    return by_part(each, draft.parts, own, source.expected_names, by)
 
 
 def _accounts_for_parts(draft: _Draft) -> bool:

@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 __all__ = ["Kind", "Part", "lacking", "promised"]
@@ -18,7 +19,8 @@ def _component(
     *words: str, but: str = r"proj|newline|adapt|connect|bridge|embed_vision|embed_audio"
 ) -> re.Pattern[str]:
     """Names that have a component with one of these words, and with none that is of what stands between the parts."""
-    return re.compile(rf"(?:^|\.)(?!\w*(?:{but}))\w*(?:{'|'.join(words)})\w*\.")
+    # Nothing is gone back to once it is found: a name may be of any length.
+    return re.compile(rf"(?:^|\.)(?!\w*(?:{but}))(?=\w*(?:{'|'.join(words)}))\w+\.")
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Kind:
 #: Classes that have the language model alone.
 _TEXT = re.compile(r"ForCausalLM$|Text(Model|For)|For\w*(Classification|QuestionAnswering)$")
 _ENCODER = re.compile(r"(?:^|\.)(?:encoder|backbone|perception|tower)\.")
-_EXPERTS = re.compile(r"(?:^|\.)(?:experts|\w*moe\w*)\.")
+_EXPERTS = re.compile(r"(?:^|\.)(?=experts\.|\w*moe)\w+\.")
 
 #: source: transformers 5.24 models/*/configuration_*.py and conversion_mapping.py; vLLM vllm/config/speculative.py (keys of MTP)
 KINDS = (
@@ -71,7 +73,7 @@ KINDS = (
     ),
     Kind("talker", "", ("talker_config",), re.compile(r"(?:^|\.)talker\."), but=_TEXT),
     Kind(
-        "indexer", "", ("index_n_heads", "index_head_dim"), re.compile(r"(?:^|\.)(?:\w*indexer\w*|index_\w+)\."), within=True,
+        "indexer", "", ("index_n_heads", "index_head_dim"), re.compile(r"(?:^|\.)(?=\w*indexer|index_)\w+\."), within=True,
     ),
     Kind(
         "shared experts", "shared experts",
@@ -98,8 +100,10 @@ _LAYER = re.compile(r"^((?:\w+\.)*?)(?:layers|h|blocks)\.(\d+)\.(.+)$")
 _OWN_LAYER = re.compile(r"(?:^|\.)(?:mtp|nextn)\w*\.(?:layers\.)?(\d+)\.(.+)$")
 #: What joins the embedding to the state of the layer before, where a layer has any of these.
 _JOINS = ("enorm", "hnorm", "eh_proj")
-#: Keys that say that one layer stands for several.
-_REPEATED = re.compile(r"(mtp|nextn)\w*(repeat|shar)|(repeat|shar)\w*(mtp|nextn)")
+#: Layers that are told of many.
+_TOLD = 100
+#: Of the name of a class; none has more characters.
+_LONGEST = 200
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ def promised(config: Mapping[str, Any]) -> list[Part]:
     ['1 MTP layer (num_nextn_predict_layers)', 'a vision tower (vision_config)']
     """
     named = config.get("architectures")
-    first = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+    first = named[0][:_LONGEST] if isinstance(named, list) and named and isinstance(named[0], str) else ""
     found: dict[str, Part] = {}
     for path, inner in _configs(config):
         for kind in KINDS:
@@ -175,9 +179,14 @@ def promised(config: Mapping[str, Any]) -> list[Part]:
             if kind.counted and type(number) is not int:
                 continue
             layers = next((inner[k] for k in _LAYERS if type(inner.get(k)) is int), None)
-            repeated = any(_REPEATED.search(k) and inner[k] for k in inner)
+            repeated = any(_says_repeated(k) and inner[k] for k in inner)
             found[kind.word] = Part(kind, f"{path}{key}", number, layers, repeated)
     return list(found.values())
+
+
+def _says_repeated(key: str) -> bool:
+    """True for a key that says that one layer of MTP stands for several."""
+    return ("mtp" in key or "nextn" in key) and ("repeat" in key or "shar" in key)
 
 
 def _promises(value: object) -> bool:
@@ -227,9 +236,8 @@ def lacking(part: Part, names: Iterable[str]) -> list[str]:
             gone += sorted(absent)
         found += [f"{module} of MTP layer {number + 1}" for module in gone]
     if part.number is not None and len(blocks) < part.number:
-        found += [f"MTP layer {n + 1}" for n in range(part.number) if n not in blocks][
-            : part.number - len(blocks)
-        ]
+        none = (n for n in range(part.number) if n not in blocks)
+        found += [f"MTP layer {n + 1}" for n in islice(none, min(part.number - len(blocks), _TOLD))]
     return found
 
 
