@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from fastshard.expected import from_transformers, transformers_worker
+from fastshard.expected import transformers_process, transformers_worker
 from fastshard.expected.promised_parts import lacking, promised
 from helpers import cli
 from safetensors.torch import load_file, save_file
@@ -131,7 +131,7 @@ def asked_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         answer = transformers_worker.loading if "stored" in question else transformers_worker.listed
         return json.loads(json.dumps(answer(question)))
 
-    monkeypatch.setattr(from_transformers, "_asked", answered)
+    monkeypatch.setattr(transformers_process, "answer_of", answered)
 
 
 # --- MTP layers

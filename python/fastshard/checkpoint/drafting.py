@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,36 @@ if TYPE_CHECKING:
     from ..expected.reference import Reference
 
 
-@dataclass(frozen=True)
 class Promised:
-    """The tensors that a config promises by the installed transformers, or why nothing lists them."""
+    """The tensors that a config promises by the installed transformers, which are listed beside other work."""
 
-    listed: ExpectedTensors | None
-    why: str = ""
+    def __init__(self, listing: Callable[[], ExpectedTensors]) -> None:
+        """Begins to list them; ``listing`` raises FastshardError where it cannot."""
+        self._listed: ExpectedTensors | None = None
+        self._why: str | BaseException = ""
+        self._thread = threading.Thread(target=self._list, args=(listing,), daemon=True)
+        self._thread.start()
+
+    def _list(self, listing: Callable[[], ExpectedTensors]) -> None:
+        try:
+            self._listed = listing()
+        except FastshardError as error:
+            self._why = error.findings[0].message
+        except BaseException as error:
+            self._why = error
+
+    @property
+    def listed(self) -> ExpectedTensors | None:
+        """The list, waited for; None if nothing could make it."""
+        self._thread.join()
+        if isinstance(self._why, BaseException):
+            raise self._why
+        return self._listed
+
+    @property
+    def why(self) -> str:
+        """Why there is no list; empty where there is one."""
+        return "" if self.listed is not None else str(self._why)
 
 
 @dataclass(frozen=True)

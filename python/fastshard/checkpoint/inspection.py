@@ -9,6 +9,7 @@ from ..common.errors import Finding
 from ..common.formatting import human
 from .open_checkpoint import CheckpointSource, as_checkpoint
 from .planning import make_plan
+from .promised import with_promised
 from .tensor_rows import TensorRow, rows_of
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def inspect(source: CheckpointSource, **opening: Unpack[OpenOptions]) -> Inspect
         FastshardError: if there is no checkpoint at the path.
     """
     checkpoint = as_checkpoint(source, **opening)
-    plan = make_plan(checkpoint.opened)
+    plan = make_plan(with_promised(checkpoint.opened, only_kept=True))
     summary = plan.summary
     return Inspection(
         framework=checkpoint.framework,

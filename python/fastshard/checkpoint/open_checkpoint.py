@@ -26,7 +26,7 @@ from ..sources.index_files import disagreeing
 from ..sources.peft import lora
 from ..sources.registry import detect
 from ..sources.renamed_files import renamed
-from . import source_options
+from . import filled_parts, source_options
 from .checkpoint import Checkpoint
 from .drafting import Opened
 
@@ -75,13 +75,18 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
         held = [listing.roots[file.root] / file.path for file in _behind(found)]
         reference.refuse_itself(listing.roots, held, listing.single)
     adapted = None if adapter is None else lora.find(adapter)
+    filled = _filled(paths, options, reference)
     roots = [*listing.roots, *([adapted.folder] if adapted else [])]
     # Adapters of frameworks see their own files alone.
     further = [File(len(listing.roots), adapted.weights, adapted.size)] if adapted and adapted.weights else []
+    filling: list[File] = []
+    if filled is not None:
+        filling = [File(len(roots) + file.root, file.path, file.size) for file in filled.files]
+        roots += filled.roots
     try:
         catalog = _core.Catalog(
             [os.fspath(root) for root in roots],
-            [(file.root, file.path) for file in (*found.files, *further)],
+            [(file.root, file.path) for file in (*found.files, *further, *filling)],
             threads,
             dict(found.records),
             {index: blocks.listed() for index, blocks in found.blocks.items()},
@@ -158,6 +163,9 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
         units=[unit for unit in source.units if unit.file not in strays.copies],
         lost={**source.lost, **unreadable, **strays.lost},
     )
+    if filled is not None:
+        findings += filled_parts.add(source, filled, len(found.files))
+        found = replace(found, files=[*found.files, *filling])
     if reference is not None:
         source = _held_against(reference, source)
     asks = "off" not in (options.get("transformers"), os.environ.get("FASTSHARD_TRANSFORMERS"))
@@ -167,6 +175,28 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
 
 #: A reference is opened as any other checkpoint is.
 _opened = open
+
+
+def _filled(
+    paths: tuple[StrPath, ...], options: OpenOptions, reference: Reference | None
+) -> filled_parts.Filled | None:
+    """What is taken from the model of ``--fill-from``, where it is given.
+
+    Raises:
+        FastshardError: as :func:`.filled_parts.find`; ``FS515`` for ``--fill-only`` without it.
+    """
+    path, only = options.get("fill_from"), tuple(options.get("fill_only", ()))
+    if path is None:
+        if only:
+            raise FastshardError.of(
+                "FS515", "--fill-only and no --fill-from", help="name the model that tensors are taken from"
+            )
+        return None
+    said = {key: value for key, value in options.items() if key not in ("fill_from", "fill_only")}
+    base = _opened(*paths, **{**said, "transformers": "off", "fail_on": None, "error": ()})  # type: ignore[arg-type]
+    original = _opened(path, threads=options.get("threads"))
+    listed = None if reference is None else reference.listed
+    return filled_parts.find(base, original, os.fspath(path), only, listed)
 
 
 def _read_reference(path: StrPath, threads: int | None) -> Reference:

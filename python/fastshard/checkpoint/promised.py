@@ -27,8 +27,13 @@ _NEEDED = 1 << 30
 _MISSING = ("FS102", "FS103")
 
 
-def with_promised(opened: Opened) -> Opened:
-    """The opened checkpoint with the list of what its config promises, where that is asked for and nothing says more."""
+def with_promised(opened: Opened, only_kept: bool = False) -> Opened:
+    """The opened checkpoint with the list of what its config promises, where that is asked for and nothing says more.
+
+    Args:
+        opened: the checkpoint.
+        only_kept: True to take a list that was made before, and to make none.
+    """
     if not _is_wanted(opened):
         return opened
     # What few checkpoints need is imported for these.
@@ -37,15 +42,14 @@ def with_promised(opened: Opened) -> Opened:
     config, file = opened.source.model.config or {}, opened.source.model.config_file
     if class_name(config) is None:
         return opened
-    if (free := _available()) is not None and free < _NEEDED:
-        return replace(
-            opened, promised=Promised(None, "transformers was not asked: less than 1 GiB of memory is free")
-        )
-    try:
-        listed = list_for(config, str(file or "config.json"))
-    except FastshardError as error:
-        return replace(opened, promised=Promised(None, error.findings[0].message))
-    return replace(opened, promised=Promised(listed))
+
+    def listing() -> ExpectedTensors:
+        if not only_kept and (free := _available()) is not None and free < _NEEDED:
+            raise FastshardError.of("FS514", "transformers was not asked: less than 1 GiB of memory is free")
+        return list_for(config, str(file or "config.json"), only_kept=only_kept)
+
+    promised = Promised(listing)
+    return opened if only_kept and promised.listed is None else replace(opened, promised=promised)
 
 
 def _is_wanted(opened: Opened) -> bool:

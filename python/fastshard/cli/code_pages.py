@@ -83,6 +83,10 @@ PAGES = {
         "`fastshard ls CKPT --tree` shows the parts that are there. Look for the key that the finding names in config.json, and for the part "
         "in the original checkpoint.",
     ),
+    "FS117": Page(
+        "--fill-from took whole parts of which the checkpoint holds nothing, or --fill-only single tensors.",
+        "The manifest lists the names under `filled`. `fastshard diff OUT ORIGINAL --include 'NAME*'` compares them.",
+    ),
     "FS201": Page(
         "A file of another run or another number of ranks is in the directory.",
         "The finding gives both shapes. If one is a multiple of the other, the number of ranks differs.",

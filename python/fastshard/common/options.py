@@ -84,6 +84,23 @@ class Source(TypedDict, total=False):
             metavar="DIR",
         ),
     ]
+    fill_from: Annotated[
+        StrPath | None,
+        Option(
+            "path",
+            "the model that training began with: parts of which no file holds anything (a frozen tower, MTP layers, buffers) are taken from it",
+            metavar="DIR",
+        ),
+    ]
+    fill_only: Annotated[
+        Iterable[str],
+        Option(
+            "patterns",
+            "take single tensors from --fill-from too: those of these names that the checkpoint lacks",
+            (),
+            metavar="GLOB",
+        ),
+    ]
     accept: Annotated[
         Iterable[str],
         Option(

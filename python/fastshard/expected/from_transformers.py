@@ -79,11 +79,12 @@ def list_for(
     timeout: float = TIMEOUT,
     memory: int = MEMORY,
     cache: bool = True,
+    only_kept: bool = False,
 ) -> ExpectedTensors:
     """The list for a config that was read.
 
     Raises:
-        FastshardError: ``FS514``, as :func:`expected_tensors`.
+        FastshardError: ``FS514``, as :func:`expected_tensors`, and where none is kept of those that alone are wanted.
     """
     if not timeout > 0 or not memory > 0:
         raise FastshardError.of(
@@ -105,6 +106,8 @@ def list_for(
             found = from_document(kept, "the cache")
             if found.transformers == version and name in (None, found.model_class) and len(found):
                 return found
+    if only_kept:
+        raise FastshardError.of("FS514", "no list of this config is kept", file=file)
     told = transformers_process.answer_of(asked, timeout, memory)
     if "error" in told:
         raise _refused(told, config, file, version)

@@ -12,7 +12,7 @@ from .comparison import HEAD, LAYER, TOLD, WORDS, Comparison, Missing, extents, 
 from .expected_list import unexpected_allowed
 from .promised_parts import promised
 
-__all__ = ["Unmatched", "further", "missing", "unexplained"]
+__all__ = ["Unmatched", "further", "is_buffer", "missing", "unexplained"]
 
 #: Buffers that transformers computes itself, whatever is stored; with the dimensions that tell a mask from a bias.
 #: source: transformers 4 models/{gpt2,gpt_neo,gpt_neox,gptj,codegen,llama,bert}/modeling_*.py (register_buffer)
@@ -58,7 +58,7 @@ def unexplained(compared: Comparison) -> Unmatched:
 
 def _without_buffers(compared: Comparison, unmatched: Unmatched) -> Unmatched:
     """Without what transformers computes itself."""
-    kept = [s for s in unmatched.further if not _is_buffer(compared.met.name(s), compared.shape(s))]
+    kept = [s for s in unmatched.further if not is_buffer(compared.met.name(s), compared.shape(s))]
     left = sorted(set(unmatched.further) - set(kept))
     notes = [
         Finding.of(
@@ -69,11 +69,11 @@ def _without_buffers(compared: Comparison, unmatched: Unmatched) -> Unmatched:
         )
         for first in left[:1]
     ]
-    lacking = [(name, shape) for name, shape in unmatched.missing if not _is_buffer(name, shape)]
+    lacking = [(name, shape) for name, shape in unmatched.missing if not is_buffer(name, shape)]
     return Unmatched(lacking, kept, tuple(notes))
 
 
-def _is_buffer(name: str, shape: Iterable[int | None] | None) -> bool:
+def is_buffer(name: str, shape: Iterable[int | None] | None) -> bool:
     """True for a tensor that transformers computes itself, by its name and the number of its dimensions."""
     dimensions = None if shape is None else len(list(shape))
     return any(

@@ -1,0 +1,271 @@
+"""Parts of a model that no file of a checkpoint holds, taken from the model that training began with (``--fill-from``).
+
+Trainers that freeze a tower often save what they train alone, and transformers drops the layers that predict further tokens. What is
+taken is whole parts, byte for byte. A single tensor of a part that is there may have been lost, so it is taken by its name alone
+(``--fill-only``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..common.dtypes import TORCH_FLOATS
+from ..common.errors import FastshardError, Finding, error_for
+from ..common.formatting import counted
+from ..common.listing import File
+from ..expected.missing_tensors import is_buffer
+from ..expected.promised_parts import promised
+from ..layouts.declaration import Source, Unit, is_state
+from ..models.tensor_words import WORDS
+from .drafting import draft_of
+
+if TYPE_CHECKING:
+    from ..expected.expected_list import ExpectedTensors
+    from .checkpoint import Checkpoint
+
+__all__ = ["Filled", "add", "find"]
+
+
+#: Modules whose tensors have a row for each token.
+_OF_WORDS = (*WORDS["embedding_modules"], *WORDS["head_modules"])
+
+
+@dataclass(frozen=True)
+class Filled:
+    """What is taken from a model, by the number of its file among those that hold any of it."""
+
+    #: The model, as it was given.
+    path: str
+    roots: list[Path]
+    #: Files that hold what is taken; their roots are numbered from 0.
+    files: list[File]
+    #: Of each file, the names of what is taken, and what these are called in the checkpoint.
+    names: list[dict[str, str]]
+    #: Names by the part that they are of.
+    parts: dict[str, list[str]]
+    #: Names that were asked for one by one.
+    single: list[str]
+
+
+@dataclass(frozen=True)
+class _Model:
+    """Tensors by the model's own names: dtype and shape."""
+
+    tensors: dict[str, tuple[str, list[int]]]
+    #: What a file has of them, by the file's number.
+    of_file: dict[int, list[str]]
+
+
+def find(
+    base: Checkpoint, original: Checkpoint, path: str, only: Iterable[str], listed: ExpectedTensors | None
+) -> Filled:
+    """Looks for parts that a checkpoint lacks and a model has.
+
+    Args:
+        base: the checkpoint.
+        original: the model.
+        path: of the model, as it was given.
+        only: patterns of single tensors.
+        listed: the list that the checkpoint is held against, where it has the names in memory.
+
+    Raises:
+        FastshardError: what is wrong with the model; ``FS514`` if its tensors, or those of the checkpoint, lie divided; ``FS201`` and ``FS202`` if it is
+            no model of that kind; ``FS515`` for a pattern that names nothing.
+    """
+    errors = [finding for finding in original.findings if finding.severity == "error"]
+    if errors:
+        raise error_for([f.replace(message=f"the model {path} (--fill-from): {f.message}") for f in errors])
+    for one, whose in ((original.opened.source, path), (base.opened.source, "the checkpoint")):
+        if any(degree > 1 for degree in one.degrees.values()) or (
+            one is original.opened.source and one.assembled
+        ):
+            raise FastshardError.of(
+                "FS514",
+                f"the tensors of {whose} are divided over ranks, and --fill-from takes whole ones",
+                help="merge it first (fastshard merge), and fill the result",
+            )
+    (have, lost), whole = _held(base), _model(original)
+    called = _spelled(whole.tensors, have, listed)
+    own = {called[name]: told for name, told in whole.tensors.items()}
+    _is_of_that_kind(own, have, path)
+    config = base.opened.source.model.config or original.opened.source.model.config or {}
+    by_name = {name: called[name] for name in whole.tensors if called[name] not in have}
+    parts: dict[str, list[str]] = {}
+    for part in promised(config):
+        if part.kind.within or any(part.holds(name) for name in (*have, *lost)):
+            continue
+        if names := [name for name in by_name if part.holds(name)]:
+            parts[str(part)] = names
+    buffers = [name for name in by_name.keys() - lost if is_buffer(name, whole.tensors[name][1])]
+    if buffers:
+        parts["buffers"] = sorted(buffers)
+    taken = {name for names in parts.values() for name in names}
+    single: list[str] = []
+    for pattern in only:
+        matching = [name for name in whole.tensors if fnmatchcase(name, pattern)]
+        if not matching:
+            raise FastshardError.of(
+                "FS515",
+                f"no tensor of {path} has a name like --fill-only {pattern}",
+                help=f"look at the names: fastshard ls {path}",
+            )
+        single += [name for name in matching if name in by_name and name not in taken and name not in single]
+    taken |= set(single)
+    _dtypes_fit([whole.tensors[name] for name in sorted(taken)], have.values(), path)
+    files = [number for number, names in whole.of_file.items() if taken & set(names)]
+    found = original.opened.files
+    return Filled(
+        path,
+        list(original.listing.roots),
+        [found[number] for number in files],
+        [{name: called[name] for name in whole.of_file[number] if name in taken} for number in files],
+        parts,
+        single,
+    )
+
+
+def add(source: Source, filled: Filled, first: int) -> list[Finding]:
+    """Adds what was found to a declaration, and says so.
+
+    Args:
+        source: of the checkpoint.
+        filled: what is taken.
+        first: number of the first of its files.
+    """
+    prefix = source.weights_prefix
+    for number, names in enumerate(filled.names):
+        source.units.append(Unit(file=first + number, only=list(names), prefix=prefix))
+        source.names.update({prefix + name: prefix + own for name, own in names.items() if name != own})
+    if not filled.files:
+        message = f"nothing is taken from {filled.path} (--fill-from): no part is missing that it has"
+        return [Finding.of("FS117", message, severity="warning")]
+    source.values["filled"] = {
+        "parts": {part: sorted(names) for part, names in filled.parts.items()}, "single": sorted(filled.single),
+    }  # fmt: skip
+    told = [
+        Finding.of(
+            "FS117", f"{part}: {counted(len(names), 'tensor')} taken from {filled.path}", severity="note", tensor=names[0],
+        )
+        for part, names in filled.parts.items()
+    ]  # fmt: skip
+    return told + [
+        Finding.of(
+            "FS117", f"the tensor is taken from {filled.path}, and the rest of its part is the checkpoint's own",
+            severity="warning", tensor=name, help="restore the file that held it, if training changed this tensor",
+        )
+        for name in filled.single
+    ]  # fmt: skip
+
+
+def _held(base: Checkpoint) -> tuple[dict[str, tuple[str, list[int]]], set[str]]:
+    """The model's tensors in a checkpoint, by its own names, and the names of those that are lost."""
+    opened, source = base.opened, base.opened.source
+    asked = {
+        "source": source.to_request(),
+        "dtype": None,
+        "mean_replicas": False,
+        "include": (),
+        "exclude": (),
+    }
+    draft = draft_of(opened.catalog, asked)
+
+    def own(stored: str) -> str | None:
+        name = source.names.get(stored, stored)
+        inside = name.startswith(source.weights_prefix) and not is_state(name)
+        return name.removeprefix(source.weights_prefix) if inside else None
+
+    tensors = {own(name): (dtype, list(whole)) for name, dtype, _, _, whole, _ in draft.tensors()}
+    lost = {own(name) for name in (*draft.lost(), *source.lost)}
+    held = {name: told for name, told in tensors.items() if name is not None}
+    return held, {name for name in lost if name is not None}
+
+
+def _model(original: Checkpoint) -> _Model:
+    """The tensors of a model of whole ones, with the files that hold them."""
+    opened = original.opened
+    tensors = {name: (dtype, list(shape)) for name, dtype, shape, _, _ in original._plan.outputs}
+    of_file = {}
+    for unit in opened.source.units:
+        if unit.under or unit.strip or unit.prefix or opened.source.weights_prefix or opened.source.names:
+            raise FastshardError.of(
+                "FS514",
+                "--fill-from takes a model as save_pretrained writes it",
+                file=original.opened.files[unit.file].path,
+                expected="tensors under the model's own names",
+                got="names below another key",
+                help="convert it first (fastshard convert --to hf)",
+            )
+        of_file[unit.file] = [name for name in opened.catalog.names(unit.file) if name in tensors]
+    return _Model(tensors, of_file)
+
+
+def _spelled(
+    names: Iterable[str], have: Mapping[str, object], listed: ExpectedTensors | None
+) -> dict[str, str]:
+    """What a model's tensors are called in a checkpoint, which may have their names in memory."""
+    called = {name: name for name in names}
+    if listed is None:
+        return called
+    from ..expected.names_on_disk import are_in_memory
+
+    if are_in_memory(listed, set(have)):
+        for name in called.keys() & listed.made.keys():
+            parts = listed.made[name]
+            if parts is not None and len(parts) == 1:
+                called[name] = parts[0].name
+    return called
+
+
+def _is_of_that_kind(
+    own: Mapping[str, tuple[str, list[int]]], have: Mapping[str, tuple[str, list[int]]], path: str
+) -> None:
+    """Refuses another model: most names of the smaller one must be the other's, and all of the same shape."""
+    common = own.keys() & have.keys()
+    if 2 * len(common) <= min(len(own), len(have)):
+        raise FastshardError.of(
+            "FS515",
+            f"the model {path} (--fill-from) has other names than the checkpoint: {len(common)} of {len(have)} are in both",
+            help="pass the model that training began with; where the checkpoint has names in memory, pass its config.json with --like too",
+        )
+    for name in sorted(common):
+        # Tokens may have been added.
+        rows = int(name.rpartition(".")[0].rpartition(".")[2] in _OF_WORDS)
+        if own[name][1][rows:] != have[name][1][rows:] or len(own[name][1]) != len(have[name][1]):
+            raise FastshardError.of(
+                "FS201",
+                f"the model {path} (--fill-from) has another shape of this tensor than the checkpoint",
+                tensor=name,
+                expected=str(own[name][1]),
+                got=str(have[name][1]),
+                help="pass the model that training began with",
+            )
+
+
+def _dtypes_fit(
+    taken: Iterable[tuple[str, list[int]]], have: Iterable[tuple[str, list[int]]], path: str
+) -> None:
+    """Refuses floats of another width than most of the checkpoint's."""
+    ours, theirs = _main(have), _main(taken)
+    if ours != theirs and ours is not None and theirs is not None:
+        raise FastshardError.of(
+            "FS202",
+            f"what is missing is {theirs} in {path} (--fill-from), and the checkpoint is {ours}",
+            expected=ours,
+            got=theirs,
+            help=f"write it in that dtype first: fastshard merge {path} OUT --dtype {ours.lower()}",
+        )
+
+
+def _main(tensors: Iterable[tuple[str, list[int]]]) -> str | None:
+    """The floating dtype that most elements have."""
+    counts: Counter[str] = Counter()
+    for dtype, shape in tensors:
+        if dtype in TORCH_FLOATS:
+            counts[dtype] += math.prod(shape)
+    return counts.most_common(1)[0][0] if counts else None

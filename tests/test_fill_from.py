@@ -1,0 +1,209 @@
+"""``--fill-from``: parts of which a checkpoint holds nothing, taken from the model that training began with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from families_maker import made, results, same_results
+from fastshard.expected import transformers_process, transformers_worker
+from helpers import cli
+from safetensors.torch import load_file, save_file
+from test_families_hf import further, saved, tensors
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists are made in this process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def answered(asked: dict[str, Any], *_: object) -> dict[str, Any]:
+        of = transformers_worker.loading if "stored" in asked else transformers_worker.listed
+        return json.loads(json.dumps(of(asked)))  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(transformers_process, "answer_of", answered)
+
+
+def deepseek(folder: Path, of: Tensors | None = None) -> Path:
+    """A model whose config promises a layer that predicts one more token."""
+    at = saved("deepseek", folder, of)
+    config = json.loads((at / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (at / "config.json").write_text(json.dumps(config))
+    return at
+
+
+@pytest.fixture
+def mtp(tmp_path: Path) -> tuple[Path, Path]:
+    """A model without its MTP layer, as transformers saves it after training, and the one that it was."""
+    trained = {name: tensor + 1 for name, tensor in tensors("deepseek").items()}
+    return deepseek(tmp_path / "trained", trained), deepseek(
+        tmp_path / "original", tensors("deepseek") | further("deepseek")
+    )
+
+
+def content(folder: Path) -> Tensors:
+    return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+
+
+@pytest.mark.parametrize("verb", [("merge",), ("convert", "--to", "hf")])
+def test_layers_that_predict_tokens_are_taken(
+    verb: tuple[str, ...], mtp: tuple[Path, Path], tmp_path: Path
+) -> None:
+    trained, original = mtp
+    assert cli("verify", trained).having("FS116")
+    ran = cli(verb[0], trained, tmp_path / "out", *verb[1:], "--fill-from", original, "--fail-on", "warning")
+    assert ran.code == 0 and not ran.having("FS116"), ran.out
+    got, layer = content(tmp_path / "out"), further("deepseek")
+    have = content(original)
+    for name in layer:
+        assert torch.equal(got[name], have[name]), name
+    assert all(torch.equal(got[name], tensor) for name, tensor in content(trained).items())
+    assert got.keys() == tensors("deepseek").keys() | layer.keys()
+    manifest = json.loads((tmp_path / "out/fastshard.manifest.json").read_text())
+    ((part, names),) = manifest["values"]["filled"]["parts"].items()
+    assert part.startswith("1 MTP layer") and set(names) == layer.keys()
+    ran = cli("trace", trained, next(iter(layer)), "--fill-from", original)
+    assert ran.code == 0 and "model.safetensors" in ran.out
+
+
+@pytest.mark.parametrize("kind", ["LlavaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"])
+@pytest.mark.parametrize("container", ["disk", "dcp"])
+def test_a_frozen_tower_is_taken(kind: str, container: str, tmp_path: Path) -> None:
+    """Under the names on disk, and, as trainers save it, under those in memory."""
+    model = made(kind)
+    model.config.architectures = [kind]
+    model.save_pretrained(tmp_path / "original")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "vision" not in name and "visual" not in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    want = results(model)
+    model.save_pretrained(tmp_path / "whole")
+    words = ["vision_tower", "visual"]
+    trained = tmp_path / "trained"
+    if container == "disk":
+        trained.mkdir()
+        kept = {n: t for n, t in content(tmp_path / "whole").items() if not any(word in n for word in words)}
+        save_file(kept, trained / "model.safetensors", {"format": "pt"})
+    else:
+        kept = {n: t for n, t in model.state_dict().items() if not any(word in n for word in words)}
+        dcp.save({"model": kept}, checkpoint_id=trained, no_dist=True)
+    shutil.copy(tmp_path / "original/config.json", trained)
+    like = ["--like", tmp_path / "original/config.json"]
+    assert cli("convert", trained, tmp_path / "out", "--to", "hf", *like).code != 0
+    ran = cli("convert", trained, tmp_path / "out", "--to", "hf", *like, "--fill-from", tmp_path / "original")
+    assert ran.code == 0 and ran.having("FS117", severity="note"), ran.out
+    got, whole = content(tmp_path / "out"), content(tmp_path / "whole")
+    assert got.keys() == whole.keys() and all(torch.equal(got[name], whole[name]) for name in whole)
+    loaded, told = getattr(transformers, kind).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(told[key] for key in ("missing_keys", "mismatched_keys", "unexpected_keys")), told
+    assert same_results(loaded, want)
+
+
+def test_what_may_have_been_lost_is_not_taken(mtp: tuple[Path, Path], tmp_path: Path) -> None:
+    trained, original = mtp
+    layer = sorted(further("deepseek"))
+    # A part of which something is there, a tensor of the model, and all of a layer.
+    for n, left in enumerate(
+        (
+            lambda name: name in layer[2:],
+            lambda name: name == "model.norm.weight",
+            lambda name: ".layers.2." in name,
+        )
+    ):
+        whole = content(trained) | further("deepseek")
+        base = deepseek(tmp_path / str(n), {k: t for k, t in whole.items() if not left(k)})
+        ran = cli("merge", base, tmp_path / "out", "--fill-from", original)
+        assert ran.code in (1, 3) and not (tmp_path / "out").exists(), ran.out
+
+
+def test_a_part_that_an_index_calls_for_is_not_taken(mtp: tuple[Path, Path], tmp_path: Path) -> None:
+    """Its file was lost, and what training made of it with it."""
+    trained, original = mtp
+    names = dict.fromkeys(content(trained), "model.safetensors")
+    lost = dict.fromkeys(further("deepseek"), "model-00002.safetensors")
+    index = {"metadata": {}, "weight_map": names | lost}
+    (trained / "model.safetensors.index.json").write_text(json.dumps(index))
+    ran = cli("merge", trained, tmp_path / "out", "--fill-from", original)
+    assert ran.code == 3 and ran.having("FS101", severity="error") and not (tmp_path / "out").exists()
+
+
+def test_single_tensors_are_taken_by_name_alone(mtp: tuple[Path, Path], tmp_path: Path) -> None:
+    trained, original = mtp
+    lost = [
+        "model.layers.1.mlp.gate.e_score_correction_bias",
+        "model.layers.2.mlp.gate.e_score_correction_bias",
+    ]
+    base = deepseek(tmp_path / "base", {n: t for n, t in content(trained).items() if n not in lost})
+    words = ("--fill-from", original, "--fill-only", "*.e_score_correction_bias")
+    assert cli("merge", base, tmp_path / "out", "--fill-from", original).code == 3
+    ran = cli("merge", base, tmp_path / "out", *words)
+    warned = [f["tensor"] for f in ran.findings if f["code"] == "FS117" and f["severity"] == "warning"]
+    assert ran.code == 0 and sorted(warned) == lost, ran.out
+    got, have = content(tmp_path / "out"), content(original)
+    assert all(torch.equal(got[name], have[name]) for name in lost)
+    # What the checkpoint holds stays its own.
+    assert torch.equal(got["model.norm.weight"], content(trained)["model.norm.weight"])
+    assert cli("merge", base, tmp_path / "no", *words, "--fail-on", "warning").code == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code"),
+    [
+        (("--fill-only", "*"), "FS515", 2),
+        (("--fill-from", "ORIGINAL", "--fill-only", "nothing.*"), "FS515", 2),
+        (("--fill-from", "nowhere"), "FS501", 2),
+        (("--fill-from", "OTHER"), "FS515", 2),
+        (("--fill-from", "WIDER"), "FS201", 1),
+        (("--fill-from", "HALF"), "FS202", 1),
+        (("--fill-from", "BROKEN"), "FS312", 1),
+        (("--fill-from", "SHARDED"), "FS514", 2),
+    ],
+)
+def test_models_that_do_not_fit_are_refused(
+    words: tuple[str, ...], code: str, exit_code: int, mtp: tuple[Path, Path], tmp_path: Path
+) -> None:
+    trained, original = mtp
+    whole = content(original)
+    for name, of in {
+        "OTHER": {f"other.{name}": tensor for name, tensor in whole.items()},
+        "WIDER": {name: t.repeat(2, *[1] * (t.ndim - 1)) for name, t in whole.items()},
+        "HALF": {name: tensor.half() for name, tensor in whole.items()},
+        "BROKEN": whole,
+    }.items():
+        at = tmp_path / name
+        shutil.copytree(original, at)
+        save_file(of, at / "model.safetensors", {"format": "pt"})
+    (tmp_path / "BROKEN/model.safetensors").write_bytes((original / "model.safetensors").read_bytes()[:-99])
+    assert cli("convert", original, tmp_path / "SHARDED", "--to", "tp-safetensors", "--tp", 2).code == 0
+    given = [str(tmp_path / w) if w.isupper() and w != "ORIGINAL" else w for w in words]
+    ran = cli("merge", trained, tmp_path / "out", *(str(original) if w == "ORIGINAL" else w for w in given))
+    assert ran.code == exit_code and ran.having(code, severity="error"), ran.out
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_has_no_more_is_said_to_have_none(mtp: tuple[Path, Path], tmp_path: Path) -> None:
+    _, original = mtp
+    ran = cli("merge", original, tmp_path / "out", "--fill-from", original)
+    assert ran.code == 0 and ran.having("FS117", severity="warning"), ran.out
+
+
+def test_added_tokens_do_not_make_another_model(mtp: tuple[Path, Path], tmp_path: Path) -> None:
+    trained, original = mtp
+    more = content(trained)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        more[name] = torch.cat([more[name], torch.ones(8, more[name].shape[1])])
+    base = deepseek(tmp_path / "base", more)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"vocab_size": more["lm_head.weight"].shape[0]}))
+    ran = cli("merge", base, tmp_path / "out", "--fill-from", original)
+    # The layer that is taken has an embedding of its own, of fewer tokens.
+    assert ran.code == 1 and ran.having("FS201"), ran.out
