@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -152,6 +153,16 @@ def damages(tensors: dict[str, Any], ties: set[str]) -> dict[str, dict[str, Any]
     experts = [n for n in names if ".experts.1." in n]
     if experts:
         found["expert"] = {n: t for n, t in tensors.items() if n not in experts}
+    shard = set(names[len(names) // 3 : 2 * len(names) // 3])
+    found["shard"] = {n: t for n, t in tensors.items() if n not in shard}
+    numbered = [n for n in names if re.search(r"\.0\.", n)]
+    if numbered:
+        name = numbered[len(numbered) // 2]
+        other = re.sub(r"\.0\.", ".77.", name, count=1)
+        found["of another layer"] = {n: t for n, t in tensors.items() if n != name} | {other: tensors[name]}
+    tower = {n for n in names if re.search(r"(^|\.)(vision|visual|audio)\w*\.", n)}
+    if tower and len(tower) < len(names):
+        found["tower"] = {n: t for n, t in tensors.items() if n not in tower}
     return found
 
 

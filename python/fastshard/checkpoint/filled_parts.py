@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -130,37 +130,44 @@ def find(
     )
 
 
-def add(source: Source, filled: Filled, first: int) -> list[Finding]:
-    """Adds what was found to a declaration, and says so.
+def add(source: Source, filled: Filled, first: int) -> tuple[Source, list[Finding]]:
+    """A declaration with what was found, and what is said of that.
 
     Args:
         source: of the checkpoint.
         filled: what is taken.
         first: number of the first of its files.
     """
-    prefix = source.weights_prefix
-    for number, names in enumerate(filled.names):
-        source.units.append(Unit(file=first + number, only=list(names), prefix=prefix))
-        source.names.update({prefix + name: prefix + own for name, own in names.items() if name != own})
     if not filled.files:
         message = f"nothing is taken from {filled.path} (--fill-from): no part is missing that it has"
-        return [Finding.of("FS117", message, severity="warning")]
-    source.values["filled"] = {
-        "parts": {part: sorted(names) for part, names in filled.parts.items()}, "single": sorted(filled.single),
-    }  # fmt: skip
+        return source, [Finding.of("FS117", message, severity="warning")]
+    prefix = source.weights_prefix
+    units: list[Unit] = []
+    renamed: dict[str, str] = {}
+    for number, names in enumerate(filled.names):
+        units.append(Unit(file=first + number, only=list(names), prefix=prefix))
+        renamed |= {prefix + name: prefix + own for name, own in names.items() if name != own}
+    parts = {part: sorted(names) for part, names in filled.parts.items()}
+    changed = replace(
+        source,
+        units=[*source.units, *units],
+        names=source.names | renamed,
+        values={**source.values, "filled": {"parts": parts, "single": sorted(filled.single)}},
+    )
     told = [
         Finding.of(
             "FS117", f"{part}: {counted(len(names), 'tensor')} taken from {filled.path}", severity="note", tensor=names[0],
         )
         for part, names in filled.parts.items()
     ]  # fmt: skip
-    return told + [
+    told += [
         Finding.of(
             "FS117", f"the tensor is taken from {filled.path}, and the rest of its part is the checkpoint's own",
             severity="warning", tensor=name, help="restore the file that held it, if training changed this tensor",
         )
         for name in filled.single
     ]  # fmt: skip
+    return changed, told
 
 
 def _held(base: Checkpoint) -> tuple[dict[str, tuple[str, list[int]]], set[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,6 @@ __all__ = ["HeldPart", "absent", "by_part", "held_parts"]
 
 _MISSING = ("FS102", "FS103")
 _NAMED = 4
-_MORE = re.compile(r"^and [\d,]+ more ")
 _WEIGHTS = {"note": 0, "warning": 1, "error": 2}
 
 
@@ -208,8 +206,8 @@ def _merged(
 def _fewer(findings: Sequence[Finding], count: int) -> list[Finding]:
     """The findings, where one that counts what is not told one by one counts less."""
     for at, finding in enumerate(findings):
-        if finding.code in _MISSING and not finding.tensor and finding.count and _MORE.match(finding.message):
+        if finding.code in _MISSING and not finding.tensor and not finding.file and finding.count:
             left = finding.count - count
-            fewer = finding.replace(count=left, message=_MORE.sub(f"and {left:,} more ", finding.message))
+            fewer = finding.replace(count=left, message=f"and {left:,} more tensors that are missing")
             return [*findings[:at], *([fewer] if left > 0 else []), *findings[at + 1 :]]
     return list(findings)

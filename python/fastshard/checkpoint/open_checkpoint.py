@@ -26,7 +26,7 @@ from ..sources.index_files import disagreeing
 from ..sources.peft import lora
 from ..sources.registry import detect
 from ..sources.renamed_files import renamed
-from . import filled_parts, source_options
+from . import filled_parts, quantised_weights, source_options
 from .checkpoint import Checkpoint
 from .drafting import Opened
 
@@ -163,8 +163,11 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
         units=[unit for unit in source.units if unit.file not in strays.copies],
         lost={**source.lost, **unreadable, **strays.lost},
     )
+    quantised = quantised_weights.found_in(source, contents)
+    source = replace(source, of_tensors=[*source.of_tensors, *quantised])
     if filled is not None:
-        findings += filled_parts.add(source, filled, len(found.files))
+        source, told = filled_parts.add(source, filled, len(found.files))
+        findings += told
         found = replace(found, files=[*found.files, *filling])
     if reference is not None:
         source = _held_against(reference, source)

@@ -88,7 +88,7 @@ class Source(TypedDict, total=False):
         StrPath | None,
         Option(
             "path",
-            "the model that training began with: parts of which no file holds anything (a frozen tower, MTP layers, buffers) are taken from it",
+            "take parts of which no file holds anything (a frozen tower, MTP layers, buffers) from this model, with which training began",
             metavar="DIR",
         ),
     ]

@@ -1,0 +1,130 @@
+"""What a form of storage is: the tensor that holds a weight's codes, and the companions without which these have no value."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+__all__ = [
+    "Companion",
+    "Form",
+    "Sizes",
+    "blocks",
+    "ceil_div",
+    "each_row",
+    "groups",
+    "is_listed",
+    "matrix",
+    "one",
+    "pairs",
+]
+
+#: Dtype and shape of a tensor.
+Stored = tuple[str, tuple[int, ...]]
+FLOATS = frozenset(("F16", "BF16", "F32"))
+F8 = frozenset(("F8_E4M3", "F8_E5M2"))
+#: Powers of two as bytes: torch spells them as a dtype of their own, others as plain bytes.
+E8M0 = frozenset(("F8_E8M0", "U8"))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The extents of a weight as it is without the form: leading ones (experts), rows, columns."""
+
+    lead: tuple[int, ...]
+    rows: int
+    columns: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The weight's shape."""
+        return (*self.lead, self.rows, self.columns)
+
+
+@dataclass(frozen=True)
+class Companion:
+    """A tensor beside the codes."""
+
+    #: What people call it: ``scales``.
+    role: str
+    #: What its name ends with in place of the codes' suffix; several where tools spell it differently.
+    suffixes: tuple[str, ...]
+    dtypes: frozenset[str]
+    #: The shapes that it may have, the usual one first; None for any.
+    shapes: Callable[[Sizes], Sequence[tuple[int, ...]]] | None
+    required: bool = True
+    #: A companion may be needed by what another one is: (suffix of that one, its dtypes).
+    where: tuple[str, frozenset[str]] | None = None
+
+
+@dataclass(frozen=True)
+class Form:
+    """A way in which weights are stored."""
+
+    #: As the field calls it: ``fp8 blocks``.
+    name: str
+    #: What the name of the codes ends with, and their dtypes.
+    suffix: str
+    dtypes: frozenset[str]
+    #: The weight's extents by the codes' shape; None where that cannot be the shape of such codes.
+    sizes: Callable[[tuple[int, ...]], Sizes | None]
+    companions: tuple[Companion, ...]
+    #: Names for which it is; all where none decides.
+    takes: Callable[[str], bool] = lambda name: True
+
+    def module(self, name: str) -> str | None:
+        """The name of the module (or of the stack of experts) whose codes a tensor is; None for other tensors."""
+        return name.removesuffix(self.suffix) if name.endswith(self.suffix) else None
+
+
+def ceil_div(n: int, by: int) -> int:
+    """How many blocks of a length an extent has, the last of which may be short."""
+    return -(-n // by) if by > 0 else 0
+
+
+def matrix(shape: tuple[int, ...]) -> Sizes | None:
+    """A weight whose codes lie as it does: one element each."""
+    return Sizes(shape[:-2], shape[-2], shape[-1]) if len(shape) >= 2 else None
+
+
+def pairs(shape: tuple[int, ...]) -> Sizes | None:
+    """A weight of which a byte holds two neighbours of a row."""
+    return Sizes(shape[:-2], shape[-2], 2 * shape[-1]) if len(shape) >= 2 else None
+
+
+def blocks(rows: int, columns: int) -> Callable[[Sizes], list[tuple[int, ...]]]:
+    """One scale for each block; the last block of a row or column may be short."""
+    return lambda s: [(*s.lead, ceil_div(s.rows, rows), ceil_div(s.columns, columns))]
+
+
+def one(sizes: Sizes) -> list[tuple[int, ...]]:
+    """One for the whole weight, or for each expert of a stack."""
+    return [(), (1,), sizes.lead, (*sizes.lead, 1), (*sizes.lead, 1, 1)]
+
+
+def each_row(sizes: Sizes) -> list[tuple[int, ...]]:
+    """One for each row."""
+    return [(*sizes.lead, sizes.rows, 1), (*sizes.lead, sizes.rows)]
+
+
+def groups(size: int) -> Callable[[Sizes], list[tuple[int, ...]]]:
+    """One for each group of a row."""
+    return lambda s: [(*s.lead, s.rows, ceil_div(s.columns, size))]
+
+
+def is_listed(name: str, entries: Iterable[object]) -> bool:
+    """True for a module that a list names, in any way in which tools spell one: name, part of it, pattern, expression."""
+    for entry in entries:
+        if not isinstance(entry, str) or not entry:
+            continue
+        if entry.startswith("re:"):
+            try:
+                if re.match(entry[3:], name):
+                    return True
+            except re.error:
+                return True
+        elif ("*" in entry and fnmatch.fnmatchcase(name, entry)) or entry.strip("*.") in name:
+            return True
+    return False

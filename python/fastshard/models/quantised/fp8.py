@@ -1,0 +1,58 @@
+"""Weights in fp8: in blocks, by row, as a whole; powers of two as scales.
+
+source: transformers 5.24 integrations/finegrained_fp8.py; DeepSeek-V3 README_WEIGHTS.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .forms import E8M0, F8, FLOATS, Companion, Form, Sizes, blocks, each_row, groups, matrix, one, pairs
+
+__all__ = ["forms", "methods", "telling"]
+
+methods = ("fp8",)
+#: Configs whose forms are told by names and dtypes alone, where a model has no config.
+telling: tuple[dict[str, Any], ...] = ({},)
+#: Extents of a block that a config does not state otherwise.
+BLOCK = (128, 128)
+_SCALES = FLOATS | {"F8_E8M0"}
+_STATIC = Companion("activation scale", (".input_scale", ".activation_scale"), FLOATS, one, required=False)
+
+
+def forms(config: Mapping[str, Any]) -> list[Form]:
+    """The forms of ``quant_method: fp8``: of a Linear, of a stack of experts, and of experts in fp4 (DeepSeek V4)."""
+    stated = config.get("weight_block_size")
+    block = _block(stated)
+
+    def scales(sizes: Sizes) -> list[tuple[int, ...]]:
+        if block is None:
+            return [*one(sizes), *each_row(sizes)]
+        # MXFP8 has a scale for each 32 of a row, whatever the config says of blocks.
+        return [*blocks(*block)(sizes), *groups(32)(sizes)]
+
+    def companions(*names: str) -> tuple[Companion, ...]:
+        return (Companion("scales", names, _SCALES | {"U8"}, scales),)
+
+    return [
+        Form(
+            "fp8", ".weight", F8, matrix,
+            (*companions(".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight"), _STATIC),
+        ),
+        *(
+            Form("fp8", f".experts.{name}", F8, matrix, companions(f".experts.{name}_scale_inv", f".experts.{name}_scale"))
+            for name in ("gate_up_proj", "down_proj")
+        ),
+        Form(
+            "fp4 experts", ".weight", frozenset(("I8",)), pairs,
+            (Companion("scales", (".scale", ".weight_scale_inv", ".weight_scale"), E8M0, groups(32)),),
+            takes=lambda name: ".experts." in name,
+        ),
+    ]  # fmt: skip
+
+
+def _block(stated: object) -> tuple[int, int] | None:
+    if isinstance(stated, list) and len(stated) == 2 and all(type(n) is int and n > 0 for n in stated):
+        return stated[0], stated[1]
+    return None

@@ -1,0 +1,67 @@
+"""GPTQ and AWQ: words of 32 bits that hold several codes.
+
+source: AutoGPTQ qlinear_cuda_old.py; AutoAWQ modules/linear/gemm.py, utils/packing_utils.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .forms import FLOATS, Companion, Form, Sizes, ceil_div
+
+__all__ = ["forms", "methods", "telling"]
+
+methods = ("gptq", "awq")
+#: Configs whose forms are told by names and dtypes alone, where a model has no config.
+telling: tuple[dict[str, Any], ...] = ({"quant_method": "gptq"}, {"quant_method": "awq"})
+_I32 = frozenset(("I32",))
+
+
+def forms(config: Mapping[str, Any]) -> list[Form]:
+    """The form of a config; none for layouts of other kernels (marlin) and for AWQ that is not GEMM."""
+    bits = config.get("bits", config.get("w_bit", 4))
+    size = config.get("group_size", config.get("q_group_size", 128))
+    if not isinstance(bits, int) or not 1 <= bits <= 8 or not isinstance(size, int):
+        return []
+    if config.get("quant_method") == "awq":
+        return [_awq(size)] if bits == 4 and str(config.get("version") or "gemm").lower() == "gemm" else []
+    kind = config.get("checkpoint_format") or config.get("format") or "gptq"
+    return [_gptq(bits, size)] if kind in ("gptq", "gptq_v2") else []
+
+
+def _groups(columns: int, size: int) -> int:
+    return ceil_div(columns, size) if size > 0 else 1
+
+
+def _gptq(bits: int, size: int) -> Form:
+    """Codes are packed along the input, so that a weight lies transposed."""
+
+    def sizes(shape: tuple[int, ...]) -> Sizes | None:
+        if len(shape) != 2 or shape[0] * 32 % bits:
+            return None
+        return Sizes((), shape[1], shape[0] * 32 // bits)
+
+    return Form(
+        f"GPTQ, {bits} bit", ".qweight", _I32, sizes,
+        (
+            Companion("scales", (".scales",), FLOATS, lambda s: [(_groups(s.columns, size), s.rows)]),
+            Companion("zero points", (".qzeros",), _I32, lambda s: [(_groups(s.columns, size), ceil_div(s.rows * bits, 32))]),
+            Companion("group indices", (".g_idx",), _I32, lambda s: [(s.columns,)]),
+        ),
+    )  # fmt: skip
+
+
+def _awq(size: int) -> Form:
+    """Codes are packed along the output."""
+
+    def sizes(shape: tuple[int, ...]) -> Sizes | None:
+        return Sizes((), 8 * shape[1], shape[0]) if len(shape) == 2 else None
+
+    return Form(
+        "AWQ", ".qweight", _I32, sizes,
+        (
+            Companion("scales", (".scales",), FLOATS, lambda s: [(_groups(s.columns, size), s.rows)]),
+            Companion("zero points", (".qzeros",), _I32, lambda s: [(_groups(s.columns, size), s.rows // 8)]),
+        ),
+    )  # fmt: skip

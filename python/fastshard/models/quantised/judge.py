@@ -1,0 +1,264 @@
+"""Whether every quantised weight has what gives its codes a value, and is what the config says: by names, dtypes and shapes."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ...common.errors import Finding
+from .forms import F8, Companion, Form, Sizes
+from .stated import KNOWN, Stated
+
+__all__ = ["Weight", "judged"]
+
+Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
+_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
+#: Tensors of one kind that are told one by one.
+_TOLD = 20
+#: Dtypes in which no plain weight is stored.
+_CODES = F8 | {"F8_E8M0", "U8", "I8", "I32"}
+_COPY = "copy the file that holds it from the original checkpoint"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A quantised weight: its codes and their companions."""
+
+    module: str
+    form: Form
+    codes: str
+    sizes: Sizes
+    #: Names of the companions that are there, by role.
+    companions: Mapping[str, str]
+
+
+def judged(stated: Stated | None, tensors: Tensors) -> list[Finding]:
+    """What is missing of quantised weights, and what contradicts the config.
+
+    Args:
+        stated: what the model says of its quantisation; None if it says nothing.
+        tensors: dtype and shape of every tensor, by name.
+    """
+    if stated is None:
+        return list(_first(_unstated(tensors)))
+    forms = stated.forms
+    if not forms:
+        return []
+    weights: dict[str, Weight] = {}
+    found: list[Finding] = []
+    for name, (dtype, shape) in tensors.items():
+        if (form := _form_of(name, dtype, forms)) is None:
+            continue
+        if (sizes := form.sizes(shape)) is None:
+            found.append(_no_codes(name, form, shape))
+            continue
+        module = form.module(name) or name
+        told, companions = _companions(module, name, form, sizes, tensors)
+        found += told
+        weights[module] = Weight(module, form, name, sizes, companions)
+    taken = {name for weight in weights.values() for name in (weight.codes, *weight.companions.values())}
+    found += _orphans(forms, tensors, taken)
+    if not weights and stated.is_of_what_is_stored:
+        found.append(_none_at_all(stated))
+    found += _uneven(stated, weights, tensors)
+    return list(_first(found))
+
+
+def _form_of(name: str, dtype: str, forms: Iterable[Form]) -> Form | None:
+    for form in forms:
+        module = form.module(name)
+        if module is not None and dtype in form.dtypes and form.takes(module):
+            return form
+    return None
+
+
+def _companions(
+    module: str, codes: str, form: Form, sizes: Sizes, tensors: Tensors
+) -> tuple[list[Finding], dict[str, str]]:
+    """What is wrong with the companions of a weight, and the names of those that are there."""
+    found: list[Finding] = []
+    there: dict[str, str] = {}
+    for one in form.companions:
+        name = next((f"{module}{s}" for s in one.suffixes if f"{module}{s}" in tensors), None)
+        if name is None:
+            if one.required and _is_needed(one, module, tensors):
+                found.append(
+                    Finding.of(
+                        "FS102",
+                        f"{codes} is stored as {form.name}, and its {one.role} {_are(one)} missing",
+                        tensor=f"{module}{_spelled(one, tensors)}",
+                        help=_COPY,
+                    )
+                )
+            continue
+        there[one.role] = name
+        dtype, shape = tensors[name]
+        if dtype not in one.dtypes:
+            found.append(
+                Finding.of(
+                    "FS202", f"the {one.role} of {codes} {_are(one)} of another dtype than {form.name} has", tensor=name,
+                    expected=" or ".join(sorted(one.dtypes)), got=dtype, help="restore the file that the quantiser wrote",
+                )
+            )  # fmt: skip
+        elif one.shapes is not None and shape not in (fitting := [tuple(s) for s in one.shapes(sizes)]):
+            found.append(_misfit(name, codes, one, sizes, shape, fitting))
+    return found, there
+
+
+def _spelled(one: Companion, tensors: Tensors) -> str:
+    """What the name of a companion ends with in this checkpoint."""
+    return next((s for s in one.suffixes if any(name.endswith(s) for name in tensors)), one.suffixes[0])
+
+
+def _are(one: Companion) -> str:
+    return "are" if one.role.endswith(("s", "maxima")) else "is"
+
+
+def _is_needed(one: Companion, module: str, tensors: Tensors) -> bool:
+    if one.where is None:
+        return True
+    suffix, dtypes = one.where
+    return tensors.get(f"{module}{suffix}", ("", ()))[0] in dtypes
+
+
+def _misfit(
+    name: str,
+    codes: str,
+    one: Companion,
+    sizes: Sizes,
+    shape: tuple[int, ...],
+    fitting: list[tuple[int, ...]],
+) -> Finding:
+    """Companions of another shape, with what may have made it."""
+    usual = fitting[0] if fitting else ()
+    why = ""
+    if len(shape) >= 2 and (*shape[:-2], shape[-1], shape[-2]) in fitting:
+        why = "; it is that of the transposed weight"
+    elif len(shape) == len(usual) and all(a in (b, b - 1) for a, b in zip(shape, usual, strict=True)):
+        why = "; the last block, which is short, is left out"
+    return Finding.of(
+        "FS201", f"the {one.role} of {codes} {_are(one)} not of its shape {list(sizes.shape)}{why}", tensor=name,
+        expected=str(list(usual)), got=str(list(shape)), help="restore the file that the quantiser wrote",
+    )  # fmt: skip
+
+
+def _no_codes(name: str, form: Form, shape: tuple[int, ...]) -> Finding:
+    return Finding.of(
+        "FS201", f"the codes of a weight that is stored as {form.name} have another shape", tensor=name,
+        expected="a matrix of codes", got=str(list(shape)), help="restore the file that the quantiser wrote",
+    )  # fmt: skip
+
+
+def _orphans(forms: Iterable[Form], tensors: Tensors, taken: set[str]) -> Iterator[Finding]:
+    """Companions of weights that are not there, or are stored plainly."""
+    suffixes = {
+        suffix: (form, one)
+        for form in forms
+        for one in form.companions
+        for suffix in one.suffixes
+        if one.role != "input scale"
+    }
+    told: set[str] = set()
+    for name in tensors:
+        if name in taken:
+            continue
+        suffix = next((s for s in sorted(suffixes, key=len, reverse=True) if name.endswith(s)), None)
+        if suffix is None:
+            continue
+        form, one = suffixes[suffix]
+        module = name.removesuffix(suffix)
+        codes = f"{module}{form.suffix}"
+        if codes not in tensors:
+            if suffix in (".scale", ".scales") and len(tensors[name][1]) < 2:
+                # What a norm or another module calls so.
+                continue
+            if codes in told:
+                continue
+            told.add(codes)
+            yield Finding.of(
+                "FS102", f"its {one.role} {_are(one)} there, and the codes are missing", tensor=codes, file=None, help=_COPY,
+            )  # fmt: skip
+        elif tensors[codes][0] not in form.dtypes and suffix != ".scale":
+            yield Finding.of(
+                "FS207", f"{one.role} of {codes}, which is stored as {tensors[codes][0]} and needs none", tensor=name,
+                help="leave the stale one out (--exclude); it is from the model before or after it was quantised",
+            )  # fmt: skip
+
+
+def _none_at_all(stated: Stated) -> Finding:
+    return Finding.of(
+        "FS215", f"{stated.file} says that weights are quantised ({stated.method}), and none is", file=stated.file,
+        expected="quantised weights", got="plain tensors alone",
+        help="leave quantization_config out of config.json, if the weights were written with their values",
+    )  # fmt: skip
+
+
+def _uneven(stated: Stated, weights: Mapping[str, Weight], tensors: Tensors) -> Iterator[Finding]:
+    """Modules that are plain where they are quantised in most layers, or in most experts, and no list says so."""
+    by_role: dict[str, list[str]] = defaultdict(list)
+    for module in weights:
+        by_role[_NUMBERS.sub("{}", f"{module}.")].append(module)
+    plain: dict[str, list[str]] = defaultdict(list)
+    for name, (dtype, shape) in tensors.items():
+        module = name.removesuffix(".weight")
+        if module != name and module not in weights and len(shape) >= 2 and dtype not in _CODES:
+            role = _NUMBERS.sub("{}", f"{module}.")
+            if role in by_role:
+                plain[role].append(module)
+    for role, modules in plain.items():
+        if stated.skipped is None or len(modules) >= len(by_role[role]):
+            # Where no list is kept the dtype alone tells, and models leave some as they are.
+            continue
+        for module in modules:
+            if not stated.skips(module):
+                yield Finding.of(
+                    "FS215",
+                    f"{module}.weight is stored as {tensors[f'{module}.weight'][0]}, and {stated.file} says that it is quantised ({stated.method})",
+                    tensor=f"{module}.weight",
+                    expected=f"{weights[by_role[role][0]].form.name}, as in {len(by_role[role])} other places",
+                    got=tensors[f"{module}.weight"][0],
+                    help="restore the file that the quantiser wrote, or list the module among those that are not converted",
+                )
+
+
+def _unstated(tensors: Tensors) -> Iterator[Finding]:
+    """Weights that only a quantised model has, where no config says so."""
+    forms = [
+        form
+        for module in dict.fromkeys(KNOWN.values())
+        for said in module.telling
+        for form in module.forms(said)
+    ]
+    for name, (dtype, _) in tensors.items():
+        for form in forms:
+            base = form.module(name)
+            if base is None or dtype not in form.dtypes:
+                continue
+            needed = [one for one in form.companions if one.required and one.where is None]
+            if all(any(f"{base}{s}" in tensors for s in one.suffixes) for one in needed):
+                yield Finding.of(
+                    "FS215",
+                    f"{name} is stored as {form.name} with its {needed[0].role}, and no config says that weights are quantised",
+                    tensor=name,
+                    expected="quantization_config in config.json",
+                    got="none",
+                    help="restore the config.json of the quantised model: without it every tool takes the codes for values",
+                )
+                return
+
+
+def _first(found: Iterable[Finding]) -> Iterator[Finding]:
+    """Findings, of each kind no more than can be read."""
+    counts: dict[tuple[str, str], list[Finding]] = defaultdict(list)
+    for finding in found:
+        counts[finding.code, _NUMBERS.sub("{}", finding.tensor or "")].append(finding)
+    for alike in counts.values():
+        yield from alike[:_TOLD]
+        if len(alike) > _TOLD:
+            rest = alike[_TOLD]
+            yield rest.replace(
+                message=f"{rest.message}; so it is with {len(alike) - _TOLD - 1:,} more",
+                count=len(alike) - _TOLD,
+            )

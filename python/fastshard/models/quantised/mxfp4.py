@@ -1,0 +1,29 @@
+"""Experts in MXFP4, as gpt-oss has them. source: transformers 5.24 integrations/mxfp4.py"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .forms import Companion, Form, Sizes
+
+__all__ = ["forms", "methods", "telling"]
+
+methods = ("mxfp4",)
+#: Configs whose forms are told by names and dtypes alone, where a model has no config.
+telling: tuple[dict[str, Any], ...] = ({},)
+
+
+def forms(config: Mapping[str, Any]) -> list[Form]:
+    """Blocks of 32 elements in 16 bytes, with a power of two for each."""
+    del config
+    scales = Companion(
+        "scales", ("_scales",), frozenset(("U8", "F8_E8M0")), lambda s: [(*s.lead, s.rows, s.columns // 32)]
+    )
+    return [Form("MXFP4", "_blocks", frozenset(("U8",)), _sizes, (scales,))]
+
+
+def _sizes(shape: tuple[int, ...]) -> Sizes | None:
+    if len(shape) < 3 or shape[-1] != 16:
+        return None
+    return Sizes(shape[:-3], shape[-3], 32 * shape[-2])

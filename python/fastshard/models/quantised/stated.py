@@ -1,0 +1,95 @@
+"""What a model says of how it is quantised: in config.json, or in a file that the quantiser has left beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from . import bitsandbytes, compressed_tensors, fp8, gptq_awq, modelopt, mxfp4
+from .forms import Form, is_listed
+
+__all__ = ["KNOWN", "Stated", "stated"]
+
+#: Modules that know forms, by ``quant_method``.
+KNOWN = {
+    method: module
+    for module in (bitsandbytes, compressed_tensors, fp8, gptq_awq, modelopt, mxfp4)
+    for method in module.methods
+}
+#: Keys that list modules which are left as they are.
+_SKIPPED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "llm_int8_skip_modules")
+#: Methods that quantise plain weights when they are loaded, so that a config says nothing of what is stored.
+_ON_LOADING = ("bitsandbytes", "torchao", "hqq", "quanto", "eetq", "fbgemm_fp8")
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What a config says."""
+
+    method: str
+    config: Mapping[str, Any]
+    #: Where it says so: ``config.json``, or another file.
+    file: str
+
+    @property
+    def forms(self) -> list[Form]:
+        """The forms that are known of it."""
+        return KNOWN[self.method].forms(self.config) if self.method in KNOWN else []
+
+    @property
+    def skipped(self) -> list[str] | None:
+        """Modules that it lists as left as they are; None without such a list."""
+        found = [self.config[key] for key in _SKIPPED if isinstance(self.config.get(key), list)]
+        rules = self.config.get("dynamic")
+        if isinstance(rules, Mapping):
+            # GPTQModel: what begins with a minus is not quantised.
+            found.append([f"re:{key[2:]}" for key in rules if isinstance(key, str) and key.startswith("-:")])
+        return [one for entries in found for one in entries] if found else None
+
+    def skips(self, module: str) -> bool:
+        """True for a module that the list names."""
+        return is_listed(module, self.skipped or ())
+
+    @property
+    def is_of_what_is_stored(self) -> bool:
+        """False for methods that take plain weights too."""
+        return self.method not in _ON_LOADING
+
+
+def stated(config: Mapping[str, Any] | None, beside: Mapping[str, Mapping[str, Any]]) -> Stated | None:
+    """What a model says of its quantisation.
+
+    Args:
+        config: content of config.json.
+        beside: contents of further files, by name.
+    """
+    for part in _parts(config or {}):
+        for key in ("quantization_config", "compression_config"):
+            said = part.get(key)
+            if isinstance(said, Mapping) and isinstance(method := _method(said), str):
+                return Stated(method, said, "config.json")
+    for file, content in beside.items():
+        inner = content.get("quantization", content)
+        if isinstance(inner, Mapping) and isinstance(method := _method(inner, file), str):
+            return Stated(method, inner, file)
+    return None
+
+
+def _method(said: Mapping[str, Any], file: str = "") -> str | None:
+    method = said.get("quant_method")
+    if method is None and ("quant_algo" in said or "quantized_layers" in said):
+        return "modelopt"
+    if method is None and file == "quantize_config.json":
+        return "gptq"
+    if method is None and file == "quant_config.json":
+        return "awq"
+    return method.lower() if isinstance(method, str) else None
+
+
+def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """A config, and those of its parts."""
+    yield config
+    for inner in config.values():
+        if isinstance(inner, Mapping) and "quant_method" not in inner:
+            yield from _parts(inner)

@@ -1,0 +1,169 @@
+"""Quantised weights: each form is whole with all its companions, and what is lost, misshapen or contradicts the config is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import cli
+from quantised_maker import FORMS, LINEAR, Tensors, model, write
+
+AT = "model.layers.1.mlp.up_proj"
+#: Companions that a weight may lack.
+OPTIONAL = (".input_scale", ".weight_format", ".input_global_scale", ".pre_quant_scale")
+
+
+def own(tensors: Tensors) -> list[str]:
+    """The tensors of one weight, the codes first."""
+    return [name for name in tensors if name.startswith(f"{AT}.")]
+
+
+def errors(folder: Path) -> list[dict[str, Any]]:
+    return [f for f in cli("verify", folder).findings if f["severity"] == "error"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_whole_model_has_no_finding(form: str, tmp_path: Path) -> None:
+    config, tensors = model(form)
+    folder = write(tmp_path / "in", config, tensors)
+    ran = cli("verify", folder, "--fail-on", "warning")
+    assert ran.code == 0, ran.out
+    # Kept byte for byte, with the companions.
+    assert cli("merge", folder, tmp_path / "out").code == 0
+    assert cli("diff", folder, tmp_path / "out").code == 0
+    # Without the lists of a quantiser, the config alone.
+    said = config["quantization_config"]
+    bare = {
+        key: value
+        for key, value in said.items()
+        if key not in ("modules_to_not_convert", "ignored_layers", "ignore")
+    }
+    folder = write(tmp_path / "bare", config | {"quantization_config": bare}, tensors)
+    assert cli("verify", folder, "--fail-on", "warning").code == 0
+
+
+def cases() -> list[tuple[str, int]]:
+    return [(form, n) for form in FORMS for n in range(len(own(model(form)[1])))]
+
+
+@pytest.mark.parametrize(("form", "number"), cases())
+def test_a_tensor_of_a_weight_that_is_missing_is_named(form: str, number: int, tmp_path: Path) -> None:
+    config, tensors = model(form)
+    name = own(tensors)[number]
+    folder = write(tmp_path / "in", config, {n: t for n, t in tensors.items() if n != name})
+    found = errors(folder)
+    if name.endswith(OPTIONAL):
+        assert found == []
+        return
+    assert [f["tensor"] for f in found] == [name] and found[0]["code"] == "FS102", found
+    assert cli("verify", folder).code == 3
+    assert cli("merge", folder, tmp_path / "out").code == 3 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("form", "number"), cases())
+def test_a_tensor_of_another_shape_or_dtype_is_named(form: str, number: int, tmp_path: Path) -> None:
+    config, tensors = model(form)
+    name = own(tensors)[number]
+    tensor = tensors[name]
+    if name.endswith((".weight_format", "bitsandbytes__nf4")) or tensor.ndim == 0 or number == 0:
+        return
+    cut = write(tmp_path / "cut", config, tensors | {name: tensor[:-1]})
+    longer = write(tmp_path / "longer", config, tensors | {name: torch.cat([tensor, tensor])})
+    wider = write(tmp_path / "dtype", config, tensors | {name: tensor.double()})
+    # How long a block is stands in the record of bitsandbytes alone, which is not read.
+    silent = form.startswith("bnb nf4") and "absmax" in name
+    for folder in (wider,) if silent else (cut, longer, wider):
+        assert name in [f["tensor"] for f in errors(folder)], (folder, errors(folder))
+    if tensor.ndim == 2 and tensor.shape[0] != tensor.shape[1]:
+        turned = write(tmp_path / "turned", config, tensors | {name: tensor.T})
+        assert name in [f["tensor"] for f in errors(turned)], errors(turned)
+
+
+def test_a_grid_without_its_short_block_and_a_transposed_one_are_told_apart(tmp_path: Path) -> None:
+    config, tensors = model("fp8 blocks")
+    name = f"{AT}.weight_scale_inv"
+    for how, words in ((tensors[name][:2], "left out"), (tensors[name].T, "transposed")):
+        folder = write(tmp_path / words.replace(" ", "_"), config, tensors | {name: how})
+        (found,) = errors(folder)
+        assert words in found["message"] and found["code"] == "FS201", found
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks", "fp8 tensor", "ct 4 bit", "ct nvfp4", "modelopt nvfp4"])
+def test_a_weight_that_was_left_plain_is_named_unless_a_list_says_so(form: str, tmp_path: Path) -> None:
+    config, tensors = model(form)
+    o, i = LINEAR["mlp.up_proj"]
+    plain = {n: t for n, t in tensors.items() if n not in own(tensors)} | {
+        f"{AT}.weight": torch.randn(o, i).bfloat16()
+    }
+    (found,) = errors(write(tmp_path / "in", config, plain))
+    assert (found["code"], found["tensor"]) == ("FS215", f"{AT}.weight"), found
+    said = dict(config["quantization_config"])
+    key = next(k for k in ("modules_to_not_convert", "ignored_layers", "ignore") if k in said)
+    said[key] = [*said[key], AT]
+    assert errors(write(tmp_path / "listed", config | {"quantization_config": said}, plain)) == []
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if not form.startswith("bnb")])
+def test_a_config_that_says_another_thing_is_named(form: str, tmp_path: Path) -> None:
+    config, tensors = model(form)
+    nothing = {key: value for key, value in config.items() if key != "quantization_config"}
+    found = errors(write(tmp_path / "nothing", nothing, tensors))
+    assert [f["code"] for f in found] == ["FS215"], found
+    # The old config beside weights that were written with their values.
+    plain = {n: t for n, t in tensors.items() if not n.startswith("model.layers.") or "layernorm" in n}
+    for layer in range(3):
+        for name, (o, i) in LINEAR.items():
+            plain[f"model.layers.{layer}.{name}.weight"] = torch.randn(o, i).bfloat16()
+    found = errors(write(tmp_path / "plain", config, plain))
+    assert [f["code"] for f in found] == ["FS215"], found
+    # bitsandbytes quantises plain weights as they are loaded.
+    later = config | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    assert errors(write(tmp_path / "later", later, plain)) == []
+
+
+def test_what_a_quantiser_says_beside_the_config_is_read(tmp_path: Path) -> None:
+    config, tensors = model("modelopt nvfp4")
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+    bare = {key: value for key, value in config.items() if key != "quantization_config"}
+    name = f"{AT}.weight_scale_2"
+    folder = write(tmp_path / "in", bare, {n: t for n, t in tensors.items() if n != name})
+    (folder / "hf_quant_config.json").write_text(json.dumps(said))
+    assert [f["tensor"] for f in errors(folder)] == [name]
+
+
+def test_stale_scales_of_a_plain_weight_are_named(tmp_path: Path) -> None:
+    config, tensors = model("fp8 blocks")
+    o, i = LINEAR["mlp.up_proj"]
+    folder = write(tmp_path / "in", config, tensors | {f"{AT}.weight": torch.randn(o, i).bfloat16()})
+    assert {(f["code"], f["tensor"]) for f in errors(folder)} >= {("FS207", f"{AT}.weight_scale_inv")}
+
+
+def test_very_many_findings_are_counted(tmp_path: Path) -> None:
+    config, tensors = model("fp8 blocks")
+    experts = {}
+    for n in range(60):
+        experts[f"model.layers.0.mlp.experts.{n}.up_proj.weight"] = torch.zeros(8, 8).to(torch.float8_e4m3fn)
+    found = errors(write(tmp_path / "in", config, tensors | experts))
+    assert len(found) <= 22 and found[-1]["count"] == 40, len(found)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"quant_method": "fp8", "weight_block_size": [0, -1]}, {"quant_method": "fp8", "weight_block_size": "x"},
+        {"quant_method": "compressed-tensors", "config_groups": {"a": None, "b": {"weights": {"num_bits": "x"}}}},
+        {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {"a": {"weights": {}}}},
+        {"quant_method": "gptq", "bits": 0}, {"quant_method": "gptq", "bits": 4, "group_size": "x"},
+        {"quant_method": ["fp8"]}, {"quant_method": "awq", "version": "gemv"}, {"quant_algo": 3}, {"quant_method": "nobody"},
+        {"quant_method": "fp8", "modules_to_not_convert": [None, 3, "re:(", "*", ""]},
+        {"quant_method": "modelopt", "quantized_layers": {"a": None, "b": {"quant_algo": "FP8"}}},
+    ],
+)  # fmt: skip
+def test_configs_may_say_anything(said: dict[str, Any], tmp_path: Path) -> None:
+    for n, form in enumerate(("fp8 blocks", "gptq 4 bit", "ct 4 bit")):
+        config, tensors = model(form)
+        ran = cli("verify", write(tmp_path / str(n), config | {"quantization_config": said}, tensors))
+        assert ran.code in (0, 1, 2, 3) and not ran.having("FS520"), ran.out
