@@ -19,6 +19,8 @@ __all__ = [
 ]  # fmt: skip
 
 SCHEMA = "fastshard.expected.v1"
+#: Digits of a dimension at most: each is of two or more, and their product the number of elements.
+_MOST_DIGITS = 62
 _DTYPES = {torch: name for name, torch in TORCH_NAMES.items()}
 
 
@@ -172,14 +174,31 @@ def _parts_of(value: object) -> tuple[Part, ...] | None:
         return tuple(
             Part(
                 _text(name),
-                int(offset),
-                tuple(map(int, start)),
-                tuple(tuple((int(n), int(stride)) for n, stride in digits) for digits in dims),
+                _number(offset),
+                tuple(_number(at) for at in start),
+                tuple(
+                    tuple((_number(n, least=2), _number(stride)) for n, stride in digits)
+                    for digits in _as_many(dims, start)
+                ),
             )
             for name, offset, start, dims in value  # type: ignore[attr-defined]
         )
     except (TypeError, ValueError) as error:
         raise ValueError(f"a part in it is none: {error}") from None
+
+
+def _number(value: object, least: int = 0) -> int:
+    if type(value) is not int or not least <= value < 1 << 62:
+        raise ValueError(f"no such number: {value!r:.40}")
+    return value
+
+
+def _as_many(dims: list[Any], start: list[Any]) -> list[Any]:
+    if len(dims) != len(start):
+        raise ValueError(f"{len(dims)} dimensions, and {len(start)} first indices")
+    if any(len(digits) > _MOST_DIGITS for digits in dims):
+        raise ValueError("more elements than a tensor has")
+    return dims
 
 
 def _tensors(value: object) -> tuple[ExpectedTensor, ...]:
