@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .._core import Table
@@ -130,6 +130,7 @@ def tables_of(listed: ExpectedTensors, stored: Collection[str]) -> tuple[Table, 
             rules[0].extend(_optional(rule, all(may_be)) for rule in first)
             rules[1].extend(second)
             canonical |= {move.memory.name: tag for move in group}
+        _as_stored(listed, canonical, rules[0], stored)
         ties, tied = _tied(listed, canonical, rules[0], stored)
         if at := next((name for name in memory if name not in canonical and name not in tied), ""):
             raise _Formless("it has no part on disk")
@@ -326,6 +327,19 @@ def _other(others: Mapping[int, _End], axis: str | None, canonical: str, shapes:
 
 def _optional(rule: _Rule, may_be_missing: bool) -> _Rule:
     return _Rule(rule.name, rule.dims, rule.canonical, may_be_missing)
+
+
+def _as_stored(
+    listed: ExpectedTensors, canonical: dict[str, str], rules: list[_Rule], stored: Collection[str]
+) -> None:
+    """Gives a rule the name of a tied tensor that is stored, where its own is not."""
+    for group in listed.ties:
+        kept = next((name for name in group if name in canonical), None)
+        other = next((name for name in group if name in stored and name not in canonical), None)
+        at = next((i for i, rule in enumerate(rules) if rule.name == kept), None)
+        if kept is not None and kept not in stored and other is not None and at is not None:
+            rules[at] = replace(rules[at], name=other)
+            canonical[other] = canonical.pop(kept)
 
 
 def _tied(
