@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from families_maker import SIZES, made
+from families_maker import SIZES, WHOLE, made
 from fastshard.expected import (
     expected_list,
     from_transformers,
@@ -122,6 +122,77 @@ def test_a_conversion_that_is_not_told_the_names_is_refused(
     assert cli("convert", source, tmp_path / "out", "--to", "hf", "--like", like).code == 0
 
 
+# Experts that are fused and a head of its own, and a prefix that moves, which is as many names again.
+@pytest.mark.parametrize("kind", ["Qwen3MoeForCausalLM", "OlmoeForCausalLM", "LlavaForConditionalGeneration"])
+def test_names_in_memory_are_refused_whatever_they_could_be_read_as(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FASTSHARD_TRANSFORMERS")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        transformers_process,
+        "answer_of",
+        lambda asked, *_: (
+            transformers_worker.loading(asked) if "stored" in asked else transformers_worker.listed(asked)
+        ),
+    )
+    kinds = getattr(transformers, kind)
+    model = kinds(kinds.config_class(**WHOLE[kind] | {"tie_word_embeddings": False}))
+    model.save_pretrained(tmp_path / "own")
+    tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    source = in_memory(tmp_path / "in", tensors, tmp_path / "own/config.json", "dcp")
+    ran = cli("convert", source, tmp_path / "out", "--to", "hf")
+    if kind == "Qwen3MoeForCausalLM":  # it has a table, which says the names on disk
+        assert ran.code == 0, ran.out
+        assert (
+            load_file(tmp_path / "out/model.safetensors").keys()
+            == load_file(tmp_path / "own/model.safetensors").keys()
+        )
+    else:
+        assert ran.code == 2 and ran.having("FS209", severity="error"), ran.out
+        assert not (tmp_path / "out").exists()
+    assert cli("convert", tmp_path / "own", tmp_path / "same", "--to", "hf").code == 0
+
+
+@pytest.mark.parametrize("verb", [("merge",), ("convert", "--to", "hf")])
+def test_a_tied_head_that_alone_is_stored_is_written_under_the_name_on_disk(
+    verb: tuple[str, ...], olmoe: tuple[Path, Tensors], tmp_path: Path
+) -> None:
+    """safetensors.save_model keeps the first name by the alphabet."""
+    folder, tensors = olmoe
+    kept = {name: t for name, t in tensors.items() if name != "model.embed_tokens.weight"}
+    source = in_memory(tmp_path / "in", kept, folder / "own/config.json", "safetensors")
+    ran = cli(verb[0], source, tmp_path / "out", *verb[1:], "--like", folder / "list.json")
+    assert ran.code == 0, ran.out
+    got, want = load_file(tmp_path / "out/model.safetensors"), load_file(folder / "own/model.safetensors")
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_a_vocabulary_that_grew_since_the_reference_is_what_the_own_config_says(
+    olmoe: tuple[Path, Tensors], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FASTSHARD_TRANSFORMERS")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        transformers_process, "answer_of", lambda asked, *_: transformers_worker.listed(asked)
+    )
+    folder, tensors = olmoe
+    model = made("OlmoeForCausalLM")
+    model.config.architectures = ["OlmoeForCausalLM"]
+    model.load_state_dict(tensors)
+    model.resize_token_embeddings(104)
+    model.save_pretrained(tmp_path / "own")
+    grown = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    source = in_memory(tmp_path / "in", grown, tmp_path / "own/config.json", "dcp")
+    ran = cli("merge", source, tmp_path / "out", "--like", folder / "own")
+    assert ran.code == 0 and ran.having("FS212", expected="vocab_size 96"), ran.out
+    got, want = load_file(tmp_path / "out/model.safetensors"), load_file(tmp_path / "own/model.safetensors")
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+    # A config that says nothing of it does not excuse it.
+    shutil.copy(folder / "own/config.json", source)
+    assert cli("merge", source, tmp_path / "again", "--like", folder / "own").code == 1
+
+
 # --- forms
 
 
@@ -194,11 +265,24 @@ def test_parts_without_a_form_are_refused(case: str) -> None:
     assert refused.value.findings[0].code == "FS514"
 
 
+#: Numbers that are none, and as many dimensions as there are not.
+PARTLESS: list[Any] = [
+    [["w", offset, [0], [[[4, 1]]]]] for offset in (-1, 0.5, True, "0", 1 << 62, float("inf"), float("nan"))
+] + [
+    [["w", 0, [0, 0], [[[4, 1]]]]],
+    [["w", 0, [], [[[4, 1]]]]],
+    [["w", 0, "0", [[[4, 1]]]]],
+    [["w", 0, [0], [[[1, 1], [4, 1]]]]],
+    [["w", 0, [0], [[[4, -1]]]]],
+    [["w", 0, [0], [[[2, 1]] * 100_000]]],
+]
+
+
 def test_a_list_whose_parts_are_none_is_refused(olmoe: tuple[Path, Tensors], tmp_path: Path) -> None:
     folder, _ = olmoe
     document = json.loads((folder / "list.json").read_text())
     name = next(iter(document["made"]))
-    for parts in ([["w"]], 3, [["w", "x", [0], []]], [[3, 0, [0], [[[4, 1]]]]], {"w": 1}):
+    for parts in ([["w"]], 3, [["w", "x", [0], []]], [[3, 0, [0], [[[4, 1]]]]], {"w": 1}, *PARTLESS):
         (tmp_path / "list.json").write_text(json.dumps(document | {"made": {name: parts}}))
         ran = cli("verify", folder / "own", "--like", tmp_path / "list.json")
         assert ran.code == 2 and ran.having("FS211", severity="error"), (parts, ran.out)

@@ -93,8 +93,9 @@ def judged(
     from ..expected.expected_list import roster_of
     from ..expected.from_config import holds_embedding
     from ..expected.from_transformers import complaints
+    from ..expected.names_on_disk import are_in_memory
     from ..expected.reference import Reference
-    from .reference_sides import fitting, judged_of
+    from .reference_sides import fitting, judged_of, own_names
 
     called = f"{listed.model_class} of transformers {listed.transformers}"
     model = opened.source.model
@@ -105,10 +106,14 @@ def judged(
     try:
         for in_memory in (False, True):
             roster = roster_of(listed, in_memory)
-            reference = Reference(called, roster, model.config, model.config_file, listed=listed)
-            at = replace(opened, reference=reference)
+            # Which names there are is asked: what would write it under others is not.
+            as_it_is = replace(listed, made={})
+            reference = Reference(called, roster, model.config, model.config_file, listed=as_it_is)
+            at = replace(opened, reference=reference, asks_transformers=False)
             fits.append((*fitting(at, reference, request, merged), not in_memory, reference))
-        _, sides, on_disk, reference = max(fits, key=lambda one: (one[0], one[2]))
+        # Prefixes that move would make those in memory fit those on disk.
+        in_memory = are_in_memory(listed, own_names(opened, merged))
+        _, sides, on_disk, reference = max(fits, key=lambda one: (one[0], one[2] is not in_memory))
         told = judged_of(sides, reference, request, named)
     except FastshardError as error:
         return [], f"{called}: {error.findings[0].message}"

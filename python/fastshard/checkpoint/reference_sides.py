@@ -12,6 +12,7 @@ from .._core import Rule
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.thread_counts import default_threads
 from ..expected.compare_reference import fit, judged
+from ..expected.expected_list import ExpectedTensors
 from ..expected.reference import Reference
 from ..expected.reference_names import Side, gain, moves
 from ..layouts.declaration import Source
@@ -84,6 +85,11 @@ def fitting(
     return fit(sides, reference), sides
 
 
+def own_names(opened: Opened, merged: Merged) -> set[str]:
+    """The model's own names of the tensors as they are planned."""
+    return _planned(opened, merged).own_names
+
+
 def _planned(opened: Opened, merged: Merged) -> Side:
     """The tensors under the names that are planned."""
     values = Values(opened.catalog, merged.asked).same
@@ -151,7 +157,7 @@ def as_written(source: Source, side: Side, reference: Reference) -> tuple[Source
     from ..expected.names_on_disk import are_in_memory, tables_of
 
     listed = reference.listed
-    stored = {own for name in side.tensors if (own := side.own(name)) is not None}
+    stored = side.own_names
     if listed is None or not listed.made or not are_in_memory(listed, stored):
         return None
     in_memory, on_disk = tables_of(listed, stored)
@@ -175,24 +181,47 @@ def as_written(source: Source, side: Side, reference: Reference) -> tuple[Source
 def _by_config_of(
     opened: Opened, reference: Reference, source: Source, side: Side, asked: dict[str, Any]
 ) -> tuple[Source, dict[str, Any], str] | None:
-    """The same by the list of the config of a reference that is a checkpoint, where that gives the names that it has."""
-    from ..expected.from_transformers import class_name, list_for
+    """The same by the list of the config of a reference that is a checkpoint, where that gives the names that it has.
+
+    Sizes may be others since: where they contradict that config, the checkpoint's own is asked.
+    """
+    from ..expected.from_transformers import class_name
 
     roster, config = reference.roster, reference.config
     if roster is None or not opened.asks_transformers or config is None or class_name(config) is None:
         return None
     if not side.draft.compared(roster, source.names, side.outer)["missing"]:
         return None
+    configs = [(config, reference.config_file)]
+    own = opened.source.model
+    if own.config is not None and own.config != config and class_name(own.config) == class_name(config):
+        configs.append((own.config, own.config_file))
+    first = None
+    for asked_of, file in configs:
+        listed = _list_of(asked_of, str(file))
+        found = None if listed is None else as_written(source, side, replace(reference, listed=listed))
+        if found is None:
+            continue
+        changed, form, _ = found
+        every = {**asked, "source": changed.to_request(), "target": form}
+        other = Side(draft_of(opened.catalog, every), changed, below=True)
+        if gain(other, side, roster) <= 0:
+            continue
+        first = first or found
+        if not any(one.severity == "error" for one in other.draft.findings()):
+            return found
+    return first
+
+
+def _list_of(config: dict[str, Any], file: str) -> ExpectedTensors | None:
+    """The list of a config whose weights are not quantised; None where none can be made."""
+    from ..expected.from_transformers import list_for
+
     try:
-        listed = list_for(config, str(reference.config_file))
+        listed = list_for(config, file)
     except FastshardError:
         return None
-    if listed.quantised or (found := as_written(source, side, replace(reference, listed=listed))) is None:
-        return None
-    changed, form, how = found
-    every = {**asked, "source": changed.to_request(), "target": form}
-    other = Side(draft_of(opened.catalog, every), changed, below=True)
-    return (changed, form, how) if gain(other, side, roster) > 0 else None
+    return None if listed.quantised else listed
 
 
 def _beside(source: Source, side: Side, table: _core.Table) -> list[Rule]:

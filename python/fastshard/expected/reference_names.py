@@ -49,6 +49,11 @@ class Side:
         """Dtype and whole shape of each, by the name stored."""
         return {name: (kind, whole) for name, kind, _, _, whole, _ in self.draft.tensors()}
 
+    @property
+    def own_names(self) -> set[str]:
+        """The model's own names of its tensors."""
+        return {own for name in self.tensors if (own := self.own(name)) is not None}
+
 
 @dataclass(frozen=True)
 class Reading:
