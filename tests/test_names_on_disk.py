@@ -325,3 +325,36 @@ def test_rotated_and_fused_projections_are_written_as_save_pretrained_does(kind:
         name for name, parts in found.made.items() if any(len(d) > 1 for p in parts or () for d in p.dims)
     ]
     assert moved or any(len(parts or ()) > 1 for parts in found.made.values())
+
+
+HEADLESS: dict[str, dict[str, Any]] = {
+    "MixtralModel": SIZES | {"num_key_value_heads": 2, "num_local_experts": 4},
+    "MixtralForSequenceClassification": SIZES | {"num_key_value_heads": 2, "num_local_experts": 4, "pad_token_id": 0},
+    "Qwen3MoeModel": SIZES | {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 24},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HEADLESS)
+def test_classes_without_an_output_layer_are_written_so_too(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table tells of their family, and not their names."""
+    monkeypatch.delenv("FASTSHARD_TRANSFORMERS")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        transformers_process, "answer_of", lambda asked, *_: transformers_worker.listed(asked)
+    )
+    of = getattr(transformers, kind)
+    model = of(of.config_class(**HEADLESS[kind]))
+    model.save_pretrained(tmp_path / "own")
+    config = tmp_path / "own/config.json"
+    source = in_memory(tmp_path / "in", dict(model.state_dict()), config, "dcp")
+    ran = cli("convert", source, tmp_path / "out", "--to", "hf")
+    assert ran.code == 2 and ran.having("FS209", severity="error"), ran.out
+    want = load_file(tmp_path / "own/model.safetensors")
+    for number, like in enumerate((config, tmp_path / "own")):
+        for verb in (("merge",), ("convert", "--to", "hf")):
+            out = tmp_path / f"{verb[0]}{number}"
+            assert cli(verb[0], source, out, *verb[1:], "--like", like).code == 0
+            got = load_file(out / "model.safetensors")
+            assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)

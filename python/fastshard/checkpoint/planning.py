@@ -331,6 +331,11 @@ def _judged(draft: _Draft) -> list[Finding]:
             by_list = both.left(by_list)
             by_layers = beside_list(by_layers, by_list)
         told += [*by_layers, *by_list]
+    elif opened.promised is not None:
+        from .promised import refused_names
+
+        merged = Merged(draft.core, source, draft.target is None, draft.asked, draft.renamed)
+        told += refused_names(opened, request, merged)
     if not source.provable and listed_by(by_list) is None:
         told.append(unproven(source, seen, why))
     if opened.reference is not None:

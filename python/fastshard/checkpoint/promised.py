@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..layouts.declaration import Source
     from ..targets.request import Request
 
-__all__ = ["beside_list", "judged", "with_promised"]
+__all__ = ["beside_list", "judged", "refused_names", "with_promised"]
 
 #: Memory that building a model takes, most of it the import of torch and transformers.
 _NEEDED = 1 << 30
@@ -27,14 +27,15 @@ _NEEDED = 1 << 30
 _MISSING = ("FS102", "FS103")
 
 
-def with_promised(opened: Opened, only_kept: bool = False) -> Opened:
+def with_promised(opened: Opened, only_kept: bool = False, for_hf: bool = False) -> Opened:
     """The opened checkpoint with the list of what its config promises, where that is asked for and nothing says more.
 
     Args:
         opened: the checkpoint.
         only_kept: True to take a list that was made before, and to make none.
+        for_hf: True for a result that is to have the names on disk, which the table of a class with another head does not tell.
     """
-    if not _is_wanted(opened):
+    if not _is_wanted(opened, for_hf):
         return opened
     # What few checkpoints need is imported for these.
     from ..expected.from_transformers import class_name, list_for
@@ -52,7 +53,7 @@ def with_promised(opened: Opened, only_kept: bool = False) -> Opened:
     return opened if only_kept and promised.listed is None else replace(opened, promised=promised)
 
 
-def _is_wanted(opened: Opened) -> bool:
+def _is_wanted(opened: Opened, for_hf: bool) -> bool:
     """True for a whole model of Hugging Face whose config names a class and no table tells of it."""
     source, model = opened.source, opened.source.model
     config = model.config or {}
@@ -60,7 +61,7 @@ def _is_wanted(opened: Opened) -> bool:
         opened.asks_transformers
         and opened.promised is None
         and opened.reference is None
-        and source.layout is None
+        and (source.layout is None or (for_hf and model.headless is not None))
         and not model.is_part
         and bool(model.hf_names or model.no_table)
         and isinstance(config.get("model_type"), str)
@@ -171,10 +172,23 @@ def _proven(called: str, count: int, spelling: str = "") -> Finding:
     )
 
 
+def refused_names(opened: Opened, request: Request, merged: Merged) -> list[Finding]:
+    """That a class whose names on disk no table has would be written under those in memory."""
+    from ..expected.names_on_disk import are_in_memory
+    from .reference_sides import own_names
+
+    listed = None if opened.promised is None else opened.promised.listed
+    if listed is None or request.to != "hf" or not are_in_memory(listed, own_names(opened, merged)):
+        return []
+    called = f"{listed.model_class} of transformers {listed.transformers}"
+    return [_names_in_memory(called, listed, [name for name, *_ in merged.draft.tensors()])]
+
+
 def _names_in_memory(called: str, listed: ExpectedTensors, names: list[str]) -> Finding:
     """That a result would have names that its format has not; what is installed does not decide what is written."""
-    disk = {t.name for t in listed.tensors}
-    odd = [name for name in names if name not in disk and not is_state(name)]
+    odd = sorted({t.name for t in listed.in_memory} & set(names) - {t.name for t in listed.tensors}) or [
+        name for name in names if not is_state(name)
+    ]
     return Finding.of(
         "FS209",
         f"{len(odd)} tensors have names that {called} has in memory, and save_pretrained writes others",

@@ -126,7 +126,7 @@ def as_referenced(
     if source.layout is not None:
         shaped, form = by_table(source, side, request)
         if form is None:
-            return source, None, ""
+            return _without_table(opened, reference, source, asked) or (source, None, "")
         asked |= {"source": shaped.to_request(request.weights), "target": form}
         other = Side(draft_of(opened.catalog, asked), shaped, below=True)
         if roster is None:
@@ -176,6 +176,32 @@ def as_written(source: Source, side: Side, reference: Reference) -> tuple[Source
         findings=[*source.findings, note],
     )
     return changed, form, "as save_pretrained writes them"
+
+
+def _without_table(
+    opened: Opened, reference: Reference, source: Source, asked: dict[str, Any]
+) -> tuple[Source, dict[str, Any], str] | None:
+    """The same for a class whose names on disk no table has: without an output layer, or with another one."""
+    from ..expected.from_transformers import class_name, list_for
+
+    listed, config = reference.listed, reference.config
+    if source.model.headless is None:
+        return None
+    if listed is None:
+        # Who gives a config alone asks for what it promises.
+        asks = reference.roster is None or opened.asks_transformers
+        if not asks or config is None or class_name(config) is None:
+            return None
+        try:
+            listed = list_for(config, str(reference.config_file))
+        except FastshardError:
+            return None
+    if listed.quantised:
+        return None
+    plain = replace(source, layout=None, table=None, axes={}, facts={}, sets={}, stored={}, pass_unknown=True)
+    every = {**asked, "source": plain.to_request()}
+    side = Side(draft_of(opened.catalog, every), plain, below=True)
+    return as_written(plain, side, replace(reference, listed=listed))
 
 
 def _by_config_of(

@@ -105,7 +105,7 @@ def plan(
 
 def _made(checkpoint: Checkpoint, request: Request) -> Plan:
     """The plan of what is asked for, with a warning for what would go along, and lies where anybody may have put it."""
-    made = to_be_written(make_plan(with_promised(checkpoint.opened), request))
+    made = to_be_written(make_plan(with_promised(checkpoint.opened, for_hf=request.to == "hf"), request))
     source, words = made.source, request.tokenizer
     if made.target == "merge" and not source.model.hf_names:
         # Nothing goes along but what is given; a config would have told the model's names.
