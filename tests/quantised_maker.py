@@ -83,7 +83,7 @@ def ct_channel(dtype: torch.dtype) -> Callable[[str, int, int], Tensors]:
 
 def ct_nvfp4(name: str, o: int, i: int) -> Tensors:
     return {
-        f"{name}.weight_packed": codes(o, i // 2), f"{name}.weight_scale": codes(o, i // 16, dtype=F8),
+        f"{name}.weight_packed": codes(o, i // 2), f"{name}.weight_scale": scales(o, i // 16, dtype=F8),
         f"{name}.weight_global_scale": scales(1), f"{name}.input_global_scale": scales(1),
     }  # fmt: skip
 
@@ -94,7 +94,7 @@ def ct_mxfp4(name: str, o: int, i: int) -> Tensors:
 
 def modelopt_nvfp4(name: str, o: int, i: int) -> Tensors:
     return {
-        f"{name}.weight": codes(o, i // 2), f"{name}.weight_scale": codes(o, i // 16, dtype=F8),
+        f"{name}.weight": codes(o, i // 2), f"{name}.weight_scale": scales(o, i // 16, dtype=F8),
         f"{name}.weight_scale_2": scales(), f"{name}.input_scale": scales(),
     }  # fmt: skip
 

@@ -141,6 +141,82 @@ def test_stale_scales_of_a_plain_weight_are_named(tmp_path: Path) -> None:
     assert {(f["code"], f["tensor"]) for f in errors(folder)} >= {("FS207", f"{AT}.weight_scale_inv")}
 
 
+#: What a scale is not, by how it is made of one.
+NO_SCALES: dict[str, Any] = {
+    "NaN": lambda t: t.index_fill(0, torch.tensor([0]), float("nan")),
+    "infinite": lambda t: t.index_fill(0, torch.tensor([0]), float("inf")),
+    "negative": lambda t: -t,
+    "zero": lambda t: t * 0,
+}
+#: Companions that are factors.
+FACTORS = ("_scale", "_scale_inv", "scales", ".scale", "scale_2", "absmax", "SCB")
+
+
+def factors() -> list[tuple[str, str]]:
+    return [
+        (form, name)
+        for form in FORMS
+        for name in own(model(form)[1])
+        if name.endswith(FACTORS) and "input" not in name
+    ]
+
+
+@pytest.mark.parametrize("how", NO_SCALES)
+@pytest.mark.parametrize(("form", "name"), factors())
+def test_scales_that_are_none_are_named(form: str, name: str, how: str, tmp_path: Path) -> None:
+    config, tensors = model(form)
+    tensor = tensors[name]
+    if name.endswith(".pre_quant_scale") and how == "negative":
+        return
+    if tensor.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        # A power of two is above zero, and no number is one byte alone; maxima that are quantised are looked up.
+        if how != "NaN" or name.endswith("absmax"):
+            return
+        bad = tensor.view(torch.uint8).clone()
+        bad.view(-1)[0] = 255
+        bad = bad.view(tensor.dtype)
+    else:
+        if tensor.dtype == torch.float8_e4m3fn and how == "infinite":
+            return
+        bad = (
+            NO_SCALES[how](tensor.float() if tensor.ndim else tensor.float().reshape(1))
+            .to(tensor.dtype)
+            .reshape(tensor.shape)
+        )
+    folder = write(tmp_path / "in", config, tensors | {name: bad})
+    found = [f for f in errors(folder) if f["tensor"] == name]
+    assert found and {f["code"] for f in found} <= {"FS306", "FS313"}, (errors(folder), bad.flatten()[:3])
+    assert cli("merge", folder, tmp_path / "out").code == 1 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks", "ct fp8", "ct nvfp4"])
+def test_a_zero_scale_over_zeros_is_no_finding(form: str, tmp_path: Path) -> None:
+    config, tensors = model(form)
+    code = own(tensors)[0]
+    scale = next(name for name in own(tensors) if name.endswith(("_scale", "_scale_inv")))
+    zero, none = tensors[code].view(torch.uint8).clone(), tensors[scale].view(torch.uint8).clone()
+    zero[:128], none[: 1 if form == "fp8 blocks" else 128] = 0, 0
+    zeroed = {code: zero.view(tensors[code].dtype), scale: none.view(tensors[scale].dtype)}
+    assert errors(write(tmp_path / "in", config, tensors | zeroed)) == []
+    zero[5, 5] = 3
+    zeroed[code] = zero.view(tensors[code].dtype)
+    (found,) = errors(write(tmp_path / "bad", config, tensors | zeroed))
+    assert (found["code"], found["tensor"]) == ("FS313", scale)
+
+
+@pytest.mark.parametrize("how", ["outside", "below zero", "uneven"])
+def test_group_indices_that_are_none_are_named(how: str, tmp_path: Path) -> None:
+    config, tensors = model("gptq 4 bit")
+    name = f"{AT}.g_idx"
+    bad = tensors[name].clone()
+    bad[7] = {"outside": 9, "below zero": -1, "uneven": 3}[how]
+    (found,) = errors(write(tmp_path / "in", config, tensors | {name: bad}))
+    assert (found["code"], found["tensor"]) == ("FS215", name), found
+    # Columns in another order have groups of the same size.
+    order = torch.randperm(len(bad), generator=torch.Generator().manual_seed(2))
+    assert errors(write(tmp_path / "good", config, tensors | {name: tensors[name][order]})) == []
+
+
 def test_very_many_findings_are_counted(tmp_path: Path) -> None:
     config, tensors = model("fp8 blocks")
     experts = {}

@@ -21,6 +21,12 @@ from ..targets.request import Request
 if TYPE_CHECKING:
     from ..expected.expected_list import ExpectedTensors
     from ..expected.reference import Reference
+    from ..models.quantised.judge import Weight
+
+#: Where the outputs of a plan lie that is only read.
+UNPLACED: dict[str, Any] = {
+    "files": [], "max_shard_size": 1 << 62, "texts": {}, "dtypes": {}, "constants": {}, "pointers": [],
+}  # fmt: skip
 
 
 class Promised:
@@ -74,6 +80,8 @@ class Opened:
     asks_transformers: bool = False
     #: What it has answered, once it was asked.
     promised: Promised | None = None
+    #: Weights that are stored quantised, by the model's own names.
+    quantised: Sequence[Weight] = ()
 
 
 @dataclass(frozen=True)

@@ -163,8 +163,8 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
         units=[unit for unit in source.units if unit.file not in strays.copies],
         lost={**source.lost, **unreadable, **strays.lost},
     )
-    quantised = quantised_weights.found_in(source, contents)
-    source = replace(source, of_tensors=[*source.of_tensors, *quantised])
+    quantised, told = quantised_weights.found_in(source, contents)
+    source = replace(source, of_tensors=[*source.of_tensors, *told])
     if filled is not None:
         source, told = filled_parts.add(source, filled, len(found.files))
         findings += told
@@ -172,7 +172,9 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
     if reference is not None:
         source = _held_against(reference, source)
     asks = "off" not in (options.get("transformers"), os.environ.get("FASTSHARD_TRANSFORMERS"))
-    opened = Opened(source, catalog, findings, found.files, _behind(found), reference, gate, asks)
+    opened = Opened(
+        source, catalog, findings, found.files, _behind(found), reference, gate, asks, None, quantised
+    )
     return Checkpoint(listing, opened, readable)
 
 

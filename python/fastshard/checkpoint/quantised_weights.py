@@ -9,7 +9,7 @@ from typing import Any
 from ..common import safe_files
 from ..common.errors import FastshardError, Finding
 from ..layouts.declaration import Source, is_state
-from ..models.quantised.judge import judged
+from ..models.quantised.judge import Weight, judged
 from ..models.quantised.stated import stated
 from ..sources.base import Contents
 
@@ -19,19 +19,19 @@ __all__ = ["found_in"]
 _BESIDE = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 
 
-def found_in(source: Source, contents: Contents) -> list[Finding]:
-    """What is missing of the quantised weights of a model of Hugging Face, and what contradicts its config.
+def found_in(source: Source, contents: Contents) -> tuple[list[Weight], list[Finding]]:
+    """The quantised weights of a model of Hugging Face; what is missing of them, and what contradicts its config.
 
     Tensors whose storage a layout table states are judged by the core, and those that ranks divide are not judged.
     """
     model = source.model
     if model.is_part or source.stored or source.assembled or model.config is None:
-        return []
+        return [], []
     if any(degree > 1 for degree in source.degrees.values()):
-        return []
+        return [], []
     said = stated(model.config, _beside(source))
     if said is None and not model.hf_names:
-        return []
+        return [], []
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for unit in source.units:
         under = len(unit.under)
@@ -45,7 +45,8 @@ def found_in(source: Source, contents: Contents) -> list[Finding]:
                 tensors[own.removeprefix(source.weights_prefix)] = (tensor["dtype"], tuple(tensor["shape"]))
     lost = {source.names.get(name, name) for name in source.lost}
     # What is missing with a file is told with the file.
-    return [finding for finding in judged(said, tensors) if finding.tensor not in lost]
+    weights, found = judged(said, tensors)
+    return weights, [finding for finding in found if finding.tensor not in lost]
 
 
 def _beside(source: Source) -> dict[str, Mapping[str, Any]]:

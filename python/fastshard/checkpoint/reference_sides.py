@@ -18,16 +18,12 @@ from ..expected.reference_names import Side, gain, moves
 from ..layouts.declaration import Source
 from ..targets.registry import target_of
 from ..targets.request import DTYPES, MERGE, Request
-from .drafting import Merged, Opened, draft_of, taken
+from .drafting import UNPLACED, Merged, Opened, draft_of, taken
 
 #: Bytes of two tensors that are compared at a time; of what tensors begin with, which tells most apart.
 _CHUNK, _BEGIN = 1 << 24, 1 << 12
 #: Bytes of the widest element.
 _WIDEST = 16
-#: Where the outputs of a plan lie that is only read.
-_UNPLACED: dict[str, Any] = {
-    "files": [], "max_shard_size": 1 << 62, "texts": {}, "dtypes": {}, "constants": {}, "pointers": [],
-}  # fmt: skip
 
 
 def sides_of(
@@ -288,7 +284,7 @@ class Values:
     @cached_property
     def _plan(self) -> _core.Plan:
         draft = draft_of(self._catalog, self._asked)
-        return draft.place(_UNPLACED)
+        return draft.place(UNPLACED)
 
     @cached_property
     def _index(self) -> dict[str, tuple[int, int]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
+from ..checkpoint import quantised_values
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.manifests import (
     MANIFEST_NAME,
@@ -310,6 +311,7 @@ def prepared(
     """
     expected, checkpoint, made, words = planned(source, to, expect, tokenizer, options)
     raise_errors(made.findings)
+    raise_errors(checkpoint.opened.gate.judged(quantised_values.damaged(checkpoint.opened)))
     # The default grows with what the plan takes.
     run = run_options(memory, threads, checkpoint.opened.catalog)
     findings = [] if share is None else compared(expected, checkpoint, made, run, bar, share)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from ..checkpoint import manifest_files, proof
+from ..checkpoint import manifest_files, proof, quantised_values
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.manifests import (
     accepted_before,
@@ -157,6 +157,7 @@ def _differing(
             findings += host_parts.compared(checkpoint, part, run, bar)
             downloaded, differing = _downloaded(checkpoint, part, run["threads"], bar)
             findings += differing
+            findings += quantised_values.damaged(checkpoint.opened)
             # Replicas and duplicates can only be judged over tensors that are whole.
             found, _, _ = plan.core.check({**run, "stats": "zero_slabs"}, bar.phase("verifying"))
             findings += [f for f in found if not _is_padding(f, checkpoint.opened.source.model.config)]

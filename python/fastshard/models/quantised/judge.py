@@ -34,18 +34,18 @@ class Weight:
     companions: Mapping[str, str]
 
 
-def judged(stated: Stated | None, tensors: Tensors) -> list[Finding]:
-    """What is missing of quantised weights, and what contradicts the config.
+def judged(stated: Stated | None, tensors: Tensors) -> tuple[list[Weight], list[Finding]]:
+    """The quantised weights of a model; what is missing of them, and what contradicts the config.
 
     Args:
         stated: what the model says of its quantisation; None if it says nothing.
         tensors: dtype and shape of every tensor, by name.
     """
     if stated is None:
-        return list(_first(_unstated(tensors)))
+        return [], list(_first(_unstated(tensors)))
     forms = stated.forms
     if not forms:
-        return []
+        return [], []
     weights: dict[str, Weight] = {}
     found: list[Finding] = []
     for name, (dtype, shape) in tensors.items():
@@ -63,7 +63,7 @@ def judged(stated: Stated | None, tensors: Tensors) -> list[Finding]:
     if not weights and stated.is_of_what_is_stored:
         found.append(_none_at_all(stated))
     found += _uneven(stated, weights, tensors)
-    return list(_first(found))
+    return list(weights.values()), list(_first(found))
 
 
 def _form_of(name: str, dtype: str, forms: Iterable[Form]) -> Form | None:

@@ -1,0 +1,225 @@
+"""Whether the scales of quantised weights are such as a quantiser writes: read, where names and shapes tell nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from .. import _core
+from ..common.dtypes import numpy_dtype
+from ..common.errors import Finding, from_core
+from ..common.thread_counts import default_threads
+from ..models.quantised.forms import ceil_div
+from ..models.quantised.judge import Weight
+from .drafting import UNPLACED, Opened, draft_of
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["damaged"]
+
+#: Companions that are factors of values.
+_FACTORS = (
+    "scales",
+    "global scale",
+    "input scale",
+    "activation scale",
+    "absolute maxima",
+    "nested maxima",
+    "pre_quant_scale",
+)
+#: Of these, those that may be below zero.
+_SIGNED = ("pre_quant_scale",)
+_HELP = "restore the file that the quantiser wrote"
+
+
+def damaged(opened: Opened) -> list[Finding]:
+    """What is wrong with the values of scales and indices: NaN, infinite, below zero, zero over codes that are not, no groups."""
+    if not opened.quantised:
+        return []
+    stored = _Stored(opened)
+    found: list[Finding] = []
+    for weight in opened.quantised:
+        try:
+            found += _of_weight(weight, stored)
+        except _core.CoreError as error:
+            # What cannot be read is told where all is read.
+            del error
+    return found
+
+
+class _Stored:
+    """Values of tensors as they are stored, by the model's own names."""
+
+    def __init__(self, opened: Opened) -> None:
+        source = opened.source
+        asked = {
+            "source": source.to_request(),
+            "dtype": None,
+            "mean_replicas": False,
+            "include": (),
+            "exclude": (),
+        }
+        try:
+            self._plan = draft_of(opened.catalog, asked).place(UNPLACED)
+        except _core.CoreError as error:
+            raise from_core(error) from None
+        self._outputs: dict[str, tuple[int, str, tuple[int, ...], int]] = {}
+        for number, (name, dtype, shape, size, _) in enumerate(self._plan.outputs()):
+            own = source.names.get(name, name).removeprefix(source.weights_prefix)
+            self._outputs[own] = (number, dtype, tuple(shape), size)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._outputs
+
+    def dtype(self, name: str) -> str:
+        """Its dtype."""
+        return self._outputs[name][1]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its shape."""
+        return self._outputs[name][2]
+
+    def bytes(self, name: str, start: int = 0, length: int | None = None) -> np.ndarray[Any, Any]:
+        """Bytes of a tensor, or of a part of it."""
+        import numpy as np
+
+        number, _, _, size = self._outputs[name]
+        buffer = np.empty(size if length is None else length, dtype=np.uint8)
+        if buffer.size:
+            self._plan.read(number, start, buffer, default_threads())
+        return buffer
+
+    def values(self, name: str) -> np.ndarray[Any, Any]:
+        """A tensor as floats."""
+        import numpy as np
+
+        _, dtype, shape, _ = self._outputs[name]
+        raw = self.bytes(name)
+        if dtype == "BF16":
+            wide = raw.view(np.uint16).astype(np.uint32) << 16
+            return wide.view(np.float32).reshape(shape)
+        if dtype == "F8_E4M3":
+            return _f8(raw).reshape(shape)
+        if dtype in ("F8_E8M0", "U8"):
+            # Powers of two, whose last is no number.
+            powers = np.ldexp(1.0, np.minimum(raw, 254).astype(np.int32) - 127).astype(np.float32)
+            return np.where(raw == 255, np.float32("nan"), powers).reshape(shape)
+        return raw.view(numpy_dtype(dtype)).reshape(shape)
+
+
+def _f8(raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Values of E4M3: of what is all ones beside the sign none."""
+    import numpy as np
+
+    exponent, fraction = (raw >> 3 & 15).astype(np.int32), (raw & 7).astype(np.float32)
+    normal = np.ldexp(1 + fraction / 8, exponent - 7)
+    value = np.where(exponent == 0, np.ldexp(fraction / 8, -6), normal)
+    value = np.where((raw & 127) == 127, np.nan, value)
+    return np.where(raw >> 7, -value, value).astype(np.float32)
+
+
+def _of_weight(weight: Weight, stored: _Stored) -> Iterator[Finding]:
+    """What is wrong with the companions of a weight."""
+    import numpy as np
+
+    for role, name in weight.companions.items():
+        if name not in stored:
+            continue
+        if role == "group indices":
+            yield from _groups(weight, name, stored)
+        if role not in _FACTORS or (role.endswith("maxima") and stored.dtype(name) == "U8"):
+            # Maxima that are quantised are numbers in a table.
+            continue
+        values = stored.values(name)
+        odd = ~np.isfinite(values) | ((values < 0) if role not in _SIGNED else False)
+        if count := int(odd.sum()):
+            # Of what is no number the whole run tells too; here is what it does to the weight.
+            yield Finding.of(
+                "FS306", f"{count:,} {role} of {weight.codes} are no factors (NaN, infinite or below zero)", tensor=name,
+                expected="finite numbers above zero", got=str(values[odd].ravel()[0]), help=_HELP,
+            )  # fmt: skip
+        elif zeros := values.size - int(np.count_nonzero(values)):
+            if role == "scales":
+                zeros = _lost(weight, np.atleast_1d(values), stored)
+            elif role == "absolute maxima":
+                zeros = _lost_runs(weight, values, stored)
+            if zeros:
+                yield _is_zero(weight, name, role, zeros)
+
+
+def _is_zero(weight: Weight, name: str, role: str, count: int) -> Finding:
+    return Finding.of(
+        "FS313", f"{count:,} {role} of {weight.codes} are zero, and the codes there are not: all of that is lost", severity="error",
+        tensor=name, expected="numbers above zero", got="0", help=_HELP,
+    )  # fmt: skip
+
+
+def _lost(weight: Weight, scales: np.ndarray[Any, Any], stored: _Stored) -> int:
+    """How many scales are zero over codes that are not; over zeros any scale will do."""
+    import numpy as np
+
+    zero = np.argwhere(scales == 0)
+    shape = stored.shape(weight.codes) if weight.codes in stored else ()
+    if len(shape) != 2 or scales.ndim != 2:
+        return len(zero)
+    codes = stored.bytes(weight.codes)
+    codes = codes.reshape(shape[0], codes.size // max(1, shape[0]))
+    if scales.shape[1] > codes.shape[1]:
+        # Several lie in one byte.
+        return len(zero)
+    high, wide = (_block(extent, parts) for extent, parts in zip(codes.shape, scales.shape, strict=True))
+    dtype = stored.dtype(weight.codes)
+    return sum(
+        _says_something(codes[r * high : (r + 1) * high, c * wide : (c + 1) * wide], dtype) for r, c in zero
+    )
+
+
+def _lost_runs(weight: Weight, maxima: np.ndarray[Any, Any], stored: _Stored) -> int:
+    """The same of blocks that run over the rows."""
+    import numpy as np
+
+    if weight.codes not in stored:
+        return 0
+    codes = stored.bytes(weight.codes)
+    length = _block(codes.size, maxima.size)
+    zero = np.argwhere(maxima.ravel() == 0).ravel()
+    return sum(_says_something(codes[i * length : (i + 1) * length], "") for i in zero)
+
+
+def _says_something(codes: np.ndarray[Any, Any], dtype: str) -> bool:
+    """True for codes of which some are not zero, whatever their sign; of integers, that are not all one number."""
+    if not codes.size:
+        return False
+    if dtype.startswith("F8"):
+        return bool((codes & 0x7F).any())
+    if dtype == "U8":
+        return bool((codes & 0x77).any())
+    return bool((codes != codes.ravel()[0]).any())
+
+
+def _block(extent: int, parts: int) -> int:
+    """How long the blocks are of which an extent has so many, the last of them short: a power of two, where one fits."""
+    least = ceil_div(extent, parts)
+    power = 1 << max(0, least - 1).bit_length()
+    return power if ceil_div(extent, power) == parts else least
+
+
+def _groups(weight: Weight, name: str, stored: _Stored) -> Iterator[Finding]:
+    """Group indices that name no group, or one too often."""
+    import numpy as np
+
+    scales = weight.companions.get("scales")
+    if scales is None or stored.dtype(name) != "I32" or scales not in stored:
+        return
+    groups = stored.values(scales).shape[0 if weight.form.suffix == ".qweight" else -1]
+    indices = stored.bytes(name).view(np.int32)
+    size = ceil_div(indices.size, groups)
+    outside = int(((indices < 0) | (indices >= groups)).sum())
+    uneven = outside == 0 and bool((np.bincount(indices, minlength=groups)[:groups] > size).any())
+    if outside or uneven:
+        got = f"{outside:,} of another" if outside else "groups of other sizes"
+        yield Finding.of(
+            "FS215", f"the group indices of {weight.codes} are not those of {groups} groups", tensor=name,
+            expected=f"0 to {groups - 1}, each at most {size} times", got=got, help=_HELP,
+        )  # fmt: skip
