@@ -36,7 +36,6 @@ telling: tuple[dict[str, Any], ...] = tuple(
     )
 )
 _I32, _U8 = frozenset(("I32",)), frozenset(("U8",))
-_INPUT = Companion("input scale", (".input_scale",), FLOATS, one, required=False)
 _PACKED_FP4, _MX = "nvfp4-pack-quantized", ("mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized")
 
 
@@ -51,7 +50,7 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
         name = whole if whole not in (None, "mixed-precision") else group.get("format")
         if isinstance(name, str):
             takes = _targeted(group.get("targets"))
-            found += _of(name, group["weights"], takes)
+            found += _of(name, group, takes)
     return found
 
 
@@ -74,7 +73,10 @@ def _targeted(targets: object) -> Callable[[str], bool]:
     return takes
 
 
-def _of(name: str, weights: Mapping[str, Any], takes: Callable[[str], bool]) -> list[Form]:
+def _of(name: str, group: Mapping[str, Any], takes: Callable[[str], bool]) -> list[Form]:
+    weights, inputs = group["weights"], group.get("input_activations")
+    # Where inputs are scaled by a number that was measured, no loader has another.
+    dynamic = inputs.get("dynamic") if isinstance(inputs, Mapping) else True
     bits, symmetric = weights.get("num_bits"), weights.get("symmetric") is not False
     scales = _scales(weights)
     if name == "pack-quantized":
@@ -88,7 +90,7 @@ def _of(name: str, weights: Mapping[str, Any], takes: Callable[[str], bool]) -> 
                 (
                     Companion("scales", (".weight_scale",), F8, groups(16)),
                     Companion("global scale", (".weight_global_scale",), FLOATS, one),
-                    Companion("input scale", (".input_global_scale",), FLOATS, one, required=False),
+                    Companion("input scale", (".input_global_scale",), FLOATS, one, dynamic is not True),
                 ),
                 takes,
             )
@@ -97,11 +99,12 @@ def _of(name: str, weights: Mapping[str, Any], takes: Callable[[str], bool]) -> 
         return [_mx(name, takes)]
     if name in ("float-quantized", "int-quantized", "naive-quantized"):
         kinds = F8 if weights.get("type") == "float" else frozenset(("I8",))
+        measured = Companion("input scale", (".input_scale",), FLOATS, one, dynamic is False)
         zero = Companion("zero points", (".weight_zero_point",), frozenset(("I8", *F8)), scales)
         return [
             Form(
                 name, ".weight", kinds, matrix,
-                (Companion("scales", (".weight_scale",), FLOATS, scales), *(() if symmetric else (zero,)), _INPUT), takes,
+                (Companion("scales", (".weight_scale",), FLOATS, scales), *(() if symmetric else (zero,)), measured), takes,
             )
         ]  # fmt: skip
     return []

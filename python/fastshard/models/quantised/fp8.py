@@ -18,7 +18,6 @@ telling: tuple[dict[str, Any], ...] = ({},)
 #: Extents of a block that a config does not state otherwise.
 BLOCK = (128, 128)
 _SCALES = FLOATS | {"F8_E8M0"}
-_STATIC = Companion("activation scale", (".input_scale", ".activation_scale"), FLOATS, one, required=False)
 
 
 def forms(config: Mapping[str, Any]) -> list[Form]:
@@ -32,13 +31,17 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
         # MXFP8 has a scale for each 32 of a row, whatever the config says of blocks.
         return [*blocks(*block)(sizes), *groups(32)(sizes)]
 
+    # Where activations are scaled by a number that was measured, no loader has another.
+    static = config.get("activation_scheme") == "static"
+    measured = Companion("activation scale", (".input_scale", ".activation_scale"), FLOATS, one, static)
+
     def companions(*names: str) -> tuple[Companion, ...]:
         return (Companion("scales", names, _SCALES | {"U8"}, scales),)
 
     return [
         Form(
             "fp8", ".weight", F8, matrix,
-            (*companions(".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight"), _STATIC),
+            (*companions(".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight"), measured),
         ),
         *(
             Form("fp8", f".experts.{name}", F8, matrix, companions(f".experts.{name}_scale_inv", f".experts.{name}_scale"))
