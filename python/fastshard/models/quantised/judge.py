@@ -35,7 +35,7 @@ class Weight:
 
 
 def judged(stated: Stated | None, tensors: Tensors) -> tuple[list[Weight], list[Finding]]:
-    """The quantised weights of a model; what is missing of them, and what contradicts the config.
+    """The quantised weights of a model that are whole by names and shapes; what is missing, and what contradicts the config.
 
     Args:
         stated: what the model says of its quantisation; None if it says nothing.
@@ -47,6 +47,7 @@ def judged(stated: Stated | None, tensors: Tensors) -> tuple[list[Weight], list[
     if not forms:
         return [], []
     weights: dict[str, Weight] = {}
+    faulty: set[str] = set()
     found: list[Finding] = []
     for name, (dtype, shape) in tensors.items():
         if (form := _form_of(name, dtype, forms)) is None:
@@ -57,13 +58,14 @@ def judged(stated: Stated | None, tensors: Tensors) -> tuple[list[Weight], list[
         module = form.module(name) or name
         told, companions = _companions(module, name, form, sizes, tensors)
         found += told
+        faulty |= {module} if told else set()
         weights[module] = Weight(module, form, name, sizes, companions)
     taken = {name for weight in weights.values() for name in (weight.codes, *weight.companions.values())}
     found += _orphans(forms, tensors, taken)
     if not weights and stated.is_of_what_is_stored:
         found.append(_none_at_all(stated))
     found += _uneven(stated, weights, tensors)
-    return list(weights.values()), list(_first(found))
+    return [weight for module, weight in weights.items() if module not in faulty], list(_first(found))
 
 
 def _form_of(name: str, dtype: str, forms: Iterable[Form]) -> Form | None:
