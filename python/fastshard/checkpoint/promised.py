@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from .proof import listed_by
 
 if TYPE_CHECKING:
     from ..expected.expected_list import ExpectedTensors
+    from ..expected.promised_parts import Part
     from ..layouts.declaration import Source
     from ..targets.request import Request
 
@@ -95,6 +96,7 @@ def judged(
     from ..expected.from_config import holds_embedding
     from ..expected.from_transformers import complaints
     from ..expected.names_on_disk import are_in_memory
+    from ..expected.promised_parts import promised as parts_of
     from ..expected.reference import Reference
     from .reference_sides import fitting, judged_of, own_names
 
@@ -121,6 +123,9 @@ def judged(
     shapes = {name: (tuple(whole), kind) for name, kind, _, _, whole, _ in tensors if not is_state(name)}
     partial = not model.saved_whole and not holds_embedding(shapes)
     told = [_counted(f, shapes if partial else None) for f in told]
+    # What the config promises besides is no surprise.
+    parts = parts_of(model.config or {})
+    told = [f for f in told if f.severity != "note" or f.code != "FS207" or not _is_of(parts, f.tensor)]
     wrong = [f for f in told if f.severity == "error"]
     count = len(reference.roster or ())
     if not wrong:
@@ -144,6 +149,10 @@ def judged(
         # The list is of another class that is called so.
         return [], f"{called} differs, and the model's own code (auto_map) may be what it is of"
     return told, ""
+
+
+def _is_of(parts: Iterable[Part], name: str | None) -> bool:
+    return name is not None and any(part.holds(name) for part in parts)
 
 
 def _counted(finding: Finding, part: Collection[str] | None) -> Finding:
