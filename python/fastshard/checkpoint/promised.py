@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..expected.expected_list import ExpectedTensors
     from ..expected.promised_parts import Part
     from ..layouts.declaration import Source
+    from ..models.quantised.judge import Weight
     from ..targets.request import Request
 
 __all__ = ["beside_list", "judged", "refused_names", "with_promised"]
@@ -26,6 +27,8 @@ _NEEDED = 1 << 30
 
 
 _MISSING = ("FS102", "FS103")
+#: Keys that say that weights are quantised: of a form that is known the list tells, as it is without that.
+_QUANTISED = ("quantization_config", "compression_config")
 
 
 def with_promised(opened: Opened, only_kept: bool = False, for_hf: bool = False) -> Opened:
@@ -66,7 +69,7 @@ def _is_wanted(opened: Opened, for_hf: bool) -> bool:
         and not model.is_part
         and bool(model.hf_names or model.no_table)
         and isinstance(config.get("model_type"), str)
-        and not any(config.get(key) for key in ("quantization_config", "compression_config"))
+        and (bool(opened.quantised) or not any(config.get(key) for key in _QUANTISED))
     )
 
 
@@ -105,10 +108,11 @@ def judged(
     tensors = merged.draft.tensors()
     if (changed := wrapped(name for name, *_ in tensors)) is not None:
         return [], f"{called} was not asked: {changed[1]} has changed names ({changed[0]})"
+    stored_as = {name: names for weight in opened.quantised for name, names in weight.stored_as}
     fits = []
     try:
         for in_memory in (False, True):
-            roster = roster_of(listed, in_memory)
+            roster = roster_of(listed, in_memory, stored_as)
             # Which names there are is asked: what would write it under others is not.
             as_it_is = replace(listed, made={})
             reference = Reference(called, roster, model.config, model.config_file, listed=as_it_is)
@@ -123,6 +127,7 @@ def judged(
     shapes = {name: (tuple(whole), kind) for name, kind, _, _, whole, _ in tensors if not is_state(name)}
     partial = not model.saved_whole and not holds_embedding(shapes)
     told = [_counted(f, shapes if partial else None) for f in told]
+    told += _misshapen(opened.quantised, listed, called)
     # What the config promises besides is no surprise.
     parts = parts_of(model.config or {})
     told = [f for f in told if f.severity != "note" or f.code != "FS207" or not _is_of(parts, f.tensor)]
@@ -135,6 +140,9 @@ def judged(
         partly = any(f.severity == "warning" for f in told)
         rest = [f for f in told if f.code != "FS109"]
         return (rest, "") if partly else ([*rest, _proven(called, count, spelling)], "")
+    if listed.quantised and any(f.code == "FS207" for f in told):
+        # Quantisers take modules apart, and name them as they like.
+        return [], f"{called} has other names than the quantised model"
     if any(f.code == "FS207" for f in told):
         # Some names are others: they may be what is missing, as an earlier version spelled it.
         stored = [(name, kind, whole) for name, kind, _, _, whole, _ in tensors]
@@ -149,6 +157,22 @@ def judged(
         # The list is of another class that is called so.
         return [], f"{called} differs, and the model's own code (auto_map) may be what it is of"
     return told, ""
+
+
+def _misshapen(weights: Iterable[Weight], listed: ExpectedTensors, called: str) -> Iterator[Finding]:
+    """Quantised weights whose codes are of another shape than the list has."""
+    shapes = {t.name: t.shape for t in (*listed.in_memory, *listed.tensors)}
+    for weight in weights:
+        shape = next((shapes[name] for name, _ in weight.stored_as if name in shapes), None)
+        if shape is not None and not weight.form.fits(weight.sizes, shape):
+            yield Finding.of(
+                "FS201",
+                f"the codes are of a weight {list(weight.sizes.shape)}, and {called} has another one",
+                tensor=weight.codes,
+                expected=f"codes of {list(shape)}",
+                got=str(list(weight.sizes.shape)),
+                help="copy the file that holds it from the original checkpoint",
+            )
 
 
 def _is_of(parts: Iterable[Part], name: str | None) -> bool:

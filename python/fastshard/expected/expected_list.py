@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -216,10 +216,17 @@ def _tensors(value: object) -> tuple[ExpectedTensor, ...]:
     return tuple(found.values())
 
 
-def roster_of(listed: ExpectedTensors, in_memory: bool = False) -> _core.Roster:
+def roster_of(
+    listed: ExpectedTensors, in_memory: bool = False, stored_as: Mapping[str, Sequence[str]] | None = None
+) -> _core.Roster:
     """The list as what a checkpoint is compared with: its names on disk or in memory, and of tied tensors any.
 
     Dtypes are not compared: a model is saved in the dtype that it was trained in, whatever its config says.
+
+    Args:
+        listed: what the config promises.
+        in_memory: True for the names in memory.
+        stored_as: of tensors that are stored in another form, the names in that form.
     """
     optional = patterns(listed.may_be_missing)
     shapes = {t.name: t.shape for t in listed.in_memory}
@@ -227,6 +234,9 @@ def roster_of(listed: ExpectedTensors, in_memory: bool = False) -> _core.Roster:
         t.name: (t.name, list(t.shape), None, any(p.search(t.name) for p in optional))
         for t in (listed.in_memory if in_memory else listed.tensors)
     }
+    for name, others in (stored_as or {}).items():
+        if entries.pop(name, None) is not None:
+            entries |= {one: (one, None, None, False) for one in others}
     groups: list[list[str]] = []
     for group in listed.ties:
         mapping = {} if in_memory else listed.mapping

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,7 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
                 Companion("nested maxima", (".weight.nested_absmax",), _F32, None, where=_NESTED),
                 Companion("nested table", (".weight.nested_quant_map",), _F32, lambda s: [(256,)], where=_NESTED),
             ),
+            fits=lambda s, shape: ceil_div(math.prod(shape), 2) == s.rows,
         ),
         Form(
             "int8", ".weight", frozenset(("I8",)), matrix,

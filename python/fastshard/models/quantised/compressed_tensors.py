@@ -160,6 +160,10 @@ def _packed(bits: int, symmetric: bool, weights: Mapping[str, Any], takes: Calla
             sizes.columns - 32 // bits - 1 if 32 % bits else sizes.columns - 32 // bits + 1, sizes.columns + 1
         )
 
+    def fits(sizes: Sizes, shape: tuple[int, ...]) -> bool:
+        # Words that are not full have room for more columns than there are.
+        return shape[:-1] == sizes.shape[:-1] and ceil_div(shape[-1] * bits, 32) * 32 // bits == sizes.columns
+
     def scales(sizes: Sizes) -> list[tuple[int, ...]]:
         if isinstance(size, int) and size > 0:
             fitting = {ceil_div(n, size) for n in columns(sizes) if n > 0}
@@ -178,4 +182,5 @@ def _packed(bits: int, symmetric: bool, weights: Mapping[str, Any], takes: Calla
             Companion("group indices", (".weight_g_idx",), _I32, None, required=weights.get("actorder") == "group"),
         ),
         takes,
+        fits,
     )  # fmt: skip

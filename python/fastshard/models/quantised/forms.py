@@ -59,6 +59,11 @@ class Companion:
     where: tuple[str, frozenset[str]] | None = None
 
 
+def exactly(sizes: Sizes, shape: tuple[int, ...]) -> bool:
+    """True for the shape that codes say themselves."""
+    return sizes.shape == shape
+
+
 @dataclass(frozen=True)
 class Form:
     """A way in which weights are stored."""
@@ -73,6 +78,8 @@ class Form:
     companions: tuple[Companion, ...]
     #: Names for which it is; all where none decides.
     takes: Callable[[str], bool] = lambda name: True
+    #: Whether the codes may be of a weight of this shape, by what their own shape says.
+    fits: Callable[[Sizes, tuple[int, ...]], bool] = exactly
 
     def module(self, name: str) -> str | None:
         """The name of the module (or of the stack of experts) whose codes a tensor is; None for other tensors."""

@@ -33,6 +33,12 @@ class Weight:
     #: Names of the companions that are there, by role.
     companions: Mapping[str, str]
 
+    @property
+    def stored_as(self) -> list[tuple[str, list[str]]]:
+        """The names that the weight has without the form, and those of the tensors in it."""
+        names = [self.codes, *self.companions.values()]
+        return [(name, names) for name in (f"{self.module}.weight", self.module)]
+
 
 def judged(stated: Stated | None, tensors: Tensors) -> tuple[list[Weight], list[Finding]]:
     """The quantised weights of a model that are whole by names and shapes; what is missing, and what contradicts the config.

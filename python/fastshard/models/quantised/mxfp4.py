@@ -20,7 +20,12 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
     scales = Companion(
         "scales", ("_scales",), frozenset(("U8", "F8_E8M0")), lambda s: [(*s.lead, s.rows, s.columns // 32)]
     )
-    return [Form("MXFP4", "_blocks", frozenset(("U8",)), _sizes, (scales,))]
+    return [Form("MXFP4", "_blocks", frozenset(("U8",)), _sizes, (scales,), fits=_turned)]
+
+
+def _turned(sizes: Sizes, shape: tuple[int, ...]) -> bool:
+    """With its values a weight lies transposed."""
+    return (*shape[:-2], *shape[:-3:-1]) == sizes.shape
 
 
 def _sizes(shape: tuple[int, ...]) -> Sizes | None:
