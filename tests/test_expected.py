@@ -7,6 +7,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from fastshard.expected import expected_list, from_transformers, transformers_process, transformers_worker
 from helpers import cli
+from holding import HANG
 from safetensors.torch import load_file, save_file
 
 SIZES: dict[str, Any] = {
@@ -447,6 +449,27 @@ def test_what_the_config_promises_is_looked_for_by_itself(
         ran = cli(*verb)
         assert ran.code in (1, 3) and ran.having(code, severity="error", tensor=next(iter(change))), ran.out
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_of_several_ranks_one_asks_and_what_it_finds_stops_all(
+    broken: bool, auto: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    folder, asked = auto
+    if broken:
+        damaged(folder, **{UP: None})
+
+    def run(rank: int) -> list[str]:
+        try:
+            fastshard.merge(folder, tmp_path / "out", rank=rank, world=2, timeout=HANG)
+        except fastshard.FastshardError as error:
+            return [f.code for f in error.findings]
+        return []
+
+    with ThreadPoolExecutor(2) as pool:
+        ended = list(pool.map(run, range(2)))
+    assert len(asked) == 1 and (tmp_path / "out").exists() is not broken
+    assert all(map(bool, ended)) is broken and ("FS102" in ended[0]) is broken, ended
 
 
 @pytest.mark.parametrize("by", ["environment", "option"])

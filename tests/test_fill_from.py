@@ -70,6 +70,16 @@ def test_layers_that_predict_tokens_are_taken(
     manifest = json.loads((tmp_path / "out/fastshard.manifest.json").read_text())
     ((part, names),) = manifest["values"]["filled"]["parts"].items()
     assert part.startswith("1 MTP layer") and set(names) == layer.keys()
+    ids = torch.arange(1, 9)[None]
+    logits = []
+    for folder in (trained, tmp_path / "out"):
+        model, told = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, experts_implementation="eager"
+        )
+        # transformers leaves the layer out.
+        assert not told["missing_keys"] and not told["mismatched_keys"], told
+        logits.append(model(ids).logits)
+    assert torch.equal(*logits)
     ran = cli("trace", trained, next(iter(layer)), "--fill-from", original)
     assert ran.code == 0 and "model.safetensors" in ran.out
 
