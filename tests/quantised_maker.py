@@ -125,6 +125,8 @@ def bnb_nf4(nested: bool) -> Callable[[str, int, int], Tensors]:
     def made(name: str, o: int, i: int) -> Tensors:
         state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [o, i]}
         n = up(o * i, 64)
+        if nested:
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.1}
         found = {
             f"{name}.weight": codes(o * i // 2, 1),
             f"{name}.weight.absmax": codes(n) if nested else scales(n),

@@ -144,6 +144,7 @@ def test_stale_scales_of_a_plain_weight_are_named(tmp_path: Path) -> None:
     assert {(f["code"], f["tensor"]) for f in errors(folder)} >= {("FS207", f"{AT}.weight_scale_inv")}
 
 
+PACKED = ("ct 4 bit", "ct 3 bit")
 #: What a scale is not, by how it is made of one.
 NO_SCALES: dict[str, Any] = {
     "NaN": lambda t: t.index_fill(0, torch.tensor([0]), float("nan")),
@@ -159,6 +160,11 @@ FACTORS = ("_scale", "_scale_inv", "scales", ".scale", "scale_2", "absmax", "SCB
 @pytest.mark.parametrize("form", FORMS)
 def test_scales_that_are_none_are_named(form: str, how: str, tmp_path: Path) -> None:
     config, tensors = model(form)
+    if how == "negative" and form.startswith(("gptq", "awq", *PACKED)):
+        # Symmetric integers have a negative scale where the lowest value is the largest (AutoRound).
+        signed = {name: -tensors[name] for name in spread(tensors) if name.endswith(("scales", "weight_scale"))}
+        assert errors(write(tmp_path / "signed", config, tensors | signed)) == []
+        return
     bad: Tensors = {}
     for name in spread(tensors):
         tensor = tensors[name]
@@ -237,3 +243,161 @@ def test_configs_may_say_anything(said: dict[str, Any], tmp_path: Path) -> None:
         config, tensors = model(form)
         ran = cli("verify", write(tmp_path / str(n), config | {"quantization_config": said}, tensors))
         assert ran.code in (0, 1, 2, 3) and not ran.having("FS520"), ran.out
+
+
+def group(bits: int, kind: str, strategy: str, targets: list[str], **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy}
+    return {"targets": targets, "weights": weights | more}
+
+
+def test_the_group_that_names_a_module_most_closely_is_taken(tmp_path: Path) -> None:
+    config, tensors = model("ct fp8")
+    wide = model("fp8 blocks")[1]
+    mixed = {n: t for n, t in tensors.items() if "down_proj" not in n}
+    mixed |= {n.replace("_scale_inv", "_scale"): t for n, t in wide.items() if "down_proj" in n}
+    said = config["quantization_config"]
+    groups = {
+        "group_0": group(8, "float", "channel", ["Linear"]),
+        "group_1": group(8, "float", "block", ["re:.*down_proj"], block_structure=[128, 128]),
+    }
+    config |= {"quantization_config": said | {"config_groups": groups}}
+    assert errors(write(tmp_path / "in", config, mixed)) == []
+    # Layers that no group names are plain.
+    some = {"group_0": group(8, "float", "channel", [r"re:.*layers\.(1|2)\..*"])}
+    plain = {n: t for n, t in tensors.items() if ".layers.0." not in n or "norm" in n}
+    for name, (o, i) in LINEAR.items():
+        plain[f"model.layers.0.{name}.weight"] = torch.randn(o, i).bfloat16()
+    config |= {"quantization_config": said | {"config_groups": some, "ignore": []}}
+    assert errors(write(tmp_path / "some", config, plain)) == []
+
+
+@pytest.mark.parametrize("status", ["initialized", "frozen"])
+def test_weights_that_were_not_compressed_yet_are_plain_beside_their_scales(
+    status: str, tmp_path: Path
+) -> None:
+    config, tensors = model("ct fp8")
+    said = config["quantization_config"] | {"quantization_status": status}
+    plain = {n: t.to(torch.bfloat16) for n, t in tensors.items()}
+    assert errors(write(tmp_path / "in", config | {"quantization_config": said}, plain)) == []
+    without = {n: t for n, t in plain.items() if not n.endswith("_scale")}
+    assert errors(write(tmp_path / "without", config | {"quantization_config": said}, without)) == []
+    # Some tools leave the status as it was and compress: then scales are needed.
+    lost = {n: t for n, t in tensors.items() if n != f"{AT}.weight_scale"}
+    (found,) = errors(write(tmp_path / "lost", config | {"quantization_config": said}, lost))
+    assert (found["code"], found["tensor"]) == ("FS102", f"{AT}.weight_scale")
+
+
+def test_a_sparse_model_is_not_judged(tmp_path: Path) -> None:
+    config, tensors = model("ct fp8")
+    said = config["quantization_config"] | {"sparsity_config": {"format": "sparse-24-bitmask"}}
+    sparse = {
+        n.removesuffix("weight") + "compressed" if n in wide(tensors) else n: t for n, t in tensors.items()
+    }
+    assert errors(write(tmp_path / "in", config | {"quantization_config": said}, sparse)) == []
+
+
+def wide(tensors: Tensors) -> list[str]:
+    return [name for name, t in tensors.items() if t.dtype == torch.float8_e4m3fn]
+
+
+def test_rules_for_single_modules_of_gptq_are_followed(tmp_path: Path) -> None:
+    config, tensors = model("gptq 4 bit")
+    eight = model("gptq 8 bit")[1]
+    mixed = {n: eight[n] if "down_proj" in n else t for n, t in tensors.items()}
+    said = config["quantization_config"] | {"dynamic": {r"-:.*visual.*": {}, r"+:.*down_proj.*": {"bits": 8}}}
+    config |= {"quantization_config": said}
+    assert errors(write(tmp_path / "in", config, mixed)) == []
+    assert errors(write(tmp_path / "other", config, tensors)) != []
+
+
+def test_groups_in_order_need_no_indices(tmp_path: Path) -> None:
+    for form, count in (("gptq 4 bit", 0), ("gptq 3 bit", 12)):
+        config, tensors = model(form)
+        none = {n: t for n, t in tensors.items() if not n.endswith(".g_idx")}
+        assert len(errors(write(tmp_path / form, config, none))) == count
+
+
+@pytest.mark.parametrize("around", ["language_model.", "listed"])
+def test_lists_name_modules_as_other_classes_call_them(around: str, tmp_path: Path) -> None:
+    said, tensors = {}, model("modelopt fp8")[1]
+    listed = {
+        n.removesuffix(".weight"): {"quant_algo": "FP8"}
+        for n, t in tensors.items()
+        if t.dtype == torch.float8_e4m3fn
+    }
+    if around == "listed":
+        listed = {n.replace("model.", "model.language_model.", 1): one for n, one in listed.items()}
+    else:
+        tensors = {f"{around}{n}": t for n, t in tensors.items()}
+    said = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": listed}
+    config = model("modelopt fp8")[0] | {"quantization_config": said}
+    assert errors(write(tmp_path / "in", config, tensors)) == []
+    name = next(n for n in tensors if n.endswith("1.mlp.up_proj.weight_scale"))
+    (found,) = errors(write(tmp_path / "lost", config, {n: t for n, t in tensors.items() if n != name}))
+    assert (found["code"], found["tensor"]) == ("FS102", name)
+
+
+def test_bytes_of_bitsandbytes_that_are_viewed_as_floats_are_not_judged(tmp_path: Path) -> None:
+    config, tensors = model("bnb nf4")
+    said = config["quantization_config"] | {"bnb_4bit_quant_storage": "bfloat16"}
+    # What bytes are as floats is chance; here all are finite.
+    viewed = {
+        n: torch.ones(t.numel() // 2, 1, dtype=torch.bfloat16) if t.dim() == 2 and t.shape[1] == 1 else t
+        for n, t in tensors.items()
+    }
+    assert errors(write(tmp_path / "in", config | {"quantization_config": said}, viewed)) == []
+
+
+def test_what_others_call_scale_is_none(tmp_path: Path) -> None:
+    config, tensors = model("fp8 V4")
+    more = {"vision.position.scale": torch.ones(4, 4), "model.layers.0.attn_norm.scale": torch.ones(256)}
+    assert errors(write(tmp_path / "in", config, tensors | more)) == []
+    # Experts of a model that says nothing are those of that name.
+    plain = {
+        "a.weight": torch.ones(4, 8, dtype=torch.int8),
+        "a.scale": torch.ones(4, 4),
+        "b.weight": torch.ones(4, 8),
+    }
+    bare = {key: value for key, value in config.items() if key != "quantization_config"}
+    assert errors(write(tmp_path / "plain", bare, plain)) == []
+
+
+def test_zero_scales_of_zero_rows_and_experts_are_no_finding(tmp_path: Path) -> None:
+    config, tensors = model("bnb int8")
+    tensors[f"{AT}.SCB"][5], tensors[f"{AT}.weight"][5] = 0, 0
+    assert errors(write(tmp_path / "row", config, tensors)) == []
+    tensors[f"{AT}.SCB"][6] = 0
+    assert [f["code"] for f in errors(write(tmp_path / "lost", config, tensors))] == ["FS313"]
+    at = "model.layers.1.mlp.experts.gate_up_proj"
+    stacked = {
+        at: torch.randn(3, 256, 128).to(torch.float8_e4m3fn),
+        f"{at}_scale_inv": torch.rand(3, 2, 1) + 0.1,
+    }
+    config = model("fp8 blocks")[0]
+    stacked[f"{at}_scale_inv"][1, 0] = 0
+    assert [f["code"] for f in errors(write(tmp_path / "expert", config, stacked))] == ["FS313"]
+    stacked[at].view(torch.uint8)[1, :128] = 0
+    assert errors(write(tmp_path / "none", config, stacked)) == []
+
+
+def test_records_that_are_of_another_weight_are_named(tmp_path: Path) -> None:
+    config, tensors = model("bnb nf4")
+    name = f"{AT}.weight.quant_state.bitsandbytes__nf4"
+    other = json.dumps(
+        {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [10, 10]}
+    ).encode()
+    for n, raw in enumerate((other, b"\0" * 80, b"[1]")):
+        record = torch.tensor(list(raw), dtype=torch.uint8)
+        (found,) = errors(write(tmp_path / str(n), config, tensors | {name: record}))
+        assert (found["code"], found["tensor"]) == ("FS215", name)
+    config, tensors = model("ct 4 bit")
+    name = f"{AT}.weight_shape"
+    for n, shape in enumerate(([256, 320], [320, 128], [320, 257])):
+        (found,) = errors(write(tmp_path / f"shape{n}", config, tensors | {name: torch.tensor(shape)}))
+        assert (found["code"], found["tensor"]) == ("FS215", name)
+
+
+def test_scales_without_any_extent_are_named_and_do_not_end_the_run(tmp_path: Path) -> None:
+    config, tensors = model("gptq 4 bit")
+    found = errors(write(tmp_path / "in", config, tensors | {f"{AT}.scales": torch.tensor(1.0).half()}))
+    assert [(f["code"], f["tensor"]) for f in found] == [("FS201", f"{AT}.scales")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,8 @@ _FACTORS = (
 )
 #: Of these, those that may be below zero.
 _SIGNED = ("pre_quant_scale",)
+#: Dtypes of factors.
+_READ = ("F16", "BF16", "F32", "F8_E4M3", "F8_E8M0", "U8")
 _HELP = "restore the file that the quantiser wrote"
 
 
@@ -80,6 +84,10 @@ class _Stored:
         """Its shape."""
         return self._outputs[name][2]
 
+    def size(self, name: str) -> int:
+        """Its bytes."""
+        return self._outputs[name][3]
+
     def bytes(self, name: str, start: int = 0, length: int | None = None) -> np.ndarray[Any, Any]:
         """Bytes of a tensor, or of a part of it."""
         import numpy as np
@@ -128,11 +136,20 @@ def _of_weight(weight: Weight, stored: _Stored) -> Iterator[Finding]:
             continue
         if role == "group indices":
             yield from _groups(weight, name, stored)
+        if role == "shape":
+            yield from _shape(weight, name, stored)
+        if role == "quant state":
+            yield from _record(weight, name, stored)
+        if stored.dtype(name) not in _READ:
+            # Of another dtype is told by the header.
+            continue
         if role not in _FACTORS or (role.endswith("maxima") and stored.dtype(name) == "U8"):
             # Maxima that are quantised are numbers in a table.
             continue
         values = stored.values(name)
-        odd = ~np.isfinite(values) | ((values < 0) if role not in _SIGNED else False)
+        # AutoRound turns the range of symmetric integers round where the lowest value is the largest.
+        signed = role in _SIGNED or (weight.codes in stored and stored.dtype(weight.codes) == "I32")
+        odd = ~np.isfinite(values) | (False if signed else values < 0)
         if count := int(odd.sum()):
             # Of what is no number the whole run tells too; here is what it does to the weight.
             yield Finding.of(
@@ -161,15 +178,33 @@ def _lost(weight: Weight, scales: np.ndarray[Any, Any], stored: _Stored) -> int:
 
     zero = np.argwhere(scales == 0)
     shape = stored.shape(weight.codes) if weight.codes in stored else ()
+    if scales.ndim == 1 and len(shape) == 2 and len(scales) in (1, shape[0]):
+        # One for the whole, or for each row.
+        scales = scales.reshape(-1, 1)
+    if len(shape) > 2 and scales.ndim == len(shape) and scales.shape[:-2] == shape[:-2] and math.prod(shape):
+        # Each expert by itself.
+        experts = stored.bytes(weight.codes).reshape(
+            -1, shape[-2], stored.size(weight.codes) // math.prod(shape[:-1])
+        )
+        pairs = zip(experts, scales.reshape(-1, *scales.shape[-2:]), strict=True)
+        return sum(_lost_blocks(codes, one, stored.dtype(weight.codes)) for codes, one in pairs)
     if len(shape) != 2 or scales.ndim != 2:
         return len(zero)
     codes = stored.bytes(weight.codes)
-    codes = codes.reshape(shape[0], codes.size // max(1, shape[0]))
+    return _lost_blocks(
+        codes.reshape(shape[0], codes.size // max(1, shape[0])), scales, stored.dtype(weight.codes)
+    )
+
+
+def _lost_blocks(codes: np.ndarray[Any, Any], scales: np.ndarray[Any, Any], dtype: str) -> int:
+    """The same of one matrix of bytes."""
+    import numpy as np
+
+    zero = np.argwhere(scales == 0)
     if scales.shape[1] > codes.shape[1]:
         # Several lie in one byte.
         return len(zero)
     high, wide = (_block(extent, parts) for extent, parts in zip(codes.shape, scales.shape, strict=True))
-    dtype = stored.dtype(weight.codes)
     return sum(
         _says_something(codes[r * high : (r + 1) * high, c * wide : (c + 1) * wide], dtype) for r, c in zero
     )
@@ -205,12 +240,68 @@ def _block(extent: int, parts: int) -> int:
     return power if ceil_div(extent, power) == parts else least
 
 
+def _shape(weight: Weight, name: str, stored: _Stored) -> Iterator[Finding]:
+    """A shape in numbers that is not that of the codes; of the last word of a row it may take a part alone."""
+    import numpy as np
+
+    if stored.dtype(name) not in ("I32", "I64"):
+        return
+    raw = stored.bytes(name)
+    stated = raw.view(np.int64 if stored.dtype(name) == "I64" else np.int32).tolist()
+    most = list(weight.sizes.shape)
+    codes = stored.shape(weight.codes) if weight.codes in stored else ()
+    word = most[-1] / codes[-1] if codes and codes[-1] else 0
+    if (
+        len(stated) != len(most)
+        or stated[:-1] != most[:-1]
+        or not most[-1] - word - 1 < stated[-1] <= most[-1]
+    ):
+        yield Finding.of(
+            "FS215", f"the shape that is stated of {weight.codes} is not that of its codes", tensor=name,
+            expected=str(most), got=str(stated), help=_HELP,
+        )  # fmt: skip
+
+
+def _record(weight: Weight, name: str, stored: _Stored) -> Iterator[Finding]:
+    """A record of bitsandbytes that is none, or of a weight of another size; and maxima that are not as many as it has blocks."""
+    if stored.dtype(name) != "U8" or weight.codes not in stored:
+        return
+    try:
+        said = json.loads(stored.bytes(name).tobytes())
+        size, length = math.prod(said["shape"]), said["blocksize"]
+        fits = ceil_div(size, 2) == math.prod(stored.shape(weight.codes))
+        nested = said.get("nested_blocksize")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        yield Finding.of(
+            "FS215", f"the quant state of {weight.codes} is no record", tensor=name,
+            expected="JSON with shape and blocksize", got="other bytes", help=_HELP,
+        )  # fmt: skip
+        return
+    if not fits or type(length) is not int or length <= 0:
+        yield Finding.of(
+            "FS215", f"the quant state of {weight.codes} is that of another weight", tensor=name,
+            expected=f"{2 * math.prod(stored.shape(weight.codes)):,} elements", got=str(said["shape"]), help=_HELP,
+        )  # fmt: skip
+        return
+    count = ceil_div(size, length)
+    wanted = {"absolute maxima": count}
+    if type(nested) is int and nested > 0:
+        wanted["nested maxima"] = ceil_div(count, nested)
+    for role, number in wanted.items():
+        maxima = weight.companions.get(role)
+        if maxima is not None and maxima in stored and math.prod(stored.shape(maxima)) != number:
+            yield Finding.of(
+                "FS201", f"the {role} of {weight.codes} are not those of its blocks", tensor=maxima,
+                expected=str([number]), got=str(list(stored.shape(maxima))), help=_HELP,
+            )  # fmt: skip
+
+
 def _groups(weight: Weight, name: str, stored: _Stored) -> Iterator[Finding]:
     """Group indices that name no group, or one too often."""
     import numpy as np
 
     scales = weight.companions.get("scales")
-    if scales is None or stored.dtype(name) != "I32" or scales not in stored:
+    if scales is None or stored.dtype(name) != "I32" or scales not in stored or len(stored.shape(scales)) < 2:
         return
     groups = stored.values(scales).shape[0 if weight.form.suffix == ".qweight" else -1]
     indices = stored.bytes(name).view(np.int32)

@@ -20,9 +20,10 @@ _NESTED = (".weight.absmax", _U8)
 
 def forms(config: Mapping[str, Any]) -> list[Form]:
     """4 bit, with or without nested statistics, and 8 bit."""
-    del config
     states = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4")
-    return [
+    # Bytes that are viewed as floats (for FSDP) do not differ from plain weights in dtype.
+    viewed = config.get("bnb_4bit_quant_storage") not in (None, "uint8")
+    found = [
         Form(
             "4 bit", ".weight", _U8, _flat,
             (
@@ -42,6 +43,7 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
             ),
         ),
     ]  # fmt: skip
+    return found[1:] if viewed else found
 
 
 def _maxima(sizes: Sizes) -> list[tuple[int, ...]]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..tensor_words import WORDS
 from .forms import (
+    E4M3,
     E8M0,
     F8,
     FLOATS,
@@ -20,6 +23,7 @@ from .forms import (
     matrix,
     one,
     pairs,
+    spellings,
 )
 
 __all__ = ["forms", "methods", "telling"]
@@ -42,35 +46,55 @@ _PACKED_FP4, _MX = "nvfp4-pack-quantized", ("mxfp4-pack-quantized", "mxfp6-pack-
 def forms(config: Mapping[str, Any]) -> list[Form]:
     """The forms of the groups of a config, each for the modules that it targets."""
     whole = config.get("format")
-    stated = config.get("config_groups")
+    stated, sparse = config.get("config_groups"), config.get("sparsity_config")
+    if isinstance(sparse, Mapping) and sparse.get("format") not in (None, "dense"):
+        # The codes are those that are not zero, under other names.
+        return []
+    groups_ = (
+        [one for one in stated.values() if isinstance(one, Mapping)] if isinstance(stated, Mapping) else []
+    )
+    targets = [_Targets(group.get("targets")) for group in groups_]
+
+    @functools.cache
+    def closest(name: str) -> frozenset[int]:
+        """The groups whose targets name a module most closely."""
+        ranks = [one.rank(name) for one in targets]
+        return frozenset(n for n, rank in enumerate(ranks) if rank and rank == max(ranks))
+
     found: list[Form] = []
-    for group in stated.values() if isinstance(stated, Mapping) else ():
-        if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
-            continue
+    for number, group in enumerate(groups_):
         name = whole if whole not in (None, "mixed-precision") else group.get("format")
-        if isinstance(name, str):
-            takes = _targeted(group.get("targets"))
-            found += _of(name, group, takes)
+        if isinstance(name, str) and isinstance(group.get("weights"), Mapping):
+            found += _of(name, group, functools.partial(_is_among, closest, number))
     return found
 
 
-def _targeted(targets: object) -> Callable[[str], bool]:
-    """Which modules a group is for; a class takes all of them, since names do not tell classes."""
-    entries = [one for one in targets if isinstance(one, str)] if isinstance(targets, list) else []
+def _is_among(closest: Callable[[str], frozenset[int]], number: int, name: str) -> bool:
+    return number in closest(name)
 
-    def takes(name: str) -> bool:
-        for entry in entries:
-            if entry.startswith("re:"):
-                try:
-                    if re.match(entry[3:], name):
-                        return True
-                except re.error:
-                    return True
-            elif "." not in entry or entry == name:
-                return True
-        return not entries
 
-    return takes
+class _Targets:
+    """The modules that a group is for: names, expressions, classes. source: compressed-tensors 0.20 utils/match.py match_targets"""
+
+    def __init__(self, targets: object) -> None:
+        entries = [one for one in targets if isinstance(one, str)] if isinstance(targets, list) else []
+        self._expressions = [entry[3:] for entry in entries if entry.startswith("re:")]
+        self._classes = {entry for entry in entries if entry[:1].isupper() and "." not in entry}
+        self._names = set(entries) - self._classes
+        self._all = not entries
+
+    def rank(self, name: str) -> int:
+        """How closely a module is named, 0 if it is not; names tell of classes no more than whether one is an embedding."""
+        if not self._names.isdisjoint(spellings(name)):
+            return 4
+        try:
+            if any(re.match(expression, name) for expression in self._expressions):
+                return 3
+        except re.error:
+            return 3
+        if "Embedding" in self._classes and name.rpartition(".")[2] in WORDS["embedding_modules"]:
+            return 2
+        return int(self._all or bool(self._classes - {"Embedding"}))
 
 
 def _of(name: str, group: Mapping[str, Any], takes: Callable[[str], bool]) -> list[Form]:
@@ -88,7 +112,7 @@ def _of(name: str, group: Mapping[str, Any], takes: Callable[[str], bool]) -> li
             Form(
                 "NVFP4", ".weight_packed", _U8, pairs,
                 (
-                    Companion("scales", (".weight_scale",), F8, groups(16)),
+                    Companion("scales", (".weight_scale",), E4M3, groups(16)),
                     Companion("global scale", (".weight_global_scale",), FLOATS, one),
                     Companion("input scale", (".input_global_scale",), FLOATS, one, dynamic is not True),
                 ),

@@ -19,14 +19,19 @@ __all__ = [
     "matrix",
     "one",
     "pairs",
+    "spellings",
 ]
 
 #: Dtype and shape of a tensor.
 Stored = tuple[str, tuple[int, ...]]
 FLOATS = frozenset(("F16", "BF16", "F32"))
 F8 = frozenset(("F8_E4M3", "F8_E5M2"))
+E4M3 = frozenset(("F8_E4M3",))
 #: Powers of two as bytes: torch spells them as a dtype of their own, others as plain bytes.
 E8M0 = frozenset(("F8_E8M0", "U8"))
+#: Modules around the layers, which differ between the classes of one model, and ways in which they are stacked.
+_AROUND = ("model", "language_model", "text_model")
+_STACKED = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,8 @@ class Companion:
     required: bool = True
     #: A companion may be needed by what another one is: (suffix of that one, its dtypes).
     where: tuple[str, frozenset[str]] | None = None
+    #: True for what a whole model may do without: where one weight has it, all have.
+    by_all: bool = False
 
 
 def exactly(sizes: Sizes, shape: tuple[int, ...]) -> bool:
@@ -121,17 +128,28 @@ def groups(size: int) -> Callable[[Sizes], list[tuple[int, ...]]]:
     return lambda s: [(*s.lead, s.rows, ceil_div(s.columns, size))]
 
 
+def spellings(name: str) -> tuple[str, ...]:
+    """A module's name, and what other classes of its model call it: quantisers list names in memory, and files have those on disk."""
+    inner = name
+    while inner.partition(".")[0] in _AROUND and "." in inner:
+        inner = inner.partition(".")[2]
+    return tuple(dict.fromkeys((name, *(f"{around}{inner}" for around in _STACKED))))
+
+
 def is_listed(name: str, entries: Iterable[object]) -> bool:
     """True for a module that a list names, in any way in which tools spell one: name, part of it, pattern, expression."""
+    spelled = spellings(name)
     for entry in entries:
         if not isinstance(entry, str) or not entry:
             continue
         if entry.startswith("re:"):
             try:
-                if re.match(entry[3:], name):
+                if any(re.match(entry[3:], one) for one in spelled):
                     return True
             except re.error:
                 return True
-        elif ("*" in entry and fnmatch.fnmatchcase(name, entry)) or entry.strip("*.") in name:
+        elif any(
+            ("*" in entry and fnmatch.fnmatchcase(one, entry)) or entry.strip("*.") in one for one in spelled
+        ):
             return True
     return False

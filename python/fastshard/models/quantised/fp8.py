@@ -27,7 +27,9 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
 
     def scales(sizes: Sizes) -> list[tuple[int, ...]]:
         if block is None:
-            return [*one(sizes), *each_row(sizes)]
+            # transformers takes blocks of 128 where nothing is said, vLLM one scale.
+            unsaid = () if "weight_block_size" in config else blocks(*BLOCK)(sizes)
+            return [*one(sizes), *each_row(sizes), *unsaid]
         # MXFP8 has a scale for each 32 of a row, whatever the config says of blocks.
         return [*blocks(*block)(sizes), *groups(32)(sizes)]
 

@@ -5,7 +5,9 @@ source: AutoGPTQ qlinear_cuda_old.py; AutoAWQ modules/linear/gemm.py, utils/pack
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .forms import FLOATS, Companion, Form, Sizes, ceil_div
@@ -27,15 +29,44 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
     if config.get("quant_method") == "awq":
         return [_awq(size)] if bits == 4 and str(config.get("version") or "gemm").lower() == "gemm" else []
     kind = config.get("checkpoint_format") or config.get("format") or "gptq"
-    return [_gptq(bits, size)] if kind in ("gptq", "gptq_v2") else []
+    if kind not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
+        return []
+    return _by_rules(config, bits, size)
+
+
+def _by_rules(config: Mapping[str, Any], bits: int, size: int) -> list[Form]:
+    """The form of a model, and those of modules for which a rule of GPTQModel states another; the first rule that fits decides."""
+    ordered = config.get("desc_act") is True
+    stated = config.get("dynamic")
+    rules = [(key, one) for key, one in stated.items()] if isinstance(stated, Mapping) else []
+
+    @functools.cache
+    def deciding(name: str) -> int | None:
+        for number, (key, _) in enumerate(rules):
+            try:
+                if re.match(str(key).removeprefix("+:").removeprefix("-:"), name):
+                    return number
+            except re.error:
+                return number
+        return None
+
+    found = [_gptq(bits, size, ordered, lambda name: deciding(name) is None)]
+    for number, (key, one) in enumerate(rules):
+        if str(key).startswith("-:") or not isinstance(one, Mapping):
+            continue
+        other, length = one.get("bits", bits), one.get("group_size", size)
+        if isinstance(other, int) and 1 <= other <= 8 and isinstance(length, int):
+            takes = functools.partial(lambda n, name: deciding(name) == n, number)
+            found.append(_gptq(other, length, one.get("desc_act", ordered) is True, takes))
+    return found
 
 
 def _groups(columns: int, size: int) -> int:
     return ceil_div(columns, size) if size > 0 else 1
 
 
-def _gptq(bits: int, size: int) -> Form:
-    """Codes are packed along the input, so that a weight lies transposed."""
+def _gptq(bits: int, size: int, ordered: bool, takes: Callable[[str], bool]) -> Form:
+    """Codes are packed along the input, so that a weight lies transposed; groups that are in order need no indices."""
 
     def sizes(shape: tuple[int, ...]) -> Sizes | None:
         if len(shape) != 2 or shape[0] * 32 % bits:
@@ -47,8 +78,9 @@ def _gptq(bits: int, size: int) -> Form:
         (
             Companion("scales", (".scales",), FLOATS, lambda s: [(_groups(s.columns, size), s.rows)]),
             Companion("zero points", (".qzeros",), _I32, lambda s: [(_groups(s.columns, size), ceil_div(s.rows * bits, 32))]),
-            Companion("group indices", (".g_idx",), _I32, lambda s: [(s.columns,)]),
+            Companion("group indices", (".g_idx",), _I32, lambda s: [(s.columns,)], by_all=not ordered),
         ),
+        takes,
     )  # fmt: skip
 
 

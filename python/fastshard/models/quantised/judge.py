@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...common.errors import Finding
 from .forms import F8, Companion, Form, Sizes
@@ -19,6 +19,8 @@ _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
 _TOLD = 20
 #: Dtypes in which no plain weight is stored.
 _CODES = F8 | {"F8_E8M0", "U8", "I8", "I32"}
+#: Names that belong to other things too.
+_AMBIGUOUS = (".scale", ".scales", "_scales")
 _COPY = "copy the file that holds it from the original checkpoint"
 
 
@@ -49,7 +51,7 @@ def judged(stated: Stated | None, tensors: Tensors) -> tuple[list[Weight], list[
     """
     if stated is None:
         return [], list(_first(_unstated(tensors)))
-    forms = stated.forms
+    forms = [_wanting(form, tensors) for form in stated.forms]
     if not forms:
         return [], []
     weights: dict[str, Weight] = {}
@@ -67,11 +69,30 @@ def judged(stated: Stated | None, tensors: Tensors) -> tuple[list[Weight], list[
         faulty |= {module} if told else set()
         weights[module] = Weight(module, form, name, sizes, companions)
     taken = {name for weight in weights.values() for name in (weight.codes, *weight.companions.values())}
-    found += _orphans(forms, tensors, taken)
-    if not weights and stated.is_of_what_is_stored:
+    found += _orphans(forms, tensors, taken, stated.is_before_compression)
+    if not weights and stated.is_of_what_is_stored and not any(map(_is_of_codes, tensors.values())):
         found.append(_none_at_all(stated))
-    found += _uneven(stated, weights, tensors)
+    if stated.is_of_what_is_stored:
+        found += _uneven(stated, forms, weights, tensors)
     return [weight for module, weight in weights.items() if module not in faulty], list(_first(found))
+
+
+def _wanting(form: Form, tensors: Tensors) -> Form:
+    """A form without the companions that the whole model does without."""
+    companions = tuple(
+        replace(
+            one,
+            required=one.required
+            and not (one.by_all and not any(name.endswith(one.suffixes) for name in tensors)),
+        )
+        for one in form.companions
+    )
+    return replace(form, companions=companions)
+
+
+def _is_of_codes(tensor: tuple[str, tuple[int, ...]]) -> bool:
+    """True for a dtype that a plain weight has not: whatever form that is, something is quantised."""
+    return tensor[0] in _CODES and len(tensor[1]) >= 2
 
 
 def _form_of(name: str, dtype: str, forms: Iterable[Form]) -> Form | None:
@@ -159,7 +180,9 @@ def _no_codes(name: str, form: Form, shape: tuple[int, ...]) -> Finding:
     )  # fmt: skip
 
 
-def _orphans(forms: Iterable[Form], tensors: Tensors, taken: set[str]) -> Iterator[Finding]:
+def _orphans(
+    forms: Iterable[Form], tensors: Tensors, taken: set[str], may_be_plain: bool
+) -> Iterator[Finding]:
     """Companions of weights that are not there, or are stored plainly."""
     suffixes = {
         suffix: (form, one)
@@ -169,6 +192,7 @@ def _orphans(forms: Iterable[Form], tensors: Tensors, taken: set[str]) -> Iterat
         if one.role != "input scale"
     }
     told: set[str] = set()
+    roles = {_NUMBERS.sub("{}", name) for name in taken}
     for name in tensors:
         if name in taken:
             continue
@@ -178,8 +202,14 @@ def _orphans(forms: Iterable[Form], tensors: Tensors, taken: set[str]) -> Iterat
         form, one = suffixes[suffix]
         module = name.removesuffix(suffix)
         codes = f"{module}{form.suffix}"
+        if may_be_plain and f"{module}.weight" in tensors:
+            continue
         if codes not in tensors:
-            if suffix in (".scale", ".scales") and len(tensors[name][1]) < 2:
+            if (
+                suffix in _AMBIGUOUS
+                and tensors[name][0] != "F8_E8M0"
+                and (len(tensors[name][1]) < 2 or _NUMBERS.sub("{}", name) not in roles)
+            ):
                 # What a norm or another module calls so.
                 continue
             if codes in told:
@@ -188,7 +218,10 @@ def _orphans(forms: Iterable[Form], tensors: Tensors, taken: set[str]) -> Iterat
             yield Finding.of(
                 "FS102", f"its {one.role} {_are(one)} there, and the codes are missing", tensor=codes, file=None, help=_COPY,
             )  # fmt: skip
-        elif tensors[codes][0] not in form.dtypes and suffix != ".scale":
+        elif any(tensors[codes][0] in other.dtypes for other in forms if other.suffix == form.suffix):
+            # A form that is for other modules by the config.
+            continue
+        elif suffix != ".scale":
             yield Finding.of(
                 "FS207", f"{one.role} of {codes}, which is stored as {tensors[codes][0]} and needs none", tensor=name,
                 help="leave the stale one out (--exclude); it is from the model before or after it was quantised",
@@ -203,7 +236,9 @@ def _none_at_all(stated: Stated) -> Finding:
     )  # fmt: skip
 
 
-def _uneven(stated: Stated, weights: Mapping[str, Weight], tensors: Tensors) -> Iterator[Finding]:
+def _uneven(
+    stated: Stated, forms: Iterable[Form], weights: Mapping[str, Weight], tensors: Tensors
+) -> Iterator[Finding]:
     """Modules that are plain where they are quantised in most layers, or in most experts, and no list says so."""
     by_role: dict[str, list[str]] = defaultdict(list)
     for module in weights:
@@ -213,7 +248,12 @@ def _uneven(stated: Stated, weights: Mapping[str, Weight], tensors: Tensors) -> 
         module = name.removesuffix(".weight")
         if module != name and module not in weights and len(shape) >= 2 and dtype not in _CODES:
             role = _NUMBERS.sub("{}", f"{module}.")
-            if role in by_role:
+            # A group, or a list of layers, may be for some of them alone; what fits no blocks is left by transformers.
+            if (
+                role in by_role
+                and any(form.takes(module) for form in forms)
+                and _is_alike(shape, [weights[one] for one in by_role[role]])
+            ):
                 plain[role].append(module)
     for role, modules in plain.items():
         if stated.skipped is None or len(modules) >= len(by_role[role]):
@@ -231,6 +271,11 @@ def _uneven(stated: Stated, weights: Mapping[str, Weight], tensors: Tensors) -> 
                 )
 
 
+def _is_alike(shape: tuple[int, ...], others: Iterable[Weight]) -> bool:
+    """False for a weight of another shape than all of those; where codes are packed the shape is not known."""
+    return any(one.form.dtypes.isdisjoint(F8) or one.sizes.shape == shape for one in others)
+
+
 def _unstated(tensors: Tensors) -> Iterator[Finding]:
     """Weights that only a quantised model has, where no config says so."""
     forms = [
@@ -242,10 +287,10 @@ def _unstated(tensors: Tensors) -> Iterator[Finding]:
     for name, (dtype, _) in tensors.items():
         for form in forms:
             base = form.module(name)
-            if base is None or dtype not in form.dtypes:
+            if base is None or dtype not in form.dtypes or not form.takes(base):
                 continue
             needed = [one for one in form.companions if one.required and one.where is None]
-            if all(any(f"{base}{s}" in tensors for s in one.suffixes) for one in needed):
+            if all(_has(base, one, tensors) for one in needed):
                 yield Finding.of(
                     "FS215",
                     f"{name} is stored as {form.name} with its {needed[0].role}, and no config says that weights are quantised",
@@ -255,6 +300,11 @@ def _unstated(tensors: Tensors) -> Iterator[Finding]:
                     help="restore the config.json of the quantised model: without it every tool takes the codes for values",
                 )
                 return
+
+
+def _has(base: str, one: Companion, tensors: Tensors) -> bool:
+    """True for a companion of its dtype: names alone are those of other things too."""
+    return any(tensors.get(f"{base}{suffix}", ("", ()))[0] in one.dtypes for suffix in one.suffixes)
 
 
 def _first(found: Iterable[Finding]) -> Iterator[Finding]:

@@ -5,7 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .forms import E8M0, F8, FLOATS, Companion, Form, Sizes, blocks, each_row, groups, matrix, one, pairs
+from .forms import (
+    E4M3,
+    E8M0,
+    F8,
+    FLOATS,
+    Companion,
+    Form,
+    Sizes,
+    blocks,
+    each_row,
+    groups,
+    matrix,
+    one,
+    pairs,
+    spellings,
+)
 
 __all__ = ["forms", "methods", "telling"]
 
@@ -34,7 +49,7 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
 
 
 def _one_of(names: set[str]) -> Callable[[str], bool]:
-    return lambda name: name in names
+    return lambda name: not names.isdisjoint(spellings(name))
 
 
 def _algorithm(stated: Mapping[str, Any]) -> str:
@@ -59,7 +74,7 @@ def _of(algorithm: str, config: Mapping[str, Any], takes: Callable[[str], bool])
             Form(
                 "NVFP4", ".weight", _U8, pairs,
                 (
-                    Companion("scales", (".weight_scale",), F8, groups(size or 16)),
+                    Companion("scales", (".weight_scale",), E4M3, groups(size or 16)),
                     Companion("global scale", (".weight_scale_2",), FLOATS, one), _INPUT, _BEFORE,
                 ),
                 takes,

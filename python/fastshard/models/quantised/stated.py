@@ -53,8 +53,18 @@ class Stated:
 
     @property
     def is_of_what_is_stored(self) -> bool:
-        """False for methods that take plain weights too."""
-        return self.method not in _ON_LOADING
+        """False for methods that take plain weights too, and where these were not compressed when they were saved."""
+        return self.method not in _ON_LOADING and not self.is_before_compression
+
+    @property
+    def is_before_compression(self) -> bool:
+        """True where compressed-tensors states that weights may be plain beside their scales."""
+        return self.config.get("quantization_status") in (
+            "initialized",
+            "calibration",
+            "frozen",
+            "decompressed",
+        )
 
 
 def stated(config: Mapping[str, Any] | None, beside: Mapping[str, Mapping[str, Any]]) -> Stated | None:
@@ -80,6 +90,8 @@ def _method(said: Mapping[str, Any], file: str = "") -> str | None:
     method = said.get("quant_method")
     if method is None and ("quant_algo" in said or "quantized_layers" in said):
         return "modelopt"
+    if method is None and (said.get("load_in_4bit") or said.get("load_in_8bit")):
+        return "bitsandbytes"
     if method is None and file == "quantize_config.json":
         return "gptq"
     if method is None and file == "quant_config.json":
