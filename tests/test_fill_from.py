@@ -217,3 +217,20 @@ def test_added_tokens_do_not_make_another_model(mtp: tuple[Path, Path], tmp_path
     ran = cli("merge", base, tmp_path / "out", "--fill-from", original)
     # The layer that is taken has an embedding of its own, of fewer tokens.
     assert ran.code == 1 and ran.having("FS201"), ran.out
+
+
+@pytest.mark.parametrize("verb", [("merge",), ("convert", "--to", "hf"), ("split", "--parts", "2")])
+def test_a_result_is_not_written_over_the_model_that_it_is_made_of(
+    verb: tuple[str, ...], mtp: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """That one may be a result itself, which --overwrite replaces."""
+    trained, original = mtp
+    older = tmp_path / "older"
+    assert cli("merge", original, older).code == 0
+    before = content(older)
+    (tmp_path / "link").symlink_to(older)
+    for given, out in ((older, older), (tmp_path / "link", older), (older / "model.safetensors", older)):
+        ran = cli(verb[0], trained, out, *verb[1:], "--fill-from", given, "--overwrite")
+        assert ran.code == 2 and ran.having("FS505", severity="error"), ran.out
+        kept = content(older)
+        assert kept.keys() == before.keys() and all(torch.equal(kept[n], t) for n, t in before.items())

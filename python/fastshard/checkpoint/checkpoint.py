@@ -59,6 +59,11 @@ class Checkpoint(Tensors):
         return {name: len(of) for name, of in places.items()} | source.ranks | source.degrees
 
     @property
+    def read_from(self) -> list[str]:
+        """All that a result must lie apart from: writing over it would lose what the result is made of."""
+        return [*self.listing.given(), *self.opened.besides]
+
+    @property
     def roots(self) -> list[Path]:
         """Directories that the checkpoint was opened from."""
         return list(self.listing.roots)

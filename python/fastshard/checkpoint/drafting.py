@@ -82,6 +82,8 @@ class Opened:
     promised: Promised | None = None
     #: Weights that are stored quantised, by the model's own names.
     quantised: Sequence[Weight] = ()
+    #: What is read besides the checkpoint, as it was given: an adapter, the model that parts are taken from.
+    besides: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

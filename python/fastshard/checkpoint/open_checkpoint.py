@@ -173,8 +173,9 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
         source = _held_against(reference, source)
     asks = "off" not in (options.get("transformers"), os.environ.get("FASTSHARD_TRANSFORMERS"))
     opened = Opened(
-        source, catalog, findings, found.files, _behind(found), reference, gate, asks, None, quantised
-    )
+        source, catalog, findings, found.files, _behind(found), reference, gate, asks, None, quantised,
+        [os.fspath(path) for path in (adapter, options.get("fill_from")) if path is not None],
+    )  # fmt: skip
     return Checkpoint(listing, opened, readable)
 
 

@@ -245,7 +245,7 @@ def convert(
                 job.options(**writing),
                 bar.phase("writing"),
                 array_writer.writer() if job.made.writes_arrays else None,
-                (job.copies, job.checkpoint.listing.given()),
+                (job.copies, job.checkpoint.read_from),
                 bar.tell,
                 meeting=meeting.core if meeting else None,
                 about=lent.about(alike, job.checkpoint.opened.behind) if lent else None,

@@ -235,7 +235,7 @@ def repair_masters(
         "gate": gate.to_dict([*told, *findings]),
     }  # fmt: skip
     with carrying(plan), Progress(progress) as bar:
-        apart = checkpoint.listing.given()
+        apart = checkpoint.read_from
         made, found = plan.write(
             os.fspath(out), options, bar.phase("writing"), None, (copies, apart), bar.tell
         )

@@ -91,7 +91,7 @@ def begin(
         job = prepared(about["source"], to, expect, tokenizer, memory, threads, options, bar, None)
     if job.checkpoint.opened.reference is not None:
         job.checkpoint.opened.reference.refuse_inside(out)
-    given = job.checkpoint.listing.given()
+    given = job.checkpoint.read_from
     with carrying(job.made.core):
         nonce, folder, _, sizes, found = _core.begin_parts(
             job.made.core,
@@ -207,7 +207,7 @@ def run_part(
                 job.options(**about["writing"]),
                 found["run"],
                 part,
-                (job.copies, job.checkpoint.listing.given()),
+                (job.copies, job.checkpoint.read_from),
                 bar.phase("writing"),
             )
 
@@ -247,7 +247,7 @@ def commit(
                 job.options(**about["writing"]),
                 found["run"],
                 array_writer.writer() if job.made.writes_arrays else None,
-                (job.copies, job.checkpoint.listing.given()),
+                (job.copies, job.checkpoint.read_from),
                 bar.phase("writing"),
                 bar.tell,
             )
