@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -234,3 +235,34 @@ def test_a_result_is_not_written_over_the_model_that_it_is_made_of(
         assert ran.code == 2 and ran.having("FS505", severity="error"), ran.out
         kept = content(older)
         assert kept.keys() == before.keys() and all(torch.equal(kept[n], t) for n, t in before.items())
+
+
+def test_codes_are_not_taken_into_a_checkpoint_that_is_not_quantised(
+    mtp: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Its config says nothing of them, and what is written would be read as values."""
+    trained, original = mtp
+    whole = content(original)
+    for name in [n for n in further("deepseek") if n.endswith("_proj.weight")]:
+        whole[name] = whole[name].to(torch.float8_e4m3fn)
+        whole[f"{name}_scale_inv"] = torch.ones(1, 1)
+    config = json.loads((original / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (original / "config.json").write_text(json.dumps(config))
+    save_file(whole, original / "model.safetensors", {"format": "pt"})
+    ran = cli("merge", trained, tmp_path / "out", "--fill-from", original)
+    assert ran.code == 1 and ran.having("FS202", severity="error"), ran.out
+    assert not (tmp_path / "out").exists()
+
+
+def test_parts_are_made_from_another_folder(
+    mtp: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    begun = cli("split", "trained", "out", "--parts", 2, "--fill-from", "original")
+    (run,) = set(re.findall(r"--run (\w+)", begun.out))
+    monkeypatch.chdir("/")
+    for part in range(2):
+        assert cli("make-part", part, tmp_path / "out", "--run", run).code == 0
+    assert cli("commit", tmp_path / "out", "--run", run).code == 0
+    assert content(tmp_path / "out").keys() == tensors("deepseek").keys() | further("deepseek").keys()

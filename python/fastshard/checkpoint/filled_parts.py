@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["Filled", "add", "find"]
 
 
+#: Dtypes of quantised weights.
+_CODES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I8", "U8", "I32")
 #: Modules whose tensors have a row for each token.
 _OF_WORDS = (*WORDS["embedding_modules"], *WORDS["head_modules"])
 
@@ -257,8 +259,18 @@ def _is_of_that_kind(
 def _dtypes_fit(
     taken: Iterable[tuple[str, list[int]]], have: Iterable[tuple[str, list[int]]], path: str
 ) -> None:
-    """Refuses floats of another width than most of the checkpoint's."""
+    """Refuses floats of another width than most of the checkpoint's, and codes where it has none: its config says nothing of them."""
+    taken, have = list(taken), list(have)
     ours, theirs = _main(have), _main(taken)
+    codes = {dtype for dtype, shape in taken if dtype in _CODES and len(shape) >= 2}
+    if codes and not any(dtype in _CODES and len(shape) >= 2 for dtype, shape in have):
+        raise FastshardError.of(
+            "FS202",
+            f"what is missing is quantised in {path} (--fill-from), and the checkpoint is not",
+            expected=str(ours),
+            got=", ".join(sorted(codes)),
+            help=f"write it with its values first: fastshard convert {path} OUT --to hf --dtype {(ours or 'bf16').lower()}",
+        )
     if ours != theirs and ours is not None and theirs is not None:
         raise FastshardError.of(
             "FS202",

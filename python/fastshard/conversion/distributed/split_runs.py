@@ -135,7 +135,7 @@ def _absolute(path: StrPath) -> str:
 
 
 #: Options that name files.
-_FILES = ("expect", "tokenizer", "config", "layout", "like")
+_FILES = ("expect", "tokenizer", "config", "layout", "like", "adapter", "fill_from")
 
 
 def _kept(name: str, value: Any) -> Any:
