@@ -10,6 +10,9 @@ import pytest
 import torch
 from helpers import cli
 from quantised_maker import FORMS, LINEAR, Tensors, model, write
+from safetensors.torch import save_file
+from test_families_hf import saved
+from test_families_hf import tensors as deepseek
 
 AT = "model.layers.1.mlp.up_proj"
 #: Companions that a weight may lack.
@@ -401,3 +404,20 @@ def test_scales_without_any_extent_are_named_and_do_not_end_the_run(tmp_path: Pa
     config, tensors = model("gptq 4 bit")
     found = errors(write(tmp_path / "in", config, tensors | {f"{AT}.scales": torch.tensor(1.0).half()}))
     assert [(f["code"], f["tensor"]) for f in found] == [("FS201", f"{AT}.scales")]
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0])
+def test_scales_of_a_family_that_has_a_table_are_read_too(scale: float, tmp_path: Path) -> None:
+    folder = saved("deepseek", tmp_path / "in")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (folder / "config.json").write_text(json.dumps(config))
+    whole = deepseek("deepseek")
+    for name in [n for n, t in whole.items() if n.endswith("_proj.weight") and t.ndim == 2]:
+        whole[name] = whole[name].to(torch.float8_e4m3fn)
+        whole[f"{name}_scale_inv"] = torch.ones(1, 1)
+    save_file(whole, folder / "model.safetensors", {"format": "pt"})
+    assert errors(folder) == []
+    name = "model.layers.2.self_attn.o_proj.weight_scale_inv"
+    save_file(whole | {name: torch.full((1, 1), scale)}, folder / "model.safetensors", {"format": "pt"})
+    assert [f["tensor"] for f in errors(folder)] == [name]

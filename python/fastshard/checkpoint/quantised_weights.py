@@ -22,10 +22,11 @@ _BESIDE = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 def found_in(source: Source, contents: Contents) -> tuple[list[Weight], list[Finding]]:
     """The quantised weights of a model of Hugging Face; what is missing of them, and what contradicts its config.
 
-    Tensors whose storage a layout table states are judged by the core, and those that ranks divide are not judged.
+    Names and shapes of tensors whose storage a layout table states are judged by the core, which does not read their scales; those
+    that ranks divide are not judged.
     """
     model = source.model
-    if model.is_part or source.stored or source.assembled or model.config is None:
+    if model.is_part or source.assembled or model.config is None:
         return [], []
     if any(degree > 1 for degree in source.degrees.values()):
         return [], []
@@ -46,6 +47,8 @@ def found_in(source: Source, contents: Contents) -> tuple[list[Weight], list[Fin
     lost = {source.names.get(name, name) for name in source.lost}
     # What is missing with a file is told with the file.
     weights, found = judged(said, tensors)
+    if source.stored:
+        return weights, []
     return weights, [finding for finding in found if finding.tensor not in lost]
 
 
