@@ -36,7 +36,8 @@ def found_in(source: Source, contents: Contents) -> tuple[list[Weight], list[Fin
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for unit in source.units:
         under = len(unit.under)
-        for tensor in contents.tensors(unit.file) if contents.readable(unit.file) else ():
+        is_own = contents.readable(unit.file)
+        for tensor in contents.tensors(unit.file) if is_own else ():
             key = ".".join(tensor["path"][under:])
             if tensor["path"][:under] != unit.under or (unit.only is not None and key not in unit.only):
                 continue

@@ -49,8 +49,8 @@ class Contents:
         return self._values[file]
 
     def readable(self, file: int) -> bool:
-        """False for a file that cannot be read, which is a finding already."""
-        return self._readable[file] is not None
+        """False for a file that cannot be read, which is a finding already, and for those of an adapter, which come after these."""
+        return file < len(self._readable) and self._readable[file] is not None
 
     def tensors(self, file: int) -> list[_core.StoredTensor]:
         """The tensors that a file lists, in its order."""
