@@ -165,7 +165,9 @@ def test_scales_that_are_none_are_named(form: str, how: str, tmp_path: Path) -> 
     config, tensors = model(form)
     if how == "negative" and form.startswith(("gptq", "awq", *PACKED)):
         # Symmetric integers have a negative scale where the lowest value is the largest (AutoRound).
-        signed = {name: -tensors[name] for name in spread(tensors) if name.endswith(("scales", "weight_scale"))}
+        signed = {
+            name: -tensors[name] for name in spread(tensors) if name.endswith(("scales", "weight_scale"))
+        }
         assert errors(write(tmp_path / "signed", config, tensors | signed)) == []
         return
     bad: Tensors = {}
@@ -412,7 +414,7 @@ def test_scales_of_a_family_that_has_a_table_are_read_too(scale: float, tmp_path
     config = json.loads((folder / "config.json").read_text())
     config |= {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     (folder / "config.json").write_text(json.dumps(config))
-    whole = deepseek("deepseek")
+    whole = dict(deepseek("deepseek"))
     for name in [n for n, t in whole.items() if n.endswith("_proj.weight") and t.ndim == 2]:
         whole[name] = whole[name].to(torch.float8_e4m3fn)
         whole[f"{name}_scale_inv"] = torch.ones(1, 1)
