@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fastshard.models.quantised.expressions import matches
 from helpers import cli
+from hypothesis import given
+from hypothesis import strategies as st
 from quantised_maker import FORMS, LINEAR, Tensors, model, write
 from safetensors.torch import save_file
 from test_families_hf import saved
@@ -231,6 +235,31 @@ def test_very_many_findings_are_counted(tmp_path: Path) -> None:
     assert len(found) <= 22 and found[-1]["count"] == 40, len(found)
 
 
+@given(
+    st.lists(st.sampled_from(["a", "b", ".", "\\.", ".*", "1"]), max_size=6).map("".join),
+    st.text("ab.1", max_size=8),
+    st.booleans(),
+)
+def test_expressions_of_names_are_those_of_python(expression: str, name: str, ends: bool) -> None:
+    expression += "$" * ends
+    assert matches(expression, name) is (re.match(expression, name) is not None)
+
+
+def test_expressions_that_take_long_are_not_tried() -> None:
+    name = "a" * 400
+    for expression in (
+        "(a+)+$",
+        "(a|a)*b",
+        "a*a*a*a*a*b",
+        ".*a" * 60 + ".*b$",
+        "(",
+        "a" * 600,
+        "[a-z]*[a-z]*[a-z]*b",
+    ):
+        assert matches(expression, name) in (None, False)
+    assert matches("model.layers.(1|2)", "model.layers.2") and matches(".*mlp.*_proj$", "model.mlp.x.up_proj")
+
+
 @pytest.mark.parametrize(
     "said",
     [
@@ -239,6 +268,8 @@ def test_very_many_findings_are_counted(tmp_path: Path) -> None:
         {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {"a": {"weights": {}}}},
         {"quant_method": "gptq", "bits": 0}, {"quant_method": "gptq", "bits": 4, "group_size": "x"},
         {"quant_method": ["fp8"]}, {"quant_method": "awq", "version": "gemv"}, {"quant_algo": 3}, {"quant_method": "nobody"},
+        {"quant_method": "fp8", "modules_to_not_convert": [f"re:({'.*' * 30}a)+$", "re:" + ".*a" * 90]},
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:(a+)+$": {"bits": 8}, "-:(.*)*x": {}}},
         {"quant_method": "fp8", "modules_to_not_convert": [None, 3, "re:(", "*", ""]},
         {"quant_method": "modelopt", "quantized_layers": {"a": None, "b": {"quant_algo": "FP8"}}},
     ],

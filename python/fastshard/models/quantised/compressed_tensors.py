@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..tensor_words import WORDS
+from .expressions import matches
 from .forms import (
     E4M3,
     E8M0,
@@ -87,10 +87,8 @@ class _Targets:
         """How closely a module is named, 0 if it is not; names tell of classes no more than whether one is an embedding."""
         if not self._names.isdisjoint(spellings(name)):
             return 4
-        try:
-            if any(re.match(expression, name) for expression in self._expressions):
-                return 3
-        except re.error:
+        # One that cannot be told may mean it.
+        if any(matches(expression, name) is not False for expression in self._expressions):
             return 3
         if "Embedding" in self._classes and name.rpartition(".")[2] in WORDS["embedding_modules"]:
             return 2

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+from .expressions import matches
 
 __all__ = [
     "Companion",
@@ -143,10 +144,8 @@ def is_listed(name: str, entries: Iterable[object]) -> bool:
         if not isinstance(entry, str) or not entry:
             continue
         if entry.startswith("re:"):
-            try:
-                if any(re.match(entry[3:], one) for one in spelled):
-                    return True
-            except re.error:
+            # One that cannot be told may mean it.
+            if any(matches(entry[3:], one) is not False for one in spelled):
                 return True
         elif any(
             ("*" in entry and fnmatch.fnmatchcase(one, entry)) or entry.strip("*.") in one for one in spelled

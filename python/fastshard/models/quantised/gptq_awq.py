@@ -6,10 +6,10 @@ source: AutoGPTQ qlinear_cuda_old.py; AutoAWQ modules/linear/gemm.py, utils/pack
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .expressions import matches
 from .forms import FLOATS, Companion, Form, Sizes, ceil_div
 
 __all__ = ["forms", "methods", "telling"]
@@ -43,10 +43,8 @@ def _by_rules(config: Mapping[str, Any], bits: int, size: int) -> list[Form]:
     @functools.cache
     def deciding(name: str) -> int | None:
         for number, (key, _) in enumerate(rules):
-            try:
-                if re.match(str(key).removeprefix("+:").removeprefix("-:"), name):
-                    return number
-            except re.error:
+            # One that cannot be told may mean it.
+            if matches(str(key).removeprefix("+:").removeprefix("-:"), name) is not False:
                 return number
         return None
 
