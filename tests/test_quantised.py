@@ -226,6 +226,13 @@ def test_group_indices_that_are_none_are_named(how: str, tmp_path: Path) -> None
     assert errors(write(tmp_path / "good", config, tensors | {name: tensors[name][order]})) == []
 
 
+def test_scales_under_two_names_are_named(tmp_path: Path) -> None:
+    config, tensors = model("fp8 blocks")
+    more = {f"{AT}.weight_scale": tensors[f"{AT}.weight_scale_inv"] * 2}
+    (found,) = errors(write(tmp_path / "in", config, tensors | more))
+    assert (found["code"], found["tensor"]) == ("FS207", f"{AT}.weight_scale")
+
+
 def test_very_many_findings_are_counted(tmp_path: Path) -> None:
     config, tensors = model("fp8 blocks")
     experts = {}

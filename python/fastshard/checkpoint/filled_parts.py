@@ -89,7 +89,7 @@ def find(
         ):
             raise FastshardError.of(
                 "FS514",
-                f"the tensors of {whose} are divided over ranks, and --fill-from takes whole ones",
+                f"the tensors of {whose} lie in parts, and --fill-from takes whole ones",
                 help="merge it first (fastshard merge), and fill the result",
             )
     (have, lost), whole = _held(base), _model(original)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ...common.errors import Finding
@@ -56,6 +57,7 @@ def judged(stated: Stated | None, tensors: Tensors) -> tuple[list[Weight], list[
         return [], []
     weights: dict[str, Weight] = {}
     faulty: set[str] = set()
+    spelled = _spelling(tensors)
     found: list[Finding] = []
     for name, (dtype, shape) in tensors.items():
         if (form := _form_of(name, dtype, forms)) is None:
@@ -64,7 +66,7 @@ def judged(stated: Stated | None, tensors: Tensors) -> tuple[list[Weight], list[
             found.append(_no_codes(name, form, shape))
             continue
         module = form.module(name) or name
-        told, companions = _companions(module, name, form, sizes, tensors)
+        told, companions = _companions(module, name, form, sizes, tensors, spelled)
         found += told
         faulty |= {module} if told else set()
         weights[module] = Weight(module, form, name, sizes, companions)
@@ -104,25 +106,32 @@ def _form_of(name: str, dtype: str, forms: Iterable[Form]) -> Form | None:
 
 
 def _companions(
-    module: str, codes: str, form: Form, sizes: Sizes, tensors: Tensors
+    module: str, codes: str, form: Form, sizes: Sizes, tensors: Tensors, spelled: Callable[[Companion], str]
 ) -> tuple[list[Finding], dict[str, str]]:
     """What is wrong with the companions of a weight, and the names of those that are there."""
     found: list[Finding] = []
     there: dict[str, str] = {}
     for one in form.companions:
-        name = next((f"{module}{s}" for s in one.suffixes if f"{module}{s}" in tensors), None)
-        if name is None:
+        names = [f"{module}{s}" for s in one.suffixes if f"{module}{s}" in tensors]
+        found += [
+            Finding.of(
+                "FS207", f"{codes} has two tensors of {one.role}, and loaders differ in which they take", tensor=name,
+                expected=names[0], got=name, help="leave the stale one out (--exclude)",
+            )
+            for name in names[1:]
+        ]  # fmt: skip
+        if not names:
             if one.required and _is_needed(one, module, tensors):
                 found.append(
                     Finding.of(
                         "FS102",
                         f"{codes} is stored as {form.name}, and its {one.role} {_are(one)} missing",
-                        tensor=f"{module}{_spelled(one, tensors)}",
+                        tensor=f"{module}{spelled(one)}",
                         help=_COPY,
                     )
                 )
             continue
-        there[one.role] = name
+        there[one.role] = name = names[0]
         dtype, shape = tensors[name]
         if dtype not in one.dtypes:
             found.append(
@@ -136,9 +145,14 @@ def _companions(
     return found, there
 
 
-def _spelled(one: Companion, tensors: Tensors) -> str:
-    """What the name of a companion ends with in this checkpoint."""
-    return next((s for s in one.suffixes if any(name.endswith(s) for name in tensors)), one.suffixes[0])
+def _spelling(tensors: Tensors) -> Callable[[Companion], str]:
+    """What the name of a companion ends with in a checkpoint."""
+
+    @functools.cache
+    def is_used(suffix: str) -> bool:
+        return any(name.endswith(suffix) for name in tensors)
+
+    return lambda one: next(filter(is_used, one.suffixes), one.suffixes[0])
 
 
 def _are(one: Companion) -> str:
@@ -196,7 +210,7 @@ def _orphans(
     for name in tensors:
         if name in taken:
             continue
-        suffix = next((s for s in sorted(suffixes, key=len, reverse=True) if name.endswith(s)), None)
+        suffix = next((s for s in longest if name.endswith(s)), None)
         if suffix is None:
             continue
         form, one = suffixes[suffix]
