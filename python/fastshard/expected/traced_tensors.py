@@ -11,10 +11,10 @@ elements; a dimension runs through its digits, the outermost first.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Part", "Trace"]
 
@@ -177,15 +177,34 @@ def every(made: Made, args: tuple[Any, ...]) -> Made:
     return reshaped(taken, [*made.shape[:dim], n // step, *made.shape[dim + 1 :]])
 
 
-class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Trace:
     """Follows named tensors through the operations of its context."""
 
     def __init__(self, named: dict[str, torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         #: Each tensor is held, so that none that is followed has the id of another.
         self._held: dict[int, tuple[torch.Tensor, Made | None]] = {
             id(tensor): (tensor, whole(name, list(tensor.shape))) for name, tensor in named.items()
         }
+        self._mode: Any = None
+
+    def __enter__(self) -> Trace:
+        # Who imports this module does not need torch.
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        follow = self._follow
+
+        class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+            ) -> Any:
+                return follow(func, args, kwargs or {})
+
+        self._mode = Mode()  # type: ignore[no-untyped-call]
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._mode.__exit__(*error)
 
     def parts(self, tensor: torch.Tensor) -> list[Part] | None:
         """The parts of a tensor; None for one that was computed."""
@@ -198,11 +217,11 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """True for the tensor of that name in memory, as it lies there."""
         return self.parts(tensor) == whole(name, list(tensor.shape)).parts
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operation, and notes what its results are made of."""
-        out = func(*args, **(kwargs or {}))
+        import torch
+
+        out = func(*args, **kwargs)
         given = [a for arg in args for a in (arg if isinstance(arg, list | tuple) else (arg,))]
         inputs = [self._held.get(id(a), (a, None))[1] for a in given if isinstance(a, torch.Tensor)]
         results = [

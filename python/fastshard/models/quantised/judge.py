@@ -207,6 +207,7 @@ def _orphans(
     }
     told: set[str] = set()
     roles = {_NUMBERS.sub("{}", name) for name in taken}
+    longest = sorted(suffixes, key=len, reverse=True)
     for name in tensors:
         if name in taken:
             continue
