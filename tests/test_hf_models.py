@@ -278,6 +278,9 @@ def quantised(method: str, folder: Path) -> None:
             tensors[name] = torch.randint(0, 255, (rows * columns // 2, 1), dtype=torch.uint8)
             tensors[f"{name}.absmax"] = torch.rand(rows * columns // 64)
             tensors[f"{name}.quant_map"] = torch.rand(16)
+            state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [rows, columns]}
+            record = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+            tensors[f"{name}.quant_state.bitsandbytes__nf4"] = record
         else:
             tensors[f"{base}weight_packed"] = torch.randint(
                 0, 1 << 30, (rows, columns // 8), dtype=torch.int32
@@ -286,7 +289,7 @@ def quantised(method: str, folder: Path) -> None:
             tensors[f"{base}weight_shape"] = torch.tensor([rows, columns])
     save_file(tensors, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": method, "bits": 4}
+    config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": -1}
     (folder / "config.json").write_text(json.dumps(config))
 
 
