@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fastshard.models.quantised.expressions import matches
-from helpers import cli
+from helpers import at_once, cli
 from hypothesis import given
 from hypothesis import strategies as st
 from quantised_maker import FORMS, LINEAR, Tensors, model, write
@@ -19,6 +19,17 @@ from test_families_hf import saved
 from test_families_hf import tensors as deepseek
 
 AT = "model.layers.1.mlp.up_proj"
+#: Forms that every run tries where each takes long: one of each module.
+CHOSEN = (
+    "fp8 blocks",
+    "mxfp8",
+    "ct 4 bit asymmetric",
+    "ct nvfp4",
+    "modelopt nvfp4",
+    "gptq 4 bit",
+    "awq",
+    "bnb nf4 nested",
+)
 #: Companions that a weight may lack.
 OPTIONAL = (".input_scale", ".weight_format", ".input_global_scale", ".pre_quant_scale")
 
@@ -80,7 +91,7 @@ OTHERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("how", OTHERS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", at_once(FORMS, CHOSEN))
 def test_tensors_of_another_shape_or_dtype_are_named(form: str, how: str, tmp_path: Path) -> None:
     config, tensors = model(form)
     # The codes' shape is the weight's own. How long a block is stands in the record of bitsandbytes alone, which is not read.
@@ -164,7 +175,7 @@ FACTORS = ("_scale", "_scale_inv", "scales", ".scale", "scale_2", "absmax", "SCB
 
 
 @pytest.mark.parametrize("how", NO_SCALES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", at_once(FORMS, CHOSEN))
 def test_scales_that_are_none_are_named(form: str, how: str, tmp_path: Path) -> None:
     config, tensors = model(form)
     if how == "negative" and form.startswith(("gptq", "awq", *PACKED)):
