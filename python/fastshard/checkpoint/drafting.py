@@ -140,6 +140,12 @@ def movable(source: Source, target: Target, request: Request) -> None:
         )
 
 
+def as_stored(source: Source) -> dict[str, Any]:
+    """What the core is asked for where every tensor is wanted as it is stored."""
+    side = source.to_request()
+    return {"source": side, "dtype": None, "mean_replicas": False, "include": (), "exclude": ()}
+
+
 def draft_of(catalog: _core.Catalog, request: dict[str, Any]) -> _core.Draft:
     """A draft of a request, with the tables of source and target."""
     sides: dict[str, Any] = {key: dict(request[key]) for key in ("source", "target") if key in request}

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
+from ..common import json_text
 from ..common.dtypes import numpy_dtype
 from ..common.errors import Finding, from_core
 from ..common.thread_counts import default_threads
 from ..models.quantised.forms import ceil_div
 from ..models.quantised.judge import Weight
-from .drafting import UNPLACED, Opened, draft_of
+from .drafting import UNPLACED, Opened, as_stored, draft_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,15 +57,8 @@ class _Stored:
 
     def __init__(self, opened: Opened) -> None:
         source = opened.source
-        asked = {
-            "source": source.to_request(),
-            "dtype": None,
-            "mean_replicas": False,
-            "include": (),
-            "exclude": (),
-        }
         try:
-            self._plan = draft_of(opened.catalog, asked).place(UNPLACED)
+            self._plan = draft_of(opened.catalog, as_stored(source)).place(UNPLACED)
         except _core.CoreError as error:
             raise from_core(error) from None
         self._outputs: dict[str, tuple[int, str, tuple[int, ...], int]] = {}
@@ -267,11 +260,11 @@ def _record(weight: Weight, name: str, stored: _Stored) -> Iterator[Finding]:
     if stored.dtype(name) != "U8" or weight.codes not in stored:
         return
     try:
-        said = json.loads(stored.bytes(name).tobytes())
+        said = json_text.object_in(stored.bytes(name).tobytes())
         size, length = math.prod(said["shape"]), said["blocksize"]
         fits = ceil_div(size, 2) == math.prod(stored.shape(weight.codes))
         nested = said.get("nested_blocksize")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         yield Finding.of(
             "FS215", f"the quant state of {weight.codes} is no record", tensor=name,
             expected="JSON with shape and blocksize", got="other bytes", help=_HELP,
