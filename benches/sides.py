@@ -175,6 +175,22 @@ def verl_merge(a: dict[str, Any]) -> Job:
     return job
 
 
+def fp8_dequantizer(a: dict[str, Any]) -> Job:
+    """compressed-tensors' values of fp8 blocks, file by file, as its converter writes them."""
+    from compressed_tensors.entrypoints.convert.converters.fp8block_dequantizer import FP8BlockDequantizer
+    from safetensors.torch import load_file, save_file
+
+    dequantizer = FP8BlockDequantizer.from_pretrained(a["src"])
+
+    def job() -> None:
+        out = Path(a["out"])
+        out.mkdir()
+        for file in sorted(Path(a["src"]).glob("*.safetensors")):
+            save_file(dequantizer.process(load_file(file)), out / file.name, {"format": "pt"})
+
+    return job
+
+
 def command(a: dict[str, Any]) -> Job:
     return lambda: subprocess.run(a["command"], check=True, stdout=subprocess.DEVNULL)
 
@@ -255,7 +271,7 @@ SIDES = {
     f.__name__: f
     for f in (
         fastshard, verify, copy, consolidate, consolidate_ranks, torch_save, script, zero_to_fp32, command, cli,
-        paxml_script, model, verl_merge,
+        paxml_script, model, verl_merge, fp8_dequantizer,
     )
 }  # fmt: skip
 
@@ -264,7 +280,15 @@ def main() -> None:
     name, arguments = sys.argv[1], json.loads(sys.argv[2])
     job = SIDES[name](arguments)
     threads = arguments.get("threads")
-    if name in ("consolidate", "consolidate_ranks", "torch_save", "script", "zero_to_fp32", "verl_merge"):
+    if name in (
+        "consolidate",
+        "consolidate_ranks",
+        "torch_save",
+        "script",
+        "zero_to_fp32",
+        "verl_merge",
+        "fp8_dequantizer",
+    ):
         import torch
 
         torch.set_num_threads(threads)

@@ -37,7 +37,7 @@ def stated(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("command", BOTH, ids=["merge", "hf"])
-@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors"])
+@pytest.mark.parametrize("method", ["awq", "hqq", "compressed-tensors"])
 def test_packed_weights_are_not_cast(method: str, command: list[str], tmp_path: Path) -> None:
     """Their values are not those of the integers: a config without the quantisation would make noise of them."""
     quantised(method, tmp_path / "model")

@@ -448,11 +448,6 @@ class Table:
         target's side; ``file`` is the config's, for messages. Raises CoreError (``FS211``) naming the key for values
         that do not fit.
         """
-    def blocks(self, config: str, file: str | None = None) -> dict[str, list[int]]:
-        """Extents of a block of elements that share a scale, by storage form, as a config (JSON) states them.
-
-        Raises CoreError (``FS211``) naming the key for a value that does not fit.
-        """
     def with_rules(self, rules: list[Rule]) -> Table:
         """The same table with other rules. Raises CoreError (``FS210``) naming the first that does not fit it."""
     def rule_of(self, name: str) -> Rule | None:

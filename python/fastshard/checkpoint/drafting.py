@@ -17,11 +17,11 @@ from ..layouts.declaration import Source
 from ..targets.base import Target
 from ..targets.registry import TARGETS, keeps_all
 from ..targets.request import Request
+from .quantised_weights import QuantisedWeights
 
 if TYPE_CHECKING:
     from ..expected.expected_list import ExpectedTensors
     from ..expected.reference import Reference
-    from ..models.quantised.judge import Weight
 
 #: Where the outputs of a plan lie that is only read.
 UNPLACED: dict[str, Any] = {
@@ -81,7 +81,7 @@ class Opened:
     #: What it has answered, once it was asked.
     promised: Promised | None = None
     #: Weights that are stored quantised, by the model's own names.
-    quantised: Sequence[Weight] = ()
+    quantised: QuantisedWeights = field(default_factory=QuantisedWeights)
     #: What is read besides the checkpoint, as it was given: an adapter, the model that parts are taken from.
     besides: Sequence[str] = ()
 

@@ -163,8 +163,13 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
         units=[unit for unit in source.units if unit.file not in strays.copies],
         lost={**source.lost, **unreadable, **strays.lost},
     )
-    quantised, told = quantised_weights.found_in(source, contents)
-    source = replace(source, of_tensors=[*source.of_tensors, *told])
+    quantised = quantised_weights.found_in(source, contents)
+    source = replace(
+        source,
+        of_tensors=[*source.of_tensors, *quantised.findings],
+        beside=frozenset(name for weight in quantised.weights for name in weight.companions.values()),
+        quantiser_files=quantised.files,
+    )
     if filled is not None:
         source, told = filled_parts.add(source, filled, len(found.files))
         findings += told

@@ -23,6 +23,7 @@ from ..targets.optimizer_state import carried
 from ..targets.registry import TARGETS, check, target_of
 from ..targets.request import DTYPES, MERGE, Request
 from .causes import Causes, causes_of
+from .dequantised import dequantised
 from .drafting import Merged, Opened, draft_of, movable, taken, with_masters
 from .grouping import HeldFile, grouped, with_effects
 from .mapped_files import Maps
@@ -238,6 +239,7 @@ def _made(opened: Opened, request: Request) -> Plan:
             "dtypes": completed.dtypes,
             "constants": completed.constants,
             "pointers": completed.pointers,
+            "expected": None if opened.reference is None else opened.reference.authority,
         }
     )
     findings, lost = _all_findings(draft, core, told)
@@ -279,14 +281,18 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
     findings = weights_taken(source, opened.findings, request.weights, request.optimizer)
     findings += [f for f in source.findings if f not in opened.source.findings]
     findings += [asked_for(f, request) for f in source.of_tensors]
+    made = None
+    if (dtype := DTYPES[request.dtype]) is not None:
+        made = dequantised(opened, source, dtype)
+        findings += made.findings
+        source = made.described(source, opened.catalog.names)
     target = None
     if request.to is not None:
         target = target_of(source, request)
         movable(source, target, request)
     asked = _asked(source, target, request, form)
-    if DTYPES[request.dtype] is not None:
-        unquantised = config_json.unquantised(source.model.config or {}) or None
-        source = replace(source, model=replace(source.model, config=unquantised))
+    if made is not None:
+        asked["source"] |= made.asked(source)
     # A file that is missing or cannot be read makes every tensor in it missing: say the cause, not the echo.
     causes = causes_of(findings, source, [file.path for file in opened.files], opened.catalog.names)
     core = draft_of(opened.catalog, asked)
@@ -311,7 +317,7 @@ def _judged(draft: _Draft) -> list[Finding]:
     """What is found in the outputs: by the reference, or by what a model's own layers say."""
     opened, request, source = draft.opened, draft.request, draft.source
     told: list[Finding] = []
-    if not draft.is_kept:
+    if not draft.is_kept and not any(f.severity == "error" for f in draft.findings):
         told += quantised(draft.tensors, request.dtype, opened.source.model.config)
     # A reference says more than a model's own layers.
     seen = None if opened.reference is not None else evidence(opened, source, request, draft.core)
@@ -415,8 +421,6 @@ def _asked(
         "include": request.include,
         "exclude": request.exclude,
     }
-    if asked["dtype"] is not None:
-        side["dequantise"] = config_json.weight_block(source.model.config)
     if form is not None:
         asked["target"] = form
     if target is not None:

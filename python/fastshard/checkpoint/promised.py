@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..expected.expected_list import ExpectedTensors
     from ..expected.promised_parts import Part
     from ..layouts.declaration import Source
-    from ..models.quantised.judge import Weight
+    from ..models.quantised.forms import Weight
     from ..targets.request import Request
 
 __all__ = ["beside_list", "judged", "refused_names", "with_promised"]
@@ -69,7 +69,7 @@ def _is_wanted(opened: Opened, for_hf: bool) -> bool:
         and not model.is_part
         and bool(model.hf_names or model.no_table)
         and isinstance(config.get("model_type"), str)
-        and (bool(opened.quantised) or not any(config.get(key) for key in _QUANTISED))
+        and (bool(opened.quantised.weights) or not any(config.get(key) for key in _QUANTISED))
     )
 
 
@@ -108,7 +108,9 @@ def judged(
     tensors = merged.draft.tensors()
     if (changed := wrapped(name for name, *_ in tensors)) is not None:
         return [], f"{called} was not asked: {changed[1]} has changed names ({changed[0]})"
-    stored_as = {name: names for weight in opened.quantised for name, names in weight.stored_as}
+    # With a dtype they are written as their values, under the names that these have.
+    kept = () if merged.asked["source"].get("coded") else opened.quantised.weights
+    stored_as = {name: names for weight in kept for name, names in weight.stored_as}
     fits = []
     try:
         for in_memory in (False, True):
@@ -127,7 +129,7 @@ def judged(
     shapes = {name: (tuple(whole), kind) for name, kind, _, _, whole, _ in tensors if not is_state(name)}
     partial = not model.saved_whole and not holds_embedding(shapes)
     told = [_counted(f, shapes if partial else None) for f in told]
-    told += _misshapen(opened.quantised, listed, called)
+    told += _misshapen(opened.quantised.weights, listed, called)
     # What the config promises besides is no surprise.
     parts = parts_of(model.config or {})
     told = [f for f in told if f.severity != "note" or f.code != "FS207" or not _is_of(parts, f.tensor)]
@@ -233,10 +235,15 @@ def _names_in_memory(called: str, listed: ExpectedTensors, names: list[str]) -> 
 def beside_list(seen: list[Finding], by_list: list[Finding]) -> list[Finding]:
     """What a model's own layers say, where a list speaks that knows more.
 
-    What the list finds missing is not told twice. An error is a warning where the list proves that all is there.
+    What the list finds missing is not told twice. An error is a warning that names both where the list proves that all is there.
     """
     if any(f.severity == "error" and f.code in _MISSING for f in by_list):
         return [f for f in seen if f.code not in _MISSING]
-    if listed_by(by_list) is not None:
-        return [f.replace(severity="warning") if f.severity == "error" else f for f in seen]
-    return seen
+    by = listed_by(by_list)
+    if by is None:
+        return seen
+    says = f"the checkpoint's own layers say so, and {by} says that all is there"
+    return [
+        f.replace(severity="warning", message=f"{f.message}; {says}") if f.severity == "error" else f
+        for f in seen
+    ]

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from ..common import json_text
-from ..common.dtypes import numpy_dtype
-from ..common.errors import Finding, from_core
-from ..common.thread_counts import default_threads
-from ..models.quantised.forms import ceil_div
-from ..models.quantised.judge import Weight
-from .drafting import UNPLACED, Opened, as_stored, draft_of
+from ..common.errors import Finding
+from ..models.quantised.forms import Weight, ceil_div
+from .drafting import Opened
+from .stored_bytes import StoredBytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,11 +37,11 @@ _HELP = "restore the file that the quantiser wrote"
 
 def damaged(opened: Opened) -> list[Finding]:
     """What is wrong with the values of scales and indices: NaN, infinite, below zero, zero over codes that are not, no groups."""
-    if not opened.quantised:
+    if not opened.quantised.weights:
         return []
-    stored = _Stored(opened)
+    stored = StoredBytes(opened)
     found: list[Finding] = []
-    for weight in opened.quantised:
+    for weight in opened.quantised.weights:
         try:
             found += _of_weight(weight, stored)
         except _core.CoreError as error:
@@ -52,75 +50,7 @@ def damaged(opened: Opened) -> list[Finding]:
     return found
 
 
-class _Stored:
-    """Values of tensors as they are stored, by the model's own names."""
-
-    def __init__(self, opened: Opened) -> None:
-        source = opened.source
-        try:
-            self._plan = draft_of(opened.catalog, as_stored(source)).place(UNPLACED)
-        except _core.CoreError as error:
-            raise from_core(error) from None
-        self._outputs: dict[str, tuple[int, str, tuple[int, ...], int]] = {}
-        for number, (name, dtype, shape, size, _) in enumerate(self._plan.outputs()):
-            own = source.names.get(name, name).removeprefix(source.weights_prefix)
-            self._outputs[own] = (number, dtype, tuple(shape), size)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._outputs
-
-    def dtype(self, name: str) -> str:
-        """Its dtype."""
-        return self._outputs[name][1]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Its shape."""
-        return self._outputs[name][2]
-
-    def size(self, name: str) -> int:
-        """Its bytes."""
-        return self._outputs[name][3]
-
-    def bytes(self, name: str, start: int = 0, length: int | None = None) -> np.ndarray[Any, Any]:
-        """Bytes of a tensor, or of a part of it."""
-        import numpy as np
-
-        number, _, _, size = self._outputs[name]
-        buffer = np.empty(size if length is None else length, dtype=np.uint8)
-        if buffer.size:
-            self._plan.read(number, start, buffer, default_threads())
-        return buffer
-
-    def values(self, name: str) -> np.ndarray[Any, Any]:
-        """A tensor as floats."""
-        import numpy as np
-
-        _, dtype, shape, _ = self._outputs[name]
-        raw = self.bytes(name)
-        if dtype == "BF16":
-            wide = raw.view(np.uint16).astype(np.uint32) << 16
-            return wide.view(np.float32).reshape(shape)
-        if dtype == "F8_E4M3":
-            return _f8(raw).reshape(shape)
-        if dtype in ("F8_E8M0", "U8"):
-            # Powers of two, whose last is no number.
-            powers = np.ldexp(1.0, np.minimum(raw, 254).astype(np.int32) - 127).astype(np.float32)
-            return np.where(raw == 255, np.float32("nan"), powers).reshape(shape)
-        return raw.view(numpy_dtype(dtype)).reshape(shape)
-
-
-def _f8(raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Values of E4M3: of what is all ones beside the sign none."""
-    import numpy as np
-
-    exponent, fraction = (raw >> 3 & 15).astype(np.int32), (raw & 7).astype(np.float32)
-    normal = np.ldexp(1 + fraction / 8, exponent - 7)
-    value = np.where(exponent == 0, np.ldexp(fraction / 8, -6), normal)
-    value = np.where((raw & 127) == 127, np.nan, value)
-    return np.where(raw >> 7, -value, value).astype(np.float32)
-
-
-def _of_weight(weight: Weight, stored: _Stored) -> Iterator[Finding]:
+def _of_weight(weight: Weight, stored: StoredBytes) -> Iterator[Finding]:
     """What is wrong with the companions of a weight."""
     import numpy as np
 
@@ -165,7 +95,7 @@ def _is_zero(weight: Weight, name: str, role: str, count: int) -> Finding:
     )  # fmt: skip
 
 
-def _lost(weight: Weight, scales: np.ndarray[Any, Any], stored: _Stored) -> int:
+def _lost(weight: Weight, scales: np.ndarray[Any, Any], stored: StoredBytes) -> int:
     """How many scales are zero over codes that are not; over zeros any scale will do."""
     import numpy as np
 
@@ -203,7 +133,7 @@ def _lost_blocks(codes: np.ndarray[Any, Any], scales: np.ndarray[Any, Any], dtyp
     )
 
 
-def _lost_runs(weight: Weight, maxima: np.ndarray[Any, Any], stored: _Stored) -> int:
+def _lost_runs(weight: Weight, maxima: np.ndarray[Any, Any], stored: StoredBytes) -> int:
     """The same of blocks that run over the rows."""
     import numpy as np
 
@@ -233,7 +163,7 @@ def _block(extent: int, parts: int) -> int:
     return power if ceil_div(extent, power) == parts else least
 
 
-def _shape(weight: Weight, name: str, stored: _Stored) -> Iterator[Finding]:
+def _shape(weight: Weight, name: str, stored: StoredBytes) -> Iterator[Finding]:
     """A shape in numbers that is not that of the codes; of the last word of a row it may take a part alone."""
     import numpy as np
 
@@ -255,7 +185,7 @@ def _shape(weight: Weight, name: str, stored: _Stored) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _record(weight: Weight, name: str, stored: _Stored) -> Iterator[Finding]:
+def _record(weight: Weight, name: str, stored: StoredBytes) -> Iterator[Finding]:
     """A record of bitsandbytes that is none, or of a weight of another size; and maxima that are not as many as it has blocks."""
     if stored.dtype(name) != "U8" or weight.codes not in stored:
         return
@@ -289,7 +219,7 @@ def _record(weight: Weight, name: str, stored: _Stored) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _groups(weight: Weight, name: str, stored: _Stored) -> Iterator[Finding]:
+def _groups(weight: Weight, name: str, stored: StoredBytes) -> Iterator[Finding]:
     """Group indices that name no group, or one too often."""
     import numpy as np
 

@@ -1,39 +1,93 @@
-"""Quantised weights of an opened checkpoint, judged by the forms that its config states."""
+"""Quantised weights of an opened checkpoint: judged by the forms that its config states."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..common import safe_files
 from ..common.errors import FastshardError, Finding
 from ..layouts.declaration import Source, is_state
-from ..models.quantised.judge import Weight, judged
-from ..models.quantised.stated import stated
+from ..models.quantised.forms import F8, Stored, Weight
+from ..models.quantised.judge import judged
+from ..models.quantised.stated import Stated, stated
 from ..sources.base import Contents
 
-__all__ = ["found_in"]
+__all__ = ["QuantisedWeights", "found_in"]
 
 #: Files in which quantisers say what they did, where config.json does not.
 _BESIDE = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+#: What scales of activations are called. source: vLLM model_loader/weight_utils.py, ModelOpt 0.47 torch/export
+_OF_ACTIVATIONS = re.compile(
+    r"\.(input_scale|input_global_scale|output_scale|[kvq]_scale|prob_scale|prob_output_scale)$"
+)
+#: What fp8 weights have that nothing else says anything of.
+_UNSAID = Stated("fp8", {}, "")
 
 
-def found_in(source: Source, contents: Contents) -> tuple[list[Weight], list[Finding]]:
-    """The quantised weights of a model of Hugging Face; what is missing of them, and what contradicts its config.
+@dataclass(frozen=True)
+class QuantisedWeights:
+    """What was found of a model's quantised weights."""
 
-    Names and shapes of tensors whose storage a layout table states are judged by the core, which does not read their scales; those
-    that ranks divide are not judged.
+    weights: list[Weight] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    #: What is wrong where no config says that anything is quantised: told where values are asked for.
+    unsaid: list[Finding] = field(default_factory=list)
+    #: The quantiser's own files, by name.
+    files: Mapping[str, Path] = field(default_factory=dict)
+    #: Names of scales of activations, and of the cache of keys and values: they belong to no weight.
+    of_activations: list[str] = field(default_factory=list)
+
+
+def found_in(source: Source, contents: Contents) -> QuantisedWeights:
+    """The quantised weights of a model whose files hold whole tensors; what is missing of them, and what contradicts its config.
+
+    Without a config fp8 weights are told by the names of their scales. Those that ranks divide are not judged.
     """
     model = source.model
-    if model.is_part or source.assembled or model.config is None:
+    if model.is_part or source.assembled or any(degree > 1 for degree in source.degrees.values()):
+        return QuantisedWeights()
+    files = _beside(source)
+    said = stated(model.config, _contents(files))
+    if said is None and (model.config is None or not model.hf_names):
+        kinds = (
+            t["dtype"]
+            for unit in source.units
+            if contents.readable(unit.file)
+            for t in contents.tensors(unit.file)
+        )
+        if not any(dtype in F8 for dtype in kinds):
+            return QuantisedWeights()
+        by_names, unsaid = _by_names(_tensors(source, contents))
+        return QuantisedWeights(by_names, [], unsaid)
+    tensors = _tensors(source, contents)
+    weights, found = judged(said, tensors)
+    weights, unsaid = _by_names(tensors) if said is None else (weights, [])
+    lost = {source.names.get(name, name) for name in source.lost}
+    # What is missing with a file is told with the file.
+    told = [finding for finding in found if finding.tensor not in lost]
+    owned = {name for weight in weights for name in weight.stored}
+    others = (
+        [name for name in tensors if name not in owned and _OF_ACTIVATIONS.search(name)] if weights else []
+    )
+    return QuantisedWeights(weights, told, unsaid, files, others)
+
+
+def _by_names(tensors: Mapping[str, Stored]) -> tuple[list[Weight], list[Finding]]:
+    """The fp8 weights that have scales, by their names alone, and what is wrong with these."""
+    if not any(dtype in F8 for dtype, _ in tensors.values()):
         return [], []
-    if any(degree > 1 for degree in source.degrees.values()):
-        return [], []
-    said = stated(model.config, _beside(source))
-    if said is None and not model.hf_names:
-        return [], []
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    weights, found = judged(_UNSAID, tensors)
+    return weights, [finding for finding in found if finding.code in ("FS201", "FS202")]
+
+
+def _tensors(source: Source, contents: Contents) -> dict[str, Stored]:
+    """Dtypes and shapes of the model's tensors, by its own names."""
+    tensors: dict[str, Stored] = {}
     for unit in source.units:
         under = len(unit.under)
         is_own = contents.readable(unit.file)
@@ -45,20 +99,24 @@ def found_in(source: Source, contents: Contents) -> tuple[list[Weight], list[Fin
             own = source.names.get(stored, stored)
             if own.startswith(source.weights_prefix) and not is_state(own):
                 tensors[own.removeprefix(source.weights_prefix)] = (tensor["dtype"], tuple(tensor["shape"]))
-    lost = {source.names.get(name, name) for name in source.lost}
-    # What is missing with a file is told with the file.
-    weights, found = judged(said, tensors)
-    if source.stored:
-        return weights, []
-    return weights, [finding for finding in found if finding.tensor not in lost]
+    return tensors
 
 
-def _beside(source: Source) -> dict[str, Mapping[str, Any]]:
-    """Contents of the files in which quantisers say what they did, as far as they can be read."""
-    found: dict[str, Mapping[str, Any]] = {}
+def _beside(source: Source) -> dict[str, Path]:
+    """The files in which quantisers say what they did."""
+    found: dict[str, Path] = {}
     for folder in source.places[:1]:
         for name in _BESIDE:
             with contextlib.suppress(FastshardError, OSError):
                 if (file := folder.file(name)) is not None:
-                    found[name] = safe_files.read_object(file, safe_files.MAX_CONFIG)
+                    found[name] = file
+    return found
+
+
+def _contents(files: Mapping[str, Path]) -> dict[str, Mapping[str, Any]]:
+    """What they say, as far as it can be read."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for name, file in files.items():
+        with contextlib.suppress(FastshardError, OSError):
+            found[name] = safe_files.read_object(file, safe_files.MAX_CONFIG)
     return found

@@ -36,7 +36,7 @@ def sides_of(
     if keeps:
         yield replace(planned, draft=draft_of(opened.catalog, every)) if request.is_narrowed else planned
     every.pop("target", None)
-    weights_of = {key: asked["source"][key] for key in ("dequantise",) if key in asked["source"]}
+    weights_of = {key: asked["source"][key] for key in ("coded", "hidden") if key in asked["source"]}
     if request.to is not None or not keeps:
         as_stored = replace(MERGE, vocab_size=request.vocab_size, weights=request.weights)
         stored, form, how = as_referenced(opened, reference, taken(opened, as_stored), as_stored)
@@ -194,7 +194,7 @@ def _without_table(
             return None
     if listed.quantised:
         return None
-    plain = replace(source, layout=None, table=None, axes={}, facts={}, sets={}, stored={}, pass_unknown=True)
+    plain = replace(source, layout=None, table=None, axes={}, facts={}, sets={}, pass_unknown=True)
     every = {**asked, "source": plain.to_request()}
     side = Side(draft_of(opened.catalog, every), plain, below=True)
     return as_written(plain, side, replace(reference, listed=listed))

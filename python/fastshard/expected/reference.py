@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import _core
-from ..common import safe_files
+from ..common import json_text, safe_files
 from ..common.errors import FastshardError, Finding, error_for
 from ..common.listing import Folder, linked
 from ..common.options import StrPath
@@ -68,6 +69,14 @@ class Reference:
         if self.config is None or self.config_file is None or not self.places:
             return None
         return self.config, self.config_file
+
+    @property
+    def authority(self) -> str | None:
+        """Class, version and digest of the list, where it is one: a run that another list began is not gone on with."""
+        if self.listed is None:
+            return None
+        digest = hashlib.sha256(json_text.canonical(self.listed.to_document()).encode()).hexdigest()
+        return f"{self.listed.model_class} of transformers {self.listed.transformers}, sha256:{digest}"
 
     def refuse_itself(self, roots: Iterable[Path], files: Iterable[Path], single: bool) -> None:
         """Refuses to compare a checkpoint with itself.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from .._core import Table
@@ -59,8 +60,10 @@ class Source:
     facts: dict[str, bool] = field(default_factory=dict)
     #: Sets of positions by name: the axis and the positions, ascending.
     sets: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
-    #: Extents of a block of elements that share a scale, by storage form of the layout.
-    stored: dict[str, list[int]] = field(default_factory=dict)
+    #: Names of scales and the like, below the prefix of the weights: they pass beside the tensors that they are of.
+    beside: frozenset[str] = frozenset()
+    #: Files in which a quantiser says what it did, by name: they are of the weights as these are stored.
+    quantiser_files: Mapping[str, Path] = field(default_factory=dict)
     vocab_size: int | None = None
     pass_unknown: bool = False
     #: True if something outside the files found states what must exist.
@@ -142,7 +145,7 @@ class Source:
         if not (self.model.hf_names or self.model.spelling or self.chosen):
             return self
         stored = [name for a in self.assembled for name, *_ in a.tensors]
-        units = {n: list(self._of_unit(unit, names_of(unit.file))) for n, unit in enumerate(self.units)}
+        units = {n: list(self.of_unit(unit, names_of(unit.file))) for n, unit in enumerate(self.units)}
         stored += [name for held in units.values() for _, name in held]
         own = {name: self.names.get(name, name) for name in stored}
         if self.other_prefixes:
@@ -218,7 +221,7 @@ class Source:
         if self.other_prefixes:
             copies = [f"{prefix}*" for prefix in (self.weights_prefix, *self.other_prefixes)]
             return self._without_config(copies, (self.weights_prefix or self.other_prefixes[0]).rstrip("."))
-        units = {n: list(self._of_unit(unit, names_of(unit.file))) for n, unit in enumerate(self.units)}
+        units = {n: list(self.of_unit(unit, names_of(unit.file))) for n, unit in enumerate(self.units)}
         stored = [name for held in units.values() for _, name in held]
         stored += [name for group in self.assembled for name, *_ in group.tensors]
         names = {name: self._below_prefix(name) for name in dict.fromkeys(stored)}
@@ -343,7 +346,7 @@ class Source:
         return replace(self.optimizer, groups=groups, untrained=set(map(below, self.optimizer.untrained)))
 
     @staticmethod
-    def _of_unit(unit: Unit, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    def of_unit(unit: Unit, names: Iterable[str]) -> Iterator[tuple[str, str]]:
         """Key and name of each tensor of a unit."""
         under = "".join(f"{part}." for part in unit.under)
         for name in names:
@@ -398,7 +401,7 @@ class Source:
             "axes": self.axes,
             "facts": self.facts,
             "sets": {name: {"axis": axis, "positions": at} for name, (axis, at) in self.sets.items()},
-            "stored": self.stored,
+            "beside": [f"{self.weights_prefix}{name}" for name in sorted(self.beside)],
             "vocab_size": self.vocab_size,
             "pass_unknown": self.pass_unknown,
         }

@@ -93,20 +93,6 @@ def described(
         raise from_core(error) from None
 
 
-def blocks(
-    config: dict[str, Any], layout: str | _core.Table, file: str | None = None
-) -> dict[str, list[int]]:
-    """Extents of a block of elements that share a scale, by storage form of a layout.
-
-    Raises:
-        FastshardError: ``FS211`` for a value that does not fit.
-    """
-    try:
-        return _table(layout).blocks(_json(config), file)
-    except _core.CoreError as error:
-        raise from_core(error) from None
-
-
 def is_for(table: _core.Table, config: dict[str, Any]) -> bool:
     """True if a table is for a model, as its ``[config]`` says.
 
@@ -145,20 +131,17 @@ def axes_and_facts(config: dict[str, Any]) -> tuple[dict[str, int], dict[str, bo
     return described(config)[:2]
 
 
-def weight_block(config: dict[str, Any] | None) -> list[int]:
-    """Extents of the blocks that share a scale, as ``quantization_config`` states them; empty if it does not.
-
-    source: transformers quantizers, ``weight_block_size`` of FineGrainedFP8Config
-    """
-    stated = (config or {}).get("quantization_config")
-    block = stated.get("weight_block_size") if isinstance(stated, dict) else None
-    sizes = isinstance(block, list) and all(isinstance(n, int) and 0 < n < 1 << 32 for n in block)
-    return list(block) if isinstance(block, list) and sizes else []
+#: Keys under which a config says that its weights are quantised.
+_QUANTISED = ("quantization_config", "compression_config")
 
 
 def unquantised(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of the same model with plain weights."""
-    return {key: value for key, value in config.items() if key != "quantization_config"}
+    """The config of the same model with plain weights, in all its parts."""
+    return {
+        key: unquantised(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in _QUANTISED
+    }
 
 
 def quantised_by(config: dict[str, Any]) -> str | None:

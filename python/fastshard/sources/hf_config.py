@@ -135,6 +135,33 @@ def describe(
     _take_layout(source, config, label, layout, names, stored, outer)
 
 
+def with_plain_weights(source: Source, names: Collection[str]) -> Source:
+    """The declaration of the same model whose weights are no longer quantised: a table fits it that did not before.
+
+    Args:
+        source: the declaration of the quantised model.
+        names: own names of its tensors, as they are then.
+    """
+    config = config_json.unquantised(source.model.config or {})
+    source = replace(source, model=replace(source.model, config=config or None))
+    model, outer = source.model, source.weights_prefix
+    if not config or not model.hf_names or source.layout is not None or source.own_table is not None:
+        return source
+    names = [name for name in names if name.startswith(outer) and not is_state(name)]
+    stored = {name.removeprefix(outer) for name in names}
+    label = None if model.config_file is None else str(model.config_file)
+    layout = config_json.layout_of(config, label)
+    if layout is None or wrapped(stored) is not None or _why_not(config, layout, names) is not None:
+        return source
+    made = replace(
+        source,
+        model=replace(model, dialect=huggingface.DIALECT, no_table=None),
+        findings=list(source.findings),
+    )
+    _take_layout(made, config, label, layout, names, stored, outer)
+    return made
+
+
 def _refuse_no_model(config: dict[str, Any], label: str | None) -> None:
     """Raises for a config of transformers that says nothing of a model."""
     if "transformers_version" in config and not config.keys() & {"model_type", "architectures"}:
@@ -175,7 +202,6 @@ def _take_layout(
     # The table's own names, too, where the model's begin otherwise.
     stored = stored | {_own(name, base, prefix.removeprefix(outer)) for name in stored}
     source.axes, source.facts, source.sets = config_json.described(config, label, stored, layout)
-    source.stored = config_json.blocks(config, layout, label)
     source.provable = True
     if outer or prefix != base:
         table = _prefixed(layout, base, prefix.removeprefix(outer))
@@ -276,8 +302,8 @@ def by_own_table(source: Source, table: Table, names: Collection[str]) -> Source
         # Ranks hold rows of the padded vocabulary: what the files say of it goes before a config, which knows the true one.
         axes.pop("P", None)
         axes |= {k: v for k, v in source.axes.items() if k == "P"}
-    model, stored = replace(model, dialect=huggingface.DIALECT), config_json.blocks(config, table, label)
-    return replace(source, axes=axes, facts=facts, sets=sets, stored=stored, provable=True, model=model)
+    model = replace(model, dialect=huggingface.DIALECT)
+    return replace(source, axes=axes, facts=facts, sets=sets, provable=True, model=model)
 
 
 def _why_not(config: dict[str, Any], layout: str | None, names: Iterable[str]) -> str | None:

@@ -56,12 +56,13 @@ impl Plan {
 
 /// Files that an output is made of.
 fn files_of(plan: &CorePlan, output: usize) -> BTreeSet<u32> {
-    let stored =
-        plan.outputs[output].parts.iter().flat_map(|p| &p.sources).map(|&s| &plan.stored[s as usize]);
+    let sources = plan.outputs[output].parts.iter().flat_map(|p| &p.sources);
+    let stored = sources.flat_map(|&s| plan.made_of(s)).map(|s| &plan.stored[s as usize]);
     let blobs = stored.flat_map(|stored| match &stored.pieces {
         Pieces::View { blob, .. } => vec![*blob],
         Pieces::Boxes(pieces) => pieces.iter().map(|p| p.blob).collect(),
         Pieces::Ranges(pieces) => pieces.iter().map(|p| p.blob).collect(),
+        Pieces::Coded(_) => Vec::new(),
     });
     blobs.map(|b| plan.blobs[b as usize].file).collect()
 }

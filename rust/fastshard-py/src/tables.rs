@@ -123,11 +123,6 @@ impl Table {
         Ok((told.extents, told.facts, sets))
     }
 
-    #[pyo3(signature = (config, file=None))]
-    fn blocks(&self, config: &str, file: Option<&str>) -> PyResult<BTreeMap<String, Vec<u64>>> {
-        self.inner.blocks(&parsed(config, file)?, file).map_err(raise)
-    }
-
     fn shape(&self, name: &str, axes: BTreeMap<String, u64>) -> Option<Vec<Option<u64>>> {
         self.inner.shape(name, &axes)
     }

@@ -106,7 +106,6 @@ fn main() {
                 index: vec![layer],
                 shard: None,
                 twins: Vec::new(),
-                scale: None,
                 changes: Vec::new(),
             });
         }

@@ -37,6 +37,9 @@ pub struct Placement {
     /// index, else the first file.
     #[serde(default)]
     pub pointers: Vec<String>,
+    /// The list of expected tensors that the caller gave: its class, version and digest.
+    #[serde(default)]
+    pub expected: Option<String>,
 }
 
 /// A plan without places.
@@ -99,6 +102,7 @@ impl Draft {
         findings.extend(found);
         (plan.outputs, plan.files, plan.texts) = (outputs, files, placement.texts);
         plan.index = has_index.then(|| INDEX_NAME.to_string());
+        plan.expected = placement.expected;
         plan.point(placement.pointers);
         findings.extend(files::beyond(&plan));
         findings.extend(files::misnamed(&plan));

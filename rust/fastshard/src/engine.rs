@@ -7,13 +7,13 @@ mod blocks;
 pub(crate) mod budget;
 mod changes;
 pub(crate) mod checksums;
+mod coded;
 mod evidence;
 pub(crate) mod gather;
 mod read;
 pub(crate) mod release;
 mod report;
 mod run;
-mod scales;
 pub(crate) mod shards;
 pub(crate) mod tile;
 
@@ -293,9 +293,9 @@ pub(crate) fn blobs_of(plan: &Plan, output: &Output) -> Vec<u32> {
         .flat_map(|p| &p.sources)
         .flat_map(|&s| {
             let stored = &plan.stored[s as usize];
-            let scale = stored.scale.as_ref().map(|scale| scale.stored);
             let factors = stored.changes.iter().flat_map(crate::plan::Change::needs);
-            std::iter::once(s).chain(stored.twins.iter().copied()).chain(scale).chain(factors)
+            let beside = stored.twins.iter().copied().chain(factors);
+            plan.made_of(s).into_iter().chain(beside).collect::<Vec<_>>()
         })
         .flat_map(|s| shards::blobs_of(&plan.stored[s as usize]))
         .collect();

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::plan::Plan;
+use crate::plan::{Pieces, Plan};
 
 /// Old positions that are kept, in the order in which they were met, and their new ones.
 #[derive(Default)]
@@ -53,8 +53,8 @@ impl Plan {
             let mut tensor = self.stored[old as usize].clone();
             tensor.rule = rules.keep(tensor.rule);
             tensor.twins.iter_mut().for_each(|twin| *twin = stored.keep(*twin));
-            if let Some(scale) = &mut tensor.scale {
-                scale.stored = stored.keep(scale.stored);
+            if let Pieces::Coded(coded) = &mut tensor.pieces {
+                coded.renumber(|old| stored.keep(old));
             }
             for change in &mut tensor.changes {
                 change.renumber(|old| stored.keep(old));

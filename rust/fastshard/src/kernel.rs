@@ -4,6 +4,7 @@
 //! the only modules where `unsafe` is allowed. Each public function proves its bounds once, before the
 //! first byte moves, and the loops below rely on that proof.
 
+mod codes;
 mod convert;
 mod copy;
 mod heap;
@@ -13,7 +14,8 @@ mod scan;
 mod tally;
 mod transpose;
 
-pub use convert::{convert, f8_value, from_f32, to_f32};
+pub use codes::{by_blocks, f8_table, look_up, mini_float, unpack_column, unpack_lanes, unpack_row};
+pub use convert::{bytes, convert, f8_value, from_f32, round, to_f32};
 pub use copy::{copy, StridedBox};
 pub use heap::trim;
 pub use low_rank::product;
@@ -24,8 +26,7 @@ pub use tally::{count_bytes, float_block, FloatBlock};
 /// Elements of any float dtype, 8-bit ones included, as f32.
 pub fn values(dtype: crate::tensor::Dtype, bytes: &[u8], out: &mut [f32]) {
     if dtype.is_f8() {
-        let table: [f32; 256] = std::array::from_fn(|byte| f8_value(dtype, byte as u8));
-        bytes.iter().zip(out).for_each(|(byte, value)| *value = table[usize::from(*byte)]);
+        look_up(f8_table(dtype), bytes, out);
     } else {
         to_f32(dtype, bytes, out);
     }

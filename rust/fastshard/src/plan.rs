@@ -14,12 +14,14 @@ use crate::words::Words;
 
 pub mod change;
 mod check;
+mod coded;
 mod output;
 mod stored;
 
 pub use change::Change;
+pub use coded::{Coded, Grid, Groups, Numbers, Packing, Scale};
 pub use output::{ArrayStore, Combine, Fill, Form, Op, OutFile, Output, PadRegion, Part, PartAxis};
-pub use stored::{BlockScale, BoxPiece, Pieces, PlanBlob, PlanFile, RangePiece, StoredTensor};
+pub use stored::{BoxPiece, Pieces, PlanBlob, PlanFile, RangePiece, StoredTensor};
 
 /// Version of the plan's JSON form.
 pub const PLAN_VERSION: u32 = 2;
@@ -68,6 +70,9 @@ pub struct Plan {
     /// The index among the files of the result, which names the file of each tensor; none where there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub index: Option<String>,
+    /// The list of expected tensors that the caller gave, which the result is held against: its class, version and digest.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expected: Option<String>,
     /// Top-level names that appear after all others, in this order; readers start from the last.
     pub pointers: Vec<String>,
     /// Degree of each parallel dimension of the source.
@@ -172,8 +177,9 @@ impl Plan {
                 }
                 for stored in part.sources.iter().map(|&source| &self.stored[source as usize]) {
                     here.extend(stored.changes.iter().map(|change| change.words()));
-                    if stored.scale.is_some() {
-                        here.insert(format!("values of {} by scales", stored.dtype));
+                    if let Some(coded) = stored.coded() {
+                        let codes = self.stored[coded.codes as usize].dtype;
+                        here.insert(format!("values of {codes} by scales"));
                     } else if stored.dtype != output.dtype {
                         here.insert(format!("cast {} to {}", stored.dtype, output.dtype));
                     }
@@ -259,14 +265,26 @@ impl Plan {
         }
     }
 
-    /// The file that a stored tensor lies in (its first, where there are several).
+    /// The file that a stored tensor lies in (its first, where there are several); of values that of their codes.
     pub fn file_of(&self, stored: &StoredTensor) -> &PlanFile {
         let blob = match &stored.pieces {
             Pieces::View { blob, .. } => Some(*blob),
             Pieces::Boxes(pieces) => pieces.first().map(|p| p.blob),
             Pieces::Ranges(pieces) => pieces.first().map(|p| p.blob),
+            Pieces::Coded(coded) => return self.file_of(&self.stored[coded.codes as usize]),
         };
         &self.sources[blob.map_or(0, |b| self.blobs[b as usize].file as usize)]
+    }
+
+    /// A stored tensor, and the tensors that its values are made of, which have codes, scales or anything else in files.
+    pub fn made_of(&self, stored: u32) -> Vec<u32> {
+        let mut all = vec![stored];
+        let mut at = 0;
+        while let Some(&one) = all.get(at) {
+            all.extend(self.stored[one as usize].coded().into_iter().flat_map(Coded::needs));
+            at += 1;
+        }
+        all
     }
 
     /// File index and offset of an output whose bytes are one run of one file, as they are.

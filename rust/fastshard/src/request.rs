@@ -7,10 +7,10 @@ use serde::{Deserialize, Deserializer};
 
 mod adapted;
 mod assembled;
+mod coded;
 pub(crate) mod lookalikes;
 mod passes;
 mod plain;
-mod scales;
 mod state;
 
 use crate::catalog::Catalog;
@@ -30,6 +30,7 @@ pub use adapted::{AdaptedSide, ChangeSide};
 pub(crate) use assembled::Gathered;
 use assembled::Pass;
 pub use assembled::{AssembledSide, AssembledTensor, Chunk, Parts, Range};
+pub use coded::{CodedSide, Operand};
 use passes::{slot_name, Made, Resolving};
 
 /// What an adapter declares of a checkpoint, and what is wanted of it.
@@ -89,10 +90,12 @@ pub struct SourceSide {
     /// Names of tensors that the optimizer keeps nothing of.
     #[serde(default)]
     pub untrained: BTreeSet<String>,
-    /// Set to give 8-bit floats the values that their scales make of them; the extents of a block, if
-    /// they are stated.
+    /// Tensors that are wanted as the values of their codes.
     #[serde(default)]
-    pub dequantise: Option<Vec<u64>>,
+    pub coded: Vec<CodedSide>,
+    /// Names of scales and the like, which lie beside the tensors that they are of.
+    #[serde(default)]
+    pub beside: HashSet<String>,
     /// True if the two may differ (a warning then).
     #[serde(default)]
     pub twins_may_differ: bool,
@@ -120,9 +123,6 @@ pub struct SourceSide {
     /// Sets of positions known from outside.
     #[serde(default)]
     pub sets: Sets,
-    /// Extents of a block by storage form of the layout table.
-    #[serde(default)]
-    pub stored: BTreeMap<String, Vec<u64>>,
     /// True vocabulary.
     #[serde(default)]
     pub vocab_size: Option<u64>,
@@ -271,11 +271,11 @@ pub fn draft(catalog: &Catalog, request: &Request) -> Result<Draft> {
         (include.is_empty() || include.iter().any(|p| p.matches(name)))
             && !exclude.iter().any(|p| p.matches(name))
     };
-    let Gathered { sources, blobs, mut stored, units, passes, mut findings, beside, .. } =
+    let Gathered { sources, blobs, mut stored, units, passes, mut findings, .. } =
         Gathered::new(catalog, &request.source);
     catalog.look(0)?;
     add_generic_rules(&mut table, &request.source, &passes[0].seen)?;
-    let outside = outside_of_source(&request.source, beside);
+    let outside = outside_of_source(&request.source);
     let mut made = Made { called: called(request), ..Made::default() };
     let nothing = BTreeSet::new();
     let mut table = Some(table);
@@ -384,12 +384,12 @@ fn add_generic_rules(table: &mut Table, source: &SourceSide, seen: &[resolve::St
     Ok(())
 }
 
-fn outside_of_source(source: &SourceSide, beside: HashSet<String>) -> Outside {
+fn outside_of_source(source: &SourceSide) -> Outside {
     Outside {
         known: Known { extents: source.axes.clone(), degrees: source.degrees.clone() },
         facts: source.facts.clone(),
         sets: source.sets.clone(),
-        beside,
+        beside: source.beside.clone(),
         vocab_size: source.vocab_size,
     }
 }

@@ -28,9 +28,10 @@ impl Standing {
         let mut digests = vec![0u64; plan.stored.len()];
         for (o, output) in plan.outputs.iter().enumerate() {
             for (p, part) in output.parts.iter().enumerate().filter(|(_, part)| part.volume() > 0) {
-                for &source in &part.sources {
-                    let digest = &mut digests[source as usize];
-                    *digest = mixed(mixed(*digest, o as u64), p as u64).max(1);
+                for (n, stored) in part.sources.iter().flat_map(|s| plan.made_of(*s).into_iter().enumerate())
+                {
+                    let digest = &mut digests[stored as usize];
+                    *digest = mixed(mixed(*digest, o as u64), (p + n) as u64).max(1);
                 }
             }
         }
@@ -59,6 +60,7 @@ pub(crate) fn each_blob(tensor: &StoredTensor, mut each: impl FnMut(u32)) {
         Pieces::View { blob, .. } => each(*blob),
         Pieces::Boxes(pieces) => pieces.iter().for_each(|p| each(p.blob)),
         Pieces::Ranges(pieces) => pieces.iter().for_each(|p| each(p.blob)),
+        Pieces::Coded(_) => {}
     }
 }
 
@@ -69,6 +71,7 @@ pub(crate) fn each_use(stored: u32, tensor: &StoredTensor, mut each: impl FnMut(
         Pieces::View { blob, offset, .. } => each(*blob, found(*offset, &[])),
         Pieces::Boxes(pieces) => pieces.iter().for_each(|p| each(p.blob, found(p.offset, &p.lo))),
         Pieces::Ranges(pieces) => pieces.iter().for_each(|p| each(p.blob, found(p.offset, &[p.start]))),
+        Pieces::Coded(_) => {}
     }
 }
 

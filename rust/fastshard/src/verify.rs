@@ -94,7 +94,6 @@ pub fn inventory_plan(catalog: &Catalog) -> Plan {
             index: Vec::new(),
             shard: None,
             twins: Vec::new(),
-            scale: None,
             changes: Vec::new(),
         }));
     }
@@ -107,6 +106,8 @@ fn file_of(plan: &Plan, stored: &StoredTensor) -> u32 {
         Pieces::View { blob, .. } => plan.blobs[*blob as usize].file,
         Pieces::Boxes(p) => p.first().map_or(0, |p| plan.blobs[p.blob as usize].file),
         Pieces::Ranges(p) => p.first().map_or(0, |p| plan.blobs[p.blob as usize].file),
+        // An inventory has what is in files alone.
+        Pieces::Coded(_) => 0,
     }
 }
 

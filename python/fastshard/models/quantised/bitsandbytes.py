@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .forms import FLOATS, Companion, Form, Sizes, ceil_div, matrix
+from ...common import json_text
+from .forms import FLOATS, Companion, Form, Sizes, Weight, ceil_div, matrix
+from .values import Asked, Coded, NoValuesError, Values, operand, scale, view
 
 __all__ = ["forms", "methods", "telling"]
 
@@ -14,6 +16,8 @@ methods = ("bitsandbytes",)
 #: Configs whose forms are told by names and dtypes alone, where a model has no config.
 telling: tuple[dict[str, Any], ...] = ({},)
 _F32, _U8 = frozenset(("F32",)), frozenset(("U8",))
+#: Dtypes of a record.
+DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 #: Absolute maxima that are quantised themselves.
 _NESTED = (".weight.absmax", _U8)
 
@@ -34,6 +38,7 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
                 Companion("nested table", (".weight.nested_quant_map",), _F32, lambda s: [(256,)], where=_NESTED),
             ),
             fits=lambda s, shape: ceil_div(math.prod(shape), 2) == s.rows,
+            values=_values,
         ),
         Form(
             "int8", ".weight", frozenset(("I8",)), matrix,
@@ -41,9 +46,40 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
                 Companion("scales", (".SCB",), FLOATS, lambda s: [(s.rows,)]),
                 Companion("format", (".weight_format",), _U8, lambda s: [(), (1,)], required=False),
             ),
+            values="int8 is kept as it is: its outliers are no part of it",
         ),
     ]  # fmt: skip
     return found[1:] if viewed else found
+
+
+def _values(weight: Weight, asked: Asked) -> Values:
+    """Entries of a table times the maximum of their block, which counts on over the rows. source: bitsandbytes 0.50 functional.py"""
+    state = weight.companions["quant state"]
+    try:
+        said = json_text.object_in(asked.read(state))
+        shape, size, rounded = tuple(said["shape"]), said["blocksize"], DTYPES[said["dtype"]]
+        nested, offset = said.get("nested_blocksize"), float(said.get("nested_offset") or 0)
+    except (ValueError, TypeError, KeyError) as error:
+        raise NoValuesError(f"the quant state of {weight.codes} is no record") from error
+    if not all(type(n) is int and n >= 0 for n in (*shape, size)) or size == 0 or not math.isfinite(offset):
+        raise NoValuesError(f"the quant state of {weight.codes} is no record")
+    count = ceil_div(math.prod(shape), size)
+    maxima, dtype, _ = weight.of("absolute maxima")
+    of = view(maxima, [1, 1, count])
+    if dtype == "U8":
+        if type(nested) is not int or nested <= 0:
+            raise NoValuesError(f"the quant state of {weight.codes} says nothing of nested maxima")
+        inner_table, outer = weight.companions["nested table"], weight.companions["nested maxima"]
+        factors = scale(view(outer, [1, 1, ceil_div(count, nested)]), [1, 1, nested])
+        inner = Coded(of, {"table": view(inner_table, [1, 1, 256])}, flat=True, scales=[factors], term=offset)
+        of = operand(maxima, [1, 1, count], inner)
+    table = view(weight.companions["table of values"], [1, 1, 16])
+    coded = Coded(
+        view(weight.codes, [1, 1, math.prod(weight.stored[weight.codes][1])]), {"table": table},
+        # The high half of a byte comes first.
+        {"row": {"bits": 4, "lanes": [1, 0]}}, flat=True, scales=[scale(of, [1, 1, size])], rounded=rounded,
+    )  # fmt: skip
+    return Values(".weight", shape, coded)
 
 
 def _maxima(sizes: Sizes) -> list[tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from .forms import (
     Companion,
     Form,
     Sizes,
+    Weight,
     blocks,
     ceil_div,
     each_row,
@@ -25,6 +27,7 @@ from .forms import (
     pairs,
     spellings,
 )
+from .values import Asked, Block, Coded, NoValuesError, Values, fitting, operand, scale, view
 
 __all__ = ["forms", "methods", "telling"]
 
@@ -115,6 +118,7 @@ def _of(name: str, group: Mapping[str, Any], takes: Callable[[str], bool]) -> li
                     Companion("input scale", (".input_global_scale",), FLOATS, one, dynamic is not True),
                 ),
                 takes,
+                values=_nvfp4,
             )
         ]  # fmt: skip
     if name in _MX:
@@ -127,6 +131,7 @@ def _of(name: str, group: Mapping[str, Any], takes: Callable[[str], bool]) -> li
             Form(
                 name, ".weight", kinds, matrix,
                 (Companion("scales", (".weight_scale",), FLOATS, scales), *(() if symmetric else (zero,)), measured), takes,
+                values=functools.partial(_plain, weights),
             )
         ]  # fmt: skip
     return []
@@ -141,26 +146,31 @@ def _scales(weights: Mapping[str, Any]) -> Callable[[Sizes], Any] | None:
         return each_row
     if strategy in ("group", "tensor_group") and isinstance(size, int) and size > 0:
         return groups(size)
+    extents = _extents(block)
+    return blocks(*extents) if strategy == "block" and extents is not None else None
+
+
+def _extents(block: object) -> Block | None:
+    """Rows and columns of a block, as a list or as ``128x128``."""
     if isinstance(block, str):
         parts = block.split("x")
         block = [int(part) for part in parts] if all(part.isdecimal() for part in parts) else None
-    if (
-        strategy == "block"
-        and isinstance(block, list)
-        and len(block) == 2
-        and all(isinstance(n, int) for n in block)
-    ):
-        return blocks(*block)
+    if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+        return block[0], block[1]
     return None
 
 
 def _mx(name: str, takes: Callable[[str], bool]) -> Form:
     scales = Companion("scales", (".weight_scale",), E8M0, groups(32))
     if name == "mxfp8-quantized":
-        return Form("MXFP8", ".weight", F8, matrix, (scales,), takes)
+        return Form("MXFP8", ".weight", F8, matrix, (scales,), takes, values=functools.partial(_of_powers, 8))
     if name == "mxfp6-pack-quantized":
-        return Form("MXFP6", ".weight_packed", _U8, _sixths, (scales,), takes)
-    return Form("MXFP4", ".weight_packed", _U8, pairs, (scales,), takes)
+        return Form(
+            "MXFP6", ".weight_packed", _U8, _sixths, (scales,), takes, values=functools.partial(_of_powers, 6)
+        )
+    return Form(
+        "MXFP4", ".weight_packed", _U8, pairs, (scales,), takes, values=functools.partial(_of_powers, 4)
+    )
 
 
 def _sixths(shape: tuple[int, ...]) -> Sizes | None:
@@ -205,4 +215,91 @@ def _packed(bits: int, symmetric: bool, weights: Mapping[str, Any], takes: Calla
         ),
         takes,
         fits,
+        functools.partial(_of_words, bits, weights),
     )  # fmt: skip
+
+
+def _blocks(weights: Mapping[str, Any], sizes: Sizes) -> list[Block]:
+    """The blocks that scales may be of, those of a group's strategy first."""
+    size, block = weights.get("group_size"), _extents(weights.get("block_structure"))
+    known = [block] if block is not None else []
+    known += [(1, size)] if isinstance(size, int) and size > 0 else []
+    return [*known, (sizes.rows, sizes.columns), (1, sizes.columns)]
+
+
+def _groups_of(weight: Weight, columns: int) -> Mapping[str, object] | None:
+    indices = weight.companions.get("group indices")
+    return None if indices is None else {"of": view(indices, [1, 1, columns]), "rows": False}
+
+
+def _plain(weights: Mapping[str, Any], weight: Weight, asked: Asked) -> Values:
+    """The product in the dtype of the scales. source: compressed-tensors 0.20 quantization/lifecycle/forward_helpers.py"""
+    del asked
+    sizes, (kind, _) = weight.sizes, weight.stored[weight.codes]
+    name, dtype, shape = weight.of("scales")
+    block, grid = fitting(sizes, shape, _blocks(weights, sizes))
+    zero = None
+    if "zero points" in weight.companions:
+        zeros, of_zeros, _ = weight.of("zero points")
+        numbers = {"signed": 8} if of_zeros == "I8" else {"float": of_zeros}
+        zero = {"of": operand(zeros, grid, Coded(view(zeros, grid), numbers)), "block": block}
+    coded = Coded(
+        view(weight.codes, [math.prod(sizes.lead), sizes.rows, sizes.columns]),
+        {"signed": 8} if kind == "I8" else {"float": kind}, zero=zero, scales=[scale(view(name, grid), block)],
+        groups=_groups_of(weight, sizes.columns), rounded=dtype,
+    )  # fmt: skip
+    return Values(".weight", sizes.shape, coded)
+
+
+def _of_words(bits: int, weights: Mapping[str, Any], weight: Weight, asked: Asked) -> Values:
+    """The same of codes of fewer bits. source: compressed-tensors 0.20 compressors/pack_quantized/base.py"""
+    name, kind, _ = weight.of("shape")
+    stated = memoryview(asked.read(name)).cast("q" if kind == "I64" else "i").tolist()
+    *lead, rows, columns = stated
+    sizes = Sizes(tuple(lead), rows, columns)
+    words = weight.stored[weight.codes][1]
+    if stated[:-1] != list(words[:-1]) or not 0 < columns <= words[-1] * 32 // bits:
+        raise NoValuesError(f"{name} states {stated}, which is not the shape of {weight.codes}")
+    name, dtype, shape = weight.of("scales")
+    block, grid = fitting(sizes, shape, _blocks(weights, sizes))
+    less, zero = {"less": 1 << (bits - 1)}, None
+    if "zero points" in weight.companions:
+        zeros, _, of_zeros = weight.of("zero points")
+        packed = Coded(view(zeros, [grid[0], *of_zeros[-2:]]), less, {"column": {"bits": bits}})
+        zero = {"of": operand(zeros, grid, packed), "block": block}
+    coded = Coded(
+        view(weight.codes, [math.prod(lead), *words[-2:]]), less, {"row": {"bits": bits}}, zero=zero,
+        scales=[scale(view(name, grid), block)], groups=_groups_of(weight, columns), rounded=dtype,
+    )  # fmt: skip
+    return Values(".weight", sizes.shape, coded)
+
+
+def _nvfp4(weight: Weight, asked: Asked) -> Values:
+    """Scales divided by the global one. source: compressed-tensors 0.20 compressors/nvfp4/base.py"""
+    del asked
+    sizes = weight.sizes
+    (name, _, shape), (outer, _, of_outer) = weight.of("scales"), weight.of("global scale")
+    block, grid = fitting(sizes, shape, [(1, 16)])
+    lead, count = math.prod(sizes.lead), math.prod(of_outer)
+    whole = [lead if count == 1 else 1, sizes.rows, sizes.columns]
+    # One without a dimension does not widen what it divides.
+    of_all = scale(view(outer, [count, 1, 1]), whole, divides=True, rounded="F32" if of_outer else "BF16")
+    coded = Coded(
+        view(weight.codes, [lead, sizes.rows, sizes.columns // 2]), {"e2m1": {"negative_zero": True}},
+        {"row": {"bits": 4}}, scales=[scale(view(name, grid), block), of_all], rounded="BF16",
+    )  # fmt: skip
+    return Values(".weight", sizes.shape, coded)
+
+
+def _of_powers(bits: int, weight: Weight, asked: Asked) -> Values:
+    """Powers of two times small floats. source: compressed-tensors 0.20 compressors/mxfp4, mxfp6, mxfp8"""
+    del asked
+    sizes, (kind, shape) = weight.sizes, weight.stored[weight.codes]
+    name, _, _ = weight.of("scales")
+    lead = math.prod(sizes.lead)
+    numbers: object = {4: {"e2m1": {"negative_zero": True}}, 6: "e2m3"}.get(bits, {"float": kind})
+    coded = Coded(
+        view(weight.codes, [lead, sizes.rows, shape[-1]]), numbers, {"row": {"bits": bits}} if bits < 8 else "none",
+        scales=[scale(view(name, [lead, sizes.rows, ceil_div(sizes.columns, 32)], "F8_E8M0"), [1, 1, 32])], rounded="BF16",
+    )  # fmt: skip
+    return Values(".weight", sizes.shape, coded)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .expressions import matches
+from .sizes import Sizes, Stored, ceil_div
+from .values import Asked, Values
 
 __all__ = [
     "Companion",
     "Form",
     "Sizes",
+    "Stored",
+    "Weight",
     "blocks",
     "ceil_div",
     "each_row",
@@ -23,30 +27,14 @@ __all__ = [
     "spellings",
 ]
 
-#: Dtype and shape of a tensor.
-Stored = tuple[str, tuple[int, ...]]
 FLOATS = frozenset(("F16", "BF16", "F32"))
-F8 = frozenset(("F8_E4M3", "F8_E5M2"))
+F8 = frozenset(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"))
 E4M3 = frozenset(("F8_E4M3",))
 #: Powers of two as bytes: torch spells them as a dtype of their own, others as plain bytes.
 E8M0 = frozenset(("F8_E8M0", "U8"))
 #: Modules around the layers, which differ between the classes of one model, and ways in which they are stacked.
 _AROUND = ("model", "language_model", "text_model")
 _STACKED = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The extents of a weight as it is without the form: leading ones (experts), rows, columns."""
-
-    lead: tuple[int, ...]
-    rows: int
-    columns: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The weight's shape."""
-        return (*self.lead, self.rows, self.columns)
 
 
 @dataclass(frozen=True)
@@ -88,15 +76,37 @@ class Form:
     takes: Callable[[str], bool] = lambda name: True
     #: Whether the codes may be of a weight of this shape, by what their own shape says.
     fits: Callable[[Sizes, tuple[int, ...]], bool] = exactly
+    #: What makes its values, where they are made here; the reason where they are not.
+    values: Callable[[Weight, Asked], Values] | str = "its values are not made here"
 
     def module(self, name: str) -> str | None:
         """The name of the module (or of the stack of experts) whose codes a tensor is; None for other tensors."""
         return name.removesuffix(self.suffix) if name.endswith(self.suffix) else None
 
 
-def ceil_div(n: int, by: int) -> int:
-    """How many blocks of a length an extent has, the last of which may be short."""
-    return -(-n // by) if by > 0 else 0
+@dataclass(frozen=True)
+class Weight:
+    """A quantised weight: its codes and their companions."""
+
+    module: str
+    form: Form
+    codes: str
+    sizes: Sizes
+    #: Names of the companions that are there, by role.
+    companions: Mapping[str, str]
+    #: Dtypes and shapes of the codes and of the companions, by name.
+    stored: Mapping[str, Stored]
+
+    @property
+    def stored_as(self) -> list[tuple[str, list[str]]]:
+        """The names that the weight has without the form, and those of the tensors in it."""
+        names = [self.codes, *self.companions.values()]
+        return [(name, names) for name in (f"{self.module}.weight", self.module)]
+
+    def of(self, role: str) -> tuple[str, str, tuple[int, ...]]:
+        """Name, dtype and shape of a companion."""
+        name = self.companions[role]
+        return (name, *self.stored[name])
 
 
 def matrix(shape: tuple[int, ...]) -> Sizes | None:

@@ -5,10 +5,26 @@ source: transformers 5.24 integrations/finegrained_fp8.py; DeepSeek-V3 README_WE
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from .forms import E8M0, F8, FLOATS, Companion, Form, Sizes, blocks, each_row, groups, matrix, one, pairs
+from .forms import (
+    E8M0,
+    F8,
+    FLOATS,
+    Companion,
+    Form,
+    Sizes,
+    Weight,
+    blocks,
+    each_row,
+    groups,
+    matrix,
+    one,
+    pairs,
+)
+from .values import Asked, Coded, Values, fitting, scale, view
 
 __all__ = ["forms", "methods", "telling"]
 
@@ -37,22 +53,46 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
     static = config.get("activation_scheme") == "static"
     measured = Companion("activation scale", (".input_scale", ".activation_scale"), FLOATS, one, static)
 
+    def values(weight: Weight, asked: Asked) -> Values:
+        """The product in float32. source: compressed-tensors 0.20 fp8block_dequantizer.py; DeepSeek-V3 inference/kernel.py"""
+        del asked
+        sizes, (kind, shape) = weight.sizes, weight.stored[weight.codes]
+        lead = math.prod(sizes.lead)
+        name, dtype, of = weight.of("scales")
+        rows, columns = sizes.rows, sizes.columns
+        known = [block or BLOCK, (1, 32), (rows, columns), (1, columns)]
+        extents, grid = fitting(sizes, of, known)
+        packed = weight.form.sizes is pairs
+        codes = view(weight.codes, [lead, rows, shape[-1]], "U8" if packed else None)
+        return Values(
+            weight.form.suffix, sizes.shape,
+            Coded(
+                codes,
+                numbers={"e2m1": {"negative_zero": True}} if packed else {"float": kind},
+                packing={"row": {"bits": 4}} if packed else "none",
+                scales=[scale(view(name, grid, "F8_E8M0" if dtype == "U8" else None), extents)],
+            ),
+        )  # fmt: skip
+
     def companions(*names: str) -> tuple[Companion, ...]:
         return (Companion("scales", names, _SCALES | {"U8"}, scales),)
 
     return [
         Form(
             "fp8", ".weight", F8, matrix,
-            (*companions(".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight"), measured),
+            (*companions(".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight"), measured), values=values,
         ),
         *(
-            Form("fp8", f".experts.{name}", F8, matrix, companions(f".experts.{name}_scale_inv", f".experts.{name}_scale"))
+            Form(
+                "fp8", f".experts.{name}", F8, matrix, companions(f".experts.{name}_scale_inv", f".experts.{name}_scale"), values=values,
+            )
             for name in ("gate_up_proj", "down_proj")
         ),
         Form(
             "fp4 experts", ".weight", frozenset(("I8",)), pairs,
             (Companion("scales", (".scale", ".weight_scale_inv", ".weight_scale"), E8M0, groups(32)),),
             takes=lambda name: ".experts." in name,
+            values=values,
         ),
     ]  # fmt: skip
 

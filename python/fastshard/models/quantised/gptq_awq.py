@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .expressions import matches
-from .forms import FLOATS, Companion, Form, Sizes, ceil_div
+from .forms import FLOATS, Companion, Form, Sizes, Weight, ceil_div
+from .values import Asked, Coded, Values, operand, scale, view
 
 __all__ = ["forms", "methods", "telling"]
 
@@ -18,6 +19,8 @@ methods = ("gptq", "awq")
 #: Configs whose forms are told by names and dtypes alone, where a model has no config.
 telling: tuple[dict[str, Any], ...] = ({"quant_method": "gptq"}, {"quant_method": "awq"})
 _I32 = frozenset(("I32",))
+#: Eight codes of a word: where that of each column lies. source: AutoAWQ utils/packing_utils.py AWQ_ORDER
+_WORDS = {"row": {"bits": 4, "lanes": [0, 4, 1, 5, 2, 6, 3, 7]}}
 
 
 def forms(config: Mapping[str, Any]) -> list[Form]:
@@ -48,14 +51,16 @@ def _by_rules(config: Mapping[str, Any], bits: int, size: int) -> list[Form]:
                 return number
         return None
 
-    found = [_gptq(bits, size, ordered, lambda name: deciding(name) is None)]
+    # In the first version of the format zero points are stored one too low.
+    low = 1 if (config.get("checkpoint_format") or config.get("format") or "gptq") == "gptq" else 0
+    found = [_gptq(bits, size, ordered, lambda name: deciding(name) is None, low)]
     for number, (key, one) in enumerate(rules):
         if str(key).startswith("-:") or not isinstance(one, Mapping):
             continue
         other, length = one.get("bits", bits), one.get("group_size", size)
         if isinstance(other, int) and 1 <= other <= 8 and isinstance(length, int):
             takes = functools.partial(lambda n, name: deciding(name) == n, number)
-            found.append(_gptq(other, length, one.get("desc_act", ordered) is True, takes))
+            found.append(_gptq(other, length, one.get("desc_act", ordered) is True, takes, low))
     return found
 
 
@@ -63,7 +68,7 @@ def _groups(columns: int, size: int) -> int:
     return ceil_div(columns, size) if size > 0 else 1
 
 
-def _gptq(bits: int, size: int, ordered: bool, takes: Callable[[str], bool]) -> Form:
+def _gptq(bits: int, size: int, ordered: bool, takes: Callable[[str], bool], low: int) -> Form:
     """Codes are packed along the input, so that a weight lies transposed; groups that are in order need no indices."""
 
     def sizes(shape: tuple[int, ...]) -> Sizes | None:
@@ -79,7 +84,29 @@ def _gptq(bits: int, size: int, ordered: bool, takes: Callable[[str], bool]) -> 
             Companion("group indices", (".g_idx",), _I32, lambda s: [(s.columns,)], by_all=not ordered),
         ),
         takes,
+        values=functools.partial(_values, size, {"column": {"bits": bits}}, {"row": {"bits": bits}}, low),
     )  # fmt: skip
+
+
+def _values(size: int, packing: object, of_zeros: object, low: int, weight: Weight, asked: Asked) -> Values:
+    """``scale * (code - zero point)`` as the scales are rounded; codes lie as ``[in, out]``.
+
+    source: AutoGPTQ qlinear_cuda_old.py; GPTQModel utils/model.py; AutoAWQ utils/packing_utils.py
+    """
+    del asked
+    sizes = weight.sizes
+    name, dtype, _ = weight.of("scales")
+    block = [1, size if size > 0 else sizes.columns, 1]
+    grid = [1, _groups(sizes.columns, size), sizes.rows]
+    zeros_name, _, zeros_shape = weight.of("zero points")
+    zeros = Coded(view(zeros_name, [1, *zeros_shape]), {"less": 0}, of_zeros, term=float(low))
+    indices = weight.companions.get("group indices")
+    coded = Coded(
+        view(weight.codes, [1, *weight.stored[weight.codes][1]]), {"less": 0}, packing, turned=True,
+        zero={"of": operand(zeros_name, grid, zeros), "block": block}, scales=[scale(view(name, grid), block)],
+        groups=None if indices is None else {"of": view(indices, [1, 1, sizes.columns]), "rows": True}, rounded=dtype,
+    )  # fmt: skip
+    return Values(".weight", sizes.shape, coded)
 
 
 def _awq(size: int) -> Form:
@@ -94,4 +121,5 @@ def _awq(size: int) -> Form:
             Companion("scales", (".scales",), FLOATS, lambda s: [(_groups(s.columns, size), s.rows)]),
             Companion("zero points", (".qzeros",), _I32, lambda s: [(_groups(s.columns, size), s.rows // 8)]),
         ),
+        values=functools.partial(_values, size, _WORDS, _WORDS, 0),
     )  # fmt: skip

@@ -6,15 +6,15 @@ import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ...common.errors import Finding
-from .forms import F8, Companion, Form, Sizes
+from .forms import F8, Companion, Form, Sizes, Stored, Weight
 from .stated import KNOWN, Stated
 
 __all__ = ["Weight", "judged"]
 
-Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
+Tensors = Mapping[str, Stored]
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
 #: Tensors of one kind that are told one by one.
 _TOLD = 20
@@ -23,24 +23,6 @@ _CODES = F8 | {"F8_E8M0", "U8", "I8", "I32"}
 #: Names that belong to other things too.
 _AMBIGUOUS = (".scale", ".scales", "_scales")
 _COPY = "copy the file that holds it from the original checkpoint"
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A quantised weight: its codes and their companions."""
-
-    module: str
-    form: Form
-    codes: str
-    sizes: Sizes
-    #: Names of the companions that are there, by role.
-    companions: Mapping[str, str]
-
-    @property
-    def stored_as(self) -> list[tuple[str, list[str]]]:
-        """The names that the weight has without the form, and those of the tensors in it."""
-        names = [self.codes, *self.companions.values()]
-        return [(name, names) for name in (f"{self.module}.weight", self.module)]
 
 
 def judged(stated: Stated | None, tensors: Tensors) -> tuple[list[Weight], list[Finding]]:
@@ -69,7 +51,8 @@ def judged(stated: Stated | None, tensors: Tensors) -> tuple[list[Weight], list[
         told, companions = _companions(module, name, form, sizes, tensors, spelled)
         found += told
         faulty |= {module} if told else set()
-        weights[module] = Weight(module, form, name, sizes, companions)
+        stored = {one: tensors[one] for one in (name, *companions.values())}
+        weights[module] = Weight(module, form, name, sizes, companions, stored)
     taken = {name for weight in weights.values() for name in (weight.codes, *weight.companions.values())}
     found += _orphans(forms, tensors, taken, stated.is_before_compression)
     if not weights and stated.is_of_what_is_stored and not any(map(_is_of_codes, tensors.values())):

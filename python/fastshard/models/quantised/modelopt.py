@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from .forms import (
     Companion,
     Form,
     Sizes,
+    Weight,
     blocks,
     each_row,
     groups,
@@ -21,6 +23,7 @@ from .forms import (
     pairs,
     spellings,
 )
+from .values import Asked, Coded, NoValuesError, Values, fitting, scale, view
 
 __all__ = ["forms", "methods", "telling"]
 
@@ -64,11 +67,11 @@ def _of(algorithm: str, config: Mapping[str, Any], takes: Callable[[str], bool])
         return (Companion("scales", (".weight_scale",), FLOATS, role), _INPUT)
 
     if algorithm == "FP8":
-        return [Form("fp8", ".weight", F8, matrix, scaled(one), takes)]
+        return [Form("fp8", ".weight", F8, matrix, scaled(one), takes, values=_fp8)]
     if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
-        return [Form("fp8 by row", ".weight", F8, matrix, scaled(each_row), takes)]
+        return [Form("fp8 by row", ".weight", F8, matrix, scaled(each_row), takes, values=_fp8)]
     if algorithm in ("FP8_PB_WO", "FP8_BLOCK_SCALES"):
-        return [Form("fp8 blocks", ".weight", F8, matrix, scaled(_grid), takes)]
+        return [Form("fp8 blocks", ".weight", F8, matrix, scaled(_grid), takes, values=_fp8)]
     if algorithm.startswith("NVFP4"):
         return [
             Form(
@@ -78,13 +81,14 @@ def _of(algorithm: str, config: Mapping[str, Any], takes: Callable[[str], bool])
                     Companion("global scale", (".weight_scale_2",), FLOATS, one), _INPUT, _BEFORE,
                 ),
                 takes,
+                values=_nvfp4,
             )
         ]  # fmt: skip
     if algorithm == "W4A16_AWQ":
         return [
             Form(
                 "4 bit, AWQ", ".weight", _U8, _rows_in_pairs,
-                (Companion("scales", (".weight_scale",), FLOATS, groups(size or 128)), _BEFORE), takes,
+                (Companion("scales", (".weight_scale",), FLOATS, groups(size or 128)), _BEFORE), takes, values=_awq,
             )
         ]  # fmt: skip
     if algorithm.startswith("MXFP8"):
@@ -96,9 +100,76 @@ def _of(algorithm: str, config: Mapping[str, Any], takes: Callable[[str], bool])
                 matrix,
                 (Companion("scales", (".weight_scale",), E8M0, groups(32)),),
                 takes,
+                values=_mxfp8,
             )
         ]
     return []
+
+
+def _fp8(weight: Weight, asked: Asked) -> Values:
+    """The product as the wanted dtype has it, scales rounded to that before. source: ModelOpt 0.47 export/quant_utils.py"""
+    sizes, (kind, _) = weight.sizes, weight.stored[weight.codes]
+    name, _, shape = weight.of("scales")
+    block, grid = fitting(sizes, shape, [(sizes.rows, sizes.columns), (1, sizes.columns), (128, 128)])
+    coded = Coded(
+        view(weight.codes, _flat(sizes)), {"float": kind}, scales=[scale(view(name, grid), block, rounded=asked.dtype)], rounded=asked.dtype,
+    )  # fmt: skip
+    return Values(".weight", sizes.shape, coded)
+
+
+def _nvfp4(weight: Weight, asked: Asked) -> Values:
+    """The product in float32 of code and both scales. source: ModelOpt 0.47 torch/quantization/qtensor/nvfp4_tensor.py"""
+    del asked
+    _refuse_before(weight)
+    sizes = weight.sizes
+    (name, _, shape), (outer, _, _) = weight.of("scales"), weight.of("global scale")
+    block, grid = fitting(sizes, shape, [(1, sizes.columns // shape[-1] if shape and shape[-1] else 16)])
+    whole = [max(1, math.prod(sizes.lead)), sizes.rows, sizes.columns]
+    count = math.prod(weight.stored[outer][1])
+    of_all = scale(view(outer, [count, 1, 1]), whole if count == 1 else [1, *whole[1:]])
+    lead, rows, columns = _flat(sizes)
+    coded = Coded(
+        view(weight.codes, [lead, rows, columns // 2]), {"e2m1": {"negative_zero": False}}, {"row": {"bits": 4}},
+        scales=[scale(view(name, grid), block), of_all],
+    )  # fmt: skip
+    return Values(".weight", sizes.shape, coded)
+
+
+def _awq(weight: Weight, asked: Asked) -> Values:
+    """Integers of two rows in a byte. source: ModelOpt 0.47 torch/export/quant_utils.py"""
+    _refuse_before(weight)
+    sizes = weight.sizes
+    name, _, shape = weight.of("scales")
+    block, grid = fitting(sizes, shape, [(1, sizes.columns // shape[-1] if shape and shape[-1] else 128)])
+    lead, rows, columns = _flat(sizes)
+    coded = Coded(
+        view(weight.codes, [lead, rows // 2, columns]), {"signed": 4}, {"column": {"bits": 4}},
+        scales=[scale(view(name, grid), block, rounded=asked.dtype)], rounded=asked.dtype,
+    )  # fmt: skip
+    return Values(".weight", sizes.shape, coded)
+
+
+def _mxfp8(weight: Weight, asked: Asked) -> Values:
+    del asked
+    sizes, (kind, _) = weight.sizes, weight.stored[weight.codes]
+    name, _, _ = weight.of("scales")
+    lead, rows, columns = _flat(sizes)
+    powers = view(name, [lead, rows, columns // 32], "F8_E8M0")
+    coded = Coded(
+        view(weight.codes, [lead, rows, columns]), {"float": kind}, scales=[scale(powers, [1, 1, 32])]
+    )
+    return Values(".weight", sizes.shape, coded)
+
+
+def _flat(sizes: Sizes) -> list[int]:
+    return [math.prod(sizes.lead), sizes.rows, sizes.columns]
+
+
+def _refuse_before(weight: Weight) -> None:
+    if (name := weight.companions.get("pre_quant_scale")) is not None:
+        raise NoValuesError(
+            f"{name} scales what goes into the layer: the values of the weight alone are not those of the model"
+        )
 
 
 def _grid(sizes: Sizes) -> list[tuple[int, ...]]:

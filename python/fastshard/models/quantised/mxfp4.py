@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from .forms import Companion, Form, Sizes
+from .forms import Companion, Form, Sizes, Weight
+from .values import Asked, Coded, Values, scale, view
 
 __all__ = ["forms", "methods", "telling"]
 
@@ -20,7 +22,21 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
     scales = Companion(
         "scales", ("_scales",), frozenset(("U8", "F8_E8M0")), lambda s: [(*s.lead, s.rows, s.columns // 32)]
     )
-    return [Form("MXFP4", "_blocks", frozenset(("U8",)), _sizes, (scales,), fits=_turned)]
+    return [Form("MXFP4", "_blocks", frozenset(("U8",)), _sizes, (scales,), fits=_turned, values=_values)]
+
+
+def _values(weight: Weight, asked: Asked) -> Values:
+    """Powers of two times numbers of three bits, exact; turned round. source: transformers 5.24 integrations/mxfp4.py"""
+    del asked
+    sizes = weight.sizes
+    lead = math.prod(sizes.lead)
+    name, _, _ = weight.of("scales")
+    codes = view(weight.codes, [lead, sizes.rows, sizes.columns // 2])
+    powers = view(name, [lead, sizes.rows, sizes.columns // 32], "F8_E8M0")
+    coded = Coded(
+        codes, {"e2m1": {"negative_zero": True}}, {"row": {"bits": 4}}, turned=True, scales=[scale(powers, [1, 1, 32])], rounded="BF16"
+    )  # fmt: skip
+    return Values("", (*sizes.lead, sizes.columns, sizes.rows), coded)
 
 
 def _turned(sizes: Sizes, shape: tuple[int, ...]) -> bool:

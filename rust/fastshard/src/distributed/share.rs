@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::engine::{self, budget, release, Options};
 use crate::error::Result;
 use crate::plan::{Output, Part, Pieces, Plan, StoredTensor};
+use crate::standing::each_blob;
 use crate::storage::SourceFile;
 
 /// Tiles `first..end` of one output.
@@ -224,6 +225,13 @@ pub(crate) fn reaches(plan: &Plan, output: &Output) -> Vec<Reach> {
                             *len = (piece.start + piece.len).div_ceil(row) - *lo;
                         }
                         add(piece.blob, &lo, &len);
+                    }
+                }
+                Pieces::Coded(_) => {
+                    for made in plan.made_of(source) {
+                        each_blob(&plan.stored[made as usize], |blob| {
+                            add(blob, &vec![0; stored.shape.len()], &stored.shape);
+                        });
                     }
                 }
             }

@@ -10,9 +10,10 @@ use serde_json::json;
 use super::parts::{self, Begun};
 use super::rounds::Shared;
 use crate::catalog::Catalog;
+use crate::codes;
 use crate::draft::Placement;
 use crate::engine::Control;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::plan::Plan;
 use crate::publish;
 use crate::publish::fault::{arm, disarm, Fault};
@@ -273,7 +274,14 @@ fn recover(case: &Case, overwrite: bool) {
     if published && case.hidden().is_empty() {
         return;
     }
-    let done = case.alone(&out, overwrite, true);
+    // A process that another test starts has our locks until it runs its program.
+    let held = |error: &Error| error.findings().iter().any(|finding| finding.code == codes::LOCKED);
+    let done = loop {
+        match case.alone(&out, overwrite, true) {
+            Err(error) if held(&error) => std::thread::yield_now(),
+            done => break done,
+        }
+    };
     if published && done.is_err() {
         // Cut short at the very end of the clean-up: there is nothing left to be done but this.
         case.hidden().iter().for_each(|folder| std::fs::remove_dir(case.dir.path().join(folder)).unwrap());

@@ -7,7 +7,7 @@ use crate::memory::anonymous_memory;
 use crate::plan::{Output, Plan, StoredTensor};
 
 use super::changes::Changes;
-use super::scales::Scales;
+use super::coded::Pool;
 use super::shards;
 use super::tile::Workspace;
 use super::{Options, MIN_TILE};
@@ -47,7 +47,7 @@ pub struct MemoryUse {
     pub held: u64,
     /// The same with what decoding takes besides.
     pub blocks: u64,
-    /// Baseline + checksums + scales + workers x (tile + scratch) + blocks.
+    /// Baseline + checksums + workers x (tile + scratch) + blocks.
     pub bound: u64,
 }
 
@@ -92,9 +92,9 @@ pub(crate) fn divide(plan: &Plan, options: &Options, fixed: Option<&[u64]>) -> R
     let baseline = anonymous_memory();
     // The library that decodes and encodes has threads and tables of its own.
     let coded = options.encodes > 0 || plan.blobs.iter().any(|b| b.encoded);
-    let (scales, factors) = (Scales::memory(plan), Changes::memory(plan));
+    let (coding, factors) = (Pool::memory(plan), Changes::memory(plan));
     let names = plan.outputs.iter().map(|o| o.name.len() as u64).sum::<u64>();
-    let own = scales.kept + factors.kept + if coded { LIBRARY } else { 0 } + names * PER_NAME_BYTE;
+    let own = factors.kept + if coded { LIBRARY } else { 0 } + names * PER_NAME_BYTE;
     let available = options.memory.saturating_sub(baseline + own);
     // A worker reads from one block while another may be decoded.
     let block = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.len).max().unwrap_or(0);
@@ -103,7 +103,7 @@ pub(crate) fn divide(plan: &Plan, options: &Options, fixed: Option<&[u64]>) -> R
     let streams = plan.blobs.iter().filter_map(|b| b.zstd.map(|z| z.memory())).max().unwrap_or(0);
     let per_worker = decoding
         .saturating_add(streams)
-        .saturating_add(block + options.encodes * (1 + ENCODING) + scales.each + factors.each);
+        .saturating_add(block + options.encodes * (1 + ENCODING) + coding + factors.each);
     let smallest =
         fixed.map_or(MIN_TILE, |sizes| sizes.iter().copied().max().unwrap_or(MIN_TILE).max(MIN_TILE));
     let least = per_worker.saturating_add(Workspace::bytes(smallest));
@@ -152,7 +152,7 @@ pub(crate) fn divide(plan: &Plan, options: &Options, fixed: Option<&[u64]>) -> R
     let held = (workers * block + spare).min(all).min(options.held.unwrap_or(u64::MAX));
     let blocks = held + workers * (decoding + streams);
     let encodes = workers * options.encodes * (1 + ENCODING);
-    let tiled = workers * (Workspace::bytes(tile) + scales.each);
+    let tiled = workers * (Workspace::bytes(tile) + coding);
     let bound = baseline + own + checksums + tiled + blocks + encodes;
     Ok((tiles, MemoryUse { baseline, workers, tile, checksums, held, blocks, bound }))
 }

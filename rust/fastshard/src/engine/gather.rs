@@ -15,8 +15,8 @@ use crate::tensor::c_strides;
 use super::blocks::{Block, Blocks};
 use super::changes::Changes;
 use super::checksums::{Checksums, Note};
+use super::coded::Pool;
 use super::evidence::Segment;
-use super::scales::Scales;
 
 /// Runs at least this long are read straight to where they belong; shorter ones by way of a span or a map.
 const LONG_RUN: u64 = 32 << 10;
@@ -31,8 +31,8 @@ pub struct Sources<'p> {
     checksums: Checksums,
     /// Blocks that their store's reader decodes.
     pub blocks: Blocks,
-    /// Scales of quantised tensors.
-    scales: Scales,
+    /// Buffers for values of codes.
+    pub(super) coded: Pool,
     /// Factors of adapters.
     pub(super) changes: Changes,
 }
@@ -82,27 +82,9 @@ impl<'p> Sources<'p> {
             scratch_dir,
             unpacked: (0..n).map(|_| Mutex::default()).collect(),
             checksums,
-            scales: Scales::default(),
+            coded: Pool::default(),
             changes: Changes::default(),
         }
-    }
-
-    /// Values of the scales of a quantised tensor, C-ordered.
-    pub fn scales(&self, stored: u32, scratch: &mut [u8]) -> Result<Arc<Vec<f32>>> {
-        self.scales.get(stored, || {
-            let tensor = &self.plan.stored[stored as usize];
-            let strides = c_strides(&tensor.shape);
-            let axes: Vec<PartAxis> = (0..tensor.shape.len())
-                .map(|d| PartAxis { n: tensor.shape[d], dst: strides[d], dim: d as u32, step: 1 })
-                .collect();
-            let mut bytes = vec![0; tensor.nbytes() as usize];
-            let mut into = Into { bytes: &mut bytes, base: 0, strides: &strides };
-            let whole = SubBox::whole(&tensor.shape);
-            self.read(tensor, &axes, &vec![0; tensor.shape.len()], &whole, &mut into, scratch)?;
-            let mut values = vec![0.0; crate::tensor::element_count(&tensor.shape).unwrap_or(0) as usize];
-            kernel::values(tensor.dtype, &bytes, &mut values);
-            Ok(values)
-        })
     }
 
     /// The file and offset at which a blob's data lies, unpacked first if it is compressed.
@@ -212,6 +194,7 @@ impl<'p> Sources<'p> {
     ) -> Result<()> {
         let item = stored.dtype.size();
         match &stored.pieces {
+            Pieces::Coded(coded) => self.read_coded(stored, coded, axes, src_base, part, into, scratch),
             Pieces::View { blob, offset, strides } => {
                 let steps: Vec<u64> = axes.iter().map(|a| a.step * strides[a.dim as usize]).collect();
                 let base = src_base.iter().zip(strides).map(|(i, s)| i * s).sum();
@@ -411,7 +394,7 @@ impl<'p> Sources<'p> {
 
 impl Into<'_> {
     /// The same destination for a sub-box of `part`.
-    fn shifted(&mut self, part: &SubBox, sub: &SubBox) -> Into<'_> {
+    pub(super) fn shifted(&mut self, part: &SubBox, sub: &SubBox) -> Into<'_> {
         let shift: u64 =
             sub.start.iter().zip(&part.start).zip(self.strides).map(|((s, p), d)| (s - p) * d).sum();
         Into { bytes: self.bytes, base: self.base + shift, strides: self.strides }

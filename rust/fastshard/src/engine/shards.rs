@@ -128,6 +128,7 @@ pub(crate) fn first_blob(stored: &StoredTensor) -> Option<u32> {
         Pieces::View { blob, .. } => Some(*blob),
         Pieces::Boxes(pieces) => pieces.first().map(|p| p.blob),
         Pieces::Ranges(pieces) => pieces.first().map(|p| p.blob),
+        Pieces::Coded(_) => None,
     }
 }
 

@@ -186,7 +186,6 @@ fn is_copied(part: &Part, first: &StoredTensor, dtype: Dtype, twins: Twins) -> b
     part.sources.len() == 1
         && part.ops.is_empty()
         && first.dtype == dtype
-        && first.scale.is_none()
         && first.changes.is_empty()
         && (first.twins.is_empty() || twins == Twins::Leave)
         && !matches!(part.combine, Combine::Zero(_))
@@ -230,7 +229,7 @@ impl Piece<'_> {
         };
         let (first, to) = (self.stored[0], self.output.dtype);
         let out = self.n * to.size();
-        if !in_sum && first.scale.is_none() && first.changes.is_empty() && self.part.ops.is_empty() {
+        if !in_sum && first.changes.is_empty() && self.part.ops.is_empty() {
             self.convert(work)?;
         } else {
             self.change_values(in_sum, work)?;
@@ -333,16 +332,12 @@ impl Piece<'_> {
         Ok(())
     }
 
-    /// Applies scales, changes and value ops in `work.sum`, which holds the values already if `in_sum`.
+    /// Applies changes and value ops in `work.sum`, which holds the values already if `in_sum`.
     fn change_values(&self, in_sum: bool, work: &mut Workspace) -> Result<()> {
         let (n, first) = (self.n, self.stored[0]);
         if !in_sum {
             work.sum.resize(work.sum.len().max(n), 0.0);
             kernel::values(self.from, &work.dense[..self.bytes()], &mut work.sum[..n]);
-        }
-        if let Some(scale) = &first.scale {
-            let scales = self.sources.scales(scale.stored, &mut work.span)?;
-            dequantise(&first.shape, &scale.block, &scales, self.part, self.sub, &mut work.sum[..n]);
         }
         for change in &first.changes {
             let factors = self.sources.factors(self.part.sources[0], change, &mut work.span)?;
@@ -378,29 +373,6 @@ impl Piece<'_> {
                 .help("look at the counter in the source; it is damaged or counts something else than steps")
                 .into()
         })
-    }
-}
-
-/// Multiplies the values of a box by the scales of the blocks that they lie in.
-fn dequantise(shape: &[u64], block: &[u64], scales: &[f32], part: &Part, sub: &SubBox, values: &mut [f32]) {
-    let grid: Vec<u64> = shape.iter().zip(block).map(|(n, b)| n.div_ceil(*b)).collect();
-    let strides = c_strides(&grid);
-    let mut at = vec![0u64; sub.len.len()];
-    let mut place = part.src_base.clone();
-    for value in values {
-        place.copy_from_slice(&part.src_base);
-        for ((axis, first), i) in part.axes.iter().zip(&sub.start).zip(&at) {
-            place[axis.dim as usize] += (first + i) * axis.step;
-        }
-        let index: u64 = place.iter().zip(block).zip(&strides).map(|((i, b), s)| i / b * s).sum();
-        *value *= scales[index as usize];
-        for (i, n) in at.iter_mut().zip(&sub.len).rev() {
-            *i += 1;
-            if *i < *n {
-                break;
-            }
-            *i = 0;
-        }
     }
 }
 

@@ -70,6 +70,22 @@ pub fn from_f32(dtype: Dtype, src: &[f32], dst: &mut [u8]) {
     convert(Dtype::F32, bytes(src), dtype, dst);
 }
 
+/// Rounds f32 to the values of a narrower float dtype (F16, BF16).
+///
+/// # Panics
+/// If `dtype` is no float of 16 or more bits.
+pub fn round(dtype: Dtype, values: &mut [f32]) {
+    if dtype == Dtype::F32 {
+        return;
+    }
+    let mut narrow = [0u8; BUFFER * 2];
+    for values in values.chunks_mut(BUFFER) {
+        let narrow = &mut narrow[..values.len() * dtype.size()];
+        from_f32(dtype, values, narrow);
+        to_f32(dtype, narrow, values);
+    }
+}
+
 /// Converts a dense slice of one float dtype (F16, BF16, F32, F64) to another one, in little-endian bytes.
 ///
 /// # Panics
@@ -220,7 +236,7 @@ mod arch {
 
 /// The bytes of native floats, which are little endian (see the check in `kernel.rs`).
 #[allow(unsafe_code)]
-fn bytes(values: &[f32]) -> &[u8] {
+pub fn bytes(values: &[f32]) -> &[u8] {
     // SAFETY: an f32 has no padding, and bytes need no alignment.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }

@@ -2,13 +2,11 @@
 
 mod alias;
 mod configure;
-mod forms;
 mod inherit;
 mod parse;
+mod prefixes;
 
 use std::collections::{BTreeMap, HashSet};
-
-pub use forms::StoredForm;
 
 use super::config::Config;
 use super::expr::{self, Derived, Extents, Factor, Shape};
@@ -205,8 +203,6 @@ pub struct Table {
     pub prefix: Option<String>,
     /// Names that pass as they are.
     pub keep: Vec<glob::Pattern>,
-    /// Forms in which elements are stored.
-    pub stored: BTreeMap<String, StoredForm>,
     /// What its readers say of the models of each `model_type`: the engine takes no notice of it, and no table inherits it.
     pub models: BTreeMap<String, serde_json::Value>,
 }
@@ -243,7 +239,6 @@ impl Table {
             config: Config::default(),
             prefix: None,
             keep: Vec::new(),
-            stored: BTreeMap::new(),
             models: BTreeMap::new(),
         }
     }

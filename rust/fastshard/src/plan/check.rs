@@ -48,7 +48,7 @@ impl Plan {
         let elements = output.elements();
         let mut covered = 0u64;
         for part in &output.parts {
-            let sources = part.sources.iter().map(|&s| self.stored.get(s as usize));
+            let sources = part.sources.iter().map(|&s| Some((s, self.stored.get(s as usize)?)));
             let Some(stored) = sources.collect::<Option<Vec<_>>>() else {
                 let what = "a part names a stored tensor that is missing";
                 faults.push(fault(codes::HOLE, what, "".into(), "".into()));
@@ -63,8 +63,8 @@ impl Plan {
                 let all = format!("{elements} elements");
                 faults.push(fault(codes::OVERLAP, "a part leaves the tensor", all, end.to_string()));
             }
-            for tensor in stored {
-                let changes = self.fault_of_changes(tensor);
+            for (index, tensor) in stored {
+                let changes = self.fault_of_changes(tensor).or_else(|| self.fault_of_codes(index, tensor));
                 let outside = part.reads_outside(tensor).map(|last| {
                     let held = format!("{} {:?}", tensor.name, tensor.shape);
                     (codes::HOLE, "a part reads outside its source", held, format!("{last:?}"))
@@ -78,6 +78,23 @@ impl Plan {
             faults.push(fault(code, "elements covered", elements.to_string(), covered.to_string()));
         }
         faults
+    }
+
+    /// What is wrong with the codes that a tensor's values are made of: code, what, expected, got.
+    fn fault_of_codes(
+        &self,
+        index: u32,
+        tensor: &StoredTensor,
+    ) -> Option<(Code, &'static str, String, String)> {
+        let coded = tensor.coded()?;
+        if let Some(misfit) = coded.misfit(&tensor.shape, &self.stored) {
+            return Some((codes::SHAPE, misfit.what, misfit.expected, misfit.got));
+        }
+        // What is made of others comes after them: nothing is made of itself.
+        if let Some(later) = coded.needs().find(|of| **of >= index) {
+            return Some((codes::HOLE, "values made of later ones", index.to_string(), later.to_string()));
+        }
+        coded.needs().find_map(|of| self.fault_of_codes(*of, &self.stored[*of as usize]))
     }
 
     /// What is wrong with the factors that change a tensor: code, what, expected, got.

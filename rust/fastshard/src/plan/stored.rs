@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Change, PartAxis};
+use super::{Change, Coded, PartAxis};
 use crate::format::zstd::Zstd;
 use crate::format::Blob;
 use crate::tensor::{c_strides, element_count, Dtype};
@@ -68,7 +68,7 @@ impl PlanBlob {
 }
 
 /// Where a stored tensor's elements lie.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Pieces {
     /// One strided view over a blob: byte offset in its data and strides in elements.
@@ -84,6 +84,8 @@ pub enum Pieces {
     Boxes(Vec<BoxPiece>),
     /// Ranges that tile the tensor's C-ordered elements (flat optimizer partitions), sorted by `start`.
     Ranges(Vec<RangePiece>),
+    /// Nowhere: they are the values of codes, as float32.
+    Coded(Box<Coded>),
 }
 
 impl Pieces {
@@ -93,6 +95,7 @@ impl Pieces {
             Pieces::View { blob, .. } => (Some(blob), [].iter_mut(), [].iter_mut()),
             Pieces::Boxes(boxes) => (None, boxes.iter_mut(), [].iter_mut()),
             Pieces::Ranges(ranges) => (None, [].iter_mut(), ranges.iter_mut()),
+            Pieces::Coded(_) => (None, [].iter_mut(), [].iter_mut()),
         };
         let boxes = boxes.map(|piece: &mut BoxPiece| &mut piece.blob);
         view.into_iter().chain(boxes).chain(ranges.map(|piece: &mut RangePiece| &mut piece.blob))
@@ -154,59 +157,9 @@ pub struct StoredTensor {
     /// rounded, must be the narrower one.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub twins: Vec<u32>,
-    /// Scales of a quantised tensor whose values are wanted.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub scale: Option<BlockScale>,
     /// What adapters make of its values, one after another.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub changes: Vec<Change>,
-}
-
-/// Scales of blocks: the value of an element is what is stored times the scale of its block.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct BlockScale {
-    /// Index into [`Plan::stored`]; one element per block, C-ordered.
-    pub stored: u32,
-    /// Extent of a block in each dimension of the quantised tensor.
-    pub block: Vec<u64>,
-}
-
-/// Most scales of one tensor: they are held in memory.
-const MAX_SCALES: u64 = 1 << 22;
-
-impl BlockScale {
-    /// Scales of blocks for a tensor of shape `shape`, from the shape of the scales: one for all, one
-    /// per row, or one per block of `stated` extents (128 by 128 if nothing states them).
-    pub fn of(stored: u32, shape: &[u64], scales: &[u64], stated: Option<&[u64]>) -> Option<BlockScale> {
-        let count = element_count(scales).filter(|n| *n <= MAX_SCALES)?;
-        let fits = |block: &[u64], scales: &[u64]| {
-            block.len() == shape.len()
-                && scales.len() == shape.len()
-                && block.iter().all(|b| *b > 0)
-                && shape.iter().zip(block).zip(scales).all(|((n, b), s)| n.div_ceil(*b) == *s)
-        };
-        let whole: Vec<u64> = shape.iter().map(|n| (*n).max(1)).collect();
-        let mut rows = whole.clone();
-        if let Some(first) = rows.first_mut() {
-            *first = 1;
-        }
-        let per_row = !shape.is_empty()
-            && count == shape[0]
-            && (scales.len() == 1 || scales[1..].iter().all(|n| *n == 1));
-        let usual = [128, 128];
-        let block = if count == 1 {
-            whole
-        } else if let Some(block) = stated.filter(|b| fits(b, scales)) {
-            block.to_vec()
-        } else if per_row {
-            rows
-        } else if fits(&usual, scales) {
-            usual.to_vec()
-        } else {
-            return None;
-        };
-        Some(BlockScale { stored, block })
-    }
 }
 
 impl StoredTensor {
@@ -219,6 +172,7 @@ impl StoredTensor {
     pub fn steps(&self, axes: &[PartAxis]) -> Vec<u64> {
         let strides = match &self.pieces {
             Pieces::View { strides, .. } => strides.clone(),
+            Pieces::Coded(coded) => coded.strides(&self.shape),
             _ => c_strides(&self.shape),
         };
         axes.iter().map(|a| a.step * strides[a.dim as usize]).collect()

@@ -73,8 +73,6 @@ pub(crate) struct Gathered {
     pub(super) units: Vec<Unit>,
     pub(super) passes: Vec<Pass>,
     pub(crate) findings: Vec<Finding>,
-    /// Names of scales that lie beside the tensors that they are of.
-    pub(super) beside: HashSet<String>,
     source_index: HashMap<u32, u32>,
     blob_index: HashMap<(u32, u32), u32>,
 }
@@ -117,8 +115,8 @@ impl Gathered {
         for group in &side.assembled {
             all.group(catalog, side, group, &mut twins);
         }
+        all.decode(&side.coded);
         let mut replaced = twins.replaced;
-        replaced.extend(all.scales(side));
         replaced.extend(all.adapt(&side.adapted, &side.hidden));
         let Pass { seen, tensors, .. } = &mut all.passes[0];
         let keep: Vec<bool> = tensors.iter().map(|t| !replaced.contains(t)).collect();
@@ -427,7 +425,7 @@ fn file_of(catalog: &Catalog, index: u32) -> Option<&CatalogFile> {
     catalog.files.get(index as usize).and_then(Option::as_ref)
 }
 
-fn stored(
+pub(super) fn stored(
     name: String,
     dtype: Dtype,
     shape: Vec<u64>,
@@ -444,7 +442,6 @@ fn stored(
         index: Vec::new(),
         shard: None,
         twins: Vec::new(),
-        scale: None,
         changes: Vec::new(),
     }
 }

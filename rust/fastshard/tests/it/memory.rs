@@ -43,7 +43,6 @@ fn hole(dir: &Path, len: u64, pieces: Pieces, crc32: Option<u32>) -> (Plan, Vec<
         index: Vec::new(),
         shard: None,
         twins: Vec::new(),
-        scale: None,
         changes: Vec::new(),
     };
     let mut plan = Plan {

@@ -324,7 +324,6 @@ fn check(dice: &mut Dice, shapes: &[Vec<u64>], dtype: Dtype, tile: u64, threads:
         index: Vec::new(),
         shard: None,
         twins: Vec::new(),
-        scale: None,
         changes: Vec::new(),
     });
     let mut plan = Plan {
@@ -436,7 +435,6 @@ fn workers_that_wait_for_a_block_whose_reader_panics_stop() {
             index: vec![],
             shard: None,
             twins: vec![],
-            scale: None,
             changes: Vec::new(),
         }],
         rules: vec!["w".into()],

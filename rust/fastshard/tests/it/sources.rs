@@ -88,7 +88,6 @@ fn plan(transposed: bool) -> Plan {
             index: Vec::new(),
             shard: None,
             twins: Vec::new(),
-            scale: None,
             changes: Vec::new(),
         }],
         rules: vec!["w".into()],

@@ -123,6 +123,6 @@ fn place_of(stored: &StoredTensor, at: &[u64]) -> Option<(u32, u64)> {
             let own = if strides.is_empty() { c_strides(len) } else { strides.clone() };
             within(lo, len, &own).map(|byte| (*blob, offset + byte))
         }),
-        Pieces::Ranges(_) => None,
+        Pieces::Ranges(_) | Pieces::Coded(_) => None,
     }
 }

@@ -89,29 +89,6 @@ impl Table {
         }
     }
 
-    /// Extents of blocks by storage form, where the config tells of them.
-    ///
-    /// # Errors
-    /// `FS211` naming the key for a value that is no list of positive numbers.
-    pub fn blocks(&self, config: &Json, file: Option<&str>) -> Result<BTreeMap<String, Vec<u64>>> {
-        let scope = Scope::new(&self.config, &self.fixed, config, &|_| false);
-        let mut blocks = BTreeMap::new();
-        for (name, form) in &self.stored {
-            let Some(block) = &form.block else { continue };
-            let told = |wrong| self.told("form", name, block.text(), file, wrong);
-            let value = scope.value("", block, None).map_err(told)?;
-            if value == Value::Null {
-                continue;
-            }
-            let Some(extents) = value.sizes() else {
-                let expected = "a list of positive integers".into();
-                return Err(told(Wrong { at: block.text().into(), expected, got: value.shown() }));
-            };
-            blocks.insert(name.clone(), extents);
-        }
-        Ok(blocks)
-    }
-
     /// The positions of a set; none if the config does not tell.
     fn set<'a>(
         &'a self,

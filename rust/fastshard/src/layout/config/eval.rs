@@ -58,19 +58,6 @@ impl<'a> From<&'a Json> for Value<'a> {
 }
 
 impl Value<'_> {
-    /// The numbers of a list of positive ones.
-    pub(super) fn sizes(&self) -> Option<Vec<u64>> {
-        let size = |value: Value| match value {
-            Value::Int(n @ 1..=MAX_EXTENT) => Some(n as u64),
-            _ => None,
-        };
-        match self {
-            Value::List(items) => items.iter().cloned().map(size).collect(),
-            Value::Json(Json::Array(items)) => items.iter().map(Value::from).map(size).collect(),
-            _ => None,
-        }
-    }
-
     /// The value as messages show it.
     pub(super) fn shown(&self) -> String {
         let text = match self {

@@ -266,10 +266,6 @@ fn what_is_inherited_and_not_used_is_left_out() {
         facts = { odd = "n % 2 == 1", used = "inner", inner = "C > 1", tied = "t", loose = "D > 1" }
         [sets]
         s = { where = "L < G", axis = "L" }
-        [stored.form]
-        dtype = ["F8_E4M3"]
-        scale = "_scale"
-        block = "[D, D]"
         [[tied]]
         tensor = "head"
         to = "a"
@@ -291,19 +287,19 @@ fn what_is_inherited_and_not_used_is_left_out() {
     let child = "layout = \"child\"\nfamily = \"toy\"\nextends = \"base\"\ndrop = [\"b\"]\n";
     let child = |more: &str| Table::extending(&format!("{child}{more}"), Some(&base)).unwrap();
     let bare = child("");
-    assert_eq!(names(&bare), "A C D G inner tied used");
+    assert_eq!(names(&bare), "A C G inner tied used");
     assert!(bare.config.model_types.is_empty() && bare.config.when.is_none() && bare.config.stated);
     assert_eq!(bare.config.defaults.len(), 1);
     // Sizes that would not divide are nobody's any more.
     assert!(bare.describe(Some(&json!({"n": 3, "m": 2})), &[], None).is_ok());
     // Its own stay, and what they are made of.
-    assert_eq!(names(&child("[config]\nfacts = { mine = \"B > 1\" }\n")), "A B C D G inner mine tied used");
+    assert_eq!(names(&child("[config]\nfacts = { mine = \"B > 1\" }\n")), "A B C G inner mine tied used");
     let when = child("[config]\nmodel_type = [\"x\"]\nwhen = \"loose\"\n");
     assert_eq!(names(&when), "A C D G inner loose tied used");
     // An axis that it fixes is no config's any more.
-    assert_eq!(names(&child("[axes]\nA = 2\n")), "C D G inner tied used");
+    assert_eq!(names(&child("[axes]\nA = 2\n")), "C G inner tied used");
     let scaled = child("[[tensor]]\nname = \"e\"\nshape = \"[A]\"\nscale = \"sqrt(B)\"\n");
-    assert_eq!(names(&scaled), "A B C D G inner tied used");
+    assert_eq!(names(&scaled), "A B C G inner tied used");
 }
 
 #[test]

@@ -120,8 +120,6 @@ impl Table {
         let conditions =
             self.entries.iter().map(|entry| &entry.when).chain(self.tied.iter().map(|t| &t.when));
         used.extend(conditions.flat_map(|when| &when.terms).map(|(fact, _)| fact.clone()));
-        let blocks = self.stored.values().filter_map(|form| form.block.as_ref());
-        used.extend(blocks.flat_map(Expression::names).map(str::to_string));
         self.config.keep(used);
     }
 

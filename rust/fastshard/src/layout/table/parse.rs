@@ -5,7 +5,6 @@ use std::collections::{BTreeMap, HashMap};
 use serde::Deserialize;
 
 use super::configure::{RawConfig, RawSet};
-use super::forms::RawForm;
 use super::{alias, inherit, stored_axis, stored_name, Condition, Entry, Scale, ShardMap, Table, Tied};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
@@ -115,8 +114,6 @@ struct RawTable {
     #[serde(default)]
     keep: Vec<String>,
     #[serde(default)]
-    stored: BTreeMap<String, RawForm>,
-    #[serde(default)]
     model: BTreeMap<String, serde_json::Value>,
 }
 
@@ -203,7 +200,7 @@ impl Table {
         table.check_axes().map_err(fail)?;
         table.put_prefix(raw.prefix).map_err(fail)?;
         let own = table.configure(raw.config, &raw.sets).map_err(fail)?;
-        table.put_forms(&raw.keep, &raw.stored).map_err(fail)?;
+        table.put_kept(&raw.keep).map_err(fail)?;
         table.leave_out(own);
         table.entries.iter_mut().for_each(|entry| alias::put(&table.aliases, entry));
         table.entries.iter().try_for_each(|entry| table.check(entry))?;

@@ -1,32 +1,7 @@
-//! What goes with the names of a whole table: what precedes them, what passes beside them, how elements are stored.
-
-use std::collections::{BTreeMap, BTreeSet};
-
-use serde::Deserialize;
+//! What goes with the names of a whole table: what precedes them, and what passes beside them.
 
 use super::{Entry, Table};
-use crate::layout::config::Expression;
 use crate::layout::names::Pattern;
-use crate::tensor::Dtype;
-
-/// Elements that are stored with scales beside them.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct StoredForm {
-    /// The element types that are stored so.
-    pub dtypes: Vec<Dtype>,
-    /// What the names of the scales have after that of the tensor: the first that is there.
-    pub scales: Vec<String>,
-    /// Extents of a block that shares a scale.
-    pub block: Option<Expression>,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(super) struct RawForm {
-    dtype: Vec<Dtype>,
-    scale: String,
-    block: Option<String>,
-}
 
 /// The spellings of `(a|b)`, or the one of `a`.
 fn alternatives(text: &str) -> Result<Vec<String>, String> {
@@ -47,17 +22,6 @@ fn prefixed(text: &str, prefix: &str, all: &[String]) -> Option<String> {
     let longest = all.iter().filter(|one| !one.is_empty() && text.starts_with(one.as_str()));
     let begins = longest.max_by_key(|one| one.len())?;
     Some(format!("{prefix}{}", &text[begins.len()..]))
-}
-
-impl RawForm {
-    fn parsed(&self) -> Result<StoredForm, String> {
-        let scales = alternatives(&self.scale)?;
-        let block = self.block.as_deref().map(Expression::parse).transpose()?;
-        if scales.iter().any(String::is_empty) || self.dtype.is_empty() {
-            return Err("it needs element types, and what the names of scales end with".into());
-        }
-        Ok(StoredForm { dtypes: self.dtype.clone(), scales, block })
-    }
 }
 
 impl Table {
@@ -85,27 +49,10 @@ impl Table {
         }
     }
 
-    /// Takes the globs of names that pass, and the storage forms.
-    pub(super) fn put_forms(
-        &mut self,
-        keep: &[String],
-        forms: &BTreeMap<String, RawForm>,
-    ) -> Result<(), String> {
+    /// Takes the globs of names that pass.
+    pub(super) fn put_kept(&mut self, keep: &[String]) -> Result<(), String> {
         for text in keep {
             self.keep.push(glob::Pattern::new(text).map_err(|e| format!("keep {text:?}: {e}"))?);
-        }
-        for (name, form) in forms {
-            let form = form.parsed().map_err(|e| format!("stored.{name}: {e}"))?;
-            self.stored.insert(name.clone(), form);
-        }
-        let mut dtypes = BTreeSet::new();
-        for (name, form) in &self.stored {
-            if let Some(dtype) = form.dtypes.iter().find(|dtype| !dtypes.insert(**dtype)) {
-                return Err(format!("stored.{name}: {dtype} is stored in another form, too"));
-            }
-            if let Some(block) = &form.block {
-                self.config.check_other(block, "size").map_err(|e| format!("stored.{name}: {e}"))?;
-            }
         }
         Ok(())
     }
@@ -113,14 +60,6 @@ impl Table {
     /// True for a name that passes as it is where no rule has it.
     pub fn keeps(&self, name: &str) -> bool {
         self.keep.iter().any(|pattern| pattern.matches(name))
-    }
-
-    /// The form in which elements of a type are stored.
-    pub fn form_of(&self, dtype: Dtype) -> Option<(&str, &StoredForm)> {
-        self.stored
-            .iter()
-            .find(|(_, form)| form.dtypes.contains(&dtype))
-            .map(|(name, form)| (name.as_str(), form))
     }
 
     /// The table with rules for tensors of another that pass by their names; none if there are none.
@@ -145,10 +84,6 @@ mod tests {
         keep = ["model.visual.*"]
         [config]
         axes = { L = "layers" }
-        [stored.blocks]
-        dtype = ["F8_E4M3"]
-        scale = "(_scale_inv|_scale)"
-        block = "quantization_config.weight_block_size ?? [128, 128]"
         [[tensor]]
         name = "model.layers.{L}.q"
         shape = "[H]"
@@ -178,28 +113,11 @@ mod tests {
     }
 
     #[test]
-    fn forms_are_of_element_types() {
-        let table = Table::parse(VISION).unwrap();
-        let (name, form) = table.form_of(Dtype::F8E4m3).unwrap();
-        assert_eq!((name, form.scales.len(), table.form_of(Dtype::Bf16)), ("blocks", 2, None));
-        let config = |text: &str| serde_json::from_str(text).unwrap();
-        let block = |text: &str| table.blocks(&config(text), Some("c.json")).map_err(|e| e.to_string());
-        assert_eq!(block("{}").unwrap()["blocks"], [128, 128]);
-        assert_eq!(
-            block(r#"{"quantization_config": {"weight_block_size": [2, 3]}}"#).unwrap()["blocks"],
-            [2, 3]
-        );
-        let wrong = block(r#"{"quantization_config": {"weight_block_size": [2, 0]}}"#).unwrap_err();
-        assert!(wrong.contains("stored.blocks") || wrong.contains("form blocks"), "{wrong}");
+    fn what_is_no_prefix_or_glob_is_refused() {
         for (find, replace, wanted) in [
             ("\"(model.language_model.|model.)\"", "\"text.\"", "no tensor's name begins"),
             ("\"(model.language_model.|model.)\"", "\"({L}|model.)\"", "write one spelling"),
             ("model.visual.*", "[", "keep \"[\""),
-            ("\"F8_E4M3\"", "", "it needs element types"),
-            ("\"F8_E4M3\"", "\"F8\"", "unknown variant"),
-            ("(_scale_inv|_scale)", "(_scale|)", "it needs element types"),
-            ("?? [128, 128]", "?? stored('x')", "stored() is for facts"),
-            ("?? [128, 128]", "?? [", "expected a value"),
         ] {
             let message = Table::parse(&VISION.replace(find, replace)).unwrap_err().to_string();
             assert!(message.contains(wanted), "{wanted:?} not in {message}");

@@ -1,0 +1,137 @@
+"""Values of quantised weights, where a dtype is asked for: what the core makes of which tensors, and what is left out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..common.errors import Finding
+from ..layouts.declaration import Source
+from ..models.quantised.forms import Weight
+from ..models.quantised.values import Asked, NoValuesError
+from ..sources.hf_config import with_plain_weights
+from .drafting import Opened
+from .stored_bytes import StoredBytes
+
+__all__ = ["Dequantised", "dequantised"]
+
+_HELP = (
+    "leave out --dtype to keep them as they are, or give them their values with the tool that quantised them"
+)
+
+
+@dataclass(frozen=True)
+class Dequantised:
+    """What is asked of the core for quantised weights."""
+
+    coded: Sequence[Mapping[str, object]] = ()
+    #: Names of values, by those of their codes.
+    codes: Mapping[str, str] = field(default_factory=dict)
+    #: Names of scales and the like, which are left out.
+    hidden: Sequence[str] = ()
+    findings: Sequence[Finding] = ()
+    #: Weights by the form in which they are stored.
+    forms: Mapping[str, int] = field(default_factory=dict)
+
+    def asked(self, source: Source) -> dict[str, object]:
+        """What the core's request says of them."""
+        stored = {own: name for name, own in source.names.items()}
+        hidden = {stored.get(name, name) for name in self.hidden}
+        return {"coded": self.coded, "hidden": sorted(source.hidden | hidden)}
+
+    def described(self, source: Source, names_of: Callable[[int], Iterable[str]]) -> Source:
+        """The source as it is with plain weights.
+
+        Args:
+            source: the source as it is stored.
+            names_of: names of the tensors in a file, by its number.
+        """
+        values = {**source.values, "dequantised": dict(self.forms)} if self.forms else source.values
+        stored = (name for unit in source.units for _, name in source.of_unit(unit, names_of(unit.file)))
+        own = [source.names.get(name, name) for name in stored]
+        hidden = {*self.hidden, *source.hidden}
+        names = [self.codes.get(name, name) for name in own if name not in hidden]
+        source = replace(source, values=values, beside=frozenset(), quantiser_files={})
+        return with_plain_weights(source, names)
+
+
+def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
+    """What makes the values of all quantised weights.
+
+    Args:
+        opened: the checkpoint.
+        source: what of it is taken, under the names that it is taken by.
+        dtype: the dtype that is wanted, as safetensors spells it.
+    """
+    if not opened.quantised.weights:
+        return Dequantised(findings=opened.quantised.unsaid)
+    prefix = source.weights_prefix
+    stored: list[StoredBytes] = []
+
+    def read(name: str) -> bytes:
+        if not stored:
+            stored.append(StoredBytes(opened))
+        return stored[0].bytes(name.removeprefix(prefix)).tobytes()
+
+    asked = Asked(dtype, read)
+    made: list[Mapping[str, object]] = []
+    codes: dict[str, str] = {}
+    refused: dict[tuple[str, str], list[Weight]] = {}
+    done: list[Weight] = []
+    for weight in opened.quantised.weights:
+        if prefix:
+            weight = _below(prefix, weight)
+        how = weight.form.values
+        try:
+            if isinstance(how, str):
+                raise NoValuesError(how)
+            values = how(weight, asked)
+        except NoValuesError as error:
+            refused.setdefault((weight.form.name, str(error)), []).append(weight)
+            continue
+        name = f"{weight.module}{values.suffix}"
+        made.append({"name": name, "shape": values.shape, "coded": values.coded.document()})
+        codes[weight.codes] = name
+        done.append(weight)
+    others = [f"{prefix}{name}" for name in opened.quantised.of_activations]
+    hidden = [*others, *(name for weight in done for name in weight.companions.values())]
+    findings = [
+        *opened.quantised.unsaid,
+        *(_refused(form, why, weights) for (form, why), weights in refused.items()),
+    ]
+    if done:
+        findings.append(_told(done, len(others), dtype))
+    return Dequantised(made, codes, hidden, findings, Counter(weight.form.name for weight in done))
+
+
+def _below(prefix: str, weight: Weight) -> Weight:
+    """A weight by the names that it has below a prefix."""
+    return replace(
+        weight,
+        module=f"{prefix}{weight.module}",
+        codes=f"{prefix}{weight.codes}",
+        companions={role: f"{prefix}{name}" for role, name in weight.companions.items()},
+        stored={f"{prefix}{name}": stored for name, stored in weight.stored.items()},
+    )
+
+
+def _refused(form: str, why: str, weights: Sequence[Weight]) -> Finding:
+    first = weights[0]
+    return Finding.of(
+        "FS514", f"{len(weights):,} weights are stored as {form}, and --dtype does not give their values: {why}", tensor=first.codes,
+        expected="weights whose values are made here", got=form, help=_HELP, count=len(weights),
+    )  # fmt: skip
+
+
+def _told(done: Sequence[Weight], others: int, dtype: str) -> Finding:
+    """What was decoded, and what is left out with it."""
+    forms = Counter(weight.form.name for weight in done)
+    roles = Counter(role for weight in done for role in weight.companions)
+    left = [f"{count:,} {role}" for role, count in roles.items()]
+    left += [f"{others:,} scales of activations"] if others else []
+    told = " and ".join(f"{count:,} weights stored as {form}" for form, count in forms.items())
+    return Finding.of(
+        "FS212", f"{told} are written as their values in {dtype}; left out with them: {', '.join(left)}", severity="note",
+        tensor=done[0].codes, count=len(done),
+    )  # fmt: skip

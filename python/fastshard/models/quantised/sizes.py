@@ -1,0 +1,29 @@
+"""Extents of weights, and of the blocks that they are divided into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Sizes", "Stored", "ceil_div"]
+
+#: Dtype and shape of a tensor.
+Stored = tuple[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The extents of a weight as it is without the form: leading ones (experts), rows, columns."""
+
+    lead: tuple[int, ...]
+    rows: int
+    columns: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The weight's shape."""
+        return (*self.lead, self.rows, self.columns)
+
+
+def ceil_div(n: int, by: int) -> int:
+    """How many blocks of a length an extent has, the last of which may be short."""
+    return -(-n // by) if by > 0 else 0

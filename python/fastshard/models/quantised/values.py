@@ -1,0 +1,114 @@
+"""What makes values of the codes of a weight, in the words of the core's decoder.
+
+The value of an element is ``(number of its code - zero point) * scale + term``. All tensors that it is made of are looked at with
+three extents: leading ones as one, rows, columns; as the codes lie, which may be transposed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .sizes import Sizes, ceil_div
+
+__all__ = [
+    "Asked",
+    "Block",
+    "Coded",
+    "NoValuesError",
+    "Values",
+    "fitting",
+    "integers",
+    "operand",
+    "scale",
+    "view",
+]
+
+#: What the core takes.
+Document = Mapping[str, object]
+#: Rows and columns of a block.
+Block = tuple[int, int]
+
+
+class NoValuesError(Exception):
+    """A weight whose values are not made here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a decoder may ask."""
+
+    #: The dtype that is wanted: ``BF16``.
+    dtype: str
+    #: Bytes of a small tensor, by name.
+    read: Callable[[str], bytes]
+
+
+@dataclass(frozen=True)
+class Coded:
+    """What makes values of codes."""
+
+    codes: Document
+    numbers: object
+    packing: object = "none"
+    flat: bool = False
+    turned: bool = False
+    zero: Document | None = None
+    scales: Sequence[Document] = ()
+    groups: Document | None = None
+    #: What the product of number and scale is rounded to, as the reference does.
+    rounded: str = "F32"
+    term: float = 0.0
+
+    def document(self) -> Document:
+        """The form that the core takes."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Values:
+    """A tensor of values: its name without the module's, its shape, and what makes it."""
+
+    suffix: str
+    shape: tuple[int, ...]
+    coded: Coded
+    #: What is to be known of it, if anything is.
+    notes: tuple[str, ...] = field(default=())
+
+
+def view(name: str, shape: Sequence[int], dtype: str | None = None) -> Document:
+    """A tensor as it is looked at: of another shape or dtype with the same bytes."""
+    return {"name": name, "shape": list(shape), "dtype": dtype}
+
+
+def operand(name: str, shape: Sequence[int], coded: Coded) -> Document:
+    """A tensor that is coded itself."""
+    return {"name": name, "shape": list(shape), "coded": coded.document()}
+
+
+def scale(of: Document, block: Sequence[int], *, divides: bool = False, rounded: str = "F32") -> Document:
+    """A factor of each block."""
+    return {"grid": {"of": of, "block": list(block)}, "divides": divides, "rounded": rounded}
+
+
+def integers(bits: int, *, signed: bool = False, less: int = 0) -> object:
+    """Codes that are integers: of two's complement, or without a sign and less a number."""
+    return {"signed": bits} if signed else {"less": less}
+
+
+def fitting(sizes: Sizes, shape: tuple[int, ...], candidates: Sequence[Block]) -> tuple[list[int], list[int]]:
+    """The block and the grid of scales of this shape: the first of the candidates that fits, or one for all.
+
+    Raises:
+        NoValuesError: if none does.
+    """
+    lead = math.prod(sizes.lead)
+    bare = [n for n in shape if n != 1]
+    if not bare:
+        return [max(1, lead), max(1, sizes.rows), max(1, sizes.columns)], [1, 1, 1]
+    for rows, columns in candidates:
+        high, wide = ceil_div(sizes.rows, rows), ceil_div(sizes.columns, columns)
+        if bare == [n for n in (*sizes.lead, high, wide) if n != 1]:
+            return [1, rows, columns], [lead, high, wide]
+    raise NoValuesError(f"scales of {list(shape)} are of no blocks of {list(sizes.shape)}")

@@ -1,0 +1,470 @@
+//! Values of codes, made box by box: codes and their scales are read for a box, and no more of them is held.
+
+use std::sync::{Mutex, PoisonError};
+
+use crate::boxes::SubBox;
+use crate::codes;
+use crate::error::{Finding, Result};
+use crate::kernel::{self, StridedBox};
+use crate::plan::{Coded, Grid, Numbers, Packing, PartAxis, Plan, StoredTensor};
+use crate::tensor::c_strides;
+
+use super::gather::{Into, Sources};
+
+/// Elements that are made at a time, at most.
+const MOST: u64 = 128 << 10;
+/// Bytes that a worker holds for each of them: codes as they are stored, as bytes, numbers, scales, zero points.
+const EACH: u64 = 4 + 1 + 4 + 4 + 4;
+/// Codes that are made of others at the same time: zero points and scales may be.
+const DEPTH: u64 = 2;
+
+/// Buffers that are used again.
+#[derive(Default)]
+struct Buffers {
+    bytes: Vec<u8>,
+    codes: Vec<u8>,
+    values: Vec<f32>,
+}
+
+/// Buffers of all workers that are not in use.
+#[derive(Default)]
+pub(super) struct Pool(Mutex<Vec<Buffers>>);
+
+impl Pool {
+    /// Bytes that each worker needs, at most.
+    pub(super) fn memory(plan: &Plan) -> u64 {
+        match plan.stored.iter().any(|stored| stored.coded().is_some()) {
+            true => MOST * EACH * DEPTH,
+            false => 0,
+        }
+    }
+
+    fn taken(&self) -> Buffers {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default()
+    }
+
+    fn put(&self, buffers: Buffers) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(buffers);
+    }
+}
+
+/// A box of a matrix of codes: leading index, first row and column, and how many there are.
+#[derive(Clone, Copy)]
+struct Window {
+    lead: u64,
+    row: u64,
+    rows: usize,
+    column: u64,
+    columns: usize,
+}
+
+/// Numbers of the blocks that a window lies in.
+struct Cells {
+    values: Vec<f32>,
+    /// Numbers of one row of blocks.
+    width: usize,
+    /// Where those of each row begin.
+    rows: Vec<usize>,
+    columns: Columns,
+}
+
+/// Which number of a row of blocks is a column's.
+enum Columns {
+    /// Blocks of this length; the first column is so far into its own.
+    Blocks { len: u64, first: u64 },
+    /// Of each column.
+    Groups(Vec<usize>),
+}
+
+impl Cells {
+    fn row(&self, row: usize) -> &[f32] {
+        &self.values[self.rows[row]..][..self.width]
+    }
+
+    fn at(&self, row: usize, column: usize) -> f32 {
+        let block = match &self.columns {
+            Columns::Blocks { len, first } => ((first + column as u64) / len) as usize,
+            Columns::Groups(groups) => groups[column],
+        };
+        self.row(row)[block]
+    }
+
+    /// The first column of a block.
+    fn first_of(&self, block: usize) -> usize {
+        match &self.columns {
+            Columns::Blocks { len, first } => (block as u64 * len).saturating_sub(*first) as usize,
+            Columns::Groups(_) => 0,
+        }
+    }
+
+    /// Calls `apply` with each number and the values of a row that it is of.
+    fn apply(&self, row: usize, values: &mut [f32], apply: impl Fn(f32, &mut [f32])) {
+        let numbers = self.row(row);
+        match &self.columns {
+            Columns::Blocks { len: 1, .. } => {
+                values.iter_mut().zip(numbers).for_each(|(value, n)| apply(*n, std::slice::from_mut(value)));
+            }
+            Columns::Blocks { len, first } => kernel::by_blocks(values, numbers, *len, *first, apply),
+            Columns::Groups(groups) => {
+                let each = values.iter_mut().zip(groups);
+                each.for_each(|(value, group)| apply(numbers[*group], std::slice::from_mut(value)));
+            }
+        }
+    }
+}
+
+impl Sources<'_> {
+    /// Reads the box `part` of `axes` of the values that codes stand for, as float32.
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn read_coded(
+        &self,
+        stored: &StoredTensor,
+        coded: &Coded,
+        axes: &[PartAxis],
+        src_base: &[u64],
+        part: &SubBox,
+        into: &mut Into,
+        scratch: &mut [u8],
+    ) -> Result<()> {
+        let steps = coded.strides(&stored.shape);
+        let mut buffers = self.coded.taken();
+        let mut ahead = vec![part.clone()];
+        while let Some(mut sub) = ahead.pop() {
+            if sub.len.contains(&0) {
+                continue;
+            }
+            let (mut lo, mut len) = (src_base.to_vec(), vec![1u64; stored.shape.len()]);
+            for ((axis, start), n) in axes.iter().zip(&sub.start).zip(&sub.len) {
+                lo[axis.dim as usize] += start * axis.step;
+                len[axis.dim as usize] += (n - 1) * axis.step;
+            }
+            if len.iter().product::<u64>() > MOST && sub.volume() > 1 {
+                let far = |k: &usize| (sub.len[*k] - 1) * axes[*k].step * steps[axes[*k].dim as usize];
+                let axis = (0..axes.len()).filter(|&k| sub.len[k] > 1).max_by_key(far).unwrap_or(0);
+                let mut after = sub.clone();
+                sub.len[axis] /= 2;
+                after.start[axis] += sub.len[axis];
+                after.len[axis] -= sub.len[axis];
+                ahead.extend([after, sub]);
+                continue;
+            }
+            self.make_box(stored, coded, &lo, &len, &mut buffers, scratch)?;
+            let own = coded.strides(&len);
+            let strides: Vec<u64> = axes.iter().map(|axis| axis.step * own[axis.dim as usize]).collect();
+            let shape = StridedBox { extents: &sub.len, src_strides: &strides, dst_strides: into.strides };
+            let dst = into.shifted(part, &sub).base;
+            kernel::copy(kernel::bytes(&buffers.values), 0, into.bytes, dst, &shape, size_of::<f32>());
+        }
+        self.coded.put(buffers);
+        Ok(())
+    }
+
+    /// Makes a box of a tensor's values in `buffers.values`, in the order of the codes.
+    fn make_box(
+        &self,
+        stored: &StoredTensor,
+        coded: &Coded,
+        lo: &[u64],
+        len: &[u64],
+        buffers: &mut Buffers,
+        scratch: &mut [u8],
+    ) -> Result<()> {
+        let count = len.iter().product::<u64>() as usize;
+        let mut values = std::mem::take(&mut buffers.values);
+        values.clear();
+        values.resize(count, 0.0);
+        let (shape, rank) = (&stored.shape, stored.shape.len());
+        let strides = c_strides(shape);
+        let table = self.table(&coded.numbers, scratch)?;
+        // What lies around a window: all indices before its rows, or before what is read in one run.
+        let mut outer = rank.saturating_sub(2);
+        if coded.flat {
+            outer = rank.saturating_sub(1);
+            while outer > 0 && len[outer] == shape[outer] {
+                outer -= 1;
+            }
+        }
+        let each: usize = len[outer..].iter().product::<u64>() as usize;
+        let mut at = vec![0u64; outer];
+        for values in values.chunks_mut(each.max(1)) {
+            let first = |to: usize| -> u64 {
+                (0..to).map(|d| (lo[d] + at.get(d).copied().unwrap_or(0)) * strides[d]).sum()
+            };
+            let window = if coded.flat {
+                Window { lead: 0, row: 0, rows: 1, column: first(rank), columns: each }
+            } else {
+                let matrix: u64 = shape[outer..].iter().product();
+                let of = |d: usize| (lo.get(d).copied().unwrap_or(0), len.get(d).copied().unwrap_or(1));
+                let (mut row, mut column) =
+                    if rank < 2 { ((0, 1), of(0)) } else { (of(outer), of(outer + 1)) };
+                if coded.turned {
+                    std::mem::swap(&mut row, &mut column);
+                }
+                let lead = first(outer) / matrix.max(1);
+                let (rows, columns) = (row.1 as usize, column.1 as usize);
+                Window { lead, row: row.0, rows, column: column.0, columns }
+            };
+            self.make_window(stored, coded, window, &table, values, buffers, scratch)?;
+            for (i, n) in at.iter_mut().zip(&len[..outer]).rev() {
+                *i += 1;
+                if *i < *n {
+                    break;
+                }
+                *i = 0;
+            }
+        }
+        buffers.values = values;
+        Ok(())
+    }
+
+    /// Makes the values of a window.
+    #[allow(clippy::too_many_arguments)]
+    fn make_window(
+        &self,
+        stored: &StoredTensor,
+        coded: &Coded,
+        window: Window,
+        table: &[f32; 256],
+        values: &mut [f32],
+        buffers: &mut Buffers,
+        scratch: &mut [u8],
+    ) -> Result<()> {
+        self.take_codes(coded, window, buffers, scratch)?;
+        kernel::look_up(table, &buffers.codes, values);
+        let zeros = coded.zero.as_ref().map(|grid| self.cells(stored, coded, grid, window, scratch));
+        let zeros = zeros.transpose()?;
+        let scales = self.scales_of(stored, coded, window, scratch)?;
+        for (row, values) in values.chunks_mut(window.columns.max(1)).enumerate() {
+            if let Some(zeros) = &zeros {
+                zeros.apply(row, values, |zero, values| values.iter_mut().for_each(|v| *v -= zero));
+            }
+            if let Some(scales) = &scales {
+                scales.apply(row, values, |scale, values| values.iter_mut().for_each(|v| *v *= scale));
+                kernel::round(coded.rounded, values);
+            }
+            if coded.term != 0.0 {
+                values.iter_mut().for_each(|v| *v += coded.term);
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts the codes of a window into `buffers.codes`, row by row.
+    fn take_codes(
+        &self,
+        coded: &Coded,
+        window: Window,
+        buffers: &mut Buffers,
+        scratch: &mut [u8],
+    ) -> Result<()> {
+        let codes = &self.plan.stored[coded.codes as usize];
+        let Window { lead, row, rows, column, columns } = window;
+        buffers.codes.clear();
+        buffers.codes.resize(rows * columns, 0);
+        let size = codes.dtype.size();
+        let word = size as u64 * 8;
+        // The words that hold `n` codes from the `first` on, and where in the first of them the first code begins.
+        let words = |first: u64, n: usize, bits: u32| {
+            let (at, end) = (first * u64::from(bits), (first + n as u64) * u64::from(bits));
+            (at / word, end.div_ceil(word) - at / word, at % word)
+        };
+        match &coded.packing {
+            Packing::None => {
+                let len = [1, rows as u64, columns as u64];
+                self.read_whole(codes, [lead, row, column], len, &mut buffers.codes, scratch)?;
+            }
+            Packing::Row { bits, lanes } => {
+                let (at, n, bit) = words(column, columns, *bits);
+                let each = n as usize * size;
+                buffers.bytes.resize(rows * each, 0);
+                let len = [1, rows as u64, n];
+                self.read_whole(codes, [lead, row, at], len, &mut buffers.bytes, scratch)?;
+                let both = buffers.bytes.chunks(each.max(1)).zip(buffers.codes.chunks_mut(columns.max(1)));
+                for (bytes, out) in both {
+                    match lanes.is_empty() {
+                        true => kernel::unpack_row(bytes, bit, *bits, out),
+                        false => kernel::unpack_lanes(bytes, bit / u64::from(*bits), *bits, lanes, out),
+                    }
+                }
+            }
+            Packing::Column { bits } => {
+                let (at, n, bit) = words(row, rows, *bits);
+                buffers.bytes.resize(n as usize * columns * size, 0);
+                let len = [1, n, columns as u64];
+                self.read_whole(codes, [lead, at, column], len, &mut buffers.bytes, scratch)?;
+                for (k, out) in (0u64..).zip(buffers.codes.chunks_mut(columns.max(1))) {
+                    kernel::unpack_column(&buffers.bytes, size, bit + k * u64::from(*bits), *bits, out);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The product of all scales of a window, by the blocks of the first.
+    fn scales_of(
+        &self,
+        stored: &StoredTensor,
+        coded: &Coded,
+        window: Window,
+        scratch: &mut [u8],
+    ) -> Result<Option<Cells>> {
+        let Some((first, others)) = coded.scales.split_first() else { return Ok(None) };
+        let mut all = self.cells(stored, coded, &first.grid, window, scratch)?;
+        kernel::round(first.rounded, &mut all.values);
+        for scale in others {
+            let other = self.cells(stored, coded, &scale.grid, window, scratch)?;
+            let mut done = vec![false; all.values.len()];
+            for row in 0..window.rows {
+                let begins = all.rows[row];
+                if std::mem::replace(&mut done[begins], true) {
+                    continue;
+                }
+                for block in 0..all.width {
+                    let factor = other.at(row, all.first_of(block));
+                    let value = &mut all.values[begins + block];
+                    *value = if scale.divides { *value / factor } else { *value * factor };
+                }
+            }
+            kernel::round(scale.rounded, &mut all.values);
+        }
+        Ok(Some(all))
+    }
+
+    /// The numbers of the blocks that a window lies in.
+    fn cells(
+        &self,
+        stored: &StoredTensor,
+        coded: &Coded,
+        grid: &Grid,
+        window: Window,
+        scratch: &mut [u8],
+    ) -> Result<Cells> {
+        let of = &self.plan.stored[grid.of as usize];
+        let [of_lead, of_rows, of_columns] = grid.block;
+        let Window { lead, row, rows, column, columns } = window;
+        let lead = lead / of_lead;
+        let (last_row, last_column) = ((row + rows as u64).max(1) - 1, (column + columns as u64).max(1) - 1);
+        let blocks = |first: u64, last: u64, block: u64| (first / block, last / block - first / block + 1);
+        let (top, high) = blocks(row, last_row, of_rows);
+        let (left, wide) = blocks(column, last_column, of_columns);
+        let (first, n, of_groups) = match &coded.groups {
+            // What one number stands for has no groups.
+            Some(groups) if of.shape[if groups.rows { 1 } else { 2 }] > 1 => match groups.rows {
+                true => (row, rows, Some(groups)),
+                false => (column, columns, Some(groups)),
+            },
+            _ => (0, 0, None),
+        };
+        let Some(groups) = of_groups else {
+            let mut values = vec![0.0; (high * wide) as usize];
+            self.numbers(of, [lead, top, left], [1, high, wide], &mut values, scratch)?;
+            let rows = (row..=last_row).map(|r| ((r / of_rows - top) * wide) as usize).collect();
+            let columns = Columns::Blocks { len: of_columns, first: column % of_columns };
+            return Ok(Cells { values, width: wide as usize, rows, columns });
+        };
+        let count = of.shape[if groups.rows { 1 } else { 2 }];
+        let named = self.groups(groups.of, first, n, count, stored, scratch)?;
+        if groups.rows {
+            let mut known: Vec<u64> = named.clone();
+            known.sort_unstable();
+            known.dedup();
+            let mut values = vec![0.0; known.len() * wide as usize];
+            for (group, values) in known.iter().zip(values.chunks_mut(wide as usize)) {
+                self.numbers(of, [lead, *group, left], [1, 1, wide], values, scratch)?;
+            }
+            let place = |group| known.binary_search(group).unwrap_or(0) * wide as usize;
+            let columns = Columns::Blocks { len: of_columns, first: column % of_columns };
+            let rows = named.iter().map(place).collect();
+            return Ok(Cells { values, width: wide as usize, rows, columns });
+        }
+        let (low, most) = (named.iter().min().copied(), named.iter().max().copied());
+        let (low, wide) = (low.unwrap_or(0), most.unwrap_or(0) - low.unwrap_or(0) + 1);
+        let mut values = vec![0.0; (high * wide) as usize];
+        self.numbers(of, [lead, top, low], [1, high, wide], &mut values, scratch)?;
+        let rows = (row..=last_row).map(|r| ((r / of_rows - top) * wide) as usize).collect();
+        let columns = Columns::Groups(named.iter().map(|group| (group - low) as usize).collect());
+        Ok(Cells { values, width: wide as usize, rows, columns })
+    }
+
+    /// The groups of `n` rows or columns from the `first` on, of `count`.
+    fn groups(
+        &self,
+        of: u32,
+        first: u64,
+        n: usize,
+        count: u64,
+        stored: &StoredTensor,
+        scratch: &mut [u8],
+    ) -> Result<Vec<u64>> {
+        let tensor = &self.plan.stored[of as usize];
+        let mut bytes = vec![0; n * 4];
+        self.read_whole(tensor, [0, 0, first], [1, 1, n as u64], &mut bytes, scratch)?;
+        let read = |bytes: &[u8]| i32::from_le_bytes(bytes.try_into().expect("four bytes"));
+        let named: Vec<i32> = bytes.chunks_exact(4).map(read).collect();
+        if let Some(outside) = named.iter().find(|group| !(0..count as i64).contains(&i64::from(**group))) {
+            let what = format!("the group indices of {} are not those of its groups", stored.name);
+            return Err(Finding::new(codes::BAD_VALUE, what)
+                .tensor(&tensor.name)
+                .expected(format!("0 to {}", count.saturating_sub(1)), outside)
+                .help("restore the file that the quantiser wrote")
+                .into());
+        }
+        Ok(named.into_iter().map(|group| group as u64).collect())
+    }
+
+    /// What the codes are as numbers.
+    fn table(&self, numbers: &Numbers, scratch: &mut [u8]) -> Result<[f32; 256]> {
+        Ok(match *numbers {
+            Numbers::Float(dtype) => *kernel::f8_table(dtype),
+            Numbers::Less(offset) => std::array::from_fn(|code| code as f32 - offset as f32),
+            Numbers::Signed(bits) => std::array::from_fn(|code| {
+                let shift = 32 - bits.clamp(1, 8);
+                f32::from(((code as i32) << shift >> shift) as i16)
+            }),
+            Numbers::E2m1 { negative_zero } => kernel::mini_float(4, negative_zero),
+            Numbers::E2m3 => kernel::mini_float(6, true),
+            Numbers::Table(table) => {
+                let tensor = &self.plan.stored[table as usize];
+                let len: [u64; 3] = tensor.shape[..].try_into().expect("it was checked");
+                let mut values = vec![0.0; len.iter().product::<u64>() as usize];
+                self.numbers(tensor, [0; 3], len, &mut values, scratch)?;
+                let mut table = [0.0; 256];
+                table[..values.len()].copy_from_slice(&values);
+                table
+            }
+        })
+    }
+
+    /// A box of a tensor of three dimensions, as float32.
+    fn numbers(
+        &self,
+        tensor: &StoredTensor,
+        lo: [u64; 3],
+        len: [u64; 3],
+        values: &mut [f32],
+        scratch: &mut [u8],
+    ) -> Result<()> {
+        let mut bytes = vec![0; values.len() * tensor.dtype.size()];
+        self.read_whole(tensor, lo, len, &mut bytes, scratch)?;
+        kernel::values(tensor.dtype, &bytes, values);
+        Ok(())
+    }
+
+    /// The bytes of a box of a tensor of three dimensions.
+    fn read_whole(
+        &self,
+        tensor: &StoredTensor,
+        lo: [u64; 3],
+        len: [u64; 3],
+        bytes: &mut [u8],
+        scratch: &mut [u8],
+    ) -> Result<()> {
+        let strides = c_strides(&len);
+        let axes: Vec<PartAxis> = (0..3usize)
+            .map(|d| PartAxis { n: tensor.shape[d], dst: strides[d], dim: d as u32, step: 1 })
+            .collect();
+        let part = SubBox { start: lo.to_vec(), len: len.to_vec() };
+        let mut into = Into { bytes, base: 0, strides: &strides };
+        self.read(tensor, &axes, &[0; 3], &part, &mut into, scratch)
+    }
+}

@@ -1,0 +1,345 @@
+"""Quantised weights with --dtype: each value is that of its form's reference, and what is written says nothing of scales."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from dequantised_oracle import E2M1, ORACLES, gptq, modelopt_awq, stream
+from helpers import assert_refused, cli, read_result
+from quantised_maker import F8, FORMS, LAYERS, LINEAR, Tensors, ct, model, write
+from safetensors.torch import load_file, save_file
+
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+
+
+def same(have: torch.Tensor, want: torch.Tensor) -> bool:
+    """True for the same bits, NaN apart."""
+    bits = {2: torch.int16, 4: torch.int32}[want.element_size()]
+    number = ~want.isnan()
+    return (
+        have.dtype == want.dtype
+        and have.shape == want.shape
+        and torch.equal(have[number].view(bits), want[number].view(bits))
+    )
+
+
+def parts(tensors: Tensors, module: str) -> Tensors:
+    return {
+        name.removeprefix(f"{module}."): t for name, t in tensors.items() if name.startswith(f"{module}.")
+    }
+
+
+@pytest.mark.parametrize("form", ORACLES)
+@pytest.mark.parametrize("asked", DTYPES)
+def test_values_are_those_of_the_reference(form: str, asked: str, tmp_path: Path) -> None:
+    config, tensors = model(form)
+    folder = write(tmp_path / "in", config, tensors)
+    out = tmp_path / "out"
+    ran = cli("merge", folder, out, "--dtype", asked, "--accept", "non-finite")
+    assert ran.code == 0, ran.out
+    have = read_result(out)
+    modules = [f"model.layers.{layer}.{name}" for layer in range(LAYERS) for name in LINEAR]
+    assert {f"{module}.weight" for module in modules} <= set(have)
+    plain = {name for name in tensors if not name.startswith(tuple(f"{m}." for m in modules))}
+    assert set(have) == plain | {f"{module}.weight" for module in modules}
+    for module in modules:
+        o, i = LINEAR[module.split(".", 3)[3]]
+        want = ORACLES[form](parts(tensors, module), o, i, DTYPES[asked])
+        assert same(have[f"{module}.weight"], want), module
+    written = json.loads((out / "config.json").read_text())
+    assert "quantization_config" not in written and written["torch_dtype"] == str(DTYPES[asked])[6:]
+    assert ran.having("FS212", message="are written as their values")
+    # What was written is a plain model.
+    assert cli("verify", out).code == 0
+
+
+def written(
+    tmp_path: Path, said: dict[str, Any], tensors: Tensors, name: str = "a.weight", asked: str = "bf16"
+) -> list[str]:
+    """The bits of a weight's values, in hexadecimal."""
+    config = {"model_type": "other", "quantization_config": said}
+    folder = write(tmp_path / "in", config, {f"a.{key}": t for key, t in tensors.items()})
+    ran = cli("merge", folder, tmp_path / "out", "--dtype", asked)
+    assert ran.code == 0, ran.out
+    have = read_result(tmp_path / "out")[name].flatten()
+    return [f"{bits & 0xFFFF:04x}" for bits in have.view(torch.int16).tolist()]
+
+
+def f8(*codes: int) -> torch.Tensor:
+    return torch.tensor(codes, dtype=torch.uint8).view(F8)
+
+
+def words(*numbers: int) -> torch.Tensor:
+    return torch.tensor([n - (1 << 32) if n >> 31 else n for n in numbers], dtype=torch.int32)
+
+
+def bf16(values: list[float]) -> list[str]:
+    return [f"{bits & 0xFFFF:04x}" for bits in torch.tensor(values).bfloat16().view(torch.int16).tolist()]
+
+
+def test_vectors_that_vendors_code_has_made(tmp_path: Path) -> None:
+    """source: compressed-tensors 0.20, transformers 5.24, ModelOpt 0.47, run on the CPU."""
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    of_blocks = {
+        "weight": f8(0x7E, 0x80, 1, 0xFE, 0x38, 0x3F, 8)[None],
+        "weight_scale_inv": torch.tensor([[0.00012345678]]),
+    }
+    assert written(tmp_path / "fp8", blocks, of_blocks) == [
+        "3d63",
+        "8000",
+        "3481",
+        "bd63",
+        "3901",
+        "3973",
+        "3601",
+    ]
+    # Rounded as ModelOpt does, before and after.
+    algorithm = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    of_one = {"weight": of_blocks["weight"], "weight_scale": torch.tensor(0.00012345678)}
+    assert written(tmp_path / "modelopt", algorithm, of_one) == [
+        "3d62",
+        "8000",
+        "3481",
+        "bd62",
+        "3901",
+        "3972",
+        "3601",
+    ]
+    tenth = torch.tensor([[0.1]], dtype=torch.bfloat16)
+    pack = {
+        "weight_packed": words(0x76543210)[None],
+        "weight_scale": tenth,
+        "weight_shape": torch.tensor([1, 8]),
+    }
+    want = ["bf4d", "bf33", "bf1a", "bf00", "becd", "be9a", "be4d", "bdcd"]
+    assert written(tmp_path / "pack", ct("pack-quantized", 4, "int", strategy="channel"), pack) == want
+    straddling = {
+        "weight_packed": words(0xC0000000, 1)[None], "weight_scale": torch.ones(1, 1).bfloat16(), "weight_shape": torch.tensor([1, 16]),
+    }  # fmt: skip
+    have = written(tmp_path / "straddle", ct("pack-quantized", 3, "int", strategy="channel"), straddling)
+    assert have[9:12] == bf16([-4, 3, -4]) and len(have) == 16
+    nvfp4 = ct("nvfp4-pack-quantized", 4, "float", strategy="tensor_group", group_size=16)
+    codes, scale = torch.full((1, 8), 0x33, dtype=torch.uint8), f8(0x20)[None]
+    for shape, want in (((1,), "3cc7"), ((), "3cc8")):
+        of_all = torch.tensor(7.7).reshape(shape)
+        tensors = {
+            "weight_packed": codes,
+            "weight_scale": scale,
+            "weight_global_scale": of_all,
+            "input_global_scale": torch.ones(1),
+        }
+        assert set(written(tmp_path / f"nvfp4{len(shape)}", nvfp4, tensors)) == {want}
+    tensors = {"weight": codes, "weight_scale": scale, "weight_scale_2": torch.tensor(1 / 7.7)}
+    assert set(
+        written(tmp_path / "nvfp4m", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, tensors)
+    ) == {"3cc7"}
+
+
+def test_vectors_of_integers_and_tables(tmp_path: Path) -> None:
+    """source: AutoAWQ, AutoGPTQ, GPTQModel, bitsandbytes 0.50.2, transformers 5.24, as their code says it."""
+    row = words(0x76543210)[None]
+    tensors = {"qweight": row, "qzeros": words(0)[None], "scales": torch.ones(1, 8).half()}
+    said = {"quant_method": "awq", "bits": 4, "group_size": 1, "version": "gemm"}
+    assert written(tmp_path / "awq", said, tensors) == bf16([0, 4, 1, 5, 2, 6, 3, 7])
+    for kind, less in (("gptq", 8), ("gptq_v2", 7)):
+        said = {"quant_method": "gptq", "bits": 4, "group_size": 8, "checkpoint_format": kind}
+        tensors = {"qweight": row, "qzeros": words(7)[None], "scales": torch.full((1, 1), 0.1).half()}
+        have = written(tmp_path / kind, said, tensors, asked="f16")
+        want = torch.full((8,), 0.1).half() * (torch.arange(8) - less).half()
+        assert have == [f"{bits & 0xFFFF:04x}" for bits in want.view(torch.int16).tolist()]
+    nf4 = torch.zeros(16)
+    nf4[0], nf4[8], nf4[15] = -1, 0.07958029955625534, 1
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [1, 4]}
+    tensors = {
+        "weight": torch.tensor([[0x07], [0xF8]], dtype=torch.uint8), "weight.absmax": torch.tensor([2.0]), "weight.quant_map": nf4,
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }  # fmt: skip
+    assert written(tmp_path / "nf4", {"quant_method": "bitsandbytes", "load_in_4bit": True}, tensors) == bf16(
+        [-2, 0, 2, 0.1591606]
+    )
+    # gpt-oss: blocks of experts, which lie transposed.
+    blocks = torch.zeros(1, 2, 1, 16, dtype=torch.uint8)
+    blocks[0, 0, 0, 0], blocks[0, 0, 0, 1] = 0x21, 0xF8
+    tensors = {
+        "experts.down_proj_blocks": blocks,
+        "experts.down_proj_scales": torch.full((1, 2, 1), 0x7E, dtype=torch.uint8),
+    }
+    have = written(tmp_path / "mxfp4", {"quant_method": "mxfp4"}, tensors, "a.experts.down_proj")
+    assert have[:8:2] == bf16([0.25, 0.5, -0.0, -3]) and have[1::2] == bf16([0.0] * 32)
+
+
+def test_groups_in_any_order_and_zero_points_without_sign(tmp_path: Path) -> None:
+    """Group indices of GPTQ (desc_act) and of compressed-tensors (actorder), and the second version of GPTQ."""
+    config, tensors = model("gptq 4 bit")
+    for name in [name for name in tensors if name.endswith(".g_idx")]:
+        torch.manual_seed(len(name))
+        tensors[name] = tensors[name][torch.randperm(tensors[name].numel())]
+    said = config["quantization_config"] | {"desc_act": True, "checkpoint_format": "gptq_v2"}
+    folder = write(tmp_path / "gptq", config | {"quantization_config": said}, tensors)
+    assert cli("merge", folder, tmp_path / "out", "--dtype", "f32").code == 0
+    have = read_result(tmp_path / "out")
+    for name, (o, i) in LINEAR.items():
+        module = f"model.layers.1.{name}"
+        assert same(have[f"{module}.weight"], gptq(4, 0)(parts(tensors, module), o, i, torch.float32)), name
+    config, tensors = model("ct 4 bit")
+    said = ct("pack-quantized", 4, "int", actorder="group")
+    for layer in range(LAYERS):
+        for name, (_, i) in LINEAR.items():
+            tensors[f"model.layers.{layer}.{name}.weight_g_idx"] = (torch.arange(i) // 64)[
+                torch.randperm(i)
+            ].int()
+    folder = write(tmp_path / "ct", config | {"quantization_config": said}, tensors)
+    assert cli("merge", folder, tmp_path / "ct_out", "--dtype", "bf16").code == 0
+    have = read_result(tmp_path / "ct_out")
+    for name, (_, i) in LINEAR.items():
+        t = parts(tensors, f"model.layers.2.{name}")
+        codes = stream(t["weight_packed"], 4, i).float() - 8
+        want = codes.bfloat16() * t["weight_scale"][:, t["weight_g_idx"].long()]
+        assert same(have[f"model.layers.2.{name}.weight"], want), name
+
+
+def test_stacked_experts_have_scales_each(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    codes = torch.randn(3, 160, 200).to(F8)
+    blocks = torch.rand(3, 2, 2) + 0.5
+    tensors = {"mlp.experts.gate_up_proj": codes, "mlp.experts.gate_up_proj_scale_inv": blocks}
+    folder = write(
+        tmp_path / "in", {"model_type": "other", "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, tensors
+    )  # fmt: skip
+    assert cli("merge", folder, tmp_path / "out", "--dtype", "f32").code == 0
+    scales = blocks.repeat_interleave(128, 1)[:, :160].repeat_interleave(128, 2)[:, :, :200]
+    assert same(read_result(tmp_path / "out")["mlp.experts.gate_up_proj"], codes.float() * scales)
+    packed = torch.randint(0, 256, (2, 64, 3, 16), dtype=torch.uint8)
+    powers = torch.randint(110, 130, (2, 64, 3), dtype=torch.uint8)
+    tensors = {
+        "mlp.experts.down_proj_blocks": packed,
+        "mlp.experts.down_proj_scales": powers,
+        "mlp.experts.down_proj_bias": torch.ones(2, 64),
+    }
+    folder = write(
+        tmp_path / "oss", {"model_type": "other", "quantization_config": {"quant_method": "mxfp4"}}, tensors
+    )
+    assert cli("merge", folder, tmp_path / "oss_out", "--dtype", "bf16").code == 0
+    have = read_result(tmp_path / "oss_out")
+    nibbles = torch.stack((packed & 15, packed >> 4), -1).reshape(2, 64, 96)
+    scale = torch.ldexp(torch.ones(2, 64, 3), powers.int() - 127).repeat_interleave(32, 2)
+    assert set(have) == {"mlp.experts.down_proj", "mlp.experts.down_proj_bias"}
+    assert same(
+        have["mlp.experts.down_proj"], (E2M1[nibbles.long()] * scale).bfloat16().transpose(1, 2).contiguous()
+    )
+
+
+def test_what_has_no_values_is_refused_by_name(tmp_path: Path) -> None:
+    config, tensors = model("bnb int8")
+    folder = write(tmp_path / "int8", config, tensors)
+    assert_refused(folder, tmp_path / "out", "FS514", exit=2, options=("--dtype", "bf16"), message="int8")
+    config, tensors = model("modelopt awq")
+    folder = write(tmp_path / "awq", config, tensors)
+    assert_refused(
+        folder, tmp_path / "out", "FS514", exit=2, options=("--dtype", "bf16"), message="pre_quant_scale"
+    )
+    plain = {name: t for name, t in tensors.items() if not name.endswith("pre_quant_scale")}
+    folder = write(tmp_path / "plain", config, plain)
+    assert cli("merge", folder, tmp_path / "plain_out", "--dtype", "bf16").code == 0
+    have = read_result(tmp_path / "plain_out")
+    for name, (o, i) in LINEAR.items():
+        want = modelopt_awq(parts(plain, f"model.layers.0.{name}"), o, i, torch.bfloat16)
+        assert same(have[f"model.layers.0.{name}.weight"], want), name
+
+
+def test_files_of_a_quantiser_go_along_with_its_codes_alone(tmp_path: Path) -> None:
+    config, tensors = model("modelopt fp8")
+    said = config.pop("quantization_config")
+    tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(0.5)
+    folder = write(tmp_path / "in", config, tensors)
+    (folder / "hf_quant_config.json").write_text(
+        json.dumps({"producer": {"name": "modelopt"}, "quantization": said})
+    )
+    assert cli("merge", folder, tmp_path / "kept").code == 0
+    assert (tmp_path / "kept/hf_quant_config.json").read_bytes() == (
+        folder / "hf_quant_config.json"
+    ).read_bytes()
+    ran = cli("merge", folder, tmp_path / "out", "--dtype", "bf16")
+    assert ran.code == 0, ran.out
+    assert not (tmp_path / "out/hf_quant_config.json").exists()
+    assert not [name for name in read_result(tmp_path / "out") if "scale" in name]
+    assert ran.having("FS212", message="1 scales of activations")
+
+
+FROM_CONFIG = {
+    "gptq": "gptq 4 bit",
+    "compressed-tensors": "ct 4 bit",
+    "bitsandbytes": "bnb nf4 nested",
+    "fp8": "fp8 blocks",
+    "awq": "awq",
+}
+
+
+@pytest.mark.parametrize("method", FROM_CONFIG)
+def test_values_go_where_plain_weights_go(method: str, tmp_path: Path) -> None:
+    """A quantised Llama becomes a plain one that its table proves, loads without a message, and converts as any other does."""
+    torch.manual_seed(5)
+    of = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=96,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+    ).bfloat16()
+    of.save_pretrained(tmp_path / "plain")
+    said, weight = FORMS[FROM_CONFIG[method]]
+    tensors, want = {}, {}
+    for name, tensor in load_file(tmp_path / "plain/model.safetensors").items():
+        want[name] = tensor
+        if "_proj" in name:
+            module = name.removesuffix(".weight")
+            made = weight(module, *tensor.shape)
+            tensors |= made
+            want[name] = ORACLES[FROM_CONFIG[method]](parts(made, module), *tensor.shape, torch.float32)
+        else:
+            tensors[name] = tensor
+    config = json.loads((tmp_path / "plain/config.json").read_text())
+    folder = write(tmp_path / "in", config | {"quantization_config": said}, tensors)
+    save_file(
+        {name: t.contiguous() for name, t in want.items()},
+        tmp_path / "plain/model.safetensors",
+        {"format": "pt"},
+    )
+    for to, options in (
+        ("hf", ()),
+        ("megatron", ("--tp", "2")),
+        ("dcp", ()),
+        ("tp-safetensors", ("--tp", "2")),
+        ("maxtext", ()),
+    ):
+        for source, out in ((folder, "values"), (tmp_path / "plain", "expected")):
+            ran = cli("convert", source, tmp_path / f"{out}_{to}", "--to", to, "--dtype", "bf16", *options)
+            assert ran.code == 0, ran.out
+        assert cli("diff", tmp_path / f"values_{to}", tmp_path / f"expected_{to}").code == 0, to
+        # Codes alone have no place there, nor where ranks would cut their blocks.
+        if to in ("megatron", "tp-safetensors", "maxtext"):
+            assert_refused(
+                folder,
+                tmp_path / f"not_{to}",
+                "FS514",
+                exit=2,
+                command=("convert", "--to", to),
+                options=options,
+            )
+    ran = cli("verify", tmp_path / "values_hf")
+    assert ran.code == 0 and not ran.having("FS109", severity="warning"), ran.out
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "values_hf", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    ids = torch.arange(12)[None]
+    assert torch.equal(model(ids).logits, plain(ids).logits)
