@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fastshard
 import pytest
 import torch
 import transformers
@@ -54,6 +55,8 @@ def test_values_are_those_of_the_reference(form: str, asked: str, tmp_path: Path
     written = json.loads((out / "config.json").read_text())
     assert "quantization_config" not in written and written["torch_dtype"] == str(DTYPES[asked])[6:]
     assert ran.having("FS212", message="are written as their values")
+    record = json.loads((out / "fastshard.manifest.json").read_text())["values"]["dequantised"]
+    assert (record["dtype"], sum(record["forms"].values())) == (asked.upper(), len(modules))
     # What was written is a plain model.
     assert cli("verify", out).code == 0
 
@@ -343,3 +346,74 @@ def test_values_go_where_plain_weights_go(method: str, tmp_path: Path) -> None:
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     ids = torch.arange(12)[None]
     assert torch.equal(model(ids).logits, plain(ids).logits)
+
+
+@pytest.mark.parametrize("form", ["gptq 4 bit", "ct 3 bit", "bnb nf4 nested", "fp8 blocks", "modelopt nvfp4"])
+def test_weights_are_named_with_their_own_shape(form: str, tmp_path: Path) -> None:
+    config, tensors = model(form)
+    folder = write(tmp_path / "in", config, tensors)
+    rows = [row for row in fastshard.ls(folder) if row.weight is not None]
+    shapes = {
+        f"model.layers.{layer}.{name}.weight": shape
+        for layer in range(LAYERS)
+        for name, shape in LINEAR.items()
+    }
+    assert {row.weight.name: row.weight.shape for row in rows} == shapes
+    shown = cli("ls", folder, json_output=False).out
+    assert "VALUES" in shown and f"[320, 256], {rows[0].weight.form}" in shown
+    up = next(row for row in rows if row.weight.name.endswith("1.mlp.up_proj.weight"))
+    assert (
+        f"codes of {up.weight.name} [320, 256], {up.weight.form}"
+        in cli("trace", folder, up.name, json_output=False).out
+    )
+    # With a dtype: of what the values are made.
+    ran = cli("trace", folder, up.weight.name, "--dtype", "bf16")
+    (source,) = json.loads(ran.out)["parts"][0]["sources"]
+    assert source["values_of"]["name"] == up.name
+    own = {name for name in tensors if name.startswith("model.layers.1.mlp.up_proj.")}
+    needless = (".input_scale", ".weight_shape", "bitsandbytes__nf4")
+    assert {up.name, *source["made_with"]} == {name for name in own if not name.endswith(needless)}
+    assert all(place["file"] == "model.safetensors" and place["bytes"] for place in source["places"])
+    assert cli("merge", folder, tmp_path / "kept").code == 0
+    manifest = json.loads((tmp_path / "kept/fastshard.manifest.json").read_text())
+    assert manifest["values"]["quantised"] == {up.weight.form: len(rows)}
+    assert (
+        "are written as their values in BF16"
+        in cli("merge", folder, tmp_path / "out", "--dtype", "bf16", json_output=False).out
+    )
+
+
+def test_zero_points_of_the_other_version_of_gptq_are_found(tmp_path: Path) -> None:
+    """Symmetric weights have all zero points in the middle, stored one too low by the first version."""
+    config, tensors = model("gptq 4 bit")
+    for kind, middle in (("gptq", 7), ("gptq_v2", 8)):
+        word = int(f"{middle:x}" * 8, 16)
+        filled = {
+            n: torch.full_like(t, word - (1 << 32 if word >> 31 else 0)) if n.endswith("qzeros") else t
+            for n, t in tensors.items()
+        }
+        for said in ("gptq", "gptq_v2"):
+            stated = config | {
+                "quantization_config": config["quantization_config"] | {"checkpoint_format": said}
+            }
+            folder = write(tmp_path / f"{kind}-{said}", stated, filled)
+            if said == kind:
+                assert (
+                    cli(
+                        "merge", folder, tmp_path / f"out-{kind}", "--dtype", "bf16", "--fail-on", "warning"
+                    ).code
+                    == 0
+                )
+            else:
+                assert_refused(
+                    folder,
+                    tmp_path / "not",
+                    "FS514",
+                    exit=2,
+                    options=("--dtype", "bf16"),
+                    message=f"are those of {kind}",
+                )
+    odd = {n: torch.full_like(t, -1) if n.endswith("qzeros") else t for n, t in tensors.items()}
+    folder = write(tmp_path / "odd", config, odd)
+    ran = cli("merge", folder, tmp_path / "warned", "--dtype", "bf16")
+    assert ran.code == 0 and ran.having("FS212", severity="warning", message="as 0 by some versions")

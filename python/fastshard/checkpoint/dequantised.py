@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from .. import _core
 from ..common.errors import Finding
 from ..layouts.declaration import Source
 from ..models.quantised.forms import Weight
@@ -14,7 +17,7 @@ from ..sources.hf_config import with_plain_weights
 from .drafting import Opened
 from .stored_bytes import StoredBytes
 
-__all__ = ["Dequantised", "dequantised"]
+__all__ = ["Dequantised", "Logical", "dequantised", "told", "weights_of"]
 
 _HELP = (
     "leave out --dtype to keep them as they are, or give them their values with the tool that quantised them"
@@ -31,8 +34,8 @@ class Dequantised:
     #: Names of scales and the like, which are left out.
     hidden: Sequence[str] = ()
     findings: Sequence[Finding] = ()
-    #: Weights by the form in which they are stored.
-    forms: Mapping[str, int] = field(default_factory=dict)
+    #: What the manifest says of them: the dtype, weights by form, and what is left out by role; empty where there are none.
+    record: Mapping[str, Any] = field(default_factory=dict)
 
     def asked(self, source: Source) -> dict[str, object]:
         """What the core's request says of them."""
@@ -47,7 +50,7 @@ class Dequantised:
             source: the source as it is stored.
             names_of: names of the tensors in a file, by its number.
         """
-        values = {**source.values, "dequantised": dict(self.forms)} if self.forms else source.values
+        values = {**source.values, "dequantised": dict(self.record)} if self.record else source.values
         stored = (name for unit in source.units for _, name in source.of_unit(unit, names_of(unit.file)))
         own = [source.names.get(name, name) for name in stored]
         hidden = {*self.hidden, *source.hidden}
@@ -77,6 +80,7 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
     asked = Asked(dtype, read)
     made: list[Mapping[str, object]] = []
     codes: dict[str, str] = {}
+    open_points: list[tuple[str, str]] = []
     refused: dict[tuple[str, str], list[Weight]] = {}
     done: list[Weight] = []
     for weight in opened.quantised.weights:
@@ -93,6 +97,7 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
         name = f"{weight.module}{values.suffix}"
         made.append({"name": name, "shape": values.shape, "coded": values.coded.document()})
         codes[weight.codes] = name
+        open_points += [(weight.codes, note) for note in values.notes]
         done.append(weight)
     others = [f"{prefix}{name}" for name in opened.quantised.of_activations]
     hidden = [*others, *(name for weight in done for name in weight.companions.values())]
@@ -100,9 +105,57 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
         *opened.quantised.unsaid,
         *(_refused(form, why, weights) for (form, why), weights in refused.items()),
     ]
-    if done:
-        findings.append(_told(done, len(others), dtype))
-    return Dequantised(made, codes, hidden, findings, Counter(weight.form.name for weight in done))
+    findings += [
+        Finding.of("FS212", note, severity="warning", tensor=name) for name, note in open_points[:20]
+    ]
+    if not done:
+        return Dequantised(made, codes, hidden, findings)
+    left = Counter(role for weight in done for role in weight.companions)
+    left += Counter({"scales of activations": len(others)})
+    record = {
+        "dtype": dtype,
+        "forms": dict(Counter(weight.form.name for weight in done)),
+        "left_out": dict(left),
+    }
+    findings.append(Finding.of("FS212", told(record), severity="note", tensor=done[0].codes, count=len(done)))
+    return Dequantised(made, codes, hidden, findings, record)
+
+
+@dataclass(frozen=True)
+class Logical:
+    """The weight that codes are stored for."""
+
+    name: str
+    shape: tuple[int, ...]
+    form: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"name": self.name, "shape": list(self.shape), "form": self.form}
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)}, {self.form}"
+
+
+def weights_of(opened: Opened) -> dict[str, Logical]:
+    """The weights that are stored quantised, by the names of their codes."""
+    stored: list[StoredBytes] = []
+
+    def read(name: str) -> bytes:
+        if not stored:
+            stored.append(StoredBytes(opened))
+        return stored[0].bytes(name).tobytes()
+
+    asked = Asked("F32", read, looks=False)
+    found: dict[str, Logical] = {}
+    for weight in opened.quantised.weights:
+        suffix, shape = ".weight", weight.sizes.shape
+        with contextlib.suppress(NoValuesError, _core.CoreError):
+            if not isinstance(weight.form.values, str):
+                values = weight.form.values(weight, asked)
+                suffix, shape = values.suffix, values.shape
+        found[weight.codes] = Logical(f"{weight.module}{suffix}", shape, weight.form.name)
+    return found
 
 
 def _below(prefix: str, weight: Weight) -> Weight:
@@ -124,14 +177,8 @@ def _refused(form: str, why: str, weights: Sequence[Weight]) -> Finding:
     )  # fmt: skip
 
 
-def _told(done: Sequence[Weight], others: int, dtype: str) -> Finding:
-    """What was decoded, and what is left out with it."""
-    forms = Counter(weight.form.name for weight in done)
-    roles = Counter(role for weight in done for role in weight.companions)
-    left = [f"{count:,} {role}" for role, count in roles.items()]
-    left += [f"{others:,} scales of activations"] if others else []
-    told = " and ".join(f"{count:,} weights stored as {form}" for form, count in forms.items())
-    return Finding.of(
-        "FS212", f"{told} are written as their values in {dtype}; left out with them: {', '.join(left)}", severity="note",
-        tensor=done[0].codes, count=len(done),
-    )  # fmt: skip
+def told(record: Mapping[str, Any]) -> str:
+    """What the manifest's record of them says, in one line."""
+    forms = " and ".join(f"{count:,} weights stored as {form}" for form, count in record["forms"].items())
+    left = ", ".join(f"{count:,} {role}" for role, count in record["left_out"].items())
+    return f"{forms} are written as their values in {record['dtype']}; left out with them: {left}"

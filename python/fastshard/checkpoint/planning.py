@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -23,7 +24,7 @@ from ..targets.optimizer_state import carried
 from ..targets.registry import TARGETS, check, target_of
 from ..targets.request import DTYPES, MERGE, Request
 from .causes import Causes, causes_of
-from .dequantised import dequantised
+from .dequantised import Logical, dequantised, weights_of
 from .drafting import Merged, Opened, draft_of, movable, taken, with_masters
 from .grouping import HeldFile, grouped, with_effects
 from .mapped_files import Maps
@@ -55,8 +56,10 @@ class Plan:
         lost: Collection[str] = (),
         causes: Causes | None = None,
         each: list[Finding] | None = None,
+        opened: Opened | None = None,
     ) -> None:
         self.core = core
+        self._opened = opened
         self.findings = findings
         self.source = source
         self.target = target
@@ -99,6 +102,11 @@ class Plan:
         return index
 
     @cached_property
+    def weights(self) -> dict[str, Logical]:
+        """The weights whose codes are outputs, by the names of these: what they are as values. Small records are read for that."""
+        return {} if self._opened is None else weights_of(self._opened)
+
+    @cached_property
     def summary(self) -> dict[str, Any]:
         """Counts, bytes, files, dtypes, axes and value ops."""
         return self.core.summary()
@@ -111,7 +119,9 @@ class Plan:
         """
         from .provenance import excerpt_of, origin
 
-        return origin(excerpt_of(self.core, self.position(name)))
+        made = origin(excerpt_of(self.core, self.position(name)))
+        weight = self.weights.get(name)
+        return made if weight is None else {**made, "weight": weight.to_dict()}
 
     def position(self, name: str) -> int:
         """Position of an output.
@@ -247,6 +257,9 @@ def _made(opened: Opened, request: Request) -> Plan:
     each = opened.gate.judged(findings)
     held = [HeldFile(draft.paths[unit.file], unit.coords) for unit in draft.source.units]
     source = draft.source
+    if draft.is_kept and opened.quantised.weights:
+        forms = Counter(weight.form.name for weight in opened.quantised.weights)
+        source = replace(source, values={**source.values, "quantised": dict(forms)})
     if by is not None:
         values = {**source.values, "expected_tensors": by}
         source = replace(source, provable=True, referenced=True, values=values)
@@ -262,6 +275,7 @@ def _made(opened: Opened, request: Request) -> Plan:
         lost,
         draft.causes,
         each,
+        opened if draft.target is None and draft.is_kept else None,
     )
 
 

@@ -80,16 +80,37 @@ def _source(
         "dtype": tensor["dtype"],
         "shape": tensor["shape"],
         "region": slices(tensor["shape"], base, runs),
-        "places": [_place(excerpt, *found) for found in _places(tensor, base, runs)],
     }
-    if scale := tensor.get("scale"):
-        name = excerpt["stored"][scale["stored"]]["name"]
-        taken["scaled_by"] = {"name": name, "block": scale["block"]}
-    elif tensor["dtype"] != dtype:
+    if coded := tensor["pieces"].get("coded"):
+        codes, *others = _made_of(excerpt, coded)
+        taken["values_of"] = {key: codes[key] for key in ("name", "dtype", "shape")}
+        taken["made_with"] = list(dict.fromkeys(one["name"] for one in others))
+        whole = [place for one in (codes, *others) for place in _places(one, [], [])]
+        taken["places"] = [_place(excerpt, *found) for found in dict.fromkeys(whole)]
+        return taken
+    taken["places"] = [_place(excerpt, *found) for found in _places(tensor, base, runs)]
+    if tensor["dtype"] != dtype:
         taken["cast_to"] = dtype
     if twins := tensor.get("twins"):
         taken["compared_with"] = [excerpt["stored"][twin]["name"] for twin in twins]
     return taken
+
+
+def _made_of(excerpt: dict[str, Any], coded: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tensors in files that values are made of, the codes first."""
+    numbers, groups = coded["numbers"], coded.get("groups")
+    grids = [scale["grid"] for scale in coded.get("scales", ())] + (
+        [coded["zero"]] if "zero" in coded else []
+    )
+    needs = [coded["codes"], *(grid["of"] for grid in grids)]
+    needs += [numbers["table"]] if isinstance(numbers, dict) and "table" in numbers else []
+    needs += [groups["of"]] if groups else []
+    found: list[dict[str, Any]] = []
+    for number in needs:
+        tensor = excerpt["stored"][number]
+        inner = tensor["pieces"].get("coded")
+        found += [tensor] if inner is None else _made_of(excerpt, inner)
+    return found
 
 
 def _places(

@@ -13,6 +13,7 @@ from ..common.dtypes import TORCH_NAMES
 from ..common.errors import FastshardError
 from ..common.near_words import meant, nearest
 from ..models.tensor_roles import layer_of, role_of
+from .dequantised import Logical
 from .open_checkpoint import CheckpointSource, as_checkpoint
 from .planning import Plan, make_plan
 
@@ -35,6 +36,8 @@ class TensorRow:
     nbytes: int
     #: In how many pieces its bytes are stored.
     pieces: int
+    #: The weight that it holds the codes of, if it does.
+    weight: Logical | None = None
 
     @property
     def elements(self) -> int:
@@ -53,13 +56,20 @@ class TensorRow:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape), "bytes": self.nbytes, "pieces": self.pieces}  # fmt: skip
+        row = {
+            "name": self.name,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "bytes": self.nbytes,
+            "pieces": self.pieces,
+        }
+        return row if self.weight is None else {**row, "weight": self.weight.to_dict()}
 
 
 def rows_of(plan: Plan) -> list[TensorRow]:
     """A row for each output of a plan, in the order of the files."""
     return [
-        TensorRow(name, dtype, tuple(shape), size, pieces)
+        TensorRow(name, dtype, tuple(shape), size, pieces, plan.weights.get(name))
         for name, dtype, shape, size, pieces in plan.outputs
     ]
 

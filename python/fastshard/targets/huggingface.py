@@ -103,7 +103,9 @@ class HfTarget(Target):
             raise FastshardError.of(
                 "FS514",
                 f"{_why(source.model)}: nothing says what its tensors are, as {what} needs",
-                help="describe the model in a table of your own (--layout FILE); `fastshard merge`, or --to hf, keeps its names",
+                help="add --dtype bf16, which gives the weights their values"
+                if config_json.quantised_by(whole.source.model.config or {}) is not None
+                else "describe the model in a table of your own (--layout FILE); `fastshard merge`, or --to hf, keeps its names",
             )
         return whole
 

@@ -7,6 +7,7 @@ import contextlib
 import sys
 from typing import Any
 
+from ...checkpoint.dequantised import told
 from ...checkpoint.manifests import MANIFEST_NAME, Manifest
 from ...common.formatting import counted
 from ...conversion.convert import convert as convert_checkpoint
@@ -76,6 +77,8 @@ def published(manifest: Manifest, out: str) -> Outcome:
     held = f"in {counted(len(files), 'file')}" if files else "of arrays"
     tensors = counted(len(document["tensors"]), "tensor")
     text = f"{out}: {tensors}, {human(size)} {held}, every byte hashed in {MANIFEST_NAME}"
+    if record := document["values"].get("dequantised"):
+        text = f"{text}\n{told(record)}"
     text = "\n".join([text, *(f"{f.message}: {f.got}" for f in manifest.findings if f.code == LENT)])
     summary = {
         "out": str(out),

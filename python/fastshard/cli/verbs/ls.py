@@ -115,6 +115,10 @@ def _table(rows: Sequence[TensorRow]) -> str:
         header.append("SHARDS")
         for row, line in zip(rows, cells, strict=True):
             line.append(str(row.pieces))
+    if any(row.weight is not None for row in rows):
+        header.append("VALUES")
+        for row, line in zip(rows, cells, strict=True):
+            line.append("" if row.weight is None else str(row.weight))
     return table(list(map(tuple, (header, *cells))), indent="", right=("SIZE", "SHARDS"))
 
 

@@ -122,6 +122,8 @@ def _tree(document: dict[str, Any], roots: list[str] | None, most: int | None) -
         at = f", from byte {place['offset']:,}" if "offset" in place else ""
         called = f", as {place['key']}" if place["key"] != document["name"] else ""
         branches.append((f"written to {place['name']}{at}{called}", []))
+    if weight := document.get("weight"):
+        branches.append((f"codes of {weight['name']} {weight['shape']}, {weight['form']}", []))
     if "blake3" in document:
         branches.append((f"BLAKE3 {document['blake3']}", []))
     elif document.get("blake3_stated"):
@@ -144,8 +146,8 @@ def _of_source(source: dict[str, Any], roots: list[str] | None, most: int | None
     branches: list[Tree] = []
     if source["rule"] != source["name"]:
         branches.append((f"rule {source['rule']}", []))
-    if scaled := source.get("scaled_by"):
-        branches.append((f"values by the scales {scaled['name']}, in blocks of {scaled['block']}", []))
+    if codes := source.get("values_of"):
+        branches.append((f"values of {codes['name']}, by {', '.join(source['made_with'])}", []))
     if "cast_to" in source:
         branches.append((f"cast from {source['dtype']} to {source['cast_to']}", []))
     branches += [(f"compared with {other}", []) for other in source.get("compared_with", ())]

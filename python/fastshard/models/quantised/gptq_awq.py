@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from .expressions import matches
 from .forms import FLOATS, Companion, Form, Sizes, Weight, ceil_div
-from .values import Asked, Coded, Values, operand, scale, view
+from .values import Asked, Coded, NoValuesError, Values, operand, scale, view
 
 __all__ = ["forms", "methods", "telling"]
 
@@ -53,14 +54,24 @@ def _by_rules(config: Mapping[str, Any], bits: int, size: int) -> list[Form]:
 
     # In the first version of the format zero points are stored one too low.
     low = 1 if (config.get("checkpoint_format") or config.get("format") or "gptq") == "gptq" else 0
-    found = [_gptq(bits, size, ordered, lambda name: deciding(name) is None, low)]
+    symmetric = config.get("sym") is True
+    found = [_gptq(bits, size, ordered, lambda name: deciding(name) is None, low, symmetric)]
     for number, (key, one) in enumerate(rules):
         if str(key).startswith("-:") or not isinstance(one, Mapping):
             continue
         other, length = one.get("bits", bits), one.get("group_size", size)
         if isinstance(other, int) and 1 <= other <= 8 and isinstance(length, int):
             takes = functools.partial(lambda n, name: deciding(name) == n, number)
-            found.append(_gptq(other, length, one.get("desc_act", ordered) is True, takes, low))
+            found.append(
+                _gptq(
+                    other,
+                    length,
+                    one.get("desc_act", ordered) is True,
+                    takes,
+                    low,
+                    one.get("sym", symmetric) is True,
+                )
+            )
     return found
 
 
@@ -68,7 +79,9 @@ def _groups(columns: int, size: int) -> int:
     return ceil_div(columns, size) if size > 0 else 1
 
 
-def _gptq(bits: int, size: int, ordered: bool, takes: Callable[[str], bool], low: int) -> Form:
+def _gptq(
+    bits: int, size: int, ordered: bool, takes: Callable[[str], bool], low: int, symmetric: bool
+) -> Form:
     """Codes are packed along the input, so that a weight lies transposed; groups that are in order need no indices."""
 
     def sizes(shape: tuple[int, ...]) -> Sizes | None:
@@ -84,29 +97,75 @@ def _gptq(bits: int, size: int, ordered: bool, takes: Callable[[str], bool], low
             Companion("group indices", (".g_idx",), _I32, lambda s: [(s.columns,)], by_all=not ordered),
         ),
         takes,
-        values=functools.partial(_values, size, {"column": {"bits": bits}}, {"row": {"bits": bits}}, low),
+        values=functools.partial(
+            _values, _Kind(bits, size, {"column": {"bits": bits}}, {"row": {"bits": bits}}, low, symmetric)
+        ),
     )  # fmt: skip
 
 
-def _values(size: int, packing: object, of_zeros: object, low: int, weight: Weight, asked: Asked) -> Values:
+@dataclass(frozen=True)
+class _Kind:
+    """How codes lie, and what zero points are."""
+
+    bits: int
+    #: Rows of a group; below 1 for all of them.
+    size: int
+    packing: object
+    #: The same of zero points.
+    of_zeros: object
+    #: How much too low zero points are stored.
+    low: int = 0
+    #: True where all zero points are to lie in the middle.
+    symmetric: bool = False
+
+
+def _values(kind: _Kind, weight: Weight, asked: Asked) -> Values:
     """``scale * (code - zero point)`` as the scales are rounded; codes lie as ``[in, out]``.
 
     source: AutoGPTQ qlinear_cuda_old.py; GPTQModel utils/model.py; AutoAWQ utils/packing_utils.py
     """
-    del asked
     sizes = weight.sizes
     name, dtype, _ = weight.of("scales")
-    block = [1, size if size > 0 else sizes.columns, 1]
-    grid = [1, _groups(sizes.columns, size), sizes.rows]
+    block = [1, kind.size if kind.size > 0 else sizes.columns, 1]
+    grid = [1, _groups(sizes.columns, kind.size), sizes.rows]
     zeros_name, _, zeros_shape = weight.of("zero points")
-    zeros = Coded(view(zeros_name, [1, *zeros_shape]), {"less": 0}, of_zeros, term=float(low))
+    notes = (
+        _notes_of(kind, asked.read(zeros_name), sizes.rows, zeros_name)
+        if asked.looks and (kind.symmetric or kind.low)
+        else ()
+    )
+    zeros = Coded(view(zeros_name, [1, *zeros_shape]), {"less": 0}, kind.of_zeros, term=float(kind.low))
     indices = weight.companions.get("group indices")
     coded = Coded(
-        view(weight.codes, [1, *weight.stored[weight.codes][1]]), {"less": 0}, packing, turned=True,
+        view(weight.codes, [1, *weight.stored[weight.codes][1]]), {"less": 0}, kind.packing, turned=True,
         zero={"of": operand(zeros_name, grid, zeros), "block": block}, scales=[scale(view(name, grid), block)],
         groups=None if indices is None else {"of": view(indices, [1, 1, sizes.columns]), "rows": True}, rounded=dtype,
     )  # fmt: skip
-    return Values(".weight", sizes.shape, coded)
+    return Values(".weight", sizes.shape, coded, notes)
+
+
+def _notes_of(kind: _Kind, raw: bytes, rows: int, name: str) -> tuple[str, ...]:
+    """What the first version of GPTQ leaves open: of the highest zero point, one more is read as 2^bits by some and as 0 by others.
+
+    Raises:
+        NoValuesError: where all zero points are those of the other version.
+    """
+    import numpy as np
+
+    bits = kind.bits
+    each = np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little").reshape(
+        -1, ceil_div(rows * bits, 32) * 32
+    )
+    codes = each[:, : rows * bits].reshape(each.shape[0], rows, bits) @ (1 << np.arange(bits))
+    said, other = ("gptq", "gptq_v2") if kind.low else ("gptq_v2", "gptq")
+    if kind.symmetric and codes.size and bool((codes == (1 << (bits - 1)) - 1 + kind.low).all()):
+        raise NoValuesError(f"the config says {said}, and the zero points of {name} are those of {other}")
+    if kind.low and (count := int((codes == (1 << bits) - 1).sum())):
+        most = (1 << bits) - 1
+        return (
+            f"{count:,} zero points of {name} are {most}: they are read as {most + 1} here, and as 0 by some versions of AutoGPTQ",
+        )
+    return ()
 
 
 def _awq(size: int) -> Form:
@@ -121,5 +180,5 @@ def _awq(size: int) -> Form:
             Companion("scales", (".scales",), FLOATS, lambda s: [(_groups(s.columns, size), s.rows)]),
             Companion("zero points", (".qzeros",), _I32, lambda s: [(_groups(s.columns, size), s.rows // 8)]),
         ),
-        values=functools.partial(_values, size, _WORDS, _WORDS, 0),
+        values=functools.partial(_values, _Kind(4, size, _WORDS, _WORDS)),
     )  # fmt: skip

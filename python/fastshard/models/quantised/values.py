@@ -43,6 +43,8 @@ class Asked:
     dtype: str
     #: Bytes of a small tensor, by name.
     read: Callable[[str], bytes]
+    #: Whether to look at values that names and shapes tell nothing of.
+    looks: bool = True
 
 
 @dataclass(frozen=True)

@@ -233,6 +233,17 @@ impl Coded {
         }
         let extents = self.extents(shape);
         let codes = tensors[0];
+        let rounds = |dtype: &Dtype| matches!(dtype, Dtype::F16 | Dtype::Bf16 | Dtype::F32);
+        let mut roundings =
+            std::iter::once(&self.rounded).chain(self.scales.iter().map(|scale| &scale.rounded));
+        if let Some(dtype) = roundings.find(|dtype| !rounds(dtype)) {
+            return Some(Misfit::of("rounding", "F16, BF16 or F32", dtype.to_string()));
+        }
+        if let Numbers::Float(dtype) = &self.numbers {
+            if !dtype.is_f8() {
+                return Some(Misfit::of("numbers of codes", "a float of 8 bits", dtype.to_string()));
+            }
+        }
         if !self.packing.fits(extents, codes) || (self.turned && shape.len() < 2) {
             let got = format!("{} {:?}", codes.dtype, codes.shape);
             return Some(Misfit::of("codes", format!("those of {extents:?}"), got));

@@ -157,7 +157,9 @@ fn casts(wanted: Option<Dtype>, outputs: &[Drafted], stored: &[StoredTensor]) ->
     let Some(to) = wanted else { return Vec::new() };
     let mut from: BTreeMap<Dtype, u64> = BTreeMap::new();
     for Drafted { output, .. } in outputs {
-        let source = output.parts.first().and_then(|p| p.sources.first()).map(|&s| stored[s as usize].dtype);
+        let source = output.parts.first().and_then(|p| p.sources.first()).map(|&s| &stored[s as usize]);
+        // Values of codes have no dtype of their own.
+        let source = source.filter(|stored| stored.coded().is_none()).map(|stored| stored.dtype);
         if let Some(source) = source.filter(|d| *d != output.dtype) {
             *from.entry(source).or_default() += 1;
         }
