@@ -9,6 +9,7 @@ numbers that the package itself has quantised; each is merged with ``--dtype`` a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import sys
@@ -23,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
 #: Name, quantization_config, what is stored, and what the package makes of it: one tensor, or one for each dtype.
-Case = tuple[str, dict[str, Any], Tensors, "torch.Tensor | dict[torch.dtype, torch.Tensor]"]
+Case = tuple[str, dict[str, Any], Tensors, "torch.Tensor | dict[torch.dtype, torch.Tensor] | None"]
 #: Rows and columns: whole blocks, edges, a single row.
 SHAPES = ((128, 256), (320, 384), (1, 64), (200, 320), (129, 448))
 F8 = torch.float8_e4m3fn
@@ -50,14 +51,17 @@ def compressed_tensors(o: int, i: int) -> Iterator[Case]:
 
     def one(format_: str, stored: Tensors, **weights: Any) -> Case:
         scheme = QuantizationScheme(targets=["Linear"], weights=weights, format=format_)
-        made = BaseCompressor.get_value_from_registry(format_).decompress(dict(stored), scheme)["weight"]
+        made: torch.Tensor | None = None
+        # Its own code does not take each shape.
+        with contextlib.suppress(RuntimeError):
+            made = BaseCompressor.get_value_from_registry(format_).decompress(dict(stored), scheme)["weight"]
         said = {
             "quant_method": "compressed-tensors", "format": format_, "quantization_status": "compressed",
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": format_}},
         }  # fmt: skip
         said["config_groups"]["group_0"]["weights"] = json.loads(json.dumps(weights, default=str))
         strategy, bits = weights.get("strategy"), weights["num_bits"]
-        named = f"{format_}, {bits} bit, {strategy}, {'' if weights.get('symmetric', True) else 'a'}symmetric, {stored.get('weight_scale', made).dtype}"
+        named = f"{format_}, {bits} bit, {strategy}, {'' if weights.get('symmetric', True) else 'a'}symmetric, {stored['weight_scale'].dtype}"
         return named, said, stored, made
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -234,6 +238,9 @@ def main() -> int:
         for o, i in SHAPES[: options.shapes]:
             for forms in (fp8_blocks, mxfp4, compressed_tensors, bitsandbytes):
                 for name, said, stored, want in forms(o, i):
+                    if want is None:
+                        print(f"not made by the package: {name} {o} x {i}")
+                        continue
                     count, why = differing(Path(place), said, stored, want)
                     done.setdefault(name, []).append(count)
                     if count:
