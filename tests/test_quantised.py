@@ -472,3 +472,15 @@ def test_scales_of_a_family_that_has_a_table_are_read_too(scale: float, tmp_path
     name = "model.layers.2.self_attn.o_proj.weight_scale_inv"
     save_file(whole | {name: torch.full((1, 1), scale)}, folder / "model.safetensors", {"format": "pt"})
     assert [f["tensor"] for f in errors(folder)] == [name]
+
+
+def test_maxima_that_are_all_alike_have_a_maximum_of_zero(tmp_path: Path) -> None:
+    """As bitsandbytes writes a small weight: what its maxima differ by is nothing."""
+    config, tensors = model("bnb nf4 nested")
+    name = f"{AT}.weight"
+    tensors[f"{name}.absmax"].zero_()
+    tensors[f"{name}.nested_absmax"].zero_()
+    assert not errors(write(tmp_path / "alike", config, tensors))
+    tensors[f"{name}.absmax"][7] = 3
+    (found,) = errors(write(tmp_path / "lost", config, tensors))
+    assert (found["code"], found["tensor"]) == ("FS313", f"{name}.nested_absmax")

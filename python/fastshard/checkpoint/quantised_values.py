@@ -84,6 +84,8 @@ def _of_weight(weight: Weight, stored: StoredBytes) -> Iterator[Finding]:
                 zeros = _lost(weight, np.atleast_1d(values), stored)
             elif role == "absolute maxima":
                 zeros = _lost_runs(weight, values, stored)
+            elif role == "nested maxima":
+                zeros = _lost_maxima(weight, values, stored)
             if zeros:
                 yield _is_zero(weight, name, role, zeros)
 
@@ -143,6 +145,16 @@ def _lost_runs(weight: Weight, maxima: np.ndarray[Any, Any], stored: StoredBytes
     length = _block(codes.size, maxima.size)
     zero = np.argwhere(maxima.ravel() == 0).ravel()
     return sum(_says_something(codes[i * length : (i + 1) * length], "") for i in zero)
+
+
+def _lost_maxima(weight: Weight, nested: np.ndarray[Any, Any], stored: StoredBytes) -> int:
+    """The same of maxima that are quantised themselves: where all are alike their own maximum is zero, and so are their codes."""
+    import numpy as np
+
+    codes = stored.bytes(weight.companions["absolute maxima"])
+    length = _block(codes.size, nested.size)
+    zero = np.argwhere(nested.ravel() == 0).ravel()
+    return sum(bool(codes[i * length : (i + 1) * length].any()) for i in zero)
 
 
 def _says_something(codes: np.ndarray[Any, Any], dtype: str) -> bool:
