@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+from fastshard.checkpoint.promised import beside_list
+from fastshard.common.errors import Finding
 from fastshard.expected import expected_list, from_transformers, transformers_process, transformers_worker
 from helpers import cli
 from holding import HANG
@@ -491,6 +493,38 @@ def test_who_only_looks_asks_nobody(auto: tuple[Path, list[dict[str, Any]]], tmp
     assert len(fastshard.open(folder)) == 65 and not asked
     # A table of fastshard's own says more.
     assert cli("verify", saved("mixtral", tmp_path / "mixtral")).code == 0 and not asked
+
+
+def test_the_plan_follows_the_list_that_is_given_and_none_that_is_installed(
+    auto: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    """What is written, and which run goes on, never depends on what happens to be installed."""
+    folder, _ = auto
+    digests = {cli("plan", folder, "--transformers", how).doc["digest"] for how in ("auto", "off")}
+    assert len(digests) == 1
+    assert cli("expected", folder, "-o", tmp_path / "list.json").code == 0
+    document = json.loads((tmp_path / "list.json").read_text())
+    (tmp_path / "later.json").write_text(json.dumps(document | {"transformers": "99.0"}))
+    given = {
+        cli("plan", folder, "--like", tmp_path / name).doc["digest"] for name in ("list.json", "later.json")
+    }
+    assert len(given | digests) == 3
+    assert fastshard.plan(folder, like=tmp_path / "list.json").to_dict()["expected"].startswith(CALLED)
+
+
+def test_where_layers_and_list_disagree_a_warning_names_both() -> None:
+    """A model whose layers are not alike, as its class has them."""
+    seen = [
+        Finding.of("FS103", "layer 1 lacks what the others have", severity="error", tensor="model.layers.1.a")
+    ]
+    by_list = [Finding.of("FS109", "checked", severity="note", evidence=f"{CALLED} (65 tensors)")]
+    (found,) = beside_list(seen, by_list)
+    assert (
+        found.severity == "warning"
+        and CALLED in found.message
+        and "the checkpoint's own layers" in found.message
+    )
+    assert beside_list(seen, []) == seen
 
 
 def test_an_unexpected_tensor_is_a_note(auto: tuple[Path, list[dict[str, Any]]]) -> None:
