@@ -271,7 +271,7 @@ def test_files_of_a_quantiser_go_along_with_its_codes_alone(tmp_path: Path) -> N
     assert ran.code == 0, ran.out
     assert not (tmp_path / "out/hf_quant_config.json").exists()
     assert not [name for name in read_result(tmp_path / "out") if "scale" in name]
-    assert ran.having("FS212", message="1 scales of activations")
+    assert ran.having("FS212", message="scales of activations (1)")
 
 
 FROM_CONFIG = {
@@ -417,3 +417,269 @@ def test_zero_points_of_the_other_version_of_gptq_are_found(tmp_path: Path) -> N
     folder = write(tmp_path / "odd", config, odd)
     ran = cli("merge", folder, tmp_path / "warned", "--dtype", "bf16")
     assert ran.code == 0 and ran.having("FS212", severity="warning", message="as 0 by some versions")
+
+
+def plain(folder: Path, said: dict[str, Any], tensors: Tensors, **more: Any) -> Path:
+    """A model of one weight, `a`."""
+    return write(
+        folder,
+        {"model_type": "other", "quantization_config": said} | more,
+        {f"a.{key}": t for key, t in tensors.items()},
+    )
+
+
+def values(folder: Path, out: Path, *options: str) -> torch.Tensor:
+    ran = cli("merge", folder, out, "--dtype", "f32", *options)
+    assert ran.code == 0, ran.out
+    return read_result(out)["a.weight"]
+
+
+ROWS, COLUMNS = (16, 2048), (8, 1024)
+#: quantization_config, shape of the weight, shape of its scales, and rows and columns of a block: grids that others would fit too.
+GRIDS = {
+    "fp8 by row, nothing said": ({"quant_method": "fp8"}, ROWS, (16, 1), (1, 2048)),
+    "fp8 by row, flat": ({"quant_method": "fp8", "weight_block_size": None}, (2, 256), (2,), (1, 256)),
+    "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, COLUMNS, (1, 8), (128, 128)),
+    "ct channel": (
+        ct("float-quantized", 8, "float", strategy="channel", block_structure=[128, 128]),
+        COLUMNS,
+        (8, 1),
+        (1, 1024),
+    ),
+    "ct block": (
+        ct("float-quantized", 8, "float", strategy="block", block_structure=[128, 128]),
+        COLUMNS,
+        (1, 8),
+        (128, 128),
+    ),
+    "ModelOpt blocks": (
+        {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"},
+        COLUMNS,
+        (1, 1, 8, 1),
+        (128, 128),
+    ),
+    "ModelOpt rows": (
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        COLUMNS,
+        (8,),
+        (1, 1024),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_scales_are_spread_as_their_config_says(name: str, tmp_path: Path) -> None:
+    said, shape, grid, (rows, columns) = GRIDS[name]
+    torch.manual_seed(11)
+    codes, scale = torch.randn(shape).to(F8), torch.rand(grid) + 0.5
+    stored = "weight_scale_inv" if name == "fp8 blocks" else "weight_scale"
+    folder = plain(tmp_path / "in", said, {"weight": codes, stored: scale})
+    high, wide = -(-shape[0] // rows), -(-shape[1] // columns)
+    each = (
+        scale.reshape(high, wide)
+        .repeat_interleave(rows, 0)[: shape[0]]
+        .repeat_interleave(columns, 1)[:, : shape[1]]
+    )
+    assert same(values(folder, tmp_path / "out"), codes.float() * each)
+
+
+def test_groups_are_of_the_size_that_is_stated(tmp_path: Path) -> None:
+    """Two groups of 128 columns hold 192: the last is short, or it is refused; they are never two of 96."""
+    awq = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 128}
+    codes = torch.randint(0, 256, (64, 192), dtype=torch.uint8)
+    folder = plain(tmp_path / "in", awq, {"weight": codes, "weight_scale": torch.rand(128, 2) + 0.5})
+    have = values(folder, tmp_path / "out")
+    t = parts(read_source(folder), "a")
+    each = t["weight_scale"].repeat_interleave(128, 1)[:, :192]
+    signed = stream(codes.T, 4, 128).T
+    assert same(have, torch.where(signed > 7, signed - 16, signed).float() * each)
+    # A size of its own for each layer, and one that only the copy in config.json states.
+    mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {
+        "a": {"quant_algo": "W4A16_AWQ", "group_size": 64}, "b": {"quant_algo": "W4A16_AWQ", "group_size": 32}}}  # fmt: skip
+    tensors = {f"{m}.weight": codes.clone() for m in "ab"} | {
+        "a.weight_scale": torch.rand(128, 3),
+        "b.weight_scale": torch.rand(128, 6),
+    }
+    folder = write(tmp_path / "mixed", {"model_type": "other", "quantization_config": mixed}, tensors)
+    assert cli("verify", folder).code == 0
+    copied = {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "config_groups": {"g": {"weights": {"group_size": 32}}},
+    }
+    nvfp4 = {
+        "weight": codes[:, :32],
+        "weight_scale": torch.ones(64, 2).to(F8),
+        "weight_scale_2": torch.tensor(1.0),
+    }
+    assert cli("verify", plain(tmp_path / "copied", copied, nvfp4)).code == 0
+
+
+def read_source(folder: Path) -> Tensors:
+    return load_file(folder / "model.safetensors")
+
+
+MARLIN = {"quant_method": "gptq", "bits": 4, "group_size": 64, "checkpoint_format": "marlin"}
+#: What is said where, and the weight: no values are made of any of these.
+KEPT_ONLY: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "marlin in a part": ({"text_config": {"quantization_config": MARLIN}}, {}, "gptq 4 bit"),
+    "marlin in a file": ({}, {"quantize_config.json": MARLIN}, "gptq 4 bit"),
+    "gemv": ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 64, "format": "gemv"}}, {}, "awq"),
+    "an algorithm that is not known": ({}, {"hf_quant_config.json": {"quantization": {"quant_algo": "W4A8_AWQ"}}}, "modelopt awq"),
+    "hqq": ({"quantization_config": {"quant_method": "hqq"}}, {}, "ct 4 bit"),
+    "codes viewed as floats": (
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}}, {}, "bnb nf4",
+    ),
+    "turned by the model": (
+        {"quantization_config": ct("float-quantized", 8, "float", strategy="channel") | {"transform_config": {"config_groups": {"u": {}}}}},
+        {}, "ct fp8",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEPT_ONLY)
+def test_what_has_no_values_here_is_kept_or_refused_and_never_cast(name: str, tmp_path: Path) -> None:
+    config, beside, form = KEPT_ONLY[name]
+    tensors = {
+        f"a.{key}".removesuffix("."): t for key, t in parts(FORMS[form][1]("a", 128, 128), "a").items()
+    }
+    if name == "codes viewed as floats":
+        tensors["a.weight"] = tensors["a.weight"].reshape(-1).view(torch.bfloat16).reshape(-1, 1)
+    folder = write(
+        tmp_path / "in",
+        {"model_type": "other"} | config,
+        tensors | {"p.weight": torch.randn(4, 4).bfloat16()},
+    )
+    for file, content in beside.items():
+        (folder / file).write_text(json.dumps(content))
+    assert_refused(folder, tmp_path / "out", "FS514", exit=2, options=("--dtype", "bf16"))
+
+
+@pytest.mark.parametrize("also", ["pre_quant_scale", "svdquant_lora_a"])
+def test_a_part_of_the_layer_beside_the_weight_is_refused(also: str, tmp_path: Path) -> None:
+    for algorithm, stored in (
+        ("FP8", {"weight": torch.randn(64, 64).to(F8), "weight_scale": torch.tensor(1.0)}),
+        ("NVFP4_SVD", {"weight": torch.zeros(64, 32, dtype=torch.uint8), "weight_scale": torch.ones(64, 4).to(F8), "weight_scale_2": torch.ones(())}),
+    ):  # fmt: skip
+        folder = plain(
+            tmp_path / algorithm,
+            {"quant_method": "modelopt", "quant_algo": algorithm},
+            stored | {also: torch.ones(64)},
+        )
+        assert_refused(
+            folder, tmp_path / "out", "FS514", exit=2, options=("--dtype", "bf16"), message=f"a.{also}"
+        )
+
+
+def test_only_scales_of_activations_are_left_out(tmp_path: Path) -> None:
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    tensors = {
+        "a.weight": torch.randn(128, 128).to(F8), "a.weight_scale_inv": torch.rand(1, 1), "a.qscale_act": torch.ones(()),
+        "attn.k_scale": torch.ones(1), "attn.v_scale": torch.ones(4, 1, 1),
+        # What other modules call so.
+        "attn.q_scale": torch.randn(64).bfloat16(), "vision.patch.v_scale": torch.randn(16, 16).bfloat16(),
+    }  # fmt: skip
+    folder = write(tmp_path / "in", {"model_type": "other", "quantization_config": fp8}, tensors)
+    assert cli("merge", folder, tmp_path / "out", "--dtype", "bf16").code == 0
+    assert set(read_result(tmp_path / "out")) == {"a.weight", "attn.q_scale", "vision.patch.v_scale"}
+    # A cache alone that is quantised.
+    cache = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {},
+        "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+    }
+    tensors = {
+        "a.weight": torch.randn(8, 8).bfloat16(),
+        "attn.k_scale": torch.ones(1),
+        "attn.v_scale": torch.ones(1),
+    }
+    folder = write(tmp_path / "cache", {"model_type": "other", "quantization_config": cache}, tensors)
+    assert cli("merge", folder, tmp_path / "kept").code == 0 and set(read_result(tmp_path / "kept")) == set(
+        tensors
+    )
+    assert cli("merge", folder, tmp_path / "plain", "--dtype", "bf16").code == 0
+    assert set(read_result(tmp_path / "plain")) == {"a.weight"}
+
+
+def test_what_is_done_to_values_is_not_done_to_codes(tmp_path: Path) -> None:
+    config, tensors = model("fp8 blocks")
+    folder = write(tmp_path / "in", config, tensors)
+    assert_refused(
+        folder, tmp_path / "out", "FS514", exit=2, options=("--vocab-size", "90"), message="--vocab-size"
+    )
+
+
+def test_records_of_a_stranger(tmp_path: Path) -> None:
+    """One clear refusal each, whatever numbers they state."""
+    good = parts(FORMS["bnb nf4 nested"][1]("a", 64, 64), "a")
+    name = "weight.quant_state.bitsandbytes__nf4"
+    said = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    record = json.loads(bytes(good[name].tolist()))
+    for number, change in enumerate(
+        (
+            {"nested_offset": 10**400}, {"blocksize": 2**70}, {"nested_blocksize": 2**70}, {"shape": [2**40, 2**40]},
+            {"shape": [-64, -64]}, {"blocksize": 0}, {"dtype": "int8"}, {"pad": "x" * (1 << 17)},
+        )
+    ):  # fmt: skip
+        text = json.dumps(record | change).encode()
+        stored = good | {name: torch.tensor(list(text), dtype=torch.uint8)}
+        folder = plain(tmp_path / str(number), said, stored)
+        ran = cli("merge", folder, tmp_path / f"out{number}", "--dtype", "bf16")
+        assert ran.code in (0, 1, 2) and not ran.having("FS520") and not ran.having("FS515"), ran.out
+        # One block of maxima holds them all.
+        assert (ran.code == 0) is ("nested_blocksize" in change), (change, ran.out)
+    lying = parts(FORMS["ct 4 bit"][1]("a", 64, 128), "a") | {"weight_shape": torch.tensor([64, 120])}
+    folder = plain(tmp_path / "lying", FORMS["ct 4 bit"][0], lying)
+    assert cli("verify", folder).code == 1
+    wide = {"quant_method": "fp8", "weight_block_size": [10**30, 32]}
+    assert cli(
+        "verify", plain(tmp_path / "wide", wide, parts(FORMS["fp8 blocks"][1]("a", 64, 64), "a"))
+    ).code in (0, 1)
+    blocks = ct("float-quantized", 8, "float", strategy="block", block_structure="9" * 5000 + "x3")
+    assert cli(
+        "verify", plain(tmp_path / "long", blocks, parts(FORMS["ct fp8"][1]("a", 64, 64), "a"))
+    ).code in (0, 1)
+
+
+def test_indices_that_say_in_order_and_rules_that_cannot_be_told(tmp_path: Path) -> None:
+    stored = parts(FORMS["ct 4 bit"][1]("a", 64, 128), "a")
+    folder = plain(
+        tmp_path / "in",
+        FORMS["ct 4 bit"][0],
+        stored | {"weight_g_idx": torch.full((128,), -1, dtype=torch.int32)},
+    )
+    assert cli("verify", folder).code == 0
+    assert same(values(folder, tmp_path / "out"), ORACLES["ct 4 bit"](stored, 64, 128, torch.float32))
+    config, tensors = model("gptq 4 bit")
+    rules = {r"+:.*\.(?:1[0-5])\..*(?:down|up).*": {"bits": 8}}
+    folder = write(
+        tmp_path / "rules",
+        config | {"quantization_config": config["quantization_config"] | {"dynamic": rules}},
+        tensors,
+    )
+    assert cli("verify", folder).code == 0
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks", "gptq 4 bit"])
+def test_an_adapter_needs_values(form: str, tmp_path: Path) -> None:
+    config, tensors = model(form)
+    folder = write(tmp_path / "in", config, tensors)
+    module = "model.layers.1.mlp.up_proj"
+    torch.manual_seed(4)
+    a, b = torch.randn(4, 256), torch.randn(320, 4)
+    (tmp_path / "adapter").mkdir()
+    told = {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 4,
+        "target_modules": ["up_proj"],
+        "base_model_name_or_path": "in",
+    }
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(told))
+    factors = {f"base_model.model.{module}.lora_A.weight": a, f"base_model.model.{module}.lora_B.weight": b}
+    save_file(factors, tmp_path / "adapter/adapter_model.safetensors")
+    options = ("--adapter", str(tmp_path / "adapter"))
+    assert_refused(folder, tmp_path / "out", "FS514", exit=2, options=options, message="--adapter")
+    assert cli("merge", folder, tmp_path / "out", "--dtype", "f32", *options).code == 0
+    want = ORACLES[form](parts(tensors, module), 320, 256, torch.float32) + b @ a
+    assert torch.allclose(read_result(tmp_path / "out")[f"{module}.weight"], want, atol=1e-4)

@@ -44,16 +44,7 @@ def test_the_table_with_a_config_is_one() -> None:
     assert not table.is_for(json.dumps(CONFIG | {"text_config": {"num_experts": 0}}))
 
 
-def test_the_storage_form_is_one() -> None:
-    assert len(BLOCKS) == 4
-    head = 'layout = "a"\nfamily = "a"\n'
-    table = _core.Table(head + BLOCKS[2])
-    assert table.blocks("{}") == {"fp8_blocks": [128, 128]}
-    stated = {"quantization_config": {"weight_block_size": [32, 64]}}
-    assert table.blocks(json.dumps(stated)) == {"fp8_blocks": [32, 64]}
-
-
 def test_the_section_of_a_model_is_one() -> None:
-    table = _core.Table(BLOCKS[3], layouts.table("hf.qwen_moe"))
+    table = _core.Table(BLOCKS[2], layouts.table("hf.qwen_moe"))
     (of,) = model_classes.of_table(table).values()
     assert (of.kind, of.experts, of.order, of.defaults) == ("Example", True, 90, {"num_experts_per_tok": 8})

@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import _core
 from ..common.errors import Finding
+from ..common.formatting import counted
 from ..layouts.declaration import Source
 from ..models.quantised.forms import Weight
 from ..models.quantised.values import Asked, NoValuesError
@@ -67,7 +68,7 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
         source: what of it is taken, under the names that it is taken by.
         dtype: the dtype that is wanted, as safetensors spells it.
     """
-    if not opened.quantised.weights:
+    if not (opened.quantised.weights or opened.quantised.of_activations):
         return Dequantised(findings=opened.quantised.unsaid)
     prefix = source.weights_prefix
     stored: list[StoredBytes] = []
@@ -108,7 +109,7 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
     findings += [
         Finding.of("FS212", note, severity="warning", tensor=name) for name, note in open_points[:20]
     ]
-    if not done:
+    if not (done or others):
         return Dequantised(made, codes, hidden, findings)
     left = Counter(role for weight in done for role in weight.companions)
     left += Counter({"scales of activations": len(others)})
@@ -117,7 +118,15 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
         "forms": dict(Counter(weight.form.name for weight in done)),
         "left_out": dict(left),
     }
-    findings.append(Finding.of("FS212", told(record), severity="note", tensor=done[0].codes, count=len(done)))
+    findings.append(
+        Finding.of(
+            "FS212",
+            told(record),
+            severity="note",
+            tensor=done[0].codes if done else others[0],
+            count=len(done) or None,
+        )
+    )
     return Dequantised(made, codes, hidden, findings, record)
 
 
@@ -172,13 +181,18 @@ def _below(prefix: str, weight: Weight) -> Weight:
 def _refused(form: str, why: str, weights: Sequence[Weight]) -> Finding:
     first = weights[0]
     return Finding.of(
-        "FS514", f"{len(weights):,} weights are stored as {form}, and --dtype does not give their values: {why}", tensor=first.codes,
+        "FS514", f"{counted(len(weights), 'weight')} stored as {form}, whose values --dtype does not give: {why}", tensor=first.codes,
         expected="weights whose values are made here", got=form, help=_HELP, count=len(weights),
     )  # fmt: skip
 
 
 def told(record: Mapping[str, Any]) -> str:
     """What the manifest's record of them says, in one line."""
-    forms = " and ".join(f"{count:,} weights stored as {form}" for form, count in record["forms"].items())
-    left = ", ".join(f"{count:,} {role}" for role, count in record["left_out"].items())
-    return f"{forms} are written as their values in {record['dtype']}; left out with them: {left}"
+    forms = " and ".join(
+        f"{counted(count, 'weight')} stored as {form}" for form, count in record["forms"].items()
+    )
+    left = ", ".join(f"{role} ({count:,})" for role, count in record["left_out"].items())
+    if not forms:
+        return f"left out, as the result is not quantised: {left}"
+    are = "is written as its value" if sum(record["forms"].values()) == 1 else "are written as their values"
+    return f"{forms} {are} in {record['dtype']}; left out: {left}"

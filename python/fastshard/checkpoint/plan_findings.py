@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
 
 from .. import _core
 from ..common.errors import FastshardError, Finding, raise_errors
+from ..common.formatting import counted
 from ..expected import heuristics
 from ..layouts.declaration import Source, is_state
-from ..models import config_json
 from ..targets.base import Drafted
 from ..targets.request import Request
 from .drafting import Opened, draft_of
+
+#: What lies beside codes, by its name: in plain weights there is none of it.
+_COMPANION = re.compile(
+    r"(\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|qweight|qzeros|scales|g_idx)|\.quant_state\..*"
+    r"|weight_(scale|scale_inv|scale_2|zero_point|packed|global_scale|shape|g_idx)|_(blocks|scales|scale_inv))$"
+)
 
 
 def weights_taken(
@@ -140,29 +146,27 @@ def left_out_for_one_reason(findings: list[Finding]) -> list[Finding]:
     return [f for f in findings if f.code != "FS212"] + notes
 
 
-def quantised(tensors: dict[str, Drafted], dtype: str, config: dict[str, Any] | None) -> list[Finding]:
-    """What is stored quantised and has no scales that are understood would be kept as it is, which is not what was asked for."""
-    method = config_json.quantised_by(config or {})
-    packed = [(n, t.dtype) for n, t in tensors.items() if t.dtype[0] in "IU" and len(t.shape) > 1]
-    if method and packed:
-        return [
-            Finding.of(
-                "FS514",
-                f"{len(packed)} tensors hold packed weights (quantization_config: {method}), whose values are not computed here",
-                tensor=packed[0][0],
-                expected=f"floats that can be cast to {dtype}",
-                got=packed[0][1],
-                help="leave out --dtype to keep them, or dequantise them with the tool that quantised them",
-            )
-        ]
-    stored = [(name, t.dtype) for name, t in tensors.items() if t.dtype.startswith("F8_")]
-    if not stored:
+def quantised(tensors: dict[str, Drafted], dtype: str, method: str | None) -> list[Finding]:
+    """What is stored quantised, and of what no values were made, would be kept as it is, which is not what was asked for."""
+    left = [
+        (name, t.dtype)
+        for name, t in tensors.items()
+        if t.dtype.startswith("F8_")
+        or (method is not None and ((t.dtype[0] in "IU" and len(t.shape) > 1) or _COMPANION.search(name)))
+    ]
+    if not left:
         return []
-    name, kind = stored[0]
+    how = f"quantised by {method}" if method else "stored in FP8"
+    why = (
+        "their values are not computed here"
+        if method
+        else "no scales lie next to them (NAME_scale_inv, NAME_scale)"
+    )
+    name, kind = left[0]
     return [
         Finding.of(
             "FS514",
-            f"{len(stored)} tensors stored in FP8 have no scales next to them (NAME_scale_inv, NAME_scale)",
+            f"{counted(len(left), 'tensor')} of weights {how}, and {why}",
             tensor=name,
             expected=f"floats that can be cast to {dtype}",
             got=kind,

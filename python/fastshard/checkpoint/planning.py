@@ -13,7 +13,8 @@ from typing import Any
 from .. import _core
 from ..common import config_text
 from ..common.dtypes import TORCH_FLOATS
-from ..common.errors import Finding, from_core
+from ..common.errors import FastshardError, Finding, from_core
+from ..common.formatting import counted
 from ..common.near_words import meant, nearest
 from ..expected.from_config import holds_embedding
 from ..layouts.declaration import Source
@@ -295,6 +296,8 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
     findings = weights_taken(source, opened.findings, request.weights, request.optimizer)
     findings += [f for f in source.findings if f not in opened.source.findings]
     findings += [asked_for(f, request) for f in source.of_tensors]
+    if DTYPES[request.dtype] is None:
+        _refuse_codes(opened, source, request)
     made = None
     if (dtype := DTYPES[request.dtype]) is not None:
         made = dequantised(opened, source, dtype)
@@ -318,6 +321,24 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
     )  # fmt: skip
 
 
+def _refuse_codes(opened: Opened, source: Source, request: Request) -> None:
+    """Refuses what is computed on values where weights keep their codes.
+
+    Raises:
+        FastshardError: ``FS514``.
+    """
+    weights = opened.quantised.weights
+    if not weights or not (source.adapted or request.vocab_size is not None):
+        return
+    what = "--adapter" if source.adapted else "--vocab-size"
+    raise FastshardError.of(
+        "FS514",
+        f"{what}, and {counted(len(weights), 'weight')} of the model stored as {weights[0].form.name}: it is done to values, not to codes",
+        tensor=weights[0].codes,
+        help="add --dtype bf16, which gives the weights their values",
+    )
+
+
 def _parts(opened: Opened, source: Source, core: _core.Draft) -> tuple[frozenset[str], list[HeldPart]]:
     """The parts that a config promises, with what there is of each, and the names of all tensors, which they are looked for among."""
     if opened.reference is not None or not held_parts(source, ()):
@@ -331,8 +352,8 @@ def _judged(draft: _Draft) -> list[Finding]:
     """What is found in the outputs: by the reference, or by what a model's own layers say."""
     opened, request, source = draft.opened, draft.request, draft.source
     told: list[Finding] = []
-    if not draft.is_kept and not any(f.severity == "error" for f in draft.findings):
-        told += quantised(draft.tensors, request.dtype, opened.source.model.config)
+    if not draft.is_kept and not any(f.severity == "error" for f in (*draft.findings, *draft.found)):
+        told += quantised(draft.tensors, request.dtype, opened.quantised.method)
     # A reference says more than a model's own layers.
     seen = None if opened.reference is not None else evidence(opened, source, request, draft.core)
     by_list: list[Finding] = []

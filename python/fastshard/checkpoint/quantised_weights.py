@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 from ..common import safe_files
 from ..common.errors import FastshardError, Finding
 from ..layouts.declaration import Source, is_state
-from ..models.quantised.forms import F8, Stored, Weight
+from ..models.quantised.forms import F8, FLOATS, Stored, Weight
 from ..models.quantised.judge import judged
 from ..models.quantised.stated import Stated, stated
 from ..sources.base import Contents
@@ -21,9 +22,11 @@ __all__ = ["QuantisedWeights", "found_in"]
 
 #: Files in which quantisers say what they did, where config.json does not.
 _BESIDE = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-#: What scales of activations are called. source: vLLM model_loader/weight_utils.py, ModelOpt 0.47 torch/export
+#: What scales of activations and of the cache of keys and values are called. source: vLLM model_loader/weight_utils.py, ModelOpt
+#: 0.47 torch/export, compressed-tensors 0.20 quantization/lifecycle/initialize.py, transformers 5.24 finegrained_fp8.py
 _OF_ACTIVATIONS = re.compile(
-    r"\.(input_scale|input_global_scale|output_scale|[kvq]_scale|prob_scale|prob_output_scale)$"
+    r"\.((input|output|activation|prob|prob_output|[kvq]|kv)_(scale|zero_point)|input_global_scale|qscale_act"
+    r"|experts\.(gate_up|down)_proj_activation_scale)$"
 )
 #: What fp8 weights have that nothing else says anything of.
 _UNSAID = Stated("fp8", {}, "")
@@ -41,6 +44,8 @@ class QuantisedWeights:
     files: Mapping[str, Path] = field(default_factory=dict)
     #: Names of scales of activations, and of the cache of keys and values: they belong to no weight.
     of_activations: list[str] = field(default_factory=list)
+    #: How the model says that it is quantised; None if it says nothing.
+    method: str | None = None
 
 
 def found_in(source: Source, contents: Contents) -> QuantisedWeights:
@@ -71,10 +76,22 @@ def found_in(source: Source, contents: Contents) -> QuantisedWeights:
     # What is missing with a file is told with the file.
     told = [finding for finding in found if finding.tensor not in lost]
     owned = {name for weight in weights for name in weight.stored}
-    others = (
-        [name for name in tensors if name not in owned and _OF_ACTIVATIONS.search(name)] if weights else []
+    others = [
+        name for name, stored in tensors.items() if name not in owned and _is_of_activations(name, stored)
+    ]
+    method = None if said is None else said.method
+    return QuantisedWeights(weights, told, unsaid, files, others if said is not None else [], method)
+
+
+def _is_of_activations(name: str, stored: Stored) -> bool:
+    """True for one number, or one for each head or expert, under such a name: what has more is another thing of the model."""
+    dtype, shape = stored
+    is_few = math.prod(shape) == 1 or shape[1:] == (1, 1) or name.endswith("_proj_activation_scale")
+    return (
+        is_few
+        and (dtype in FLOATS or dtype in F8 or dtype == "I8")
+        and _OF_ACTIVATIONS.search(name) is not None
     )
-    return QuantisedWeights(weights, told, unsaid, files, others)
 
 
 def _by_names(tensors: Mapping[str, Stored]) -> tuple[list[Weight], list[Finding]]:

@@ -30,7 +30,7 @@ def along(made: Plan, tokenizer: Tokenizer | None, *, given: bool) -> list[tuple
     found |= tokenizer.files if tokenizer else {}
     if config is not None and source.model.hf_names and (merged or made.keeps_names):
         found["config.json"] = config
-    if own:
+    if source.model.hf_names and (merged or made.target == "hf" or made.keeps_names):
         found |= source.quantiser_files
     return sorted((name, str(path)) for name, path in found.items() if name not in made.summary["texts"])
 

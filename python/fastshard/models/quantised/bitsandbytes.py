@@ -10,12 +10,14 @@ from ...common import json_text
 from .forms import FLOATS, Companion, Form, Sizes, Weight, ceil_div, matrix
 from .values import Asked, Coded, NoValuesError, Values, operand, scale, view
 
-__all__ = ["forms", "methods", "telling"]
+__all__ = ["LONGEST", "forms", "methods", "telling"]
 
 methods = ("bitsandbytes",)
 #: Configs whose forms are told by names and dtypes alone, where a model has no config.
 telling: tuple[dict[str, Any], ...] = ({},)
 _F32, _U8 = frozenset(("F32",)), frozenset(("U8",))
+#: Bytes of a record at most.
+LONGEST = 1 << 16
 #: Dtypes of a record.
 DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 #: Absolute maxima that are quantised themselves.
@@ -55,20 +57,26 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
 def _values(weight: Weight, asked: Asked) -> Values:
     """Entries of a table times the maximum of their block, which counts on over the rows. source: bitsandbytes 0.50 functional.py"""
     state = weight.companions["quant state"]
+    if math.prod(weight.stored[state][1]) > LONGEST:
+        raise NoValuesError(f"the quant state of {weight.codes} is no record")
     try:
         said = json_text.object_in(asked.read(state))
         shape, size, rounded = tuple(said["shape"]), said["blocksize"], DTYPES[said["dtype"]]
         nested, offset = said.get("nested_blocksize"), float(said.get("nested_offset") or 0)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise NoValuesError(f"the quant state of {weight.codes} is no record") from error
     if not all(type(n) is int and n >= 0 for n in (*shape, size)) or size == 0 or not math.isfinite(offset):
         raise NoValuesError(f"the quant state of {weight.codes} is no record")
+    if ceil_div(math.prod(shape), 2) != math.prod(weight.stored[weight.codes][1]):
+        raise NoValuesError(f"the quant state of {weight.codes} is that of another weight")
+    size = min(size, max(1, math.prod(shape)))
     count = ceil_div(math.prod(shape), size)
     maxima, dtype, _ = weight.of("absolute maxima")
     of = view(maxima, [1, 1, count])
     if dtype == "U8":
         if type(nested) is not int or nested <= 0:
             raise NoValuesError(f"the quant state of {weight.codes} says nothing of nested maxima")
+        nested = min(nested, max(1, count))
         inner_table, outer = weight.companions["nested table"], weight.companions["nested maxima"]
         factors = scale(view(outer, [1, 1, ceil_div(count, nested)]), [1, 1, nested])
         inner = Coded(of, {"table": view(inner_table, [1, 1, 256])}, flat=True, scales=[factors], term=offset)

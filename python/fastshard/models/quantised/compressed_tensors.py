@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..tensor_words import WORDS
@@ -42,6 +44,9 @@ telling: tuple[dict[str, Any], ...] = tuple(
         ("int-quantized", "int"),
     )
 )
+#: An extent of a block as a text.
+_EXTENT = re.compile(r"[0-9]{1,9}")
+_TRANSFORMED = "its transform_config has the model turn what goes into a layer: the values of the weight alone are not those of the model"
 _I32, _U8 = frozenset(("I32",)), frozenset(("U8",))
 _PACKED_FP4, _MX = "nvfp4-pack-quantized", ("mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized")
 
@@ -62,13 +67,21 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
     def closest(name: str) -> frozenset[int]:
         """The groups whose targets name a module most closely."""
         ranks = [one.rank(name) for one in targets]
-        return frozenset(n for n, rank in enumerate(ranks) if rank and rank == max(ranks))
+        best = max((rank for rank, is_sure in ranks if is_sure), default=0)
+        # One that cannot be told may mean it, and shapes tell then.
+        return frozenset(
+            n
+            for n, (rank, is_sure) in enumerate(ranks)
+            if rank and (rank == best or (rank > best and not is_sure))
+        )
 
     found: list[Form] = []
     for number, group in enumerate(groups_):
         name = whole if whole not in (None, "mixed-precision") else group.get("format")
         if isinstance(name, str) and isinstance(group.get("weights"), Mapping):
             found += _of(name, group, functools.partial(_is_among, closest, number))
+    if config.get("transform_config"):
+        return [replace(form, values=_TRANSFORMED) for form in found]
     return found
 
 
@@ -86,16 +99,19 @@ class _Targets:
         self._names = set(entries) - self._classes
         self._all = not entries
 
-    def rank(self, name: str) -> int:
-        """How closely a module is named, 0 if it is not; names tell of classes no more than whether one is an embedding."""
+    def rank(self, name: str) -> tuple[int, bool]:
+        """How closely a module is named, 0 if it is not, and whether that is sure; names tell of classes no more than whether one is
+        an embedding."""
         if not self._names.isdisjoint(spellings(name)):
-            return 4
-        # One that cannot be told may mean it.
-        if any(matches(expression, name) is not False for expression in self._expressions):
-            return 3
+            return 4, True
+        told = [matches(expression, name) for expression in self._expressions]
+        if True in told:
+            return 3, True
+        if None in told:
+            return 3, False
         if "Embedding" in self._classes and name.rpartition(".")[2] in WORDS["embedding_modules"]:
-            return 2
-        return int(self._all or bool(self._classes - {"Embedding"}))
+            return 2, True
+        return int(self._all or bool(self._classes - {"Embedding"})), True
 
 
 def _of(name: str, group: Mapping[str, Any], takes: Callable[[str], bool]) -> list[Form]:
@@ -126,11 +142,13 @@ def _of(name: str, group: Mapping[str, Any], takes: Callable[[str], bool]) -> li
     if name in ("float-quantized", "int-quantized", "naive-quantized"):
         kinds = F8 if weights.get("type") == "float" else frozenset(("I8",))
         measured = Companion("input scale", (".input_scale",), FLOATS, one, dynamic is False)
-        zero = Companion("zero points", (".weight_zero_point",), frozenset(("I8", *F8)), scales)
+        zero = Companion(
+            "zero points", (".weight_zero_point",), frozenset(("I8", *F8)), scales, required=not symmetric
+        )
         return [
             Form(
                 name, ".weight", kinds, matrix,
-                (Companion("scales", (".weight_scale",), FLOATS, scales), *(() if symmetric else (zero,)), measured), takes,
+                (Companion("scales", (".weight_scale",), FLOATS, scales), zero, measured), takes,
                 values=functools.partial(_plain, weights),
             )
         ]  # fmt: skip
@@ -154,7 +172,7 @@ def _extents(block: object) -> Block | None:
     """Rows and columns of a block, as a list or as ``128x128``."""
     if isinstance(block, str):
         parts = block.split("x")
-        block = [int(part) for part in parts] if all(part.isdecimal() for part in parts) else None
+        block = [int(part) for part in parts] if all(map(_EXTENT.fullmatch, parts)) else None
     if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
         return block[0], block[1]
     return None
@@ -220,21 +238,29 @@ def _packed(bits: int, symmetric: bool, weights: Mapping[str, Any], takes: Calla
 
 
 def _blocks(weights: Mapping[str, Any], sizes: Sizes) -> list[Block]:
-    """The blocks that scales may be of, those of a group's strategy first."""
-    size, block = weights.get("group_size"), _extents(weights.get("block_structure"))
-    known = [block] if block is not None else []
-    known += [(1, size)] if isinstance(size, int) and size > 0 else []
-    return [*known, (sizes.rows, sizes.columns), (1, sizes.columns)]
+    """The blocks that scales may be of by a group's strategy."""
+    strategy, size, block = (
+        weights.get("strategy"),
+        weights.get("group_size"),
+        _extents(weights.get("block_structure")),
+    )
+    if strategy == "block":
+        return [] if block is None else [block]
+    if strategy in ("group", "tensor_group"):
+        return [(1, size)] if isinstance(size, int) and size > 0 else []
+    return [(1, sizes.columns) if strategy == "channel" else (sizes.rows, sizes.columns)]
 
 
-def _groups_of(weight: Weight, columns: int) -> Mapping[str, object] | None:
+def _groups_of(weight: Weight, columns: int, asked: Asked) -> Mapping[str, object] | None:
+    """The groups of columns that are not in order; -1 says that they are. source: compressed-tensors forward_helpers.py"""
     indices = weight.companions.get("group indices")
-    return None if indices is None else {"of": view(indices, [1, 1, columns]), "rows": False}
+    if indices is None or (asked.looks and -1 in memoryview(asked.read(indices)).cast("i").tolist()):
+        return None
+    return {"of": view(indices, [1, 1, columns]), "rows": False}
 
 
 def _plain(weights: Mapping[str, Any], weight: Weight, asked: Asked) -> Values:
     """The product in the dtype of the scales. source: compressed-tensors 0.20 quantization/lifecycle/forward_helpers.py"""
-    del asked
     sizes, (kind, _) = weight.sizes, weight.stored[weight.codes]
     name, dtype, shape = weight.of("scales")
     block, grid = fitting(sizes, shape, _blocks(weights, sizes))
@@ -246,7 +272,7 @@ def _plain(weights: Mapping[str, Any], weight: Weight, asked: Asked) -> Values:
     coded = Coded(
         view(weight.codes, [math.prod(sizes.lead), sizes.rows, sizes.columns]),
         {"signed": 8} if kind == "I8" else {"float": kind}, zero=zero, scales=[scale(view(name, grid), block)],
-        groups=_groups_of(weight, sizes.columns), rounded=dtype,
+        groups=_groups_of(weight, sizes.columns, asked), rounded=dtype,
     )  # fmt: skip
     return Values(".weight", sizes.shape, coded)
 
@@ -258,8 +284,8 @@ def _of_words(bits: int, weights: Mapping[str, Any], weight: Weight, asked: Aske
     *lead, rows, columns = stated
     sizes = Sizes(tuple(lead), rows, columns)
     words = weight.stored[weight.codes][1]
-    if stated[:-1] != list(words[:-1]) or not 0 < columns <= words[-1] * 32 // bits:
-        raise NoValuesError(f"{name} states {stated}, which is not the shape of {weight.codes}")
+    if stated[:-1] != list(words[:-1]) or columns <= 0 or ceil_div(columns * bits, 32) != words[-1]:
+        raise NoValuesError(f"{name} states {stated}, a shape that these codes cannot have")
     name, dtype, shape = weight.of("scales")
     block, grid = fitting(sizes, shape, _blocks(weights, sizes))
     less, zero = {"less": 1 << (bits - 1)}, None
@@ -269,7 +295,7 @@ def _of_words(bits: int, weights: Mapping[str, Any], weight: Weight, asked: Aske
         zero = {"of": operand(zeros, grid, packed), "block": block}
     coded = Coded(
         view(weight.codes, [math.prod(lead), *words[-2:]]), less, {"row": {"bits": bits}}, zero=zero,
-        scales=[scale(view(name, grid), block)], groups=_groups_of(weight, columns), rounded=dtype,
+        scales=[scale(view(name, grid), block)], groups=_groups_of(weight, columns, asked), rounded=dtype,
     )  # fmt: skip
     return Values(".weight", sizes.shape, coded)
 

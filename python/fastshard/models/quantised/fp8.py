@@ -60,7 +60,8 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
         lead = math.prod(sizes.lead)
         name, dtype, of = weight.of("scales")
         rows, columns = sizes.rows, sizes.columns
-        known = [block or BLOCK, (1, 32), (rows, columns), (1, columns)]
+        known = [block or BLOCK, (1, 32)] if block is not None or "weight_block_size" not in config else []
+        known += [] if block is not None else [(rows, columns), (1, columns)]
         extents, grid = fitting(sizes, of, known)
         packed = weight.form.sizes is pairs
         codes = view(weight.codes, [lead, rows, shape[-1]], "U8" if packed else None)

@@ -31,7 +31,8 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
     if not isinstance(bits, int) or not 1 <= bits <= 8 or not isinstance(size, int):
         return []
     if config.get("quant_method") == "awq":
-        return [_awq(size)] if bits == 4 and str(config.get("version") or "gemm").lower() == "gemm" else []
+        said = config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm"
+        return [_awq(size)] if bits == 4 and str(said).lower() == "gemm" else []
     kind = config.get("checkpoint_format") or config.get("format") or "gptq"
     if kind not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
         return []
@@ -45,23 +46,27 @@ def _by_rules(config: Mapping[str, Any], bits: int, size: int) -> list[Form]:
     rules = [(key, one) for key, one in stated.items()] if isinstance(stated, Mapping) else []
 
     @functools.cache
-    def deciding(name: str) -> int | None:
+    def deciding(name: str) -> frozenset[int | None]:
+        """The rules that may decide, None for no rule: one that cannot be told may mean it, and shapes tell then."""
+        found: set[int | None] = set()
         for number, (key, _) in enumerate(rules):
-            # One that cannot be told may mean it.
-            if matches(str(key).removeprefix("+:").removeprefix("-:"), name) is not False:
-                return number
-        return None
+            fits = matches(str(key).removeprefix("+:").removeprefix("-:"), name)
+            if fits is not False:
+                found.add(number)
+            if fits:
+                return frozenset(found)
+        return frozenset((*found, None))
 
     # In the first version of the format zero points are stored one too low.
     low = 1 if (config.get("checkpoint_format") or config.get("format") or "gptq") == "gptq" else 0
     symmetric = config.get("sym") is True
-    found = [_gptq(bits, size, ordered, lambda name: deciding(name) is None, low, symmetric)]
+    found = [_gptq(bits, size, ordered, lambda name: None in deciding(name), low, symmetric)]
     for number, (key, one) in enumerate(rules):
         if str(key).startswith("-:") or not isinstance(one, Mapping):
             continue
         other, length = one.get("bits", bits), one.get("group_size", size)
         if isinstance(other, int) and 1 <= other <= 8 and isinstance(length, int):
-            takes = functools.partial(lambda n, name: deciding(name) == n, number)
+            takes = functools.partial(lambda n, name: n in deciding(name), number)
             found.append(
                 _gptq(
                     other,
@@ -126,7 +131,7 @@ def _values(kind: _Kind, weight: Weight, asked: Asked) -> Values:
     """
     sizes = weight.sizes
     name, dtype, _ = weight.of("scales")
-    block = [1, kind.size if kind.size > 0 else sizes.columns, 1]
+    block = [1, min(kind.size, max(1, sizes.columns)) if kind.size > 0 else max(1, sizes.columns), 1]
     grid = [1, _groups(sizes.columns, kind.size), sizes.rows]
     zeros_name, _, zeros_shape = weight.of("zero points")
     notes = (

@@ -42,13 +42,18 @@ def judged(stated: Stated | None, tensors: Tensors) -> tuple[list[Weight], list[
     spelled = _spelling(tensors)
     found: list[Finding] = []
     for name, (dtype, shape) in tensors.items():
-        if (form := _form_of(name, dtype, forms)) is None:
+        if not (possible := _forms_of(name, dtype, forms)):
             continue
-        if (sizes := form.sizes(shape)) is None:
-            found.append(_no_codes(name, form, shape))
+        module = possible[0].module(name) or name
+        # Where several may be meant that decides which fits.
+        tried = [(form, sizes) for form in possible if (sizes := form.sizes(shape)) is not None]
+        if not tried:
+            found.append(_no_codes(name, possible[0], shape))
             continue
-        module = form.module(name) or name
-        told, companions = _companions(module, name, form, sizes, tensors, spelled)
+        judgements = [
+            (form, sizes, *_companions(module, name, form, sizes, tensors, spelled)) for form, sizes in tried
+        ]
+        form, sizes, told, companions = min(judgements, key=lambda one: bool(one[2]))
         found += told
         faulty |= {module} if told else set()
         stored = {one: tensors[one] for one in (name, *companions.values())}
@@ -80,12 +85,10 @@ def _is_of_codes(tensor: tuple[str, tuple[int, ...]]) -> bool:
     return tensor[0] in _CODES and len(tensor[1]) >= 2
 
 
-def _form_of(name: str, dtype: str, forms: Iterable[Form]) -> Form | None:
-    for form in forms:
-        module = form.module(name)
-        if module is not None and dtype in form.dtypes and form.takes(module):
-            return form
-    return None
+def _forms_of(name: str, dtype: str, forms: Iterable[Form]) -> list[Form]:
+    """The forms that a tensor may be the codes of: several where a config's expression cannot be told."""
+    named = ((form, form.module(name)) for form in forms if dtype in form.dtypes)
+    return [form for form, module in named if module is not None and form.takes(module)]
 
 
 def _companions(
@@ -162,7 +165,7 @@ def _misfit(
     why = ""
     if len(shape) >= 2 and (*shape[:-2], shape[-1], shape[-2]) in fitting:
         why = "; it is that of the transposed weight"
-    elif len(shape) == len(usual) and all(a in (b, b - 1) for a, b in zip(shape, usual, strict=True)):
+    elif len(shape) == len(usual) >= 2 and all(a in (b, b - 1) for a, b in zip(shape, usual, strict=True)):
         why = "; the last block, which is short, is left out"
     return Finding.of(
         "FS201", f"the {one.role} of {codes} {_are(one)} not of its shape {list(sizes.shape)}{why}", tensor=name,
@@ -219,7 +222,7 @@ def _orphans(
         elif any(tensors[codes][0] in other.dtypes for other in forms if other.suffix == form.suffix):
             # A form that is for other modules by the config.
             continue
-        elif suffix != ".scale":
+        elif suffix != ".scale" and tensors[codes][0] not in _CODES:
             yield Finding.of(
                 "FS207", f"{one.role} of {codes}, which is stored as {tensors[codes][0]} and needs none", tensor=name,
                 help="leave the stale one out (--exclude); it is from the model before or after it was quantised",

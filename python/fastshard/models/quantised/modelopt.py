@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,8 +33,11 @@ methods = ("modelopt",)
 telling: tuple[dict[str, Any], ...] = ({"quant_algo": "NVFP4"}, {"quant_algo": "W4A16_AWQ"})
 _U8 = frozenset(("U8",))
 _INPUT = Companion("input scale", (".input_scale",), FLOATS, one, required=False)
-_BEFORE = Companion(
-    "pre_quant_scale", (".pre_quant_scale",), FLOATS, lambda s: [(s.columns,)], required=False
+#: What changes the model beside the weight: factors of what goes into the layer, and a part of the weight that is kept apart.
+_BEFORE = (
+    Companion("pre_quant_scale", (".pre_quant_scale",), FLOATS, lambda s: [(s.columns,)], required=False),
+    Companion("svdquant_lora_a", (".svdquant_lora_a",), FLOATS, None, required=False),
+    Companion("svdquant_lora_b", (".svdquant_lora_b",), FLOATS, None, required=False),
 )
 
 
@@ -43,10 +47,13 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
     if isinstance(layers, Mapping) and layers:
         found = []
         listed = {name: one for name, one in layers.items() if isinstance(one, Mapping)}
-        for algorithm in dict.fromkeys(map(_algorithm, listed.values())):
-            names = {name for name, one in listed.items() if _algorithm(one) == algorithm}
-            first = next(one for one in listed.values() if _algorithm(one) == algorithm)
-            found += _of(algorithm, {**config, **first}, _one_of(names))
+        kinds: dict[tuple[str, object], set[str]] = {}
+        for name, one in listed.items():
+            kinds.setdefault((_algorithm(one), one.get("group_size", config.get("group_size"))), set()).add(
+                name
+            )
+        for (algorithm, size), names in kinds.items():
+            found += _of(algorithm, {**config, "group_size": size}, _one_of(names))
         return found
     return _of(_algorithm(config), config, lambda name: True)
 
@@ -55,40 +62,64 @@ def _one_of(names: set[str]) -> Callable[[str], bool]:
     return lambda name: not names.isdisjoint(spellings(name))
 
 
+def _in_groups(config: Mapping[str, Any]) -> object:
+    """The size of groups as the copy in config.json states it."""
+    groups_ = config.get("config_groups")
+    for group in groups_.values() if isinstance(groups_, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping) and "group_size" in weights:
+            return weights["group_size"]
+    return None
+
+
 def _algorithm(stated: Mapping[str, Any]) -> str:
     return str(stated.get("quant_algo") or "").upper()
 
 
 def _of(algorithm: str, config: Mapping[str, Any], takes: Callable[[str], bool]) -> list[Form]:
-    size = config.get("group_size")
+    size = config.get("group_size") or _in_groups(config)
     size = size if isinstance(size, int) and size > 0 else None
 
     def scaled(role: Callable[[Sizes], Any]) -> tuple[Companion, ...]:
-        return (Companion("scales", (".weight_scale",), FLOATS, role), _INPUT)
+        return (Companion("scales", (".weight_scale",), FLOATS, role), _INPUT, *_BEFORE)
 
     if algorithm == "FP8":
-        return [Form("fp8", ".weight", F8, matrix, scaled(one), takes, values=_fp8)]
+        return [Form("fp8", ".weight", F8, matrix, scaled(one), takes, values=functools.partial(_fp8, None))]
     if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
-        return [Form("fp8 by row", ".weight", F8, matrix, scaled(each_row), takes, values=_fp8)]
+        return [
+            Form(
+                "fp8 by row",
+                ".weight",
+                F8,
+                matrix,
+                scaled(each_row),
+                takes,
+                values=functools.partial(_fp8, 0),
+            )
+        ]
     if algorithm in ("FP8_PB_WO", "FP8_BLOCK_SCALES"):
-        return [Form("fp8 blocks", ".weight", F8, matrix, scaled(_grid), takes, values=_fp8)]
+        return [
+            Form(
+                "fp8 blocks", ".weight", F8, matrix, scaled(_grid), takes, values=functools.partial(_fp8, 128)
+            )
+        ]
     if algorithm.startswith("NVFP4"):
         return [
             Form(
                 "NVFP4", ".weight", _U8, pairs,
                 (
                     Companion("scales", (".weight_scale",), E4M3, groups(size or 16)),
-                    Companion("global scale", (".weight_scale_2",), FLOATS, one), _INPUT, _BEFORE,
+                    Companion("global scale", (".weight_scale_2",), FLOATS, one), _INPUT, *_BEFORE,
                 ),
                 takes,
-                values=_nvfp4,
+                values=functools.partial(_nvfp4, size or 16),
             )
         ]  # fmt: skip
     if algorithm == "W4A16_AWQ":
         return [
             Form(
                 "4 bit, AWQ", ".weight", _U8, _rows_in_pairs,
-                (Companion("scales", (".weight_scale",), FLOATS, groups(size or 128)), _BEFORE), takes, values=_awq,
+                (Companion("scales", (".weight_scale",), FLOATS, groups(size or 128)), *_BEFORE), takes, values=functools.partial(_awq, size or 128),
             )
         ]  # fmt: skip
     if algorithm.startswith("MXFP8"):
@@ -98,7 +129,7 @@ def _of(algorithm: str, config: Mapping[str, Any], takes: Callable[[str], bool])
                 ".weight",
                 F8,
                 matrix,
-                (Companion("scales", (".weight_scale",), E8M0, groups(32)),),
+                (Companion("scales", (".weight_scale",), E8M0, groups(32)), *_BEFORE),
                 takes,
                 values=_mxfp8,
             )
@@ -106,24 +137,27 @@ def _of(algorithm: str, config: Mapping[str, Any], takes: Callable[[str], bool])
     return []
 
 
-def _fp8(weight: Weight, asked: Asked) -> Values:
+def _fp8(block_size: int | None, weight: Weight, asked: Asked) -> Values:
     """The product as the wanted dtype has it, scales rounded to that before. source: ModelOpt 0.47 export/quant_utils.py"""
     sizes, (kind, _) = weight.sizes, weight.stored[weight.codes]
     name, _, shape = weight.of("scales")
-    block, grid = fitting(sizes, shape, [(sizes.rows, sizes.columns), (1, sizes.columns), (128, 128)])
+    _refuse_before(weight)
+    # One for all, for each row, or for each block.
+    known = {None: (sizes.rows, sizes.columns), 0: (1, sizes.columns)}.get(block_size, (128, 128))
+    block, grid = fitting(sizes, shape, [known])
     coded = Coded(
         view(weight.codes, _flat(sizes)), {"float": kind}, scales=[scale(view(name, grid), block, rounded=asked.dtype)], rounded=asked.dtype,
     )  # fmt: skip
     return Values(".weight", sizes.shape, coded)
 
 
-def _nvfp4(weight: Weight, asked: Asked) -> Values:
+def _nvfp4(size: int, weight: Weight, asked: Asked) -> Values:
     """The product in float32 of code and both scales. source: ModelOpt 0.47 torch/quantization/qtensor/nvfp4_tensor.py"""
     del asked
     _refuse_before(weight)
     sizes = weight.sizes
     (name, _, shape), (outer, _, _) = weight.of("scales"), weight.of("global scale")
-    block, grid = fitting(sizes, shape, [(1, sizes.columns // shape[-1] if shape and shape[-1] else 16)])
+    block, grid = fitting(sizes, shape, [(1, size)])
     whole = [max(1, math.prod(sizes.lead)), sizes.rows, sizes.columns]
     count = math.prod(weight.stored[outer][1])
     of_all = scale(view(outer, [count, 1, 1]), whole if count == 1 else [1, *whole[1:]])
@@ -135,12 +169,12 @@ def _nvfp4(weight: Weight, asked: Asked) -> Values:
     return Values(".weight", sizes.shape, coded)
 
 
-def _awq(weight: Weight, asked: Asked) -> Values:
+def _awq(size: int, weight: Weight, asked: Asked) -> Values:
     """Integers of two rows in a byte. source: ModelOpt 0.47 torch/export/quant_utils.py"""
     _refuse_before(weight)
     sizes = weight.sizes
     name, _, shape = weight.of("scales")
-    block, grid = fitting(sizes, shape, [(1, sizes.columns // shape[-1] if shape and shape[-1] else 128)])
+    block, grid = fitting(sizes, shape, [(1, size)])
     lead, rows, columns = _flat(sizes)
     coded = Coded(
         view(weight.codes, [lead, rows // 2, columns]), {"signed": 4}, {"column": {"bits": 4}},
@@ -151,6 +185,7 @@ def _awq(weight: Weight, asked: Asked) -> Values:
 
 def _mxfp8(weight: Weight, asked: Asked) -> Values:
     del asked
+    _refuse_before(weight)
     sizes, (kind, _) = weight.sizes, weight.stored[weight.codes]
     name, _, _ = weight.of("scales")
     lead, rows, columns = _flat(sizes)
@@ -166,10 +201,11 @@ def _flat(sizes: Sizes) -> list[int]:
 
 
 def _refuse_before(weight: Weight) -> None:
-    if (name := weight.companions.get("pre_quant_scale")) is not None:
-        raise NoValuesError(
-            f"{name} scales what goes into the layer: the values of the weight alone are not those of the model"
-        )
+    for companion in _BEFORE:
+        if (name := weight.companions.get(companion.role)) is not None:
+            raise NoValuesError(
+                f"{name} is a part of the layer: the values of the weight alone are not those of the model"
+            )
 
 
 def _grid(sizes: Sizes) -> list[tuple[int, ...]]:

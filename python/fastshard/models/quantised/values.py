@@ -100,17 +100,23 @@ def integers(bits: int, *, signed: bool = False, less: int = 0) -> object:
 
 
 def fitting(sizes: Sizes, shape: tuple[int, ...], candidates: Sequence[Block]) -> tuple[list[int], list[int]]:
-    """The block and the grid of scales of this shape: the first of the candidates that fits, or one for all.
+    """The block and the grid of scales of this shape: the first of the candidates that has it, or one for all.
 
     Raises:
         NoValuesError: if none does.
     """
     lead = math.prod(sizes.lead)
-    bare = [n for n in shape if n != 1]
-    if not bare:
+    if math.prod(shape) == 1:
         return [max(1, lead), max(1, sizes.rows), max(1, sizes.columns)], [1, 1, 1]
     for rows, columns in candidates:
         high, wide = ceil_div(sizes.rows, rows), ceil_div(sizes.columns, columns)
-        if bare == [n for n in (*sizes.lead, high, wide) if n != 1]:
-            return [1, rows, columns], [lead, high, wide]
+        if shape in _spelled(sizes.lead, high, wide):
+            return [1, min(rows, max(1, sizes.rows)), min(columns, max(1, sizes.columns))], [lead, high, wide]
     raise NoValuesError(f"scales of {list(shape)} are of no blocks of {list(sizes.shape)}")
+
+
+def _spelled(lead: tuple[int, ...], high: int, wide: int) -> list[tuple[int, ...]]:
+    """The shapes that a grid is stored in."""
+    found = [(*lead, high, wide), (*lead, high, 1, wide, 1)]
+    found += [(*lead, high)] if wide == 1 else []
+    return found + ([lead, (*lead, 1)] if high == wide == 1 else [])
