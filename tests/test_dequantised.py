@@ -683,3 +683,19 @@ def test_an_adapter_needs_values(form: str, tmp_path: Path) -> None:
     assert cli("merge", folder, tmp_path / "out", "--dtype", "f32", *options).code == 0
     want = ORACLES[form](parts(tensors, module), 320, 256, torch.float32) + b @ a
     assert torch.allclose(read_result(tmp_path / "out")[f"{module}.weight"], want, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks", "ct fp8", "gptq 4 bit"])
+def test_parts_that_are_filled_in_are_quantised_alike(form: str, tmp_path: Path) -> None:
+    config, tensors = model(form)
+    whole = write(tmp_path / "whole", config, tensors)
+    lost = "model.layers.1.mlp.down_proj."
+    lacking = write(
+        tmp_path / "in", config, {name: t for name, t in tensors.items() if not name.startswith(lost)}
+    )
+    options = ("--fill-from", str(whole), "--fill-only", f"{lost}*")
+    assert cli("merge", lacking, tmp_path / "kept", *options).code == 0
+    assert cli("diff", whole, tmp_path / "kept").code == 0
+    assert cli("merge", lacking, tmp_path / "values", "--dtype", "bf16", *options).code == 0
+    assert cli("merge", whole, tmp_path / "want", "--dtype", "bf16").code == 0
+    assert cli("diff", tmp_path / "want", tmp_path / "values").code == 0

@@ -484,3 +484,41 @@ def test_maxima_that_are_all_alike_have_a_maximum_of_zero(tmp_path: Path) -> Non
     tensors[f"{name}.absmax"][7] = 3
     (found,) = errors(write(tmp_path / "lost", config, tensors))
     assert (found["code"], found["tensor"]) == ("FS313", f"{name}.nested_absmax")
+
+
+def torchao(folder: Path, **changed: torch.Tensor | None) -> Path:
+    """A file as torchao writes one: what its tensors are stands in the header."""
+    record = {
+        "_type": "Int8Tensor",
+        "_data": {"block_size": [1, 16]},
+        "_tensor_data_names": ["qdata", "scale"],
+    }
+    header = {
+        "a.weight": json.dumps(record),
+        "n.weight": json.dumps({"_type": "Tensor"}),
+        "tensor_names": json.dumps(["a.weight", "n.weight"]),
+    }
+    tensors = {
+        "a._weight_qdata": torch.ones(8, 16, dtype=torch.int8),
+        "a._weight_scale": torch.ones(8, 1),
+        "n.weight": torch.ones(16),
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "other", "quantization_config": {"quant_method": "torchao"}})
+    )
+    save_file(
+        {n: t for n, t in (tensors | changed).items() if t is not None}, folder / "model.safetensors", header
+    )
+    return folder
+
+
+def test_torchao_is_judged_by_its_headers_and_not_written_without_them(tmp_path: Path) -> None:
+    folder = torchao(tmp_path / "in")
+    assert cli("verify", folder).code == cli("ls", folder).code == 0
+    for options in ((), ("--dtype", "bf16")):
+        ran = cli("merge", folder, tmp_path / "out", *options)
+        assert ran.code == 2 and ran.having("FS514", message="torchao keeps in the header"), ran.out
+        assert not (tmp_path / "out").exists()
+    (found,) = errors(torchao(tmp_path / "lost", **{"a._weight_scale": None}))
+    assert (found["code"], found["tensor"]) == ("FS102", "a._weight_scale")

@@ -264,7 +264,8 @@ def _dtypes_fit(
             got=", ".join(sorted(codes)),
             help=f"write it with its values first: fastshard convert {path} OUT --to hf --dtype {(ours or 'bf16').lower()}",
         )
-    if ours != theirs and ours is not None and theirs is not None:
+    # Beside codes most floats are scales.
+    if not codes and ours != theirs and ours is not None and theirs is not None:
         raise FastshardError.of(
             "FS202",
             f"what is missing is {theirs} in {path} (--fill-from), and the checkpoint is {ours}",

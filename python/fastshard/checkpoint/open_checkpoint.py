@@ -163,17 +163,19 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
         units=[unit for unit in source.units if unit.file not in strays.copies],
         lost={**source.lost, **unreadable, **strays.lost},
     )
-    quantised = quantised_weights.found_in(source, contents)
+    if filled is not None:
+        source, told = filled_parts.add(source, filled, len(found.files))
+        findings += told
+        found = replace(found, files=[*found.files, *filling])
+    # With the files that parts are taken from.
+    every = contents if filled is None else Contents(catalog, catalog.files())
+    quantised = quantised_weights.found_in(source, every)
     source = replace(
         source,
         of_tensors=[*source.of_tensors, *quantised.findings],
         beside=frozenset(name for weight in quantised.weights for name in weight.companions.values()),
         quantiser_files=quantised.files,
     )
-    if filled is not None:
-        source, told = filled_parts.add(source, filled, len(found.files))
-        findings += told
-        found = replace(found, files=[*found.files, *filling])
     if reference is not None:
         source = _held_against(reference, source)
     asks = "off" not in (options.get("transformers"), os.environ.get("FASTSHARD_TRANSFORMERS"))

@@ -61,6 +61,8 @@ class Plan:
     ) -> None:
         self.core = core
         self._opened = opened
+        #: Why it is not written, if it is not.
+        self.unwritable: list[Finding] = []
         self.findings = findings
         self.source = source
         self.target = target
@@ -264,7 +266,7 @@ def _made(opened: Opened, request: Request) -> Plan:
     if by is not None:
         values = {**source.values, "expected_tensors": by}
         source = replace(source, provable=True, referenced=True, values=values)
-    return Plan(
+    made = Plan(
         core,
         grouped(_by_part(draft, each, lost), held),
         source,
@@ -278,6 +280,8 @@ def _made(opened: Opened, request: Request) -> Plan:
         each,
         opened if draft.target is None and draft.is_kept else None,
     )
+    made.unwritable = opened.quantised.unwritable
+    return made
 
 
 def _drafted(opened: Opened, request: Request) -> _Draft:
@@ -477,7 +481,7 @@ def _config_text(draft: _Draft) -> dict[str, str]:
 
 def to_be_written(plan: Plan) -> Plan:
     """The plan, with findings for what can be looked at and not be written."""
-    plan.findings += plan.core.unwritable()
+    plan.findings += [*plan.core.unwritable(), *plan.unwritable]
     return plan
 
 

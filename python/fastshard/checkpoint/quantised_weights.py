@@ -16,6 +16,7 @@ from ..layouts.declaration import Source, is_state
 from ..models.quantised.forms import F8, FLOATS, Stored, Weight
 from ..models.quantised.judge import judged
 from ..models.quantised.stated import Stated, stated
+from ..models.quantised.torchao import is_of_torchao, missing
 from ..sources.base import Contents
 
 __all__ = ["QuantisedWeights", "found_in"]
@@ -27,6 +28,11 @@ _BESIDE = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _OF_ACTIVATIONS = re.compile(
     r"\.((input|output|activation|prob|prob_output|[kvq]|kv)_(scale|zero_point)|input_global_scale|qscale_act"
     r"|experts\.(gate_up|down)_proj_activation_scale)$"
+)
+_HEADERS = Finding.of(
+    "FS514",
+    "torchao keeps in the header of each file what its tensors are, and a result would lack that: nothing could load it",
+    help="copy the files as they are, or save the model's values with torchao (dequantize)",
 )
 #: What fp8 weights have that nothing else says anything of.
 _UNSAID = Stated("fp8", {}, "")
@@ -44,6 +50,8 @@ class QuantisedWeights:
     files: Mapping[str, Path] = field(default_factory=dict)
     #: Names of scales of activations, and of the cache of keys and values: they belong to no weight.
     of_activations: list[str] = field(default_factory=list)
+    #: Why it is not written, if it is not.
+    unwritable: list[Finding] = field(default_factory=list)
     #: How the model says that it is quantised; None if it says nothing.
     method: str | None = None
 
@@ -56,6 +64,10 @@ def found_in(source: Source, contents: Contents) -> QuantisedWeights:
     model = source.model
     if model.is_part or source.assembled or any(degree > 1 for degree in source.degrees.values()):
         return QuantisedWeights()
+    if headers := [h for unit in source.units if is_of_torchao(h := contents(unit.file))]:
+        names = _tensors(source, contents).keys()
+        found = [finding for header in headers for finding in missing(header, names)]
+        return QuantisedWeights(findings=found, unwritable=[_HEADERS])
     files = _beside(source)
     said = stated(model.config, _contents(files))
     if said is None and (model.config is None or not model.hf_names):
@@ -80,7 +92,7 @@ def found_in(source: Source, contents: Contents) -> QuantisedWeights:
         name for name, stored in tensors.items() if name not in owned and _is_of_activations(name, stored)
     ]
     method = None if said is None else said.method
-    return QuantisedWeights(weights, told, unsaid, files, others if said is not None else [], method)
+    return QuantisedWeights(weights, told, unsaid, files, others if said is not None else [], method=method)
 
 
 def _is_of_activations(name: str, stored: Stored) -> bool:
