@@ -73,10 +73,10 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
     prefix = source.weights_prefix
     stored: list[StoredBytes] = []
 
-    def read(name: str) -> bytes:
+    def read(name: str, length: int | None) -> bytes:
         if not stored:
             stored.append(StoredBytes(opened))
-        return stored[0].bytes(name.removeprefix(prefix)).tobytes()
+        return stored[0].first(name.removeprefix(prefix), length)
 
     asked = Asked(dtype, read)
     made: list[Mapping[str, object]] = []
@@ -150,10 +150,10 @@ def weights_of(opened: Opened) -> dict[str, Logical]:
     """The weights that are stored quantised, by the names of their codes."""
     stored: list[StoredBytes] = []
 
-    def read(name: str) -> bytes:
+    def read(name: str, length: int | None) -> bytes:
         if not stored:
             stored.append(StoredBytes(opened))
-        return stored[0].bytes(name).tobytes()
+        return stored[0].first(name, length)
 
     asked = Asked("F32", read, looks=False)
     found: dict[str, Logical] = {}

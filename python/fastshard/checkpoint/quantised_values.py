@@ -109,14 +109,14 @@ def _lost(weight: Weight, scales: np.ndarray[Any, Any], stored: StoredBytes) -> 
         scales = scales.reshape(-1, 1)
     if len(shape) > 2 and scales.ndim == len(shape) and scales.shape[:-2] == shape[:-2] and math.prod(shape):
         # Each expert by itself.
-        experts = stored.bytes(weight.codes).reshape(
+        experts = stored.raw(weight.codes).reshape(
             -1, shape[-2], stored.size(weight.codes) // math.prod(shape[:-1])
         )
         pairs = zip(experts, scales.reshape(-1, *scales.shape[-2:]), strict=True)
         return sum(_lost_blocks(codes, one, stored.dtype(weight.codes)) for codes, one in pairs)
     if len(shape) != 2 or scales.ndim != 2:
         return len(zero)
-    codes = stored.bytes(weight.codes)
+    codes = stored.raw(weight.codes)
     return _lost_blocks(
         codes.reshape(shape[0], codes.size // max(1, shape[0])), scales, stored.dtype(weight.codes)
     )
@@ -142,7 +142,7 @@ def _lost_runs(weight: Weight, maxima: np.ndarray[Any, Any], stored: StoredBytes
 
     if weight.codes not in stored:
         return 0
-    codes = stored.bytes(weight.codes)
+    codes = stored.raw(weight.codes)
     length = _block(codes.size, maxima.size)
     zero = np.argwhere(maxima.ravel() == 0).ravel()
     return sum(_says_something(codes[i * length : (i + 1) * length], "") for i in zero)
@@ -152,7 +152,7 @@ def _lost_maxima(weight: Weight, nested: np.ndarray[Any, Any], stored: StoredByt
     """The same of maxima that are quantised themselves: where all are alike their own maximum is zero, and so are their codes."""
     import numpy as np
 
-    codes = stored.bytes(weight.companions["absolute maxima"])
+    codes = stored.raw(weight.companions["absolute maxima"])
     length = _block(codes.size, nested.size)
     zero = np.argwhere(nested.ravel() == 0).ravel()
     return sum(bool(codes[i * length : (i + 1) * length].any()) for i in zero)
@@ -182,7 +182,7 @@ def _shape(weight: Weight, name: str, stored: StoredBytes) -> Iterator[Finding]:
 
     if stored.dtype(name) not in ("I32", "I64"):
         return
-    raw = stored.bytes(name)
+    raw = stored.raw(name)
     stated = raw.view(np.int64 if stored.dtype(name) == "I64" else np.int32).tolist()
     most = list(weight.sizes.shape)
     codes = stored.shape(weight.codes) if weight.codes in stored else ()
@@ -207,7 +207,7 @@ def _record(weight: Weight, name: str, stored: StoredBytes) -> Iterator[Finding]
     try:
         if stored.size(name) > LONGEST:
             raise ValueError("too long")
-        said = json_text.object_in(stored.bytes(name).tobytes())
+        said = json_text.object_in(stored.raw(name).tobytes())
         size, length = math.prod(said["shape"]), said["blocksize"]
         fits = ceil_div(size, 2) == math.prod(stored.shape(weight.codes))
         nested = said.get("nested_blocksize")
@@ -244,7 +244,7 @@ def _groups(weight: Weight, name: str, stored: StoredBytes) -> Iterator[Finding]
     if scales is None or stored.dtype(name) != "I32" or scales not in stored or len(stored.shape(scales)) < 2:
         return
     groups = stored.values(scales).shape[0 if weight.form.suffix == ".qweight" else -1]
-    indices = stored.bytes(name).view(np.int32)
+    indices = stored.raw(name).view(np.int32)
     if weight.form.suffix != ".qweight" and bool((indices == -1).any()):
         # compressed-tensors says so that they are in order.
         return

@@ -45,7 +45,7 @@ class StoredBytes:
         """Its bytes."""
         return self._outputs[name][3]
 
-    def bytes(self, name: str, start: int = 0, length: int | None = None) -> np.ndarray[Any, Any]:
+    def raw(self, name: str, start: int = 0, length: int | None = None) -> np.ndarray[Any, Any]:
         """Bytes of a tensor, or of a part of it."""
         import numpy as np
 
@@ -55,12 +55,16 @@ class StoredBytes:
             self._plan.read(number, start, buffer, default_threads())
         return buffer
 
+    def first(self, name: str, length: int | None) -> bytes:
+        """The first bytes of a tensor, no more than it has; all of them without a length."""
+        return self.raw(name, 0, None if length is None else min(length, self.size(name))).tobytes()
+
     def values(self, name: str) -> np.ndarray[Any, Any]:
         """A tensor as floats."""
         import numpy as np
 
         _, dtype, shape, _ = self._outputs[name]
-        raw = self.bytes(name)
+        raw = self.raw(name)
         if dtype == "BF16":
             wide = raw.view(np.uint16).astype(np.uint32) << 16
             return wide.view(np.float32).reshape(shape)

@@ -60,7 +60,7 @@ def _values(weight: Weight, asked: Asked) -> Values:
     if math.prod(weight.stored[state][1]) > LONGEST:
         raise NoValuesError(f"the quant state of {weight.codes} is no record")
     try:
-        said = json_text.object_in(asked.read(state))
+        said = json_text.object_in(asked.read(state, None))
         shape, size, rounded = tuple(said["shape"]), said["blocksize"], DTYPES[said["dtype"]]
         nested, offset = said.get("nested_blocksize"), float(said.get("nested_offset") or 0)
     except (ValueError, TypeError, KeyError, OverflowError) as error:

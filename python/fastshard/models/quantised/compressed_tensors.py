@@ -254,7 +254,7 @@ def _blocks(weights: Mapping[str, Any], sizes: Sizes) -> list[Block]:
 def _groups_of(weight: Weight, columns: int, asked: Asked) -> Mapping[str, object] | None:
     """The groups of columns that are not in order; -1 says that they are. source: compressed-tensors forward_helpers.py"""
     indices = weight.companions.get("group indices")
-    if indices is None or (asked.looks and -1 in memoryview(asked.read(indices)).cast("i").tolist()):
+    if indices is None or (asked.looks and -1 in memoryview(asked.read(indices, None)).cast("i").tolist()):
         return None
     return {"of": view(indices, [1, 1, columns]), "rows": False}
 
@@ -280,10 +280,14 @@ def _plain(weights: Mapping[str, Any], weight: Weight, asked: Asked) -> Values:
 def _of_words(bits: int, weights: Mapping[str, Any], weight: Weight, asked: Asked) -> Values:
     """The same of codes of fewer bits. source: compressed-tensors 0.20 compressors/pack_quantized/base.py"""
     name, kind, _ = weight.of("shape")
-    stated = memoryview(asked.read(name)).cast("q" if kind == "I64" else "i").tolist()
+    words = weight.stored[weight.codes][1]
+    if not asked.looks and weights.get("strategy") == "group":
+        # Groups are whole, so that they tell.
+        stated = [*words[:-1], weight.of("scales")[2][-1] * int(weights["group_size"])]
+    else:
+        stated = memoryview(asked.read(name, None)).cast("q" if kind == "I64" else "i").tolist()
     *lead, rows, columns = stated
     sizes = Sizes(tuple(lead), rows, columns)
-    words = weight.stored[weight.codes][1]
     if stated[:-1] != list(words[:-1]) or columns <= 0 or ceil_div(columns * bits, 32) != words[-1]:
         raise NoValuesError(f"{name} states {stated}, a shape that these codes cannot have")
     name, dtype, shape = weight.of("scales")

@@ -19,6 +19,8 @@ __all__ = ["forms", "methods", "telling"]
 methods = ("gptq", "awq")
 #: Configs whose forms are told by names and dtypes alone, where a model has no config.
 telling: tuple[dict[str, Any], ...] = ({"quant_method": "gptq"}, {"quant_method": "awq"})
+#: Bytes of zero points that tell what all are.
+_MANY = 1 << 16
 _I32 = frozenset(("I32",))
 #: Eight codes of a word: where that of each column lies. source: AutoAWQ utils/packing_utils.py AWQ_ORDER
 _WORDS = {"row": {"bits": 4, "lanes": [0, 4, 1, 5, 2, 6, 3, 7]}}
@@ -135,9 +137,7 @@ def _values(kind: _Kind, weight: Weight, asked: Asked) -> Values:
     grid = [1, _groups(sizes.columns, kind.size), sizes.rows]
     zeros_name, _, zeros_shape = weight.of("zero points")
     notes = (
-        _notes_of(kind, asked.read(zeros_name), sizes.rows, zeros_name)
-        if asked.looks and (kind.symmetric or kind.low)
-        else ()
+        _notes_of(kind, asked, sizes.rows, zeros_name) if asked.looks and (kind.symmetric or kind.low) else ()
     )
     zeros = Coded(view(zeros_name, [1, *zeros_shape]), {"less": 0}, kind.of_zeros, term=float(kind.low))
     indices = weight.companions.get("group indices")
@@ -149,7 +149,7 @@ def _values(kind: _Kind, weight: Weight, asked: Asked) -> Values:
     return Values(".weight", sizes.shape, coded, notes)
 
 
-def _notes_of(kind: _Kind, raw: bytes, rows: int, name: str) -> tuple[str, ...]:
+def _notes_of(kind: _Kind, asked: Asked, rows: int, name: str) -> tuple[str, ...]:
     """What the first version of GPTQ leaves open: of the highest zero point, one more is read as 2^bits by some and as 0 by others.
 
     Raises:
@@ -158,9 +158,12 @@ def _notes_of(kind: _Kind, raw: bytes, rows: int, name: str) -> tuple[str, ...]:
     import numpy as np
 
     bits = kind.bits
-    each = np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little").reshape(
-        -1, ceil_div(rows * bits, 32) * 32
-    )
+    wide = ceil_div(rows * bits, 32) * 4
+    # Where all are alike the first tell.
+    raw = asked.read(name, max(1, _MANY // max(1, wide)) * wide if kind.symmetric else None)
+    if not raw:
+        return ()
+    each = np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little").reshape(-1, wide * 8)
     codes = each[:, : rows * bits].reshape(each.shape[0], rows, bits) @ (1 << np.arange(bits))
     said, other = ("gptq", "gptq_v2") if kind.low else ("gptq_v2", "gptq")
     if kind.symmetric and codes.size and bool((codes == (1 << (bits - 1)) - 1 + kind.low).all()):

@@ -41,8 +41,8 @@ class Asked:
 
     #: The dtype that is wanted: ``BF16``.
     dtype: str
-    #: Bytes of a small tensor, by name.
-    read: Callable[[str], bytes]
+    #: The first bytes of a tensor, by name, or all of them.
+    read: Callable[[str, int | None], bytes]
     #: Whether to look at values that names and shapes tell nothing of.
     looks: bool = True
 
