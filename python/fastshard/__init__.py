@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .checkpoint.checkpoint import Checkpoint
     from .checkpoint.inspection import Inspection, inspect
     from .checkpoint.manifests import Manifest
-    from .checkpoint.planning import Plan
+    from .checkpoint.plan import Plan
     from .checkpoint.tensor import Tensor
     from .checkpoint.tensor_rows import TensorRow, ls
     from .common.errors import CannotRunError, FastshardError, Finding, IncompleteError, ProblemError
@@ -115,7 +115,7 @@ _HOMES = {
     "conversion.distributed.split_runs": ("Run", "begin", "commit", "run_part"),
     "conversion.gc": ("Leaving", "gc"),
     "conversion.open": ("open",),
-    "checkpoint.planning": ("Plan",),
+    "checkpoint.plan": ("Plan",),
     "ray": (),
     "conversion.safe_open": ("safe_open",),
     "reporting.report": ("report",),

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ..common.errors import Finding, exit_code
 from ..common.listing import Listing
 from .drafting import Opened
-from .planning import Plan, make_plan
+from .plan import Plan
+from .planning import make_plan
 from .tensor_map import Tensors
 
 if TYPE_CHECKING:

@@ -98,7 +98,7 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
         name = f"{weight.module}{values.suffix}"
         made.append({"name": name, "shape": values.shape, "coded": values.coded.document()})
         codes[weight.codes] = name
-        open_points += [(weight.codes, note) for note in values.notes]
+        open_points += [(weight.codes, note) for note in values.open_points]
         done.append(weight)
     others = [f"{prefix}{name}" for name in opened.quantised.of_activations]
     hidden = [*others, *(name for weight in done for name in weight.companions.values())]

@@ -14,7 +14,7 @@ from ..common.listing import File, refuse_unprintable
 if TYPE_CHECKING:
     from .._core import RunOptions
     from .checkpoint import Checkpoint
-    from .planning import Plan
+    from .plan import Plan
 
 #: Names of files that one reader or another loads by name alone, whatever other files say.
 #: source: transformers (utils/hub.py, tokenization_utils_base.py), vllm (model_loader/weight_utils.py),

@@ -26,7 +26,7 @@ from . import manifest_files
 if TYPE_CHECKING:
     from .._core import RunOptions
     from .checkpoint import Checkpoint
-    from .planning import Plan
+    from .plan import Plan
 
 #: Name of the manifest in a result and beside a source.
 MANIFEST_NAME = "fastshard.manifest.json"

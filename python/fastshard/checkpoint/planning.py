@@ -1,8 +1,7 @@
-"""Plans: what will be written, from what, before a byte is."""
+"""How a plan is made: drafted once, judged, and placed into files."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from ..common import config_text
 from ..common.dtypes import TORCH_FLOATS
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.formatting import counted
-from ..common.near_words import meant, nearest
+from ..common.near_words import nearest
 from ..expected.from_config import holds_embedding
 from ..layouts.declaration import Source
 from ..models import config_json
@@ -25,137 +24,16 @@ from ..targets.optimizer_state import carried
 from ..targets.registry import TARGETS, check, target_of
 from ..targets.request import DTYPES, MERGE, Request
 from .causes import Causes, causes_of
-from .dequantised import Logical, dequantised, weights_of
+from .dequantised import dequantised
 from .drafting import Merged, Opened, draft_of, movable, taken, with_masters
 from .grouping import HeldFile, grouped, with_effects
-from .mapped_files import Maps
 from .missing_parts import HeldPart, absent, by_part, held_parts
+from .plan import Plan
 from .plan_findings import asked_for, evidence, left_out_for_one_reason, quantised, unproven, weights_taken
 from .proof import listed_by
 
 #: Errors of a tensor that is missing, or of which a part is missing or does not fit.
 _NOT_WHOLE = ("FS102", "FS103", "FS111", "FS201", "FS202", "FS203", "FS204", "FS205", "FS206", "FS208")
-
-
-class Plan:
-    """A plan: every output tensor as views over pieces of source files.
-
-    ``findings`` says what was found while planning; with an error among them the plan cannot be
-    written.
-    """
-
-    def __init__(
-        self,
-        core: _core.Plan,
-        findings: list[Finding],
-        source: Source,
-        target: str,
-        writes_arrays: bool = False,
-        keeps_names: bool = False,
-        texts: dict[str, str] | None = None,
-        main: str | None = None,
-        lost: Collection[str] = (),
-        causes: Causes | None = None,
-        each: list[Finding] | None = None,
-        opened: Opened | None = None,
-    ) -> None:
-        self.core = core
-        self._opened = opened
-        #: Why it is not written, if it is not.
-        self.unwritable: list[Finding] = []
-        self.findings = findings
-        self.source = source
-        self.target = target
-        #: True for a result that is a store of arrays.
-        self.writes_arrays = writes_arrays
-        #: True for a conversion of a model without a table, whose names and config stay.
-        self.keeps_names = keeps_names
-        #: Texts that are written beside the tensors (config.json and the like), by name.
-        self.texts = texts or {}
-        #: Names of tensors that the checkpoint declares, or must hold, and that are not whole; sorted.
-        self.lost = dict.fromkeys(sorted(name for name in lost if name not in self.index))
-        #: torch's name of the dtype that most of the floating bytes have.
-        self.main_dtype = main
-        #: The findings before those of one cause were made one: one for each file.
-        self.each = findings if each is None else each
-        #: What accounts for findings of the core that are not among ``findings``.
-        self.causes = causes or Causes()
-
-    @cached_property
-    def maps(self) -> Maps:
-        """Maps of the source files, for views of outputs that are one run of one file."""
-        return Maps(self.core.descriptor)
-
-    @cached_property
-    def digest(self) -> str:
-        """BLAKE3 of the plan: the id of its run and the key for resuming it."""
-        return self.core.digest()
-
-    @cached_property
-    def outputs(self) -> list[tuple[str, str, list[int], int, int]]:
-        """(name, dtype, shape, bytes, pieces) of every output tensor, in file order."""
-        return self.core.outputs()
-
-    @cached_property
-    def index(self) -> dict[str, int]:
-        """Position of each output by name; where ranks each have one of a name, by ``FILE:NAME``."""
-        index = {output[0]: i for i, output in enumerate(self.outputs)}
-        if len(index) < len(self.outputs):
-            index = {name: i for i, name in enumerate(self.core.names())}
-        return index
-
-    @cached_property
-    def weights(self) -> dict[str, Logical]:
-        """The weights whose codes are outputs, by the names of these: what they are as values. Small records are read for that."""
-        return {} if self._opened is None else weights_of(self._opened)
-
-    @cached_property
-    def summary(self) -> dict[str, Any]:
-        """Counts, bytes, files, dtypes, axes and value ops."""
-        return self.core.summary()
-
-    def why(self, name: str) -> dict[str, Any]:
-        """What an output is made of: rules, ranks, files and offsets, and what is done to its values.
-
-        Raises:
-            KeyError: if there is no output of this name, with the one that may be meant.
-        """
-        from .provenance import excerpt_of, origin
-
-        made = origin(excerpt_of(self.core, self.position(name)))
-        weight = self.weights.get(name)
-        return made if weight is None else {**made, "weight": weight.to_dict()}
-
-    def position(self, name: str) -> int:
-        """Position of an output.
-
-        Raises:
-            KeyError: if there is none of this name, with the one that may be meant.
-        """
-        try:
-            return self.index[name]
-        except KeyError:
-            raise KeyError(f"{name}{meant(str(name), self.index)}") from None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The whole plan as plain data (``fastshard plan --json``)."""
-        document: dict[str, Any] = json.loads(self.core.to_json())
-        return document
-
-    def __repr__(self) -> str:
-        s = self.summary
-        return f"<fastshard.Plan {self.target}: {s['outputs']} tensors, {s['bytes']:,} bytes in {len(s['files'])} files>"
-
-    def _repr_html_(self) -> str:
-        from ..common import notebook_html
-
-        total = sum(size for _, _, _, size, _ in self.outputs) or 1
-        rows = (
-            (name, dtype, notebook_html.shape(shape), size, pieces, notebook_html.Bar(size / total))
-            for name, dtype, shape, size, pieces in self.outputs
-        )
-        head = ("tensor", "dtype", "shape", "bytes", "pieces", "")
-        return notebook_html.table(repr(self), head, rows, len(self.outputs), findings=self.findings)
 
 
 def make_plan(opened: Opened, request: Request = MERGE) -> Plan:

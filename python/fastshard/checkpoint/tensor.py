@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from .mapped_files import Bytes
-    from .planning import Plan
+    from .plan import Plan
 
 __all__ = ["Tensor"]
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
-    from .planning import Plan
+    from .plan import Plan
 
 __all__ = ["Tensors", "TorchTensors"]
 

@@ -15,7 +15,8 @@ from ..common.near_words import meant, nearest
 from ..models.tensor_roles import layer_of, role_of
 from .dequantised import Logical
 from .open_checkpoint import CheckpointSource, as_checkpoint
-from .planning import Plan, make_plan
+from .plan import Plan
+from .planning import make_plan
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

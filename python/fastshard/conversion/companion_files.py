@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from pathlib import Path
 
-from ..checkpoint.planning import Plan
+from ..checkpoint.plan import Plan
 from ..models import sidecar_files
 from ..models.tokenizer import Tokenizer
 

@@ -22,7 +22,8 @@ from ..checkpoint.manifests import (
     run_options,
 )
 from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
-from ..checkpoint.planning import Plan, make_plan, to_be_written
+from ..checkpoint.plan import Plan
+from ..checkpoint.planning import make_plan, to_be_written
 from ..checkpoint.promised import with_promised
 from ..common import json_text, memory_budget, safe_files, target_options
 from ..common.errors import UNPROVEN, FastshardError, Finding, carry, from_core, raise_errors

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ..checkpoint.checkpoint import Checkpoint
     from ..checkpoint.manifests import Expected
-    from ..checkpoint.planning import Plan
+    from ..checkpoint.plan import Plan
     from ..common.options import StrPath
 
 __all__ = ["View", "view"]

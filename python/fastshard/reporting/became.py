@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..checkpoint.planning import Plan
+from ..checkpoint.plan import Plan
 from ..checkpoint.provenance import excerpt_of
 from ..models.tensor_roles import layer_of, role_of
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.planning import Plan, make_plan
+from ..checkpoint.plan import Plan
+from ..checkpoint.planning import make_plan
 from ..common.errors import FastshardError, Finding
 from ..common.progress import Progress
 from ..targets.request import Request

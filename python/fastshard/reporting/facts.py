@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.missing_files import Absent
-from ..checkpoint.planning import Plan
+from ..checkpoint.plan import Plan
 from ..common.formatting import human
 
 __all__ = ["Counts", "Fact", "counts_of", "degrees", "facts_of", "turned"]

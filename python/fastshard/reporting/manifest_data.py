@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checkpoint import manifests
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.planning import Plan
+from ..checkpoint.plan import Plan
 from ..common.errors import FastshardError, Finding
 from ..common.formatting import human
 from ..verification.stats import TensorStats

@@ -12,7 +12,7 @@ from .. import _core
 from ..checkpoint import manifests
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.missing_files import absent
-from ..checkpoint.planning import Plan
+from ..checkpoint.plan import Plan
 from ..checkpoint.proof import not_proven
 from ..common.errors import CODES, FastshardError, Finding, exit_code
 from ..common.formatting import human

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .. import _core
-from ..checkpoint.planning import Plan
+from ..checkpoint.plan import Plan
 from ..common.errors import Finding, from_core
 from ..common.progress import Progress
 from ..models.tensor_roles import layer_of, role_of

@@ -10,7 +10,8 @@ from .. import _core
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.manifests import run_options
 from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
-from ..checkpoint.planning import Plan, make_plan
+from ..checkpoint.plan import Plan
+from ..checkpoint.planning import make_plan
 from ..checkpoint.tensor import Tensor
 from ..common import memory_budget
 from ..common.errors import Finding, from_core, raise_errors

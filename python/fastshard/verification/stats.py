@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from .. import _core
 from ..checkpoint.manifests import ProgressCallback, run_options
 from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
-from ..checkpoint.planning import Plan, make_plan
+from ..checkpoint.plan import Plan
+from ..checkpoint.planning import make_plan
 from ..common import memory_budget
 from ..common.errors import Finding, from_core, raise_errors
 from ..common.formatting import counted

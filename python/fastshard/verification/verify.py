@@ -21,7 +21,8 @@ from ..checkpoint.manifests import (
     tensor_files,
 )
 from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
-from ..checkpoint.planning import Plan, make_plan
+from ..checkpoint.plan import Plan
+from ..checkpoint.planning import make_plan
 from ..checkpoint.promised import with_promised
 from ..common import hub_downloads, memory_budget
 from ..common.errors import UNPROVEN, FastshardError, Finding, from_core

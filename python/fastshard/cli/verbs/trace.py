@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import _core
 from ...checkpoint.manifests import beside, read, run_options
-from ...checkpoint.planning import Plan
+from ...checkpoint.plan import Plan
 from ...common.errors import FastshardError, Finding, error_for, from_core
 from ...common.near_words import nearest
 from ...conversion.convert import plan as plan_of

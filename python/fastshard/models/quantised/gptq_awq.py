@@ -136,7 +136,7 @@ def _values(kind: _Kind, weight: Weight, asked: Asked) -> Values:
     block = [1, min(kind.size, max(1, sizes.columns)) if kind.size > 0 else max(1, sizes.columns), 1]
     grid = [1, _groups(sizes.columns, kind.size), sizes.rows]
     zeros_name, _, zeros_shape = weight.of("zero points")
-    notes = (
+    points = (
         _notes_of(kind, asked, sizes.rows, zeros_name) if asked.looks and (kind.symmetric or kind.low) else ()
     )
     zeros = Coded(view(zeros_name, [1, *zeros_shape]), {"less": 0}, kind.of_zeros, term=float(kind.low))
@@ -146,7 +146,7 @@ def _values(kind: _Kind, weight: Weight, asked: Asked) -> Values:
         zero={"of": operand(zeros_name, grid, zeros), "block": block}, scales=[scale(view(name, grid), block)],
         groups=None if indices is None else {"of": view(indices, [1, 1, sizes.columns]), "rows": True}, rounded=dtype,
     )  # fmt: skip
-    return Values(".weight", sizes.shape, coded, notes)
+    return Values(".weight", sizes.shape, coded, points)
 
 
 def _notes_of(kind: _Kind, asked: Asked, rows: int, name: str) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .sizes import Sizes, ceil_div
 
@@ -76,7 +76,7 @@ class Values:
     shape: tuple[int, ...]
     coded: Coded
     #: What is to be known of it, if anything is.
-    notes: tuple[str, ...] = field(default=())
+    open_points: tuple[str, ...] = ()
 
 
 def view(name: str, shape: Sequence[int], dtype: str | None = None) -> Document:
