@@ -443,9 +443,5 @@ def table(kind: type) -> dict[str, Option]:
 #: Options that shape a plan.
 PLANNING = table(Writing).keys() - table(Source).keys() - table(Gating).keys() - table(Against).keys()
 #: Options of any function.
-ALL: dict[str, Option] = {
-    **table(Merging),
-    **table(Spread),
-    **table(Viewed),
-    **{name: replace(option, name=name) for name, option in _OF_FUNCTIONS.items()},
-}
+ALL: dict[str, Option] = table(Merging) | table(Spread) | table(Viewed)
+ALL |= {name: replace(option, name=name) for name, option in _OF_FUNCTIONS.items()}
