@@ -171,7 +171,6 @@ impl Sources<'_> {
     ) -> Result<()> {
         let count = len.iter().product::<u64>() as usize;
         let mut values = std::mem::take(&mut buffers.values);
-        values.clear();
         values.resize(count, 0.0);
         let (shape, rank) = (&stored.shape, stored.shape.len());
         let strides = c_strides(shape);
@@ -230,7 +229,10 @@ impl Sources<'_> {
         scratch: &mut [u8],
     ) -> Result<()> {
         self.take_codes(coded, window, buffers, scratch)?;
-        kernel::look_up(table, &buffers.codes, values);
+        match coded.numbers {
+            Numbers::Float(dtype) => kernel::values(dtype, &buffers.codes, values),
+            _ => kernel::look_up(table, &buffers.codes, values),
+        }
         let zeros = coded.zero.as_ref().map(|grid| self.cells(stored, coded, grid, window, scratch));
         let zeros = zeros.transpose()?;
         let scales = self.scales_of(stored, coded, window, scratch)?;
@@ -259,7 +261,6 @@ impl Sources<'_> {
     ) -> Result<()> {
         let codes = &self.plan.stored[coded.codes as usize];
         let Window { lead, row, rows, column, columns } = window;
-        buffers.codes.clear();
         buffers.codes.resize(rows * columns, 0);
         let size = codes.dtype.size();
         let word = size as u64 * 8;

@@ -215,6 +215,16 @@ mod tests {
     }
 
     #[test]
+    fn e4m3_has_the_values_of_its_table() {
+        let codes: Vec<u8> = (0..=255).collect();
+        let mut out = vec![0.0; 256];
+        crate::kernel::e4m3_values(&codes, &mut out);
+        for (value, want) in out.iter().zip(f8_table(Dtype::F8E4m3)) {
+            assert!(value.to_bits() == want.to_bits() || (value.is_nan() && want.is_nan()), "{value} {want}");
+        }
+    }
+
+    #[test]
     fn the_last_block_may_be_short() {
         let mut values = [1.0; 7];
         by_blocks(&mut values, &[2.0, 3.0, 4.0], 3, 1, |n, v| v.iter_mut().for_each(|v| *v *= n));

@@ -142,6 +142,7 @@ macro_rules! conversion {
 conversion!(f32_to_bf16, |x| bf16_bits(u32::from_le_bytes(x)).to_le_bytes());
 conversion!(bf16_to_f32, |x| (u32::from(u16::from_le_bytes(x)) << 16).to_le_bytes());
 conversion!(f32_to_f64, |x| f64::from(f32::from_le_bytes(x)).to_le_bytes());
+conversion!(e4m3_to_f32, |[byte]: [u8; 1]| e4m3(byte).to_le_bytes());
 conversion!(f64_to_f32, |x| (f64::from_le_bytes(x) as f32).to_le_bytes());
 
 fn f32_to_f16(src: &[u8], dst: &mut [u8]) {
@@ -152,6 +153,28 @@ fn f32_to_f16(src: &[u8], dst: &mut [u8]) {
 fn f16_to_f32(src: &[u8], dst: &mut [u8]) {
     let done = arch::f16_to_f32(src, dst);
     map(&src[done * 2..], &mut dst[done * 4..], |x| f16::from_le_bytes(x).to_f32().to_le_bytes());
+}
+
+/// The values of codes in E4M3, the one 8-bit float that whole models are stored in.
+///
+/// # Panics
+/// If the two do not have one length.
+pub fn e4m3_values(codes: &[u8], out: &mut [f32]) {
+    assert_eq!(codes.len(), out.len());
+    e4m3_to_f32(codes, bytes_mut(out));
+}
+
+/// The bits of exponent and fraction where f32 has its own, which are then 120 powers of two too low: also those without
+/// an exponent.
+#[inline(always)]
+fn e4m3(byte: u8) -> f32 {
+    let bits = u32::from(byte);
+    let value = f32::from_bits((bits & 0x80) << 24 | (bits & 0x7f) << 20) * f32::from_bits((120 + 127) << 23);
+    if bits & 0x7f == 0x7f {
+        f32::NAN
+    } else {
+        value
+    }
 }
 
 /// Rounds the bits of an f32 to those of a bf16.
