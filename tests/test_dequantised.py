@@ -699,3 +699,31 @@ def test_parts_that_are_filled_in_are_quantised_alike(form: str, tmp_path: Path)
     assert cli("merge", lacking, tmp_path / "values", "--dtype", "bf16", *options).code == 0
     assert cli("merge", whole, tmp_path / "want", "--dtype", "bf16").code == 0
     assert cli("diff", tmp_path / "want", tmp_path / "values").code == 0
+
+
+@pytest.mark.parametrize("form", ["modelopt fp8", "modelopt nvfp4"])
+def test_a_model_whose_config_is_silent_gets_the_table_of_plain_weights(form: str, tmp_path: Path) -> None:
+    """ModelOpt says in a file of its own what it did, and the names of scales are no table's."""
+    torch.manual_seed(6)
+    llama = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    transformers.LlamaForCausalLM(llama).bfloat16().save_pretrained(tmp_path / "plain")
+    said, weight = FORMS[form]
+    tensors: Tensors = {}
+    for name, tensor in load_file(tmp_path / "plain/model.safetensors").items():
+        tensors |= weight(name.removesuffix(".weight"), *tensor.shape) if "_proj" in name else {name: tensor}
+    folder = write(tmp_path / "in", json.loads((tmp_path / "plain/config.json").read_text()), tensors)
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
+    for to, options in (("hf", ()), ("megatron", ("--tp", "2"))):
+        assert_refused(
+            folder, tmp_path / f"not_{to}", "FS514", exit=2, command=("convert", "--to", to), options=options
+        )
+        assert cli("convert", folder, tmp_path / to, "--to", to, "--dtype", "bf16", *options).code == 0
+    assert set(read_result(tmp_path / "hf")) == set(load_file(tmp_path / "plain/model.safetensors"))
+    assert not cli("verify", tmp_path / "hf").having("FS109", severity="warning")

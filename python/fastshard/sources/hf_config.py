@@ -145,7 +145,9 @@ def with_plain_weights(source: Source, names: Collection[str]) -> Source:
     config = config_json.unquantised(source.model.config or {})
     source = replace(source, model=replace(source.model, config=config or None))
     model, outer = source.model, source.weights_prefix
-    if not config or not model.hf_names or source.layout is not None or source.own_table is not None:
+    # Scales have names that a table does not know, where config.json says nothing of them.
+    is_hf = model.hf_names or model.no_table == _other_names(config)
+    if not config or not is_hf or source.layout is not None or source.own_table is not None:
         return source
     names = [name for name in names if name.startswith(outer) and not is_state(name)]
     stored = {name.removeprefix(outer) for name in names}
