@@ -71,14 +71,8 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
     if not (opened.quantised.weights or opened.quantised.of_activations):
         return Dequantised(findings=opened.quantised.unsaid)
     prefix = source.weights_prefix
-    stored: list[StoredBytes] = []
-
-    def read(name: str, length: int | None) -> bytes:
-        if not stored:
-            stored.append(StoredBytes(opened))
-        return stored[0].first(name.removeprefix(prefix), length)
-
-    asked = Asked(dtype, read)
+    stored = StoredBytes(opened)
+    asked = Asked(dtype, lambda name, length: stored.first(name.removeprefix(prefix), length))
     made: list[Mapping[str, object]] = []
     codes: dict[str, str] = {}
     open_points: list[tuple[str, str]] = []
@@ -87,11 +81,8 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
     for weight in opened.quantised.weights:
         if prefix:
             weight = _below(prefix, weight)
-        how = weight.form.values
         try:
-            if isinstance(how, str):
-                raise NoValuesError(how)
-            values = how(weight, asked)
+            values = weight.values(asked)
         except NoValuesError as error:
             refused.setdefault((weight.form.name, str(error)), []).append(weight)
             continue
@@ -148,21 +139,13 @@ class Logical:
 
 def weights_of(opened: Opened) -> dict[str, Logical]:
     """The weights that are stored quantised, by the names of their codes."""
-    stored: list[StoredBytes] = []
-
-    def read(name: str, length: int | None) -> bytes:
-        if not stored:
-            stored.append(StoredBytes(opened))
-        return stored[0].first(name, length)
-
-    asked = Asked("F32", read, looks=False)
+    asked = Asked("F32", StoredBytes(opened).first, looks=False)
     found: dict[str, Logical] = {}
     for weight in opened.quantised.weights:
         suffix, shape = ".weight", weight.sizes.shape
         with contextlib.suppress(NoValuesError, _core.CoreError):
-            if not isinstance(weight.form.values, str):
-                values = weight.form.values(weight, asked)
-                suffix, shape = values.suffix, values.shape
+            values = weight.values(asked)
+            suffix, shape = values.suffix, values.shape
         found[weight.codes] = Logical(f"{weight.module}{suffix}", shape, weight.form.name)
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -42,11 +42,12 @@ class Plan:
         causes: Causes | None = None,
         each: list[Finding] | None = None,
         opened: Opened | None = None,
+        unwritable: Sequence[Finding] = (),
     ) -> None:
         self.core = core
         self._opened = opened
         #: Why it is not written, if it is not.
-        self.unwritable: list[Finding] = []
+        self.unwritable = unwritable
         self.findings = findings
         self.source = source
         self.target = target

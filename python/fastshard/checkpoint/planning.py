@@ -144,7 +144,7 @@ def _made(opened: Opened, request: Request) -> Plan:
     if by is not None:
         values = {**source.values, "expected_tensors": by}
         source = replace(source, provable=True, referenced=True, values=values)
-    made = Plan(
+    return Plan(
         core,
         grouped(_by_part(draft, each, lost), held),
         source,
@@ -157,9 +157,8 @@ def _made(opened: Opened, request: Request) -> Plan:
         draft.causes,
         each,
         opened if draft.target is None and draft.is_kept else None,
+        opened.quantised.unwritable,
     )
-    made.unwritable = opened.quantised.unwritable
-    return made
 
 
 def _drafted(opened: Opened, request: Request) -> _Draft:
@@ -178,10 +177,10 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
     findings = weights_taken(source, opened.findings, request.weights, request.optimizer)
     findings += [f for f in source.findings if f not in opened.source.findings]
     findings += [asked_for(f, request) for f in source.of_tensors]
-    if DTYPES[request.dtype] is None:
-        _refuse_codes(opened, source, request)
     made = None
-    if (dtype := DTYPES[request.dtype]) is not None:
+    if (dtype := DTYPES[request.dtype]) is None:
+        _refuse_codes(opened, source, request)
+    else:
         made = dequantised(opened, source, dtype)
         findings += made.findings
         source = made.described(source, opened.catalog.names)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..common.errors import FastshardError, Finding
 from ..layouts.declaration import is_state
 from ..layouts.wrapper_names import wrapped
+from ..models.config_json import QUANTISED
 from .drafting import Merged, Opened, Promised
 from .proof import listed_by
 
@@ -27,8 +28,6 @@ _NEEDED = 1 << 30
 
 
 _MISSING = ("FS102", "FS103")
-#: Keys that say that weights are quantised: of a form that is known the list tells, as it is without that.
-_QUANTISED = ("quantization_config", "compression_config")
 
 
 def with_promised(opened: Opened, only_kept: bool = False, for_hf: bool = False) -> Opened:
@@ -69,7 +68,8 @@ def _is_wanted(opened: Opened, for_hf: bool) -> bool:
         and not model.is_part
         and bool(model.hf_names or model.no_table)
         and isinstance(config.get("model_type"), str)
-        and (bool(opened.quantised.weights) or not any(config.get(key) for key in _QUANTISED))
+        # Of a form that is known the list tells, as it is without that.
+        and (bool(opened.quantised.weights) or not any(config.get(key) for key in QUANTISED))
     )
 
 

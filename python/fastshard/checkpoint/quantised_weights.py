@@ -83,16 +83,17 @@ def found_in(source: Source, contents: Contents) -> QuantisedWeights:
         return QuantisedWeights(by_names, [], unsaid)
     tensors = _tensors(source, contents)
     weights, found = judged(said, tensors)
-    weights, unsaid = _by_names(tensors) if said is None else (weights, [])
     lost = {source.names.get(name, name) for name in source.lost}
     # What is missing with a file is told with the file.
     told = [finding for finding in found if finding.tensor not in lost]
+    if said is None:
+        by_names, unsaid = _by_names(tensors)
+        return QuantisedWeights(by_names, told, unsaid, files)
     owned = {name for weight in weights for name in weight.stored}
     others = [
         name for name, stored in tensors.items() if name not in owned and _is_of_activations(name, stored)
     ]
-    method = None if said is None else said.method
-    return QuantisedWeights(weights, told, unsaid, files, others if said is not None else [], method=method)
+    return QuantisedWeights(weights, told, [], files, others, method=said.method)
 
 
 def _is_of_activations(name: str, stored: Stored) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
@@ -20,15 +21,28 @@ class StoredBytes:
     """Values of tensors as they are stored, by the model's own names."""
 
     def __init__(self, opened: Opened) -> None:
-        source = opened.source
+        self._opened = opened
+
+    @cached_property
+    def _plan(self) -> _core.Plan:
+        """Drafted when the first is asked for: most forms ask for none."""
         try:
-            self._plan = draft_of(opened.catalog, as_stored(source)).place(UNPLACED)
+            return draft_of(self._opened.catalog, as_stored(self._opened.source)).place(UNPLACED)
         except _core.CoreError as error:
             raise from_core(error) from None
-        self._outputs: dict[str, tuple[int, str, tuple[int, ...], int]] = {}
-        for number, (name, dtype, shape, size, _) in enumerate(self._plan.outputs()):
-            own = source.names.get(name, name).removeprefix(source.weights_prefix)
-            self._outputs[own] = (number, dtype, tuple(shape), size)
+
+    @cached_property
+    def _outputs(self) -> dict[str, tuple[int, str, tuple[int, ...], int]]:
+        source = self._opened.source
+        return {
+            source.names.get(name, name).removeprefix(source.weights_prefix): (
+                number,
+                dtype,
+                tuple(shape),
+                size,
+            )
+            for number, (name, dtype, shape, size, _) in enumerate(self._plan.outputs())
+        }
 
     def __contains__(self, name: str) -> bool:
         return name in self._outputs

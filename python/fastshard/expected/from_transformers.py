@@ -17,6 +17,7 @@ from ..common.errors import FastshardError
 from ..common.formatting import printable
 from ..common.listing import Folder
 from ..common.options import StrPath
+from ..models.config_json import QUANTISED
 from . import cached_lists, transformers_process
 from .expected_list import ExpectedTensors, document_of, from_document
 
@@ -33,8 +34,6 @@ _NO_SHAPE = {
     "auto_map", "quantization_config", "compression_config", "use_kernels", "kernel_config", "custom_generate",
     "custom_pipelines", "trust_remote_code", "code_revision", "token", "use_pretrained_backbone", "transformers_version",
 }  # fmt: skip
-#: Keys that say that weights are quantised.
-_QUANTISED = ("quantization_config", "compression_config")
 
 
 def expected_tensors(
@@ -97,7 +96,7 @@ def list_for(
             "FS211", f"architectures names no class: {shown(config['architectures'])}", file=file
         )
     asked = {"config": cleaned(config), "class": name}
-    quantised = any(part.get(key) for part in _parts(config) for key in _QUANTISED)
+    quantised = any(part.get(key) for part in _parts(config) for key in QUANTISED)
     key = hashlib.sha256(json_text.canonical([RULES, version, asked, quantised]).encode()).hexdigest()
     # Versions in development change under one number.
     keeps = cache and "dev" not in version

@@ -132,7 +132,7 @@ def axes_and_facts(config: dict[str, Any]) -> tuple[dict[str, int], dict[str, bo
 
 
 #: Keys under which a config says that its weights are quantised.
-_QUANTISED = ("quantization_config", "compression_config")
+QUANTISED = ("quantization_config", "compression_config")
 
 
 def unquantised(config: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def unquantised(config: dict[str, Any]) -> dict[str, Any]:
     return {
         key: unquantised(value) if isinstance(value, dict) else value
         for key, value in config.items()
-        if key not in _QUANTISED
+        if key not in QUANTISED
     }
 
 

@@ -29,7 +29,21 @@ from .forms import (
     pairs,
     spellings,
 )
-from .values import Asked, Block, Coded, NoValuesError, Values, fitting, operand, scale, view
+from .values import (
+    E2M1,
+    NIBBLES,
+    Asked,
+    Block,
+    Coded,
+    NoValuesError,
+    Values,
+    fitting,
+    operand,
+    powers,
+    scale,
+    scale_of_all,
+    view,
+)
 
 __all__ = ["forms", "methods", "telling"]
 
@@ -270,7 +284,7 @@ def _plain(weights: Mapping[str, Any], weight: Weight, asked: Asked) -> Values:
         numbers = {"signed": 8} if of_zeros == "I8" else {"float": of_zeros}
         zero = {"of": operand(zeros, grid, Coded(view(zeros, grid), numbers)), "block": block}
     coded = Coded(
-        view(weight.codes, [math.prod(sizes.lead), sizes.rows, sizes.columns]),
+        view(weight.codes, sizes.matrices),
         {"signed": 8} if kind == "I8" else {"float": kind}, zero=zero, scales=[scale(view(name, grid), block)],
         groups=_groups_of(weight, sizes.columns, asked), rounded=dtype,
     )  # fmt: skip
@@ -310,13 +324,12 @@ def _nvfp4(weight: Weight, asked: Asked) -> Values:
     sizes = weight.sizes
     (name, _, shape), (outer, _, of_outer) = weight.of("scales"), weight.of("global scale")
     block, grid = fitting(sizes, shape, [(1, 16)])
-    lead, count = math.prod(sizes.lead), math.prod(of_outer)
-    whole = [lead if count == 1 else 1, sizes.rows, sizes.columns]
+    lead, rows, columns = sizes.matrices
     # One without a dimension does not widen what it divides.
-    of_all = scale(view(outer, [count, 1, 1]), whole, divides=True, rounded="F32" if of_outer else "BF16")
+    of_all = scale_of_all(outer, of_outer, sizes, divides=True, rounded="F32" if of_outer else "BF16")
     coded = Coded(
-        view(weight.codes, [lead, sizes.rows, sizes.columns // 2]), {"e2m1": {"negative_zero": True}},
-        {"row": {"bits": 4}}, scales=[scale(view(name, grid), block), of_all], rounded="BF16",
+        view(weight.codes, [lead, rows, columns // 2]), E2M1, NIBBLES,
+        scales=[scale(view(name, grid), block), of_all], rounded="BF16",
     )  # fmt: skip
     return Values(".weight", sizes.shape, coded)
 
@@ -325,11 +338,10 @@ def _of_powers(bits: int, weight: Weight, asked: Asked) -> Values:
     """Powers of two times small floats. source: compressed-tensors 0.20 compressors/mxfp4, mxfp6, mxfp8"""
     del asked
     sizes, (kind, shape) = weight.sizes, weight.stored[weight.codes]
-    name, _, _ = weight.of("scales")
-    lead = math.prod(sizes.lead)
-    numbers: object = {4: {"e2m1": {"negative_zero": True}}, 6: "e2m3"}.get(bits, {"float": kind})
+    lead, rows, _ = sizes.matrices
+    numbers: object = {4: E2M1, 6: "e2m3"}.get(bits, {"float": kind})
     coded = Coded(
-        view(weight.codes, [lead, sizes.rows, shape[-1]]), numbers, {"row": {"bits": bits}} if bits < 8 else "none",
-        scales=[scale(view(name, [lead, sizes.rows, ceil_div(sizes.columns, 32)], "F8_E8M0"), [1, 1, 32])], rounded="BF16",
+        view(weight.codes, [lead, rows, shape[-1]]), numbers, {"row": {"bits": bits}} if bits < 8 else "none",
+        scales=[powers(weight.companions["scales"], sizes)], rounded="BF16",
     )  # fmt: skip
     return Values(".weight", sizes.shape, coded)

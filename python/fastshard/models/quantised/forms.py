@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .expressions import matches
 from .sizes import Sizes, Stored, ceil_div
-from .values import Asked, Values
+from .values import Asked, NoValuesError, Values
 
 __all__ = [
     "Companion",
@@ -102,6 +102,16 @@ class Weight:
         """The names that the weight has without the form, and those of the tensors in it."""
         names = [self.codes, *self.companions.values()]
         return [(name, names) for name in (f"{self.module}.weight", self.module)]
+
+    def values(self, asked: Asked) -> Values:
+        """What makes its values.
+
+        Raises:
+            NoValuesError: where they are not made here, with the reason.
+        """
+        if isinstance(self.form.values, str):
+            raise NoValuesError(self.form.values)
+        return self.form.values(self, asked)
 
     def of(self, role: str) -> tuple[str, str, tuple[int, ...]]:
         """Name, dtype and shape of a companion."""

@@ -5,7 +5,6 @@ source: transformers 5.24 integrations/finegrained_fp8.py; DeepSeek-V3 README_WE
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +23,7 @@ from .forms import (
     one,
     pairs,
 )
-from .values import Asked, Coded, Values, fitting, scale, view
+from .values import E2M1, NIBBLES, Asked, Coded, Values, fitting, scale, view
 
 __all__ = ["forms", "methods", "telling"]
 
@@ -57,11 +56,13 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
         """The product in float32. source: compressed-tensors 0.20 fp8block_dequantizer.py; DeepSeek-V3 inference/kernel.py"""
         del asked
         sizes, (kind, shape) = weight.sizes, weight.stored[weight.codes]
-        lead = math.prod(sizes.lead)
+        lead, rows, columns = sizes.matrices
         name, dtype, of = weight.of("scales")
-        rows, columns = sizes.rows, sizes.columns
-        known = [block or BLOCK, (1, 32)] if block is not None or "weight_block_size" not in config else []
-        known += [] if block is not None else [(rows, columns), (1, columns)]
+        if block is not None:
+            known = [block, (1, 32)]
+        else:
+            unsaid = [] if "weight_block_size" in config else [BLOCK, (1, 32)]
+            known = [*unsaid, (rows, columns), (1, columns)]
         extents, grid = fitting(sizes, of, known)
         packed = weight.form.sizes is pairs
         codes = view(weight.codes, [lead, rows, shape[-1]], "U8" if packed else None)
@@ -69,8 +70,8 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
             weight.form.suffix, sizes.shape,
             Coded(
                 codes,
-                numbers={"e2m1": {"negative_zero": True}} if packed else {"float": kind},
-                packing={"row": {"bits": 4}} if packed else "none",
+                numbers=E2M1 if packed else {"float": kind},
+                packing=NIBBLES if packed else "none",
                 scales=[scale(view(name, grid, "F8_E8M0" if dtype == "U8" else None), extents)],
             ),
         )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,7 +23,7 @@ from .forms import (
     pairs,
     spellings,
 )
-from .values import Asked, Coded, NoValuesError, Values, fitting, scale, view
+from .values import NIBBLES, Asked, Coded, NoValuesError, Values, fitting, powers, scale, scale_of_all, view
 
 __all__ = ["forms", "methods", "telling"]
 
@@ -146,7 +145,7 @@ def _fp8(block_size: int | None, weight: Weight, asked: Asked) -> Values:
     known = {None: (sizes.rows, sizes.columns), 0: (1, sizes.columns)}.get(block_size, (128, 128))
     block, grid = fitting(sizes, shape, [known])
     coded = Coded(
-        view(weight.codes, _flat(sizes)), {"float": kind}, scales=[scale(view(name, grid), block, rounded=asked.dtype)], rounded=asked.dtype,
+        view(weight.codes, sizes.matrices), {"float": kind}, scales=[scale(view(name, grid), block, rounded=asked.dtype)], rounded=asked.dtype,
     )  # fmt: skip
     return Values(".weight", sizes.shape, coded)
 
@@ -156,15 +155,12 @@ def _nvfp4(size: int, weight: Weight, asked: Asked) -> Values:
     del asked
     _refuse_before(weight)
     sizes = weight.sizes
-    (name, _, shape), (outer, _, _) = weight.of("scales"), weight.of("global scale")
+    (name, _, shape), (outer, _, of_outer) = weight.of("scales"), weight.of("global scale")
     block, grid = fitting(sizes, shape, [(1, size)])
-    whole = [max(1, math.prod(sizes.lead)), sizes.rows, sizes.columns]
-    count = math.prod(weight.stored[outer][1])
-    of_all = scale(view(outer, [count, 1, 1]), whole if count == 1 else [1, *whole[1:]])
-    lead, rows, columns = _flat(sizes)
+    lead, rows, columns = sizes.matrices
     coded = Coded(
-        view(weight.codes, [lead, rows, columns // 2]), {"e2m1": {"negative_zero": False}}, {"row": {"bits": 4}},
-        scales=[scale(view(name, grid), block), of_all],
+        view(weight.codes, [lead, rows, columns // 2]), {"e2m1": {"negative_zero": False}}, NIBBLES,
+        scales=[scale(view(name, grid), block), scale_of_all(outer, of_outer, sizes)],
     )  # fmt: skip
     return Values(".weight", sizes.shape, coded)
 
@@ -175,7 +171,7 @@ def _awq(size: int, weight: Weight, asked: Asked) -> Values:
     sizes = weight.sizes
     name, _, shape = weight.of("scales")
     block, grid = fitting(sizes, shape, [(1, size)])
-    lead, rows, columns = _flat(sizes)
+    lead, rows, columns = sizes.matrices
     coded = Coded(
         view(weight.codes, [lead, rows // 2, columns]), {"signed": 4}, {"column": {"bits": 4}},
         scales=[scale(view(name, grid), block, rounded=asked.dtype)], rounded=asked.dtype,
@@ -187,17 +183,12 @@ def _mxfp8(weight: Weight, asked: Asked) -> Values:
     del asked
     _refuse_before(weight)
     sizes, (kind, _) = weight.sizes, weight.stored[weight.codes]
-    name, _, _ = weight.of("scales")
-    lead, rows, columns = _flat(sizes)
-    powers = view(name, [lead, rows, columns // 32], "F8_E8M0")
     coded = Coded(
-        view(weight.codes, [lead, rows, columns]), {"float": kind}, scales=[scale(powers, [1, 1, 32])]
+        view(weight.codes, sizes.matrices),
+        {"float": kind},
+        scales=[powers(weight.companions["scales"], sizes)],
     )
     return Values(".weight", sizes.shape, coded)
-
-
-def _flat(sizes: Sizes) -> list[int]:
-    return [math.prod(sizes.lead), sizes.rows, sizes.columns]
 
 
 def _refuse_before(weight: Weight) -> None:

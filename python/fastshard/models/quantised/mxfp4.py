@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from .forms import Companion, Form, Sizes, Weight
-from .values import Asked, Coded, Values, scale, view
+from .values import E2M1, NIBBLES, Asked, Coded, Values, powers, view
 
 __all__ = ["forms", "methods", "telling"]
 
@@ -29,13 +28,11 @@ def _values(weight: Weight, asked: Asked) -> Values:
     """Powers of two times numbers of three bits, exact; turned round. source: transformers 5.24 integrations/mxfp4.py"""
     del asked
     sizes = weight.sizes
-    lead = math.prod(sizes.lead)
-    name, _, _ = weight.of("scales")
-    codes = view(weight.codes, [lead, sizes.rows, sizes.columns // 2])
-    powers = view(name, [lead, sizes.rows, sizes.columns // 32], "F8_E8M0")
+    lead, rows, columns = sizes.matrices
+    codes = view(weight.codes, [lead, rows, columns // 2])
     coded = Coded(
-        codes, {"e2m1": {"negative_zero": True}}, {"row": {"bits": 4}}, turned=True, scales=[scale(powers, [1, 1, 32])], rounded="BF16"
-    )  # fmt: skip
+        codes, E2M1, NIBBLES, turned=True, scales=[powers(weight.companions["scales"], sizes)], rounded="BF16"
+    )
     return Values("", (*sizes.lead, sizes.columns, sizes.rows), coded)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 __all__ = ["Sizes", "Stored", "ceil_div"]
@@ -22,6 +23,11 @@ class Sizes:
     def shape(self) -> tuple[int, ...]:
         """The weight's shape."""
         return (*self.lead, self.rows, self.columns)
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """The same with the leading ones as one."""
+        return math.prod(self.lead), self.rows, self.columns
 
 
 def ceil_div(n: int, by: int) -> int:

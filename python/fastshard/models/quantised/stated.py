@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..config_json import QUANTISED
 from . import bitsandbytes, compressed_tensors, fp8, gptq_awq, modelopt, mxfp4
 from .forms import Form, is_listed
 
@@ -75,7 +76,7 @@ def stated(config: Mapping[str, Any] | None, beside: Mapping[str, Mapping[str, A
         beside: contents of further files, by name.
     """
     for part in _parts(config or {}):
-        for key in ("quantization_config", "compression_config"):
+        for key in QUANTISED:
             said = part.get(key)
             if isinstance(said, Mapping) and isinstance(method := _method(said), str):
                 return Stated(method, said, "config.json")

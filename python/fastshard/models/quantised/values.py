@@ -13,20 +13,26 @@ from dataclasses import dataclass
 from .sizes import Sizes, ceil_div
 
 __all__ = [
+    "E2M1",
+    "NIBBLES",
     "Asked",
     "Block",
     "Coded",
     "NoValuesError",
     "Values",
     "fitting",
-    "integers",
     "operand",
+    "powers",
     "scale",
+    "scale_of_all",
     "view",
 ]
 
 #: What the core takes.
 Document = Mapping[str, object]
+#: Codes that are floats of 4 bits, and two codes of a row in a byte.
+E2M1: Document = {"e2m1": {"negative_zero": True}}
+NIBBLES: Document = {"row": {"bits": 4}}
 #: Rows and columns of a block.
 Block = tuple[int, int]
 
@@ -94,9 +100,19 @@ def scale(of: Document, block: Sequence[int], *, divides: bool = False, rounded:
     return {"grid": {"of": of, "block": list(block)}, "divides": divides, "rounded": rounded}
 
 
-def integers(bits: int, *, signed: bool = False, less: int = 0) -> object:
-    """Codes that are integers: of two's complement, or without a sign and less a number."""
-    return {"signed": bits} if signed else {"less": less}
+def scale_of_all(
+    of: str, shape: Sequence[int], sizes: Sizes, *, divides: bool = False, rounded: str = "F32"
+) -> Document:
+    """A factor of the whole weight, or one of each matrix of a stack."""
+    count, (lead, rows, columns) = math.prod(shape), sizes.matrices
+    block = [max(1, lead) if count == 1 else 1, rows, columns]
+    return scale(view(of, [count, 1, 1]), block, divides=divides, rounded=rounded)
+
+
+def powers(of: str, sizes: Sizes) -> Document:
+    """A power of two for each 32 of a row."""
+    lead, rows, columns = sizes.matrices
+    return scale(view(of, [lead, rows, ceil_div(columns, 32)], "F8_E8M0"), [1, 1, 32])
 
 
 def fitting(sizes: Sizes, shape: tuple[int, ...], candidates: Sequence[Block]) -> tuple[list[int], list[int]]:
@@ -105,13 +121,13 @@ def fitting(sizes: Sizes, shape: tuple[int, ...], candidates: Sequence[Block]) -
     Raises:
         NoValuesError: if none does.
     """
-    lead = math.prod(sizes.lead)
+    lead, high, wide = (max(1, n) for n in sizes.matrices)
     if math.prod(shape) == 1:
-        return [max(1, lead), max(1, sizes.rows), max(1, sizes.columns)], [1, 1, 1]
+        return [lead, high, wide], [1, 1, 1]
     for rows, columns in candidates:
-        high, wide = ceil_div(sizes.rows, rows), ceil_div(sizes.columns, columns)
-        if shape in _spelled(sizes.lead, high, wide):
-            return [1, min(rows, max(1, sizes.rows)), min(columns, max(1, sizes.columns))], [lead, high, wide]
+        grid = [sizes.matrices[0], ceil_div(sizes.rows, rows), ceil_div(sizes.columns, columns)]
+        if shape in _spelled(sizes.lead, *grid[1:]):
+            return [1, min(rows, high), min(columns, wide)], grid
     raise NoValuesError(f"scales of {list(shape)} are of no blocks of {list(sizes.shape)}")
 
 
