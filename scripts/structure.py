@@ -5,7 +5,7 @@ What each figure counts:
 json crossings        calls of `json.loads` and `json.dumps` in python/fastshard
 notes                 uses of an attribute, a parameter or a keyword called `notes`
 dict[str, Any]        attributes and parameters with this annotation, or `Mapping[str, Any]`
-declared              places that declare the field `vocab_size` of a source: Python's class, its dict, Rust's struct
+declared              places that declare the field `copies_accepted` of a source: Python's class, a dict of it, Rust's struct
 lines per option      lines that name `expect_processes`, an option of `open`, as a definition: not calls, not attributes
 read from messages    a finding's message that is searched, compared or taken apart, in both languages
 lists of names        constants at the top of a file that hold a word for embeddings or heads
@@ -175,10 +175,10 @@ def main() -> None:
     ]
     bags = sum(bool(re.search(r"(dict|Mapping)\[str, Any\]", ast.unparse(one))) for one in annotated)
     declared = [
-        len(re.findall(r"^    vocab_size: ", whole, re.M)) > 0,
-        len(re.findall(r"\"vocab_size\": ", whole)) > 0,
+        len(re.findall(r"^    copies_accepted: ", whole, re.M)) > 0,
+        len(re.findall(r"\"copies_accepted\": ", whole)) > 0,
         any(
-            re.search(r"^\s+pub vocab_size: ", text, re.M)
+            re.search(r"^\s+pub copies_accepted: ", text, re.M)
             for file, text in core.items()
             if file.stem == "request"
         ),

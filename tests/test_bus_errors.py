@@ -20,8 +20,8 @@ def gather():
     table = 'layout = "t"\\nfamily = "t"\\n[shard]\\ntp = ["F"]\\n[[tensor]]\\nname = "w"\\nshape = "[K, F]"\\n'
     catalog = _core.Catalog([sys.argv[1]], [(0, "w.safetensors")], 1)
     draft = catalog.draft({
-        "source": {"layout": table, "units": [{"file": 0, "coords": {}, "bases": {}, "rank": ""}]},
-        "target": {"name": "to", "layout": table, "degrees": {"tp": 4}},
+        "source": {"toml": table, "units": [{"file": 0, "coords": {}, "bases": {}, "rank": ""}]},
+        "target": {"name": "to", "toml": table, "degrees": {"tp": 4}},
     })
     plan = draft.place({"max_shard_size": 1 << 40})
     found, _, _ = plan.check({"threads": 2, "memory": 1 << 30})

@@ -312,7 +312,8 @@ def test_moments_scale_inversely(tmp_path: Path) -> None:
     table = jax_train_states.table(bare, default_names())
     assert source.opened.source.optimizer.rules is not None
     request = {
-        "source": source.opened.source.to_request(None, True) | {"layout": None},
+        "source": source.opened.source,
+        "optimizer": True,
         "target": {"name": "maxtext", "facts": {"tied": False, "interleaved": False}},
     }
     draft = source.opened.catalog.draft(request, source.opened.source.optimizer.rules(True, True), table)

@@ -114,7 +114,7 @@ def test_a_plan_is_composed_once(to: str | None, monkeypatch: pytest.MonkeyPatch
 
 def test_a_draft_is_placed_once() -> None:
     opened = fastshard.open(HF).opened
-    draft = opened.catalog.draft({"source": {**opened.source.to_request(), "layout": None}})
+    draft = opened.catalog.draft({"source": opened.source})
     assert draft.axes() == {} and sum(draft.dtypes().values()) > 0
     draft.place({"max_shard_size": 1 << 30})
     with pytest.raises(ValueError, match="the draft was placed"):

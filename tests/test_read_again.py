@@ -104,9 +104,8 @@ def test_text_of_a_target_beyond_what_is_read_is_refused(big_headers: Path) -> N
     (big_headers / "in").mkdir()
     write_header(big_headers / "in/model.safetensors", ["model.norm.weight"])
     source = fastshard.open(big_headers / "in")
-    request = source.opened.source.to_request()
     texts = {"layout.json": "x" * (safe_files.MAX_TEXT + 1)}
-    draft = source.opened.catalog.draft({"source": request})
+    draft = source.opened.catalog.draft({"source": source.opened.source})
     core = draft.place({"max_shard_size": 10, "texts": texts})
     (finding,) = [f for f in core.findings() if f.code == "FS514"]
     assert finding.file == "layout.json" and finding.expected == f"{safe_files.MAX_TEXT} at most"

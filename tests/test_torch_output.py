@@ -84,8 +84,8 @@ def write(folder: Path, value: Any, made: dict[str, torch.Tensor]) -> Path:
     table = "\n".join(['layout = "x"', 'family = "x"', "[axes]", *axes, *rules])
     content = {"torch_zip": tree({"value": value, "all": [TensorOf(name) for name in made]})}
     request = {
-        "source": {"layout": table, "units": [{"file": 0}], "non_finite_accepted": True},
-        "target": {"name": "x", "layout": table},
+        "source": {"toml": table, "units": [{"file": 0}], "non_finite_accepted": True},
+        "target": {"name": "x", "toml": table},
     }
     placement = {"files": [{"name": "a/b/file.pt", "content": content}], "max_shard_size": 1 << 40}
     catalog = _core.Catalog([str(folder)], [(0, "in.safetensors")], 1)

@@ -379,13 +379,12 @@ class Catalog:
         """Number of tensors, and bytes of their names."""
     def within(self, memory: int | None) -> None:
         """States what planning may take. Raises CoreError if the names of the tensors alone take more."""
-    def draft(
-        self, request: dict[str, Any], source: Table | None = None, target: Table | None = None
-    ) -> Draft:
-        """Drafts a plan under the tables of the two sides. Raises CoreError for a layout or pattern that cannot be used."""
-    def compare(self, request: dict[str, Any]) -> Plan:
+    def draft(self, request: object, source: Table | None = None, target: Table | None = None) -> Draft:
+        """Drafts a plan under the tables of the two sides; `fastshard.checkpoint.drafting.CoreRequest` has the request's fields,
+        or a dict. Raises CoreError for a layout or pattern that cannot be used."""
+    def compare(self, request: object) -> Plan:
         """Plans the comparison of parameters with their masters; `Plan.check` carries it out."""
-    def repair(self, request: dict[str, Any], repair: dict[str, Any]) -> Plan:
+    def repair(self, request: object, repair: dict[str, Any]) -> Plan:
         """Plans masters rebuilt from parameters in the optimizer files' own layout."""
     def inventory(self, options: RunOptions, progress: _Progress = None) -> _Written:
         """Hashes what is there."""

@@ -38,11 +38,10 @@ class Dequantised:
     #: What the manifest says of them: the dtype, weights by form, and what is left out by role; empty where there are none.
     record: Mapping[str, Any] = field(default_factory=dict)
 
-    def asked(self, source: Source) -> dict[str, object]:
-        """What the core's request says of them."""
+    def left_out(self, source: Source) -> frozenset[str]:
+        """Names stored of what is left out."""
         stored = {own: name for name, own in source.names.items()}
-        hidden = {stored.get(name, name) for name in self.hidden}
-        return {"coded": self.coded, "hidden": sorted(source.hidden | hidden)}
+        return frozenset(stored.get(name, name) for name in self.hidden)
 
     def described(self, source: Source, names_of: Callable[[int], Iterable[str]]) -> Source:
         """The source as it is with plain weights.

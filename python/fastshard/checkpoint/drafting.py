@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from ..common.listing import File
 from ..layouts import tables as layouts
 from ..layouts.declaration import Source
 from ..targets.base import Target
+from ..targets.form import Form
 from ..targets.registry import TARGETS, keeps_all
 from ..targets.request import Request
 from .quantised_weights import QuantisedWeights
@@ -87,6 +88,32 @@ class Opened:
 
 
 @dataclass(frozen=True)
+class CoreRequest:
+    """What the core is asked to draft: of a source alone, every tensor as it is stored. The core reads the fields by their
+    names."""
+
+    source: Source
+    #: Which copy of the weights is taken: ``params`` or ``masters``; None for the one that the source names.
+    weights: str | None = None
+    #: True to make slots of the optimizer's state.
+    optimizer: bool = False
+    #: None for a merge.
+    target: Form | None = None
+    #: Element type of floating outputs, by safetensors' name; None to keep each.
+    dtype: str | None = None
+    #: True to average replicas that differ.
+    mean_replicas: bool = False
+    #: Glob patterns of outputs; all where there are none.
+    include: Iterable[str] = ()
+    exclude: Iterable[str] = ()
+    #: Tensors that are wanted as the values of their codes, and names stored of those that only these are made of.
+    coded: Sequence[Mapping[str, object]] = ()
+    left_out: frozenset[str] = frozenset()
+    #: The source's table, where it is not its own.
+    table: _core.Table | None = None
+
+
+@dataclass(frozen=True)
 class Merged:
     """A draft that is compared with a reference: of what, and how its names came about."""
 
@@ -95,7 +122,7 @@ class Merged:
     #: False for a conversion.
     is_merge: bool
     #: What the core was asked to draft.
-    asked: dict[str, Any]
+    asked: CoreRequest
     #: How its names became those of the reference; empty where they did not.
     renamed: str
 
@@ -140,18 +167,12 @@ def movable(source: Source, target: Target, request: Request) -> None:
         )
 
 
-def as_stored(source: Source) -> dict[str, Any]:
-    """What the core is asked for where every tensor is wanted as it is stored."""
-    side = source.to_request()
-    return {"source": side, "dtype": None, "mean_replicas": False, "include": (), "exclude": ()}
-
-
-def draft_of(catalog: _core.Catalog, request: dict[str, Any]) -> _core.Draft:
-    """A draft of a request, with the tables of source and target."""
-    sides: dict[str, Any] = {key: dict(request[key]) for key in ("source", "target") if key in request}
-    tables = [sides.get(key, {}).pop("layout", None) for key in ("source", "target")]
+def draft_of(catalog: _core.Catalog, asked: CoreRequest) -> _core.Draft:
+    """A draft of what is asked for, with the tables of source and target."""
+    table = asked.source.taken_table if asked.table is None else asked.table
+    target = None if asked.target is None else asked.target.table
     try:
         catalog.within(memory_budget.stated())
-        return catalog.draft({**request, **sides}, *tables)
+        return catalog.draft(asked, table, target)
     except _core.CoreError as error:
         raise from_core(error) from None

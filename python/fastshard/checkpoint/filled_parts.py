@@ -23,7 +23,7 @@ from ..expected.missing_tensors import is_buffer
 from ..expected.promised_parts import promised
 from ..layouts.declaration import Source, Unit, is_state
 from ..models.tensor_words import WORDS
-from .drafting import as_stored, draft_of
+from .drafting import CoreRequest, draft_of
 
 if TYPE_CHECKING:
     from ..expected.expected_list import ExpectedTensors
@@ -175,7 +175,7 @@ def add(source: Source, filled: Filled, first: int) -> tuple[Source, list[Findin
 def _held(base: Checkpoint) -> tuple[dict[str, tuple[str, list[int]]], set[str]]:
     """The model's tensors in a checkpoint, by its own names, and the names of those that are lost."""
     opened, source = base.opened, base.opened.source
-    draft = draft_of(opened.catalog, as_stored(source))
+    draft = draft_of(opened.catalog, CoreRequest(source))
 
     def own(stored: str) -> str | None:
         name = source.names.get(stored, stored)

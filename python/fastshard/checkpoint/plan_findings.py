@@ -11,7 +11,7 @@ from ..expected import heuristics
 from ..layouts.declaration import Source, is_state
 from ..targets.base import Drafted
 from ..targets.request import Request
-from .drafting import Opened, draft_of
+from .drafting import CoreRequest, Opened, draft_of
 
 #: What lies beside codes, by its name: in plain weights there is none of it.
 _COMPANION = re.compile(
@@ -90,11 +90,7 @@ def evidence(
         return None
     if request.include or request.exclude or request.optimizer:
         # All of the model, and nothing else.
-        side = source.to_request(request.weights, optimizer=False)
-        draft = draft_of(
-            opened.catalog,
-            {"source": side, "dtype": None, "mean_replicas": True, "include": [], "exclude": []},
-        )
+        draft = draft_of(opened.catalog, CoreRequest(source, request.weights, mean_replicas=True))
     tensors = {
         name: (tuple(whole), kind) for name, kind, _, _, whole, _ in draft.tensors() if not is_state(name)
     }

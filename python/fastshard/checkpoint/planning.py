@@ -20,12 +20,13 @@ from ..layouts.declaration import Source
 from ..models import config_json
 from ..models.vocab_rows import padding, words
 from ..targets.base import Bound, Completed, Drafted, Target
+from ..targets.form import Form
 from ..targets.optimizer_state import carried
 from ..targets.registry import TARGETS, check, target_of
 from ..targets.request import DTYPES, MERGE, Request
 from .causes import Causes, causes_of
 from .dequantised import dequantised
-from .drafting import Merged, Opened, draft_of, movable, taken, with_masters
+from .drafting import CoreRequest, Merged, Opened, draft_of, movable, taken, with_masters
 from .grouping import HeldFile, grouped, with_effects
 from .missing_parts import HeldPart, absent, by_part, held_parts
 from .plan import Plan
@@ -56,7 +57,7 @@ class _Draft:
     #: None for a merge.
     target: Target | None
     #: What the core was asked to draft.
-    asked: dict[str, Any]
+    asked: CoreRequest
     #: How the names of a merge became those of a reference; empty where they did not.
     renamed: str
     core: _core.Draft
@@ -190,7 +191,7 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
         movable(source, target, request)
     asked = _asked(source, target, request, form)
     if made is not None:
-        asked["source"] |= made.asked(source)
+        asked = replace(asked, coded=made.coded, left_out=made.left_out(source))
     # A file that is missing or cannot be read makes every tensor in it missing: say the cause, not the echo.
     causes = causes_of(findings, source, [file.path for file in opened.files], opened.catalog.names)
     core = draft_of(opened.catalog, asked)
@@ -325,25 +326,25 @@ def _all_findings(
     return findings, lost
 
 
-def _asked(
-    source: Source, target: Target | None, request: Request, form: dict[str, Any] | None
-) -> dict[str, Any]:
+def _asked(source: Source, target: Target | None, request: Request, form: Form | None) -> CoreRequest:
     """What the core is asked to draft; ``form`` is that of a result whose names are a reference's."""
-    side = source.to_request(request.weights, request.optimizer)
-    asked: dict[str, Any] = {
-        "source": side,
-        "dtype": DTYPES[request.dtype],
-        "mean_replicas": request.replicas == "mean",
-        "include": request.include,
-        "exclude": request.exclude,
-    }
-    if form is not None:
-        asked["target"] = form
+    table = None
     if target is not None:
-        asked["target"] = target.side() if form is None else {**target.side(), **form, "name": target.name}
+        own = target.form()
+        form = own if form is None else replace(own, table=form.table, facts=form.facts)
         if source.optimizer.rules is not None and not target.is_container:
-            side["layout"] = source.optimizer.rules(target.keeps_step, request.optimizer)
-    return asked
+            table = source.optimizer.rules(target.keeps_step, request.optimizer)
+    return CoreRequest(
+        source,
+        request.weights,
+        request.optimizer,
+        form,
+        dtype=DTYPES[request.dtype],
+        mean_replicas=request.replicas == "mean",
+        include=request.include,
+        exclude=request.exclude,
+        table=table,
+    )
 
 
 def _config_text(draft: _Draft) -> dict[str, str]:

@@ -109,7 +109,7 @@ def judged(
     if (changed := wrapped(name for name, *_ in tensors)) is not None:
         return [], f"{called} was not asked: {changed[1]} has changed names ({changed[0]})"
     # With a dtype they are written as their values, under the names that these have.
-    kept = () if merged.asked["source"].get("coded") else opened.quantised.weights
+    kept = () if merged.asked.coded else opened.quantised.weights
     stored_as = {name: names for weight in kept for name, names in weight.stored_as}
     fits = []
     try:

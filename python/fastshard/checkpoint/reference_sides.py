@@ -16,9 +16,10 @@ from ..expected.expected_list import ExpectedTensors
 from ..expected.reference import Reference
 from ..expected.reference_names import Side, gain, moves
 from ..layouts.declaration import Source
+from ..targets.form import Form
 from ..targets.registry import target_of
 from ..targets.request import DTYPES, MERGE, Request
-from .drafting import UNPLACED, Merged, Opened, draft_of, taken
+from .drafting import UNPLACED, CoreRequest, Merged, Opened, draft_of, taken
 
 #: Bytes of two tensors that are compared at a time; of what tensors begin with, which tells most apart.
 _CHUNK, _BEGIN = 1 << 24, 1 << 12
@@ -27,29 +28,25 @@ _WIDEST = 16
 
 
 def sides_of(
-    opened: Opened, reference: Reference, request: Request, planned: Side, asked: dict[str, Any]
+    opened: Opened, reference: Reference, request: Request, planned: Side, asked: CoreRequest
 ) -> Iterator[Side]:
     """The whole model under the names that those of a reference may be: as it is planned, unless the target has a form of
     its own, as it is stored, and as transformers has it."""
-    every = {**asked, "include": (), "exclude": ()}
+    every = replace(asked, include=(), exclude=())
     keeps = request.to in (None, "hf") and not request.optimizer
     if keeps:
         yield replace(planned, draft=draft_of(opened.catalog, every)) if request.is_narrowed else planned
-    every.pop("target", None)
-    weights_of = {key: asked["source"][key] for key in ("coded", "hidden") if key in asked["source"]}
+    every = replace(every, target=None, optimizer=False, table=None)
     if request.to is not None or not keeps:
         as_stored = replace(MERGE, vocab_size=request.vocab_size, weights=request.weights)
         stored, form, how = as_referenced(opened, reference, taken(opened, as_stored), as_stored)
-        side = stored.to_request(request.weights) | weights_of
-        every |= {"source": side} | ({} if form is None else {"target": form})
+        every = replace(every, source=stored, target=form)
         yield Side(draft_of(opened.catalog, every), stored, True, Values(opened.catalog, every).same, how)
     if request.to != "hf" or not keeps:
         as_hf = Request("hf", vocab_size=request.vocab_size)
         try:
             source = taken(opened, as_hf)
-            target = target_of(source, as_hf).side()
-            side = source.to_request(request.weights) | weights_of
-            every |= {"source": side, "target": target}
+            every = replace(every, source=source, target=target_of(source, as_hf).form())
             draft = draft_of(opened.catalog, every)
         except FastshardError:
             # It has no such form.
@@ -94,7 +91,7 @@ def _planned(opened: Opened, merged: Merged) -> Side:
 
 def as_referenced(
     opened: Opened, reference: Reference, source: Source, request: Request
-) -> tuple[Source, dict[str, Any] | None, str]:
+) -> tuple[Source, Form | None, str]:
     """A source whose result has the names of the reference, the form that a merge has for that, and how in words.
 
     A model that a table describes takes the table's form, others move prefixes of their names.
@@ -109,13 +106,7 @@ def as_referenced(
             return source, None, ""
     if source.layout is not None and not source.model.hf_names:
         return source, None, ""
-    asked: dict[str, Any] = {
-        "source": source.to_request(request.weights),
-        "dtype": None,
-        "mean_replicas": request.replicas == "mean",
-        "include": (),
-        "exclude": (),
-    }
+    asked = CoreRequest(source, request.weights, mean_replicas=request.replicas == "mean")
     side = Side(draft_of(opened.catalog, asked), source, below=True)
     if source.layout is None and (by_list := as_written(source, side, reference)) is not None:
         return by_list
@@ -123,7 +114,7 @@ def as_referenced(
         shaped, form = by_table(source, side, request)
         if form is None:
             return _without_table(opened, reference, source, asked) or (source, None, "")
-        asked |= {"source": shaped.to_request(request.weights), "target": form}
+        asked = replace(asked, source=shaped, target=form)
         other = Side(draft_of(opened.catalog, asked), shaped, below=True)
         if roster is None:
             # The table tells the names of a config's model.
@@ -144,7 +135,7 @@ def as_referenced(
     return source.as_called(way.names, note), None, str(way)
 
 
-def as_written(source: Source, side: Side, reference: Reference) -> tuple[Source, dict[str, Any], str] | None:
+def as_written(source: Source, side: Side, reference: Reference) -> tuple[Source, Form, str] | None:
     """A source under its names in memory, and the form in which transformers writes it; None where the names are others.
 
     Raises:
@@ -159,7 +150,7 @@ def as_written(source: Source, side: Side, reference: Reference) -> tuple[Source
     in_memory, on_disk = tables_of(listed, stored)
     beside = _beside(source, side, in_memory)
     facts = {"tied": True}
-    form = {"name": "merge", "layout": on_disk.with_rules([*on_disk.rules, *beside]), "facts": facts}
+    form = Form("merge", on_disk.with_rules([*on_disk.rules, *beside]), facts=facts)
     note = Finding.of(
         "FS212",
         f"names are written as save_pretrained of {listed.model_class} writes them (transformers {listed.transformers})",
@@ -175,8 +166,8 @@ def as_written(source: Source, side: Side, reference: Reference) -> tuple[Source
 
 
 def _without_table(
-    opened: Opened, reference: Reference, source: Source, asked: dict[str, Any]
-) -> tuple[Source, dict[str, Any], str] | None:
+    opened: Opened, reference: Reference, source: Source, asked: CoreRequest
+) -> tuple[Source, Form, str] | None:
     """The same for a class whose names on disk no table has: without an output layer, or with another one."""
     from ..expected.from_transformers import class_name, list_for
 
@@ -195,14 +186,14 @@ def _without_table(
     if listed.quantised:
         return None
     plain = replace(source, layout=None, table=None, axes={}, facts={}, sets={}, pass_unknown=True)
-    every = {**asked, "source": plain.to_request()}
+    every = replace(asked, source=plain, weights=None)
     side = Side(draft_of(opened.catalog, every), plain, below=True)
     return as_written(plain, side, replace(reference, listed=listed))
 
 
 def _by_config_of(
-    opened: Opened, reference: Reference, source: Source, side: Side, asked: dict[str, Any]
-) -> tuple[Source, dict[str, Any], str] | None:
+    opened: Opened, reference: Reference, source: Source, side: Side, asked: CoreRequest
+) -> tuple[Source, Form, str] | None:
     """The same by the list of the config of a reference that is a checkpoint, where that gives the names that it has.
 
     Sizes may be others since: where they contradict that config, the checkpoint's own is asked.
@@ -225,7 +216,7 @@ def _by_config_of(
         if found is None:
             continue
         changed, form, _ = found
-        every = {**asked, "source": changed.to_request(), "target": form}
+        every = replace(asked, source=changed, weights=None, target=form)
         other = Side(draft_of(opened.catalog, every), changed, below=True)
         if gain(other, side, roster) <= 0:
             continue
@@ -257,7 +248,7 @@ def _beside(source: Source, side: Side, table: _core.Table) -> list[Rule]:
     return found
 
 
-def by_table(source: Source, side: Side, request: Request) -> tuple[Source, dict[str, Any] | None]:
+def by_table(source: Source, side: Side, request: Request) -> tuple[Source, Form | None]:
     """A source and the form in which transformers stores its model, for a merge; no form where no table tells.
 
     Both tables have what lies beside the model, so that it stays.
@@ -266,19 +257,19 @@ def by_table(source: Source, side: Side, request: Request) -> tuple[Source, dict
         target = target_of(source, Request("hf", vocab_size=request.vocab_size))
     except FastshardError:
         return source, None
-    form, usual = target.side(), source.usual_table
-    if "layout" not in form or usual is None:
+    form, usual = target.form(), source.usual_table
+    if form.table is None or usual is None:
         return source, None
     beside = _beside(source, side, usual)
-    form |= {"name": "merge", "layout": form["layout"].with_rules([*form["layout"].rules, *beside])}
+    form = replace(form, name="merge", table=form.table.with_rules([*form.table.rules, *beside]))
     return replace(source, table=usual.with_rules([*usual.rules, *beside])), form
 
 
 class Values:
     """The values that a draft's tensors have, as they are stored."""
 
-    def __init__(self, catalog: _core.Catalog, asked: dict[str, Any]) -> None:
-        self._catalog, self._asked = catalog, {**asked, "dtype": None, "include": (), "exclude": ()}
+    def __init__(self, catalog: _core.Catalog, asked: CoreRequest) -> None:
+        self._catalog, self._asked = catalog, replace(asked, dtype=None, include=(), exclude=())
         self._begins: dict[str, bytes] = {}
 
     @cached_property

@@ -11,7 +11,6 @@ from ..common import safe_files
 from ..common.config_text import checked, parse_json, parse_yaml
 from ..common.errors import FastshardError
 from ..common.options import OpenOptions, StrPath
-from ..layouts.declaration import MAX_DEGREE
 from ..sources.base import Options, checked_accept
 
 if TYPE_CHECKING:
@@ -39,11 +38,10 @@ def of(given: OpenOptions, reference: Reference | None) -> Options:
         prefix=None if prefix is None else prefix.rstrip("."),
         config=config,
         config_path=path,
-        vocab_size=_positive(given.get("vocab_size"), "vocab_size"),
         accept=checked_accept(given.get("accept", ())),
         layout=None if layout is None else os.fspath(layout),
         lent=reference.lent if reference is not None else None,
-        expect_processes=_processes(given.get("expect_processes")),
+        given=given,
     )
 
 
@@ -65,17 +63,3 @@ def _read_config(config: StrPath | Mapping[str, Any] | None) -> tuple[dict[str, 
     if not isinstance(content, dict) or not content:
         raise FastshardError.of("FS211", "not a config: no keys", file=str(path))
     return content, str(path)
-
-
-def _positive(value: int | None, name: str) -> int | None:
-    if value is not None and (not isinstance(value, int) or not 0 < value < 1 << 48):
-        raise FastshardError.of("FS211", name, expected="a positive integer", got=repr(value))
-    return value
-
-
-def _processes(count: int | None) -> int | None:
-    if count is not None and count > MAX_DEGREE:
-        raise FastshardError.of(
-            "FS211", "expect_processes", expected=f"at most {MAX_DEGREE}", got=repr(count)
-        )
-    return _positive(count, "expect_processes")

@@ -9,7 +9,7 @@ from .. import _core
 from ..common.dtypes import numpy_dtype
 from ..common.errors import from_core
 from ..common.thread_counts import default_threads
-from .drafting import UNPLACED, Opened, as_stored, draft_of
+from .drafting import UNPLACED, CoreRequest, Opened, draft_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +27,7 @@ class StoredBytes:
     def _plan(self) -> _core.Plan:
         """Drafted when the first is asked for: most forms ask for none."""
         try:
-            return draft_of(self._opened.catalog, as_stored(self._opened.source)).place(UNPLACED)
+            return draft_of(self._opened.catalog, CoreRequest(self._opened.source)).place(UNPLACED)
         except _core.CoreError as error:
             raise from_core(error) from None
 

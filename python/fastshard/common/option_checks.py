@@ -152,6 +152,14 @@ def _number(option: Option, given: Any) -> int:
         raise FastshardError.of(code, option.name, expected="an integer", got=repr(given)) from None
 
 
+def _size(option: Option, given: Any) -> int:
+    number = _number(option, given)
+    if not 0 < number <= option.most:
+        expected = "a positive integer" if number < 1 else f"at most {option.most}"
+        raise FastshardError.of("FS211", option.name, expected=expected, got=repr(given))
+    return number
+
+
 def _pair(option: Option, given: Any) -> tuple[int, int]:
     try:
         numbers = tuple(_number(option, part) for part in given)
@@ -164,7 +172,7 @@ def _pair(option: Option, given: Any) -> tuple[int, int]:
 
 #: How a value of each kind is looked at.
 _CHECKS: dict[str, Callable[[Option, Any], Any]] = {
-    "words": _words, "patterns": _words, "degree": _number, "number": _number, "size": _number, "pair": _pair,
+    "words": _words, "patterns": _words, "degree": _number, "number": _number, "size": _size, "pair": _pair,
     "choice": _word, "word": _word, "switch": _switch, "path": _path, "mapping": _path, "source": _source,
 }  # fmt: skip
 

@@ -13,6 +13,8 @@ StrPath = str | os.PathLike[str]
 Dtype = Literal["keep", "bf16", "f16", "f32"]
 #: What ``accept`` takes: all of it but ``copies=GLOB``.
 ACCEPTABLE = ("uncommitted", "elided-zeros", "older-step", "renamed", "copies", "non-finite")
+#: Ranks of one parallel dimension at most; no run has as many.
+MAX_DEGREE = 1 << 16
 #: Severities from which on a finding is an error.
 FAIL_ON = ("error", "warning")
 
@@ -33,6 +35,8 @@ class Option:
     #: What stands for the value on the command line.
     metavar: str | None = None
     choices: tuple[str, ...] = ()
+    #: The largest value of a ``size``.
+    most: int = (1 << 48) - 1
     #: As the API calls it.
     name: str = ""
     #: An earlier name, which the command line still takes.
@@ -118,6 +122,7 @@ class Source(TypedDict, total=False):
             "size",
             "number of processes that wrote the checkpoint, where its files do not state it (Orbax)",
             metavar="N",
+            most=MAX_DEGREE,
         ),
     ]
     transformers: Annotated[
@@ -422,16 +427,11 @@ class Spread(Published, Clustered, Lending, total=False):
 #: Arguments and options that single functions list themselves.
 _OF_FUNCTIONS = {
     "source": Option("source", "a path, several node-local ones, or an opened checkpoint"),
-    "a": Option("source", "one checkpoint"),
-    "b": Option("source", "the other"),
-    "out": Option("path", "destination directory"),
-    "to": Option("any", "the target"),
-    "certificates": Option("patterns", "", ()),
-    "signature": Option("path", ""),
-    "public_key": Option("path", ""),
-    "subset": Option("pair", "part n of t"),
-    "drop_optimizer": Option("switch", "", False),
-}
+    "a": Option("source", "one checkpoint"), "b": Option("source", "the other"),
+    "out": Option("path", "destination directory"), "to": Option("any", "the target"),
+    "certificates": Option("patterns", "", ()), "signature": Option("path", ""), "public_key": Option("path", ""),
+    "subset": Option("pair", "part n of t"), "drop_optimizer": Option("switch", "", False),
+}  # fmt: skip
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.drafting import CoreRequest
 from ..checkpoint.manifests import MANIFEST_NAME, Manifest, run_options
 from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
 from ..common import memory_budget
@@ -89,7 +90,7 @@ def masters(
     declared = _with_masters(checkpoint)
     held = declared.optimizer
     findings = [*checkpoint.opened.findings, *held.findings]
-    plan = _plan(checkpoint, lambda: checkpoint.opened.catalog.compare(_request(declared)))
+    plan = _plan(checkpoint, lambda: checkpoint.opened.catalog.compare(CoreRequest(declared)))
     outputs = plan.outputs()
     if held.params_stored:
         findings += plan.findings()
@@ -138,12 +139,6 @@ def _with_masters(checkpoint: Checkpoint) -> Declaration:
             help="name the directory that holds the optimizer files, or several node-local ones",
         )
     return declared
-
-
-def _request(declared: Declaration) -> dict[str, Any]:
-    """Parameters with their masters as twins; no layout is put on them."""
-    side = declared.to_request()
-    return {"source": {**side, "layout": None, "prefer_assembled": False}}
 
 
 def _plan(checkpoint: Checkpoint, make: Any) -> _core.Plan:
@@ -227,7 +222,7 @@ def repair_masters(
     files, texts, copies, left = _files(checkpoint, held, drop_optimizer)
     pointers = [name for name in _TRACKERS if name in texts]
     repair = {"files": files, "texts": texts, "pointers": pointers}
-    plan = _plan(checkpoint, lambda: checkpoint.opened.catalog.repair(_request(declared), repair))
+    plan = _plan(checkpoint, lambda: checkpoint.opened.catalog.repair(CoreRequest(declared), repair))
     findings = gate.passed(left + plan.findings())
     options: RunOptions = {
         **run_options(memory, threads, checkpoint.opened.catalog), "resume": resume, "overwrite": overwrite, "fsync": fsync,

@@ -27,18 +27,16 @@ from .declared_parts import (
 from .wrapper_names import put_in, wrapped
 
 __all__ = [
-    "MAX_DEGREE", "Adapted", "Assembled", "Blocks", "Description", "Dialect", "Evidence", "Group", "ListedBlocks", "Moments",
+    "Adapted", "Assembled", "Blocks", "Description", "Dialect", "Evidence", "Group", "ListedBlocks", "Moments",
     "Optimizer", "Source", "StateFile", "TreeInfo", "Unit", "is_state",
 ]  # fmt: skip
-
-#: Ranks of one parallel dimension at most; no run has as many.
-MAX_DEGREE = 1 << 16
 
 
 @dataclass
 class Source:
     """Declaration of a source: everything the layout engine must know besides the tensors. An adapter builds it step by
-    step; once it is declared, whoever needs another makes one of it (:func:`dataclasses.replace`)."""
+    step; once it is declared, whoever needs another makes one of it (:func:`dataclasses.replace`). The core reads the fields
+    that it needs by their names."""
 
     framework: str
     units: list[Unit]
@@ -127,6 +125,11 @@ class Source:
         if self.own_table is not None or self.layout is None:
             return self.own_table
         return tables.table(self.layout)
+
+    @property
+    def taken_table(self) -> Table | None:
+        """The table by which it is drafted."""
+        return self.usual_table if self.table is None else self.table
 
     @property
     def called(self) -> str:
@@ -372,39 +375,6 @@ class Source:
         rules = [rule.renamed(rule.name.removeprefix(self.weights_prefix)) for rule in self.table.rules]
         same = [rule.name for rule in rules] == [rule.name for rule in usual.rules]
         return None if same else self.table.with_rules(rules)
-
-    def to_request(self, weights: str | None = None, optimizer: bool = False) -> dict[str, Any]:
-        """The form that the core takes (the table as itself), for one copy of the weights, with optimizer slots or without."""
-        taken = weights or self.optimizer.weights
-        return {
-            "layout": self.usual_table if self.table is None else self.table,
-            "generic": self.generic,
-            "units": [unit.to_dict() for unit in self.units],
-            "assembled": [
-                a.to_dict()
-                for a in self.assembled
-                if (a.slot is None or optimizer) and (taken == "masters" or not a.masters_only)
-            ],
-            "names": self.names,
-            "renamed": self.chosen or self.renames or bool(self.adapted or self.hidden),
-            "adapted": [vars(one) for one in self.adapted],
-            "hidden": sorted(self.hidden),
-            "prefer_assembled": taken == "masters",
-            "untrained": sorted(self.names.get(n, n) for n in self.optimizer.untrained) if optimizer else [],
-            # Moments of masters that are not the parameters are not theirs either.
-            "twins_may_differ": weights == "params" and not optimizer,
-            "layers_may_repeat": self.layers_may_repeat,
-            "placed": sorted(self.placed),
-            "copies_accepted": self.copies_accepted,
-            "non_finite_accepted": self.non_finite_accepted,
-            "degrees": self.degrees,
-            "axes": self.axes,
-            "facts": self.facts,
-            "sets": {name: {"axis": axis, "positions": at} for name, (axis, at) in self.sets.items()},
-            "beside": [f"{self.weights_prefix}{name}" for name in sorted(self.beside)],
-            "vocab_size": self.vocab_size,
-            "pass_unknown": self.pass_unknown,
-        }
 
 
 #: Where trainers keep what is no weight. source: torchtitan checkpoint.py, FSDP examples, Lightning

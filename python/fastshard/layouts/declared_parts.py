@@ -25,11 +25,6 @@ class Unit:
     #: The only keys wanted below `under`; all if None.
     only: list[str] | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """The form that the core takes."""
-        wanted = {} if self.only is None else {"only": self.only}
-        return {k: v for k, v in vars(self).items() if v not in (None, [], {}, "")} | wanted
-
 
 @dataclass
 class Assembled:
@@ -50,13 +45,6 @@ class Assembled:
     masters_only: bool = False
     #: The first layer (or expert) that the names count from, as the unit has it that holds the parameters.
     bases: dict[str, int] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The form that the core takes."""
-        kept = {
-            k: v for k, v in vars(self).items() if k not in ("frozen", "masters_only") and v not in (None, {})
-        } | {"coords": self.coords}
-        return kept | ({"alone": True} if self.frozen else {})
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from .. import _core
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.listing import File, Listing
-from ..common.options import ACCEPTABLE
-from ..layouts.declaration import MAX_DEGREE, Blocks, Source
+from ..common.options import ACCEPTABLE, MAX_DEGREE, OpenOptions
+from ..layouts.declaration import Blocks, Source
 
 
 def view_of(tensor: _core.StoredTensor) -> tuple[Any, ...]:
@@ -128,13 +128,17 @@ class Options:
     prefix: str | None = None
     config: dict[str, Any] | None = None
     config_path: str | None = None
-    vocab_size: int | None = None
     accept: frozenset[str] = frozenset()
     layout: str | None = None
     #: Config of a reference, for a checkpoint that has none, and its file.
     lent: tuple[dict[str, Any], Path] | None = None
-    #: Processes that wrote the checkpoint, where the files do not tell.
-    expect_processes: int | None = None
+    #: All that was given, by the names of the options.
+    given: OpenOptions = field(default_factory=OpenOptions)
+
+    @property
+    def vocab_size(self) -> int | None:
+        """True vocabulary."""
+        return self.given.get("vocab_size")
 
 
 #: What one adapter learns from names: a frozen record that the adapter, or a container it reads, defines.

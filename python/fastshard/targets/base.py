@@ -5,16 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from .. import _core
 from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding
-from ..common.options import Option
+from ..common.options import MAX_DEGREE, Option
 from ..layouts import tables
-from ..layouts.declaration import MAX_DEGREE, Source
+from ..layouts.declaration import Source
 from ..models.model import Model
 from ..models.tokenizer import Tokenizer
+from .form import Form
 from .optimizer_state import State
 from .request import Request
 
@@ -155,8 +156,8 @@ class Target(ABC):
         return False
 
     @abstractmethod
-    def side(self) -> dict[str, Any]:
-        """The target's side of the core's request, with its table."""
+    def form(self) -> Form:
+        """The form of the result."""
 
     @abstractmethod
     def complete(self, bound: Bound) -> Completed:
@@ -179,15 +180,15 @@ class TrainerTarget(Target):
     #: Name of the layout table.
     layout: str
 
-    def side(self) -> dict[str, Any]:
-        """The target's side of the core's request."""
-        return {
-            "name": self.name,
-            "layout": tables.table(self.layout),
-            "degrees": {"tp": self.tp},
-            "facts": self.facts,
-            "pad_multiple": self.multiple * self.tp,
-        }
+    def form(self) -> Form:
+        """The form of the result."""
+        return Form(
+            self.name,
+            tables.table(self.layout),
+            degrees={"tp": self.tp},
+            facts=self.facts,
+            pad_multiple=self.multiple * self.tp,
+        )
 
     def padded(self, axes: dict[str, int]) -> int:
         """Rows of the padded vocabulary."""

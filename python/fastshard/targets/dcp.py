@@ -13,6 +13,7 @@ from ..layouts import naming_schemes, tables
 from ..layouts.dcp_names import METADATA, chunk_name
 from ..layouts.declaration import Source
 from .base import Bound, Completed, Target, positive
+from .form import Form
 from .huggingface import HfTarget
 from .optimizer_state import DECOUPLED, State
 from .pickle_tree import TensorOf, tree
@@ -157,18 +158,18 @@ class DcpTarget(Target):
         """True where no table says what the names mean, so that they stay, and the model's config with them."""
         return self.whole.keeps_names
 
-    def side(self) -> dict[str, Any]:
-        """The target's side of the core's request."""
+    def form(self) -> Form:
+        """The form of the result."""
         # torch keeps no padding: chunks of a vocabulary that does not divide are refused.
-        side = {**self.whole.side(), "name": self.name, "degrees": {"tp": self.tp}, "chunks": True}
-        if "facts" in side and side["facts"].get("tied"):
-            # A state dict has a tied head under its own name too, and torch loads nothing where a name is missing.
-            side["facts"] = {**side["facts"], "head": True}
-            # Its optimizer knows the one parameter that the two are.
-            side["state_facts"] = {"head": False}
+        form = replace(self.whole.form(), name=self.name, degrees={"tp": self.tp}, chunks=True)
+        if form.facts.get("tied"):
+            # A state dict has a tied head under its own name too, and torch loads nothing where a name is missing; its
+            # optimizer knows the one parameter that the two are.
+            form = replace(form, facts={**form.facts, "head": True}, state_facts={"head": False})
         if self.spelling is not None:
-            side["layout"] = tables.table(str(naming_schemes.table_of(self.spelling, self.whole.layout)))
-        return side
+            table = tables.table(str(naming_schemes.table_of(self.spelling, self.whole.layout)))
+            form = replace(form, table=table)
+        return form
 
     def complete(self, bound: Bound) -> Completed:
         """Files by rank, several where the tensors of a rank are many, and config.json."""

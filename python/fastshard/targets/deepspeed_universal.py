@@ -16,6 +16,7 @@ from ..common.target_options import STACKED_EXPERTS
 from ..layouts.declaration import Source
 from .base import Bound, Completed, Target
 from .dcp import stacked
+from .form import Form
 from .huggingface import HfTarget
 from .optimizer_state import ADAM, State
 from .pickle_tree import Size, TensorOf, tree
@@ -73,9 +74,9 @@ class UniversalTarget(Target):
         """True where no table says what the names mean, so that they stay, and the model's config with them."""
         return self.whole.keeps_names
 
-    def side(self) -> dict[str, Any]:
-        """The target's side of the core's request."""
-        return {**self.whole.side(), "name": self.name}
+    def form(self) -> Form:
+        """The form of the result."""
+        return replace(self.whole.form(), name=self.name)
 
     def complete(self, bound: Bound) -> Completed:
         """A folder per parameter, what the optimizer has of all, and model files that only say what there is."""

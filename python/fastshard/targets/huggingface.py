@@ -19,6 +19,7 @@ from ..models import config_json, huggingface
 from ..models.model import Model, read_model
 from ..models.tokenizer import Tokenizer
 from .base import Bound, Completed, Target
+from .form import Form
 from .request import Request
 
 #: What trainers call the model that they hold, and no model of transformers a part of itself.
@@ -114,11 +115,11 @@ class HfTarget(Target):
         """True where no table says what the names mean, so that they stay."""
         return not self.layout
 
-    def side(self) -> dict[str, Any]:
-        """The target's side of the core's request."""
+    def form(self) -> Form:
+        """The form of the result."""
         if not self.layout:
-            return {"name": self.name}
-        return {"name": self.name, "layout": self.own or tables.table(self.layout), "facts": self.facts}
+            return Form(self.name)
+        return Form(self.name, self.own or tables.table(self.layout), facts=self.facts)
 
     def config(self, axes: dict[str, int]) -> tuple[dict[str, Any], list[Finding]]:
         """The model's config.json without its dtype, and what had to be assumed; sizes come from tensors."""

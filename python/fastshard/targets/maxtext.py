@@ -19,6 +19,7 @@ from ..layouts.maxtext_names import FILE, default_names
 from ..models import maxtext
 from ..models.model import Model
 from .base import Bound, Completed, padded_rows, positive
+from .form import Form
 from .huggingface import model_of
 from .request import Request
 
@@ -89,16 +90,15 @@ class MaxTextTarget:
         names = rules.names if same and rules is not None else default_names()
         return cls(source, to, layout, facts, scan, optimizer, model, multiple, names)
 
-    def side(self) -> dict[str, Any]:
-        """The target's side of the core's request, with the table that is derived."""
+    def form(self) -> Form:
+        """The form of the result, with the table that is derived."""
         derived = jax_train_states.table(
             tables.table(self.layout),
             self.names,
             scan=self.scan,
             optimizer="kept" if self.optimizer else "absent",
         )
-        padded = {} if self.multiple is None else {"pad_multiple": self.multiple}
-        return {"name": self.name, "layout": derived, "facts": self.facts, **padded}
+        return Form(self.name, derived, facts=self.facts, pad_multiple=self.multiple)
 
     def vocabulary(self, axes: dict[str, int]) -> int:
         """Rows of the embedding."""

@@ -8,6 +8,7 @@ from typing import Any
 from ..common.target_options import FUSED_QKV, MULTIPLE, ROPE_TYPE, SCAN_AXIS, ZARR2
 from ..layouts.declaration import Source
 from .base import Bound, Completed, Target
+from .form import Form
 from .maxtext import NAMES, MaxTextTarget
 from .orbax import DICT_KEY, OrbaxTarget
 from .request import Request
@@ -33,9 +34,9 @@ class MaxTextStore(Target):
         state = MaxTextTarget.of(source, request)
         return cls(state, OrbaxTarget.of(source, request), state.name)
 
-    def side(self) -> dict[str, Any]:
-        """The target's side of the core's request."""
-        return self.state.side()
+    def form(self) -> Form:
+        """The form of the result."""
+        return self.state.form()
 
     def complete(self, bound: Bound) -> Completed:
         """The store, the yml that says what the model is, and what had to be assumed."""

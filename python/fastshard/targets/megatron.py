@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import _core
@@ -21,6 +21,7 @@ from ..models import megatron
 from . import megatron_args
 from .base import MAX_MULTIPLE, Bound, Completed, TrainerTarget, positive
 from .dcp import Records
+from .form import Form
 from .huggingface import model_of
 from .pickle_tree import Object, TensorOf, tree
 from .request import Request
@@ -98,9 +99,9 @@ class MegatronTarget(TrainerTarget):
         facts |= {"split_gate": name == "megatron:torch_dist", "output_layer": output_layer}
         return cls(source, name, tp, pp, multiple or _VOCAB_MULTIPLE, facts, model)
 
-    def side(self) -> dict[str, Any]:
-        """The target's side of the core's request."""
-        return super().side() | {"chunks": self.name == "megatron:torch_dist"}
+    def form(self) -> Form:
+        """The form of the result."""
+        return replace(super().form(), chunks=self.name == "megatron:torch_dist")
 
     def complete(self, bound: Bound) -> Completed:
         """Files by rank, the tracker, and what the arguments had to assume."""

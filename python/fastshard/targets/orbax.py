@@ -13,6 +13,7 @@ from ..common.target_options import ZARR2
 from ..layouts.declaration import Source
 from ..zarr.dtypes import HELD
 from .base import Bound, Completed, Target
+from .form import Form
 from .request import Request
 
 #: Bytes of a chunk at most: small enough that many hosts read one array in parallel, and for the memory.
@@ -69,9 +70,9 @@ class OrbaxTarget(Target):
             custom=dict(tree.custom) if tree else {},
         )
 
-    def side(self) -> dict[str, Any]:
-        """The target's side of the core's request."""
-        return {"name": self.name}
+    def form(self) -> Form:
+        """The form of the result."""
+        return Form(self.name)
 
     def complete(self, bound: Bound) -> Completed:
         """The store with its chunks, and the texts around it."""

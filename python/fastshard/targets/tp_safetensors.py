@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import _core
@@ -11,6 +11,7 @@ from ..common.errors import FastshardError
 from ..common.target_options import MULTIPLE, TP
 from ..layouts.declaration import Source
 from .base import Bound, Completed, Drafted, Target, padded_rows, positive
+from .form import Form
 from .huggingface import HfTarget
 from .request import Request
 
@@ -47,12 +48,10 @@ class TpTarget(Target):
         """True where no table says what the names mean, so that they stay, and the model's config with them."""
         return self.whole.keeps_names
 
-    def side(self) -> dict[str, Any]:
-        """The target's side of the core's request."""
-        multiple = self.multiple * self.tp
-        return {
-            **self.whole.side(), "name": self.name, "degrees": {"tp": self.tp}, "pad_multiple": multiple,
-        }  # fmt: skip
+    def form(self) -> Form:
+        """The form of the result."""
+        padded = self.multiple * self.tp
+        return replace(self.whole.form(), name=self.name, degrees={"tp": self.tp}, pad_multiple=padded)
 
     def complete(self, bound: Bound) -> Completed:
         """One file per rank; ``layout.json`` says how each tensor is divided."""

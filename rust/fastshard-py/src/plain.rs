@@ -1,12 +1,13 @@
-//! Records across the border: dicts, lists, texts and numbers, whose keys `_core.pyi` states.
+//! Records across the border: objects with attributes, or dicts whose keys `_core.pyi` states; lists, texts and numbers in them.
 
 use std::fmt;
 
 use fastshard::codes;
 use fastshard::error::Finding;
 use pyo3::exceptions::PyValueError;
+use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
+use pyo3::types::{PyBool, PyDict, PyFloat, PyFrozenSet, PyInt, PyList, PySet, PyString, PyTuple};
 use serde::de::value::StrDeserializer;
 use serde::de::{self, DeserializeOwned, DeserializeSeed, IntoDeserializer, Visitor};
 use serde::Serialize;
@@ -17,7 +18,7 @@ use crate::raise;
 /// What is nested deeper is no option of anybody's.
 const DEPTH: usize = 128;
 
-/// A record that Python passes as a dict.
+/// A record that Python passes as an object or a dict.
 pub(crate) struct Given<T>(pub(crate) T);
 
 impl<'py, T: DeserializeOwned> FromPyObject<'_, 'py> for Given<T> {
@@ -133,9 +134,68 @@ impl<'de> de::Deserializer<'de> for Object<'_, '_> {
         visitor.visit_enum(de::value::MapAccessDeserializer::new(items))
     }
 
+    /// A set too, which has no order: what keeps all that is given does not take one.
+    fn deserialize_seq<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Unusable> {
+        let given = self.given;
+        if !(given.is_instance_of::<PySet>() || given.is_instance_of::<PyFrozenSet>()) {
+            return self.deserialize_any(visitor);
+        }
+        visitor.visit_seq(Elements { left: given.len()?, items: given.try_iter()?, depth: self.depth + 1 })
+    }
+
+    /// A dict, or an object: of its attributes those that are asked for, which it may have more of.
+    fn deserialize_struct<V: Visitor<'de>>(
+        self,
+        name: &'static str,
+        fields: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value, Unusable> {
+        let given = self.given;
+        match given.is_instance_of::<PyDict>()
+            || !given.hasattr(intern!(given.py(), "__dataclass_fields__"))?
+        {
+            true => self.deserialize_any(visitor),
+            false if self.depth >= DEPTH => Err(Unusable(format!("{name} is nested too deeply"))),
+            false => visitor.visit_map(Attributes {
+                given,
+                names: fields.iter(),
+                value: None,
+                depth: self.depth + 1,
+            }),
+        }
+    }
+
     serde::forward_to_deserialize_any! {
         bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf unit unit_struct
-        seq tuple tuple_struct map struct identifier ignored_any
+        tuple tuple_struct map identifier ignored_any
+    }
+}
+
+/// The attributes of a dataclass that a record of the core's has by the same names.
+struct Attributes<'a, 'py> {
+    given: &'a Bound<'py, PyAny>,
+    names: std::slice::Iter<'static, &'static str>,
+    value: Option<Bound<'py, PyAny>>,
+    depth: usize,
+}
+
+impl<'de> de::MapAccess<'de> for Attributes<'_, '_> {
+    type Error = Unusable;
+
+    fn next_key_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<Option<S::Value>, Unusable> {
+        for &name in self.names.by_ref() {
+            if let Some(value) = self.given.getattr_opt(name)? {
+                self.value = Some(value);
+                let key: StrDeserializer<'_, Unusable> = name.into_deserializer();
+                return seed.deserialize(key).map(Some);
+            }
+        }
+        Ok(None)
+    }
+
+    fn next_value_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<S::Value, Unusable> {
+        let value = self.value.take().ok_or_else(|| Unusable("a value without a name".into()))?;
+        seed.deserialize(Object { given: &value, depth: self.depth })
     }
 }
 

@@ -64,7 +64,7 @@ struct Source {
 /// # Errors
 /// A request that cannot be used. What is wrong with the checkpoint comes as findings.
 pub fn plan(catalog: &Catalog, request: &Request, repair: &Repair) -> Result<Planned> {
-    let mut all = Gathered::new(catalog, &request.source);
+    let mut all = Gathered::new(catalog, request, false);
     let mut findings = std::mem::take(&mut all.findings);
     let values = values_of_masters(&mut all, &mut findings);
     let mut plan = Plan {
@@ -205,14 +205,13 @@ impl RepairFile {
 
 /// Plans the comparison of every parameter with its masters, whatever the model's layout is.
 pub fn compare(catalog: &Catalog, request: &Request) -> Planned {
-    let all = Gathered::new(catalog, &request.source);
+    let all = Gathered::new(catalog, request, false);
     let mut plan = Plan {
         version: PLAN_VERSION,
         target: "masters".into(),
         sources: all.sources,
         blobs: all.blobs,
         stored: all.stored,
-        twins_may_differ: request.source.twins_may_differ,
         layers_may_repeat: request.source.layers_may_repeat,
         untied: false,
         copies_accepted: request.source.copies_accepted.clone(),

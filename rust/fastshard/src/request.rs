@@ -39,6 +39,18 @@ use passes::{slot_name, Made, Resolving};
 pub struct Request {
     /// The source.
     pub source: SourceSide,
+    /// Which copy of the weights is wanted; none for the one that the source names.
+    #[serde(default)]
+    pub weights: Option<Weights>,
+    /// True to make slots of the optimizer's state.
+    #[serde(default)]
+    pub optimizer: bool,
+    /// Tensors that are wanted as the values of their codes.
+    #[serde(default)]
+    pub coded: Vec<CodedSide>,
+    /// Stored tensors that those values are made of, and that are no outputs therefore.
+    #[serde(default)]
+    pub left_out: HashSet<String>,
     /// The target; absent for `merge`.
     #[serde(default)]
     pub target: Option<TargetSide>,
@@ -56,12 +68,23 @@ pub struct Request {
     pub exclude: Vec<String>,
 }
 
-/// The source's declaration.
+/// A copy of the weights.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Weights {
+    /// Those that the model was trained with.
+    #[default]
+    Params,
+    /// The optimizer's fp32 masters.
+    Masters,
+}
+
+/// The source's declaration: of `Source` of Python's, what plans are made of, by the same names.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SourceSide {
-    /// Layout table (TOML text in JSON); none for tensors that are whole as they are.
-    #[serde(default, deserialize_with = "parsed")]
+    /// Layout table (its text where a request is JSON); none for tensors that are whole as they are.
+    #[serde(rename = "toml", default, deserialize_with = "parsed")]
     pub layout: Option<Arc<Table>>,
     /// Rules for single tensors, from a `layout.json`: name, the dimension split over tp, and the parts of the whole
     /// along it that are split each by itself.
@@ -72,33 +95,30 @@ pub struct SourceSide {
     /// Tensors that lie in ranges of other tensors.
     #[serde(default)]
     pub assembled: Vec<AssembledSide>,
+    /// What the files hold of the optimizer.
+    #[serde(default)]
+    pub optimizer: OptimizerSide,
     /// The model's own names of tensors that are stored under others, which wrappers have made: by these.
     #[serde(default)]
     pub names: HashMap<String, String>,
+    /// True if a merge gives tensors these names too.
+    #[serde(default)]
+    pub renames: bool,
+    /// True if the caller said where the model begins, so that a merge has its own names.
+    #[serde(default)]
+    pub chosen: bool,
     /// What adapters make of tensors.
     #[serde(default)]
     pub adapted: Vec<AdaptedSide>,
     /// Stored tensors that are no outputs: factors of adapters, and what they replace.
     #[serde(default)]
     pub hidden: HashSet<String>,
-    /// True if a merge gives tensors these names too.
-    #[serde(default)]
-    pub renamed: bool,
-    /// Where a tensor is held by a file and assembled too: true to take the assembled one.
-    #[serde(default)]
-    pub prefer_assembled: bool,
-    /// Names of tensors that the optimizer keeps nothing of.
-    #[serde(default)]
-    pub untrained: BTreeSet<String>,
-    /// Tensors that are wanted as the values of their codes.
-    #[serde(default)]
-    pub coded: Vec<CodedSide>,
-    /// Names of scales and the like, which lie beside the tensors that they are of.
+    /// Names of scales and the like below the weights' prefix; they pass beside the tensors that they are of.
     #[serde(default)]
     pub beside: HashSet<String>,
-    /// True if the two may differ (a warning then).
+    /// Where the model's own names begin.
     #[serde(default)]
-    pub twins_may_differ: bool,
+    pub weights_prefix: String,
     /// True if layers may hold what other layers hold (a warning then).
     #[serde(default)]
     pub layers_may_repeat: bool,
@@ -129,6 +149,45 @@ pub struct SourceSide {
     /// True if tensors that no rule names are taken as they are.
     #[serde(default)]
     pub pass_unknown: bool,
+}
+
+/// What the files hold of an optimizer.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OptimizerSide {
+    /// Which copy of the weights is taken unless one is asked for.
+    #[serde(default)]
+    pub weights: Weights,
+    /// Names of parameters that it keeps nothing of.
+    #[serde(default)]
+    pub untrained: HashSet<String>,
+}
+
+impl Request {
+    /// The copy of the weights that is taken.
+    pub(crate) fn taken(&self) -> Weights {
+        self.weights.unwrap_or(self.source.optimizer.weights)
+    }
+
+    /// True if parameters and masters may differ (a warning then): moments are those of the masters, so not where they go along.
+    fn twins_may_differ(&self) -> bool {
+        self.weights == Some(Weights::Params) && !self.optimizer
+    }
+
+    /// True if a merge gives tensors the model's own names.
+    fn is_renamed(&self) -> bool {
+        let SourceSide { chosen, renames, adapted, hidden, .. } = &self.source;
+        *chosen || *renames || !adapted.is_empty() || !hidden.is_empty()
+    }
+
+    /// The model's own names of parameters that the optimizer keeps nothing of.
+    fn untrained(&self) -> BTreeSet<String> {
+        let own = |name: &String| self.source.names.get(name).unwrap_or(name).clone();
+        match self.optimizer {
+            true => self.source.optimizer.untrained.iter().map(own).collect(),
+            false => BTreeSet::new(),
+        }
+    }
 }
 
 /// One file's place.
@@ -166,8 +225,8 @@ pub struct UnitSide {
 pub struct TargetSide {
     /// Name for the plan and the manifest, e.g. `hf`.
     pub name: String,
-    /// Layout table (TOML text in JSON); none to keep the source's names and shapes.
-    #[serde(default, deserialize_with = "parsed")]
+    /// Layout table (its text where a request is JSON); none to keep the source's names and shapes.
+    #[serde(rename = "toml", default, deserialize_with = "parsed")]
     pub layout: Option<Arc<Table>>,
     /// Parallel degrees.
     #[serde(default)]
@@ -272,12 +331,12 @@ pub fn draft(catalog: &Catalog, request: &Request) -> Result<Draft> {
             && !exclude.iter().any(|p| p.matches(name))
     };
     let Gathered { sources, blobs, mut stored, units, passes, mut findings, .. } =
-        Gathered::new(catalog, &request.source);
+        Gathered::new(catalog, request, request.taken() == Weights::Masters);
     catalog.look(0)?;
     add_generic_rules(&mut table, &request.source, &passes[0].seen)?;
     let outside = outside_of_source(&request.source);
     let mut made = Made { called: called(request), ..Made::default() };
-    let nothing = BTreeSet::new();
+    let (nothing, untrained) = (BTreeSet::new(), request.untrained());
     let mut table = Some(table);
     for (i, pass) in passes.iter().enumerate() {
         // The last one's is not needed again.
@@ -301,7 +360,7 @@ pub fn draft(catalog: &Catalog, request: &Request) -> Result<Draft> {
             units: &units,
             outside: &outside,
             unknown: if request.source.pass_unknown { Unknown::Pass } else { Unknown::Refuse },
-            absent: if pass.slot.is_some() { &request.source.untrained } else { &nothing },
+            absent: if pass.slot.is_some() { &untrained } else { &nothing },
             target: &target,
         };
         made.pass(with, pass, &mut stored, catalog)?;
@@ -389,7 +448,7 @@ fn outside_of_source(source: &SourceSide) -> Outside {
         known: Known { extents: source.axes.clone(), degrees: source.degrees.clone() },
         facts: source.facts.clone(),
         sets: source.sets.clone(),
-        beside: source.beside.clone(),
+        beside: source.beside.iter().map(|name| format!("{}{name}", source.weights_prefix)).collect(),
         vocab_size: source.vocab_size,
     }
 }
@@ -405,7 +464,7 @@ fn outside_of_target(target: &TargetSide) -> Outside {
 
 /// Stored names by own names: a merge keeps the names that are stored, unless others are asked for.
 fn called(request: &Request) -> HashMap<String, String> {
-    match request.target.is_none() && !request.source.renamed {
+    match request.target.is_none() && !request.is_renamed() {
         true => request.source.names.iter().map(|(stored, own)| (own.clone(), stored.clone())).collect(),
         false => HashMap::new(),
     }
@@ -416,7 +475,7 @@ fn stated(catalog: &Catalog, request: &Request) -> Plan {
     Plan {
         version: PLAN_VERSION,
         target: request.target.as_ref().map_or("merge", |t| &t.name).to_string(),
-        twins_may_differ: request.source.twins_may_differ,
+        twins_may_differ: request.twins_may_differ(),
         layers_may_repeat: request.source.layers_may_repeat,
         untied: request.source.facts.get("tied") == Some(&false),
         copies_accepted: request.source.copies_accepted.clone(),

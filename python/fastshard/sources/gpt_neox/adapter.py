@@ -13,7 +13,8 @@ from typing import Any
 from ...common.errors import FastshardError, Finding
 from ...common.formatting import runs
 from ...common.listing import Listing
-from ...layouts.declaration import MAX_DEGREE, Source, Unit
+from ...common.options import MAX_DEGREE
+from ...layouts.declaration import Source, Unit
 from ..base import Contents, Found, Options, as_dict, missing, unexpected
 from ..zero import optimizer_state
 from ..zero.cross_checks import same_step

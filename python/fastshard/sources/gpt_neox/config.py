@@ -13,7 +13,7 @@ from typing import Any
 from ...common.config_text import parse_yaml, shown
 from ...common.errors import FastshardError, Finding
 from ...common.listing import Listing
-from ...layouts.declaration import MAX_DEGREE
+from ...common.options import MAX_DEGREE
 from ..base import Options
 
 #: Layers at most; no model has as many.

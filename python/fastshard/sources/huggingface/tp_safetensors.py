@@ -11,6 +11,7 @@ from ..._core import Rule, Table
 from ...common.config_text import shown
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
+from ...common.options import MAX_DEGREE
 from ...layouts.declaration import Source, Unit
 from .. import hf_config
 from ..base import Contents, Found, Options, counted, lacking, missing, unexpected
@@ -22,7 +23,6 @@ from .adapter import slices_as_wholes
 _RANK = re.compile(r"^(.*?)(?:tp_rank|rank|mp_rank|tp)[_-]?(\d+)\.safetensors$")
 _KNOWN_KEYS = {"tp", "tp_dim", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by", "pad_value"}
 #: Beyond any run.
-_MAX_DEGREE = 1 << 16
 #: Tensors whose rows are the vocabulary, in the frameworks that write such directories.
 _VOCABULARY = re.compile(
     r"(^|\.)(embed_tokens|embed_in|word_embeddings|wte|lm_head|embed_out|output_layer|final_linear)\.weight$"
@@ -153,12 +153,12 @@ class TpSafetensors:
 def _stated_degree(layout: dict[str, Any], path: str) -> int:
     """The tensor-parallel degree by layout.json."""
     stated = _positive(layout, "tp", path)
-    if stated is None or stated > _MAX_DEGREE:
+    if stated is None or stated > MAX_DEGREE:
         raise FastshardError.of(
             "FS211",
             "layout.json: tp",
             file=path,
-            expected="the tensor-parallel degree" if stated is None else f"at most {_MAX_DEGREE}",
+            expected="the tensor-parallel degree" if stated is None else f"at most {MAX_DEGREE}",
             got="nothing" if stated is None else str(stated),
         )
     return stated

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...common.errors import FastshardError
+from ...common.options import MAX_DEGREE
 from ...models import megatron
 from ..base import Found
 from .rank_folders import MegatronFiles
 
 #: No run has had as many ranks.
-_MAX_DEGREE, _MAX_RANKS = 1 << 16, 1 << 20
+_MAX_RANKS = 1 << 20
 
 
 @dataclass
@@ -57,12 +58,12 @@ class RankGrid:
         pp = pp or max(p[1] for p in places) + 1
         ep = ep or max(p[2] for p in places) + 1
         etp = (megatron.size(args, "expert_tensor_parallel_size") if mixture else None) or tp
-        if max(tp, pp, ep, etp) > _MAX_DEGREE or max(tp, etp) * pp * ep > _MAX_RANKS:
+        if max(tp, pp, ep, etp) > MAX_DEGREE or max(tp, etp) * pp * ep > _MAX_RANKS:
             raise FastshardError.of(
                 "FS211",
                 "args: tensor-, pipeline- and expert-parallel degrees",
                 file=found.files[0].path,
-                expected=f"at most {_MAX_DEGREE} each, and {_MAX_RANKS} ranks",
+                expected=f"at most {MAX_DEGREE} each, and {_MAX_RANKS} ranks",
                 got=f"{tp} x {pp} x {ep}",
             )
         return cls(tp, pp, ep, places, etp)

@@ -59,7 +59,7 @@ class Orbax:
         findings = [*findings, *_committed(listing, places, options)]
         tree = _tree(listing, places)
         union = stores.open_stores(listing, places, set(tree.arrays) if tree else set())
-        evidence = _evidence(listing, places, tree, union, options.expect_processes)
+        evidence = _evidence(listing, places, tree, union, options.given.get("expect_processes"))
         findings += union.copied()
         accepted = "elided-zeros" in options.accept
         verdict = completeness.judge(union.arrays, union.keys, evidence, accepted)

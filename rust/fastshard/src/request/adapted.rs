@@ -80,12 +80,15 @@ impl ChangeSide {
 
 impl Gathered {
     /// Gives tensors their changes. Returns the stored tensors that are no outputs: factors, and what is replaced.
-    pub(super) fn adapt(&mut self, adapted: &[AdaptedSide], hidden: &HashSet<String>) -> HashSet<u32> {
+    pub(super) fn adapt(&mut self, adapted: &[AdaptedSide], hidden: &HashSet<&str>) -> HashSet<u32> {
         let mut by_name: HashMap<&str, u32> = HashMap::new();
         for &index in &self.passes[0].tensors {
             by_name.entry(&self.stored[index as usize].name).or_insert(index);
         }
-        let out = self.passes[0].tensors.iter().filter(|&&i| hidden.contains(&self.stored[i as usize].name));
+        let out = self.passes[0]
+            .tensors
+            .iter()
+            .filter(|&&i| hidden.contains(self.stored[i as usize].name.as_str()));
         let out: HashSet<u32> = out.copied().collect();
         let mut of: HashMap<&str, Vec<u32>> = HashMap::new();
         for (seen, &index) in self.passes[0].seen.iter().zip(&self.passes[0].tensors) {

@@ -13,7 +13,7 @@ use crate::layout::resolve::{Stored, Unit};
 use crate::plan::{BoxPiece, Pieces, PlanBlob, PlanFile, RangePiece, StoredTensor};
 use crate::tensor::{c_strides, element_count, Dtype};
 
-use super::{SourceSide, UnitSide};
+use super::{Request, SourceSide, UnitSide, Weights};
 
 /// Tensors of one rank that lie in ranges of other tensors: partitions of a flat optimizer state.
 #[derive(Debug, Deserialize)]
@@ -33,9 +33,12 @@ pub struct AssembledSide {
     /// What of a parameter they are, e.g. `exp_avg`; absent for its values.
     #[serde(default)]
     pub slot: Option<String>,
-    /// True for tensors that no file need hold besides (frozen parameters).
+    /// True for parameters that are not trained, so that no file need hold them besides.
     #[serde(default)]
-    pub alone: bool,
+    pub frozen: bool,
+    /// True for further names, wanted only where the masters are taken.
+    #[serde(default)]
+    pub masters_only: bool,
     /// The tensors.
     pub tensors: Vec<AssembledTensor>,
 }
@@ -99,25 +102,32 @@ struct Twins {
 }
 
 impl Gathered {
-    /// Gathers what `side` declares. Where a file and the assembled tensors hold one tensor both, the
-    /// side that is not preferred becomes the other's twin.
-    pub(crate) fn new(catalog: &Catalog, side: &SourceSide) -> Gathered {
+    /// Gathers what the source of a request declares, as far as it is asked for. Where a file and the assembled tensors hold
+    /// one tensor both, it is taken from the assembled ones if those are `preferred`; the other becomes its twin.
+    pub(crate) fn new(catalog: &Catalog, request: &Request, preferred: bool) -> Gathered {
+        let side = &request.source;
+        let wanted = |group: &&AssembledSide| {
+            (group.slot.is_none() || request.optimizer)
+                && (!group.masters_only || request.taken() == Weights::Masters)
+        };
+        let assembled: Vec<&AssembledSide> = side.assembled.iter().filter(wanted).collect();
         let mut all = Gathered { passes: vec![Pass::default()], ..Gathered::default() };
         for unit in &side.units {
             all.unit(catalog, unit, &side.names);
         }
         let mut twins = Twins::default();
-        if side.assembled.iter().any(|group| group.slot.is_none()) {
+        if assembled.iter().any(|group| group.slot.is_none()) {
             for (stored, seen) in all.passes[0].tensors.iter().zip(&all.passes[0].seen) {
                 twins.of_files.entry(seen.name.clone()).or_default().push((seen.unit, *stored));
             }
         }
-        for group in &side.assembled {
-            all.group(catalog, side, group, &mut twins);
+        for group in assembled {
+            all.group(catalog, side, group, preferred, &mut twins);
         }
-        all.decode(&side.coded);
+        all.decode(&request.coded);
         let mut replaced = twins.replaced;
-        replaced.extend(all.adapt(&side.adapted, &side.hidden));
+        let hidden = side.hidden.union(&request.left_out).map(String::as_str).collect();
+        replaced.extend(all.adapt(&side.adapted, &hidden));
         let Pass { seen, tensors, .. } = &mut all.passes[0];
         let keep: Vec<bool> = tensors.iter().map(|t| !replaced.contains(t)).collect();
         let mut kept = keep.iter();
@@ -128,7 +138,14 @@ impl Gathered {
     }
 
     /// Puts the tensors of one rank's partitions together, each in its pass.
-    fn group(&mut self, catalog: &Catalog, side: &SourceSide, group: &AssembledSide, twins: &mut Twins) {
+    fn group(
+        &mut self,
+        catalog: &Catalog,
+        side: &SourceSide,
+        group: &AssembledSide,
+        preferred: bool,
+        twins: &mut Twins,
+    ) {
         let Some(file) = file_of(catalog, group.file) else { return };
         self.units.push(Unit {
             coords: group.coords.clone(),
@@ -145,9 +162,9 @@ impl Gathered {
             let seen = Stored { name, shape: stored.shape.clone(), dtype: stored.dtype, unit };
             self.stored.push(stored);
             match &group.slot {
-                None if !self.pair(side, group, &seen, index, twins) => {}
+                None if !self.pair(preferred, group, &seen, index, twins) => {}
                 None => {
-                    if group.alone {
+                    if group.frozen {
                         twins.whole.entry(seen.name.clone()).or_default().push((unit, index));
                     }
                     self.passes[0].add(seen, index);
@@ -161,7 +178,7 @@ impl Gathered {
     /// need hold it.
     fn pair(
         &mut self,
-        side: &SourceSide,
+        preferred: bool,
         group: &AssembledSide,
         seen: &Stored,
         index: u32,
@@ -173,18 +190,18 @@ impl Gathered {
             coords.iter().all(|(d, r)| group.coords.get(d).copied().unwrap_or(0) == *r)
                 && (group.bases.is_empty() || group.bases == *bases)
         };
-        let among = [Some(&known.of_files), (!group.alone).then_some(&known.whole)];
+        let among = [Some(&known.of_files), (!group.frozen).then_some(&known.whole)];
         let others = among.into_iter().flatten().filter_map(|m| m.get(&seen.name)).flatten();
         let twins: Vec<u32> = others
             .filter(|(u, o)| on_rank(*u) && self.stored[*o as usize].shape == seen.shape)
             .map(|(_, o)| *o)
             .collect();
-        if side.prefer_assembled {
+        if preferred {
             known.replaced.extend(twins.iter().copied());
             self.stored[index as usize].twins = twins;
             return true;
         }
-        if twins.is_empty() && !group.alone {
+        if twins.is_empty() && !group.frozen {
             let mut finding = Finding::new(
                 codes::MISSING_TENSOR,
                 "the optimizer holds this parameter, no model file does",

@@ -100,7 +100,7 @@ fn ranks(tp: u64, hidden: u64) -> Vec<RankFile> {
 fn request(files: &[RankFile], tp: u64) -> serde_json::Value {
     json!({
         "source": {
-            "layout": TABLE, "units": units(files), "degrees": {"tp": tp}, "vocab_size": V,
+            "toml": TABLE, "units": units(files), "degrees": {"tp": tp}, "vocab_size": V,
             "facts": {"parallel": false},
             "axes": {"H": H, "P": P, "g": 4, "r": 2, "d": 8, "F": 96, "L": L},
         },
@@ -231,7 +231,7 @@ fn a_copied_file_of_layers_only_is_found() {
     for (from, damaged) in [(1, false), (0, true)] {
         let files = vec![rank(0, 0), rank(1, from)];
         let asked = json!({
-            "source": {"layout": table, "units": units(&files), "degrees": {"tp": 2}},
+            "source": {"toml": table, "units": units(&files), "degrees": {"tp": 2}},
             "max_shard_size": 1u64 << 40,
         });
         let outcome = merge(&files, asked);
@@ -261,7 +261,7 @@ fn a_copied_shard_of_which_half_is_constant_is_found() {
     };
     let files = vec![rank(0), rank(1)];
     let asked = json!({
-        "source": {"layout": table, "units": units(&files), "degrees": {"tp": 2}}, "max_shard_size": 1u64 << 40,
+        "source": {"toml": table, "units": units(&files), "degrees": {"tp": 2}}, "max_shard_size": 1u64 << 40,
     });
     let finding = merge(&files, asked);
     assert_eq!(finding.expect(codes::DUPLICATED_SHARD, Severity::Error).tensor.as_deref(), Some("w.0"));
@@ -353,7 +353,7 @@ fn a_mean_of_three_is_a_division() {
         ..RankFile::default()
     };
     let files: Vec<RankFile> = (0..3).map(rank).collect();
-    let source = json!({"layout": table, "units": units(&files), "degrees": {"tp": 3}});
+    let source = json!({"toml": table, "units": units(&files), "degrees": {"tp": 3}});
     let outcome =
         merge(&files, json!({"source": source, "mean_replicas": true, "max_shard_size": 1u64 << 40}));
     outcome.clean();
@@ -457,9 +457,9 @@ fn what_fills_one_place_twice_is_found() {
         file.tensors.push(Tensor::painted("final_norm", &[H], 9));
     }
     let mut asked = request(&files, 2);
-    asked["source"]["layout"] = json!(table);
+    asked["source"]["toml"] = json!(table);
     let target =
-        with(asked.clone(), "target", json!({"name": "to", "layout": TABLE, "facts": {"parallel": false}}));
+        with(asked.clone(), "target", json!({"name": "to", "toml": TABLE, "facts": {"parallel": false}}));
     for asked in [asked, target] {
         let outcome = merge(&files, asked);
         outcome.expect(codes::OVERLAP, Severity::Error);
@@ -479,7 +479,7 @@ fn what_fills_one_place_twice_is_found() {
             }
         }
         let mut asked = with(request(&files, 2), "mean_replicas", json!(mean));
-        asked["source"]["layout"] = json!(table);
+        asked["source"]["toml"] = json!(table);
         asked["source"]["facts"] = json!({"parallel": parallel});
         let outcome = merge(&files, asked);
         outcome.expect(codes::OVERLAP, Severity::Error);
@@ -503,7 +503,7 @@ fn unknown_and_contradictory_things_are_found() {
         with(
             request(&files, 2),
             "target",
-            json!({"name": "to", "layout": smaller, "facts": {"parallel": false}}),
+            json!({"name": "to", "toml": smaller, "facts": {"parallel": false}}),
         ),
     );
     let finding = outcome.expect(codes::UNKNOWN_TENSOR, Severity::Error);
@@ -527,7 +527,7 @@ fn unknown_and_contradictory_things_are_found() {
         with(
             request(&files, 2),
             "target",
-            json!({"name": "to", "layout": TABLE, "degrees": {"tp": 3}, "facts": {"parallel": false}}),
+            json!({"name": "to", "toml": TABLE, "degrees": {"tp": 3}, "facts": {"parallel": false}}),
         ),
     );
     outcome.expect(codes::NOT_DIVISIBLE, Severity::Error);
@@ -545,8 +545,8 @@ fn layers_beyond_the_target_are_found_at_any_degree() {
         let outcome = merge(
             &files,
             json!({
-                "source": {"layout": stacked, "units": units(&files)},
-                "target": {"name": "to", "layout": single, "degrees": {"tp": tp}, "axes": {"L": 2}},
+                "source": {"toml": stacked, "units": units(&files)},
+                "target": {"name": "to", "toml": single, "degrees": {"tp": tp}, "axes": {"L": 2}},
                 "max_shard_size": 1u64 << 40,
             }),
         );
@@ -559,9 +559,9 @@ fn layers_beyond_the_target_are_found_at_any_degree() {
 fn layers_beyond_the_source_are_missing() {
     let stacked = "layout = \"a\"\nfamily = \"f\"\n[[tensor]]\nname = \"norms\"\nshape = \"[L, H]\"\n";
     let files = vec![RankFile { tensors: vec![Tensor::painted("norms", &[2, 8], 1)], ..RankFile::default() }];
-    let target = json!({"name": "to", "layout": stacked, "axes": {"L": 3}});
+    let target = json!({"name": "to", "toml": stacked, "axes": {"L": 3}});
     let asked = json!({
-        "source": {"layout": stacked, "units": units(&files)}, "target": target, "max_shard_size": 1u64 << 40,
+        "source": {"toml": stacked, "units": units(&files)}, "target": target, "max_shard_size": 1u64 << 40,
     });
     merge(&files, asked).expect(codes::MISSING_TENSOR, Severity::Error);
 }
@@ -580,7 +580,7 @@ fn ranks_beyond_the_degree_are_refused() {
         let files: Vec<RankFile> = (0..ranks).map(rank).collect();
         for degrees in [json!({"tp": degree}), json!({})] {
             let asked = json!({
-                "source": {"layout": table, "units": units(&files), "degrees": degrees},
+                "source": {"toml": table, "units": units(&files), "degrees": degrees},
                 "max_shard_size": 1u64 << 40,
             });
             merge(&files, asked).expect(codes::RANKS_DISAGREE, Severity::Error);
@@ -627,9 +627,9 @@ fn absurd_positions_are_refused() {
         let table = format!("layout = \"a\"\nfamily = \"f\"\n[[tensor]]\nname = {name:?}\nshape = \"[H]\"\n");
         let files = vec![RankFile { tensors: vec![Tensor::painted(tensor, &[4], 1)], ..RankFile::default() }];
         for target in [false, true] {
-            let mut asked = json!({"source": {"layout": table, "units": units(&files), "axes": axes}, "max_shard_size": 1u64 << 40});
+            let mut asked = json!({"source": {"toml": table, "units": units(&files), "axes": axes}, "max_shard_size": 1u64 << 40});
             if target {
-                asked["target"] = json!({"name": "to", "layout": table});
+                asked["target"] = json!({"name": "to", "toml": table});
             }
             let outcome = merge(&files, asked);
             assert!(outcome.failed() && outcome.findings.len() < 4000, "{}", outcome.findings.len());
@@ -641,7 +641,7 @@ fn absurd_positions_are_refused() {
 fn absurd_degrees_and_extents_are_refused() {
     let files = ranks(2, H);
     let target = |key: &str, value: serde_json::Value| {
-        let mut target = json!({"name": "to", "layout": TABLE, "facts": {"parallel": false}});
+        let mut target = json!({"name": "to", "toml": TABLE, "facts": {"parallel": false}});
         target[key] = value;
         with(request(&files, 2), "target", target)
     };
@@ -766,7 +766,7 @@ fn values_anywhere_in_large_padding_are_pointed_out() {
             *byte = 1;
         }
         let files = vec![RankFile { tensors: vec![t], ..RankFile::default() }];
-        let source = json!({"layout": table, "units": units(&files), "vocab_size": real});
+        let source = json!({"toml": table, "units": units(&files), "vocab_size": real});
         let outcome = merge(&files, json!({"source": source, "max_shard_size": 1u64 << 40}));
         outcome.clean();
         assert_eq!(outcome.of(codes::PAD_NOT_ZERO).len(), usize::from(at < rows * 128), "{at}");
@@ -918,7 +918,7 @@ fn padding_and_checksums_do_not_meddle() {
     write_torch(&dir.path().join(file_name(0)), &tensors, 0);
     let catalog = open(dir.path(), 1);
     let asked = json!({
-        "source": {"layout": table, "units": [{"file": 0}], "vocab_size": 400}, "max_shard_size": 1u64 << 40,
+        "source": {"toml": table, "units": [{"file": 0}], "vocab_size": 400}, "max_shard_size": 1u64 << 40,
     });
     let plan = make_plan(&catalog, asked).unwrap().plan;
     assert_eq!((plan.outputs.len(), plan.pads.len()), (1, 1));

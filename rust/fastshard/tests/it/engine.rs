@@ -61,7 +61,7 @@ fn write_out(
         (0..2).map(|r| RankFile { coords: [("tp".to_string(), r)].into(), ..RankFile::default() }).collect();
     let catalog = open(source, 2);
     let request = json!({
-        "source": {"layout": TABLE, "units": units(&files), "degrees": {"tp": 2}},
+        "source": {"toml": TABLE, "units": units(&files), "degrees": {"tp": 2}},
         "max_shard_size": 400_000,
         "texts": {"config.json": "{}"},
     });
@@ -304,7 +304,7 @@ fn planned(dir: &Path) -> (Plan, Vec<Arc<SourceFile>>) {
     write_ranks(dir, &files);
     let catalog = open(dir, 2);
     let request = json!({
-        "source": {"layout": TABLE, "units": units(&files), "degrees": {"tp": 2}}, "max_shard_size": 1u64 << 40,
+        "source": {"toml": TABLE, "units": units(&files), "degrees": {"tp": 2}}, "max_shard_size": 1u64 << 40,
     });
     let plan = make_plan(&catalog, request).unwrap().plan;
     let files = sources(&catalog, &plan);
@@ -437,8 +437,8 @@ fn through(
         format!("layout = \"t\"\nfamily = \"t\"\n[[tensor]]\nname = \"x\"\nshape = \"{shape}\"\n{ops}\n")
     };
     let request = json!({
-        "source": {"layout": table(from, "[A, d]"), "units": units(&files)},
-        "target": {"name": "to", "layout": table(to, "[d, A]")},
+        "source": {"toml": table(from, "[A, d]"), "units": units(&files)},
+        "target": {"name": "to", "toml": table(to, "[d, A]")},
         "dtype": cast.map(|d| d.safetensors_name()),
         "max_shard_size": 1u64 << 40,
     });
@@ -509,8 +509,8 @@ proptest! {
         write_ranks(dir.path(), &whole);
         let catalog = open(dir.path(), 1);
         let there = json!({
-            "source": {"layout": table, "units": units(&whole)},
-            "target": {"name": "to", "layout": table, "degrees": {"tp": tp}},
+            "source": {"toml": table, "units": units(&whole)},
+            "target": {"name": "to", "toml": table, "degrees": {"tp": tp}},
             "max_shard_size": 1u64 << 40,
         });
         let plan = make_plan(&catalog, there).unwrap().plan;
@@ -527,7 +527,7 @@ proptest! {
             .collect();
         write_ranks(dir.path(), &split);
         let names: Vec<String> = (0..split.len()).map(file_name).collect();
-        let back = json!({"source": {"layout": table, "units": units(&split), "degrees": {"tp": tp}}, "max_shard_size": 1u64 << 40});
+        let back = json!({"source": {"toml": table, "units": units(&split), "degrees": {"tp": tp}}, "max_shard_size": 1u64 << 40});
         let outcome = carry_out(dir.path(), &names, back, Some(1024));
         outcome.clean();
         prop_assert_eq!(&outcome.outputs["b"].bytes, &bytes);
@@ -547,7 +547,7 @@ fn a_sum_with_copies_over_another_dimension_is_refused() {
     let dir = temp();
     write_ranks(dir.path(), &files);
     let names: Vec<String> = (0..4).map(file_name).collect();
-    let request = json!({"source": {"layout": table, "units": units(&files), "degrees": {"tp": 2, "ep": 2}}, "max_shard_size": 1u64 << 40});
+    let request = json!({"source": {"toml": table, "units": units(&files), "degrees": {"tp": 2, "ep": 2}}, "max_shard_size": 1u64 << 40});
     carry_out(dir.path(), &names, request, None).expect(codes::UNSUPPORTED, Severity::Error);
 }
 

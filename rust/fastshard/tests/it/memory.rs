@@ -164,7 +164,7 @@ fn child_budgets() {
     write_ranks(dir.path(), &ranks);
     let catalog = open(dir.path(), 2);
     let request = json!({
-        "source": {"layout": TABLE, "units": units(&ranks), "degrees": {"tp": 2}}, "max_shard_size": 1u64 << 40,
+        "source": {"toml": TABLE, "units": units(&ranks), "degrees": {"tp": 2}}, "max_shard_size": 1u64 << 40,
     });
     let plan = make_plan(&catalog, request).unwrap().plan;
     let files = sources(&catalog, &plan);

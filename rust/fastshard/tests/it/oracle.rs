@@ -25,7 +25,7 @@ fn config(world: &World, side: &Side) -> Extents {
 fn request(world: &World, source: &Side, target: Option<&Side>, files: &[RankFile]) -> serde_json::Value {
     let mut request = serde_json::json!({
         "source": {
-            "layout": source.table("from", world.vocab.as_deref()),
+            "toml": source.table("from", world.vocab.as_deref()),
             "units": units(files),
             "degrees": source.degrees,
             "axes": config(world, source),
@@ -36,7 +36,7 @@ fn request(world: &World, source: &Side, target: Option<&Side>, files: &[RankFil
     if let Some(target) = target {
         request["target"] = serde_json::json!({
             "name": "to",
-            "layout": target.table("to", world.vocab.as_deref()),
+            "toml": target.table("to", world.vocab.as_deref()),
             "degrees": target.degrees,
             "pad_multiple": target.pad_multiple,
         });
@@ -83,7 +83,7 @@ fn convert(
         errors(&planned.findings).is_empty(),
         "{:#?}\n{}",
         planned.findings,
-        asked["source"]["layout"].as_str().unwrap()
+        asked["source"]["toml"].as_str().unwrap()
     );
     let plan = planned.plan;
     let sources = sources(&catalog, &plan);

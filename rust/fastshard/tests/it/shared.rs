@@ -62,7 +62,7 @@ impl Case {
         write_ranks(&source, &ranks);
         let catalog = open(&source, 2);
         let request = json!({
-            "source": {"layout": TABLE, "units": units(&ranks), "degrees": {"tp": 2}},
+            "source": {"toml": TABLE, "units": units(&ranks), "degrees": {"tp": 2}},
             "max_shard_size": max_shard_size,
             "texts": {"config.json": "{}"},
         });

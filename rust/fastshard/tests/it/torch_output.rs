@@ -63,8 +63,8 @@ fn files(tp: u64) -> Vec<Json> {
 
 fn request(tp: u64, files: Vec<Json>) -> Json {
     json!({
-        "source": {"layout": TABLE, "units": units(&checkpoint())},
-        "target": {"name": "t", "layout": TABLE, "degrees": {"tp": tp}, "files": files},
+        "source": {"toml": TABLE, "units": units(&checkpoint())},
+        "target": {"name": "t", "toml": TABLE, "degrees": {"tp": tp}, "files": files},
         "max_shard_size": 1u64 << 40,
         "pointers": ["latest"],
         "texts": {"latest": "step", "step/configs/x.yml": "a: 1\n"},
@@ -307,7 +307,7 @@ fn optional_tensors_that_no_source_knows_are_left_out() {
     let with = |optional: &str| {
         let entry = format!("[[tensor]]\nname = \"positions\"\nshape = \"[S, H]\"\n{optional}");
         let mut request = request(1, files(1));
-        request["target"]["layout"] = json!(format!("{TABLE}{entry}"));
+        request["target"]["toml"] = json!(format!("{TABLE}{entry}"));
         let planned = make_plan(&catalog, request).unwrap();
         crate::common::errors(&planned.findings).iter().map(|f| f.code).collect::<Vec<_>>()
     };

@@ -1,0 +1,29 @@
+"""The form of a result, as the core drafts it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .._core import Table
+
+__all__ = ["Form"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What tensors of a result are called and how ranks divide them. The core reads the fields by their names."""
+
+    #: For the plan and the manifest, e.g. ``hf``.
+    name: str
+    #: Names and shapes; those of the source stay where there is none.
+    table: Table | None = None
+    #: Parallel degrees.
+    degrees: Mapping[str, int] = field(default_factory=dict)
+    facts: Mapping[str, bool] = field(default_factory=dict)
+    #: Facts that are others for the optimizer's state.
+    state_facts: Mapping[str, bool] | None = None
+    #: The vocabulary is padded to a multiple of this.
+    pad_multiple: int | None = None
+    #: True if ranks hold chunks of whole tensors: boxes, each once.
+    chunks: bool = False
