@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -10,6 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before torch is imported: each process would start as many threads as there are cores, beside as many processes.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from helpers import FIXTURES
 from hypothesis import HealthCheck, settings
 
@@ -35,10 +41,6 @@ settings.load_profile("any machine")
 
 # Importing transformers in a process of its own takes seconds: tests of what it lists ask for it.
 os.environ.setdefault("FASTSHARD_TRANSFORMERS", "off")
-
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # Each process would start as many threads as there are cores, beside as many processes.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell without job control starts `command &` with SIGINT ignored, and so does nohup. Every child would keep that, and the
 # tests that send it would wait in vain.
@@ -74,6 +76,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return _scope(nodeid.partition("::")[0]) or nodeid
 
     return Together(config, log)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leaves what was imported out of what the collector looks through: the frameworks alone are millions of objects."""
+    del session
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -7,6 +7,7 @@ the descriptor; :class:`Forks` is the other end.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -103,6 +104,8 @@ def main(answers: int, modules: Sequence[str]) -> None:
     """Imports the modules, then carries out one launch after another."""
     for module in modules:
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         asked = json.loads(line)
         ranks = []

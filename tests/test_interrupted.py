@@ -224,7 +224,7 @@ def test_source_that_changes_while_it_is_read_is_refused(
 
 #: Merges from Python; the callback says what it is called with, and does something.
 CALLED_BACK = """
-import sys
+import os, sys
 import fastshard
 def step(done, total):
     print(done, total, flush=True)
@@ -260,9 +260,13 @@ def test_progress_is_called_and_ends_with_everything(ckpt: Path, place: Path, st
 
 def test_callback_that_raises_stops_the_run(ckpt: Path, place: Path) -> None:
     before = state_of(ckpt)
+    # It is called before the first tile too, where it does nothing yet.
+    told = place / "told"
     with Steps("tile-0") as steps:
-        process = called_back("raise RuntimeError('enough')", ckpt, place / "out", steps)
+        act = f"if os.path.exists({str(told)!r}): raise RuntimeError('enough')"
+        process = called_back(act, ckpt, place / "out", steps)
         held = steps.wait("tile-0", process)
+        told.touch()
         steps.wait("cancelled", process)
         held.release()
         _, stderr = process.communicate(timeout=HANG)

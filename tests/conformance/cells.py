@@ -107,8 +107,8 @@ def hashes(out: Path) -> Hashes:
 
 
 def made(source: Path, out: Path, to: str, origin: Origin) -> Ran:
-    """A merge or a conversion."""
-    return cli("merge" if to == "merge" else "convert", source, out, *options(origin, to))
+    """A merge or a conversion; what is asked here is not whether it outlives a power failure."""
+    return cli("merge" if to == "merge" else "convert", source, out, *options(origin, to), "--fsync", "none")
 
 
 def outcome(name: str, root: Path, to: str, folder: Path) -> str:
@@ -151,7 +151,7 @@ def _leads_back(origin: Origin, root: Path, out: Path, to: str) -> None:
     assert origin.answer is not None, "a target took a model whose answers nobody told"
     # A universal checkpoint has the masters, which the weights are roundings of.
     dtype = ("--dtype", "bf16") if to == "universal" and origin.masters else ()
-    ran = cli("convert", out, back, *options(origin, origin.hub), *dtype)
+    ran = cli("convert", out, back, *options(origin, origin.hub), *dtype, "--fsync", "none")
     assert ran.code == 0, ran.out
     rounded = origin.rounded and to.startswith("maxtext")
     _same(hashes(back), origin, rounded)
