@@ -7,14 +7,18 @@ use crate::codes;
 use crate::error::{Finding, Result};
 use crate::kernel::{self, StridedBox};
 use crate::plan::{Coded, Grid, Numbers, Packing, PartAxis, Plan, StoredTensor};
-use crate::tensor::c_strides;
+use crate::tensor::{c_strides, Dtype};
 
 use super::gather::{Into, Sources};
 
-/// Elements that are made at a time, at most.
+/// Elements whose codes are read at a time, at most.
 const MOST: u64 = 128 << 10;
 /// Bytes that a worker holds for each of them: codes as they are stored, as bytes, numbers, scales, zero points.
 const EACH: u64 = 4 + 1 + 4 + 4 + 4;
+/// Values that are made at a time: they stay in the first-level cache.
+const RUN: usize = 4096;
+/// Values that lie together in the result, at least, for them to be written there one run after another.
+const LONG: u64 = 64;
 /// Codes that are made of others at the same time: zero points and scales may be.
 const DEPTH: u64 = 2;
 
@@ -24,6 +28,7 @@ struct Buffers {
     bytes: Vec<u8>,
     codes: Vec<u8>,
     values: Vec<f32>,
+    narrow: Vec<u8>,
 }
 
 /// Buffers of all workers that are not in use.
@@ -97,24 +102,75 @@ impl Cells {
         }
     }
 
-    /// Calls `apply` with each number and the values of a row that it is of.
-    fn apply(&self, row: usize, values: &mut [f32], apply: impl Fn(f32, &mut [f32])) {
+    /// Calls `apply` with each number and the values of a row, from a column on, that it is of.
+    fn apply(&self, row: usize, column: usize, values: &mut [f32], apply: impl Fn(f32, &mut [f32])) {
         let numbers = self.row(row);
         match &self.columns {
             Columns::Blocks { len: 1, .. } => {
-                values.iter_mut().zip(numbers).for_each(|(value, n)| apply(*n, std::slice::from_mut(value)));
+                let each = values.iter_mut().zip(&numbers[column..]);
+                each.for_each(|(value, n)| apply(*n, std::slice::from_mut(value)));
             }
-            Columns::Blocks { len, first } => kernel::by_blocks(values, numbers, *len, *first, apply),
+            Columns::Blocks { len, first } => {
+                let at = first + column as u64;
+                kernel::by_blocks(values, &numbers[(at / len) as usize..], *len, at % len, apply);
+            }
             Columns::Groups(groups) => {
-                let each = values.iter_mut().zip(groups);
+                let each = values.iter_mut().zip(&groups[column..]);
                 each.for_each(|(value, group)| apply(numbers[*group], std::slice::from_mut(value)));
             }
         }
     }
 }
 
+/// Where values go that are made in the order of the codes, if many of them lie together there: the axes of the box, those a
+/// long step apart first, each with its length, its step in that order and its step in the result; and how many lie together.
+struct Runs {
+    axes: Vec<(u64, u64, u64)>,
+    len: u64,
+}
+
+impl Runs {
+    /// How a box goes into `into`, if it is all of a window and enough values lie together.
+    fn of(axes: &[PartAxis], sub: &SubBox, own: &[u64], into: &Into) -> Option<Runs> {
+        let steps = axes.iter().zip(&sub.len).zip(into.strides);
+        let mut axes: Vec<(u64, u64, u64)> = steps
+            .filter(|((_, n), _)| **n > 1)
+            .map(|((axis, &n), &dst)| (n, axis.step * own[axis.dim as usize], dst))
+            .collect();
+        axes.sort_by_key(|(_, step, _)| std::cmp::Reverse(*step));
+        let mut all = 1;
+        for (n, step, _) in axes.iter().rev() {
+            if *step != all {
+                return None;
+            }
+            all *= n;
+        }
+        let mut len = 1;
+        while let Some(&(n, _, dst)) = axes.last() {
+            if dst != len {
+                break;
+            }
+            len *= n;
+            axes.pop();
+        }
+        (len >= LONG || axes.is_empty()).then_some(Runs { axes, len })
+    }
+
+    /// Puts values, which begin at place `at` in the order of the codes, into the result as `to`.
+    fn put(&self, mut at: u64, mut values: &[f32], to: Dtype, base: u64, bytes: &mut [u8]) {
+        while !values.is_empty() {
+            let (here, after) = values.split_at(values.len().min((self.len - at % self.len) as usize));
+            let place = self.axes.iter().map(|(n, step, dst)| at / step % n * dst).sum::<u64>();
+            let first = (base + place + at % self.len) as usize * to.size();
+            kernel::from_f32(to, here, &mut bytes[first..][..here.len() * to.size()]);
+            at += here.len() as u64;
+            values = after;
+        }
+    }
+}
+
 impl Sources<'_> {
-    /// Reads the box `part` of `axes` of the values that codes stand for, as float32.
+    /// Reads the box `part` of `axes` of the values that codes stand for, which are float32, as `to`.
     #[allow(clippy::too_many_arguments)]
     pub(super) fn read_coded(
         &self,
@@ -123,6 +179,7 @@ impl Sources<'_> {
         axes: &[PartAxis],
         src_base: &[u64],
         part: &SubBox,
+        to: Dtype,
         into: &mut Into,
         scratch: &mut [u8],
     ) -> Result<()> {
@@ -148,18 +205,32 @@ impl Sources<'_> {
                 ahead.extend([after, sub]);
                 continue;
             }
-            self.make_box(stored, coded, &lo, &len, &mut buffers, scratch)?;
             let own = coded.strides(&len);
+            let dst = into.shifted(part, &sub).base;
+            if let Some(runs) = Runs::of(axes, &sub, &own, into) {
+                let bytes = &mut *into.bytes;
+                let mut put = |at: usize, made: &[f32]| runs.put(at as u64, made, to, dst, bytes);
+                self.make_box(stored, coded, &lo, &len, &mut buffers, scratch, &mut put)?;
+                continue;
+            }
+            let mut narrow = std::mem::take(&mut buffers.narrow);
+            let size = to.size();
+            narrow.resize(len.iter().product::<u64>() as usize * size, 0);
+            let mut put = |at: usize, made: &[f32]| {
+                kernel::from_f32(to, made, &mut narrow[at * size..][..made.len() * size]);
+            };
+            self.make_box(stored, coded, &lo, &len, &mut buffers, scratch, &mut put)?;
             let strides: Vec<u64> = axes.iter().map(|axis| axis.step * own[axis.dim as usize]).collect();
             let shape = StridedBox { extents: &sub.len, src_strides: &strides, dst_strides: into.strides };
-            let dst = into.shifted(part, &sub).base;
-            kernel::copy(kernel::bytes(&buffers.values), 0, into.bytes, dst, &shape, size_of::<f32>());
+            kernel::copy(&narrow, 0, into.bytes, dst, &shape, size);
+            buffers.narrow = narrow;
         }
         self.coded.put(buffers);
         Ok(())
     }
 
-    /// Makes a box of a tensor's values in `buffers.values`, in the order of the codes.
+    /// Makes a box of a tensor's values, and hands them to `put` in the order of the codes: the place of the first, and values.
+    #[allow(clippy::too_many_arguments)]
     fn make_box(
         &self,
         stored: &StoredTensor,
@@ -168,10 +239,9 @@ impl Sources<'_> {
         len: &[u64],
         buffers: &mut Buffers,
         scratch: &mut [u8],
+        put: &mut dyn FnMut(usize, &[f32]),
     ) -> Result<()> {
         let count = len.iter().product::<u64>() as usize;
-        let mut values = std::mem::take(&mut buffers.values);
-        values.resize(count, 0.0);
         let (shape, rank) = (&stored.shape, stored.shape.len());
         let strides = c_strides(shape);
         let table = self.table(&coded.numbers, scratch)?;
@@ -185,7 +255,7 @@ impl Sources<'_> {
         }
         let each: usize = len[outer..].iter().product::<u64>() as usize;
         let mut at = vec![0u64; outer];
-        for values in values.chunks_mut(each.max(1)) {
+        for begin in (0..count).step_by(each.max(1)) {
             let first = |to: usize| -> u64 {
                 (0..to).map(|d| (lo[d] + at.get(d).copied().unwrap_or(0)) * strides[d]).sum()
             };
@@ -203,7 +273,8 @@ impl Sources<'_> {
                 let (rows, columns) = (row.1 as usize, column.1 as usize);
                 Window { lead, row: row.0, rows, column: column.0, columns }
             };
-            self.make_window(stored, coded, window, &table, values, buffers, scratch)?;
+            let mut place = |at: usize, made: &[f32]| put(begin + at, made);
+            self.make_window(stored, coded, window, &table, buffers, scratch, &mut place)?;
             for (i, n) in at.iter_mut().zip(&len[..outer]).rev() {
                 *i += 1;
                 if *i < *n {
@@ -212,11 +283,10 @@ impl Sources<'_> {
                 *i = 0;
             }
         }
-        buffers.values = values;
         Ok(())
     }
 
-    /// Makes the values of a window.
+    /// Makes the values of a window, run by run.
     #[allow(clippy::too_many_arguments)]
     fn make_window(
         &self,
@@ -224,28 +294,36 @@ impl Sources<'_> {
         coded: &Coded,
         window: Window,
         table: &[f32; 256],
-        values: &mut [f32],
         buffers: &mut Buffers,
         scratch: &mut [u8],
+        put: &mut dyn FnMut(usize, &[f32]),
     ) -> Result<()> {
         self.take_codes(coded, window, buffers, scratch)?;
-        match coded.numbers {
-            Numbers::Float(dtype) => kernel::values(dtype, &buffers.codes, values),
-            _ => kernel::look_up(table, &buffers.codes, values),
-        }
         let zeros = coded.zero.as_ref().map(|grid| self.cells(stored, coded, grid, window, scratch));
         let zeros = zeros.transpose()?;
         let scales = self.scales_of(stored, coded, window, scratch)?;
-        for (row, values) in values.chunks_mut(window.columns.max(1)).enumerate() {
-            if let Some(zeros) = &zeros {
-                zeros.apply(row, values, |zero, values| values.iter_mut().for_each(|v| *v -= zero));
-            }
-            if let Some(scales) = &scales {
-                scales.apply(row, values, |scale, values| values.iter_mut().for_each(|v| *v *= scale));
-                kernel::round(coded.rounded, values);
-            }
-            if coded.term != 0.0 {
-                values.iter_mut().for_each(|v| *v += coded.term);
+        let Buffers { codes, values, .. } = buffers;
+        values.resize(RUN, 0.0);
+        for (row, codes) in codes.chunks(window.columns.max(1)).enumerate() {
+            for (run, codes) in codes.chunks(RUN).enumerate() {
+                let (column, values) = (run * RUN, &mut values[..codes.len()]);
+                match coded.numbers {
+                    Numbers::Float(dtype) => kernel::values(dtype, codes, values),
+                    _ => kernel::look_up(table, codes, values),
+                }
+                if let Some(zeros) = &zeros {
+                    zeros.apply(row, column, values, |zero, values| {
+                        values.iter_mut().for_each(|v| *v -= zero)
+                    });
+                }
+                if let Some(scales) = &scales {
+                    scales.apply(row, column, values, |n, values| values.iter_mut().for_each(|v| *v *= n));
+                    kernel::round(coded.rounded, values);
+                }
+                if coded.term != 0.0 {
+                    values.iter_mut().for_each(|v| *v += coded.term);
+                }
+                put(row * window.columns + column, values);
             }
         }
         Ok(())

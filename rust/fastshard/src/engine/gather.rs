@@ -194,7 +194,9 @@ impl<'p> Sources<'p> {
     ) -> Result<()> {
         let item = stored.dtype.size();
         match &stored.pieces {
-            Pieces::Coded(coded) => self.read_coded(stored, coded, axes, src_base, part, into, scratch),
+            Pieces::Coded(coded) => {
+                self.read_coded(stored, coded, axes, src_base, part, stored.dtype, into, scratch)
+            }
             Pieces::View { blob, offset, strides } => {
                 let steps: Vec<u64> = axes.iter().map(|a| a.step * strides[a.dim as usize]).collect();
                 let base = src_base.iter().zip(strides).map(|(i, s)| i * s).sum();

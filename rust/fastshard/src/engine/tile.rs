@@ -153,7 +153,8 @@ pub fn make(
             continue;
         }
         let first = &plan.stored[part.sources[0] as usize];
-        if is_copied(part, first, output.dtype, twins) {
+        let coded = first.coded().filter(|_| output.dtype.is_float());
+        if is_alone(part, first, twins) && (first.dtype == output.dtype || coded.is_some()) {
             let mut found = Vec::new();
             spread.cut(&whole, lo, hi, &mut |sub| found.push(sub.clone()));
             for sub in found {
@@ -162,7 +163,13 @@ pub fn make(
                     base: spread.first(&sub) - lo,
                     strides: spread.strides(),
                 };
-                sources.read(first, &part.axes, &part.src_base, &sub, &mut into, &mut work.span)?;
+                let (axes, base, to) = (&part.axes, &part.src_base, output.dtype);
+                match coded {
+                    Some(coded) => {
+                        sources.read_coded(first, coded, axes, base, &sub, to, &mut into, &mut work.span)?
+                    }
+                    None => sources.read(first, axes, base, &sub, &mut into, &mut work.span)?,
+                }
             }
         } else {
             // Across the source first: what lies together there is read together, also transposed.
@@ -181,11 +188,10 @@ pub fn make(
     Ok(seen)
 }
 
-/// True if the part is one stored tensor's bytes as they are, and nothing has to be compared.
-fn is_copied(part: &Part, first: &StoredTensor, dtype: Dtype, twins: Twins) -> bool {
+/// True if the part is one stored tensor whose values do not change, and nothing has to be compared.
+fn is_alone(part: &Part, first: &StoredTensor, twins: Twins) -> bool {
     part.sources.len() == 1
         && part.ops.is_empty()
-        && first.dtype == dtype
         && first.changes.is_empty()
         && (first.twins.is_empty() || twins == Twins::Leave)
         && !matches!(part.combine, Combine::Zero(_))

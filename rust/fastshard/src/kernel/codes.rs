@@ -127,7 +127,7 @@ pub fn look_up(table: &[f32; 256], codes: &[u8], out: &mut [f32]) {
 }
 
 /// Calls `apply` with the number of each block, and the values of a row that lie in it: the first value is `first` into its
-/// block, of which each has `block` values.
+/// block, of which each has `block` values. There may be further numbers.
 pub fn by_blocks(
     values: &mut [f32],
     numbers: &[f32],
@@ -138,6 +138,9 @@ pub fn by_blocks(
     let mut rest = values;
     let mut left = block - first;
     for number in numbers {
+        if rest.is_empty() {
+            break;
+        }
         let n = left.min(rest.len() as u64) as usize;
         let (here, after) = rest.split_at_mut(n);
         apply(*number, here);
