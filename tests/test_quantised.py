@@ -14,6 +14,7 @@ from helpers import at_once, cli
 from hypothesis import given
 from hypothesis import strategies as st
 from quantised_maker import FORMS, LINEAR, Tensors, model, write
+from safetensors import safe_open
 from safetensors.torch import save_file
 from test_families_hf import saved
 from test_families_hf import tensors as deepseek
@@ -513,12 +514,53 @@ def torchao(folder: Path, **changed: torch.Tensor | None) -> Path:
     return folder
 
 
-def test_torchao_is_judged_by_its_headers_and_not_written_without_them(tmp_path: Path) -> None:
+def headers(folder: Path) -> list[dict[str, str]]:
+    """The metadata of each file."""
+    found = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            found.append({key: text for key, text in opened.metadata().items() if key != "format"})
+    return found
+
+
+def test_a_merge_keeps_what_headers_say_of_tensors_of_torchao(tmp_path: Path) -> None:
     folder = torchao(tmp_path / "in")
+    (said,) = headers(folder)
     assert cli("verify", folder).code == cli("ls", folder).code == 0
-    for options in ((), ("--dtype", "bf16")):
-        ran = cli("merge", folder, tmp_path / "out", *options)
+    assert cli("merge", folder, tmp_path / "one").code == 0
+    assert headers(tmp_path / "one") == [said]
+    # Readers keep the list of the last file.
+    assert cli("merge", folder, tmp_path / "several", "--max-shard-size", "100B").code == 0
+    assert headers(tmp_path / "several") == [said] * 2
+    assert cli("verify", tmp_path / "several").code == 0
+    assert cli("convert", tmp_path / "several", tmp_path / "hf", "--to", "hf").code == 0
+    assert headers(tmp_path / "hf") == [said]
+    assert cli("merge", folder, tmp_path / "part", "--include", "a.*").code == 0
+    assert headers(tmp_path / "part") == [
+        {"a.weight": said["a.weight"], "tensor_names": json.dumps(["a.weight"])}
+    ]
+
+
+def test_torchao_is_not_written_where_its_headers_would_be_untrue(tmp_path: Path) -> None:
+    folder = torchao(tmp_path / "in")
+    for options in (("merge", "--dtype", "bf16"), ("convert", "--to", "dcp"), ("merge", "--vocab-size", "8")):
+        ran = cli(options[0], folder, tmp_path / "out", *options[1:])
         assert ran.code == 2 and ran.having("FS514", message="torchao keeps in the header"), ran.out
         assert not (tmp_path / "out").exists()
-    (found,) = errors(torchao(tmp_path / "lost", **{"a._weight_scale": None}))
-    assert (found["code"], found["tensor"]) == ("FS102", "a._weight_scale")
+
+
+def test_torchao_is_judged_by_its_headers(tmp_path: Path) -> None:
+    for lost in ("a._weight_scale", "n.weight"):
+        (found,) = errors(torchao(tmp_path / lost, **{lost: None}))
+        assert (found["code"], found["tensor"]) == ("FS102", lost)
+    folder = torchao(tmp_path / "two")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    header = {"a.weight": json.dumps({"_type": "Tensor"}), "tensor_names": json.dumps(["a.weight"])}
+    record = {"b.weight": json.dumps({"_type": "X", "_tensor_data_names": ["qdata"]})}
+    save_file(
+        {"b._weight_qdata": torch.ones(8, dtype=torch.int8)},
+        folder / "model-00002-of-00002.safetensors",
+        header | record,
+    )
+    found = errors(folder)
+    assert [(one["code"], one["tensor"]) for one in found] == [("FS211", "a.weight")], found

@@ -1,8 +1,9 @@
-"""Models with quantised weights, loaded by transformers after --dtype and as they are: the logits must be the same bits.
+"""Models with quantised weights, loaded by transformers after --dtype and as they are: the logits must be the same bits. One of
+torchao, whose values are not made, is merged as it is.
 
     python tests/trials/dequantised_models.py [--packages DIR]
 
-Needs compressed-tensors and bitsandbytes (DIR is put before the path of modules).
+Needs compressed-tensors, bitsandbytes and torchao (DIR is put before the path of modules).
 """
 
 from __future__ import annotations
@@ -123,6 +124,20 @@ def models(root: Path) -> list[tuple[str, Path, dict[str, Any]]]:
     return found
 
 
+def torchao(root: Path) -> list[tuple[str, Path]]:
+    """The Llama in forms of torchao, as transformers saves it."""
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+
+    found = []
+    for kind in (Int8WeightOnlyConfig, Float8WeightOnlyConfig):
+        asked = transformers.TorchAoConfig(kind(version=2))
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        model = load(root / "llama", quantization_config=asked, dtype=torch.bfloat16)
+        model.save_pretrained(root / kind.__name__, max_shard_size="1MB")
+        found.append((f"torchao {kind.__name__}", root / kind.__name__))
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -133,13 +148,15 @@ def main() -> int:
         sys.path.insert(0, options.packages)
     torch.manual_seed(5)
     wrong = 0
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    ids = torch.arange(12)[None]
     with tempfile.TemporaryDirectory() as place:
-        for name, folder, asked in models(Path(place)):
-            out = Path(place) / f"{folder.name}_values"
-            fastshard.merge(folder, out, dtype="bf16")
-            load = transformers.AutoModelForCausalLM.from_pretrained
+        of_values = [(*model, {"dtype": "bf16"}) for model in models(Path(place))]
+        kept = [(name, folder, {}, {"max_shard_size": "500KB"}) for name, folder in torchao(Path(place))]
+        for name, folder, asked, options in [*of_values, *kept]:
+            out = Path(place) / f"{folder.name}_merged"
+            fastshard.merge(folder, out, **options)
             ours, info = load(out, output_loading_info=True)
-            ids = torch.arange(12)[None]
             same = torch.equal(ours(ids).logits.float(), load(folder, **asked)(ids).logits.float())
             messages = {kind: told for kind, told in info.items() if told}
             wrong += not same or bool(messages)

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from .. import _core
-from ..common import config_text
+from ..common import config_text, json_text
 from ..common.dtypes import TORCH_FLOATS
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.formatting import counted
@@ -18,6 +18,7 @@ from ..common.near_words import nearest
 from ..expected.from_config import holds_embedding
 from ..layouts.declaration import Source
 from ..models import config_json
+from ..models.quantised import torchao
 from ..models.vocab_rows import padding, words
 from ..targets.base import Bound, Completed, Drafted, Target
 from ..targets.form import Form
@@ -123,8 +124,10 @@ def _made(opened: Opened, request: Request) -> Plan:
     texts = dict(completed.texts)
     if draft.target is None or keeps_names:
         texts |= _config_text(draft)
+    metadata, unwritable = _metadata(draft)
     core = draft.core.place(
         {
+            "metadata": metadata,
             "files": completed.files,
             "max_shard_size": request.max_shard_size,
             "texts": texts,
@@ -158,7 +161,7 @@ def _made(opened: Opened, request: Request) -> Plan:
         draft.causes,
         each,
         opened if draft.target is None and draft.is_kept else None,
-        opened.quantised.unwritable,
+        unwritable,
     )
 
 
@@ -219,6 +222,32 @@ def _refuse_codes(opened: Opened, source: Source, request: Request) -> None:
         tensor=weights[0].codes,
         help="add --dtype bf16, which gives the weights their values",
     )
+
+
+def _metadata(draft: _Draft) -> tuple[dict[str, str], list[Finding]]:
+    """What the headers of a result say of tensors of torchao, and why it is not written if they would be untrue: where it has
+    other names, other values or another form."""
+    records, source = draft.opened.quantised.records, draft.source
+    if not records:
+        return {}, []
+    changed = bool(source.names or source.adapted) or draft.request.vocab_size is not None
+    is_whole = draft.target is None or (draft.target.keeps_names and draft.target.name == "hf")
+    if draft.is_kept and is_whole and not changed:
+        if draft.request.is_narrowed:
+            names = {name for name, *_ in draft.core.tensors()}
+            records = {name: r for name, r in records.items() if not names.isdisjoint(r.tensors)}
+        # Each file has all of it: readers keep the list of the last one. source: transformers 5.24 quantizer_torchao.py
+        texts = {name: r.text for name, r in records.items()}
+        return {**texts, torchao.NAMES: json_text.canonical(sorted(texts))}, []
+    name = next((name for name, r in records.items() if r.tensors != (name,)), None)
+    return {}, [
+        Finding.of(
+            "FS514",
+            "torchao keeps in the header of each file what its tensors are: their names, values and files stay as they are",
+            tensor=name,
+            help="merge without --dtype and --adapter, or save the model's values with torchao (dequantize) and convert these",
+        )
+    ]
 
 
 def _parts(opened: Opened, source: Source, core: _core.Draft) -> tuple[frozenset[str], list[HeldPart]]:

@@ -16,7 +16,7 @@ from ..layouts.declaration import Source, is_state
 from ..models.quantised.forms import F8, FLOATS, Stored, Weight
 from ..models.quantised.judge import judged
 from ..models.quantised.stated import Stated, stated
-from ..models.quantised.torchao import is_of_torchao, missing
+from ..models.quantised.torchao import Record, is_of_torchao, missing, records_of
 from ..sources.base import Contents
 
 __all__ = ["QuantisedWeights", "found_in"]
@@ -28,11 +28,6 @@ _BESIDE = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _OF_ACTIVATIONS = re.compile(
     r"\.((input|output|activation|prob|prob_output|[kvq]|kv)_(scale|zero_point)|input_global_scale|qscale_act"
     r"|experts\.(gate_up|down)_proj_activation_scale)$"
-)
-_HEADERS = Finding.of(
-    "FS514",
-    "torchao keeps in the header of each file what its tensors are, and a result would lack that: nothing could load it",
-    help="copy the files as they are, or save the model's values with torchao (dequantize)",
 )
 #: What fp8 weights have that nothing else says anything of.
 _UNSAID = Stated("fp8", {}, "")
@@ -50,8 +45,8 @@ class QuantisedWeights:
     files: Mapping[str, Path] = field(default_factory=dict)
     #: Names of scales of activations, and of the cache of keys and values: they belong to no weight.
     of_activations: list[str] = field(default_factory=list)
-    #: Why it is not written, if it is not.
-    unwritable: list[Finding] = field(default_factory=list)
+    #: What the headers of the files say of tensors of torchao, without which nothing loads them.
+    records: Mapping[str, Record] = field(default_factory=dict)
     #: How the model says that it is quantised; None if it says nothing.
     method: str | None = None
 
@@ -65,9 +60,9 @@ def found_in(source: Source, contents: Contents) -> QuantisedWeights:
     if model.is_part or source.assembled or any(degree > 1 for degree in source.degrees.values()):
         return QuantisedWeights()
     if headers := [h for unit in source.units if is_of_torchao(h := contents(unit.file))]:
-        names = _tensors(source, contents).keys()
-        found = [finding for header in headers for finding in missing(header, names)]
-        return QuantisedWeights(findings=found, unwritable=[_HEADERS])
+        records, found = records_of(headers)
+        found += missing(records, contents.names(), source.lost)
+        return QuantisedWeights(findings=found, records=records)
     files = _beside(source)
     said = stated(model.config, _contents(files))
     if said is None and (model.config is None or not model.hf_names):

@@ -10,7 +10,7 @@ use crate::codes;
 use crate::compose::Drafted;
 use crate::error::{Finding, Severity};
 use crate::files::{self, Constants, FileSide, Placed, INDEX_NAME};
-use crate::plan::{Output, Plan};
+use crate::plan::{Metadata, Output, Plan};
 use crate::request::lookalikes;
 use crate::tensor::Dtype;
 
@@ -33,6 +33,9 @@ pub struct Placement {
     /// Scalars that no tensor of the source gives.
     #[serde(default)]
     pub constants: Constants,
+    /// What the headers of safetensors files say besides, where no files are prescribed.
+    #[serde(default)]
+    pub metadata: Metadata,
     /// Top-level names that appear after all others, the last of them the one that readers start from. By default the
     /// index, else the first file.
     #[serde(default)]
@@ -96,13 +99,14 @@ impl Draft {
         let outputs = self.outputs.into_iter().map(|o| (o.coords, o.output)).collect();
         let Placed { outputs, files, has_index, findings: found } = match placement.files.is_empty() || broken
         {
-            true => files::pack(outputs, placement.max_shard_size),
+            true => files::pack(outputs, placement.max_shard_size, &placement.metadata),
             false => files::place(outputs, &placement.files, &placement.constants),
         };
         findings.extend(found);
         (plan.outputs, plan.files, plan.texts) = (outputs, files, placement.texts);
         plan.index = has_index.then(|| INDEX_NAME.to_string());
         plan.expected = placement.expected;
+        plan.metadata = if placement.files.is_empty() { placement.metadata } else { Metadata::new() };
         plan.point(placement.pointers);
         findings.extend(files::beyond(&plan));
         findings.extend(files::misnamed(&plan));

@@ -13,7 +13,7 @@ use crate::format::torch_zip::writer as torch_zip;
 use crate::format::torch_zip::MAX_MEMBERS;
 use crate::format::{safetensors, Frame, Member};
 use crate::manifest::{is_listed, is_plain, MANIFEST_NAME, MAX_MANIFEST};
-use crate::plan::{Form, OutFile, Output, Plan};
+use crate::plan::{Form, Metadata, OutFile, Output, Plan};
 
 pub use prescribed::{place, ArraysSide, Constants, Content, FileSide, RecordSide};
 
@@ -47,9 +47,15 @@ pub struct Placed {
 }
 
 /// Sets the outputs' offsets; the file with its size.
-fn laid_out(name: String, form: Form, outputs: &mut [Output], index: u32) -> Result<OutFile> {
+fn laid_out(
+    name: String,
+    form: Form,
+    metadata: &Metadata,
+    outputs: &mut [Output],
+    index: u32,
+) -> Result<OutFile> {
     let mut file = OutFile { name, header_len: 0, size: 0, form, zeros: Vec::new() };
-    let (frame, offsets) = frame(&file, &outputs.iter().collect::<Vec<_>>())?;
+    let (frame, offsets) = frame(&file, metadata, &outputs.iter().collect::<Vec<_>>())?;
     for (output, offset) in outputs.iter_mut().zip(&offsets) {
         (output.file, output.offset) = (index, *offset);
     }
@@ -64,14 +70,15 @@ pub fn unwritable(plan: &Plan) -> Vec<Finding> {
     told.filter_map(|o| safetensors::holds(o.key(), o.dtype).err()).flat_map(Error::into_findings).collect()
 }
 
-/// What stands in a file around its outputs, and the offset of each output.
+/// What stands in a file around its outputs, and the offset of each output. A header of safetensors has the metadata.
 ///
 /// # Errors
 /// Outputs that the file's format cannot hold.
-pub fn frame(file: &OutFile, outputs: &[&Output]) -> Result<(Frame, Vec<u64>)> {
+pub fn frame(file: &OutFile, metadata: &Metadata, outputs: &[&Output]) -> Result<(Frame, Vec<u64>)> {
     match &file.form {
         Form::Safetensors => {
-            let header = safetensors::header(outputs.iter().map(|o| (o.key(), o.dtype, &o.shape[..])));
+            let header =
+                safetensors::header(metadata, outputs.iter().map(|o| (o.key(), o.dtype, &o.shape[..])));
             let announced = safetensors::announced(&header);
             within("header", announced, safetensors::MAX_HEADER, &file.name)?;
             let mut at = header.len() as u64;
@@ -294,7 +301,9 @@ fn natural(name: &str) -> Vec<(String, u64)> {
 
 /// Distributes outputs over safetensors files and lays them out in each. A rank's tensors stay in one
 /// file, so that its header may be beyond the format's limit: that is a finding.
-pub fn pack(outputs: Ranked, max_bytes: u64) -> Placed {
+pub fn pack(outputs: Ranked, max_bytes: u64, metadata: &Metadata) -> Placed {
+    let room = |(key, text): (&String, &String)| serde_json::json!([key, text]).to_string().len();
+    let fixed = safetensors::HEADER_FIXED + metadata.iter().map(room).sum::<usize>();
     let mut units: BTreeMap<BTreeMap<String, u64>, Vec<Output>> = BTreeMap::new();
     for (coords, output) in outputs {
         units.entry(coords).or_default().push(output);
@@ -304,7 +313,7 @@ pub fn pack(outputs: Ranked, max_bytes: u64) -> Placed {
     for (coords, mut outputs) in units {
         outputs.sort_by_cached_key(|o| natural(&o.name));
         let mut groups: Vec<Vec<Output>> = vec![Vec::new()];
-        let (mut bytes, mut header) = (0, safetensors::HEADER_FIXED);
+        let (mut bytes, mut header) = (0, fixed);
         for output in outputs {
             let n = output.nbytes();
             let entry = safetensors::entry_room(output.key(), output.shape.len());
@@ -312,7 +321,7 @@ pub fn pack(outputs: Ranked, max_bytes: u64) -> Placed {
             // A rank's tensors stay in one file: that is what the next tool reads.
             if !sharded && !last.is_empty() && (bytes + n > max_bytes || header + entry > HEADER_ROOM) {
                 groups.push(vec![output]);
-                (bytes, header) = (n, safetensors::HEADER_FIXED + entry);
+                (bytes, header) = (n, fixed + entry);
             } else {
                 last.push(output);
                 bytes += n;
@@ -328,7 +337,7 @@ pub fn pack(outputs: Ranked, max_bytes: u64) -> Placed {
                 (false, 1) => "model.safetensors".to_string(),
                 (false, _) => format!("model-{:05}-of-{count:05}.safetensors", i + 1),
             };
-            match laid_out(name, Form::Safetensors, &mut group, files.len() as u32) {
+            match laid_out(name, Form::Safetensors, metadata, &mut group, files.len() as u32) {
                 Ok(file) => {
                     files.push(file);
                     all.extend(group);

@@ -23,6 +23,9 @@ pub use coded::{Coded, Grid, Groups, Numbers, Packing, Scale};
 pub use output::{ArrayStore, Combine, Fill, Form, Op, OutFile, Output, PadRegion, Part, PartAxis};
 pub use stored::{BoxPiece, Pieces, PlanBlob, PlanFile, RangePiece, StoredTensor};
 
+/// Texts in the header of a safetensors file, by key.
+pub type Metadata = BTreeMap<String, String>;
+
 /// Version of the plan's JSON form.
 pub const PLAN_VERSION: u32 = 2;
 
@@ -67,6 +70,9 @@ pub struct Plan {
     pub non_finite_accepted: bool,
     /// Small text files written besides, by name (config.json and the like).
     pub texts: BTreeMap<String, String>,
+    /// What the header of each safetensors file says besides, by key.
+    #[serde(default, skip_serializing_if = "Metadata::is_empty")]
+    pub metadata: Metadata,
     /// The index among the files of the result, which names the file of each tensor; none where there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub index: Option<String>,

@@ -2,31 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ...common import json_text
 from ...common.errors import Finding
 
-__all__ = ["is_of_torchao", "missing"]
+__all__ = ["NAMES", "Record", "is_of_torchao", "missing", "records_of"]
 
 #: The key under which a header lists what it describes.
-_NAMES = "tensor_names"
+NAMES = "tensor_names"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a header says of a tensor."""
+
+    #: As it stands there.
+    text: str
+    #: The tensors in the files that hold it; one of its own name where it is no subclass.
+    tensors: tuple[str, ...]
 
 
 def is_of_torchao(header: Any) -> bool:
     """True for the metadata of a safetensors file that describes tensors of torchao."""
-    return isinstance(header, Mapping) and _NAMES in header and any(_parts(name, header) for name in header)
+    return isinstance(header, Mapping) and NAMES in header and any(_parts(name, header) for name in header)
 
 
-def missing(header: Mapping[str, object], names: Collection[str]) -> Iterator[Finding]:
-    """The tensors that a header calls for and no file has."""
-    for name in header:
-        for part in _parts(name, header):
-            if part not in names:
+def records_of(headers: Iterable[Mapping[str, object]]) -> tuple[dict[str, Record], list[Finding]]:
+    """What the headers of all files say, by the names of the model's tensors, and where two contradict each other."""
+    found: dict[str, Record] = {}
+    differing: dict[str, Finding] = {}
+    for header in headers:
+        for name, text in header.items():
+            if name in (NAMES, "format") or not isinstance(text, str):
+                continue
+            record = Record(text, tuple(_parts(name, header)) or (name,))
+            if found.setdefault(name, record) != record:
+                differing[name] = Finding.of(
+                    "FS211",
+                    "two files say different things of a tensor of torchao, so one of them is of another model",
+                    tensor=name,
+                    help="copy all files of the checkpoint again from the host that saved it",
+                )
+    return found, list(differing.values())
+
+
+def missing(
+    records: Mapping[str, Record], names: Collection[str], lost: Collection[str]
+) -> Iterator[Finding]:
+    """The tensors that headers call for and no file has; those ``lost`` with a file are told with it."""
+    for name, record in records.items():
+        for part in record.tensors:
+            if part not in names and part not in lost:
                 yield Finding.of(
                     "FS102",
-                    f"{name} is stored as a tensor of torchao, and a part of it is missing",
+                    f"{name} is stored as a tensor of torchao, and a part of it is missing"
+                    if part != name
+                    else "the headers of the files list this tensor, and no file holds it",
                     tensor=part,
                     help="copy the file that holds it from the original checkpoint",
                 )
@@ -35,7 +69,7 @@ def missing(header: Mapping[str, object], names: Collection[str]) -> Iterator[Fi
 def _parts(name: str, header: Mapping[str, object]) -> list[str]:
     """The tensors in a file that one of torchao is made of."""
     text = header.get(name)
-    said = json_text.object_in(text) if isinstance(text, str) and name != _NAMES else {}
+    said = json_text.object_in(text) if isinstance(text, str) and name != NAMES else {}
     parts = said.get("_tensor_data_names")
     if not isinstance(parts, list):
         return []

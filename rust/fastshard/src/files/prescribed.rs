@@ -214,7 +214,7 @@ impl Placing {
                 content => Ok(content.form()),
             };
             let laid = form.and_then(|form| {
-                laid_out(side.name.clone(), form, &mut inside, self.files.len() as u32)
+                laid_out(side.name.clone(), form, &BTreeMap::new(), &mut inside, self.files.len() as u32)
                     .map_err(|error| error.into_findings().into_iter().map(|f| f.file(&side.name)).collect())
             });
             match laid {

@@ -9,6 +9,7 @@ use serde::Deserialize;
 use super::{Blob, Distributed, FileTensor, ParsedFile};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
+use crate::plan::Metadata;
 use crate::storage::SourceFile;
 use crate::tensor::{c_strides, element_count, Dtype};
 use crate::value::{Value, Values};
@@ -266,10 +267,15 @@ pub fn holds(name: &str, dtype: Dtype) -> Result<()> {
 }
 
 /// The bytes before the data of a safetensors file: length prefix and header, padded with spaces
-/// so that the data starts on a page. Tensors follow each other in the order given.
-pub fn header<'a>(tensors: impl Iterator<Item = (&'a str, Dtype, &'a [u64])>) -> Vec<u8> {
+/// so that the data starts on a page. Tensors follow each other in the order given; `metadata` goes beside the format's word.
+pub fn header<'a>(
+    metadata: &Metadata,
+    tensors: impl Iterator<Item = (&'a str, Dtype, &'a [u64])>,
+) -> Vec<u8> {
     let mut json = serde_json::Map::new();
-    json.insert(METADATA.into(), serde_json::json!({"format": "pt"}));
+    let mut said = serde_json::Map::from_iter([("format".to_string(), "pt".into())]);
+    said.extend(metadata.iter().map(|(key, text)| (key.clone(), text.as_str().into())));
+    json.insert(METADATA.into(), said.into());
     let mut at = 0u64;
     for (name, dtype, shape) in tensors {
         let end = at + element_count(shape).unwrap_or(0) * dtype.size() as u64;

@@ -19,7 +19,7 @@ pub(crate) fn frames(plan: &Plan, by_file: &[Vec<usize>], sources: &[Arc<SourceF
         if let Form::Overlay(source) = file.form {
             return overlay(&sources[source as usize], &outputs, &file.zeros);
         }
-        let (frame, offsets) = files::frame(file, &outputs)?;
+        let (frame, offsets) = files::frame(file, &plan.metadata, &outputs)?;
         if frame.size != file.size || outputs.iter().zip(&offsets).any(|(o, at)| o.offset != *at) {
             return Err(Finding::new(codes::BAD_VALUE, "the plan does not fit the file's format")
                 .file(&file.name)

@@ -29,7 +29,7 @@ fn ranked(names: Vec<String>, ranks: u64) -> Ranked {
 
 /// The header of a file as it is written, read by the safetensors library.
 fn opened(file: &OutFile, outputs: &[Output]) -> Vec<String> {
-    let (frame, _) = files::frame(file, &outputs.iter().collect::<Vec<_>>()).unwrap();
+    let (frame, _) = files::frame(file, &Default::default(), &outputs.iter().collect::<Vec<_>>()).unwrap();
     let mut bytes = frame.pieces[0].1.clone();
     bytes.resize(frame.size as usize, 0);
     let (_, metadata) = SafeTensors::read_metadata(&bytes).unwrap();
@@ -39,7 +39,8 @@ fn opened(file: &OutFile, outputs: &[Output]) -> Vec<String> {
 #[test]
 fn names_are_divided_so_that_each_header_can_be_opened() {
     let names: Vec<String> = (0..5).map(|i| format!("{i}{}", "n".repeat(33_000_000))).collect();
-    let Placed { outputs, files: laid_out, findings, .. } = files::pack(ranked(names.clone(), 1), u64::MAX);
+    let Placed { outputs, files: laid_out, findings, .. } =
+        files::pack(ranked(names.clone(), 1), u64::MAX, &Default::default());
     assert!(findings.is_empty(), "{findings:?}");
     assert_eq!(laid_out.len(), 2);
     let mut seen = Vec::new();
@@ -54,7 +55,8 @@ fn names_are_divided_so_that_each_header_can_be_opened() {
 #[test]
 fn a_rank_stays_in_one_file_or_is_refused_with_both_numbers() {
     let names: Vec<String> = (0..4).map(|i| format!("{i}{}", "n".repeat(25_000_000))).collect();
-    let Placed { outputs, files: laid_out, findings, .. } = files::pack(ranked(names, 2), u64::MAX);
+    let Placed { outputs, files: laid_out, findings, .. } =
+        files::pack(ranked(names, 2), u64::MAX, &Default::default());
     assert!(outputs.is_empty() && laid_out.is_empty());
     assert_eq!(findings.len(), 2);
     assert_eq!(findings[1].file.as_deref(), Some("tp_rank_01.safetensors"));
@@ -68,7 +70,7 @@ fn the_boundary_is_that_of_the_format() {
     // Headers are padded to whole pages: the last one within the limit, and the first beyond it.
     for length in [99_999_000, 99_999_500, 99_999_600, 99_999_700, 99_999_800, 99_999_990] {
         let Placed { outputs, files, findings, .. } =
-            files::pack(ranked(vec!["n".repeat(length)], 1), u64::MAX);
+            files::pack(ranked(vec!["n".repeat(length)], 1), u64::MAX, &Default::default());
         match findings.first() {
             None => {
                 good += 1;

@@ -115,7 +115,10 @@ pub struct RankFile {
 }
 
 pub fn write_safetensors(path: &Path, tensors: &[Tensor]) {
-    let mut bytes = safetensors::header(tensors.iter().map(|t| (t.name.as_str(), t.dtype, &t.shape[..])));
+    let mut bytes = safetensors::header(
+        &Default::default(),
+        tensors.iter().map(|t| (t.name.as_str(), t.dtype, &t.shape[..])),
+    );
     tensors.iter().for_each(|t| bytes.extend(&t.bytes));
     std::fs::write(path, bytes).unwrap();
 }
