@@ -720,10 +720,15 @@ def test_a_model_whose_config_is_silent_gets_the_table_of_plain_weights(form: st
         tensors |= weight(name.removesuffix(".weight"), *tensor.shape) if "_proj" in name else {name: tensor}
     folder = write(tmp_path / "in", json.loads((tmp_path / "plain/config.json").read_text()), tensors)
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
-    for to, options in (("hf", ()), ("megatron", ("--tp", "2"))):
-        assert_refused(
-            folder, tmp_path / f"not_{to}", "FS514", exit=2, command=("convert", "--to", to), options=options
-        )
+    tp = ("--tp", "2")
+    assert_refused(
+        folder, tmp_path / "not", "FS514", exit=2, command=("convert", "--to", "megatron"), options=tp
+    )
+    for to, options in (("hf", ()), ("megatron", tp)):
         assert cli("convert", folder, tmp_path / to, "--to", to, "--dtype", "bf16", *options).code == 0
+    # Codes go along with what says what they are.
+    assert cli("convert", folder, tmp_path / "kept", "--to", "hf").code == 0
+    assert set(read_result(tmp_path / "kept")) == set(tensors)
+    assert (tmp_path / "kept/hf_quant_config.json").exists() and cli("verify", tmp_path / "kept").code == 0
     assert set(read_result(tmp_path / "hf")) == set(load_file(tmp_path / "plain/model.safetensors"))
     assert not cli("verify", tmp_path / "hf").having("FS109", severity="warning")

@@ -514,6 +514,18 @@ def torchao(folder: Path, **changed: torch.Tensor | None) -> Path:
     return folder
 
 
+def test_a_part_of_a_quantised_weight_is_told(tmp_path: Path) -> None:
+    config, tensors = model("fp8 blocks")
+    folder = write(tmp_path / "in", config, tensors)
+    for n, options in enumerate((("--exclude", "*_scale_inv"), ("--include", "*_scale_inv"))):
+        ran = cli("merge", folder, tmp_path / str(n), *options)
+        assert ran.code == 0 and ran.having("FS102", severity="warning", message="a part is left out"), (
+            ran.out
+        )
+    ran = cli("merge", folder, tmp_path / "whole", "--include", "*.up_proj*")
+    assert ran.code == 0 and not ran.having("FS102", severity="warning"), ran.out
+
+
 def headers(folder: Path) -> list[dict[str, str]]:
     """The metadata of each file."""
     found = []

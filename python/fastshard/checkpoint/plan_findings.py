@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
 
 from .. import _core
 from ..common.errors import FastshardError, Finding, raise_errors
 from ..common.formatting import counted
 from ..expected import heuristics
 from ..layouts.declaration import Source, is_state
+from ..models.quantised.forms import Weight
 from ..targets.base import Drafted
 from ..targets.request import Request
 from .drafting import CoreRequest, Opened, draft_of
@@ -140,6 +142,33 @@ def left_out_for_one_reason(findings: list[Finding]) -> list[Finding]:
         for reason, group in left.items()
     ]
     return [f for f in findings if f.code != "FS212"] + notes
+
+
+def torn(weights: Sequence[Weight], taken: Collection[str]) -> list[Finding]:
+    """That patterns take a part of a quantised weight alone, whose codes are worth nothing without their scales.
+
+    Args:
+        weights: the weights.
+        taken: the model's own names of the tensors that are taken.
+    """
+    names = [[weight.codes, *weight.companions.values()] for weight in weights]
+    parts = [[name for name in of if name in taken] for of in names]
+    apart = [at for at, of in enumerate(names) if 0 < len(parts[at]) < len(of)]
+    if not apart:
+        return []
+    first = names[apart[0]]
+    lacks = next(name for name in first if name not in taken)
+    return [
+        Finding.of(
+            "FS102",
+            f"of {counted(len(apart), 'quantised weight')} a part is left out, as asked for, without which nothing gives its values",
+            severity="warning",
+            tensor=lacks,
+            got=parts[apart[0]][0],
+            count=len(apart),
+            help="pass patterns of whole modules, e.g. 'model.layers.0.*': codes and scales go together",
+        )
+    ]
 
 
 def quantised(tensors: dict[str, Drafted], dtype: str, method: str | None) -> list[Finding]:

@@ -31,7 +31,15 @@ from .drafting import CoreRequest, Merged, Opened, draft_of, movable, taken, wit
 from .grouping import HeldFile, grouped, with_effects
 from .missing_parts import HeldPart, absent, by_part, held_parts
 from .plan import Plan
-from .plan_findings import asked_for, evidence, left_out_for_one_reason, quantised, unproven, weights_taken
+from .plan_findings import (
+    asked_for,
+    evidence,
+    left_out_for_one_reason,
+    quantised,
+    torn,
+    unproven,
+    weights_taken,
+)
 from .proof import listed_by
 
 #: Errors of a tensor that is missing, or of which a part is missing or does not fit.
@@ -265,6 +273,9 @@ def _judged(draft: _Draft) -> list[Finding]:
     told: list[Finding] = []
     if not draft.is_kept and not any(f.severity == "error" for f in (*draft.findings, *draft.found)):
         told += quantised(draft.tensors, request.dtype, opened.quantised.method)
+    if request.is_narrowed and draft.is_kept and opened.quantised.weights:
+        taken_names = {source.names.get(name, name) for name, *_ in draft.core.tensors()}
+        told += torn(opened.quantised.weights, {n.removeprefix(source.weights_prefix) for n in taken_names})
     # A reference says more than a model's own layers.
     seen = None if opened.reference is not None else evidence(opened, source, request, draft.core)
     by_list: list[Finding] = []

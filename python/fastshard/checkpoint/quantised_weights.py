@@ -13,6 +13,7 @@ from typing import Any
 from ..common import safe_files
 from ..common.errors import FastshardError, Finding
 from ..layouts.declaration import Source, is_state
+from ..models.config_json import QUANTISER_FILES
 from ..models.quantised.forms import F8, FLOATS, Stored, Weight
 from ..models.quantised.judge import judged
 from ..models.quantised.stated import Stated, stated
@@ -21,8 +22,6 @@ from ..sources.base import Contents
 
 __all__ = ["QuantisedWeights", "found_in"]
 
-#: Files in which quantisers say what they did, where config.json does not.
-_BESIDE = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 #: What scales of activations and of the cache of keys and values are called. source: vLLM model_loader/weight_utils.py, ModelOpt
 #: 0.47 torch/export, compressed-tensors 0.20 quantization/lifecycle/initialize.py, transformers 5.24 finegrained_fp8.py
 _OF_ACTIVATIONS = re.compile(
@@ -131,7 +130,7 @@ def _beside(source: Source) -> dict[str, Path]:
     """The files in which quantisers say what they did."""
     found: dict[str, Path] = {}
     for folder in source.places[:1]:
-        for name in _BESIDE:
+        for name in QUANTISER_FILES:
             with contextlib.suppress(FastshardError, OSError):
                 if (file := folder.file(name)) is not None:
                     found[name] = file

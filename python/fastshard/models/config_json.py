@@ -133,6 +133,8 @@ def axes_and_facts(config: dict[str, Any]) -> tuple[dict[str, int], dict[str, bo
 
 #: Keys under which a config says that its weights are quantised.
 QUANTISED = ("quantization_config", "compression_config")
+#: Files in which quantisers say what they did, where config.json does not.
+QUANTISER_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 
 
 def unquantised(config: dict[str, Any]) -> dict[str, Any]:

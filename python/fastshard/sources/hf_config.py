@@ -121,7 +121,8 @@ def describe(
         source.model = replace(model, no_table=f"{changed[1]} has changed the names ({changed[0]})")
         return
     layout = config_json.layout_of(config, label)
-    why = _why_not(config, layout, names)
+    beside = None if path is None else _quantiser_beside(listing, path)
+    why = _why_not(config, layout, names, beside)
     source.model = replace(model, dialect=huggingface.DIALECT, no_table=why)
     strange = why is not None or not any(_LAYER.match(name) for name in names)
     if layout is not None and strange and (found := _spelled(layout, stored)) is not None:
@@ -153,7 +154,7 @@ def with_plain_weights(source: Source, names: Collection[str]) -> Source:
     stored = {name.removeprefix(outer) for name in names}
     label = None if model.config_file is None else str(model.config_file)
     layout = config_json.layout_of(config, label)
-    if layout is None or wrapped(stored) is not None or _why_not(config, layout, names) is not None:
+    if layout is None or wrapped(stored) is not None or _why_not(config, layout, names, None) is not None:
         return source
     made = replace(
         source,
@@ -308,8 +309,23 @@ def by_own_table(source: Source, table: Table, names: Collection[str]) -> Source
     return replace(source, axes=axes, facts=facts, sets=sets, provable=True, model=model)
 
 
-def _why_not(config: dict[str, Any], layout: str | None, names: Iterable[str]) -> str | None:
-    """Why a model has no table; None if it has one."""
+def _quantiser_beside(listing: Listing, config: Path) -> str | None:
+    """The file beside a config.json in which a quantiser says what it did."""
+    inside = _inside(listing, config)
+    return next(
+        (
+            n
+            for n in config_json.QUANTISER_FILES
+            if any(listing.has(root, at.with_name(n).as_posix()) for root, at in inside)
+        ),
+        None,
+    )
+
+
+def _why_not(
+    config: dict[str, Any], layout: str | None, names: Iterable[str], beside: str | None
+) -> str | None:
+    """Why a model has no table, given a quantiser's file ``beside`` its config; None if it has one."""
     model_type = config.get("model_type")
     if layout is None:
         return f"model_type {shown(model_type)} has no table"
@@ -318,7 +334,7 @@ def _why_not(config: dict[str, Any], layout: str | None, names: Iterable[str]) -
     if isinstance(quantised, dict) and method not in _PLAIN:
         return f"quantization_config ({shown(method)}) stores other tensors than the table has"
     if not _is_of(layout, names):
-        return _other_names(config)
+        return _other_names(config) if beside is None else f"{beside} stores other tensors than the table has"
     return None
 
 
