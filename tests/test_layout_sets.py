@@ -227,17 +227,17 @@ def test_without_a_config_sets_are_what_is_seen(tmp_path: Path) -> None:
     same(made, tensors)
     lacking = {name: t for name, t in tensors.items() if name != "h.3.mlp"}
     found, _ = plan(tmp_path / "neither", {"a.safetensors": lacking}, config=None)
-    refused(found, "FS102", "position 3 on axis L has tensors neither of dense nor of moe")
+    refused(found, "FS102", "layer 3 has tensors neither of dense nor of moe")
     one = {name: t for name, t in tensors.items() if name != "h.2.experts.1"}
     refused(plan(tmp_path / "one", {"a.safetensors": one}, config=None)[0], "FS102", "h.2.experts.1")
     both = tensors | {"h.1.mlp": np.zeros((2, 3), np.float32)}
     found, _ = plan(tmp_path / "both", {"a.safetensors": both}, config=None)
-    refused(found, "FS207", "position 1 on axis L has tensors of dense and of moe")
+    refused(found, "FS207", "layer 1 has tensors of dense and of moe")
     # Which positions a stack holds is told by no shape: it is not left out for that.
     for target in (None, APART):
         stack = {"a.safetensors": stacked(model(5), 5)}
         found, _ = plan(tmp_path / "stack", stack, STACKED, target, config=None)
-        assert {"FS213"} == {f["code"] for f in found if "which positions on axis L the set" in f["message"]}
+        assert {"FS213"} == {f["code"] for f in found if "nothing states which layers the set" in f["message"]}
         assert {f["tensor"] for f in found if f["code"] == "FS213"} >= {"experts", "mlps"}
     # Nor is a place within a set a position, where the set is not known.
     found, _ = plan(tmp_path / "place", {"a.safetensors": stacked(tensors)}, STACKED, APART, config=None)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any
 
 from ..models.tensor_roles import role_of
 from ..verification.stats import TensorStats
 from . import charts
 from .densities import density, joined
+from .largest_values import Place
 from .page_markup import figure_text, markup
 from .report_data import Report
 from .small_multiples import multiples
+from .tensor_numbers import worth_a_look
 
-#: Roles and single tensors that have pictures of their own.
-_ROLES, _NOTABLE = 9, 6
+#: Roles that have pictures of their own.
+_ROLES = 9
 
 
 def figures(report: Report) -> dict[str, Any]:
@@ -50,9 +50,12 @@ def figures(report: Report) -> dict[str, Any]:
             _distribution(role, sides, f"{len(roles[role]):,} tensor{'s' * (len(roles[role]) != 1)}", drawn)
         )
     notable = []
-    for name, why in _notable(after, before, roles)[:_NOTABLE]:
+    places = report.numbers.largest if report.numbers else {}
+    for name, why in worth_a_look(after, before):
         sides = [("before", before[name])] if name in before else []
-        notable.append(_distribution(name, [*sides, ("after", after[name])], why, drawn))
+        notable.append(
+            _distribution(name, [*sides, ("after", after[name])], why, drawn, places.get(name, ()))
+        )
     odd = sorted(
         ((name, s) for name, s in after.items() if s.zeros or s.nan or s.inf),
         key=lambda item: (-(item[1].nan + item[1].inf), -item[1].zero_share),
@@ -66,7 +69,11 @@ def figures(report: Report) -> dict[str, Any]:
 
 
 def _distribution(
-    title: str, sides: Sequence[tuple[str, TensorStats]], why: str, pictures: bool
+    title: str,
+    sides: Sequence[tuple[str, TensorStats]],
+    why: str,
+    pictures: bool,
+    largest: Sequence[Place] = (),
 ) -> dict[str, Any]:
     """A distribution in both views, and what the picture leaves out."""
     own = sides[-1][1]
@@ -77,6 +84,8 @@ def _distribution(
         f"std {figure_text(own.std)}",
         f"from {figure_text(own.min)} to {figure_text(own.max)}",
     ]
+    if largest:
+        told.append("largest: " + ", ".join(f"{figure_text(value)} at {list(at)}" for at, value in largest))
     if own.zeros:
         told.append(f"zeros {own.zero_share:.2%}, not drawn")
     if own.nan or own.inf:
@@ -123,33 +132,3 @@ def _alike(one: TensorStats, other: TensorStats) -> bool:
 
 def _share(share: float) -> str:
     return f"{share:.2%}" if share >= 0.0001 else "less than 0.01 %"
-
-
-def _notable(
-    after: Mapping[str, TensorStats], before: Mapping[str, TensorStats], roles: Mapping[str, Sequence[str]]
-) -> list[tuple[str, str]]:
-    """Tensors that are worth a look, and why; the oddest first."""
-    found: list[tuple[float, str, str]] = []
-    for names in roles.values():
-        stds = [std for name in names if (std := after[name].std)]
-        usual = median(stds) if len(stds) > 2 else None
-        for name in names:
-            s = after[name]
-            reasons: list[tuple[float, str]] = []
-            if s.nan or s.inf:
-                reasons.append((1000.0, f"{s.nan:,} NaN, {s.inf:,} infinite"))
-            if s.zero_slabs:
-                slab = s.zero_slabs[0].text(len(s.shape))
-                reasons.append((500.0, f"zero throughout: {slab}"))
-            if s.zero_share > 0.05 and s.zeros >= 100:
-                reasons.append((100 * s.zero_share, f"{s.zero_share:.1%} zeros"))
-            if usual and s.std and not 1 / 3 < s.std / usual < 3:
-                ratio = s.std / usual
-                reasons.append(
-                    (20 * abs(math.log(ratio)), f"std is {ratio:.2g} times that of its like in other layers")
-                )
-            if name in before and (overlap := s.overlap(before[name])) < 0.95:
-                reasons.append((200 * (1 - overlap), f"overlaps by {overlap:.0%} with what it was before"))
-            if reasons:
-                found.append((-max(r for r, _ in reasons), name, "; ".join(text for _, text in reasons)))
-    return [(name, why) for _, name, why in sorted(found)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,9 @@ from .checks import FAILED, Check, Read, checks
 from .comparison_data import Change, Comparison, Side, compared
 from .facts import Counts, Fact, counts_of, facts_of, turned
 from .grid import Grid, grid
+from .largest_values import Place, largest
 from .manifest_data import assumed_values, manifest_of, provenance, recorded_numbers
-from .tensor_numbers import read_through
+from .tensor_numbers import read_through, worth_a_look
 
 if TYPE_CHECKING:
     from .._core import RunOptions
@@ -85,6 +86,8 @@ class Numbers:
     tensors: Mapping[str, TensorStats]
     #: True if all data was read for them now.
     read: bool = False
+    #: Where the largest values are of the tensors that are worth a look.
+    largest: Mapping[str, tuple[Place, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -186,6 +189,10 @@ def gathered(
         other = Side(against_path, against)
         own = Side("", checkpoint, document, numbers.tensors if numbers else {}, hashes)
         comparison = compared(own, other, stats, run, bar)
+    if numbers is not None and numbers.read:
+        before = (comparison.before if comparison else None) or {}
+        names = [name for name, _ in worth_a_look(numbers.tensors, before)]
+        numbers = replace(numbers, largest=largest(plan, names))
     findings = checkpoint.opened.gate.judged(dict.fromkeys(findings))
     grouped = set(plan.findings)
     each = [*plan.each, *(f for f in findings if f not in grouped)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from statistics import median
 from typing import TYPE_CHECKING
 
 from .. import _core
@@ -14,6 +16,9 @@ from ..verification.stats import TensorStats
 
 if TYPE_CHECKING:
     from .._core import RunOptions
+
+#: Single tensors that have pictures of their own.
+_NOTABLE = 6
 
 
 def read_through(
@@ -50,3 +55,36 @@ def by_layer(tensors: Mapping[str, TensorStats]) -> dict[str, list[tuple[int, Te
         if layer is not None and s.std is not None:
             roles.setdefault(role_of(name), []).append((layer, s))
     return {role: sorted(of, key=lambda e: e[0]) for role, of in roles.items() if len({n for n, _ in of}) > 1}
+
+
+def worth_a_look(
+    after: Mapping[str, TensorStats], before: Mapping[str, TensorStats]
+) -> list[tuple[str, str]]:
+    """The tensors that are worth a look, and why: a few, the oddest first."""
+    roles: dict[str, list[str]] = {}
+    for name in after:
+        roles.setdefault(role_of(name), []).append(name)
+    found: list[tuple[float, str, str]] = []
+    for names in roles.values():
+        stds = [std for name in names if (std := after[name].std)]
+        usual = median(stds) if len(stds) > 2 else None
+        for name in names:
+            s = after[name]
+            reasons: list[tuple[float, str]] = []
+            if s.nan or s.inf:
+                reasons.append((1000.0, f"{s.nan:,} NaN, {s.inf:,} infinite"))
+            if s.zero_slabs:
+                slab = s.zero_slabs[0].text(len(s.shape))
+                reasons.append((500.0, f"zero throughout: {slab}"))
+            if s.zero_share > 0.05 and s.zeros >= 100:
+                reasons.append((100 * s.zero_share, f"{s.zero_share:.1%} zeros"))
+            if usual and s.std and not 1 / 3 < s.std / usual < 3:
+                ratio = s.std / usual
+                reasons.append(
+                    (20 * abs(math.log(ratio)), f"std is {ratio:.2g} times that of its like in other layers")
+                )
+            if name in before and (overlap := s.overlap(before[name])) < 0.95:
+                reasons.append((200 * (1 - overlap), f"overlaps by {overlap:.0%} with what it was before"))
+            if reasons:
+                found.append((-max(r for r, _ in reasons), name, "; ".join(text for _, text in reasons)))
+    return [(name, why) for _, name, why in sorted(found)[:_NOTABLE]]

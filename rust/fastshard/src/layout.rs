@@ -4,6 +4,7 @@
 //! [`bind`] fixes the axes from shapes and configs, [`resolve`] turns a checkpoint's tensors into
 //! boxes of canonical tensors, [`derive`] makes tables of tables, and [`crate::compose`] meets two such sets.
 
+pub(crate) mod axis_words;
 pub mod bind;
 pub mod config;
 pub mod cuts;

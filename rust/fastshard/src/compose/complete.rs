@@ -7,6 +7,7 @@ use super::wanted::{positions, MAX_MISSING};
 use super::Source;
 use crate::codes;
 use crate::error::Finding;
+use crate::layout::axis_words;
 use crate::layout::names::{Membership, Pattern};
 use crate::layout::resolve::{partitions, Resolved};
 use crate::layout::table::{Entry, Truth};
@@ -158,11 +159,7 @@ fn lost_layers<'m>(source: &Source, missing: &'m [Missing], ranked: bool) -> (Lo
         } else {
             format!("{n} in all")
         };
-        let word = match axis {
-            "L" => "layer",
-            "E" => "expert",
-            other => other,
-        };
+        let word = axis_words::noun(axis).unwrap_or(axis);
         Finding::new(
             codes::MISSING_LAYER,
             format!("{word} {at} is missing: no file has any of its {count} tensors"),
@@ -225,7 +222,7 @@ fn in_no_half(source: &Source, gone: impl Fn(&Position) -> bool) -> Vec<Finding>
         let absent = (0..extent).filter(|at| halves.iter().all(|half| !half.contains(*at)));
         let lacking = |at: &u64| !gone(&BTreeMap::from([(axis.clone(), *at)]));
         findings.extend(absent.filter(lacking).take(MAX_MISSING).map(|at| {
-            let message = format!("position {at} on axis {axis} has tensors neither of {name} nor of {other}");
+            let message = format!("{} has tensors neither of {name} nor of {other}", axis_words::position(axis, at));
             Finding::new(codes::MISSING_TENSOR, message)
                 .expected("the keys of one form", "none")
                 .help("copy the files of this layer from the node that wrote them, or pass the model's config with --config")

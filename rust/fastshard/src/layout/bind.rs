@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 
+use super::axis_words;
 use super::expr::{self, Extents};
 use super::table::Table;
 use crate::codes;
@@ -149,7 +150,7 @@ pub fn bind(table: &Table, groups: &[Group], known: &Known) -> (Extents, Vec<Fin
                 findings.push(
                     Finding::new(
                         codes::CONFIG_DISAGREES,
-                        format!("axis {axis} of the {} layout", table.name),
+                        format!("{} of the {} layout", axis_words::size(table, axis), table.name),
                     )
                     .tensor(witness)
                     .expected(
@@ -287,9 +288,9 @@ pub fn not_divisible(table: &Table, axis: &str, extent: u64, dimension: &str, de
         (1..=extent.min(1024)).filter(|d| extent.is_multiple_of(*d)).map(|d| d.to_string()).collect();
     let what = match table.generic_axis(axis) {
         Some((tensor, d)) => format!("dimension {d} of {tensor}"),
-        None => format!("axis {axis}"),
+        None => axis_words::size(table, axis),
     };
-    Finding::new(codes::NOT_DIVISIBLE, format!("{what} of extent {extent} over {dimension} {degree}"))
+    Finding::new(codes::NOT_DIVISIBLE, format!("{what}, which is {extent}, over {dimension} {degree}"))
         .expected(format!("a degree among {}", fits.join(", ")), degree)
         .help(format!("choose --{dimension} among these, or a checkpoint saved with one of them"))
 }

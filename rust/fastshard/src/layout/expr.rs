@@ -14,6 +14,8 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
+use super::axis_words::Size;
+
 /// Extents of axes by name.
 pub type Extents = BTreeMap<String, u64>;
 
@@ -328,7 +330,7 @@ fn lower_product(
                     vec![(None, inner, extent)]
                 } else {
                     let key = stored(name, padded);
-                    let extent = *extents.get(key).ok_or_else(|| format!("axis {key} has no extent"))?;
+                    let extent = *extents.get(key).ok_or_else(|| format!("{} is not known", Size(key)))?;
                     let axis = Partial { axes: vec![(name.clone(), 1)], ..Partial::default() };
                     vec![(None, vec![axis], extent)]
                 }

@@ -9,6 +9,7 @@ mod present;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
+use super::axis_words;
 use super::bind::{self, Group, Known, Local};
 use super::expr::{Extents, Factor, Shape};
 use super::names::{Match, Pattern};
@@ -351,7 +352,7 @@ impl Checkpoint<'_> {
                     self.place(
                         Finding::new(
                             codes::CONFIG_DISAGREES,
-                            format!("extent of axis {axis} in the tensor's name"),
+                            format!("{} in the tensor's name", axis_words::Size(axis)),
                         )
                         .expected(given, value)
                         .help(
@@ -467,12 +468,11 @@ impl Boxes<'_> {
             // Layers and experts, counted from 0.
             Finding::new(
                 codes::CONFIG_DISAGREES,
-                match axis.as_str() {
-                    "L" => format!("a tensor of layer {at}, and the model has {} layers", self.extents[axis]),
-                    "E" => {
-                        format!("a tensor of expert {at}, and the model has {} experts", self.extents[axis])
+                match axis_words::noun(axis) {
+                    Some(one) => {
+                        format!("a tensor of {one} {at}, and the model has {} {one}s", self.extents[axis])
                     }
-                    _ => format!("index {at} is beyond axis {axis}"),
+                    None => format!("index {at} is beyond axis {axis}"),
                 },
             )
             .expected(format!("an index below {}", self.extents[axis]), at)

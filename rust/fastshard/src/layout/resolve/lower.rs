@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
 
 use super::{Registry, Unit};
+use crate::layout::axis_words;
 use crate::layout::bind::Local;
 use crate::layout::expr::{self, Extents, Place};
 use crate::layout::sets::{Positions, Sets};
@@ -90,7 +91,11 @@ impl<'t> Lowering<'t> {
         let count = self.local.of(&entry.class).get(extent).copied();
         match self.sets.get(name).filter(|set| count == Some(set.positions.len() as u64)) {
             Some(set) => Ok(Some(set)),
-            None => Err(format!("which positions on axis {axis} the set {name} has is not known")),
+            None => Err(format!(
+                "nothing states which {} the set {name} has",
+                axis_words::noun(axis)
+                    .map_or_else(|| format!("positions of axis {axis}"), |n| format!("{n}s"))
+            )),
         }
     }
 

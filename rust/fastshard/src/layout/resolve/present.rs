@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::Outside;
 use crate::codes;
 use crate::error::Finding;
+use crate::layout::axis_words;
 use crate::layout::bind::{self, Group, Known, Local};
 use crate::layout::expr;
 use crate::layout::sets::{Positions, Sets};
@@ -51,8 +52,10 @@ pub(super) fn sets_of(
     let mut excluded = Vec::new();
     for (name, other) in partitions(table).filter(|(name, _)| unknown.contains(name)) {
         for at in sets[name].positions.iter().filter(|at| sets[other].contains(**at)) {
-            let message =
-                format!("position {at} on axis {} has tensors of {name} and of {other}", sets[name].axis);
+            let message = format!(
+                "{} has tensors of {name} and of {other}",
+                axis_words::position(&sets[name].axis, *at)
+            );
             let finding =
                 Finding::new(codes::UNKNOWN_TENSOR, message).expected("the keys of one form", "both").help(
                     "move the file of the other model away, or pass the config of this model with --config",
