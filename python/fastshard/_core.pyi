@@ -541,6 +541,8 @@ class Draft:
         A cut is (dimension, parallel dimension, extents of the parts that are each shared equally); None where ranks
         do not hold equal shares of parts.
         """
+    def positions(self) -> dict[str, dict[str, int]]:
+        """Position of each tensor on the axes that its name counts (``L`` for layers, ``E`` for experts), where it counts any."""
     def made_of(self) -> dict[str, set[str]]:
         """Names of the stored tensors that each output is made of."""
     def compared(self, roster: Roster, names: dict[str, str], outer: str) -> Compared:

@@ -90,8 +90,9 @@ class _Draft:
         """The outputs by name, where a target or a dtype has to look at them."""
         if self.target is None and self.is_kept:
             return {}
+        positions = {} if self.target is None else self.core.positions()
         return {
-            name: Drafted(dtype, shape, size, whole, cuts)
+            name: Drafted(dtype, shape, size, whole, cuts, positions.get(name, {}).get("L"))
             for name, dtype, shape, size, whole, cuts in self.core.tensors()
         }
 

@@ -39,6 +39,8 @@ class Drafted:
     #: (dimension, parallel dimension, parts) for each dimension that ranks share: a rank holds its equal share of
     #: each part of the whole, one after another. None where they hold anything else.
     cuts: list[tuple[int, str, list[int]]] | None
+    #: Its layer, if it is of one.
+    layer: int | None = None
 
     def first(self, rank: int) -> list[int]:
         """First index of a rank's share, which is a box of the whole."""

@@ -8,8 +8,8 @@ megatron/core/models/gpt
 from __future__ import annotations
 
 import json
-import re
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..common.target_options import MULTIPLE, PP, TP
 from ..layouts.declaration import Source
 from ..models import megatron
 from . import megatron_args
-from .base import MAX_MULTIPLE, Bound, Completed, TrainerTarget, positive
+from .base import MAX_MULTIPLE, Bound, Completed, Drafted, TrainerTarget, positive
 from .dcp import Records
 from .form import Form
 from .huggingface import model_of
@@ -28,7 +28,7 @@ from .request import Request
 
 #: Megatron-LM arguments.py, make_vocab_size_divisible_by
 _VOCAB_MULTIPLE = 128
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
+_LAYERS = "decoder.layers."
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 #: Norms are parts of the linear layers that follow them: in torch_dist always, in rank files with
 #: Transformer Engine. source: megatron/core/models/gpt/gpt_layer_specs.py (sharded_state_dict_keys_map)
@@ -134,10 +134,10 @@ class MegatronTarget(TrainerTarget):
         texts[_TRACKER] = str(at) if at else "release"
         return Completed(texts, findings, files, pointers=(_TRACKER,))
 
-    def _stage(self, name: str, layers: int) -> int:
+    def _stage(self, name: str, layer: int | None, layers: int) -> int:
         """The pipeline stage that holds a tensor."""
-        if match := _LAYER.match(name):
-            return int(match[1]) // (layers // self.pp)
+        if layer is not None:
+            return layer // (layers // self.pp)
         return 0 if name == _EMBEDDING else self.pp - 1
 
     def _rank_files(
@@ -148,13 +148,14 @@ class MegatronTarget(TrainerTarget):
         files: list[_core.PlacedFile] = []
         for stage in range(self.pp):
             model: OrderedDict[str, Any] = OrderedDict()
-            for name in sorted(bound.tensors, key=_order):
-                if self._stage(name, bound.axes["L"]) != stage:
+            for name, tensor in _ordered(bound.tensors):
+                if self._stage(name, tensor.layer, bound.axes["L"]) != stage:
                     continue
                 key = name
-                if match := _LAYER.match(name):
-                    inside = _fused(match[2]) if fused else match[2]
-                    key = f"decoder.layers.{int(match[1]) - stage * per_stage}.{inside}"
+                if tensor.layer is not None:
+                    inside = _inside(name, tensor.layer)
+                    inside = _fused(inside) if fused else inside
+                    key = f"{_LAYERS}{tensor.layer - stage * per_stage}.{inside}"
                 model[key] = TensorOf(name)
                 module, _, kind = key.rpartition(".")
                 if kind == "weight" and module.endswith((*_LINEARS, "output_layer")):
@@ -170,33 +171,30 @@ class MegatronTarget(TrainerTarget):
         """One file per rank, ``common.pt``, and ``.metadata`` that says which chunk is where."""
         layers, records = bound.axes["L"], Records(folder)
 
-        def file(name: str, rank: int) -> str:
+        def file(name: str, layer: int | None, rank: int) -> str:
             # Ranks count tensor-parallel ranks first. source: megatron/core/parallel_state.py
-            return f"__{self._stage(name, layers) * self.tp + rank}_0.distcp"
+            return f"__{self._stage(name, layer, layers) * self.tp + rank}_0.distcp"
 
-        for name in sorted(bound.tensors, key=_order):
-            tensor = bound.tensors[name]
-            shape, full = tensor.shape, tensor.whole
-            match = _LAYER.match(name)
-            inside, half = _half(match[2] if match else name)
+        for name, tensor in _ordered(bound.tensors):
+            shape, full, layer = tensor.shape, tensor.whole, tensor.layer
+            inside, half = _half(name if layer is None else _inside(name, layer))
             # The two halves of a gated MLP lie one after the other along the first axis.
             extents = [full[0] * (1 if half is None else 2), *full[1:]]
             for rank in range(self.tp if tensor.cuts else 1):
                 at = tensor.first(rank)
                 if half:
                     at[0] += full[0]
-                if match:
-                    # Layers are stacked along an axis of their own.
-                    fqn, layer = f"decoder.layers.{_fused(inside)}", int(match[1])
-                    records.chunk(
-                        file(name, rank), rank, name, fqn, [layers, *extents], [layer, *at], [1, *shape]
-                    )
-                else:
-                    records.chunk(file(name, rank), rank, name, name, extents, at, shape)
+                to = file(name, layer, rank)
+                if layer is None:
+                    records.chunk(to, rank, name, name, extents, at, shape)
+                    continue
+                # Layers are stacked along an axis of their own.
+                fqn, at, of = f"{_LAYERS}{_fused(inside)}", [layer, *at], [layers, *extents]
+                records.chunk(to, rank, name, fqn, of, at, [1, *shape])
         for layer in range(layers):
             for module in (*_LINEARS, _ATTENTION):
-                key = f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}"
-                records.value(file(f"decoder.layers.{layer}.", 0), key, [None])
+                key = f"{_LAYERS}{module}._extra_state/shard_{layer}_{layers}"
+                records.value(file("", layer, 0), key, [None])
         return [{"name": f"{folder}/common.pt", "content": {"torch_zip": tree(common)}}, *records.files()]
 
     def _args(self, bound: Bound) -> tuple[dict[str, Any], list[Finding]]:
@@ -242,8 +240,18 @@ def _half(inside: str) -> tuple[str, int | None]:
     return inside, None
 
 
-def _order(name: str) -> tuple[int, int, str]:
+def _inside(name: str, layer: int) -> str:
+    """A tensor's name within its layer."""
+    return name.removeprefix(f"{_LAYERS}{layer}.")
+
+
+def _ordered(tensors: Mapping[str, Drafted]) -> list[tuple[str, Drafted]]:
     """Embedding, layers by number, final norm, head: as a model's state dict has them."""
-    if match := _LAYER.match(name):
-        return 1, int(match[1]), match[2]
-    return (0 if name == _EMBEDDING else 3 if name.startswith("output_layer") else 2), 0, name
+
+    def place(one: tuple[str, Drafted]) -> tuple[int, int, str]:
+        name, layer = one[0], one[1].layer
+        if layer is not None:
+            return 1, layer, _inside(name, layer)
+        return (0 if name == _EMBEDDING else 3 if name.startswith("output_layer") else 2), 0, name
+
+    return sorted(tensors.items(), key=place)

@@ -91,6 +91,14 @@ impl Draft {
         })?
     }
 
+    /// Position of each output on the axes that its name counts, where it counts any.
+    fn positions(&self) -> PyResult<HashMap<String, BTreeMap<String, u64>>> {
+        self.with(|draft| {
+            let counted = draft.outputs.iter().filter(|one| !one.index.is_empty());
+            counted.map(|one| (one.output.name.clone(), one.index.clone())).collect()
+        })
+    }
+
     /// Stored tensors that each output is made of, by its name.
     fn made_of(&self) -> PyResult<BTreeMap<String, BTreeSet<String>>> {
         self.with(|draft| {

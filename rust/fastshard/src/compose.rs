@@ -66,6 +66,8 @@ pub struct Drafted {
     pub whole: Option<Vec<u64>>,
     /// How ranks cut it; `None` where they do not hold equal shares.
     pub cuts: Option<Cuts>,
+    /// Its position on each axis that its name counts.
+    pub index: BTreeMap<String, u64>,
 }
 
 /// Outputs and what was found on the way.
@@ -275,7 +277,7 @@ impl TargetRanks<'_> {
             false => self.shape(&self.table.entries[want.entry], &self.whole),
         };
         let whole = whole.filter(|whole| *whole != output.shape);
-        Drafted { coords: want.coords.clone(), output, whole, cuts }
+        Drafted { coords: want.coords.clone(), output, whole, cuts, index: want.index.clone() }
     }
 }
 

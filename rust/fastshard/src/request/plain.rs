@@ -45,8 +45,13 @@ pub(super) fn all_plain(
 pub(super) fn outputs(pass: &Pass, target: &Target) -> Vec<Drafted> {
     let uncut: Cuts = Arc::new([]);
     let wanted = pass.seen.iter().enumerate().filter(|(_, tensor)| (target.wanted)(&tensor.name));
-    let drafted =
-        |output| Drafted { coords: BTreeMap::new(), output, whole: None, cuts: Some(uncut.clone()) };
+    let drafted = |output| Drafted {
+        coords: BTreeMap::new(),
+        output,
+        whole: None,
+        cuts: Some(uncut.clone()),
+        index: BTreeMap::new(),
+    };
     wanted.map(|(i, tensor)| drafted(output(i as u32, tensor, target))).collect()
 }
 
