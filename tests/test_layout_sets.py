@@ -237,7 +237,9 @@ def test_without_a_config_sets_are_what_is_seen(tmp_path: Path) -> None:
     for target in (None, APART):
         stack = {"a.safetensors": stacked(model(5), 5)}
         found, _ = plan(tmp_path / "stack", stack, STACKED, target, config=None)
-        assert {"FS213"} == {f["code"] for f in found if "nothing states which layers the set" in f["message"]}
+        assert {"FS213"} == {
+            f["code"] for f in found if "nothing states which layers the set" in f["message"]
+        }
         assert {f["tensor"] for f in found if f["code"] == "FS213"} >= {"experts", "mlps"}
     # Nor is a place within a set a position, where the set is not known.
     found, _ = plan(tmp_path / "place", {"a.safetensors": stacked(tensors)}, STACKED, APART, config=None)

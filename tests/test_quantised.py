@@ -562,17 +562,50 @@ def test_torchao_is_not_written_where_its_headers_would_be_untrue(tmp_path: Path
 
 
 def test_torchao_is_judged_by_its_headers(tmp_path: Path) -> None:
-    for lost in ("a._weight_scale", "n.weight"):
-        (found,) = errors(torchao(tmp_path / lost, **{lost: None}))
-        assert (found["code"], found["tensor"]) == ("FS102", lost)
-    folder = torchao(tmp_path / "two")
+    (found,) = errors(torchao(tmp_path / "lost", **{"a._weight_scale": None}))
+    assert (found["code"], found["tensor"]) == ("FS102", "a._weight_scale")
+    ran = cli("merge", torchao(tmp_path / "in"), tmp_path / "out", "--exclude", "*_scale")
+    assert ran.code == 0 and ran.having("FS102", severity="warning", message="a part is left out"), ran.out
+
+
+def in_two(folder: Path, header: dict[str, str]) -> Path:
+    """The file of torchao beside another one, which has this header."""
+    torchao(folder)
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    header = {"a.weight": json.dumps({"_type": "Tensor"}), "tensor_names": json.dumps(["a.weight"])}
-    record = {"b.weight": json.dumps({"_type": "X", "_tensor_data_names": ["qdata"]})}
-    save_file(
-        {"b._weight_qdata": torch.ones(8, dtype=torch.int8)},
-        folder / "model-00002-of-00002.safetensors",
-        header | record,
-    )
+    tensors = {"b._weight_qdata": torch.ones(8, dtype=torch.int8)}
+    record = {"b.weight": json.dumps({"_type": "X", "_tensor_data_names": ["qdata"]}), "tensor_names": "[]"}
+    save_file(tensors, folder / "model-00002-of-00002.safetensors", record | header)
+    return folder
+
+
+def test_headers_of_torchao_that_differ_are_of_two_models(tmp_path: Path) -> None:
+    folder = in_two(tmp_path / "two", {"a.weight": json.dumps({"_type": "Tensor"})})
     found = errors(folder)
     assert [(one["code"], one["tensor"]) for one in found] == [("FS211", "a.weight")], found
+
+
+def test_what_headers_of_torchao_say_besides_is_no_tensor(tmp_path: Path) -> None:
+    """transformers lists tied weights and names in memory, others write sizes: none of them need be in a file."""
+    (said,) = headers(torchao(tmp_path / "one"))
+    other_order = json.dumps(dict(reversed(json.loads(said["a.weight"]).items())))
+    more = {"lm_head.weight": json.dumps({"_type": "Tensor"}), "total_size": "12", "a.weight": other_order}
+    folder = in_two(tmp_path / "in", more)
+    assert not errors(folder)
+    assert cli("merge", folder, tmp_path / "out").code == 0
+    (written,) = headers(tmp_path / "out")
+    assert sorted(json.loads(written["tensor_names"])) == [
+        "a.weight",
+        "b.weight",
+        "lm_head.weight",
+        "n.weight",
+    ]
+    assert "total_size" not in written
+
+
+def test_a_header_of_torchao_that_is_not_read_in_full_is_not_written(tmp_path: Path) -> None:
+    long = json.dumps({"_type": "Tensor", "x": "y" * (17 << 20)})
+    folder = in_two(tmp_path / "in", {"c.weight": long})
+    ran = cli("merge", folder, tmp_path / "out")
+    assert ran.code == 2 and ran.having("FS514", message="a header of torchao has more text"), ran.out
+    assert cli("merge", folder / "model-00001-of-00002.safetensors", tmp_path / "part").code == 0
+    assert headers(tmp_path / "part")[0].keys() == {"a.weight", "n.weight", "tensor_names"}

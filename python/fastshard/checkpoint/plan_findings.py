@@ -10,7 +10,6 @@ from ..common.errors import FastshardError, Finding, raise_errors
 from ..common.formatting import counted
 from ..expected import heuristics
 from ..layouts.declaration import Source, is_state
-from ..models.quantised.forms import Weight
 from ..targets.base import Drafted
 from ..targets.request import Request
 from .drafting import CoreRequest, Opened, draft_of
@@ -144,14 +143,13 @@ def left_out_for_one_reason(findings: list[Finding]) -> list[Finding]:
     return [f for f in findings if f.code != "FS212"] + notes
 
 
-def torn(weights: Sequence[Weight], taken: Collection[str]) -> list[Finding]:
+def torn(names: Sequence[Sequence[str]], taken: Collection[str]) -> list[Finding]:
     """That patterns take a part of a quantised weight alone, whose codes are worth nothing without their scales.
 
     Args:
-        weights: the weights.
+        names: names of the tensors of each weight.
         taken: the model's own names of the tensors that are taken.
     """
-    names = [[weight.codes, *weight.companions.values()] for weight in weights]
     parts = [[name for name in of if name in taken] for of in names]
     apart = [at for at, of in enumerate(names) if 0 < len(parts[at]) < len(of)]
     if not apart:
@@ -161,7 +159,7 @@ def torn(weights: Sequence[Weight], taken: Collection[str]) -> list[Finding]:
     return [
         Finding.of(
             "FS102",
-            f"of {counted(len(apart), 'quantised weight')} a part is left out, as asked for, without which nothing gives its values",
+            f"of {counted(len(apart), 'quantised weight')} a part is left out, as asked for",
             severity="warning",
             tensor=lacks,
             got=parts[apart[0]][0],

@@ -237,6 +237,14 @@ def _metadata(draft: _Draft) -> tuple[dict[str, str], list[Finding]]:
     """What the headers of a result say of tensors of torchao, and why it is not written if they would be untrue: where it has
     other names, other values or another form."""
     records, source = draft.opened.quantised.records, draft.source
+    if draft.opened.quantised.unread:
+        return {}, [
+            Finding.of(
+                "FS514",
+                "a header of torchao has more text than is read, and nothing loads the result without it",
+                help="copy the files as they are, or save the model's values with torchao (dequantize)",
+            )
+        ]
     if not records:
         return {}, []
     changed = bool(source.names or source.adapted) or draft.request.vocab_size is not None
@@ -244,17 +252,17 @@ def _metadata(draft: _Draft) -> tuple[dict[str, str], list[Finding]]:
     if draft.is_kept and is_whole and not changed:
         if draft.request.is_narrowed:
             names = {name for name, *_ in draft.core.tensors()}
-            records = {name: r for name, r in records.items() if not names.isdisjoint(r.tensors)}
+            records = {name: r for name, r in records.items() if not names.isdisjoint(r.parts or (name,))}
         # Each file has all of it: readers keep the list of the last one. source: transformers 5.24 quantizer_torchao.py
         texts = {name: r.text for name, r in records.items()}
         return {**texts, torchao.NAMES: json_text.canonical(sorted(texts))}, []
-    name = next((name for name, r in records.items() if r.tensors != (name,)), None)
+    name = next((name for name, r in records.items() if r.parts), None)
     return {}, [
         Finding.of(
             "FS514",
             "torchao keeps in the header of each file what its tensors are: their names, values and files stay as they are",
             tensor=name,
-            help="merge without --dtype and --adapter, or save the model's values with torchao (dequantize) and convert these",
+            help="merge it as it is, without options that change names, values or the form, or save the model's values with torchao (dequantize) and convert these",
         )
     ]
 
@@ -274,9 +282,11 @@ def _judged(draft: _Draft) -> list[Finding]:
     told: list[Finding] = []
     if not draft.is_kept and not any(f.severity == "error" for f in (*draft.findings, *draft.found)):
         told += quantised(draft.tensors, request.dtype, opened.quantised.method)
-    if request.is_narrowed and draft.is_kept and opened.quantised.weights:
+    weights = [[weight.codes, *weight.companions.values()] for weight in opened.quantised.weights]
+    weights += [list(record.parts) for record in opened.quantised.records.values()]
+    if request.is_narrowed and draft.is_kept and weights:
         taken_names = {source.names.get(name, name) for name, *_ in draft.core.tensors()}
-        told += torn(opened.quantised.weights, {n.removeprefix(source.weights_prefix) for n in taken_names})
+        told += torn(weights, {n.removeprefix(source.weights_prefix) for n in taken_names})
     # A reference says more than a model's own layers.
     seen = None if opened.reference is not None else evidence(opened, source, request, draft.core)
     by_list: list[Finding] = []

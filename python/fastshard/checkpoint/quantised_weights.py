@@ -46,6 +46,8 @@ class QuantisedWeights:
     of_activations: list[str] = field(default_factory=list)
     #: What the headers of the files say of tensors of torchao, without which nothing loads them.
     records: Mapping[str, Record] = field(default_factory=dict)
+    #: True where a header has more of them than is read.
+    unread: bool = False
     #: How the model says that it is quantised; None if it says nothing.
     method: str | None = None
 
@@ -56,12 +58,15 @@ def found_in(source: Source, contents: Contents) -> QuantisedWeights:
     Without a config fp8 weights are told by the names of their scales. Those that ranks divide are not judged.
     """
     model = source.model
-    if model.is_part or source.assembled or any(degree > 1 for degree in source.degrees.values()):
+    if source.assembled or any(degree > 1 for degree in source.degrees.values()):
         return QuantisedWeights()
-    if headers := [h for unit in source.units if is_of_torchao(h := contents(unit.file))]:
-        records, found = records_of(headers)
-        found += missing(records, contents.names(), source.lost)
-        return QuantisedWeights(findings=found, records=records)
+    headers = [contents(unit.file) for unit in source.units]
+    if any(map(is_of_torchao, headers)) or (contents.cut and _by_torchao(source)):
+        records, found = records_of(h for h in headers if isinstance(h, Mapping))
+        found += () if model.is_part else missing(records, contents.names(), source.lost)
+        return QuantisedWeights(findings=found, records=records, unread=bool(contents.cut))
+    if model.is_part:
+        return QuantisedWeights()
     files = _beside(source)
     said = stated(model.config, _contents(files))
     if said is None and (model.config is None or not model.hf_names):
@@ -88,6 +93,12 @@ def found_in(source: Source, contents: Contents) -> QuantisedWeights:
         name for name, stored in tensors.items() if name not in owned and _is_of_activations(name, stored)
     ]
     return QuantisedWeights(weights, told, [], files, others, method=said.method)
+
+
+def _by_torchao(source: Source) -> bool:
+    """True where config.json says that torchao has quantised the model."""
+    said = (source.model.config or {}).get("quantization_config")
+    return isinstance(said, dict) and said.get("quant_method") == "torchao"
 
 
 def _is_of_activations(name: str, stored: Stored) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,8 +46,6 @@ class Counts:
     files: int
     absent: int
     nbytes: int
-    #: Parameters of the tensors that are missing or incomplete; None where the shapes of some are not known.
-    lost_parameters: int | None = 0
 
     @property
     def expected(self) -> int:
@@ -67,22 +64,7 @@ def counts_of(checkpoint: Checkpoint, plan: Plan, missing: Absent | None) -> Cou
         len(checkpoint.files),
         sum(len(set(files)) for files in missing.files.values()) if missing else 0,
         sum(f["size"] for f in checkpoint.files),
-        _lost_parameters(plan, summary["axes"]),
     )
-
-
-def _lost_parameters(plan: Plan, axes: dict[str, int]) -> int | None:
-    """Parameters that are missing, by the shapes that the layout table gives them."""
-    table, total = plan.source.taken_table, 0
-    for name in plan.lost:
-        shape = None if table is None else table.shape(plan.source.names.get(name, name), axes)
-        if shape is None:
-            return None
-        known = [extent for extent in shape if extent is not None]
-        if len(known) < len(shape):
-            return None
-        total += math.prod(known)
-    return total
 
 
 def facts_of(checkpoint: Checkpoint, plan: Plan, counts: Counts, read: bool) -> tuple[Fact, ...]:
@@ -101,24 +83,13 @@ def facts_of(checkpoint: Checkpoint, plan: Plan, counts: Counts, read: bool) -> 
         Fact(
             "Tensors in full", f"{c.tensors:,} of {c.expected:,}", f"from {c.stored:,} stored", c.tensors, c.expected
         ),
-        _parameters(c),
+        Fact("Parameters in full", f"{c.parameters:,}", "of the tensors in full" if c.lost else "all of them"),
         Fact("Files", f"{files} of {all_files:,}" if c.absent else files, human(c.nbytes), c.files, all_files),
         Fact(
             "Data types" if len(dtypes) > 1 else "Data type", ", ".join(dtypes) or "none",
             ", ".join(f"{d} x {n:,} ({human(b)})" for d, (n, b) in list(dtypes.items())[:4]),
         ),
     )  # fmt: skip
-
-
-def _parameters(c: Counts) -> Fact:
-    if c.lost_parameters is None:
-        return Fact("Parameters in full", f"{c.parameters:,}", "of the tensors in full")
-    if not c.lost:
-        return Fact("Parameters in full", f"{c.parameters:,}", "all of them")
-    of = c.parameters + c.lost_parameters
-    return Fact(
-        "Parameters in full", f"{c.parameters:,} of {of:,}", "by the layout's shapes", c.parameters, of
-    )
 
 
 def degrees(checkpoint: Checkpoint) -> str:

@@ -21,13 +21,17 @@ class Record:
 
     #: As it stands there.
     text: str
-    #: The tensors in the files that hold it; one of its own name where it is no subclass.
-    tensors: tuple[str, ...]
+    said: Mapping[str, Any]
+    #: The tensors in the files that a subclass is made of; none for a plain tensor. A header has plain ones that no file has:
+    #: tied weights, and names in memory. source: transformers 5.24 save_pretrained
+    parts: tuple[str, ...]
 
 
 def is_of_torchao(header: Any) -> bool:
     """True for the metadata of a safetensors file that describes tensors of torchao."""
-    return isinstance(header, Mapping) and NAMES in header and any(_parts(name, header) for name in header)
+    if not isinstance(header, Mapping) or NAMES not in header:
+        return False
+    return any(_parts(name, _said(name, text)) for name, text in header.items())
 
 
 def records_of(headers: Iterable[Mapping[str, object]]) -> tuple[dict[str, Record], list[Finding]]:
@@ -36,10 +40,11 @@ def records_of(headers: Iterable[Mapping[str, object]]) -> tuple[dict[str, Recor
     differing: dict[str, Finding] = {}
     for header in headers:
         for name, text in header.items():
-            if name in (NAMES, "format") or not isinstance(text, str):
+            said = _said(name, text)
+            if "_type" not in said:
                 continue
-            record = Record(text, tuple(_parts(name, header)) or (name,))
-            if found.setdefault(name, record) != record:
+            record = Record(str(text), said, tuple(_parts(name, said)))
+            if found.setdefault(name, record).said != said:
                 differing[name] = Finding.of(
                     "FS211",
                     "two files say different things of a tensor of torchao, so one of them is of another model",
@@ -52,24 +57,25 @@ def records_of(headers: Iterable[Mapping[str, object]]) -> tuple[dict[str, Recor
 def missing(
     records: Mapping[str, Record], names: Collection[str], lost: Collection[str]
 ) -> Iterator[Finding]:
-    """The tensors that headers call for and no file has; those ``lost`` with a file are told with it."""
+    """The parts that headers call for and no file has; those ``lost`` with a file are told with it."""
     for name, record in records.items():
-        for part in record.tensors:
+        for part in record.parts:
             if part not in names and part not in lost:
                 yield Finding.of(
                     "FS102",
-                    f"{name} is stored as a tensor of torchao, and a part of it is missing"
-                    if part != name
-                    else "the headers of the files list this tensor, and no file holds it",
+                    f"{name} is stored as a tensor of torchao, and a part of it is missing",
                     tensor=part,
                     help="copy the file that holds it from the original checkpoint",
                 )
 
 
-def _parts(name: str, header: Mapping[str, object]) -> list[str]:
+def _said(name: str, text: object) -> dict[str, Any]:
+    """The record in a text of a header; empty for another one."""
+    return json_text.object_in(text) if isinstance(text, str) and name != NAMES else {}
+
+
+def _parts(name: str, said: Mapping[str, Any]) -> list[str]:
     """The tensors in a file that one of torchao is made of."""
-    text = header.get(name)
-    said = json_text.object_in(text) if isinstance(text, str) and name != NAMES else {}
     parts = said.get("_tensor_data_names")
     if not isinstance(parts, list):
         return []
