@@ -283,20 +283,18 @@ FROM_CONFIG = {
 }
 
 
+#: Sizes of a Llama.
+LLAMA: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("method", FROM_CONFIG)
 def test_values_go_where_plain_weights_go(method: str, tmp_path: Path) -> None:
     """A quantised Llama becomes a plain one that its table proves, loads without a message, and converts as any other does."""
     torch.manual_seed(5)
-    of = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=96,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-    ).bfloat16()
+    of = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).bfloat16()
     of.save_pretrained(tmp_path / "plain")
     said, weight = FORMS[FROM_CONFIG[method]]
     tensors, want = {}, {}
@@ -705,15 +703,9 @@ def test_parts_that_are_filled_in_are_quantised_alike(form: str, tmp_path: Path)
 def test_a_model_whose_config_is_silent_gets_the_table_of_plain_weights(form: str, tmp_path: Path) -> None:
     """ModelOpt says in a file of its own what it did, and the names of scales are no table's."""
     torch.manual_seed(6)
-    llama = transformers.LlamaConfig(
-        vocab_size=96,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).bfloat16().save_pretrained(
+        tmp_path / "plain"
     )
-    transformers.LlamaForCausalLM(llama).bfloat16().save_pretrained(tmp_path / "plain")
     said, weight = FORMS[form]
     tensors: Tensors = {}
     for name, tensor in load_file(tmp_path / "plain/model.safetensors").items():

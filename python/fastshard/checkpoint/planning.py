@@ -237,16 +237,9 @@ def _metadata(draft: _Draft) -> tuple[dict[str, str], list[Finding]]:
     """What the headers of a result say of tensors of torchao, and why it is not written if they would be untrue: where it has
     other names, other values or another form."""
     records, source = draft.opened.quantised.records, draft.source
-    if draft.opened.quantised.unread:
-        return {}, [
-            Finding.of(
-                "FS514",
-                "a header of torchao has more text than is read, and nothing loads the result without it",
-                help="copy the files as they are, or save the model's values with torchao (dequantize)",
-            )
-        ]
-    if not records:
-        return {}, []
+    unwritable = draft.opened.quantised.unwritable
+    if unwritable or not records:
+        return {}, unwritable
     changed = bool(source.names or source.adapted) or draft.request.vocab_size is not None
     is_whole = draft.target is None or (draft.target.keeps_names and draft.target.name == "hf")
     if draft.is_kept and is_whole and not changed:
@@ -282,11 +275,9 @@ def _judged(draft: _Draft) -> list[Finding]:
     told: list[Finding] = []
     if not draft.is_kept and not any(f.severity == "error" for f in (*draft.findings, *draft.found)):
         told += quantised(draft.tensors, request.dtype, opened.quantised.method)
-    weights = [[weight.codes, *weight.companions.values()] for weight in opened.quantised.weights]
-    weights += [list(record.parts) for record in opened.quantised.records.values()]
-    if request.is_narrowed and draft.is_kept and weights:
+    if request.is_narrowed and draft.is_kept and opened.quantised.by_tensor:
         taken_names = {source.names.get(name, name) for name, *_ in draft.core.tensors()}
-        told += torn(weights, {n.removeprefix(source.weights_prefix) for n in taken_names})
+        told += torn(opened.quantised.by_tensor, {n.removeprefix(source.weights_prefix) for n in taken_names})
     # A reference says more than a model's own layers.
     seen = None if opened.reference is not None else evidence(opened, source, request, draft.core)
     by_list: list[Finding] = []

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,11 @@ _OF_ACTIVATIONS = re.compile(
     r"\.((input|output|activation|prob|prob_output|[kvq]|kv)_(scale|zero_point)|input_global_scale|qscale_act"
     r"|experts\.(gate_up|down)_proj_activation_scale)$"
 )
+_CUT = Finding.of(
+    "FS514",
+    "a header of torchao has more text than is read, and nothing loads the result without it",
+    help="copy the files as they are, or save the model's values with torchao (dequantize)",
+)
 #: What fp8 weights have that nothing else says anything of.
 _UNSAID = Stated("fp8", {}, "")
 
@@ -46,10 +52,16 @@ class QuantisedWeights:
     of_activations: list[str] = field(default_factory=list)
     #: What the headers of the files say of tensors of torchao, without which nothing loads them.
     records: Mapping[str, Record] = field(default_factory=dict)
-    #: True where a header has more of them than is read.
-    unread: bool = False
+    #: Why it is not written, if it is not.
+    unwritable: list[Finding] = field(default_factory=list)
     #: How the model says that it is quantised; None if it says nothing.
     method: str | None = None
+
+    @cached_property
+    def by_tensor(self) -> list[tuple[str, ...]]:
+        """The tensors that each weight is stored as, by the model's own names."""
+        forms = [(weight.codes, *weight.companions.values()) for weight in self.weights]
+        return [*forms, *(record.parts for record in self.records.values() if record.parts)]
 
 
 def found_in(source: Source, contents: Contents) -> QuantisedWeights:
@@ -64,7 +76,7 @@ def found_in(source: Source, contents: Contents) -> QuantisedWeights:
     if any(map(is_of_torchao, headers)) or (contents.cut and _by_torchao(source)):
         records, found = records_of(h for h in headers if isinstance(h, Mapping))
         found += () if model.is_part else missing(records, contents.names(), source.lost)
-        return QuantisedWeights(findings=found, records=records, unread=bool(contents.cut))
+        return QuantisedWeights(findings=found, records=records, unwritable=[_CUT] if contents.cut else [])
     if model.is_part:
         return QuantisedWeights()
     files = _beside(source)
