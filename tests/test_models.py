@@ -57,13 +57,13 @@ def through_megatron(model: Model) -> Model:
 def through_neox(model: Model) -> Model:
     config, _ = gpt_neox.DIALECT.write(model, AXES, "yml")
     qkv, out, mlp, last = model.biases
-    features = {
-        "norm": config["norm"], "norm_bias": False, "gated": True, "gqa": True, "attention_bias": qkv, "dense_bias": out,
-        "mlp_bias": mlp, "mlp_out_bias": last, "te_layernorm_mlp": False, "te_mha": False, "learned_positions": False,
-        "qk_layernorm": False, "reward_head": False,
-    }  # fmt: skip
-    told = Evidence("llama", {"tied": model.tied, "gpt_j_residual": False}, AXES, features)
-    return gpt_neox.DIALECT.read(config, told)
+    features = gpt_neox.Features(
+        norm=config["norm"], norm_bias=False, residual="sequential", gated=True, kv_heads=2, gqa=True, attention_bias=qkv,
+        dense_bias=out, mlp_bias=mlp, mlp_out_bias=last, te_layernorm_mlp=False, te_mha=False, stale_norm=False,
+        te_parallel_linear=False, learned_positions=False, qk_layernorm=False, reward_head=False, legacy_names=False,
+    )  # fmt: skip
+    told = Evidence("llama", {"tied": model.tied, "gpt_j_residual": False}, AXES)
+    return gpt_neox.GptNeoX(features).read(config, told)
 
 
 def through_maxtext(model: Model) -> Model:

@@ -19,8 +19,6 @@ class Evidence:
     facts: Mapping[str, bool] = field(default_factory=dict)
     #: Extents that are known.
     axes: Mapping[str, int] = field(default_factory=dict)
-    #: What was found out besides, by the dialect's own words.
-    features: Mapping[str, Any] = field(default_factory=dict)
     #: What a table of the caller's own says of classes, by ``model_type``.
     classes: Mapping[str, ModelClass] = field(default_factory=dict)
 
@@ -49,10 +47,8 @@ class Description:
     config: dict[str, Any] | None = None
     #: The file that it was read from.
     config_file: Path | None = None
-    #: Whose words the config is in; None where nothing says what the model computes.
+    #: Whose words the config is in, with what the adapter found out for it; None where nothing says what the model computes.
     dialect: Dialect | None = None
-    #: What the tensors tell besides facts, by the dialect's words.
-    features: dict[str, Any] = field(default_factory=dict)
     #: Whose names the model has, where its config is that of transformers and its names are not.
     spelling: str | None = None
     #: Why a model of Hugging Face has no table, so that its names stay; None for one that has.

@@ -48,11 +48,58 @@ class Assembled:
 
 
 @dataclass(frozen=True)
+class Window:
+    """The part of a product that a tensor is: one expert of a stack, some of its outputs."""
+
+    experts: int
+    expert: int
+    #: Outputs of an expert in the stack, and the first of those that the tensor has.
+    outs: int
+    out: int
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """A product of two factors that is added to a tensor; the factors by the names stored."""
+
+    a: str
+    b: str
+    #: Columns of ``b``, of one expert.
+    rank: int
+    #: Factor of the product.
+    scale: float
+    #: How the tensor has outputs and inputs: ``rows``, ``columns``, ``experts`` or ``experts_by_columns``.
+    form: str
+    window: Window | None = None
+    #: Norms of the outputs' rows (DoRA).
+    magnitude: str | None = None
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A vector that is added to a tensor, times a factor."""
+
+    of: str
+    scale: float
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows that take the place of a tensor's own."""
+
+    of: str
+    at: list[int]
+
+
+Change: TypeAlias = LowRank | Vector | Rows
+
+
+@dataclass(frozen=True)
 class Adapted:
-    """What an adapter makes of a tensor: changes as the core takes them, factors by the names stored."""
+    """What an adapter makes of a tensor, one change after another."""
 
     name: str
-    changes: list[dict[str, Any]]
+    changes: list[Change]
 
 
 @dataclass

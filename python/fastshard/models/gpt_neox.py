@@ -6,7 +6,8 @@ source: gpt-neox megatron/model, megatron/neox_arguments/neox_args.py, tools/ckp
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from ..common.errors import FastshardError, Finding
 from ..layouts.declaration import Evidence
@@ -59,22 +60,63 @@ LLAMA = Says(
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Features:
+    """What a model was trained with, as the names and shapes of its tensors say."""
+
+    #: The kind of norm, in the words of GPT-NeoX's ``norm``.
+    norm: str
+    norm_bias: bool
+    #: ``parallel``, ``sequential`` or ``unknown``.
+    residual: str
+    attention_bias: bool
+    dense_bias: bool
+    mlp_bias: bool
+    mlp_out_bias: bool
+    gated: bool
+    kv_heads: int | None
+    #: True if there are fewer key/value heads than heads.
+    gqa: bool
+    te_mha: bool
+    te_layernorm_mlp: bool
+    #: True if norms are left over beside those of Transformer Engine's MLP.
+    stale_norm: bool
+    te_parallel_linear: bool
+    qk_layernorm: bool
+    learned_positions: bool
+    reward_head: bool
+    legacy_names: bool
+
+    @property
+    def is_llama(self) -> bool:
+        """True if transformers' Llama computes what the model did: RMSNorm, gated MLP, sequential residual."""
+        if self.residual == "unknown" and (self.dense_bias or self.mlp_out_bias):
+            return False
+        plain = self.norm in ("rmsnorm", "te_rmsnorm") and not self.norm_bias and self.gated
+        others = self.qk_layernorm or self.learned_positions or self.reward_head
+        return plain and self.residual != "parallel" and not others
+
+
+@dataclass(frozen=True)
 class GptNeoX:
     """The dialect of GPT-NeoX."""
 
-    name = "GPT-NeoX"
+    name: ClassVar[str] = "GPT-NeoX"
+    #: What the model was trained with; None for a config to be written.
+    features: Features | None = None
 
     def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
         """The model of a training config and of what the names of its tensors say.
 
         Args:
             values: the training config; may be empty.
-            evidence: with the features that the tensors' names tell.
+            evidence: what else the tensors tell.
 
         Raises:
             FastshardError: ``FS211`` for a value of another kind.
         """
-        features, facts = evidence.features, evidence.facts
+        features, facts = self.features, evidence.facts
+        assert features is not None
         assumed: dict[str, str] = {}
         unknown: dict[str, Finding] = {}
 
@@ -86,7 +128,7 @@ class GptNeoX:
                 return whole_number(values, key, default)
             return positive_number(values, key, default) if isinstance(default, float) else values[key]
 
-        norm, gated = features["norm"], features["gated"]
+        norm, gated = features.norm, features.gated
         key, default = EPS.get(norm, ("", 0.0))
         activation = values.get("activation")
         if activation is None and gated:
@@ -113,19 +155,19 @@ class GptNeoX:
             framework=self.name,
             family=evidence.family,
             norm=_NORMS.get(norm, norm),
-            norm_bias=bool(features["norm_bias"]),
+            norm_bias=features.norm_bias,
             eps=known("eps", key, default) if key else None,
             eps_outside=norm == "rmsnorm",
             gated=gated,
             activation=applied,
             parallel=parallel,
-            positions="learned" if features["learned_positions"] else str(values.get("pos_emb", "rotary")),
+            positions="learned" if features.learned_positions else str(values.get("pos_emb", "rotary")),
             rope=rope,
             # The token itself is not among those that it states.
             window=None if window is None else window + 1,
-            biases=_biases(features),
+            biases=(features.attention_bias, features.dense_bias, features.mlp_bias, features.mlp_out_bias),
             qk_norm=False,
-            grouped=bool(features["gqa"]),
+            grouped=features.gqa,
             tied=facts.get("tied", False),
             max_positions=known("max_positions", "max_position_embeddings", 2048),
             tokens=tokens,
@@ -206,12 +248,6 @@ class GptNeoX:
         return out, findings
 
 
-def _biases(features: Mapping[str, Any]) -> tuple[bool, bool, bool, bool]:
-    """Whether attention and MLP have biases, each at its first projections and at its last."""
-    attention, dense = bool(features["attention_bias"]), bool(features["dense_bias"])
-    return attention, dense, bool(features["mlp_bias"]), bool(features["mlp_out_bias"])
-
-
 def _remarks(values: Mapping[str, Any], is_fused: bool, lacking: list[str]) -> list[Finding]:
     """What is to be known of the fused form of gelu, of positions that are not stated, and of tokens that are left out."""
     remarks = []
@@ -246,7 +282,7 @@ def activation_of(config: Mapping[str, Any]) -> str:
     return DEFAULT_ACTIVATION if stated is None else str(stated)
 
 
-def te_differences(config: Mapping[str, Any], features: Mapping[str, Any], written: str) -> list[Finding]:
+def te_differences(config: Mapping[str, Any], features: Features, written: str) -> list[Finding]:
     """What Transformer Engine's LayerNormMLP computed otherwise than a model with plain modules will.
 
     Args:
@@ -254,10 +290,10 @@ def te_differences(config: Mapping[str, Any], features: Mapping[str, Any], writt
         features: what the tensors' names tell.
         written: the file that tells of the plain modules.
     """
-    if not features["te_layernorm_mlp"]:
+    if not features.te_layernorm_mlp:
         return []
     findings = []
-    key, default = EPS.get(features["norm"], ("", 0.0))
+    key, default = EPS.get(features.norm, ("", 0.0))
     eps = positive_number(config, key, default) if config.get(key) is not None else default
     if eps != default:
         findings.append(
@@ -293,13 +329,13 @@ def _note(message: str) -> Finding:
 
 
 def _besides(
-    config: Mapping[str, Any], features: Mapping[str, Any], parallel: bool | None, windowed: bool
+    config: Mapping[str, Any], features: Features, parallel: bool | None, windowed: bool
 ) -> list[Lack]:
     """What no other framework has."""
     found = []
-    if features["qk_layernorm"]:
+    if features.qk_layernorm:
         found.append(Lack("use_qk_layernorm", "no norm of queries and keys", "attention.qk_layernorm"))
-    if features["reward_head"]:
+    if features.reward_head:
         found.append(Lack("head", "final_linear", "rm_linear"))
     if config.get("use_mup"):
         found.append(Lack("use_mup", "no scaling of what layers give", "true"))
@@ -309,11 +345,11 @@ def _besides(
     # Flash and ring attention compute what global attention does.
     if kinds - {"global", "flash", "ring"}:
         found.append(Lack("attention_config", "global or flash", ", ".join(sorted(kinds))))
-    elif windowed and (kinds != {"flash"} or features["te_mha"]):
+    elif windowed and (kinds != {"flash"} or features.te_mha):
         # Documented for flash attention alone. The mask of global attention has the window too, but fused
         # kernels do not look at it; Transformer Engine takes another kind of value.
         # source: gpt-neox neox_arguments/neox_args.py, megatron/utils.py get_attn_mask, model/fused_softmax.py
-        got = "Transformer Engine's attention" if features["te_mha"] else ", ".join(sorted(kinds))
+        got = "Transformer Engine's attention" if features.te_mha else ", ".join(sorted(kinds))
         found.append(Lack("sliding_window_width", "attention_config: flash in all layers", got))
     return found
 

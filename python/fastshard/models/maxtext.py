@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding
@@ -90,10 +90,13 @@ def pairs_of(config: Mapping[str, Any]) -> Pairs | None:
     return Pairs(False, False)
 
 
+@dataclass(frozen=True)
 class MaxText:
     """The dialect of MaxText, and of Paxml's models, which it runs."""
 
-    name = "MaxText"
+    name: ClassVar[str] = "MaxText"
+    #: What a ``config.json`` of transformers' Llama says in place of a yml; None where there is none.
+    stated: Mapping[str, bool] | None = None
 
     def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
         """The model of a yml, or of a ``config.json`` that was given for it.
@@ -167,7 +170,7 @@ class MaxText:
         """The model of a ``config.json``, as far as the tensors are those of one."""
         facts = {"tied": evidence.facts.get("tied", False)}
         facts |= dict.fromkeys(("attention_bias", "out_bias", "mlp_bias", "qk_norm"), False)
-        stated = evidence.features.get("stated")
+        stated = self.stated
         differing = sorted(key for key in facts if stated is not None and stated[key] != facts[key])
         if stated is None or differing:
             with_ = f" with {', '.join(f'{key}: {facts[key]}' for key in differing)}" if differing else ""

@@ -139,9 +139,8 @@ def read_model(source: Source) -> Model:
             "FS514", f"no words are known for {source.called}: its tensors can be merged, not converted"
         )
     own = {} if source.own_table is None else model_classes.of_table(source.own_table)
-    read = told.dialect.read(
-        told.config or {}, Evidence(told.family or "", source.facts, source.axes, told.features, own)
-    )
+    evidence = Evidence(told.family or "", source.facts, source.axes, own)
+    read = told.dialect.read(told.config or {}, evidence)
     assert isinstance(read, Model)
     return read
 

@@ -65,8 +65,8 @@ def describe(
         source.model = Description(config=config)
         return
     hf_llama = config and not maxtext.is_maxtext(config) and config_json.layout_of(config) == "hf.llama"
-    features = {"stated": config_json.axes_and_facts(config)[1]} if config and hf_llama else {}
-    source.model = Description(family, config, dialect=maxtext.DIALECT, features=features)
+    stated = config_json.axes_and_facts(config)[1] if config and hf_llama else None
+    source.model = Description(family, config, dialect=maxtext.MaxText(stated))
     source.layout = f"maxtext.{family}"
     table = tables.table(source.layout)
     source.axes = maxtext_sizes.axes_of(config or {}, family)

@@ -87,7 +87,7 @@ class NeoxTarget(TrainerTarget):
                 got=str(pp),
                 help="pass --to gpt_neox:pipeline",
             )
-        model = None if source.model.dialect is gpt_neox.DIALECT else model_of(source, "GPT-NeoX")
+        model = None if isinstance(source.model.dialect, gpt_neox.GptNeoX) else model_of(source, "GPT-NeoX")
         config = source.model.config or {}
         facts = dict(source.facts)
         if model is not None:
@@ -112,13 +112,13 @@ class NeoxTarget(TrainerTarget):
                 help="pass the training config with --config (it must say gpt_j_residual: true or false)",
             )
         if model is None:
-            features = source.model.features
+            features = _features(source)
             read_model(source).settled("activation")
             for kind, first, last in (
-                ("attention", "attention_bias", "dense_bias"),
-                ("MLP", "mlp_bias", "mlp_out_bias"),
+                ("attention", features.attention_bias, features.dense_bias),
+                ("MLP", features.mlp_bias, features.mlp_out_bias),
             ):
-                if features[first] != features[last]:
+                if first != last:
                     raise FastshardError.of(
                         "FS514", f"GPT-NeoX has biases on both projections of its {kind}, or on none"
                     )
@@ -229,27 +229,27 @@ class NeoxTarget(TrainerTarget):
 
     def _kept(self, axes: dict[str, int], findings: list[Finding]) -> dict[str, Any]:
         """The source's own config; what the tensors say wins."""
-        given, features = self.source.model.config or {}, self.source.model.features
+        given, features = self.source.model.config or {}, _features(self.source)
         config = {k: v for k, v in given.items() if k not in (*_RUN_KEYS, *_TE_KEYS)}
         for key, axis in (("num_layers", "L"), ("hidden_size", "H")):
             config[key] = axes[axis]
         config["num_attention_heads"] = axes["g"] * axes["r"]
-        config["norm"] = features["norm"]
-        if features["gqa"]:
+        config["norm"] = features.norm
+        if features.gqa:
             config["num_kv_heads"] = axes["g"]
         # source: gpt-neox megatron/neox_arguments/neox_args.py, all three are true by default
-        for key, feature in (
-            ("use_bias_in_attn_linear", "attention_bias"),
-            ("use_bias_in_mlp", "mlp_bias"),
-            ("use_bias_in_norms", "norm_bias"),
+        for key, has in (
+            ("use_bias_in_attn_linear", features.attention_bias),
+            ("use_bias_in_mlp", features.mlp_bias),
+            ("use_bias_in_norms", features.norm_bias),
         ):
-            if config.get(key, True) is not features[feature]:
-                config[key] = features[feature]
-        if features["gated"] or config.get("activation") is not None:
+            if config.get(key, True) is not has:
+                config[key] = has
+        if features.gated or config.get("activation") is not None:
             config["activation"] = activation_of(config)
-        _inner_size(config, axes["F"], axes["H"], features["gated"], self.source.facts["split_gate"])
+        _inner_size(config, axes["F"], axes["H"], features.gated, self.source.facts["split_gate"])
         findings += te_differences(given, features, _CONFIG)
-        if features["learned_positions"]:
+        if features.learned_positions:
             config["pos_emb"] = "learned"
         for key, default in (
             ("max_position_embeddings", 2048),
@@ -273,6 +273,13 @@ class NeoxTarget(TrainerTarget):
             raise FastshardError.of("FS211", "config: tokenizer_type", expected="a name", got=got)
         config.setdefault("seq_length", config["max_position_embeddings"])
         return config
+
+
+def _features(source: Source) -> gpt_neox.Features:
+    """What a source of GPT-NeoX was trained with."""
+    dialect = source.model.dialect
+    assert isinstance(dialect, gpt_neox.GptNeoX) and dialect.features is not None
+    return dialect.features
 
 
 def _inner_size(config: dict[str, Any], inner: int, hidden: int, gated: bool, split: bool) -> None:

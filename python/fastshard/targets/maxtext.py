@@ -70,7 +70,7 @@ class MaxTextTarget:
                 help="pass --to dcp or --to universal, which hold it, or leave out --optimizer for the weights alone",
             )
         rules = source.optimizer.rules if isinstance(source.optimizer.rules, Rules) else None
-        own = source.model.dialect is maxtext.DIALECT
+        own = isinstance(source.model.dialect, maxtext.MaxText)
         if own and source.model.family == "gpt3":
             fused = source.facts.get("fused_qkv", True) if fused_qkv is None else fused_qkv
             facts, model = {"fused_qkv": fused}, None

@@ -61,6 +61,11 @@ fn text<'a>(given: &'a Bound<'_, PyString>) -> Result<&'a str, Unusable> {
     given.to_str().map_err(|_| Unusable("a text that is no UTF-8".into()))
 }
 
+/// True for an object whose attributes are read.
+fn is_record(given: &Bound<'_, PyAny>) -> PyResult<bool> {
+    Ok(!given.is_instance_of::<PyDict>() && given.hasattr(intern!(given.py(), "__dataclass_fields__"))?)
+}
+
 /// A value of Python's, read as serde asks for it.
 struct Object<'a, 'py> {
     given: &'a Bound<'py, PyAny>,
@@ -118,7 +123,7 @@ impl<'de> de::Deserializer<'de> for Object<'_, '_> {
         visitor.visit_newtype_struct(self)
     }
 
-    /// A word, or a dict of one word and what belongs to it.
+    /// A word, a dict of one word and what belongs to it, or an object, whose class is the word.
     fn deserialize_enum<V: Visitor<'de>>(
         self,
         _: &'static str,
@@ -128,6 +133,9 @@ impl<'de> de::Deserializer<'de> for Object<'_, '_> {
         if let Ok(word) = self.given.cast::<PyString>() {
             let word: StrDeserializer<'_, Unusable> = text(word)?.into_deserializer();
             return visitor.visit_enum(word);
+        }
+        if is_record(self.given)? {
+            return visitor.visit_enum(Class { given: self.given, depth: self.depth + 1 });
         }
         let given = self.given.cast::<PyDict>().map_err(|_| Unusable(format!("no word: {}", self.given)))?;
         let items = Items { items: given.iter(), value: None, depth: self.depth + 1 };
@@ -151,12 +159,10 @@ impl<'de> de::Deserializer<'de> for Object<'_, '_> {
         visitor: V,
     ) -> Result<V::Value, Unusable> {
         let given = self.given;
-        match given.is_instance_of::<PyDict>()
-            || !given.hasattr(intern!(given.py(), "__dataclass_fields__"))?
-        {
-            true => self.deserialize_any(visitor),
-            false if self.depth >= DEPTH => Err(Unusable(format!("{name} is nested too deeply"))),
-            false => visitor.visit_map(Attributes {
+        match is_record(given)? {
+            false => self.deserialize_any(visitor),
+            true if self.depth >= DEPTH => Err(Unusable(format!("{name} is nested too deeply"))),
+            true => visitor.visit_map(Attributes {
                 given,
                 names: fields.iter(),
                 value: None,
@@ -196,6 +202,54 @@ impl<'de> de::MapAccess<'de> for Attributes<'_, '_> {
     fn next_value_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<S::Value, Unusable> {
         let value = self.value.take().ok_or_else(|| Unusable("a value without a name".into()))?;
         seed.deserialize(Object { given: &value, depth: self.depth })
+    }
+}
+
+/// A dataclass that is one of several records: `LowRank` is the variant `low_rank`.
+struct Class<'a, 'py> {
+    given: &'a Bound<'py, PyAny>,
+    depth: usize,
+}
+
+impl<'a, 'de, 'py> de::EnumAccess<'de> for Class<'a, 'py> {
+    type Error = Unusable;
+    type Variant = Object<'a, 'py>;
+
+    fn variant_seed<S: DeserializeSeed<'de>>(self, seed: S) -> Result<(S::Value, Self::Variant), Unusable> {
+        let class = self.given.get_type().name()?;
+        let mut word = String::new();
+        for (i, letter) in text(&class)?.chars().enumerate() {
+            if letter.is_uppercase() && i > 0 {
+                word.push('_');
+            }
+            word.extend(letter.to_lowercase());
+        }
+        let word: StrDeserializer<'_, Unusable> = word.as_str().into_deserializer();
+        Ok((seed.deserialize(word)?, Object { given: self.given, depth: self.depth }))
+    }
+}
+
+impl<'de> de::VariantAccess<'de> for Object<'_, '_> {
+    type Error = Unusable;
+
+    fn unit_variant(self) -> Result<(), Unusable> {
+        Ok(())
+    }
+
+    fn newtype_variant_seed<S: DeserializeSeed<'de>>(self, seed: S) -> Result<S::Value, Unusable> {
+        seed.deserialize(self)
+    }
+
+    fn tuple_variant<V: Visitor<'de>>(self, _: usize, visitor: V) -> Result<V::Value, Unusable> {
+        de::Deserializer::deserialize_seq(self, visitor)
+    }
+
+    fn struct_variant<V: Visitor<'de>>(
+        self,
+        fields: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value, Unusable> {
+        de::Deserializer::deserialize_struct(self, "a record", fields, visitor)
     }
 }
 

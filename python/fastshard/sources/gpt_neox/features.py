@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...common.config_text import shown
 from ...common.errors import FastshardError, Finding, error_for
 from ...layouts.declaration import Description, Source, Unit
 from ...models import gpt_neox
-from ...models.gpt_neox import GATED
+from ...models.gpt_neox import GATED, Features
 from ..base import Contents, Found
 from . import fp8_state, unread_blocks
 from .config import Model
@@ -162,12 +162,13 @@ def apply(
     source.facts |= _facts(parts, norm, _gated(parts, activation), gqa)
     source.findings += _left_out(found, parts)
     features = _features(parts, norm, kv_heads, source.facts)
+    source.values["features"] = asdict(features)
     if parts.states:
-        features["fp8"] = fp8_state.summary(found, parts.states, values, source.findings)
-    source.values["features"] = features
-    family = "llama" if is_llama(features) else "gpt_neox"
+        summary = fp8_state.summary(found, parts.states, values, source.findings)
+        source.values["features"]["fp8"] = summary
+    family = "llama" if features.is_llama else "gpt_neox"
     source.layout = "gpt_neox.llama" if family == "llama" else "gpt_neox.neox"
-    source.model = Description(family, model.config, dialect=gpt_neox.DIALECT, features=features)
+    source.model = Description(family, model.config, dialect=gpt_neox.GptNeoX(features))
     source.findings += _contradictions(source, model, features, activation)
 
 
@@ -207,31 +208,31 @@ def _facts(parts: Parts, norm: str, gated: bool, gqa: bool) -> dict[str, bool]:
     }
 
 
-def _features(parts: Parts, norm: str, kv_heads: int | None, facts: dict[str, bool]) -> dict[str, Any]:
+def _features(parts: Parts, norm: str, kv_heads: int | None, facts: dict[str, bool]) -> Features:
     """What the model computes, in words and numbers."""
     residual = facts.get("gpt_j_residual")
     te_linear = (facts["te_dense"] and not facts["te_mha"]) or (facts["te_linear2"] and not facts["te_mlp"])
-    return {
-        "norm": norm,
-        "norm_bias": parts.ends("norm.bias", "norm.offset", "layernorm.bias", "layernorm.offset")
+    return Features(
+        norm=norm,
+        norm_bias=parts.ends("norm.bias", "norm.offset", "layernorm.bias", "layernorm.offset")
         or parts.has("mlp.layer_norm_bias"),
-        "residual": "unknown" if residual is None else ("parallel" if residual else "sequential"),
-        "attention_bias": parts.has("attention.query_key_value.bias", "attention.qkv.bias"),
-        "dense_bias": parts.has("attention.dense.bias", "attention.proj.bias"),
-        "mlp_bias": parts.ends("linear1.bias", "dense_h_to_4h.bias", "fc1_bias"),
-        "mlp_out_bias": parts.ends("linear2.bias", "dense_4h_to_h.bias", "fc2_bias"),
-        "gated": facts["gated"],
-        "kv_heads": kv_heads,
-        "gqa": facts["gqa"],
-        "te_mha": facts["te_mha"],
-        "te_layernorm_mlp": facts["te_mlp"],
-        "stale_norm": facts["te_mlp"] and parts.begins("post_attention_layernorm."),
-        "te_parallel_linear": te_linear,
-        "qk_layernorm": parts.begins("attention.qk_layernorm"),
-        "learned_positions": parts.has("position_embeddings.weight"),
-        "reward_head": facts["reward"],
-        "legacy_names": parts.ends("dense_h_to_4h.weight") or facts["split_gate"],
-    }
+        residual="unknown" if residual is None else ("parallel" if residual else "sequential"),
+        attention_bias=parts.has("attention.query_key_value.bias", "attention.qkv.bias"),
+        dense_bias=parts.has("attention.dense.bias", "attention.proj.bias"),
+        mlp_bias=parts.ends("linear1.bias", "dense_h_to_4h.bias", "fc1_bias"),
+        mlp_out_bias=parts.ends("linear2.bias", "dense_4h_to_h.bias", "fc2_bias"),
+        gated=facts["gated"],
+        kv_heads=kv_heads,
+        gqa=facts["gqa"],
+        te_mha=facts["te_mha"],
+        te_layernorm_mlp=facts["te_mlp"],
+        stale_norm=facts["te_mlp"] and parts.begins("post_attention_layernorm."),
+        te_parallel_linear=te_linear,
+        qk_layernorm=parts.begins("attention.qk_layernorm"),
+        learned_positions=parts.has("position_embeddings.weight"),
+        reward_head=facts["reward"],
+        legacy_names=parts.ends("dense_h_to_4h.weight") or facts["split_gate"],
+    )
 
 
 def _left_out(found: Found[object], parts: Parts) -> list[Finding]:
@@ -258,20 +259,11 @@ def _left_out(found: Found[object], parts: Parts) -> list[Finding]:
     ]
 
 
-def is_llama(features: dict[str, Any]) -> bool:
-    """True if transformers' Llama computes what the model did: RMSNorm, gated MLP, sequential residual."""
-    plain = features["norm"] in ("rmsnorm", "te_rmsnorm") and not features["norm_bias"] and features["gated"]
-    others = ("qk_layernorm", "learned_positions", "reward_head")
-    if features["residual"] == "unknown" and (features["dense_bias"] or features["mlp_out_bias"]):
-        return False
-    return plain and features["residual"] != "parallel" and not any(features[key] for key in others)
-
-
 def _contradictions(
-    source: Source, model: Model, features: dict[str, Any], activation: str | None
+    source: Source, model: Model, features: Features, activation: str | None
 ) -> list[Finding]:
     """Where the config and the tensors' names tell of two models."""
-    gated = features["gated"]
+    gated = features.gated
     stated = model.config.get("norm")
     # TE's modules and GPT-NeoX's own are of one kind by either name, or the names would not fit.
     kind = {"te_layernorm": "layernorm", "te_rmsnorm": "rmsnorm"}
@@ -280,10 +272,10 @@ def _contradictions(
     if activation is not None and (activation in GATED) != gated and not source.facts["split_gate"]:
         rows = "as the rows of the MLP's first projection say"
         told.append(("activation", f"{'a gated' if gated else 'no gated'} one, {rows}", activation))
-    if model.kv_heads is not None and model.kv_heads != features["kv_heads"]:
+    if model.kv_heads is not None and model.kv_heads != features.kv_heads:
         rows = "as the rows of the fused projection say"
-        told.append(("num_kv_heads", f"{features['kv_heads']}, {rows}", model.kv_heads))
-    norm = features["norm"]
+        told.append(("num_kv_heads", f"{features.kv_heads}, {rows}", model.kv_heads))
+    norm = features.norm
     if stated is not None and kind.get(stated, stated) != kind.get(norm, norm):
         told.append(("norm", f"{norm}, as the names of its tensors say", stated))
     findings = [
@@ -297,7 +289,7 @@ def _contradictions(
         )
         for key, expected, got in told
     ]
-    if features["stale_norm"]:
+    if features.stale_norm:
         findings.append(
             Finding.of(
                 "FS212",

@@ -5,14 +5,15 @@ source: peft tuners/lora/layer.py (get_delta_weight, merge), tuners/lora/dora.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count, product
 from math import prod
 from typing import Any
 
 from ...common.errors import FastshardError, Finding
-from ...layouts.declaration import Adapted, Source
+from ...layouts.declaration import Source
+from ...layouts.declared_parts import Adapted, Change, LowRank, Rows, Vector, Window
 from .adapter_config import Config
 from .tensor_names import Module, Told
 
@@ -38,7 +39,7 @@ def attach(source: Source, told: Told, config: Config, shapes: Mapping[str, list
             "FS106", "several adapters are here", got=", ".join(sorted(told.adapters)),
             help="save one of them by itself",
         )  # fmt: skip
-    changes: dict[str, list[dict[str, Any]]] = {}
+    changes: dict[str, list[Change]] = {}
     hidden = set(told.unused)
     for module in told.modules.values():
         hidden |= set(module.factors.values())
@@ -70,9 +71,9 @@ def _names(source: Source, shapes: Mapping[str, list[int]]) -> list[tuple[str, s
 
 def _changes(
     module: Module, config: Config, shapes: Mapping[str, list[int]], model: Mapping[str, Any]
-) -> list[tuple[str, dict[str, Any]]]:
+) -> list[tuple[str, Change]]:
     """The changes that a module's factors stand for, each with the tensor that it is of."""
-    found: list[tuple[str, dict[str, Any]]] = []
+    found: list[tuple[str, Change]] = []
     factors, weight = module.factors, f"{module.at}.weight"
     if "tokens" in factors:
         rows = config.rows(module.name)
@@ -81,7 +82,7 @@ def _changes(
                 "FS209", "which rows the adapter has trained", tensor=factors["tokens"], file=config.path,
                 expected="trainable_token_indices", got="none", help="pass the adapter's own adapter_config.json",
             )  # fmt: skip
-        found.append((weight, {"rows": {"of": factors["tokens"], "at": rows}}))
+        found.append((weight, Rows(factors["tokens"], rows)))
     pairs = [
         (a, b)
         for a, b in (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
@@ -101,20 +102,18 @@ def _changes(
             shape, factors[a], factors[b], config, module, shapes, model, embedding=a != "lora_A"
         )
         if (magnitude := factors.get("lora_magnitude_vector")) is not None:
-            change["magnitude"] = magnitude
+            change = replace(change, magnitude=magnitude)
         elif config.dora:
             raise FastshardError.of(
                 "FS102", "an adapter of DoRA without its magnitude", tensor=f"{module.name}.lora_magnitude_vector",
                 file=config.path, help="copy the adapter again from the host that saved it",
             )  # fmt: skip
         if stacked is None:
-            found.append((name, {"low_rank": change}))
+            found.append((name, change))
         else:
-            found += [
-                (part, {"low_rank": change | {"form": "rows", "window": w}}) for part, w in stacked.windows()
-            ]
+            found += [(part, replace(change, form="rows", window=w)) for part, w in stacked.windows()]
         if (bias := factors.get(f"{b}.bias")) is not None:
-            found.append((f"{module.at}.bias", {"vector": {"of": bias, "scale": config.scale(module.name)}}))
+            found.append((f"{module.at}.bias", Vector(bias, config.scale(module.name))))
     return found
 
 
@@ -126,12 +125,12 @@ class _Stacked:
     #: By expert: (stored name, outputs) of each part.
     parts: list[list[tuple[str, int]]]
 
-    def windows(self) -> Iterator[tuple[str, dict[str, int]]]:
+    def windows(self) -> Iterator[tuple[str, Window]]:
         """The part of the whole that each stored tensor is."""
         for expert, listed in enumerate(self.parts):
             out = 0
             for name, outputs in listed:
-                yield name, {"experts": self.shape[0], "expert": expert, "outs": self.shape[1], "out": out}
+                yield name, Window(experts=self.shape[0], expert=expert, outs=self.shape[1], out=out)
                 out += outputs
 
 
@@ -207,7 +206,7 @@ def _forms(shape: list[int], a: list[int], b: list[int]) -> list[tuple[str, int]
 def _product(
     shape: list[int], a: str, b: str, config: Config, module: Module, shapes: Mapping[str, list[int]],
     model: Mapping[str, Any], *, embedding: bool,
-) -> dict[str, Any]:  # fmt: skip
+) -> LowRank:  # fmt: skip
     """How a product is added to a tensor."""
     ways = _forms(shape, shapes[a], shapes[b])
     if embedding:
@@ -225,10 +224,10 @@ def _product(
             expected=f"{config.rank(module.name)} by {config.path}", got=str(rank),
             help="pass the adapter_config.json that was saved with it",
         )  # fmt: skip
-    return {"a": a, "b": b, "rank": rank, "scale": config.scale(module.name), "form": form}
+    return LowRank(a, b, rank, config.scale(module.name), form)
 
 
-def _untie(source: Source, told: Told, changes: Mapping[str, Any]) -> None:
+def _untie(source: Source, told: Told, changes: Collection[str]) -> None:
     """A head of its own makes the model one that is not tied; a change of one of two tied tensors has no place.
 
     Raises:
