@@ -51,8 +51,9 @@ class Dequantised:
             names_of: names of the tensors in a file, by its number.
         """
         values = {**source.values, "dequantised": dict(self.record)} if self.record else source.values
-        stored = (name for unit in source.units for _, name in source.of_unit(unit, names_of(unit.file)))
-        own = [source.names.get(name, name) for name in stored]
+        stored = [name for unit in source.units for _, name in source.of_unit(unit, names_of(unit.file))]
+        stored += [name for group in source.assembled if group.slot is None for name, *_ in group.tensors]
+        own = [source.names.get(name, name) for name in dict.fromkeys(stored)]
         hidden = {*self.hidden, *source.hidden}
         names = [self.codes.get(name, name) for name in own if name not in hidden]
         source = replace(source, values=values, beside=frozenset(), quantiser_files={})

@@ -176,3 +176,9 @@ def draft_of(catalog: _core.Catalog, asked: CoreRequest) -> _core.Draft:
         return catalog.draft(asked, table, target)
     except _core.CoreError as error:
         raise from_core(error) from None
+
+
+def full_tensors(catalog: _core.Catalog, source: Source) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of every tensor of a source, merged, by the model's own names."""
+    drafted = draft_of(catalog, CoreRequest(source)).tensors()
+    return {source.names.get(name, name): (dtype, tuple(whole)) for name, dtype, _, _, whole, _ in drafted}

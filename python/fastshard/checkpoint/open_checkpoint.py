@@ -28,7 +28,7 @@ from ..sources.registry import detect
 from ..sources.renamed_files import renamed
 from . import filled_parts, quantised_weights, source_options
 from .checkpoint import Checkpoint
-from .drafting import Opened
+from .drafting import Opened, full_tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -169,7 +169,7 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
         found = replace(found, files=[*found.files, *filling])
     # With the files that parts are taken from.
     every = contents if filled is None else Contents(catalog, catalog.files())
-    quantised = quantised_weights.found_in(source, every)
+    quantised = quantised_weights.found_in(source, every, lambda: full_tensors(catalog, source))
     source = replace(
         source,
         of_tensors=[*source.of_tensors, *quantised.findings],

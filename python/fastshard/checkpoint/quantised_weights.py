@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -64,13 +64,22 @@ class QuantisedWeights:
         return [*forms, *(record.parts for record in self.records.values() if record.parts)]
 
 
-def found_in(source: Source, contents: Contents) -> QuantisedWeights:
-    """The quantised weights of a model whose files hold whole tensors; what is missing of them, and what contradicts its config.
+def found_in(
+    source: Source, contents: Contents, full: Callable[[], Mapping[str, Stored]]
+) -> QuantisedWeights:
+    """The quantised weights of a model; what is missing of them, and what contradicts its config.
 
-    Without a config fp8 weights are told by the names of their scales. Those that ranks divide are not judged.
+    Without a config fp8 weights are told by the names of their scales.
+
+    Args:
+        source: the declaration of the model.
+        contents: what the headers of its files say.
+        full: dtype and shape of every full tensor, by the model's own names; asked where files hold parts of tensors.
     """
     model = source.model
-    if source.assembled or any(degree > 1 for degree in source.degrees.values()):
+    is_divided = bool(source.assembled) or any(degree > 1 for degree in source.degrees.values())
+    if is_divided and source.layout is not None and not model.hf_names:
+        # Frameworks with layouts of their own say what they store in FP8.
         return QuantisedWeights()
     headers = [contents(unit.file) for unit in source.units]
     if any(map(is_of_torchao, headers)) or (contents.cut and _by_torchao(source)):
@@ -82,17 +91,11 @@ def found_in(source: Source, contents: Contents) -> QuantisedWeights:
     files = _beside(source)
     said = stated(model.config, _contents(files))
     if said is None and (model.config is None or not model.hf_names):
-        kinds = (
-            t["dtype"]
-            for unit in source.units
-            if contents.readable(unit.file)
-            for t in contents.tensors(unit.file)
-        )
-        if not any(dtype in F8 for dtype in kinds):
+        if F8.isdisjoint(contents.dtypes()):
             return QuantisedWeights()
-        by_names, unsaid = _by_names(_tensors(source, contents))
+        by_names, unsaid = _by_names(_below(source, full()) if is_divided else _tensors(source, contents))
         return QuantisedWeights(by_names, [], unsaid)
-    tensors = _tensors(source, contents)
+    tensors = _below(source, full()) if is_divided else _tensors(source, contents)
     weights, found = judged(said, tensors)
     lost = {source.names.get(name, name) for name in source.lost}
     # What is missing with a file is told with the file.
@@ -130,6 +133,16 @@ def _by_names(tensors: Mapping[str, Stored]) -> tuple[list[Weight], list[Finding
         return [], []
     weights, found = judged(_UNSAID, tensors)
     return weights, [finding for finding in found if finding.code in ("FS201", "FS202")]
+
+
+def _below(source: Source, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The model's tensors, by its own names."""
+    prefix = source.weights_prefix
+    return {
+        name.removeprefix(prefix): stored
+        for name, stored in tensors.items()
+        if name.startswith(prefix) and not is_state(name)
+    }
 
 
 def _tensors(source: Source, contents: Contents) -> dict[str, Stored]:

@@ -78,6 +78,11 @@ class Contents:
         files = (i for i in range(len(self._readable)) if self.readable(i))
         return {name for i in files for name in self._catalog.names(i)}
 
+    def dtypes(self) -> set[str]:
+        """Dtypes of all tensors of the files that can be read."""
+        files = (i for i in range(len(self._readable)) if self.readable(i))
+        return {tensor["dtype"] for i in files for tensor in self.tensors(i)}
+
     def bytes(self, file: int, tensor: int, limit: int) -> bytes:
         """Bytes of a small tensor.
 
