@@ -157,7 +157,7 @@ fn seen_as(tensor: &StoredTensor, shape: &[u64], dtype: Dtype) -> Option<Pieces>
         }
     };
     let (from, to) = (tensor.dtype.size() as u64, dtype.size() as u64);
-    let in_elements = |n: u64| (n * from % to == 0).then(|| n * from / to);
+    let in_elements = |n: u64| (n * from).is_multiple_of(to).then_some(n * from / to);
     let scaled = |range: RangePiece| {
         Some(RangePiece { start: in_elements(range.start)?, len: in_elements(range.len)?, ..range })
     };
