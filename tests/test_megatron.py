@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fastshard.common.listing import File
+from fastshard.layouts.declaration import Source
+from fastshard.sources.base import Found
+from fastshard.sources.megatron import of_ranks
 from helpers import FIXTURES, assert_refused, cli, copy, edit_pt, read_result, sha256
 from transformers import AutoModelForCausalLM
 
@@ -137,6 +141,58 @@ def test_swapped_files_contradict_their_own_arguments(pair: Any, order: str, tmp
 def test_ranks_that_tell_nothing_accuse_nobody(rank_of: Any, more: dict[str, Any], tmp_path: Path) -> None:
     ran = cli("merge", ranked(tmp_path / "ckpt", rank_of, **more), tmp_path / "out")
     assert ran.code == 0 and ran.having("FS114"), ran.out
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 1)], ids=["of one rank", "of all ranks"])
+@pytest.mark.parametrize("command", [("merge",), ("convert", "--to", "hf")], ids=lambda command: command[0])
+def test_swapped_stages_contradict_their_own_tensors(
+    command: tuple[str, ...], ranks: tuple[int, ...], tmp_path: Path
+) -> None:
+    # Their arguments name no rank.
+    root = copy(LEGACY, tmp_path / "ckpt")
+    for tp in ranks:
+        one, other = (root / rank_file(tp, pp) for pp in range(2))
+        kept = one.read_bytes()
+        one.write_bytes(other.read_bytes())
+        other.write_bytes(kept)
+    ran = assert_refused(root, tmp_path / "out", "FS113", command=command)
+    assert [set(f["files"]) for f in ran.errors] == [{rank_file(tp, 0), rank_file(tp, 1)} for tp in ranks]
+    seen = cli("verify", root)
+    # What differs between copies follows from it.
+    assert seen.code == 1 and {f["code"] for f in seen.errors} == {"FS113"}, seen.out
+
+
+EMBEDDING, NORM, LAYER = (
+    "embedding.word_embeddings.weight",
+    "decoder.final_layernorm.weight",
+    "decoder.layers.0.w",
+)
+#: Names of the tensors of each stage, and the stages that are another's.
+STAGES: dict[str, tuple[list[list[str]], dict[int, str]]] = {
+    "good": ([[EMBEDDING, LAYER], [LAYER], [LAYER, NORM]], {}),
+    "tied": ([[EMBEDDING, LAYER], [LAYER], [LAYER, NORM, EMBEDDING]], {}),
+    "multi-token prediction": ([[EMBEDDING, LAYER], ["mtp.layers.0.w", EMBEDDING], [NORM]], {}),
+    "an encoder": ([[EMBEDDING, LAYER], ["encoder.final_layernorm.weight"], [LAYER, NORM]], {}),
+    "an encoder alone": ([[EMBEDDING], [LAYER], ["encoder.final_layernorm.weight"]], {}),
+    "nothing known": ([["a"], ["b"], ["c"]], {}),
+    "no embedding at all": ([["a"], ["b"], [NORM]], {}),
+    "first and second": ([[LAYER], [EMBEDDING, LAYER], [NORM]], {0: "tp 0, another stage", 1: "tp 0, pp 0"}),
+    "second and last": ([[EMBEDDING], [NORM], [LAYER]], {1: "tp 0, pp 2", 2: "tp 0, another stage"}),
+    "first and last": ([[NORM, LAYER], [LAYER], [EMBEDDING]], {0: "tp 0, pp 2", 2: "tp 0, pp 0"}),
+    "turned": ([[NORM], [EMBEDDING], [LAYER]], {0: "tp 0, pp 2", 1: "tp 0, pp 0", 2: "tp 0, another stage"}),
+}
+
+
+@pytest.mark.parametrize("case", STAGES)
+def test_stages_are_told_by_what_they_hold(case: str) -> None:
+    names, wrong = STAGES[case]
+    files = [File(0, f"mp_rank_00_{pp:03d}/model_optim_rng.pt", 1) for pp in range(len(names))]
+    source = Source("Megatron-LM", units=[])
+    found: Found[object] = Found(None, "Megatron-LM", files, None)  # type: ignore[arg-type]
+    places = [(pp, (0, pp, 0), held) for pp, held in enumerate(names)]
+    of_ranks.judge_stages(source, found, places, len(names))
+    told = {finding.file: finding.got for finding in source.findings}
+    assert told == {files[pp].path: own for pp, own in wrong.items()}
 
 
 def test_a_rank_whose_arguments_are_of_another_iteration_is_named(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def verify(
     if path is not None and (include or exclude):
         left_out = make_plan(checkpoint.opened).index.keys() - plan.index.keys()
     differing, downloaded = _differing(checkpoint, plan, path, left_out, run, progress)
-    differing = _not_named(findings, differing)
+    differing = _not_explained(findings, differing)
     found = _unique(checkpoint.opened.gate.judged([*findings, *differing]))
     if downloaded is None or any(f.severity == "error" for f in found):
         return Verdict(found, None)
@@ -171,12 +171,21 @@ def _differing(
     return findings, downloaded
 
 
-def _not_named(findings: Iterable[Finding], differing: Iterable[Finding]) -> list[Finding]:
-    """What reading has found, without copies of which the files themselves say whose they are."""
-    named = {f.file for f in findings if f.code == "FS303" and f.file}
+#: A file that is in the place of another: what is found in its tensors follows from that.
+_MISPLACED = ("FS105", "FS107", "FS113", "FS303")
+_FOLLOWS = ("FS302", "FS305", "FS401", "FS404")
+
+
+def _not_explained(findings: Iterable[Finding], differing: Iterable[Finding]) -> list[Finding]:
+    """What reading has found, without what files in the place of others account for, and copies that these say themselves."""
+    misplaced = [f for f in findings if f.code in _MISPLACED and f.severity == "error"]
+    elsewhere = {file for finding in misplaced for file in finding.files}
+    named = {f.file for f in misplaced if f.code == "FS303" and f.file}
 
     def is_known(finding: Finding) -> bool:
         files = {finding.file, *finding.files}
+        if finding.code in _FOLLOWS:
+            return not elsewhere.isdisjoint(files)
         # All but the original are named.
         return finding.code == "FS303" and not named.isdisjoint(files) and len(files - named) < 2
 
