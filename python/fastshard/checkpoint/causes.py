@@ -86,7 +86,7 @@ class Causes:
         if finding.tensor:
             if finding.tensor in self.tensors:
                 return self.tensors[finding.tensor]
-        elif finding.layers and finding.count:
+        elif finding.layers and finding.count and finding.axis in (None, "L"):
             named = [name for name in self.tensors if place_of(name)[0] in finding.layers]
             if len(named) >= finding.count:
                 return self.tensors[named[0]]
@@ -111,7 +111,7 @@ class Causes:
                 # No spelling of it is here, and one is lost: which of them was meant nothing tells.
                 one = self.spelling(finding.tensor)
                 return first if one is not None and one in self._spelled else None
-            if finding.layers:
+            if finding.layers and finding.axis in (None, "L"):
                 return first if any(place_of(name)[0] in finding.layers for name in self.named) else None
             return first
         if self.held is None:
@@ -127,6 +127,9 @@ class Causes:
         return next((file.cause for file in self.files if path in file.cause.files), self.files[0].cause)
 
     def _may_hold(self, file: LostFile, finding: Finding, ranks: Mapping[str, tuple[int, int]]) -> bool:
+        if not finding.tensor and finding.axis not in (None, "L"):
+            # An expert is on the ranks that have its number; what their other files hold says nothing of it.
+            return "ep" in file.ranks or file.places is None
         if not finding.tensor:
             # Of a layer of which nothing is there no rank has a file; what else has no name follows from what has one.
             return file.places is None or not finding.layers
@@ -176,7 +179,9 @@ def causes_of(
     unread = {path for i, path in enumerate(paths) if errors and not any(True for _ in names(i))}
     # Nor is anything taken of a file that is refused where tensors are put together from several.
     refused = not source.units
-    lost = [f for f in errors if f.file and not f.tensor and (refused or f.code in _LOST or f.file in unread)]
+    lost = [
+        f for f in errors if f.file and (f.file in unread or (not f.tensor and (refused or f.code in _LOST)))
+    ]
     held = None
     files = [LostFile(f) for f in lost]
     if lost and not source.listed and any(unit.coords or unit.prefix for unit in source.units):

@@ -72,16 +72,17 @@ def with_effects(
     layers: dict[int | None, Finding] = {
         layer: f
         for f in findings
-        if f.code == "FS103" and f.severity == "error"
+        if f.code == "FS103" and f.severity == "error" and f.axis in (None, "L")
         for layer in (f.layers or ())[:_MOST_LAYERS]
     }
+    of_files = {file.cause for file in causes.files}
     effects: dict[Finding, list[str]] = {}
     for name in sorted(lost):
         if name not in own:
             cause = layers.get(layer_of(name)) or causes.of(
                 about.get(name) or Finding.of("FS102", "missing tensor", tensor=name)
             )
-            if cause is not None and not cause.tensor:
+            if cause is not None and (not cause.tensor or cause in of_files):
                 effects.setdefault(cause, []).append(name)
     return [f.replace(effect=effect_on(effects[f], of)) if f in effects else f for f in findings]
 

@@ -29,6 +29,7 @@ from ..sources.renamed_files import renamed
 from . import filled_parts, quantised_weights, source_options
 from .checkpoint import Checkpoint
 from .drafting import Opened, full_tensors
+from .pickled_calls import calls_for_tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -99,6 +100,9 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
     prefixes = [os.fspath(root) + os.sep for root in roots]
     findings = [*listing.findings, *found.findings, *(_relative(f, prefixes) for f in unread)]
     readable = catalog.files()
+    called = calls_for_tensors(catalog, readable)
+    findings += called.values()
+    readable = [None if at in called else file for at, file in enumerate(readable)]
 
     if not found.reads_parts:
         _refuse_parts(readable)
@@ -108,10 +112,11 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
     try:
         source = found.adapter.declare(found, listing, contents, said)
     except FastshardError as refused:
-        if not not_themselves:
+        others_there = [finding for finding in found.findings if finding.code == "FS112"]
+        if not (not_themselves or others_there):
             raise
         # What a config that is not there would have said may be all that is wrong.
-        raise error_for([*not_themselves, *refused.findings]) from None
+        raise error_for([*not_themselves, *refused.findings, *others_there]) from None
     findings.extend(
         Finding.of(
             "FS109",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from ..common.errors import Finding
+from ..common.errors import CODES, Finding
 from ..common.finding_facts import effect_of, files_of
 from ..common.formatting import counted, printable
 from ..common.gate import accepted
 from .styles import Paint, plain
 
-__all__ = ["lines"]
+__all__ = ["help_of", "lines"]
 
 #: Columns of the labels.
 _INDENT = 12
@@ -47,7 +47,16 @@ def lines(
         told += _labelled("where", files if verbose else [files_of(files)], width, paint)
     for label, texts in facts:
         told += _labelled(label, texts, width, paint)
-    return told + (_labelled("help", [finding.help], width, paint) if finding.help and helps else [])
+    help_ = help_of(finding)
+    return told + (_labelled("help", [help_], width, paint) if help_ and helps else [])
+
+
+def help_of(finding: Finding) -> str | None:
+    """What to do about a finding: what it says itself, else what helps with all of its code."""
+    if finding.help or finding.severity == "note":
+        return finding.help
+    text = CODES[finding.code].help
+    return f"{text[0].lower()}{text[1:].rstrip('.')}" if text else None
 
 
 def _facts(finding: Finding, verbose: int) -> list[tuple[str, Sequence[str]]]:

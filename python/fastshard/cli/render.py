@@ -68,7 +68,7 @@ def print_findings(
     if not verbose:
         groups, hidden = _first(groups)
     for alike in groups:
-        help_ = alike[0].help
+        help_ = finding_text.help_of(alike[0])
         helps = help_ is not None and help_ not in helped
         if help_ is not None:
             helped.add(help_)
@@ -83,12 +83,16 @@ def print_findings(
 
 
 def _for_people(findings: Iterable[Finding], verbose: int, quiet: int) -> list[Finding]:
-    """Those that are printed, errors first: notes and what is ignored with -v only."""
+    """Those that are printed, errors first: notes and what is ignored with -v only, but where something is wrong with a step,
+    that there are others."""
+    findings = list(findings)
+    is_broken = any(f.severity == "error" for f in findings)
     order = {"error": 0, "warning": 1, "note": 2}
     return [
         f
         for f in sorted(findings, key=lambda f: order.get(f.severity, 3))
-        if not (quiet and f.severity != "error") and (verbose or not (f.severity == "note" or ignored(f)))
+        if not (quiet and f.severity != "error")
+        and (verbose or (is_broken and f.code == "FS112") or not (f.severity == "note" or ignored(f)))
     ]
 
 

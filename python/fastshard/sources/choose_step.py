@@ -328,7 +328,11 @@ def _told(name: str, steps: Mapping[str, Step], tracker: File | None) -> list[Fi
         return []
     why = f"{tracker.path} names it" if tracker else "the newest by number"
     message = f"step {name} is taken, {why}; {len(others)} more {'is' if len(others) == 1 else 'are'} there: {_have(others)}"
-    return [Finding.of("FS112", message, help="choose another with --step")]
+    return [
+        Finding.of(
+            "FS112", message, help=f"choose another with --step, e.g. --step {max(others, key=numbers_of)}"
+        )
+    ]
 
 
 def _later(

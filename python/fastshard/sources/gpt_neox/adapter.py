@@ -173,10 +173,9 @@ class GptNeox:
         if states and states[0].get("module") is None:
             raise FastshardError.of(
                 "FS101",
-                "the rank files hold no tensors, and all layer files are missing",
-                file=found.files[0].path,
-                expected="layer_LL-model_TT-model_states.pt beside it",
-                got="none",
+                "all layer files are missing",
+                file=_in(found.folder, "layer_00-model_00-model_states.pt"),
+                evidence=f"{found.files[0].path} holds no tensors: they are in files layer_LL-model_TT-model_states.pt",
                 help="copy the layer files of this step from the nodes that wrote them",
             )
         module = states[0].get("module") if states else None

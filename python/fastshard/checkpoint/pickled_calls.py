@@ -1,0 +1,61 @@
+"""Files that call something where other ranks' files have their tensors: no rank has written these."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from .. import _core
+from ..common.errors import Finding
+
+__all__ = ["calls_for_tensors"]
+
+_DIGITS = re.compile(r"\d+")
+#: Packages whose objects training code saves beside tensors.
+_HARMLESS = ("argparse", "collections", "datetime", "enum", "megatron", "numpy", "pathlib", "torch", "types")
+#: Levels of nested objects that are looked at.
+_DEPTH = 6
+
+
+def calls_for_tensors(
+    catalog: _core.Catalog, readable: Sequence[_core.OpenedFile | None]
+) -> dict[int, Finding]:
+    """What is wrong with each file that holds calls and no tensors, where files that are called alike hold tensors.
+
+    Args:
+        catalog: the files.
+        readable: what is known of each; None for one that cannot be read.
+    """
+    held: dict[str, int] = {}
+    for file in readable:
+        if file is not None:
+            form = _DIGITS.sub("#", file["path"])
+            held[form] = held.get(form, 0) + file["tensors"]
+    found: dict[int, Finding] = {}
+    for at, file in enumerate(readable):
+        if file is None or file["tensors"] or not file["format"].startswith("torch"):
+            continue
+        if not held[_DIGITS.sub("#", file["path"])]:
+            continue
+        if (name := _called(catalog.values(at)[0], _DEPTH)) is not None:
+            found[at] = Finding.of(
+                "FS602",
+                f"the file holds no tensors, and calls {name} where it is loaded; nothing was executed",
+                file=file["path"],
+                expected="tensors, as files of other ranks hold them",
+                got=f"a call of {name}",
+                help="copy the file again from the node that wrote it, and never open this one with torch.load",
+            )
+    return found
+
+
+def _called(value: object, depth: int) -> str | None:
+    """The first thing that an object is made by calling, and that training code does not save; None if there is none."""
+    if depth and isinstance(value, dict):
+        name = value.get("__class__")
+        if isinstance(name, str) and value.get("args") and name.partition(".")[0] not in _HARMLESS:
+            return name
+        return next(filter(None, (_called(inner, depth - 1) for inner in value.values())), None)
+    if depth and isinstance(value, list):
+        return next(filter(None, (_called(inner, depth - 1) for inner in value)), None)
+    return None
