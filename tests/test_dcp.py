@@ -12,7 +12,8 @@ import tiny_models
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers import FIXTURES, HF, assert_refused, cli, copy, flip_bit, read_result, sha256
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from transformers import AutoModelForCausalLM
@@ -248,11 +249,34 @@ def test_a_rank_shard_missing_between_others_is_named(tmp_path: Path) -> None:
     assert_refused(root, tmp_path / "out", "FS101", exit=3, file="shard-00002-model-00001", rank="rank 1")
 
 
-def test_the_last_rank_shard_missing_shows_in_the_shared_axes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("left", "ranks"), [(3, "rank 3"), (2, "ranks 2 to 3"), (1, "ranks 1 to 3")])
+def test_the_last_rank_shards_missing_show_in_the_shared_axes(left: int, ranks: str, tmp_path: Path) -> None:
     root = copy(RANKS, tmp_path / "ckpt")
-    for file in root.glob("shard-00004-*"):
-        file.unlink()
-    assert_refused(root, tmp_path / "out", "FS201", tensor="layernorm.weight", expected="[32]", got="[24]")
+    for file in root.glob("shard-*"):
+        if int(file.name.split("-")[1]) > left:
+            file.unlink()
+    ran = assert_refused(
+        root, tmp_path / "out", "FS101", exit=3, file=f"shard-0000{left + 1}-model-00001", rank=ranks
+    )
+    # Nothing else is wrong: tensors that are too short follow from it.
+    (told,) = ran.errors
+    assert told["effect"]["count"] >= 5 and f"the files of {left} of 4 ranks are here" in told["evidence"]
+
+
+def test_rank_shards_that_are_too_short_otherwise_accuse_no_rank(tmp_path: Path) -> None:
+    root = copy(RANKS, tmp_path / "ckpt")
+    (file,) = root.glob("shard-00004-model-00001-*")
+
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        name = next(name for name in tensors if name.endswith("norm.weight"))
+        tensors[name] = tensors[name][:-1]
+
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    tensors = load_file(file)
+    cut(tensors)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, file, metadata)
+    assert_refused(root, tmp_path / "out", "FS201", tensor="norm.weight", expected="[32]", got="[31]")
 
 
 def saved(folder: Path, fill: float, names: tuple[str, ...] = ("w",), prefix: str = "") -> Path:
@@ -365,7 +389,8 @@ def test_rank_shards_without_a_config_are_no_other_models(kind: str, tmp_path: P
     have = read_result(tmp_path / "out")
     assert all(torch.equal(tensor, state[name]) for name, tensor in have.items())
     (tmp_path / "ranks/shard-00002-model-00001-of-00001.safetensors").unlink()
-    assert cli("verify", tmp_path / "ranks").code == 1
+    lost = cli("verify", tmp_path / "ranks")
+    assert lost.code == 3 and [(f["code"], f["rank"]) for f in lost.errors] == [("FS101", "rank 1")], lost.out
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

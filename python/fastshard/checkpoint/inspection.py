@@ -51,6 +51,8 @@ class Inspection:
     findings: list[Finding]
     #: True if something outside the files states what must exist.
     provable: bool
+    #: How many tensors are missing or incomplete.
+    incomplete: int = 0
 
     @property
     def complete(self) -> bool:
@@ -68,6 +70,7 @@ class Inspection:
             "file_bytes": self.file_bytes,
             "stored_tensors": self.stored_tensors,
             "tensors": len(self.outputs),
+            "incomplete_tensors": self.incomplete,
             "parameters": self.parameters,
             "dtypes": {d: {"tensors": n, "bytes": b} for d, (n, b) in self.dtypes.items()},
             "axes": self.axes,
@@ -112,4 +115,5 @@ def inspect(source: CheckpointSource, **opening: Unpack[OpenOptions]) -> Inspect
         outputs=rows_of(plan),
         findings=plan.findings,
         provable=plan.source.provable,
+        incomplete=len(plan.lost),
     )

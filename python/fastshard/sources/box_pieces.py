@@ -57,6 +57,15 @@ class Boxes:
         """Shape of the whole."""
         return self._held[name].whole()
 
+    def divided(self, name: str) -> set[int]:
+        """The dimensions along which the boxes lie behind one another."""
+        boxes = self._held[name].boxes
+        return {d for lo, _ in boxes for d, at in enumerate(lo) if at}
+
+    def first(self, name: str) -> list[int]:
+        """Extent of the first box."""
+        return list(min(self._held[name].boxes)[1])
+
     def shared(self) -> Iterator[tuple[str, list[int], list[int], list[int]]]:
         """Boxes that several files hold: name, place, extent, and the files."""
         for name, held in self._held.items():

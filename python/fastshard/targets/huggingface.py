@@ -88,7 +88,7 @@ class HfTarget(Target):
             return cls(source, kind.layout, huggingface.facts_of(model, kind), model, kind)
         if told.no_table is not None:
             raise _changed(told.no_table)
-        if told.family is None and source.layout is None and source.tree is None:
+        if told.family is None and told.config is None and source.tree is None:
             raise _unknown()
         raise FastshardError.of("FS514", f"no Hugging Face layout for {source.called} yet")
 

@@ -36,8 +36,8 @@ def _run(a: argparse.Namespace) -> Outcome:
         *([("step", seen.step)] if seen.step else []),
         *([("parallelism", _parallelism(seen.topology))] if seen.topology else []),
         *_model(seen),
-        ("tensors", f"{len(seen.outputs)}, from {seen.stored_tensors} stored"),
-        ("parameters", f"{seen.parameters:,}"),
+        ("tensors", _tensors(seen)),
+        ("parameters", f"{seen.parameters:,}{' in complete tensors' if seen.incomplete else ''}"),
         ("dtypes", ", ".join(f"{d} x {n} ({human(b)})" for d, (n, b) in seen.dtypes.items()) or "-"),
         ("files", f"{seen.files} ({human(seen.file_bytes)})"),
         *_trained_with(seen.metadata.get("features")),
@@ -52,6 +52,14 @@ def _run(a: argparse.Namespace) -> Outcome:
         text += "\n\n" + table(listing) if listing else ""
         document["outputs"] = [row.to_dict() for row in seen.outputs]
     return Result(text, document, reason=_reason(seen)), seen.findings
+
+
+def _tensors(seen: Inspection) -> str:
+    """How many full tensors there are, and what they are made of."""
+    stored = f"{seen.stored_tensors:,} stored"
+    if not seen.incomplete:
+        return f"{len(seen.outputs):,}, from {stored}"
+    return f"{len(seen.outputs):,} complete, {seen.incomplete:,} missing or incomplete, from {stored}"
 
 
 def _parallelism(topology: dict[str, int]) -> str:

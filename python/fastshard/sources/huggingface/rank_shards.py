@@ -128,8 +128,65 @@ class HfRankShards:
             # Rows of heads are enough to check shapes; how they divide only a config tells, or norms of one head each.
             source.facts = facts | {"tied": not facts["head"]}
             source.axes = {} if facts.get("qk_norm") else {"d": 1}
+        if (lost := _ranks_at_the_end(source, boxes, found)) is not None:
+            source.findings.append(lost)
+            # With the shapes that they should have, what is missing of them is its effect.
+            source.assembled = boxes.assembled()
         source.findings += slices_as_wholes(listing, found.folder, found.files, contents, "shards of ranks")
         return source
+
+
+def _ranks_at_the_end(source: Source, boxes: Boxes, found: Found[None]) -> Finding | None:
+    """That the files of the last ranks are missing, where all tensors that are too short are so by the same number of ranks; their
+    shapes become those that they should have."""
+    table = source.usual_table
+    named = [match for file in found.files if (match := _SHARD.match(file.name))]
+    if table is None or not named:
+        return None
+    ranks = max(int(match[1]) for match in named)
+    axes: dict[str, int] = {}
+    for name in boxes.names():
+        rule, shape, divided = table.rule_of(name), boxes.shape(name), boxes.divided(name)
+        for d, size in enumerate(rule.dimensions or () if rule is not None else ()):
+            if size.isalpha() and d < len(shape) and d not in divided:
+                # Of one rank alone every dimension looks whole: the longest is.
+                axes[size] = max(axes.get(size, 0), shape[d])
+    axes |= source.axes
+    short: dict[str, list[int]] = {}
+    counts: set[int] = set()
+    for name in boxes.names():
+        shape, want = boxes.shape(name), table.shape(name, axes)
+        if want is None or len(want) != len(shape):
+            continue
+        full = [have if n is None else n for n, have in zip(want, shape, strict=True)]
+        differing = [d for d, n in enumerate(full) if n != shape[d]]
+        if not differing:
+            continue
+        if len(differing) > 1 or full[differing[0]] < shape[differing[0]]:
+            # It is not the ranks that this is about.
+            return None
+        each = boxes.first(name)[differing[0]]
+        counts.add(-(-full[differing[0]] // max(each, 1)))
+        short[name] = full
+    if len(counts) != 1 or (of := counts.pop()) <= ranks:
+        return None
+    for name, full in short.items():
+        boxes.state(name, full)
+    first = named[0]
+
+    def file(rank: int) -> str:
+        last = f"{first[2]}-{1:0{len(first[3])}d}-of-{first[4]}.safetensors"
+        return f"shard-{rank:0{len(first[1])}d}-{last}"
+
+    name, full = next(iter(short.items()))
+    lost = f"rank {ranks}" if of == ranks + 1 else f"ranks {ranks} to {of - 1}"
+    return missing(
+        f"{found.folder}/{file(ranks + 1)}" if found.folder else file(ranks + 1),
+        lost,
+        f"{name} has {full}, and the files of {ranks} of {of} ranks are here",
+        f"copy the files of {lost} from the nodes that ran them",
+        upto=file(of) if of > ranks + 1 else None,
+    )
 
 
 def _twice(files: Sequence[File], name: str, lo: list[int], holders: list[int]) -> FastshardError:

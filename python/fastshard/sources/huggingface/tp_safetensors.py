@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..._core import Rule, Table
@@ -129,7 +129,7 @@ class TpSafetensors:
             dims = _divided(layout.get("tp_dim") or {}, path)
             source.expected_names = set(dims)
             if source.layout is None:
-                source.layout, source.model = "layout.json", replace(source.model, family="layout.json")
+                source.layout = "layout.json"
                 source.table = _own_table(dims, source)
                 source.axes = {k: v for k, v in source.axes.items() if k == "P"}
         if source.layout is None and options.layout is None:

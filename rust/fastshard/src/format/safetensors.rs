@@ -147,6 +147,21 @@ fn read_header(file: &SourceFile) -> Result<Vec<u8>> {
     let mut prefix = [0; 8];
     file.read_at(0, &mut prefix)?;
     let header_len = u64::from_le_bytes(prefix);
+    if header_len > MAX_HEADER && header_len > file.size() {
+        // What lies there is no length: the file begins in another way.
+        let bytes: Vec<String> = prefix.iter().map(|byte| format!("{byte:02x}")).collect();
+        return Err(Finding::new(
+            codes::UNSAFE_HEADER,
+            "the file begins neither as safetensors nor as torch files do",
+        )
+        .file(file.path())
+        .expected(
+            "a safetensors header, or an archive or a pickle of torch",
+            format!("bytes {}", bytes.join(" ")),
+        )
+        .help("copy or download the file again: it is damaged, or of another format")
+        .into());
+    }
     if header_len > MAX_HEADER {
         let message = format!("header of {header_len} bytes announced, {MAX_HEADER} allowed");
         return Err(unsafe_header(file, message));
