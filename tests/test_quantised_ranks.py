@@ -45,15 +45,20 @@ def divided(tensors: Tensors, mesh: Any, dim: int = 0) -> dict[str, Any]:
     return made
 
 
-def rank_of(folder: Path, rank: int) -> None:
+def rank_of(folder: Path, rank: int, forms: str) -> None:
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=90))
     mesh = init_device_mesh("cpu", (2,))
     for number, form in enumerate(FORMS):
+        if (form in CHOSEN) != (forms == "chosen"):
+            continue
         _, tensors = model(form)
         dcp.save(divided(tensors, mesh), checkpoint_id=folder / f"{number}")
         lost = {name: t for name, t in tensors.items() if name != companion(tensors)}
         dcp.save(divided(lost, mesh), checkpoint_id=folder / f"{number}_lost")
+    if forms != "chosen":
+        dist.destroy_process_group()
+        return
     for form in OTHERWISE:
         _, tensors = model(form)
         lost = {name: t for name, t in tensors.items() if name != companion(tensors)}
@@ -80,27 +85,42 @@ def companion(tensors: Tensors) -> str:
     return next(name for word in words for name in tensors if name == f"{UP}.{word}")
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ranks")
+def save(folder: Path, forms: str) -> Path:
+    """What two ranks save: of the forms that are tried with every run, or of the others."""
     forks = Forks(
         "torch", "torch.distributed.checkpoint", "torch.distributed.tensor", "pytest", OMP_NUM_THREADS="1"
     )
     logs = [folder / f"log{rank}" for rank in range(2)]
     try:
-        forks.launch(Path(__file__), [folder], logs, [{"RANK": str(rank)} for rank in range(2)])
+        forks.launch(Path(__file__), [folder, forms], logs, [{"RANK": str(rank)} for rank in range(2)])
     finally:
         forks.kill()
     for number, form in enumerate(FORMS):
-        for name in (f"{number}", f"{number}_lost"):
-            (folder / name / "config.json").write_text(json.dumps(model(form)[0]))
-    for form in OTHERWISE:
-        for container in CONTAINERS:
-            for name in ("whole", "lost"):
-                at = folder / f"{container}_{form.replace(' ', '_')}_{name}"
-                (at / "config.json").write_text(json.dumps(model(form)[0]))
-    for name in ("columns", "zero"):
-        (folder / name / "config.json").write_text(json.dumps(model("fp8 blocks")[0]))
+        names = [f"{number}", f"{number}_lost"]
+        names += [f"{c}_{form.replace(' ', '_')}_{name}" for c in CONTAINERS for name in ("whole", "lost")]
+        names += ["columns", "zero"] if form == "fp8 blocks" else []
+        for name in names:
+            if (folder / name).exists():
+                (folder / name / "config.json").write_text(json.dumps(model(form)[0]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chosen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("chosen"), "chosen")
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("others"), "others")
+
+
+@pytest.fixture
+def saved(request: pytest.FixtureRequest) -> Path:
+    """The folder that holds the form of a test."""
+    called = getattr(request.node, "callspec", None)
+    form = called.params.get("form", CHOSEN[0]) if called is not None else CHOSEN[0]
+    folder: Path = request.getfixturevalue("chosen" if form in CHOSEN else "others")
     return folder
 
 
@@ -188,4 +208,4 @@ def test_scales_that_are_zero_are_named(saved: Path) -> None:
 if __name__ == "__main__":
     import os
 
-    rank_of(Path(sys.argv[1]), int(os.environ["RANK"]))
+    rank_of(Path(sys.argv[1]), int(os.environ["RANK"]), sys.argv[2])
