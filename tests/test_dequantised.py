@@ -481,6 +481,28 @@ def test_scales_are_spread_as_their_config_says(name: str, tmp_path: Path) -> No
     assert same(values(folder, tmp_path / "out"), codes.float() * each)
 
 
+def test_zero_points_of_symmetric_codes_that_older_versions_saved_are_taken(tmp_path: Path) -> None:
+    config, tensors = model("ct 4 bit")
+    for name in [name for name in tensors if name.endswith("_scale")]:
+        shape = tensors[name].shape
+        points = torch.zeros(shape) if "layers.0" in name else torch.randint(-3, 4, shape)
+        tensors[name.replace("_scale", "_zero_point")] = points.to(torch.int8)
+    folder = write(tmp_path / "in", config, tensors)
+    assert cli("verify", folder).code == 0
+    assert cli("merge", folder, tmp_path / "kept").code == 0
+    assert read_result(tmp_path / "kept").keys() == tensors.keys()
+    assert cli("merge", folder, tmp_path / "out", "--dtype", "bf16").code == 0
+    have = read_result(tmp_path / "out")
+    for layer in range(LAYERS):
+        for part, (_, i) in LINEAR.items():
+            own = parts(tensors, f"model.layers.{layer}.{part}")
+            codes = stream(own["weight_packed"], 4, i).float() - 8
+            scale = own["weight_scale"].repeat_interleave(64, 1)[:, :i]
+            points = own["weight_zero_point"].repeat_interleave(64, 1)[:, :i]
+            want = ((codes - points).to(scale.dtype) * scale).bfloat16()
+            assert same(have[f"model.layers.{layer}.{part}.weight"], want), part
+
+
 def test_groups_are_of_the_size_that_is_stated(tmp_path: Path) -> None:
     """Two groups of 128 columns hold 192: the last is short, or it is refused; they are never two of 96."""
     awq = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 128}

@@ -237,12 +237,20 @@ def _packed(bits: int, symmetric: bool, weights: Mapping[str, Any], takes: Calla
     def zeros(sizes: Sizes) -> list[tuple[int, ...]]:
         return [(*s[:-2], ceil_div(s[-2] * bits, 32), s[-1]) for s in scales(sizes) if len(s) >= 2]
 
+    # Of symmetric codes older versions saved zero points that are no words. source: compressed-tensors 0.20 PackedQuantizationCompressor
+    zero = Companion(
+        "zero points",
+        (".weight_zero_point",),
+        frozenset(("I8",)) if symmetric else _I32,
+        scales if symmetric else zeros,
+        not symmetric,
+    )
     return Form(
         f"{bits} bit, packed", ".weight_packed", _I32, most,
         (
             Companion("scales", (".weight_scale",), FLOATS, scales),
             Companion("shape", (".weight_shape",), frozenset(("I64", "I32")), lambda s: [(2 + len(s.lead),)]),
-            *(() if symmetric else (Companion("zero points", (".weight_zero_point",), _I32, zeros),)),
+            zero,
             Companion("group indices", (".weight_g_idx",), _I32, None, required=weights.get("actorder") == "group"),
         ),
         takes,
@@ -308,9 +316,12 @@ def _of_words(bits: int, weights: Mapping[str, Any], weight: Weight, asked: Aske
     block, grid = fitting(sizes, shape, _blocks(weights, sizes))
     less, zero = {"less": 1 << (bits - 1)}, None
     if "zero points" in weight.companions:
-        zeros, _, of_zeros = weight.of("zero points")
-        packed = Coded(view(zeros, [grid[0], *of_zeros[-2:]]), less, {"column": {"bits": bits}})
-        zero = {"of": operand(zeros, grid, packed), "block": block}
+        zeros, of_zeros, shape = weight.of("zero points")
+        if of_zeros == "I8":
+            points = Coded(view(zeros, grid), {"signed": 8})
+        else:
+            points = Coded(view(zeros, [grid[0], *shape[-2:]]), less, {"column": {"bits": bits}})
+        zero = {"of": operand(zeros, grid, points), "block": block}
     coded = Coded(
         view(weight.codes, [math.prod(lead), *words[-2:]]), less, {"row": {"bits": bits}}, zero=zero,
         scales=[scale(view(name, grid), block)], groups=_groups_of(weight, columns, asked), rounded=dtype,
