@@ -584,6 +584,14 @@ def test_headers_of_torchao_that_differ_are_of_two_models(tmp_path: Path) -> Non
     assert [(one["code"], one["tensor"]) for one in found] == [("FS211", "a.weight")], found
 
 
+def test_a_tensor_that_a_header_of_torchao_lists_alone_is_named(tmp_path: Path) -> None:
+    folder = in_two(tmp_path / "two", {"tensor_names": '["b.weight", "c.weight"]'})
+    found = errors(folder)
+    assert [(one["code"], one["tensor"]) for one in found] == [("FS211", "c.weight")], found
+    for n, text in enumerate(("{}", "no JSON", "[1, null]", "[" * 5000)):
+        assert not errors(in_two(tmp_path / f"odd{n}", {"tensor_names": text})), text
+
+
 def test_what_headers_of_torchao_say_besides_is_no_tensor(tmp_path: Path) -> None:
     """transformers lists tied weights and names in memory, others write sizes: none of them need be in a file."""
     (said,) = headers(torchao(tmp_path / "one"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...common import json_text
-from ...common.errors import Finding
+from ...common.errors import FastshardError, Finding
 
 __all__ = ["NAMES", "Record", "is_of_torchao", "missing", "records_of"]
 
@@ -35,10 +35,13 @@ def is_of_torchao(header: Any) -> bool:
 
 
 def records_of(headers: Iterable[Mapping[str, object]]) -> tuple[dict[str, Record], list[Finding]]:
-    """What the headers of all files say, by the names of the model's tensors, and where two contradict each other."""
+    """What the headers of all files say, by the names of the model's tensors; where two contradict each other, and what one lists
+    and none describes."""
     found: dict[str, Record] = {}
+    listed: dict[str, None] = {}
     differing: dict[str, Finding] = {}
     for header in headers:
+        listed |= dict.fromkeys(_listed(header.get(NAMES)))
         for name, text in header.items():
             said = _said(name, text)
             if "_type" not in said:
@@ -51,7 +54,17 @@ def records_of(headers: Iterable[Mapping[str, object]]) -> tuple[dict[str, Recor
                     tensor=name,
                     help="copy all files of the checkpoint again from the host that saved it",
                 )
-    return found, list(differing.values())
+    unsaid = [
+        Finding.of(
+            "FS211",
+            "a header of torchao lists a tensor and does not say what it is, so nothing loads it",
+            tensor=name,
+            help="copy the file again from the host that saved it",
+        )
+        for name in listed
+        if name not in found
+    ]
+    return found, [*differing.values(), *unsaid]
 
 
 def missing(
@@ -67,6 +80,15 @@ def missing(
                     tensor=part,
                     help="copy the file that holds it from the original checkpoint",
                 )
+
+
+def _listed(text: object) -> list[str]:
+    """The names that a header lists."""
+    try:
+        names = json_text.value(text, "") if isinstance(text, str) else []
+    except FastshardError:
+        return []
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def _said(name: str, text: object) -> dict[str, Any]:
