@@ -8,11 +8,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import fastshard
 import pytest
 from fastshard.cli.help_text import overview, short
 from fastshard.cli.parser import build, subparsers
+from fastshard.cli.render import print_findings
 from fastshard.cli.verbs import VERBS
+from fastshard.cli.verdict import verdict
 from helpers import FIXTURES, HF, NEOX, STEP, cli, copy, layer_file
 from holding import HANG
 
@@ -142,6 +146,44 @@ def test_the_last_line_is_the_verdict(broken: Path, tmp_path: Path) -> None:
     assert last("diff", HF, HF) == f"{HF}, {HF}: EQUAL, every tensor has the same bytes (exit 0)"
     assert last("inspect", tmp_path / "nowhere").startswith(f"{tmp_path / 'nowhere'}: COULD NOT RUN, ")
     assert last("inspect", tmp_path / "nowhere").endswith(" (exit 2)")
+
+
+RANK = "iter_0000010/mp_rank_01_001/model_optim_rng.pt"
+LONG = "what is said of it is longer than a line of a terminal has room for, so that the title stands for it"
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "fields", "reason"),
+    [
+        ("FS306", LONG, {"file": "a.safetensors", "tensor": "x"}, "NaN or infinite values: a.safetensors"),
+        ("FS101", "the file is missing", {"file": RANK}, "mp_rank_01_001/model_optim_rng.pt: the file is missing"),
+        ("FS113", LONG, {"files": ["s/x_01.pt", "s/x_02.pt"]}, "renamed or swapped file: x_{01,02}.pt"),
+        ("FS102", LONG, {"tensor": "a.b"}, "missing tensor: a.b"),
+        ("FS514", LONG, {"file": "s/x_01.pt"}, "not supported: x_01.pt"),
+        ("FS209", "`a` is not stated", {"file": f"{LONG}.pt"}, "`a` is not stated"),
+        ("FS111", LONG, {"file": "4000/items", "rank": "process 1"}, "missing chunks: process 1"),
+    ],
+)  # fmt: skip
+def test_a_verdict_names_what_it_is_about(
+    code: str, message: str, fields: dict[str, Any], reason: str
+) -> None:
+    finding = fastshard.Finding(code, "error", message, **fields)
+    assert verdict("x", 1, [finding]).partition(", ")[2] == f"{reason} (exit 1)"
+
+
+def test_a_verdict_counts_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    files = [
+        fastshard.Finding.of("FS312", "the file is truncated", file=f"{n}.pt", got=f"{n} bytes")
+        for n in range(3)
+    ]
+    tensors = [fastshard.Finding.of("FS306", "NaN", tensor=f"t.{n}", file="0.pt") for n in range(4)]
+    print_findings(files + tensors)
+    assert capsys.readouterr().err.count("error FS") == 4
+    assert (
+        verdict("x", 1, files + tensors)
+        == "x: BROKEN, 0.pt: the file is truncated, and 3 more problems (exit 1)"
+    )
+    assert verdict("x", 1, tensors) == "x: BROKEN, 4 tensors: NaN (exit 1)"
 
 
 def test_what_was_not_checked_is_printed_by_what_judges_and_writes(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Tree",
+    "alike",
     "encodable",
     "fields",
     "human",
@@ -63,16 +64,16 @@ def print_findings(
     # Where there is no terminal, as in a log, lines are as wide as most are.
     width = min(shutil.get_terminal_size().columns, _WIDEST)
     helped: set[str] = set()
-    groups = _alike(_for_people(findings, verbose, quiet))
+    groups = alike(_for_people(findings, verbose, quiet))
     hidden: dict[str, int] = {}
     if not verbose:
         groups, hidden = _first(groups)
-    for alike in groups:
-        help_ = finding_text.help_of(alike[0])
+    for group in groups:
+        help_ = finding_text.help_of(group[0])
         helps = help_ is not None and help_ not in helped
         if help_ is not None:
             helped.add(help_)
-        text = finding_text.lines(alike, verbose=verbose, helps=helps, width=width, paint=paint)
+        text = finding_text.lines(group, verbose=verbose, helps=helps, width=width, paint=paint)
         print("\n".join(text[:1] if quiet else text), file=file)
     for code, count in hidden.items():
         print(f"... and {count} more of {code} (-v shows all)", file=file)
@@ -101,17 +102,17 @@ def _first(groups: Iterable[Group]) -> tuple[list[Group], dict[str, int]]:
     chosen: list[Group] = []
     counts: Counter[str] = Counter()
     hidden: Counter[str] = Counter()
-    for alike in groups:
-        code = alike[0].code
+    for group in groups:
+        code = group[0].code
         counts[code] += 1
         if counts[code] <= _SHOWN:
-            chosen.append(alike)
+            chosen.append(group)
         else:
-            hidden[code] += len(alike)
+            hidden[code] += len(group)
     return chosen, hidden
 
 
-def _alike(findings: Iterable[Finding]) -> Iterable[Group]:
+def alike(findings: Iterable[Finding]) -> Iterable[Group]:
     """Findings that say the same of different tensors, together; the others by themselves."""
     found: dict[object, list[Finding]] = {}
     for finding in findings:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from ..common.errors import VERDICTS, Finding, exit_code
+from ..common.finding_facts import files_of
 from ..common.formatting import counted, printable, some
 from ..common.gate import ignored
+from .render import alike
 
 __all__ = ["in_a_word", "subject", "verdict"]
 
-#: Columns that a reason has at most; the title of its code stands for a longer one.
+#: Columns that what is said may have; the title of its code and what it is about stand for a longer one.
 _LONGEST = 70
 #: Paths that it names at most.
 _NAMED = 3
+#: What tells ranks and steps apart in names.
+_NUMBERED = re.compile(r"\d")
 _SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
@@ -69,24 +74,52 @@ def subject(arguments: argparse.Namespace) -> str:
 
 
 def _why(findings: Sequence[Finding]) -> str:
-    """The first error in short, and how many more there are that say something else."""
-    errors = [finding for finding in findings if finding.severity == "error"]
-    if not errors:
+    """The first error in short, and how many more are printed."""
+    groups = [group for group in alike(findings) if group[0].severity == "error"]
+    if not groups:
         return ""
-    others = {(f.code, f.message) for f in errors} - {(errors[0].code, errors[0].message)}
-    more = f", and {counted(len(others), 'more problem')}" if others else ""
-    return f"{_short(errors[0])}{more}"
+    more = f", and {counted(len(groups) - 1, 'more problem')}" if len(groups) > 1 else ""
+    return f"{_short(groups[0])}{more}"
 
 
-def _short(finding: Finding) -> str:
+def _short(group: Sequence[Finding]) -> str:
+    """What is said of one thing, or of several tensors, in a few words that name it."""
+    finding = group[0]
     told = finding.headline
-    if finding.file:
+    if len(group) > 1:
+        told = f"{counted(len(group), 'tensor')}: {finding.message}"
+    elif finding.file:
         # Where it lies is said above.
-        told = told.replace(finding.file, PurePosixPath(finding.file).name or finding.file)
+        told = told.replace(finding.file, _name(finding.file))
     if len(told) <= _LONGEST:
         return told
-    title = f"{finding.title[:1].lower()}{finding.title[1:]}"
-    # Of what could not run the file is beside the point.
-    is_about_it = finding.file and len(finding.files) < 2 and not finding.code.startswith("FS5")
-    named = f"{title}: {PurePosixPath(finding.file or '').name}" if is_about_it else title
-    return named if len(named) <= _LONGEST else title
+    if finding.code == "FS209" and len(finding.message) <= _LONGEST:
+        # It is about a setting, and not about a file or a tensor that needs it.
+        return finding.message
+    title = _lowered(finding.title)
+    about = _about(group)
+    return f"{title}: {about}" if about and len(about) <= _LONGEST else title
+
+
+def _about(group: Sequence[Finding]) -> str:
+    """Files or tensors that it is about, or the process that is missing."""
+    if group[0].code == "FS111" and group[0].rank:
+        return group[0].rank
+    files = list(dict.fromkeys(file for finding in group for file in finding.files))
+    if files and (len(group) == 1 or len(files) == 1):
+        return files_of([_name(file) for file in files])
+    more = f" and {len(group) - 1:,} more" if len(group) > 1 else ""
+    return f"{group[0].tensor}{more}" if group[0].tensor else ""
+
+
+def _name(path: str) -> str:
+    """A path as short as it can be: files of all ranks may have one name, so that their folder says which it is."""
+    folder, name = PurePosixPath(path).parent.name, PurePosixPath(path).name
+    is_of_folder = _NUMBERED.search(folder) and not _NUMBERED.search(name)
+    return f"{folder}/{name}" if is_of_folder else name or path
+
+
+def _lowered(title: str) -> str:
+    """A title within a sentence: words like NaN keep their capitals."""
+    first, _, rest = title.partition(" ")
+    return f"{first.lower()} {rest}".rstrip() if first[1:].islower() else title
