@@ -92,6 +92,57 @@ def test_files_that_are_missing_for_another_reason_stay_apart() -> None:
     assert grouped([one, other], []) == [one, other]
 
 
+def pointer(name: str, size: int = 9) -> Finding:
+    help_ = f"fetch the file itself, inside the clone: git lfs pull --include {name}"
+    got, expected = "131 bytes", f"{size} bytes"
+    return Finding.of("FS316", "a Git LFS pointer", file=name, expected=expected, got=got, help=help_)
+
+
+def test_files_of_which_the_same_is_said_are_one_finding() -> None:
+    (one,) = grouped([pointer("m-10.bin"), pointer("m-9.bin")], [])
+    assert (one.files, one.message) == (("m-9.bin", "m-10.bin"), "2 files: a Git LFS pointer")
+    assert (one.expected, one.parts) == ("9 bytes", ())
+    assert one.help == "fetch the files themselves, inside the clone: git lfs pull --include m-9.bin,m-10.bin"
+    (one,) = grouped([pointer("m-1.bin"), pointer("m-2.bin", 8)], [])
+    assert (one.expected, one.got) == (None, "131 bytes")
+    assert [(p.file, p.expected) for p in one.parts] == [("m-1.bin", "9 bytes"), ("m-2.bin", "8 bytes")]
+    (one,) = grouped([pointer(f"m-{n}.bin") for n in range(99)], [])
+    assert (one.help or "").endswith("git lfs pull --include '*.bin'")
+
+
+def test_two_checks_of_one_file_are_one_finding() -> None:
+    copied = Finding.of("FS303", "a copy", file="a", got="b")
+    again = Finding.of("FS303", "another's partition", file="a", rank="dp 1", got="c", help="copy it")
+    assert grouped([copied, again], []) == [copied.replace(rank="dp 1", help="copy it")]
+
+
+def test_layers_that_are_missing_are_one_finding() -> None:
+    gone = [
+        Finding.of("FS103", f"layer {n} is missing", layers=range(n, n + 1), count=3, axis="L")
+        for n in (1, 4, 5)
+    ]
+    (one,) = grouped(gone[1:], [])
+    assert (one.layers, one.count, one.message) == (
+        range(4, 6), 6, "layers 4, 5 are missing: no file has any of their 6 tensors",
+    )  # fmt: skip
+    (one,) = grouped(gone, [])
+    assert one.layers is None and [part.layers for part in one.parts] == [f.layers for f in gone]
+
+
+def test_a_rank_that_lacks_files_of_every_kind_is_one_finding() -> None:
+    kinds = ("step1/dp_{}_mp_00_model.pt", "step1/bf16_dp_{}_mp_00_optim.pt")
+    gone = [missing(kind.format(1), "dp 1, mp 0").replace(evidence=kind) for kind in kinds]
+    (one,) = grouped(gone, [HeldFile(kind.format(0), {}) for kind in kinds])
+    assert (one.rank, one.message) == ("dp 1", "data-parallel rank 1 is missing: 2 of 4 files")
+    assert one.files == tuple(f.file for f in gone) and one.evidence == "; ".join(kinds)
+    # Of another rank one file is there.
+    held = [HeldFile(kinds[0].format(0), {}), HeldFile(kinds[1].format(1), {})]
+    assert (
+        grouped([gone[0], missing(kinds[1].format(0), "dp 0, mp 0")], held)[0].message
+        == "the file is missing"
+    )
+
+
 def test_effects_are_counted_once_and_for_their_cause() -> None:
     a, b = Finding.of("FS312", "the file is truncated", file="a"), missing("b", None)
     names = {"layers.0.q": "a", "layers.1.q": "a", "norm": "b", "own": "b"}

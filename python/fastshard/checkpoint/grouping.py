@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import PurePosixPath
 
 from .._core import Effect
 from ..common.errors import Finding
-from ..common.formatting import runs
+from ..common.finding_facts import runs_of
+from ..common.formatting import natural, runs
 from ..models.tensor_roles import layer_of
 from .causes import Causes, ranks_of
 
@@ -28,6 +30,25 @@ _MOST_NAMES = 256
 _MOST_LOST = 1 << 17
 #: Layers of a finding that are looked at; no model has more.
 _MOST_LAYERS = 1 << 16
+#: Codes of which one may be said of each file, and about all files that have it in common.
+_OF_FILES = ("FS107", "FS110", "FS303", "FS312", "FS316", "FS601", "FS602", "FS604")
+#: Codes of which a file needs one: what makes another check say it again is the same cause.
+_ONCE = ("FS101", "FS303")
+#: Fields that another finding about the same file may add.
+_ADDED = ("rank", "host", "expected", "got", "evidence", "effect", "help")
+#: Words of help about one file or layer, and about several.
+_PLURALS = (
+    ("the file of this rank", "the files of these ranks"), ("this file", "these files"), ("the file itself", "the files themselves"),
+    ("the file ", "the files "), ("copy it ", "copy them "), ("download it ", "download them "), ("or copy it,", "or copy them,"),
+    ("the node that wrote it", "the nodes that wrote them"), ("the node that ran it", "the nodes that ran them"),
+    ("it is damaged, or no safetensors file", "they are damaged, or no safetensors files"),
+    ("it is damaged, or not written by torch", "they are damaged, or not written by torch"),
+    ("it was damaged after it was written", "they were damaged after they were written"),
+    ("this layer", "these layers"), ("the stage that owned it", "the stages that owned them"),
+    ("the pipeline stage that owned it", "the pipeline stages that owned them"),
+)  # fmt: skip
+#: Names that a command of a help has at most.
+_MOST_ARGUMENTS = 16
 
 Coords = Mapping[str, int]
 
@@ -95,14 +116,48 @@ def grouped(findings: Iterable[Finding], held: Sequence[HeldFile]) -> list[Findi
         held: the files that are at hand.
     """
     alike: dict[object, list[Finding]] = {}
-    for finding in findings:
+    for finding in _lifted_across(_once(findings), held):
         alike.setdefault(_cause(finding), []).append(finding)
     return [one for group in alike.values() for one in (_one(group, held) if len(group) > 1 else group)]
+
+
+def _once(findings: Iterable[Finding]) -> list[Finding]:
+    """The findings, where a file of which two checks say the same has one."""
+    told: dict[object, Finding] = {}
+    for finding in findings:
+        is_once = finding.code in _ONCE and len(finding.files) == 1 and not finding.tensor
+        key = (finding.code, finding.severity, finding.decided, finding.file) if is_once else len(told)
+        if is_once and (first := told.get(key)) is not None:
+            if not (finding.count or first.count):
+                added = {name: getattr(finding, name) for name in _ADDED if getattr(first, name) is None}
+                told[key] = first.replace(
+                    **{name: value for name, value in added.items() if value is not None}
+                )
+                continue
+            key = len(told)
+        told[key] = finding
+    return list(told.values())
 
 
 def _cause(finding: Finding) -> object:
     """What findings have in common that are one for people; the finding itself where it stands alone."""
     judged = (finding.code, finding.severity, finding.decided)
+    if (
+        finding.code == "FS103"
+        and finding.layers
+        and finding.count
+        and not finding.tensor
+        and not finding.files
+    ):
+        return (
+            *judged,
+            finding.axis,
+            finding.help,
+            finding.evidence,
+            finding.expected,
+            finding.got,
+            finding.rank,
+        )
     if len(finding.files) != 1:
         return finding
     if finding.code == "FS101" and not finding.tensor and not finding.count:
@@ -121,6 +176,8 @@ def _cause(finding: Finding) -> object:
         return judged
     if finding.code == "FS113" and finding.expected and finding.got:
         return (*judged, frozenset((finding.expected, finding.got)))
+    if finding.code in _OF_FILES and finding.severity == "error" and not finding.tensor and not finding.count:
+        return (*judged, finding.message, finding.evidence, finding.host, _without_names([finding])[0])
     return finding
 
 
@@ -129,6 +186,10 @@ def _one(group: list[Finding], held: Sequence[HeldFile]) -> list[Finding]:
     code = group[0].code
     if code == "FS115":
         return [_of_index(group)]
+    if code == "FS103":
+        return [_of_layers(group)]
+    if code in _OF_FILES:
+        return [_of_files(group)]
     return (
         _by_rank(group, held) if code == "FS101" else _of_store(group) if code == "FS111" else _swapped(group)
     )
@@ -150,6 +211,73 @@ def _of_store(group: list[Finding]) -> list[Finding]:
             parts=[f.replace(help=None, effect=None) for f in arrays],
         )
     ]
+
+
+def _of_layers(group: list[Finding]) -> Finding:
+    """Layers of which nothing is there."""
+    numbers = runs(n for f in group for n in f.layers or ())
+    count = sum(f.count or 0 for f in group)
+    what = "experts" if group[0].axis == "E" else "layers"
+    return group[0].replace(
+        message=f"{what} {runs_of(numbers)} are missing: no file has any of their {count:,} tensors",
+        layers=numbers[0] if len(numbers) == 1 else None,
+        count=count,
+        effect=_united([f.effect for f in group if f.effect]),
+        help=_plural(group[0].help),
+        parts=[] if len(numbers) == 1 else [f.replace(help=None, effect=None) for f in group],
+    )
+
+
+def _of_files(group: list[Finding]) -> Finding:
+    """Files of which the same is said."""
+    group = sorted(group, key=lambda f: natural(f.file or ""))
+    differ = {
+        name: None
+        for name in ("rank", "expected", "got")
+        if len({getattr(finding, name) for finding in group}) > 1
+    }
+    return group[0].replace(
+        message=f"{len(group)} files: {group[0].message}",
+        files=[f.file for f in group],
+        effect=_united([f.effect for f in group if f.effect]),
+        help=_for_all(group),
+        parts=[f.replace(help=None, effect=None) for f in group] if differ else [],
+        **differ,
+    )
+
+
+def _without_names(found: Sequence[Finding]) -> list[str | None]:
+    """Their help, with a mark in the place of a name that ends it."""
+    helps = []
+    for finding in found:
+        help_, name = finding.help, PurePosixPath(finding.file or "").name
+        for written in (f" '{name}'", f" {name}"):
+            if help_ is not None and name and help_.endswith(written):
+                help_ = f"{help_.removesuffix(written)} \0"
+        helps.append(help_)
+    return helps
+
+
+def _for_all(found: Sequence[Finding]) -> str | None:
+    """What to do about several files: as about each, and a command takes all of them."""
+    help_ = _plural(_without_names(found)[0])
+    if help_ is None or not help_.endswith(" \0"):
+        return help_
+    names = list(dict.fromkeys(PurePosixPath(f.file or "").name for f in found))
+    if not help_.endswith("--include \0"):
+        given = " ".join(map(shlex.quote, names)) if len(names) <= _MOST_ARGUMENTS else ""
+    elif len(names) <= _MOST_ARGUMENTS and not any("," in name for name in names):
+        given = shlex.quote(",".join(names))
+    else:
+        given = shlex.quote(f"*{PurePosixPath(names[0]).suffix}")
+    return help_.replace("\0", given).rstrip()
+
+
+def _plural(help_: str | None) -> str | None:
+    """Help for several files or layers."""
+    for one, several in _PLURALS if help_ else ():
+        help_ = (help_ or "").replace(one, several)
+    return help_
 
 
 def _of_index(group: list[Finding]) -> Finding:
@@ -190,8 +318,7 @@ def _apart(one: str, other: str) -> tuple[str, str]:
 
 def _by_rank(group: list[Finding], held: Sequence[HeldFile]) -> list[Finding]:
     """Missing files of one kind: one finding for each rank, or for each stage of which every rank is missing."""
-    form = _form(group[0].file or "")
-    there = [file for file in held if file.form == form and file.coords]
+    there = _held_like(group, held)
     lifted = _lifted(group, there)
     if lifted is not None:
         return lifted
@@ -201,10 +328,60 @@ def _by_rank(group: list[Finding], held: Sequence[HeldFile]) -> list[Finding]:
     return [_of_rank(rank, found, there) for rank, found in by_rank.items()]
 
 
+def _lifted_across(findings: list[Finding], held: Sequence[HeldFile]) -> list[Finding]:
+    """The findings, where a rank that lacks its files of every kind is one."""
+    kinds: dict[object, dict[str, list[Finding]]] = {}
+    for finding in findings:
+        is_whole = len(finding.files) == 1 and not (finding.tensor or finding.count or finding.host)
+        if finding.code == "FS101" and finding.rank and is_whole:
+            judged = (finding.severity, finding.decided, finding.message, finding.got)
+            kinds.setdefault(judged, {}).setdefault(_form(finding.file or ""), []).append(finding)
+    for of_kind in kinds.values():
+        there = {file.path: file for group in of_kind.values() for file in _held_like(group, held)}
+        gone = [finding for group in of_kind.values() for finding in group]
+        lifted = _lifted(gone, list(there.values())) if len(of_kind) > 1 else None
+        if lifted is not None:
+            at = findings.index(gone[0])
+            findings = (
+                [f for f in findings[:at] if f not in gone]
+                + lifted
+                + [f for f in findings[at:] if f not in gone]
+            )
+    return findings
+
+
+def _held_like(group: Sequence[Finding], held: Sequence[HeldFile]) -> list[HeldFile]:
+    """Files at hand of the kind of missing ones, each with its rank: it has its number where they have theirs."""
+    form = _form(group[0].file or "")
+    like = [file for file in held if file.form == form]
+    if all(file.coords for file in like):
+        return like
+    numbers = [list(map(int, _DIGITS.findall(f.file or ""))) for f in group]
+    ranks = [{d: n for d, (n, _) in ranks_of(f.rank).items()} for f in group]
+    of_like = [list(map(int, _DIGITS.findall(file.path))) for file in like]
+    at: dict[str, int] = {}
+    for d in set(ranks[0]).intersection(*ranks[1:]):
+        places = [
+            i
+            for i in range(len(numbers[0]))
+            if all(own[i] == rank[d] for own, rank in zip(numbers, ranks, strict=True))
+        ]
+        # The number of a step is that of all.
+        vary = [i for i in places if len({own[i] for own in (*numbers, *of_like)}) > 1]
+        if len(vary or places) == 1:
+            (at[d],) = vary or places
+    return [
+        file if file.coords else replace(file, coords={d: own[i] for d, i in at.items()})
+        for file, own in zip(like, of_like, strict=True)
+    ]
+
+
 def _lifted(group: list[Finding], there: Sequence[HeldFile]) -> list[Finding] | None:
     """One finding for each value of one dimension, where just the ranks with these values lack all their files."""
     ranks = [ranks_of(f.rank) for f in group]
-    if not there or any(not rank or any(a != b for a, b in rank.values()) for rank in ranks):
+    if not there or not all(file.coords for file in there):
+        return None
+    if any(not rank or any(a != b for a, b in rank.values()) for rank in ranks):
         return None
     missing = [{d: n for d, (n, _) in rank.items()} for rank in ranks]
     total = len(group) + len(there)
@@ -246,6 +423,7 @@ def _merged(found: list[Finding], message: str, rank: str | None) -> Finding:
         message=message,
         files=[f.file for f in found],
         rank=rank,
+        evidence="; ".join(dict.fromkeys(f.evidence for f in found if f.evidence)) or None,
         effect=_united([f.effect for f in found if f.effect is not None]),
         help=_help(found, rank),
     )

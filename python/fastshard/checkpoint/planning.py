@@ -149,7 +149,8 @@ def _made(opened: Opened, request: Request) -> Plan:
     findings, lost = _all_findings(draft, core, told)
     # Last: what is made an error here is not what the others follow from.
     each = opened.gate.judged(findings)
-    held = [HeldFile(draft.paths[unit.file], unit.coords) for unit in draft.source.units]
+    ranks = {unit.file: unit.coords for unit in draft.source.units}
+    held = [HeldFile(path, ranks.get(file, {})) for file, path in enumerate(draft.paths)]
     source = draft.source
     if draft.is_kept and opened.quantised.weights:
         forms = Counter(weight.form.name for weight in opened.quantised.weights)

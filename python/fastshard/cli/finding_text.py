@@ -65,9 +65,17 @@ def _facts(finding: Finding, verbose: int) -> list[tuple[str, Sequence[str]]]:
         ("found", [finding.got] if finding.got else ()),
         ("expected", [finding.expected] if finding.expected else ()),
         ("evidence", [finding.evidence] if finding.evidence else ()),
-        ("effect", [] if verbose and finding.parts else _effects(finding, verbose)),
-        ("parts", [f"{part.tensor}: {part.message}" for part in finding.parts] if verbose else ()),
+        (
+            "effect",
+            [] if verbose and any(part.tensor for part in finding.parts) else _effects(finding, verbose),
+        ),
+        ("parts", [_part(part) for part in finding.parts] if verbose else ()),
     ]
+
+
+def _part(part: Finding) -> str:
+    """What is said of a tensor, of a file or of a layer."""
+    return f"{part.tensor}: {part.message}" if part.tensor else str(part)
 
 
 def _tensors(alike: Sequence[Finding], verbose: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -29,6 +30,16 @@ def some(names: Sequence[str], most: int) -> str:
     """The first of some names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """What names are sorted by so that numbers in them are in order.
+
+    >>> sorted(["x10", "x9", "x"], key=natural)
+    ['x', 'x9', 'x10']
+    """
+    parts = re.split(r"(\d+)", name)
+    return [(int(part) if i % 2 else 0, part) for i, part in enumerate(parts)]
 
 
 def runs(numbers: Iterable[int]) -> list[range]:

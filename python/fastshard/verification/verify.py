@@ -180,7 +180,7 @@ def _not_explained(findings: Iterable[Finding], differing: Iterable[Finding]) ->
     """What reading has found, without what files in the place of others account for, and copies that these say themselves."""
     misplaced = [f for f in findings if f.code in _MISPLACED and f.severity == "error"]
     elsewhere = {file for finding in misplaced for file in finding.files}
-    named = {f.file for f in misplaced if f.code == "FS303" and f.file}
+    named = {file for f in misplaced if f.code == "FS303" for file in f.files}
 
     def is_known(finding: Finding) -> bool:
         files = {finding.file, *finding.files}

@@ -16,6 +16,7 @@ from ...common.listing import Listing
 from ...common.options import MAX_DEGREE
 from ...layouts.declaration import Source, Unit
 from ..base import Contents, Found, Options, as_dict, missing, unexpected
+from ..rank_values import differing
 from ..zero import optimizer_state
 from ..zero.cross_checks import same_step
 from ..zero.pipeline_names import pipeline_names
@@ -295,25 +296,14 @@ def _same_run(found: Found[ZeroFiles], states: list[dict[str, Any]], findings: l
         (file, neox_config.arguments_of(s)) for (_, file), s in zip(found.seen.ranks, states, strict=True)
     ]
     known = [(file, args) for file, args in each if args is not None]
+    keys = ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size", "model_parallel_size")
     for file, args in known:
-        for key in (
-            "num_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "padded_vocab_size",
-            "model_parallel_size",
-        ):
-            if args.get(key) != known[0][1].get(key):
-                findings.append(
-                    Finding.of(
-                        "FS110",
-                        f"args.{key} differs between ranks",
-                        file=found.files[file].path,
-                        expected=str(known[0][1].get(key)),
-                        got=str(args.get(key)),
-                        help="copy all files from one run",
-                    )
-                )
+        findings += differing(
+            "FS110",
+            [(f"args.{key}", known[0][1].get(key), args.get(key)) for key in keys],
+            file=found.files[file].path,
+            help="copy all files from one run",
+        )
 
 
 def _is_neox(found: Found[ZeroFiles], contents: Contents, states: list[dict[str, Any]]) -> bool:

@@ -19,6 +19,7 @@ from ...models import megatron
 from ...models.model import Lack
 from ..base import Contents, Found, Options, as_dict, counted, missing, unexpected
 from ..choose_step import Step, choose
+from ..rank_values import differing
 from . import arguments, of_ranks, table_match
 from .rank_folders import DISTRIBUTED_OPTIMIZER, MegatronFiles
 from .rank_grid import RankGrid
@@ -226,37 +227,22 @@ def _differs(
         degrees = f"{grid.tp} x {grid.pp}" + (f" x {grid.ep}" if grid.ep > 1 else "")
         why = f"{grid.long_rank(grid.places[i])} is beyond the {degrees} ranks of this checkpoint"
         findings.append(unexpected(found.files[i].path, why))
-    for key in ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size", "num_experts",
-                "tensor_model_parallel_size", "pipeline_model_parallel_size",
-                "expert_model_parallel_size"):  # fmt: skip
-        if own.get(key) != first.get(key):
-            findings.append(
-                Finding.of(
-                    "FS110",
-                    f"args.{key} differs between ranks",
-                    file=found.files[i].path,
-                    expected=str(first.get(key)),
-                    got=str(own.get(key)),
-                    help="copy all files from one run",
-                )
-            )
-    for what, here, there in (
-        ("iteration", *states),
-        ("args.iteration", first, own),
-    ):
-        if here.get("iteration") != there.get("iteration"):
-            findings.append(
-                Finding.of(
-                    "FS107",
-                    f"{what} differs between ranks",
-                    file=found.files[i].path,
-                    rank=grid.rank(grid.places[i]),
-                    expected=str(here.get("iteration")),
-                    got=str(there.get("iteration")),
-                    help="copy all files from one step",
-                )
-            )
-    return findings
+    keys = ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size", "num_experts",
+            "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")  # fmt: skip
+    findings += differing(
+        "FS110",
+        [(f"args.{key}", first.get(key), own.get(key)) for key in keys],
+        file=found.files[i].path,
+        help="copy all files from one run",
+    )
+    steps = [("iteration", *states), ("args.iteration", first, own)]
+    return findings + differing(
+        "FS107",
+        [(what, here.get("iteration"), there.get("iteration")) for what, here, there in steps],
+        file=found.files[i].path,
+        rank=grid.rank(grid.places[i]),
+        help="copy all files from one step",
+    )
 
 
 def _check_experts(args: dict[str, Any], grid: RankGrid, file: str) -> None:

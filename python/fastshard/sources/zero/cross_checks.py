@@ -8,6 +8,7 @@ from typing import Any
 
 from ...common.errors import Finding
 from ..base import Contents, Found, view_of
+from ..rank_values import differing
 from .flat_state import state_of, tensor_index
 from .zero_files import ZeroFiles
 
@@ -56,27 +57,28 @@ def _constant(crc: int, size: int) -> bool:
 
 def same_step(found: Found[ZeroFiles], states: list[dict[str, Any]], word: str) -> list[Finding]:
     """The model files must tell of one step; ``word`` is what their framework calls a rank."""
-    findings = []
+    values: dict[tuple[int, int, str], list[tuple[str, Any, Any]]] = {}
     for key in ("iteration", "global_steps"):
         told = [
             (rank, file, state[key])
             for (rank, file), state in zip(found.seen.ranks, states, strict=True)
             if key in state
         ]
-        findings += [
-            Finding.of(
-                "FS107",
-                f"{key} differs between ranks",
-                file=found.files[file].path,
-                rank=f"{word} {rank}",
-                expected=f"{told[0][2]} as in {found.files[told[0][1]].name}",
-                got=str(value),
-                help="copy all files from one step",
-            )
-            for rank, file, value in told
-            if value != told[0][2]
-        ]
-    return findings
+        for rank, file, value in told:
+            first = found.files[told[0][1]].name
+            values.setdefault((rank, file, first), []).append((key, told[0][2], value))
+    return [
+        finding
+        for (rank, file, first), each in values.items()
+        for finding in differing(
+            "FS107",
+            each,
+            f" as in {first}",
+            file=found.files[file].path,
+            rank=f"{word} {rank}",
+            help="copy all files from one step",
+        )
+    ]
 
 
 def steps_agree(found: Found[ZeroFiles], steps: dict[int, list[float]]) -> list[Finding]:

@@ -1,0 +1,33 @@
+"""Values that all ranks of a run state alike: a file that states others has one finding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..common.errors import Finding
+
+__all__ = ["differing"]
+
+
+def differing(
+    code: str, values: Sequence[tuple[str, Any, Any]], source: str = "", **fields: Any
+) -> list[Finding]:
+    """A finding about a file that differs from the others; none if it does not.
+
+    Args:
+        code: its code.
+        values: what each is called, what the others state and what this file states.
+        source: who states what is expected: ``" as in a.pt"``.
+        fields: of the finding.
+    """
+    differ = [(key, expected, got) for key, expected, got in values if expected != got]
+    if not differ:
+        return []
+    keys = [key for key, *_ in differ]
+    if len(differ) == 1:
+        said, (_, expected, got) = f"{keys[0]} differs", differ[0]
+    else:
+        said = f"{', '.join(keys[:-1])} and {keys[-1]} differ"
+        expected, got = (", ".join(f"{one[0]} {one[at]}" for one in differ) for at in (1, 2))
+    return [Finding.of(code, f"{said} between ranks", expected=f"{expected}{source}", got=str(got), **fields)]
