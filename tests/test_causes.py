@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
+import shlex
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -223,6 +225,7 @@ def tensors_of(fixture: str, file: str) -> set[str]:
 S2, S3, S4 = (f"model-0000{n}-of-00004.safetensors" for n in (2, 3, 4))
 B2, B3 = (f"pytorch_model-0000{n}-of-00004.bin" for n in (2, 3))
 C1, C2 = "model-stage-00001-shard-00001.safetensors", "model-stage-00002-shard-00001.safetensors"
+INDEX = "model.safetensors.index.json"
 #: Form -> (fixture, what makes the form of it, two files, the names that they have in the fixture)
 SHARDS: dict[str, tuple[str, list[Damage], tuple[str, str], tuple[str, str]]] = {
     "safetensors": (HF, [], (S2, S3), (S2, S3)),
@@ -241,33 +244,45 @@ def _told(root: Path) -> list[tuple[str, str | None, str | None]]:
 def test_an_index_that_sends_tensors_elsewhere_is_one_finding(form: str, tmp_path: Path) -> None:
     fixture, make, (held, named), (original, _) = SHARDS[form]
     root = _copy(fixture, tmp_path / "ckpt", *make, sends(held, to=named))
-    assert _told(root) == [("FS115", held, None)]
     ran, tensors = cli("verify", root), tensors_of(fixture, original)
     (told,) = ran.errors
-    count = f"{len(tensors)} tensors lie"
-    assert ran.code == 1 and told["message"] == f"{count} in this file although the index names {named}"
+    index = next(root.glob("*.index.json"))
+    # The index is wrong, and the file is not.
+    assert _told(root) == [("FS115", index.name, None)] and held in told["evidence"]
+    assert (ran.code, told["count"], told["got"], told["expected"]) == (1, len(tensors), named, held)
+    move = told["help"].partition(" (")[2].partition(")")[0]
     assert set(fastshard.open(root).incomplete) == tensors
     assert cli("merge", root, tmp_path / "out").code == 1 and not (tmp_path / "out").exists()
     if form != "colossalai":
         # What the help says.
-        next(root.glob("*.index.json")).unlink()
+        subprocess.run(shlex.split(move), check=True)
+        assert not index.exists()
         assert cli("verify", root).code == 0
 
 
 def test_files_that_an_index_does_not_name_are_told_of_each(tmp_path: Path) -> None:
     root = _copy(HF, tmp_path / "ckpt", sends(S2, S4, to=S3))
     (told,) = cli("verify", root).errors
-    assert (told["code"], told["files"]) == ("FS115", [S2, S4])
+    assert (told["code"], told["expected"]) == ("FS115", f"{S2}, {S4}")
     assert told["count"] == len(tensors_of(HF, S2)) + len(tensors_of(HF, S4))
+
+
+def test_a_layer_beyond_the_config_names_the_key(tmp_path: Path) -> None:
+    root = _copy(HF, tmp_path / "ckpt")
+    config = json.loads((root / "config.json").read_text())
+    (root / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    beyond = [f for f in cli("verify", root).errors if f["code"] == "FS215"]
+    assert beyond and {f["evidence"] for f in beyond} == {"config.json says num_hidden_layers 3"}
+    assert "evidence  config.json says num_hidden_layers 3" in cli("verify", root, json_output=False).out
 
 
 def test_an_index_that_sends_tensors_elsewhere_hides_no_other_loss(tmp_path: Path) -> None:
     """A tensor that is nowhere, and a file that the index does not name either and that is not there."""
     gone = "model.norm.weight"
     root = _copy(HF, tmp_path / "tensor", without(S3, gone), sends(S2, to=S3))
-    assert set(_told(root)) == {("FS115", S2, None), ("FS102", S3, gone)}
+    assert set(_told(root)) == {("FS115", INDEX, None), ("FS102", S3, gone)}
     root = _copy(HF, tmp_path / "file", unnamed(*tensors_of(HF, S4)), lost(S4), sends(S2, to=S3))
-    assert {("FS115", S2, None), ("FS101", S4, None)} <= set(_told(root))
+    assert {("FS115", INDEX, None), ("FS101", S4, None)} <= set(_told(root))
     assert all(tensor in {None, *tensors_of(HF, S4)} for *_, tensor in _told(root))
 
 

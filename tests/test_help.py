@@ -186,6 +186,23 @@ def test_a_verdict_counts_what_is_printed(capsys: pytest.CaptureFixture[str]) ->
     assert verdict("x", 1, tensors) == "x: BROKEN, 4 tensors: NaN (exit 1)"
 
 
+STALE = FIXTURES / "stale_masters_zero1_bf16_dp2"
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("convert", HF, "OUT", "--to", "universal", "--weights", "params"), "FS402"),
+        (("merge", STALE, "OUT", "--weights", "params"), "FS401"),
+        (("merge", HF, "OUT", "--optimizer"), "FS402"),
+    ],
+)
+def test_help_does_not_advise_what_was_passed(words: tuple[Any, ...], code: str, tmp_path: Path) -> None:
+    ran = cli(*(tmp_path / "out" if word == "OUT" else word for word in words), json_output=False)
+    (said,) = re.findall(rf"{code}: .*?^  help +(.*?)(?=^\S|\Z)", ran.err, re.S | re.M)
+    assert "--weights params" not in said and "pass --optimizer" not in said
+
+
 def test_what_was_not_checked_is_printed_by_what_judges_and_writes(tmp_path: Path) -> None:
     shutil.copy(HF / "model-00001-of-00004.safetensors", tmp_path / "model.safetensors")
     for words in (("verify", tmp_path), ("inspect", tmp_path), ("plan", tmp_path)):

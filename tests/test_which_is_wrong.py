@@ -170,7 +170,8 @@ def test_an_index_that_gives_a_file_a_name_that_it_does_not_have(tmp_path: Path)
     index.write_text(index.read_text().replace(renamed, wrong))
     ran = cli("verify", ckpt)
     [found] = [f for f in ran.findings if f["severity"] != "note"]
-    assert (ran.code, found["code"], found["file"]) == (1, "FS115", renamed) and wrong in found["message"]
+    assert (ran.code, found["code"], found["file"]) == (1, "FS115", index.name)
+    assert (found["got"], found["expected"]) == (wrong, renamed)
     (ckpt / renamed).unlink()
     ran = cli("verify", ckpt)
     assert ran.code == 3 and [f["file"] for f in ran.having("FS101") if f["severity"] == "error"] == [wrong]

@@ -172,8 +172,6 @@ def _cause(finding: Finding) -> object:
     if finding.code == "FS111" and finding.severity == "error":
         # Of one store.
         return (*judged, finding.file)
-    if finding.code == "FS115" and finding.count and not finding.tensor:
-        return judged
     if finding.code == "FS113" and finding.expected and finding.got:
         return (*judged, frozenset((finding.expected, finding.got)))
     if finding.code in _OF_FILES and finding.severity == "error" and not finding.tensor and not finding.count:
@@ -184,8 +182,6 @@ def _cause(finding: Finding) -> object:
 def _one(group: list[Finding], held: Sequence[HeldFile]) -> list[Finding]:
     """Findings that have one cause."""
     code = group[0].code
-    if code == "FS115":
-        return [_of_index(group)]
     if code == "FS103":
         return [_of_layers(group)]
     if code in _OF_FILES:
@@ -278,16 +274,6 @@ def _plural(help_: str | None) -> str | None:
     for one, several in _PLURALS if help_ else ():
         help_ = (help_ or "").replace(one, several)
     return help_
-
-
-def _of_index(group: list[Finding]) -> Finding:
-    """Files that hold tensors which the index sends elsewhere: the index is one."""
-    count = sum(f.count or 0 for f in group)
-    message = f"{count:,} tensors lie in {len(group)} files although the index names others"
-    files = [f.file for f in group]
-    return group[0].replace(
-        message=message, files=files, count=count, effect=_united([f.effect for f in group if f.effect])
-    )
 
 
 def _swapped(group: list[Finding]) -> list[Finding]:

@@ -367,7 +367,9 @@ def _strays(
         for name, path in source.lost.items():
             if listing.find(path) is None:
                 missing.setdefault(path, set()).add(name)
-        return stray_tensors.of_index(source.weight_map, held, paths, same, beside, missing)
+        file = None if source.index is None else listing.find(source.index)
+        index = None if file is None else stray_tensors.Index(file.path, roots[file.root] / file.path)
+        return stray_tensors.of_index(source.weight_map, held, paths, same, beside, missing, index)
     if source.by_numbers:
         return stray_tensors.of_numbers(held, paths, same)
     return stray_tensors.Strays()
@@ -402,7 +404,7 @@ def _expected_names(
     names = {i: set(catalog.names(i)) for i in paths}
     if source.weight_map is not None:
         left = {name: file for name, file in source.weight_map.items() if name not in strays.lost}
-        findings += disagreeing(left, names, paths, whole=source.whole_files)
+        findings += disagreeing(left, names, paths, source.index, whole=source.whole_files)
     elif source.expected_names:
         for unit in source.units:
             for tensor in sorted(source.expected_names - names.get(unit.file, source.expected_names)):

@@ -10,10 +10,13 @@ from ..common.errors import FastshardError, Finding, raise_errors
 from ..common.formatting import counted
 from ..expected import heuristics
 from ..layouts.declaration import Source, is_state
+from ..models.tensor_roles import layer_of
 from ..targets.base import Drafted
 from ..targets.request import Request
 from .drafting import CoreRequest, Opened, draft_of
 
+#: Keys of a config that count layers.
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 #: What lies beside codes, by its name: in plain weights there is none of it.
 _COMPANION = re.compile(
     r"(\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|qweight|qzeros|scales|g_idx)|\.quant_state\..*"
@@ -22,9 +25,17 @@ _COMPANION = re.compile(
 
 
 def weights_taken(
-    source: Source, opened: list[Finding], weights: str | None, optimizer: bool
+    source: Source, opened: list[Finding], weights: str | None, optimizer: bool, needed_by: str | None = None
 ) -> list[Finding]:
-    """Which copy of the weights is taken, and what that makes of the findings about optimizer files."""
+    """Which copy of the weights is taken, and what that makes of the findings about optimizer files.
+
+    Args:
+        source: the checkpoint.
+        opened: what was found on opening it.
+        weights: the copy that is asked for.
+        optimizer: True if the optimizer's state is asked for.
+        needed_by: the target that is nothing without this state.
+    """
     state = source.optimizer
     held = state.masters or state.moments_only or state.moments_named
     if (weights == "masters" and not state.masters) or (optimizer and not held):
@@ -34,7 +45,7 @@ def weights_taken(
             "FS402",
             "the checkpoint holds no fp32 master weights or optimizer state",
             severity="error",
-            help="pass --weights params; only its parameters can be taken",
+            help=_without_state(optimizer, needed_by),
         )
     if weights == "params" and not state.params_stored:
         raise FastshardError.of(
@@ -79,6 +90,16 @@ def weights_taken(
     if state.moments_only:
         return found
     return [*found, Finding.of("FS403", f"weights taken: {told[taken]}")]
+
+
+def _without_state(optimizer: bool, needed_by: str | None) -> str:
+    """What to do where there is no state of an optimizer, by what asks for it."""
+    add = "add the directory of the optimizer files as another CKPT"
+    if needed_by is not None:
+        return f"{add}, or choose another format: --to {needed_by} holds an optimizer's state"
+    if optimizer:
+        return f"leave out --optimizer, or {add}"
+    return "pass --weights params; only its parameters can be taken"
 
 
 def evidence(
@@ -128,6 +149,21 @@ def asked_for(finding: Finding, request: Request) -> Finding:
     if request.wants(finding.tensor or ""):
         return finding
     return finding.replace(message=f"left out, as asked for: {finding.message}", severity="note", help=None)
+
+
+def beyond_config(finding: Finding, source: Source) -> Finding:
+    """The finding for a tensor of a layer that the config does not count, with what the config says."""
+    model = source.model
+    layer = layer_of(finding.tensor) if finding.code == "FS215" and finding.tensor else None
+    if layer is None or finding.evidence or model.config_file is None:
+        return finding
+    config = model.config or {}
+    key = next((k for k in _LAYERS if isinstance(config.get(k), int) and config[k] <= layer), None)
+    return (
+        finding
+        if key is None
+        else finding.replace(evidence=f"{model.config_file.name} says {key} {config[key]}")
+    )
 
 
 def left_out_for_one_reason(findings: list[Finding]) -> list[Finding]:

@@ -33,6 +33,7 @@ from .missing_parts import HeldPart, absent, by_part, held_parts
 from .plan import Plan
 from .plan_findings import (
     asked_for,
+    beyond_config,
     evidence,
     left_out_for_one_reason,
     quantised,
@@ -177,7 +178,8 @@ def _made(opened: Opened, request: Request) -> Plan:
 
 def _drafted(opened: Opened, request: Request) -> _Draft:
     check(request)
-    if request.to is not None and TARGETS[request.to].needs_optimizer:
+    needed_by = request.to if request.to is not None and TARGETS[request.to].needs_optimizer else None
+    if needed_by is not None:
         # Its weights are the masters, or what they would be.
         request = replace(request, optimizer=True, dtype="f32" if request.dtype == "keep" else request.dtype)
     source = taken(opened, request)
@@ -188,7 +190,7 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
         from .reference_sides import as_referenced
 
         source, form, renamed = as_referenced(opened, opened.reference, source, request)
-    findings = weights_taken(source, opened.findings, request.weights, request.optimizer)
+    findings = weights_taken(source, opened.findings, request.weights, request.optimizer, needed_by)
     findings += [f for f in source.findings if f not in opened.source.findings]
     findings += [asked_for(f, request) for f in source.of_tensors]
     made = None
@@ -210,6 +212,7 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
     core = draft_of(opened.catalog, asked)
     # Read before the draft is placed, which uses it up.
     found, lost, axes, dtypes = core.findings(), core.lost(), core.axes(), core.dtypes()
+    found = [beyond_config(f, source) for f in found]
     names, parts = _parts(opened, source, core)
     return _Draft(
         opened, request, source, target, asked, renamed, core, findings, causes, found, lost, axes, dtypes, names, parts
@@ -353,7 +356,7 @@ def _all_findings(
 ) -> tuple[list[Finding], Collection[str]]:
     """All findings of a plan, each with what it costs, and the names of tensors that are not whole."""
     placed = core.findings()
-    planned = draft.causes.left(placed)
+    planned = [beyond_config(f, draft.source) for f in draft.causes.left(placed)]
     if draft.request.include and any(f.code == "FS515" for f in planned):
         planned = [_meant_for(f, draft.opened, draft.request) for f in planned]
     if draft.source.optimizer.rules is not None:

@@ -41,7 +41,9 @@ def lines(
     else:
         message = f"{counted(len(alike), 'tensor')}: {printable(finding.message)}"
         files = tuple(dict.fromkeys(file for f in alike for file in f.files))
-        facts = [("tensors", _tensors(alike, verbose))]
+        evidence = list(dict.fromkeys(f.evidence for f in alike if f.evidence))
+        # What is said of each tensor is not said of all.
+        facts = [("tensors", _tensors(alike, verbose)), ("evidence", evidence if len(evidence) == 1 else [])]
     told = [f"{severity} {paint(f'{finding.code}{by}: {message}', 'bold')}"]
     if len(files) > (len(alike) == 1):
         told += _labelled("where", files if verbose else [files_of(files)], width, paint)

@@ -28,6 +28,8 @@ _WORTH_A_RATE = 100_000_000
 _UNCHECKED = 2
 #: A command about the checkpoint, in help.
 _OF_CKPT = re.compile(r"(fastshard [a-z-]+ )CKPT\b")
+#: What to do about stale master weights where the parameters are taken.
+_STALE = "rebuild the master weights: `fastshard master-weights CKPT --repair OUT`; if the parameters are damaged, restore their file"
 #: Exit codes that say something of a checkpoint.
 _FOUND = (1, 3)
 
@@ -235,7 +237,9 @@ class Run:
             self._streams.write(lambda: print("\n".join(lines), file=stream), name)
 
     def _runs_here(self, finding: Finding) -> Finding:
-        """The finding, with commands in its help that name this checkpoint."""
+        """The finding, with help that fits what was asked for and names this checkpoint."""
+        if finding.code == "FS401" and getattr(self._arguments, "weights", None) == "params":
+            finding = finding.replace(help=_STALE)
         given = getattr(self._arguments, "ckpt", None)
         if not finding.help or "CKPT" not in finding.help or not isinstance(given, list) or len(given) != 1:
             return finding

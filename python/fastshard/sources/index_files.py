@@ -36,7 +36,12 @@ def safe_relative(name: object) -> bool:
 
 
 def disagreeing(
-    weight_map: Mapping[str, int], held: Mapping[int, set[str]], paths: Mapping[int, str], *, whole: bool
+    weight_map: Mapping[str, int],
+    held: Mapping[int, set[str]],
+    paths: Mapping[int, str],
+    index: str | None = None,
+    *,
+    whole: bool,
 ) -> Iterator[Finding]:
     """Says where an index and its files disagree on names: ``FS102`` for tensors that no file holds, ``FS115`` as a warning for
     those that another file holds, or the same one under a name that begins otherwise; ``FS108`` for what the index does not name.
@@ -45,6 +50,7 @@ def disagreeing(
         weight_map: number of the file that the index sends each tensor to.
         held: names of the tensors in each file that could be read.
         paths: of the files, by their numbers.
+        index: path of the index; None where there are several.
         whole: True if every file holds whole tensors, so that one is the same wherever it lies.
     """
     ghosts = [name for name, file in weight_map.items() if file in held and name not in held[file]]
@@ -60,7 +66,7 @@ def disagreeing(
             "FS115",
             f"the index sends {counted(len(moved), 'tensor')} to the wrong files; each is read from the file that holds it",
             severity="warning",
-            file=paths[weight_map[moved[0]]],
+            file=index or paths[weight_map[moved[0]]],
             tensor=moved[0],
             count=len(moved),
             expected=f"{paths[elsewhere[moved[0]]]} in the index",
@@ -73,7 +79,7 @@ def disagreeing(
             "FS115",
             f"the index and the files spell the names differently: {in_files}; the names in the files are used",
             severity="warning",
-            file=paths[weight_map[gone[0]]],
+            file=index or paths[weight_map[gone[0]]],
             tensor=gone[0],
             help="write the index again: a loader that follows it finds nothing",
         )

@@ -3,14 +3,24 @@ they lie in a file that the index does not name."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from ..common.errors import Finding
 from ..common.formatting import counted, some
 
 #: Files named in a message.
 _NAMED = 3
+
+
+class Index(NamedTuple):
+    """An index: its path in the checkpoint, and where it is."""
+
+    path: str
+    full: Path
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,7 @@ def of_index(
     same: Callable[[int, int], bool],
     beside: Callable[[], Mapping[str, set[str]]],
     missing: Mapping[str, set[str]],
+    index: Index | None = None,
 ) -> Strays:
     """What accounts for tensors that no file holds which the index names.
 
@@ -65,6 +76,7 @@ def of_index(
         paths: of the files, by their numbers.
         same: whether two files have the same bytes.
         beside: opens the files that the index does not name; names of the tensors in each, by path.
+        index: the index; None where several files are.
     """
     everywhere = set().union(*held.values())
     sent: dict[int, set[str]] = {}
@@ -87,13 +99,17 @@ def of_index(
     holders: set[str] = set()
     left = {**{paths[file]: names for file, names in gone.items()}, **missing}
     held_beside = beside() if any(left.values()) else {}
+    named: list[str] = []
+    astray: set[str] = set()
     for path, names in sorted(held_beside.items()):
-        named = [sent_to for sent_to, of in left.items() if of & names]
         found = {name for of in left.values() for name in of & names}
         if found:
-            findings.append(_elsewhere(path, len(found), named))
-            lost |= dict.fromkeys(found, path)
+            named += [sent_to for sent_to, of in left.items() if of & names]
+            astray |= found
             holders.add(path)
+    if astray:
+        findings.append(_elsewhere(index, sorted(holders), len(astray), list(dict.fromkeys(named))))
+        lost |= dict.fromkeys(astray, index.path if index else min(holders))
     absent = {path for path, names in missing.items() if names <= lost.keys()}
     return Strays(findings, lost, frozenset(copies), frozenset(holders), frozenset(absent))
 
@@ -134,12 +150,19 @@ def _copy(copy: str, original: str, how: str, expected: str) -> Finding:
     )
 
 
-def _elsewhere(path: str, count: int, named: list[str]) -> Finding:
-    lie = "1 tensor lies" if count == 1 else f"{count:,} tensors lie"
+def _elsewhere(index: Index | None, holders: list[str], count: int, named: list[str]) -> Finding:
+    many = len(holders) > 1
+    where = f"{some(holders, _NAMED)} {'hold' if many else 'holds'} {'it' if count == 1 else 'them'}"
+    fields: dict[str, Any] = {"file": index.path} if index else {"files": holders}
+    # Moved to a name that no reader looks for.
+    move = f"mv {shlex.quote(str(index.full))} {shlex.quote(f'{index.full}.old')}" if index else ""
     return Finding.of(
         "FS115",
-        f"{lie} in this file although the index names {some(named, _NAMED)}",
-        file=path,
+        f"the index sends {counted(count, 'tensor')} to the wrong file{'s' if len(named) > 1 else ''}",
         count=count,
-        help="move the index away, so that the files are taken by their names, and write a new one: fastshard merge CKPT OUT",
+        expected=some(holders, _NAMED),
+        got=some(named, _NAMED),
+        evidence=f"{where}, and the index does not name {'these files' if many else 'this file'}",
+        help=f"move the index away{f' ({move})' if move else ''}, then write a new one: fastshard merge CKPT OUT",
+        **fields,
     )
