@@ -11,6 +11,8 @@ from damage import lost
 from fastshard import Finding
 from fastshard.checkpoint.causes import Causes, LostFile
 from fastshard.checkpoint.grouping import HeldFile, effect_on, grouped, with_effects
+from fastshard.cli.finding_text import lines
+from fastshard.common.finding_facts import effect_of
 from helpers import FIXTURES, HF, NEOX, STEP, cli, copy
 from hypothesis import given
 from hypothesis import strategies as st
@@ -108,6 +110,17 @@ def test_files_of_which_the_same_is_said_are_one_finding() -> None:
     assert [(p.file, p.expected) for p in one.parts] == [("m-1.bin", "9 bytes"), ("m-2.bin", "8 bytes")]
     (one,) = grouped([pointer(f"m-{n}.bin") for n in range(99)], [])
     assert (one.help or "").endswith("git lfs pull --include '*.bin'")
+
+
+def test_sentences_about_several_agree_with_their_number() -> None:
+    found = [missing(f"x_{n}", None).replace(evidence="a.json names it") for n in range(2)]
+    (one,) = grouped(found, [])
+    assert one.evidence == "a.json names them"
+    assert (
+        effect_of(one.replace(effect=effect_on(["a"], 40))) == "1 of 40 tensors is missing or incomplete: a"
+    )
+    lacking = [Finding.of("FS102", "missing tensor: the layout expects it", tensor=name) for name in "ab"]
+    assert lines(lacking)[0] == "error FS102: 2 missing tensors: the layout expects them"
 
 
 def test_two_checks_of_one_file_are_one_finding() -> None:

@@ -186,6 +186,34 @@ def test_a_verdict_counts_what_is_printed(capsys: pytest.CaptureFixture[str]) ->
     assert verdict("x", 1, tensors) == "x: BROKEN, 4 tensors: NaN (exit 1)"
 
 
+def help_of(*words: object) -> str:
+    ran = cli(*words)
+    (said,) = [f.get("help", "") for f in ran.errors]
+    return str(said)
+
+
+def test_help_about_a_path_is_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(HF, tmp_path / "model")
+    assert help_of("verify", "modle") == "check the path; did you mean model?"
+    assert help_of("verify", "model", "--config", "nope.json").startswith("check the path")
+    assert help_of("verify", "org/m").endswith("hf download org/m --local-dir m")
+    assert help_of("verify", "hf://org/m") == "download it: hf download org/m --local-dir m"
+    assert help_of("verify", "s3://b/run").endswith("aws s3 sync s3://b/run run")
+    assert help_of("plan", "model", "out").startswith("leave out out if it is meant as OUT")
+    assert help_of("report", "model", "a.html").endswith("fastshard report model -o a.html")
+    (tmp_path / "model/config.json").write_text("{,}")
+    assert help_of("verify", "model") == "copy config.json again from the original checkpoint"
+
+
+def test_help_names_the_folder_of_a_step(tmp_path: Path) -> None:
+    root = copy(FIXTURES / "sharded/megatron_legacy_tp2_pp2", tmp_path / "run")
+    (root / "latest_checkpointed_iteration.txt").write_text("99")
+    assert help_of("verify", root).startswith("copy iter_0000099 from ")
+    shutil.rmtree(root / "iter_0000010")
+    assert help_of("verify", root).startswith("copy iter_0000099 from ")
+
+
 STALE = FIXTURES / "stale_masters_zero1_bf16_dp2"
 
 

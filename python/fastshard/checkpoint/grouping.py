@@ -235,11 +235,18 @@ def _of_files(group: list[Finding]) -> Finding:
     return group[0].replace(
         message=f"{len(group)} files: {group[0].message}",
         files=[f.file for f in group],
+        evidence=_evidence(group),
         effect=_united([f.effect for f in group if f.effect]),
         help=_for_all(group),
         parts=[f.replace(help=None, effect=None) for f in group] if differ else [],
         **differ,
     )
+
+
+def _evidence(found: Sequence[Finding]) -> str | None:
+    """Who says what must be, of several files."""
+    each = dict.fromkeys(f.evidence for f in found if f.evidence)
+    return "; ".join(re.sub(r" names it$", " names them", one) for one in each) or None
 
 
 def _without_names(found: Sequence[Finding]) -> list[str | None]:
@@ -409,7 +416,7 @@ def _merged(found: list[Finding], message: str, rank: str | None) -> Finding:
         message=message,
         files=[f.file for f in found],
         rank=rank,
-        evidence="; ".join(dict.fromkeys(f.evidence for f in found if f.evidence)) or None,
+        evidence=_evidence(found),
         effect=_united([f.effect for f in found if f.effect is not None]),
         help=_help(found, rank),
     )

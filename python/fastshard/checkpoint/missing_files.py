@@ -37,9 +37,9 @@ class Absent:
         *here, there = self.commands
         return "\n".join(
             [
-                "if other hosts have it on their own disks, copy it from each of them:",
+                "if other hosts have the missing files on their own disks, copy these from each host:",
                 *(f"  {command}" for command in here),
-                "or merge where it lies, with OUT on storage that all hosts share; on host I of N:",
+                "or merge on all hosts, each with its files, into an OUT that they share; on host I of N:",
                 f"  {there}",
             ]
         )
@@ -68,7 +68,7 @@ def absent(findings: Iterable[Finding], roots: Sequence[StrPath]) -> Absent | No
             if of_arrays:
                 chunks.setdefault(finding.rank or "", []).extend(of_arrays)
         elif finding.code == "FS103":
-            layers.append(_layers(finding))
+            layers += [_layers(part) for part in finding.parts or (finding,)]
         # Links that lead nowhere are there, and to be mended here.
         elif finding.code == "FS101":
             names = [

@@ -80,7 +80,25 @@ class Run:
                 Gate.of(ignore=ignore).judged(error.findings)
             except FastshardError as misused:
                 return misused.findings, misused.exit_code
-        return error.findings, self._code(error.exit_code)
+        return [self._not_out(f) for f in error.findings], self._code(error.exit_code)
+
+    def _not_out(self, finding: Finding) -> Finding:
+        """The finding; of the last path of a command without OUT, which may be meant as one, that there is none."""
+        given = getattr(self._arguments, "ckpt", None)
+        verb = self._verb
+        if finding.code != "FS501" or verb is None or not isinstance(given, list) or len(given) < 2:
+            return finding
+        path = str(given[-1])
+        if finding.file != path or getattr(self._arguments, "out", None) is not None:
+            return finding
+        if hasattr(self._arguments, "output"):
+            import shlex
+
+            words = shlex.join([str(word) for word in given[:-1]])
+            help_ = f"name the result with -o: fastshard {verb.name} {words} -o {shlex.quote(path)}"
+        else:
+            help_ = f"leave {path} out if it is meant as OUT: {verb.name} writes nothing and takes none"
+        return finding.replace(help=help_)
 
     def _code(self, code: int) -> int:
         """The exit code for what was found, 0 where somebody only looks."""

@@ -12,6 +12,7 @@ from ..common.errors import VERDICTS, Finding, exit_code
 from ..common.finding_facts import files_of
 from ..common.formatting import counted, printable, some
 from ..common.gate import ignored
+from .finding_text import of_several
 from .render import alike
 
 __all__ = ["in_a_word", "subject", "verdict"]
@@ -87,7 +88,7 @@ def _short(group: Sequence[Finding]) -> str:
     finding = group[0]
     told = finding.headline
     if len(group) > 1:
-        told = f"{counted(len(group), 'tensor')}: {finding.message}"
+        told = of_several(finding, len(group))
     elif finding.file:
         # Where it lies is said above.
         told = told.replace(finding.file, _name(finding.file))
@@ -97,6 +98,9 @@ def _short(group: Sequence[Finding]) -> str:
         # It is about a setting, and not about a file or a tensor that needs it.
         return finding.message
     title = _lowered(finding.title)
+    if finding.code == "FS512":
+        # Of what any file needs.
+        return title
     about = _about(group)
     return f"{title}: {about}" if about and len(about) <= _LONGEST else title
 

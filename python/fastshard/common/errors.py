@@ -160,7 +160,14 @@ def error_for(findings: list[Finding]) -> FastshardError:
 
 def from_core(error: _core.CoreError) -> FastshardError:
     """The exception for an error of the core."""
-    return error_for(error.args[0])
+    return error_for([_corrected(finding) for finding in error.args[0]])
+
+
+def _corrected(finding: Finding) -> Finding:
+    """The finding, with what to do about a value in a config that the core refuses."""
+    if finding.code != "FS211" or finding.help or not finding.file:
+        return finding
+    return finding.replace(help=f"correct {finding.file}, or pass the config of this model with --config")
 
 
 def published(findings: Iterable[Finding]) -> str | None:

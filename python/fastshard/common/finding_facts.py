@@ -27,7 +27,7 @@ def effect_of(finding: Finding) -> str | None:
         return None
     of = "" if effect.of is None else f" of {effect.of:,}"
     many = effect.count != 1 or effect.of is not None
-    be = "are" if many else "is"
+    be = "is" if effect.count == 1 else "are"
     are = f"{be} missing or incomplete" if finding.code in _ABSENT else "cannot be used"
     apart = effect.count - effect.in_layers
     parts = [_some(effect.tensors[:apart], apart)] if apart else []

@@ -25,7 +25,8 @@ def value(
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise FastshardError.of(code, f"{said}: {error}", file=file, help=help) from None
+        again = f"copy {file.rpartition('/')[2]} again from the original checkpoint"
+        raise FastshardError.of(code, f"{said}: {error}", file=file, help=help or again) from None
 
 
 def object_in(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -66,6 +67,9 @@ _SIDE_STATE = (
     "extra_state", "trainer_state", "common", "dl_state",
 )  # fmt: skip
 
+#: `ORG/MODEL`.
+# source: huggingface_hub utils/_validators.py
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 #: `s3://bucket/folder` and the like.
 _ADDRESS = re.compile(r"^[a-z][a-z0-9+.-]*://")
 
@@ -326,7 +330,7 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
             "addresses are not read yet",
             file=address,
             expected="a path on this machine",
-            help="copy the checkpoint here, or mount the store",
+            help=_fetching(address),
         )
     given = [Path(p) for p in paths]
     files_named = 0
@@ -337,7 +341,9 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
             if stat.S_ISDIR(status.st_mode):
                 os.scandir(path).close()
         except FileNotFoundError:
-            raise FastshardError.of("FS501", "no such file or directory", file=str(path)) from None
+            raise FastshardError.of(
+                "FS501", "no such file or directory", file=str(path), help=_missing(path)
+            ) from None
         except PermissionError:
             raise FastshardError.of("FS502", "may not be read", file=str(path)) from None
         except OSError as error:
@@ -367,6 +373,28 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
         if roots[index] is path:
             _walk(index, path, within, files, findings)
     return Listing(roots, files, findings, files_named == len(given) == 1, given, within)
+
+
+def _fetching(address: str) -> str:
+    """How to get what is at an address, with the command that does."""
+    scheme, _, rest = address.partition("://")
+    name = shlex.quote(rest.rstrip("/").rpartition("/")[2] or "checkpoint")
+    source = shlex.quote(address)
+    if scheme == "hf":
+        # hf://ORG/MODEL, or hf://models/ORG/MODEL as of some tools
+        repository = "/".join(rest.removeprefix("models/").strip("/").split("/")[:2])
+        return f"download it: hf download {shlex.quote(repository)} --local-dir {shlex.quote(repository.rpartition('/')[2])}"
+    commands = {"s3": "aws s3 sync", "gs": "gcloud storage cp -r"}
+    if scheme not in commands:
+        return "copy the checkpoint here, or mount the store"
+    return f"copy the checkpoint here, or mount the store: {commands[scheme]} {source} {name}"
+
+
+def _missing(path: Path) -> str:
+    """What to do about a path that does not exist; it may be the name of a repository on the Hub."""
+    if _HUB_ID.fullmatch(os.fspath(path)) and not path.parent.exists():
+        return f"download it, if it is a repository of the Hub: hf download {path} --local-dir {path.name}"
+    return safe_files.path_help(os.fspath(path))
 
 
 def _walk(

@@ -19,6 +19,7 @@ from typing import Any
 from .. import _core
 from . import json_text, memory_budget
 from .errors import FastshardError, Finding, error_for, from_core
+from .near_words import nearest
 from .options import StrPath
 
 #: Bytes at most of a text that says what a checkpoint is: an index, a config, a tokenizer.
@@ -306,4 +307,16 @@ def _cannot(error: OSError, name: str) -> FastshardError:
     if error.errno in (errno.ENXIO, errno.ENODEV):
         return error_for([unfit(name, "a socket or device")])
     code = {errno.ENOENT: "FS501", errno.ENOTDIR: "FS501", errno.EACCES: "FS502", errno.EPERM: "FS502"}
-    return FastshardError.of(code.get(error.errno or 0, "FS507"), f"cannot read: {error.strerror}", file=name)
+    found = code.get(error.errno or 0, "FS507")
+    help_ = path_help(name) if found == "FS501" else None
+    return FastshardError.of(found, f"cannot read: {error.strerror}", file=name, help=help_)
+
+
+def path_help(path: str) -> str:
+    """What to do about a path that does not exist: the one next to it that is nearly called so, if there is one."""
+    folder, name = os.path.split(os.path.normpath(path))
+    try:
+        near = nearest(name, os.listdir(folder or "."))  # noqa: PTH208 - names, not paths
+    except (OSError, ValueError):
+        return "check the path"
+    return "check the path" if near is None else f"check the path; did you mean {os.path.join(folder, near)}?"  # noqa: PTH118

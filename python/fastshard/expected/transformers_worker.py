@@ -72,7 +72,7 @@ def config_of(asked: dict[str, Any]) -> Any:
     if not isinstance(kind, str):
         raise Unknown("the config has no model_type")
     if kind not in CONFIG_MAPPING:
-        raise Unknown(f"model_type {kind!r} is not known to it")
+        raise Unknown(f"model_type {kind!r}")
     return CONFIG_MAPPING[kind].from_dict(decoded(asked["config"]))
 
 

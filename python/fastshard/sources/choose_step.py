@@ -24,8 +24,12 @@ from .step_names import alike, bearing, is_step, matching, newer, numbers_of, pa
 _OPTIMIZER = re.compile(r"^optimizer_\d+$")
 #: Steps that messages name at most.
 _TOLD = 8
+#: The tracker file of Megatron-LM, which names a step by its number.
+_MEGATRON = "latest_checkpointed_iteration.txt"
+#: A name that a shell takes as it is.
+_PLAIN = re.compile(r"[\w.-]+", re.ASCII)
 #: source: DeepSpeed engine.py and checkpoint/ds_to_universal.py; Megatron-LM training/checkpointing.py
-_TRACKERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
+_TRACKERS = ("latest", "latest_universal", _MEGATRON)
 
 
 @dataclass
@@ -355,9 +359,7 @@ def _later(
     findings = []
     for other, temporary in sorted(later.items(), key=lambda item: (numbers_of(item[0]), item[0])):
         if tracker is not None or temporary:
-            why = (
-                "newer than the step that the tracker names" if tracker and not temporary else "not finished"
-            )
+            why = "which the tracker does not name" if tracker and not temporary else "not finished"
             finding = Finding.of(
                 "FS104",
                 f"a newer step is there, {why}: a run may be writing it now",
@@ -444,8 +446,19 @@ def _pointing_nowhere(listing: Listing, steps: Mapping[str, Step], file: File, n
         file=file.path,
         expected=f"one of {have}",
         got=shown(named),
-        help=f"copy {shown(named)} from the original checkpoint, or choose another step with --step{accept}",
+        help=f"copy {_folder_of(named, steps, file)} from the original checkpoint, or choose another step with --step{accept}",
     )
+
+
+def _folder_of(named: str, steps: Mapping[str, Step], tracker: File) -> str:
+    """The folder of a step that a tracker file names by its number alone: as those of other steps, if there are any."""
+    if not named.isdecimal() or not named.isascii():
+        return named if _PLAIN.fullmatch(named) else shown(named)
+    like = next((name for name in steps if len(re.findall(r"\d+", name)) == 1), None)
+    if like is None:
+        # source: Megatron-LM megatron/training/checkpointing.py get_checkpoint_name
+        return f"iter_{int(named):07d}" if tracker.name == _MEGATRON else named
+    return re.sub(r"\d+", lambda number: named.zfill(len(number[0])), like)
 
 
 def _softened(finding: Finding) -> Finding:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...common.errors import Finding
+from ...common.formatting import natural
 from .chunk_writers import Writers, named
 from .metadata import Sharding, processes_of
 from .zarr_metadata import Array
@@ -346,10 +347,17 @@ def _lost(
             + (f"; {unknown} more may have been left out or lost" if unknown else ""),
             file=evidence.where,
             rank=rank,
-            got=f"directories of processes {sorted(evidence.present, key=str)}" if evidence.present else None,
+            got=_directories(sorted(map(str, evidence.present), key=natural)) if evidence.present else None,
         )
     )
     return findings
+
+
+def _directories(processes: list[str]) -> str:
+    """Of which processes there are directories."""
+    if len(processes) == 1:
+        return f"the directory of process {processes[0]}"
+    return f"the directories of processes {', '.join(processes)}"
 
 
 def _owners(
