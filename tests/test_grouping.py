@@ -12,7 +12,8 @@ from fastshard import Finding
 from fastshard.checkpoint.causes import Causes, LostFile
 from fastshard.checkpoint.grouping import HeldFile, effect_on, grouped, with_effects
 from fastshard.cli.finding_text import lines
-from fastshard.common.finding_facts import effect_of
+from fastshard.cli.verbs.diff import _share
+from fastshard.common.finding_facts import effect_of, files_of
 from helpers import FIXTURES, HF, NEOX, STEP, cli, copy
 from hypothesis import given
 from hypothesis import strategies as st
@@ -121,6 +122,20 @@ def test_sentences_about_several_agree_with_their_number() -> None:
     )
     lacking = [Finding.of("FS102", "missing tensor: the layout expects it", tensor=name) for name in "ab"]
     assert lines(lacking)[0] == "error FS102: 2 missing tensors: the layout expects them"
+
+
+def test_numbers_in_braces_are_in_order() -> None:
+    assert files_of(["m-00004.bin", "m-00001.bin", "m-00010.bin"]) == "m-{00001,00004,00010}.bin"
+
+
+def test_a_share_that_is_not_none_is_not_zero() -> None:
+    assert [_share(n, 10_000) for n in (0, 1, 10, 9_999, 10_000)] == [
+        "0.0%",
+        "< 0.1%",
+        "0.1%",
+        "> 99.9%",
+        "100.0%",
+    ]
 
 
 def test_two_checks_of_one_file_are_one_finding() -> None:

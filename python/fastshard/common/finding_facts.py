@@ -66,5 +66,6 @@ def files_of(files: Sequence[str]) -> str:
         if len(differ) == 1:
             (at,) = differ
             first = split[0]
-            return "".join((*first[:at], "{", ",".join(parts[at] for parts in split), "}", *first[at + 1 :]))
+            numbers = sorted({parts[at] for parts in split}, key=int)
+            return "".join((*first[:at], "{", ",".join(numbers), "}", *first[at + 1 :]))
     return some(files, _NAMED)

@@ -86,8 +86,15 @@ def _row(d: Difference) -> tuple[str, ...]:
     if d.kind not in ("values", "dtype"):
         return (d.tensor, what, "", "", "", "")
     count = d.a_stats.count if d.a_stats else 0
-    share = f"{d.differing / count:.1%}" if count else ""
+    share = _share(d.differing, count) if count else ""
     return (d.tensor, what, share, f"{d.largest:.3g}", _figure(d.relative), _figure(d.cosine))
+
+
+def _share(differing: int, count: int) -> str:
+    """The share of elements that differ: what is not all, and not none, is not called so."""
+    if 0 < differing < count / 2000:
+        return "< 0.1%"
+    return "> 99.9%" if count * (1 - 1 / 2000) <= differing < count else f"{differing / count:.1%}"
 
 
 def _figure(x: float | None) -> str:
