@@ -10,7 +10,8 @@ import pytest
 from damage import lost
 from fastshard import Finding
 from fastshard.checkpoint.causes import Causes, LostFile
-from fastshard.checkpoint.grouping import HeldFile, effect_on, grouped, with_effects
+from fastshard.checkpoint.effects import effect_on, with_effects
+from fastshard.checkpoint.grouping import HeldFile, grouped
 from fastshard.cli.finding_text import lines
 from fastshard.cli.verbs.diff import _share
 from fastshard.common.finding_facts import effect_of, files_of
@@ -114,14 +115,14 @@ def test_files_of_which_the_same_is_said_are_one_finding() -> None:
 
 
 def test_sentences_about_several_agree_with_their_number() -> None:
-    found = [missing(f"x_{n}", None).replace(evidence="a.json names it") for n in range(2)]
+    found = [missing(f"x_{n}", None).replace(evidence="named in a.json") for n in range(2)]
     (one,) = grouped(found, [])
-    assert one.evidence == "a.json names them"
+    assert one.evidence == "named in a.json"
     assert (
         effect_of(one.replace(effect=effect_on(["a"], 40))) == "1 of 40 tensors is missing or incomplete: a"
     )
-    lacking = [Finding.of("FS102", "missing tensor: the layout expects it", tensor=name) for name in "ab"]
-    assert lines(lacking)[0] == "error FS102: 2 missing tensors: the layout expects them"
+    lacking = [Finding.of("FS102", "expected by the layout, and in no file", tensor=name) for name in "ab"]
+    assert lines(lacking)[0] == "error FS102: 2 tensors: expected by the layout, and in no file"
 
 
 def test_numbers_in_braces_are_in_order() -> None:

@@ -1,22 +1,21 @@
-"""One cause is one finding: the files that a rank lacks become one, which says what tensors cannot be used because of it."""
+"""One cause is one finding: files that a rank lacks, layers of which nothing is there, files of which the same is said."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import PurePosixPath
 
-from .._core import Effect
 from ..common.errors import Finding
 from ..common.finding_facts import runs_of
 from ..common.formatting import natural, runs
-from ..models.tensor_roles import layer_of
-from .causes import Causes, ranks_of
+from .causes import ranks_of
+from .effects import effect_on, united
 
-__all__ = ["HeldFile", "grouped", "with_effects"]
+__all__ = ["HeldFile", "grouped"]
 
 #: Dimensions of a mesh as people call them, in the order in which a missing rank is looked for.
 _RANKS = {
@@ -24,29 +23,12 @@ _RANKS = {
     "mp": "model-parallel rank", "rank": "rank", "process": "process",
 }  # fmt: skip
 _DIGITS = re.compile(r"\d+")
-#: Names of tensors that an effect lists: a config may promise any number of layers.
-_MOST_NAMES = 256
-#: Tensors whose causes are looked for: no model has as many, but a config may promise them.
-_MOST_LOST = 1 << 17
-#: Layers of a finding that are looked at; no model has more.
-_MOST_LAYERS = 1 << 16
 #: Codes of which one may be said of each file, and about all files that have it in common.
 _OF_FILES = ("FS107", "FS110", "FS303", "FS312", "FS316", "FS601", "FS602", "FS604")
 #: Codes of which a file needs one: what makes another check say it again is the same cause.
 _ONCE = ("FS101", "FS303")
 #: Fields that another finding about the same file may add.
 _ADDED = ("rank", "host", "expected", "got", "evidence", "effect", "help")
-#: Words of help about one file or layer, and about several.
-_PLURALS = (
-    ("the file of this rank", "the files of these ranks"), ("this file", "these files"), ("the file itself", "the files themselves"),
-    ("the file ", "the files "), ("copy it ", "copy them "), ("download it ", "download them "), ("or copy it,", "or copy them,"),
-    ("the node that wrote it", "the nodes that wrote them"), ("the node that ran it", "the nodes that ran them"),
-    ("it is damaged, or no safetensors file", "they are damaged, or no safetensors files"),
-    ("it is damaged, or not written by torch", "they are damaged, or not written by torch"),
-    ("it was damaged after it was written", "they were damaged after they were written"),
-    ("this layer", "these layers"), ("the stage that owned it", "the stages that owned them"),
-    ("the pipeline stage that owned it", "the pipeline stages that owned them"),
-)  # fmt: skip
 #: Names that a command of a help has at most.
 _MOST_ARGUMENTS = 16
 
@@ -64,48 +46,6 @@ class HeldFile:
     def form(self) -> str:
         """Its path without the numbers, which files of other ranks and layers share."""
         return _form(self.path)
-
-
-def with_effects(
-    findings: Iterable[Finding],
-    causes: Causes,
-    lost: Collection[str],
-    whole: Collection[str] | None,
-    echoes: Iterable[Finding],
-) -> list[Finding]:
-    """The findings, each error with the tensors that cannot be used because of it.
-
-    Args:
-        findings: what was found.
-        causes: which of them accounts for what.
-        lost: names of all tensors that are missing, incomplete or unreadable.
-        whole: names of the tensors that can be used; None where these names are a target's.
-        echoes: what the plan says of single tensors, with their ranks.
-    """
-    findings = list(findings)
-    lost = set(lost).difference(whole or ())
-    if not 0 < len(lost) <= _MOST_LOST:
-        return findings
-    of = None if whole is None else len(lost) + len(whole)
-    about = {f.tensor: f for f in echoes if f.tensor}
-    own = {f.tensor for f in findings if f.severity == "error" and f.tensor}
-    # A config may promise any number of layers: those that a finding is about need no search.
-    layers: dict[int | None, Finding] = {
-        layer: f
-        for f in findings
-        if f.code == "FS103" and f.severity == "error" and f.axis in (None, "L")
-        for layer in (f.layers or ())[:_MOST_LAYERS]
-    }
-    of_files = {file.cause for file in causes.files}
-    effects: dict[Finding, list[str]] = {}
-    for name in sorted(lost):
-        if name not in own:
-            cause = layers.get(layer_of(name)) or causes.of(
-                about.get(name) or Finding.of("FS102", "missing tensor", tensor=name)
-            )
-            if cause is not None and (not cause.tensor or cause in of_files):
-                effects.setdefault(cause, []).append(name)
-    return [f.replace(effect=effect_on(effects[f], of)) if f in effects else f for f in findings]
 
 
 def grouped(findings: Iterable[Finding], held: Sequence[HeldFile]) -> list[Finding]:
@@ -218,8 +158,8 @@ def _of_layers(group: list[Finding]) -> Finding:
         message=f"{what} {runs_of(numbers)} are missing: no file has any of their {count:,} tensors",
         layers=numbers[0] if len(numbers) == 1 else None,
         count=count,
-        effect=_united([f.effect for f in group if f.effect]),
-        help=_plural(group[0].help),
+        effect=united([f.effect for f in group if f.effect]),
+        help=_each(group[0].help, what),
         parts=[] if len(numbers) == 1 else [f.replace(help=None, effect=None) for f in group],
     )
 
@@ -236,7 +176,7 @@ def _of_files(group: list[Finding]) -> Finding:
         message=f"{len(group)} files: {group[0].message}",
         files=[f.file for f in group],
         evidence=_evidence(group),
-        effect=_united([f.effect for f in group if f.effect]),
+        effect=united([f.effect for f in group if f.effect]),
         help=_for_all(group),
         parts=[f.replace(help=None, effect=None) for f in group] if differ else [],
         **differ,
@@ -245,8 +185,7 @@ def _of_files(group: list[Finding]) -> Finding:
 
 def _evidence(found: Sequence[Finding]) -> str | None:
     """Who says what must be, of several files."""
-    each = dict.fromkeys(f.evidence for f in found if f.evidence)
-    return "; ".join(re.sub(r" names it$", " names them", one) for one in each) or None
+    return "; ".join(dict.fromkeys(f.evidence for f in found if f.evidence)) or None
 
 
 def _without_names(found: Sequence[Finding]) -> list[str | None]:
@@ -261,11 +200,16 @@ def _without_names(found: Sequence[Finding]) -> list[str | None]:
     return helps
 
 
+def _each(help_: str | None, what: str) -> str | None:
+    """Help about one of several."""
+    return None if help_ is None else f"{help_} (each of these {what})"
+
+
 def _for_all(found: Sequence[Finding]) -> str | None:
     """What to do about several files: as about each, and a command takes all of them."""
-    help_ = _plural(_without_names(found)[0])
+    help_ = _without_names(found)[0]
     if help_ is None or not help_.endswith(" \0"):
-        return help_
+        return _each(help_, "files")
     names = list(dict.fromkeys(PurePosixPath(f.file or "").name for f in found))
     if not help_.endswith("--include \0"):
         given = " ".join(map(shlex.quote, names)) if len(names) <= _MOST_ARGUMENTS else ""
@@ -274,13 +218,6 @@ def _for_all(found: Sequence[Finding]) -> str | None:
     else:
         given = shlex.quote(f"*{PurePosixPath(names[0]).suffix}")
     return help_.replace("\0", given).rstrip()
-
-
-def _plural(help_: str | None) -> str | None:
-    """Help for several files or layers."""
-    for one, several in _PLURALS if help_ else ():
-        help_ = (help_ or "").replace(one, several)
-    return help_
 
 
 def _swapped(group: list[Finding]) -> list[Finding]:
@@ -417,28 +354,9 @@ def _merged(found: list[Finding], message: str, rank: str | None) -> Finding:
         files=[f.file for f in found],
         rank=rank,
         evidence=_evidence(found),
-        effect=_united([f.effect for f in found if f.effect is not None]),
+        effect=united([f.effect for f in found if f.effect is not None]),
         help=_help(found, rank),
     )
-
-
-def effect_on(names: Sequence[str], of: int | None) -> Effect:
-    """The effect on these tensors, of as many as there would be."""
-    layers = [layer_of(name) for name in names]
-    outside = [name for name, layer in zip(names, layers, strict=True) if layer is None]
-    inside = [name for name, layer in zip(names, layers, strict=True) if layer is not None]
-    layered = runs(layer for layer in layers if layer is not None)
-    return Effect(len(names), of, len(inside), layered, [*outside, *inside][:_MOST_NAMES])
-
-
-def _united(effects: Sequence[Effect]) -> Effect | None:
-    """What several findings make impossible; each tensor is counted for one of them."""
-    if not effects:
-        return None
-    names = sorted((name for e in effects for name in e.tensors), key=lambda name: layer_of(name) is not None)
-    layered = runs(layer for e in effects for run in e.layers for layer in run)
-    count, inside = sum(e.count for e in effects), sum(e.in_layers for e in effects)
-    return Effect(count, effects[0].of, inside, layered, names[:_MOST_NAMES])
 
 
 def _help(found: list[Finding], rank: str | None) -> str | None:

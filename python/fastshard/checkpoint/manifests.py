@@ -296,7 +296,7 @@ def against_result(
             findings.append(
                 Finding.of(
                     "FS102",
-                    "missing tensor: the manifest names it",
+                    "named in the manifest, and in no file",
                     tensor=name,
                     file=os.fspath(path),
                 )

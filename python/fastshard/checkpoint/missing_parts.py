@@ -9,7 +9,7 @@ from ..common.errors import Finding
 from ..common.formatting import counted, printable, some
 from ..expected.promised_parts import Part, lacking, promised
 from ..layouts.declaration import Source, is_state
-from .grouping import effect_on
+from .effects import effect_on
 
 __all__ = ["HeldPart", "absent", "by_part", "held_parts"]
 

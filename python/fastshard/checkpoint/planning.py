@@ -28,7 +28,8 @@ from ..targets.request import DTYPES, MERGE, Request
 from .causes import Causes, causes_of
 from .dequantised import dequantised
 from .drafting import CoreRequest, Merged, Opened, draft_of, movable, taken, with_masters
-from .grouping import HeldFile, grouped, with_effects
+from .effects import with_effects
+from .grouping import HeldFile, grouped
 from .missing_parts import HeldPart, absent, by_part, held_parts
 from .plan import Plan
 from .plan_findings import (

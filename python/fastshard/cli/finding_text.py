@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Sequence
 
@@ -40,7 +39,7 @@ def lines(
     if len(alike) == 1:
         message, files, facts = finding.headline, finding.files, _facts(finding, verbose)
     else:
-        message = printable(of_several(finding, len(alike)))
+        message = f"{counted(len(alike), 'tensor')}: {printable(finding.message)}"
         files = tuple(dict.fromkeys(file for f in alike for file in f.files))
         evidence = list(dict.fromkeys(f.evidence for f in alike if f.evidence))
         # What is said of each tensor is not said of all.
@@ -60,15 +59,6 @@ def help_of(finding: Finding) -> str | None:
         return finding.help
     text = CODES[finding.code].help
     return f"{text[0].lower()}{text[1:].rstrip('.')}" if text else None
-
-
-def of_several(finding: Finding, count: int) -> str:
-    """What is said of several tensors."""
-    title = f"{finding.title[:1].lower()}{finding.title[1:]}"
-    rest = finding.message.removeprefix(f"{title}: ")
-    if rest == finding.message:
-        return f"{counted(count, 'tensor')}: {rest}"
-    return f"{counted(count, title)}: {re.sub(r' it$', ' them', rest)}"
 
 
 def _facts(finding: Finding, verbose: int) -> list[tuple[str, Sequence[str]]]:

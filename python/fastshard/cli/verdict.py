@@ -12,7 +12,6 @@ from ..common.errors import VERDICTS, Finding, exit_code
 from ..common.finding_facts import files_of
 from ..common.formatting import counted, printable, some
 from ..common.gate import ignored
-from .finding_text import of_several
 from .render import alike
 
 __all__ = ["in_a_word", "subject", "verdict"]
@@ -88,7 +87,7 @@ def _short(group: Sequence[Finding]) -> str:
     finding = group[0]
     told = finding.headline
     if len(group) > 1:
-        told = of_several(finding, len(group))
+        told = f"{counted(len(group), 'tensor')}: {finding.message}"
     elif finding.file:
         # Where it lies is said above.
         told = told.replace(finding.file, _name(finding.file))

@@ -32,7 +32,7 @@ def effect_of(finding: Finding) -> str | None:
     apart = effect.count - effect.in_layers
     parts = [_some(effect.tensors[:apart], apart)] if apart else []
     if effect.layers:
-        count = f"{effect.in_layers:,} in " if apart else ""
+        count = f"{effect.in_layers:,} in " if apart else "in "
         parts.insert(
             0, f"{count}layer{'' if sum(map(len, effect.layers)) == 1 else 's'} {runs_of(effect.layers)}"
         )

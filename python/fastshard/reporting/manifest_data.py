@@ -30,7 +30,7 @@ def manifest_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[Fin
         if name not in have:
             found.append(
                 Finding.of(
-                    "FS101", "the file is missing", file=name, evidence=f"{manifests.MANIFEST_NAME} names it",
+                    "FS101", "the file is missing", file=name, evidence=f"named in {manifests.MANIFEST_NAME}",
                     help="copy it from the host that made the manifest",
                 )
             )  # fmt: skip

@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..common.config_text import shown
@@ -19,29 +19,10 @@ from ..common.errors import FastshardError, Finding, error_for
 from ..common.listing import File, Listing
 from .base import Options
 from .step_names import alike, bearing, is_step, matching, newer, numbers_of, part_of, plain
+from .step_trackers import TOLD, Step, folders_in, have, pointing_nowhere, tracked
 
 #: Folders of optimizer state that FSDP's writers put beside the model's. source: accelerate utils/fsdp_utils.py
 _OPTIMIZER = re.compile(r"^optimizer_\d+$")
-#: Steps that messages name at most.
-_TOLD = 8
-#: The tracker file of Megatron-LM, which names a step by its number.
-_MEGATRON = "latest_checkpointed_iteration.txt"
-#: A name that a shell takes as it is.
-_PLAIN = re.compile(r"[\w.-]+", re.ASCII)
-#: source: DeepSpeed engine.py and checkpoint/ds_to_universal.py; Megatron-LM training/checkpointing.py
-_TRACKERS = ("latest", "latest_universal", _MEGATRON)
-
-
-@dataclass
-class Step:
-    """A step of which something is there."""
-
-    #: The folders that bear its name: root, and path in it; empty where the step was given as CKPT itself.
-    folders: list[tuple[int, str]] = field(default_factory=list)
-    #: False if it was not finished.
-    usable: bool = True
-    #: True if its name says that it is being written.
-    temporary: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,7 +94,7 @@ def folder_of(
         raise FastshardError.of(
             "FS106",
             "several folders hold a checkpoint",
-            got=", ".join(folder or "." for folder in folders[:_TOLD]),
+            got=", ".join(folder or "." for folder in folders[:TOLD]),
             help="pass one folder as CKPT, or choose a step with --step",
         )
     chosen = choose(listing, found[0], options, trackers)
@@ -186,14 +167,14 @@ def _choose(
         name = _one(matching(steps, options.step), steps, options.step)
         return Chosen(name, [], steps[name])
     usable = [name for name, step in steps.items() if step.usable] or list(steps)
-    tracked = _tracked(listing, trackers)
-    if tracked is not None:
-        file, named = tracked
+    told_by = tracked(listing, trackers)
+    if told_by is not None:
+        file, named = told_by
         if found := matching(usable, named):
             name = _one(found, steps, named)
             said = [*_told(name, steps, file), *_later(listing, name, steps, options, file)]
             return Chosen(name, said, steps[name])
-        told = _pointing_nowhere(listing, steps, file, named)
+        told = pointing_nowhere(listing, steps, file, named)
         if "older-step" not in options.accept or not any(step.usable for step in steps.values()):
             raise error_for([told])
         name = _newest(usable)
@@ -245,33 +226,6 @@ def _of_hosts(folders: Iterable[str]) -> bool:
     )
 
 
-def _tracked(listing: Listing, trackers: tuple[str, ...]) -> tuple[File, str] | None:
-    """The tracker file nearest to the directories given, and what it names."""
-    files = [f for f in listing.files if f.name in trackers]
-    if not files:
-        return None
-    depth = min(f.path.count("/") for f in files)
-    named = {f: listing.read_text(f, limit=4096).strip() for f in files if f.path.count("/") == depth}
-    first = next(iter(named))
-    other = next((f for f, text in named.items() if text != named[first]), None)
-    if other is not None:
-        raise FastshardError.of(
-            "FS107",
-            "tracker files of the directories given name different steps",
-            file=str(listing.roots[other.root] / other.path),
-            expected=f"{shown(named[first])}, as in {listing.roots[first.root] / first.path}",
-            got=shown(named[other]),
-            help="pass the directories of one save only, or choose a step that all hold with --step",
-        )
-    return first, named[first]
-
-
-def _have(steps: Iterable[str]) -> str:
-    names = sorted(steps, key=lambda n: (numbers_of(n), n))
-    more = f"{len(names) - _TOLD} more, " if len(names) > _TOLD else ""
-    return more + ", ".join(names[-_TOLD:])
-
-
 def no_steps(wanted: str) -> FastshardError:
     """The error for a step that is asked of what holds none."""
     return FastshardError.of(
@@ -289,14 +243,14 @@ def _one(found: list[str], steps: Mapping[str, Step], wanted: str) -> str:
         raise FastshardError.of(
             "FS501",
             f"there is no step {shown(wanted)}",
-            expected=f"one of {_have(steps)}",
+            expected=f"one of {have(steps)}",
             help="choose one of these with --step",
         )
     if len(found) > 1:
         raise FastshardError.of(
             "FS106",
             f"several folders are of step {shown(wanted)}",
-            got=_have(found),
+            got=have(found),
             help="pass its full name with --step, or its folder as CKPT",
         )
     return found[0]
@@ -319,7 +273,7 @@ def _newest(names: list[str]) -> str:
         raise FastshardError.of(
             "FS106",
             "several steps are here, and nothing says which is the newest",
-            got=_have([best, *rivals]),
+            got=have([best, *rivals]),
             help="choose one of these with --step",
         )
     return best
@@ -331,7 +285,7 @@ def _told(name: str, steps: Mapping[str, Step], tracker: File | None) -> list[Fi
     if not others:
         return []
     why = f"{tracker.path} names it" if tracker else "the newest by number"
-    message = f"step {name} is taken, {why}; {len(others)} more {'is' if len(others) == 1 else 'are'} there: {_have(others)}"
+    message = f"step {name} is taken, {why}; {len(others)} more {'is' if len(others) == 1 else 'are'} there: {have(others)}"
     return [
         Finding.of(
             "FS112", message, help=f"choose another with --step, e.g. --step {max(others, key=numbers_of)}"
@@ -397,7 +351,7 @@ def _beside(
         for folder in sorted({folder for r, folder in step.folders if r == root and folder}):
             parent = folder.rpartition("/")[0]
             own = _entries(listing.roots[root] / folder)
-            for entry in _folders(listing.roots[root] / parent):
+            for entry in folders_in(listing.roots[root] / parent):
                 path = f"{parent}/{entry}" if parent else entry
                 if (root, path) in known or not alike(entry, name) or numbers_of(entry) <= numbers_of(name):
                     continue
@@ -407,58 +361,10 @@ def _beside(
                     yield path, plain(entry) != entry
 
 
-def _folders(path: Path) -> list[str]:
-    """Names of the folders in a folder; empty ones are in no listing of files."""
-    with contextlib.suppress(OSError), os.scandir(path) as entries:
-        return sorted(e.name for e in entries if e.is_dir())
-    return []
-
-
 def _entries(path: Path) -> set[str]:
     with contextlib.suppress(OSError), os.scandir(path) as entries:
         return {plain(e.name) for e in entries}
     return set()
-
-
-def refuse_lone_trackers(listing: Listing) -> None:
-    """For what no adapter takes.
-
-    Raises:
-        FastshardError: ``FS105`` if a tracker file is there, and no step that it could name.
-    """
-    for tracker in _TRACKERS:
-        tracked = _tracked(listing, (tracker,))
-        if tracked is not None:
-            raise error_for([_pointing_nowhere(listing, {}, *tracked)])
-
-
-def _pointing_nowhere(listing: Listing, steps: Mapping[str, Step], file: File, named: str) -> Finding:
-    beside = listing.roots[file.root] / file.folder
-    there = any(matching([entry], named) for entry in _folders(beside))
-    there = there or bool(matching(steps, named))
-    have = _have(n for n, step in steps.items() if step.usable) or "none"
-    accept = f", or take {have} with --accept older-step" if steps else ""
-    return Finding.of(
-        "FS104" if there else "FS105",
-        "the tracker file names a step that cannot be used"
-        if there
-        else "the tracker file names a missing step",
-        file=file.path,
-        expected=f"one of {have}",
-        got=shown(named),
-        help=f"copy {_folder_of(named, steps, file)} from the original checkpoint, or choose another step with --step{accept}",
-    )
-
-
-def _folder_of(named: str, steps: Mapping[str, Step], tracker: File) -> str:
-    """The folder of a step that a tracker file names by its number alone: as those of other steps, if there are any."""
-    if not named.isdecimal() or not named.isascii():
-        return named if _PLAIN.fullmatch(named) else shown(named)
-    like = next((name for name in steps if len(re.findall(r"\d+", name)) == 1), None)
-    if like is None:
-        # source: Megatron-LM megatron/training/checkpointing.py get_checkpoint_name
-        return f"iter_{int(named):07d}" if tracker.name == _MEGATRON else named
-    return re.sub(r"\d+", lambda number: named.zfill(len(number[0])), like)
 
 
 def _softened(finding: Finding) -> Finding:

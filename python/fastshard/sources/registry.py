@@ -8,7 +8,7 @@ from ..common.errors import FastshardError, raise_errors
 from ..common.formatting import some
 from ..common.listing import Listing
 from .base import Adapter, Found, Options
-from .choose_step import no_steps, refuse_lone_trackers
+from .choose_step import no_steps
 from .colossalai.adapter import ColossalAI
 from .dcp.adapter import Dcp
 from .deepspeed.adapter import DeepSpeed
@@ -23,6 +23,7 @@ from .megatron.torch_dist import TorchDist
 from .orbax import Orbax
 from .orbax.partial_stores import refuse_parts
 from .peft.adapter import PeftAdapter
+from .step_trackers import refuse_lone_trackers
 from .unsupported_formats import looks_like
 
 __all__ = ["ADAPTERS", "detect"]

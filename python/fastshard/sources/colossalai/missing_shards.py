@@ -47,7 +47,7 @@ def shard_missing(folder: str, name: str) -> Finding:
     rank = rank_of(SHARD.match(name))
     where = f"from the node that ran {rank}" if rank else "from the original checkpoint"
     help = f"copy it {where}, or name that node's directory as another CKPT"
-    return missing(join(folder, name), rank, "the index names it", help)
+    return missing(join(folder, name), rank, "named in the index", help)
 
 
 def writers_missing(folder: str, stem: str, kind: str, written: set[tuple[int, int]]) -> list[Finding]:

@@ -366,7 +366,7 @@ def _file_missing(folder: str, file: str, names: list[str]) -> Finding:
     return missing(
         f"{folder}/{file}" if folder else file,
         f"rank {rank[1]}" if rank else None,
-        f".metadata names it, e.g. for {names[0]}",
+        f"named in .metadata, e.g. for {names[0]}",
         f"copy {file} from the node that ran this rank, or name that node's directory as another CKPT",
     )
 

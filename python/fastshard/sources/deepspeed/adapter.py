@@ -16,7 +16,8 @@ from ...common.listing import File, Listing
 from ...layouts.declaration import Source, Unit
 from .. import hf_config
 from ..base import Contents, Found, Options, as_dict, counted, lacking, missing
-from ..choose_step import Step, choose
+from ..choose_step import choose
+from ..step_trackers import Step
 from ..zero import optimizer_state, stage3
 from ..zero.cross_checks import same_step
 from ..zero.flat_state import tensor_index

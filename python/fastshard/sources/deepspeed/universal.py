@@ -17,8 +17,9 @@ from ...common.listing import File, Listing
 from ...layouts.declaration import Assembled, Optimizer, Source, Unit
 from .. import hf_config
 from ..base import Contents, Found, Options, as_dict, counted, missing
-from ..choose_step import Step, choose
+from ..choose_step import choose
 from ..param_groups import joined, numbered
+from ..step_trackers import Step
 from ..zero import stage3
 from ..zero.flat_state import Model, name_list, scalar, tensor_index
 from ..zero.zero_files import ZeroFiles

@@ -206,7 +206,7 @@ class HuggingFace:
                         missing(
                             path,
                             None,
-                            f"{index.name} names it",
+                            f"named in {index.name}",
                             "copy it from the original checkpoint",
                         )
                     )

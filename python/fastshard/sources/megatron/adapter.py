@@ -18,8 +18,9 @@ from ...layouts.declaration import Assembled, Source, Unit
 from ...models import megatron
 from ...models.model import Lack
 from ..base import Contents, Found, Options, as_dict, counted, missing, unexpected
-from ..choose_step import Step, choose
+from ..choose_step import choose
 from ..rank_values import differing
+from ..step_trackers import Step
 from . import arguments, of_ranks, table_match
 from .rank_folders import DISTRIBUTED_OPTIMIZER, MegatronFiles
 from .rank_grid import RankGrid

@@ -14,6 +14,7 @@ from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
 from .. import choose_step, step_names
 from ..base import Options
+from ..step_trackers import Step
 from .zarr_metadata import METADATA
 
 #: A folder that is being written: ``4000.orbax-checkpoint-tmp-0``, ``items.orbax-checkpoint-tmp``, ``checkpoint_1.tmp_2``.
@@ -213,16 +214,16 @@ def _once(listing: Listing, places: Iterable[Place]) -> list[Place]:
     return list(found.values())
 
 
-def _steps(listing: Listing, places: list[Place]) -> dict[str, choose_step.Step]:
+def _steps(listing: Listing, places: list[Place]) -> dict[str, Step]:
     """The steps that places are of. One whose arrays are in no committed directory is not finished: that it has its
     final name all the same makes it one that cannot be used."""
-    found: dict[str, choose_step.Step] = {}
+    found: dict[str, Step] = {}
     names: dict[int, str] = {}
     for place in places:
         # The folders of one step may have several names: 4000 and checkpoint_4000 on two hosts.
         name = names.setdefault(step_names.number(place.step or ""), place.step or "")
         known = name in found
-        step = found.setdefault(name, choose_step.Step(usable=False, temporary=True))
+        step = found.setdefault(name, Step(usable=False, temporary=True))
         step.usable = step.usable or place.committed
         if not place.committed and not known and not _marked(listing, place):
             step.temporary = False

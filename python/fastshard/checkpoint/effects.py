@@ -1,0 +1,81 @@
+"""What cannot be used because of what was found: the tensors of each cause."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from .._core import Effect
+from ..common.errors import Finding
+from ..common.formatting import runs
+from ..models.tensor_roles import layer_of
+from .causes import Causes
+
+__all__ = ["effect_on", "united", "with_effects"]
+
+#: Names of tensors that an effect lists: a config may promise any number of layers.
+_MOST_NAMES = 256
+#: Tensors whose causes are looked for: no model has as many, but a config may promise them.
+_MOST_LOST = 1 << 17
+#: Layers of a finding that are looked at; no model has more.
+_MOST_LAYERS = 1 << 16
+
+
+def with_effects(
+    findings: Iterable[Finding],
+    causes: Causes,
+    lost: Collection[str],
+    whole: Collection[str] | None,
+    echoes: Iterable[Finding],
+) -> list[Finding]:
+    """The findings, each error with the tensors that cannot be used because of it.
+
+    Args:
+        findings: what was found.
+        causes: which of them accounts for what.
+        lost: names of all tensors that are missing, incomplete or unreadable.
+        whole: names of the tensors that can be used; None where these names are a target's.
+        echoes: what the plan says of single tensors, with their ranks.
+    """
+    findings = list(findings)
+    lost = set(lost).difference(whole or ())
+    if not 0 < len(lost) <= _MOST_LOST:
+        return findings
+    of = None if whole is None else len(lost) + len(whole)
+    about = {f.tensor: f for f in echoes if f.tensor}
+    own = {f.tensor for f in findings if f.severity == "error" and f.tensor}
+    # A config may promise any number of layers: those that a finding is about need no search.
+    layers: dict[int | None, Finding] = {
+        layer: f
+        for f in findings
+        if f.code == "FS103" and f.severity == "error" and f.axis in (None, "L")
+        for layer in (f.layers or ())[:_MOST_LAYERS]
+    }
+    of_files = {file.cause for file in causes.files}
+    effects: dict[Finding, list[str]] = {}
+    for name in sorted(lost):
+        if name not in own:
+            cause = layers.get(layer_of(name)) or causes.of(
+                about.get(name) or Finding.of("FS102", "missing tensor", tensor=name)
+            )
+            if cause is not None and (not cause.tensor or cause in of_files):
+                effects.setdefault(cause, []).append(name)
+    return [f.replace(effect=effect_on(effects[f], of)) if f in effects else f for f in findings]
+
+
+def effect_on(names: Sequence[str], of: int | None) -> Effect:
+    """The effect on these tensors, of as many as there would be."""
+    layers = [layer_of(name) for name in names]
+    outside = [name for name, layer in zip(names, layers, strict=True) if layer is None]
+    inside = [name for name, layer in zip(names, layers, strict=True) if layer is not None]
+    layered = runs(layer for layer in layers if layer is not None)
+    return Effect(len(names), of, len(inside), layered, [*outside, *inside][:_MOST_NAMES])
+
+
+def united(effects: Sequence[Effect]) -> Effect | None:
+    """What several findings make impossible; each tensor is counted for one of them."""
+    if not effects:
+        return None
+    names = sorted((name for e in effects for name in e.tensors), key=lambda name: layer_of(name) is not None)
+    layered = runs(layer for e in effects for run in e.layers for layer in run)
+    count, inside = sum(e.count for e in effects), sum(e.in_layers for e in effects)
+    return Effect(count, effects[0].of, inside, layered, names[:_MOST_NAMES])

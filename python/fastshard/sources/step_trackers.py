@@ -1,0 +1,113 @@
+"""Steps of a run of which something is there, and the files in which trainers say which of them is the last."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..common.config_text import shown
+from ..common.errors import FastshardError, Finding, error_for
+from ..common.listing import File, Listing
+from .step_names import matching, numbers_of
+
+#: Steps that messages name at most.
+TOLD = 8
+#: The tracker file of Megatron-LM, which names a step by its number.
+_MEGATRON = "latest_checkpointed_iteration.txt"
+#: source: DeepSpeed engine.py and checkpoint/ds_to_universal.py; Megatron-LM training/checkpointing.py
+_TRACKERS = ("latest", "latest_universal", _MEGATRON)
+#: A name that a shell takes as it is.
+_PLAIN = re.compile(r"[\w.-]+", re.ASCII)
+
+
+@dataclass
+class Step:
+    """A step of which something is there."""
+
+    #: The folders that bear its name: root, and path in it; empty where the step was given as CKPT itself.
+    folders: list[tuple[int, str]] = field(default_factory=list)
+    #: False if it was not finished.
+    usable: bool = True
+    #: True if its name says that it is being written.
+    temporary: bool = False
+
+
+def tracked(listing: Listing, trackers: tuple[str, ...]) -> tuple[File, str] | None:
+    """The tracker file nearest to the directories given, and what it names."""
+    files = [f for f in listing.files if f.name in trackers]
+    if not files:
+        return None
+    depth = min(f.path.count("/") for f in files)
+    named = {f: listing.read_text(f, limit=4096).strip() for f in files if f.path.count("/") == depth}
+    first = next(iter(named))
+    other = next((f for f, text in named.items() if text != named[first]), None)
+    if other is not None:
+        raise FastshardError.of(
+            "FS107",
+            "tracker files of the directories given name different steps",
+            file=str(listing.roots[other.root] / other.path),
+            expected=f"{shown(named[first])}, as in {listing.roots[first.root] / first.path}",
+            got=shown(named[other]),
+            help="pass the directories of one save only, or choose a step that all hold with --step",
+        )
+    return first, named[first]
+
+
+def have(steps: Iterable[str]) -> str:
+    """Names of steps in one text, the last of many."""
+    names = sorted(steps, key=lambda n: (numbers_of(n), n))
+    more = f"{len(names) - TOLD} more, " if len(names) > TOLD else ""
+    return more + ", ".join(names[-TOLD:])
+
+
+def folders_in(path: Path) -> list[str]:
+    """Names of the folders in a folder; empty ones are in no listing of files."""
+    with contextlib.suppress(OSError), os.scandir(path) as entries:
+        return sorted(e.name for e in entries if e.is_dir())
+    return []
+
+
+def refuse_lone_trackers(listing: Listing) -> None:
+    """For what no adapter takes.
+
+    Raises:
+        FastshardError: ``FS105`` if a tracker file is there, and no step that it could name.
+    """
+    for tracker in _TRACKERS:
+        found = tracked(listing, (tracker,))
+        if found is not None:
+            raise error_for([pointing_nowhere(listing, {}, *found)])
+
+
+def pointing_nowhere(listing: Listing, steps: Mapping[str, Step], file: File, named: str) -> Finding:
+    """The finding for a tracker file that names no step that can be used."""
+    beside = listing.roots[file.root] / file.folder
+    there = any(matching([entry], named) for entry in folders_in(beside))
+    there = there or bool(matching(steps, named))
+    usable = have(n for n, step in steps.items() if step.usable) or "none"
+    accept = f", or take {usable} with --accept older-step" if steps else ""
+    return Finding.of(
+        "FS104" if there else "FS105",
+        "the tracker file names a step that cannot be used"
+        if there
+        else "the tracker file names a missing step",
+        file=file.path,
+        expected=f"one of {usable}",
+        got=shown(named),
+        help=f"copy {_folder_of(named, steps, file)} from the original checkpoint, or choose another step with --step{accept}",
+    )
+
+
+def _folder_of(named: str, steps: Mapping[str, Step], tracker: File) -> str:
+    """The folder of a step that a tracker file names by its number alone: as those of other steps, if there are any."""
+    if not named.isdecimal() or not named.isascii():
+        return named if _PLAIN.fullmatch(named) else shown(named)
+    like = next((name for name in steps if len(re.findall(r"\d+", name)) == 1), None)
+    if like is None:
+        # source: Megatron-LM megatron/training/checkpointing.py get_checkpoint_name
+        return f"iter_{int(named):07d}" if tracker.name == _MEGATRON else named
+    return re.sub(r"\d+", lambda number: named.zfill(len(number[0])), like)
