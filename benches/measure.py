@@ -68,7 +68,9 @@ def touch(nbytes: int) -> None:
 def run(side: Side) -> dict[str, float]:
     """One run in a process of its own."""
     command = [sys.executable, str(SIDES), side.run, json.dumps(side.arguments)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    # Without bytecode each run would compile what it imports.
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=kept)
     if done.returncode:
         raise RuntimeError(f"{side.label}: exit {done.returncode}")
     record: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

@@ -330,7 +330,7 @@ def test_shards_that_are_alike_and_hold_nothing_are_no_copies(tmp_path: Path) ->
 
 
 def _missing(tensor: str, rank: str | None = None) -> Finding:
-    return Finding("FS102", "error", "expected by the layout, and in no file", tensor=tensor, rank=rank)
+    return Finding("FS102", "error", "expected by the layout, but missing", tensor=tensor, rank=rank)
 
 
 def _lost(file: str, rank: str | None = None, code: str = "FS101") -> Finding:

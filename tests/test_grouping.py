@@ -106,7 +106,7 @@ def test_files_of_which_the_same_is_said_are_one_finding() -> None:
     (one,) = grouped([pointer("m-10.bin"), pointer("m-9.bin")], [])
     assert (one.files, one.message) == (("m-9.bin", "m-10.bin"), "2 files: a Git LFS pointer")
     assert (one.expected, one.parts) == ("9 bytes", ())
-    assert one.help == "fetch the files themselves, inside the clone: git lfs pull --include m-9.bin,m-10.bin"
+    assert one.help == "fetch the file itself, inside the clone: git lfs pull --include m-9.bin,m-10.bin"
     (one,) = grouped([pointer("m-1.bin"), pointer("m-2.bin", 8)], [])
     assert (one.expected, one.got) == (None, "131 bytes")
     assert [(p.file, p.expected) for p in one.parts] == [("m-1.bin", "9 bytes"), ("m-2.bin", "8 bytes")]
@@ -121,8 +121,8 @@ def test_sentences_about_several_agree_with_their_number() -> None:
     assert (
         effect_of(one.replace(effect=effect_on(["a"], 40))) == "1 of 40 tensors is missing or incomplete: a"
     )
-    lacking = [Finding.of("FS102", "expected by the layout, and in no file", tensor=name) for name in "ab"]
-    assert lines(lacking)[0] == "error FS102: 2 tensors: expected by the layout, and in no file"
+    lacking = [Finding.of("FS102", "expected by the layout, but missing", tensor=name) for name in "ab"]
+    assert lines(lacking)[0] == "error FS102: 2 tensors: expected by the layout, but missing"
 
 
 def test_numbers_in_braces_are_in_order() -> None:

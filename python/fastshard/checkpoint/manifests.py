@@ -296,7 +296,7 @@ def against_result(
             findings.append(
                 Finding.of(
                     "FS102",
-                    "named in the manifest, and in no file",
+                    "named in the manifest, but missing",
                     tensor=name,
                     file=os.fspath(path),
                 )

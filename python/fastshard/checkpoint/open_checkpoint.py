@@ -411,7 +411,7 @@ def _expected_names(
                 findings.append(
                     Finding.of(
                         "FS102",
-                        "named in layout.json, and missing in this rank's file",
+                        "named in layout.json, but missing in this rank's file",
                         file=paths[unit.file],
                         rank=unit.rank,
                         tensor=tensor,

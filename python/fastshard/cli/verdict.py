@@ -97,10 +97,8 @@ def _short(group: Sequence[Finding]) -> str:
         # It is about a setting, and not about a file or a tensor that needs it.
         return finding.message
     title = _lowered(finding.title)
-    if finding.code == "FS512":
-        # Of what any file needs.
-        return title
-    about = _about(group)
+    # Of what could not run the file is beside the point, unless it is what is not read.
+    about = "" if finding.code.startswith("FS5") and finding.code != "FS514" else _about(group)
     return f"{title}: {about}" if about and len(about) <= _LONGEST else title
 
 
@@ -118,7 +116,7 @@ def _about(group: Sequence[Finding]) -> str:
 def _name(path: str) -> str:
     """A path as short as it can be: files of all ranks may have one name, so that their folder says which it is."""
     folder, name = PurePosixPath(path).parent.name, PurePosixPath(path).name
-    is_of_folder = _NUMBERED.search(folder) and not _NUMBERED.search(name)
+    is_of_folder = not path.startswith("/") and _NUMBERED.search(folder) and not _NUMBERED.search(name)
     return f"{folder}/{name}" if is_of_folder else name or path
 
 

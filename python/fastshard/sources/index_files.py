@@ -87,7 +87,7 @@ def disagreeing(
     for name in gone:
         yield Finding.of(
             "FS102",
-            "named in the index, and missing in its file",
+            "named in the index, but missing in its file",
             file=paths[weight_map[name]],
             tensor=name,
             help="copy the file again: it is truncated, or from another save",

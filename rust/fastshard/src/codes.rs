@@ -301,7 +301,7 @@ codes! {
         "Pass the directory of the shards or of the steps."
     514 UNSUPPORTED Error CouldNotRun "Not supported"
         "fastshard does not read or write this variant."
-        "Convert it to a variant that `fastshard --help` lists, or save it in one."
+        "Choose a form that fastshard reads and writes: docs/systems.md lists them."
     515 USAGE Error CouldNotRun "Invalid arguments"
         "An argument is not valid, or arguments do not fit together."
         "Correct the argument; `fastshard VERB --help` shows examples."

@@ -306,7 +306,7 @@ fn differing_tensors<'m>(
     let paths: HashSet<&str> = opened.iter().map(|f| f.path.as_str()).collect();
     let absent = wanted.values().flatten().filter(|t| paths.contains(t.file.as_str()));
     findings.extend(absent.map(|tensor| {
-        Finding::new(codes::MISSING_TENSOR, "named in the manifest, and missing in this file")
+        Finding::new(codes::MISSING_TENSOR, "named in the manifest, but missing in this file")
             .file(&tensor.file)
             .tensor(&tensor.name)
     }));

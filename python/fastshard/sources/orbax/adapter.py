@@ -385,7 +385,7 @@ def _expected(tree: Tree, there: set[str], where: str) -> list[Finding]:
     findings = [
         Finding.of(
             "FS102",
-            "named in _METADATA, and described in no store",
+            "named in _METADATA, but described in no store",
             file=where,
             tensor=name,
             help="name the directories of the other hosts as more CKPTs; if all are given, choose another step with --step",

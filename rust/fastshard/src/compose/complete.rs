@@ -195,7 +195,7 @@ fn put_partial_layers_first(source: &Source, missing: &mut [&Missing]) {
 impl Missing {
     fn finding(&self, ranked: bool) -> Finding {
         let rank: Vec<String> = self.coords.iter().map(|(d, r)| format!("{d} {r}")).collect();
-        let mut finding = Finding::new(codes::MISSING_TENSOR, "expected by the layout, and in no file")
+        let mut finding = Finding::new(codes::MISSING_TENSOR, "expected by the layout, but missing")
             .tensor(&self.name)
             .help(match (self.coords.is_empty(), ranked) {
                 (false, _) => "copy the file of this rank from the node that wrote it",
