@@ -263,6 +263,30 @@ def test_the_last_rank_shards_missing_show_in_the_shared_axes(left: int, ranks: 
     assert told["effect"]["count"] >= 5 and f"the files of {left} of 4 ranks are here" in told["evidence"]
 
 
+@pytest.mark.parametrize("rows", [201, 240, 400])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_a_config_of_another_vocabulary_makes_no_rank_missing(ranks: int, rows: int, tmp_path: Path) -> None:
+    state = tiny_models.model("llama", tmp_path / "model").state_dict()
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    have = len(state["model.embed_tokens.weight"])
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks/config.json").write_text(json.dumps(config | {"vocab_size": have + rows}))
+    for rank in range(ranks):
+        parts = {
+            name: t.chunk(ranks)[rank].clone() for name, t in state.items() if rank < len(t.chunk(ranks))
+        }
+        offsets = {
+            name: {"saved_offsets": [rank * len(state[name].chunk(ranks)[0])] + [0] * (t.ndim - 1)}
+            for name, t in parts.items()
+        }
+        told = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+        save_file(
+            parts, tmp_path / f"ranks/shard-{rank + 1:05d}-model-00001-of-00001.safetensors", metadata=told
+        )
+    ran = cli("verify", tmp_path / "ranks")
+    assert ran.code == 1 and not ran.having("FS101"), ran.out
+
+
 def test_rank_shards_that_are_too_short_otherwise_accuse_no_rank(tmp_path: Path) -> None:
     root = copy(RANKS, tmp_path / "ckpt")
     (file,) = root.glob("shard-00004-model-00001-*")

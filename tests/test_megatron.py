@@ -172,6 +172,17 @@ STAGES: dict[str, tuple[list[list[str]], dict[int, str]]] = {
     "good": ([[EMBEDDING, LAYER], [LAYER], [LAYER, NORM]], {}),
     "tied": ([[EMBEDDING, LAYER], [LAYER], [LAYER, NORM, EMBEDDING]], {}),
     "multi-token prediction": ([[EMBEDDING, LAYER], ["mtp.layers.0.w", EMBEDDING], [NORM]], {}),
+    "prediction behind the norm": ([[EMBEDDING, LAYER], [LAYER, NORM], ["mtp.layers.0.w", EMBEDDING]], {}),
+    "loss of its own": ([[EMBEDDING], [LAYER], [LAYER], [NORM]], {}),
+    "a decoder embeds": (
+        [
+            [EMBEDDING, "encoder.layers.0.w"],
+            ["encoder.final_layernorm.weight"],
+            [EMBEDDING, LAYER],
+            [LAYER, NORM],
+        ],
+        {},
+    ),
     "an encoder": ([[EMBEDDING, LAYER], ["encoder.final_layernorm.weight"], [LAYER, NORM]], {}),
     "an encoder alone": ([[EMBEDDING], [LAYER], ["encoder.final_layernorm.weight"]], {}),
     "nothing known": ([["a"], ["b"], ["c"]], {}),
@@ -179,7 +190,7 @@ STAGES: dict[str, tuple[list[list[str]], dict[int, str]]] = {
     "first and second": ([[LAYER], [EMBEDDING, LAYER], [NORM]], {0: "tp 0, another stage", 1: "tp 0, pp 0"}),
     "second and last": ([[EMBEDDING], [NORM], [LAYER]], {1: "tp 0, pp 2", 2: "tp 0, another stage"}),
     "first and last": ([[NORM, LAYER], [LAYER], [EMBEDDING]], {0: "tp 0, pp 2", 2: "tp 0, pp 0"}),
-    "turned": ([[NORM], [EMBEDDING], [LAYER]], {0: "tp 0, pp 2", 1: "tp 0, pp 0", 2: "tp 0, another stage"}),
+    "turned": ([[NORM], [EMBEDDING], [LAYER]], {0: "tp 0, pp 2", 1: "tp 0, pp 0"}),
 }
 
 
@@ -189,10 +200,25 @@ def test_stages_are_told_by_what_they_hold(case: str) -> None:
     files = [File(0, f"mp_rank_00_{pp:03d}/model_optim_rng.pt", 1) for pp in range(len(names))]
     source = Source("Megatron-LM", units=[])
     found: Found[object] = Found(None, "Megatron-LM", files, None)  # type: ignore[arg-type]
-    places = [(pp, (0, pp, 0), held) for pp, held in enumerate(names)]
+    places = [(pp, (0, pp, 0), [held]) for pp, held in enumerate(names)]
     of_ranks.judge_stages(source, found, places, len(names))
     told = {finding.file: finding.got for finding in source.findings}
     assert told == {files[pp].path: own for pp, own in wrong.items()}
+
+
+def test_virtual_stages_are_told_by_what_their_last_chunk_holds() -> None:
+    def told(stages: list[list[list[str]]]) -> list[str | None]:
+        files = [File(0, f"mp_rank_00_{pp:03d}/model_optim_rng.pt", 1) for pp in range(len(stages))]
+        source = Source("Megatron-LM", units=[])
+        found: Found[object] = Found(None, "Megatron-LM", files, None)  # type: ignore[arg-type]
+        places = [(pp, (0, pp, 0), chunks) for pp, chunks in enumerate(stages)]
+        of_ranks.judge_stages(source, found, places, len(stages))
+        return [finding.file for finding in source.findings]
+
+    assert not told([[[EMBEDDING, LAYER], [LAYER]], [[LAYER], [LAYER, NORM]]])
+    # The last layer and the norm are in the first stage, prediction in the second.
+    assert not told([[[EMBEDDING, LAYER], [LAYER, NORM]], [[LAYER], ["mtp.layers.0.w", EMBEDDING]]])
+    assert len(told([[[LAYER], [LAYER, NORM]], [[EMBEDDING, LAYER], [LAYER]]])) == 2
 
 
 def test_a_rank_whose_arguments_are_of_another_iteration_is_named(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ source: torch/distributed/checkpoint/{hf_storage,_consolidate_hf_safetensors}.py
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -154,10 +154,13 @@ def _ranks_at_the_end(source: Source, boxes: Boxes, found: Found[None]) -> Findi
     axes |= source.axes
     short: dict[str, list[int]] = {}
     counts: set[int] = set()
+    sizes: set[str] = set()
+    known: dict[str, list[int | None]] = {}
     for name in boxes.names():
         shape, want = boxes.shape(name), table.shape(name, axes)
         if want is None or len(want) != len(shape):
             continue
+        known[name] = want
         full = [have if n is None else n for n, have in zip(want, shape, strict=True)]
         differing = [d for d, n in enumerate(full) if n != shape[d]]
         if not differing:
@@ -166,9 +169,12 @@ def _ranks_at_the_end(source: Source, boxes: Boxes, found: Found[None]) -> Findi
             # It is not the ranks that this is about.
             return None
         each = boxes.first(name)[differing[0]]
+        rule = table.rule_of(name)
+        if rule is not None and rule.dimensions is not None:
+            sizes.add(rule.dimensions[differing[0]])
         counts.add(-(-full[differing[0]] // max(each, 1)))
         short[name] = full
-    if len(counts) != 1 or (of := counts.pop()) <= ranks:
+    if len(counts) != 1 or (of := counts.pop()) <= ranks or not _divided_by(boxes, of, known, sizes):
         return None
     for name, full in short.items():
         boxes.state(name, full)
@@ -187,6 +193,29 @@ def _ranks_at_the_end(source: Source, boxes: Boxes, found: Found[None]) -> Findi
         f"copy the files of {lost} from the nodes that ran them",
         upto=file(of) if of > ranks + 1 else None,
     )
+
+
+def _divided_by(
+    boxes: Boxes, ranks: int, known: Mapping[str, Sequence[int | None]], sizes: Collection[str]
+) -> bool:
+    """True if all tensors that are divided are so among this number of ranks, as ``torch.chunk`` divides: another vocabulary than
+    the config's alone makes no rank missing.
+
+    Args:
+        boxes: what the ranks hold.
+        ranks: the number of ranks.
+        known: extents of the full tensors, as far as they are known.
+        sizes: what tensors are too short in, by the table.
+    """
+    if all("V" in size for size in sizes):
+        return False
+    for name, full in known.items():
+        first = boxes.first(name)
+        for d in boxes.divided(name):
+            extent = full[d]
+            if extent is not None and first[d] != -(-extent // ranks):
+                return False
+    return True
 
 
 def _twice(files: Sequence[File], name: str, lo: list[int], holders: list[int]) -> FastshardError:

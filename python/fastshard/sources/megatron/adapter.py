@@ -122,10 +122,9 @@ class Megatron:
         source.provable = bool(args)
         source.values = {"iteration": args.get("iteration"), "args": args} if args else {}
         self._ranks(found, states, grid, source)
-        held = [{name for _, own in model for name in own} for model in models]
-        of_ranks.judge_stages(
-            source, found, list(zip(range(len(held)), grid.places, held, strict=True)), grid.pp
-        )
+        chunks = [[own for _, own in model] for model in models]
+        files = list(zip(range(len(chunks)), grid.places, chunks, strict=True))
+        of_ranks.judge_stages(source, found, files, grid.pp)
         if (lack := _beyond(args, names, grid)) is not None:
             _whole(source, found, contents, states, models, args, grid, lack)
             return source

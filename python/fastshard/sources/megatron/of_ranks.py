@@ -4,8 +4,9 @@ The tensor-parallel rank is the fastest of all in every order of ranks that Mega
 tp-pp-dp before these. So ``args.rank % tensor_model_parallel_size`` is the tp of ``mp_rank_TP``, whatever the other degrees are.
 source: megatron/core/parallel_state.py (RankGenerator), megatron/training/checkpointing.py (get_checkpoint_name)
 
-The first pipeline stage holds the embedding, the last one the final norm.
-source: megatron/core/models/gpt/gpt_model.py (pre_process), transformer/transformer_block.py (post_layer_norm)
+The first pipeline stage holds the embedding; others may too (the last one, one of multi-token prediction, a decoder's first). The final
+norm lies behind all layers: in the last stage, or beside the last layer where multi-token prediction follows in a stage of its own.
+source: megatron/core/models/gpt/gpt_model.py (pre_process), transformer/transformer_block.py (has_final_layernorm_in_this_stage)
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 _FINAL_NORM = re.compile(r"(decoder|encoder)\.final_(layer)?norm\.weight")
 #: Tensors of multi-token prediction, whose stage embeds tokens too.
 _MTP = "mtp."
+#: Stage, number in :attr:`Found.files`, and names of the tensors of each model chunk.
+_Stage = tuple[int, int, Sequence[Collection[str]]]
 
 
 def judge(
@@ -75,7 +78,10 @@ def judge(
 
 
 def judge_stages(
-    source: Source, found: Found[object], files: Sequence[tuple[int, _Place, Collection[str]]], pp: int
+    source: Source,
+    found: Found[object],
+    files: Sequence[tuple[int, _Place, Sequence[Collection[str]]]],
+    pp: int,
 ) -> None:
     """Puts on a declaration an error for each file that is in the place of another pipeline stage, by the tensors in it.
 
@@ -84,47 +90,81 @@ def judge_stages(
     Args:
         source: the declaration.
         found: the files.
-        files: number, place by its name, and names of the tensors of each.
+        files: number, place by its name, and names of the tensors of each model chunk, of each.
         pp: pipeline-parallel degree.
     """
     told = {file for finding in source.findings for file in finding.files}
-    norms = {name for *_, names in files for name in names if _FINAL_NORM.fullmatch(name)}
-    # An encoder's is in the last stage where there is no decoder.
-    last_name = max(norms, key=lambda name: name.startswith("decoder"), default="")
-    columns: dict[tuple[int, int], list[tuple[int, int, Collection[str]]]] = {}
-    for at, (tp, stage, ep), names in files if pp > 1 else ():
-        columns.setdefault((tp, ep), []).append((at, stage, names))
+    columns: dict[tuple[int, int], list[_Stage]] = {}
+    for at, (tp, stage, ep), chunks in files if pp > 1 else ():
+        columns.setdefault((tp, ep), []).append((stage, at, chunks))
     for (tp, _), column in columns.items():
-        for end, name in ((0, _EMBEDDING), (pp - 1, last_name)):
-            holders = {at for at, _, names in column if name in names}
-            for at, stage, names in column if holders else ():
-                path = found.files[at].path
-                is_else = name == _EMBEDDING and (
-                    last_name in names or any(n.startswith(_MTP) for n in names)
+        norm = _final_norm(column)
+        wrong = [(of, _EMBEDDING) for of in _embedding_elsewhere(sorted(column), norm)]
+        if not any(_holds(of[2], norm) for of, _ in wrong):
+            wrong += [(of, norm) for of in _norm_before_layers(column, norm)]
+        for (stage, at, chunks), name in wrong:
+            path = found.files[at].path
+            if path in told:
+                continue
+            told.add(path)
+            own = _own_stage(chunks, norm, pp)
+            source.findings.append(
+                Finding.of(
+                    "FS113",
+                    "the file is another pipeline stage's, by its tensors",
+                    file=path,
+                    rank=_called((tp, stage), pp),
+                    expected=_called((tp, stage), pp),
+                    got=f"tp {tp}, another stage" if own is None else _called((tp, own), pp),
+                    evidence=f"{name} is in it" if _holds(chunks, name) else f"{name} is not in it",
+                    help="rename the files back, or copy the files of these stages again from the nodes that ran them",
                 )
-                if path in told or (stage == end) == (at in holders) or (stage != end and is_else):
-                    continue
-                told.add(path)
-                own = _own_stage(names, last_name, pp) if stage == end else end
-                source.findings.append(
-                    Finding.of(
-                        "FS113",
-                        "the file is another pipeline stage's, by its tensors",
-                        file=path,
-                        rank=_called((tp, stage), pp),
-                        expected=_called((tp, stage), pp),
-                        got=f"tp {tp}, another stage" if own is None else _called((tp, own), pp),
-                        evidence=f"{name} is in it" if at in holders else f"{name} is not in it",
-                        help="rename the files back, or copy the files of these stages again from the nodes that ran them",
-                    )
-                )
+            )
 
 
-def _own_stage(names: Collection[str], last_name: str, pp: int) -> int | None:
+def _final_norm(column: Sequence[_Stage]) -> str:
+    """The norm behind all layers; an encoder's where there is no decoder. Empty where there is none."""
+    names = {name for *_, chunks in column for held in chunks for name in held}
+    norms = [name for name in names if _FINAL_NORM.fullmatch(name)]
+    return max(norms, key=lambda name: name.startswith("decoder"), default="")
+
+
+def _embedding_elsewhere(column: Sequence[_Stage], norm: str) -> list[_Stage]:
+    """The file in the place of the first stage, if it lacks the embedding that another has, and that other one."""
+    first = column[0]
+    holders = [of for of in column if _holds(of[2], _EMBEDDING)]
+    if first[0] != 0 or not holders or first in holders:
+        return []
+    alone = [
+        of for of in holders
+        if not (norm and _holds(of[2], norm)) and not any(n.startswith(_MTP) for held in of[2] for n in held)
+    ]  # fmt: skip
+    return [first, *alone[:1]]
+
+
+def _norm_before_layers(column: Sequence[_Stage], norm: str) -> list[_Stage]:
+    """The file with the final norm, if another stage has layers behind it, and that one; virtual stage by virtual stage."""
+    layers = f"{norm.partition('.')[0]}.layers."
+    places = [(chunk, of) for of in column for chunk, _ in enumerate(of[2])]
+    holding = [(chunk, of[0], of) for chunk, of in places if norm and norm in of[2][chunk]]
+    layered = [
+        (chunk, of[0], of) for chunk, of in places if any(name.startswith(layers) for name in of[2][chunk])
+    ]
+    if not holding or not layered:
+        return []
+    held, last = max(holding, key=lambda one: one[:2]), max(layered, key=lambda one: one[:2])
+    return [held[2], last[2]] if held[:2] < last[:2] and held[1] != last[1] else []
+
+
+def _holds(chunks: Sequence[Collection[str]], name: str) -> bool:
+    return any(name in held for held in chunks)
+
+
+def _own_stage(chunks: Sequence[Collection[str]], norm: str, pp: int) -> int | None:
     """The stage that a file is of, by its tensors; None where they do not tell."""
-    if last_name in names:
+    if norm and _holds(chunks, norm):
         return pp - 1
-    return 0 if _EMBEDDING in names else None
+    return 0 if _holds(chunks, _EMBEDDING) else None
 
 
 def _rank(args: dict[str, Any]) -> int | None:
