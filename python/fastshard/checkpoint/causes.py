@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..common.errors import Finding
+from ..common.formatting import without_numbers
 from ..layouts.declaration import Source, Unit
 from ..models.tensor_roles import place_of
 
@@ -86,7 +87,7 @@ class Causes:
         if finding.tensor:
             if finding.tensor in self.tensors:
                 return self.tensors[finding.tensor]
-        elif finding.layers and finding.count and finding.axis in (None, "L"):
+        elif finding.layers and finding.count and is_of_layers(finding):
             named = [name for name in self.tensors if place_of(name)[0] in finding.layers]
             if len(named) >= finding.count:
                 return self.tensors[named[0]]
@@ -111,7 +112,7 @@ class Causes:
                 # No spelling of it is here, and one is lost: which of them was meant nothing tells.
                 one = self.spelling(finding.tensor)
                 return first if one is not None and one in self._spelled else None
-            if finding.layers and finding.axis in (None, "L"):
+            if finding.layers and is_of_layers(finding):
                 return first if any(place_of(name)[0] in finding.layers for name in self.named) else None
             return first
         if self.held is None:
@@ -127,7 +128,7 @@ class Causes:
         return next((file.cause for file in self.files if path in file.cause.files), self.files[0].cause)
 
     def _may_hold(self, file: LostFile, finding: Finding, ranks: Mapping[str, tuple[int, int]]) -> bool:
-        if not finding.tensor and finding.axis not in (None, "L"):
+        if not finding.tensor and not is_of_layers(finding):
             # An expert is on the ranks that have its number; what their other files hold says nothing of it.
             return "ep" in file.ranks or file.places is None
         if not finding.tensor:
@@ -152,6 +153,11 @@ class Causes:
 
 #: What is said where an error is of neither kind.
 _ANY = Finding("FS102", "error", "the checkpoint has errors")
+
+
+def is_of_layers(finding: Finding) -> bool:
+    """False for a finding whose positions are those of experts or the like."""
+    return finding.axis in (None, "L")
 
 
 def ranks_of(text: str | None) -> dict[str, tuple[int, int]]:
@@ -242,11 +248,11 @@ def _lost(
     if cause.code == "FS103":
         return LostFile(cause, ranks)
     path = cause.file or ""
-    form, numbers = _DIGITS.sub("#", path), _DIGITS.findall(path)
+    form, numbers = without_numbers(path), _DIGITS.findall(path)
     alike = [
         (unit, _DIGITS.findall(other), places)
         for unit, other, places in there
-        if _DIGITS.sub("#", other) == form
+        if without_numbers(other) == form
     ]
     ranks = ranks or _by_name(numbers, [(unit.coords, of) for unit, of, _ in alike])
     like: set[Place] = set()

@@ -8,7 +8,7 @@ from .._core import Effect
 from ..common.errors import Finding
 from ..common.formatting import runs
 from ..models.tensor_roles import layer_of
-from .causes import Causes
+from .causes import Causes, is_of_layers
 
 __all__ = ["effect_on", "united", "with_effects"]
 
@@ -47,7 +47,7 @@ def with_effects(
     layers: dict[int | None, Finding] = {
         layer: f
         for f in findings
-        if f.code == "FS103" and f.severity == "error" and f.axis in (None, "L")
+        if f.code == "FS103" and f.severity == "error" and is_of_layers(f)
         for layer in (f.layers or ())[:_MOST_LAYERS]
     }
     of_files = {file.cause for file in causes.files}

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 from ..common.errors import Finding
 from ..common.finding_facts import runs_of
-from ..common.formatting import natural, runs
+from ..common.formatting import natural, runs, without_numbers
 from .causes import ranks_of
 from .effects import effect_on, united
 
@@ -45,7 +45,7 @@ class HeldFile:
     @cached_property
     def form(self) -> str:
         """Its path without the numbers, which files of other ranks and layers share."""
-        return _form(self.path)
+        return without_numbers(self.path)
 
 
 def grouped(findings: Iterable[Finding], held: Sequence[HeldFile]) -> list[Finding]:
@@ -106,7 +106,7 @@ def _cause(finding: Finding) -> object:
             finding.message,
             finding.evidence,
             finding.host,
-            _form(finding.file or ""),
+            without_numbers(finding.file or ""),
             finding.got,
         )
     if finding.code == "FS111" and finding.severity == "error":
@@ -115,7 +115,7 @@ def _cause(finding: Finding) -> object:
     if finding.code == "FS113" and finding.expected and finding.got:
         return (*judged, frozenset((finding.expected, finding.got)))
     if finding.code in _OF_FILES and finding.severity == "error" and not finding.tensor and not finding.count:
-        return (*judged, finding.message, finding.evidence, finding.host, _without_names([finding])[0])
+        return (*judged, finding.message, finding.evidence, finding.host, _without_name(finding))
     return finding
 
 
@@ -188,16 +188,13 @@ def _evidence(found: Sequence[Finding]) -> str | None:
     return "; ".join(dict.fromkeys(f.evidence for f in found if f.evidence)) or None
 
 
-def _without_names(found: Sequence[Finding]) -> list[str | None]:
-    """Their help, with a mark in the place of a name that ends it."""
-    helps = []
-    for finding in found:
-        help_, name = finding.help, PurePosixPath(finding.file or "").name
-        for written in (f" '{name}'", f" {name}"):
-            if help_ is not None and name and help_.endswith(written):
-                help_ = f"{help_.removesuffix(written)} \0"
-        helps.append(help_)
-    return helps
+def _without_name(finding: Finding) -> str | None:
+    """Its help, with a mark in the place of the file's name, where that ends it."""
+    help_, name = finding.help, PurePosixPath(finding.file or "").name
+    for written in (f" '{name}'", f" {name}"):
+        if help_ is not None and name and help_.endswith(written):
+            return f"{help_.removesuffix(written)} \0"
+    return help_
 
 
 def _each(help_: str | None, what: str) -> str | None:
@@ -207,7 +204,7 @@ def _each(help_: str | None, what: str) -> str | None:
 
 def _for_all(found: Sequence[Finding]) -> str | None:
     """What to do about several files: as about each, and a command takes all of them."""
-    help_ = _without_names(found)[0]
+    help_ = _without_name(found[0])
     if help_ is None or not help_.endswith(" \0"):
         return _each(help_, "files")
     names = list(dict.fromkeys(PurePosixPath(f.file or "").name for f in found))
@@ -265,7 +262,7 @@ def _lifted_across(findings: list[Finding], held: Sequence[HeldFile]) -> list[Fi
         is_whole = len(finding.files) == 1 and not (finding.tensor or finding.count or finding.host)
         if finding.code == "FS101" and finding.rank and is_whole:
             judged = (finding.severity, finding.decided, finding.message, finding.got)
-            kinds.setdefault(judged, {}).setdefault(_form(finding.file or ""), []).append(finding)
+            kinds.setdefault(judged, {}).setdefault(without_numbers(finding.file or ""), []).append(finding)
     for of_kind in kinds.values():
         there = {file.path: file for group in of_kind.values() for file in _held_like(group, held)}
         gone = [finding for group in of_kind.values() for finding in group]
@@ -282,7 +279,7 @@ def _lifted_across(findings: list[Finding], held: Sequence[HeldFile]) -> list[Fi
 
 def _held_like(group: Sequence[Finding], held: Sequence[HeldFile]) -> list[HeldFile]:
     """Files at hand of the kind of missing ones, each with its rank: it has its number where they have theirs."""
-    form = _form(group[0].file or "")
+    form = without_numbers(group[0].file or "")
     like = [file for file in held if file.form == form]
     if all(file.coords for file in like):
         return like
@@ -380,7 +377,3 @@ def _help(found: list[Finding], rank: str | None) -> str | None:
 def _called(coords: Coords) -> str:
     """A rank as people call it."""
     return ", ".join(f"{_RANKS.get(d, d)} {n}" for d, n in coords.items())
-
-
-def _form(path: str) -> str:
-    return _DIGITS.sub("#", path)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from .. import _core
 from ..common.errors import Finding
+from ..common.formatting import without_numbers
 
 __all__ = ["calls_for_tensors"]
 
-_DIGITS = re.compile(r"\d+")
 #: Packages whose objects training code saves beside tensors.
 _HARMLESS = ("argparse", "collections", "datetime", "enum", "megatron", "numpy", "pathlib", "torch", "types")
 #: Levels of nested objects that are looked at.
@@ -26,16 +25,17 @@ def calls_for_tensors(
         catalog: the files.
         readable: what is known of each; None for one that cannot be read.
     """
-    held: dict[str, int] = {}
-    for file in readable:
-        if file is not None:
-            form = _DIGITS.sub("#", file["path"])
-            held[form] = held.get(form, 0) + file["tensors"]
+    without = [
+        (at, file)
+        for at, file in enumerate(readable)
+        if file is not None and not file["tensors"] and file["format"].startswith("torch")
+    ]
+    if not without:
+        return {}
+    held = {without_numbers(file["path"]) for file in readable if file is not None and file["tensors"]}
     found: dict[int, Finding] = {}
-    for at, file in enumerate(readable):
-        if file is None or file["tensors"] or not file["format"].startswith("torch"):
-            continue
-        if not held[_DIGITS.sub("#", file["path"])]:
+    for at, file in without:
+        if without_numbers(file["path"]) not in held:
             continue
         if (name := _called(catalog.values(at)[0], _DEPTH)) is not None:
             found[at] = Finding.of(

@@ -9,14 +9,13 @@ from .. import _core
 from ..common.errors import FastshardError, Finding, raise_errors
 from ..common.formatting import counted
 from ..expected import heuristics
+from ..expected.promised_parts import LAYERS
 from ..layouts.declaration import Source, is_state
 from ..models.tensor_roles import layer_of
 from ..targets.base import Drafted
 from ..targets.request import Request
 from .drafting import CoreRequest, Opened, draft_of
 
-#: Keys of a config that count layers.
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 #: What lies beside codes, by its name: in plain weights there is none of it.
 _COMPANION = re.compile(
     r"(\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|qweight|qzeros|scales|g_idx)|\.quant_state\..*"
@@ -158,7 +157,7 @@ def beyond_config(finding: Finding, source: Source) -> Finding:
     if layer is None or finding.evidence or model.config_file is None:
         return finding
     config = model.config or {}
-    key = next((k for k in _LAYERS if isinstance(config.get(k), int) and config[k] <= layer), None)
+    key = next((k for k in LAYERS if isinstance(config.get(k), int) and config[k] <= layer), None)
     return (
         finding
         if key is None

@@ -93,9 +93,9 @@ def found_in(
     if said is None and (model.config is None or not model.hf_names):
         if F8.isdisjoint(contents.dtypes()):
             return QuantisedWeights()
-        by_names, unsaid = _by_names(_below(source, full()) if is_divided else _tensors(source, contents))
+        by_names, unsaid = _by_names(_below(source, full() if is_divided else _tensors(source, contents)))
         return QuantisedWeights(by_names, [], unsaid)
-    tensors = _below(source, full()) if is_divided else _tensors(source, contents)
+    tensors = _below(source, full() if is_divided else _tensors(source, contents))
     weights, found = judged(said, tensors)
     lost = {source.names.get(name, name) for name in source.lost}
     # What is missing with a file is told with the file.
@@ -136,7 +136,7 @@ def _by_names(tensors: Mapping[str, Stored]) -> tuple[list[Weight], list[Finding
 
 
 def _below(source: Source, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The model's tensors, by its own names."""
+    """Those of the model alone, by their names below its prefix."""
     prefix = source.weights_prefix
     return {
         name.removeprefix(prefix): stored
@@ -146,7 +146,7 @@ def _below(source: Source, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def _tensors(source: Source, contents: Contents) -> dict[str, Stored]:
-    """Dtypes and shapes of the model's tensors, by its own names."""
+    """Dtypes and shapes of all tensors of files that hold full ones, by the model's own names."""
     tensors: dict[str, Stored] = {}
     for unit in source.units:
         under = len(unit.under)
@@ -156,9 +156,7 @@ def _tensors(source: Source, contents: Contents) -> dict[str, Stored]:
             if tensor["path"][:under] != unit.under or (unit.only is not None and key not in unit.only):
                 continue
             stored = unit.prefix + key.removeprefix(unit.strip)
-            own = source.names.get(stored, stored)
-            if own.startswith(source.weights_prefix) and not is_state(own):
-                tensors[own.removeprefix(source.weights_prefix)] = (tensor["dtype"], tuple(tensor["shape"]))
+            tensors[source.names.get(stored, stored)] = (tensor["dtype"], tuple(tensor["shape"]))
     return tensors
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+_DIGITS = re.compile(r"\d+")
+
 
 def human(n: float) -> str:
     """Bytes of storage, with three digits: ``8.19 kB``."""
@@ -32,14 +34,24 @@ def some(names: Sequence[str], most: int) -> str:
     return f"{', '.join(names[:most])}{more}"
 
 
-def natural(name: str) -> list[tuple[int, str]]:
+def natural(name: str) -> list[tuple[bool, int, str]]:
     """What names are sorted by so that numbers in them are in order.
 
-    >>> sorted(["x10", "x9", "x"], key=natural)
-    ['x', 'x9', 'x10']
+    >>> sorted(["x10", "x9", "x", "x²"], key=natural)
+    ['x', 'x9', 'x10', 'x²']
     """
-    parts = re.split(r"(\d+)", name)
-    return [(int(part) if i % 2 else 0, part) for i, part in enumerate(parts)]
+    # No more digits than are read as one number.
+    parts = re.split(r"([0-9]{1,18})", name)
+    return [(bool(i % 2), int(part) if i % 2 else 0, part) for i, part in enumerate(parts) if part]
+
+
+def without_numbers(path: str) -> str:
+    """A path that files of other ranks and layers share.
+
+    >>> without_numbers("layer_02-model_01.pt")
+    'layer_#-model_#.pt'
+    """
+    return _DIGITS.sub("#", path)
 
 
 def runs(numbers: Iterable[int]) -> list[range]:

@@ -83,7 +83,8 @@ KINDS = (
     ),
 )  # fmt: skip
 
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+#: Keys by which a config counts its layers.
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 #: Configs in a config that are none of the model's parts.
 _OTHERS = (
     "quantization_config",
@@ -178,7 +179,7 @@ def promised(config: Mapping[str, Any]) -> list[Part]:
             number = inner[key] if kind.counted else None
             if kind.counted and type(number) is not int:
                 continue
-            layers = next((inner[k] for k in _LAYERS if type(inner.get(k)) is int), None)
+            layers = next((inner[k] for k in LAYERS if type(inner.get(k)) is int), None)
             repeated = any(_says_repeated(k) and inner[k] for k in inner)
             found[kind.word] = Part(kind, f"{path}{key}", number, layers, repeated)
     return list(found.values())

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ..checkpoint.checkpoint import Checkpoint
 from ..common.errors import Finding
 from ..models.tensor_roles import layer_of, place_of
-from .grid_bands import cells_of, columns_of, fewer, joined_band, natural, order_of, problems_of
+from .grid_bands import cells_of, columns_of, fewer, joined_band, nowhere_last, order_of, problems_of
 from .grid_cells import (
     COPIED,
     DAMAGED,
@@ -322,7 +322,7 @@ class _Filling:
         columns, where = columns_of(keys)
         cells_by = self._cells(where, len(columns))
         ranks = in_order([name for name in self.rows if name in self.ranks], cells_by)
-        names = [*ranks, *sorted((name for name in self.rows if name not in self.ranks), key=natural)]
+        names = [*ranks, *sorted((name for name in self.rows if name not in self.ranks), key=nowhere_last)]
         bands: list[Band] = []
         for name in names:
             row, cells = self.rows[name], cells_by[name]

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from ..common.formatting import natural
 from .grid_cells import (
     MOST_BANDS,
     MOST_CELLS,
@@ -22,10 +23,9 @@ from .grid_cells import (
 )
 
 
-def natural(name: str) -> tuple[bool, list[tuple[bool, int, str]]]:
+def nowhere_last(name: str) -> tuple[bool, list[tuple[bool, int, str]]]:
     """Orders names as people do: numbers by their value, what is in no file last."""
-    parts = re.split(r"([0-9]+)", name)
-    return name == NOWHERE, [(p.isdigit(), int(p) if p.isdigit() else 0, p) for p in parts if p]
+    return name == NOWHERE, natural(name)
 
 
 def order_of(key: Key) -> tuple[int, int, str]:

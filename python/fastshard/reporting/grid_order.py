@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from ..checkpoint.causes import ranks_of
 from ..common.formatting import runs
-from .grid_bands import natural
+from .grid_bands import nowhere_last
 
 __all__ = ["band_name", "in_order"]
 
@@ -28,7 +28,7 @@ def in_order(names: Sequence[str], alike: Mapping[str, object]) -> list[str]:
     coords = {name: _coords(name) for name in names}
     axes = sorted({axis for of in coords.values() for axis in of}, key=_place)
     if len({tuple(sorted(of)) for of in coords.values()}) != 1 or not 1 < len(axes) <= _MOST:
-        return sorted(names, key=natural)
+        return sorted(names, key=nowhere_last)
     outer = [axis for axis in axes if axis == "pp"]
     inner = [axis for axis in axes if axis != "pp"]
     orders = [
