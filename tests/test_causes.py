@@ -250,7 +250,7 @@ def test_an_index_that_sends_tensors_elsewhere_is_one_finding(form: str, tmp_pat
     # The index is wrong, and the file is not.
     assert _told(root) == [("FS115", index.name, None)] and held in told["evidence"]
     assert (ran.code, told["count"], told["got"], told["expected"]) == (1, len(tensors), named, held)
-    move = told["help"].partition(" (")[2].partition(")")[0]
+    move, write = told["run"]
     assert set(fastshard.open(root).incomplete) == tensors
     assert cli("merge", root, tmp_path / "out").code == 1 and not (tmp_path / "out").exists()
     if form != "colossalai":
@@ -258,6 +258,7 @@ def test_an_index_that_sends_tensors_elsewhere_is_one_finding(form: str, tmp_pat
         subprocess.run(shlex.split(move), check=True)
         assert not index.exists()
         assert cli("verify", root).code == 0
+        assert cli(*shlex.split(write.replace("OUT", shlex.quote(str(tmp_path / "out"))))[1:]).code == 0
 
 
 def test_files_that_an_index_does_not_name_are_told_of_each(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_a_bit_that_changed_is_found(request: pytest.FixtureRequest, place: str,
     assert found["expected"] == f"{kind} {expected}"
     assert found["got"] == f"{kind} {etag(root / name)}"
     repository = "org/name" if place == "cached" else "REPO"
-    assert f"hf download {repository} {name}" in found["help"]
+    assert f"hf download {repository} {name}" in found["run"][0]
 
 
 def test_a_text_that_was_edited_since_is_a_warning(local: Path) -> None:

@@ -261,7 +261,9 @@ def test_without_transformers_it_is_said_what_is_needed(
 
     monkeypatch.setattr(metadata, "version", version)
     finding = refused({"model_type": "llama"}, tmp_path / "a")
-    assert finding.code == "FS514" and "not installed" in str(finding) and "pip install" in str(finding.help)
+    assert (
+        finding.code == "FS514" and "not installed" in str(finding) and "pip install" in str(finding.advice)
+    )
 
 
 # --- the cache

@@ -97,21 +97,22 @@ def test_files_that_are_missing_for_another_reason_stay_apart() -> None:
 
 
 def pointer(name: str, size: int = 9) -> Finding:
-    help_ = f"fetch the file itself, inside the clone: git lfs pull --include {name}"
-    got, expected = "131 bytes", f"{size} bytes"
-    return Finding.of("FS316", "a Git LFS pointer", file=name, expected=expected, got=got, help=help_)
+    return Finding.of(
+        "FS316", "a Git LFS pointer", file=name, expected=f"{size} bytes", got="131 bytes",
+        help="fetch the file itself, inside the clone", run=[f"git lfs pull --include {name}"],
+    )  # fmt: skip
 
 
 def test_files_of_which_the_same_is_said_are_one_finding() -> None:
     (one,) = grouped([pointer("m-10.bin"), pointer("m-9.bin")], [])
     assert (one.files, one.message) == (("m-9.bin", "m-10.bin"), "2 files: a Git LFS pointer")
     assert (one.expected, one.parts) == ("9 bytes", ())
-    assert one.help == "fetch the file itself, inside the clone: git lfs pull --include m-9.bin,m-10.bin"
+    assert one.run == ("git lfs pull --include m-9.bin,m-10.bin",)
     (one,) = grouped([pointer("m-1.bin"), pointer("m-2.bin", 8)], [])
     assert (one.expected, one.got) == (None, "131 bytes")
     assert [(p.file, p.expected) for p in one.parts] == [("m-1.bin", "9 bytes"), ("m-2.bin", "8 bytes")]
     (one,) = grouped([pointer(f"m-{n}.bin") for n in range(99)], [])
-    assert (one.help or "").endswith("git lfs pull --include '*.bin'")
+    assert one.run == ("git lfs pull --include '*.bin'",)
 
 
 def test_sentences_about_several_agree_with_their_number() -> None:

@@ -188,8 +188,8 @@ def test_a_verdict_counts_what_is_printed(capsys: pytest.CaptureFixture[str]) ->
 
 def help_of(*words: object) -> str:
     ran = cli(*words)
-    (said,) = [f.get("help", "") for f in ran.errors]
-    return str(said)
+    (said,) = [": ".join([f.get("help", ""), *f.get("run", [])]) for f in ran.errors]
+    return said
 
 
 def test_help_about_a_path_is_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

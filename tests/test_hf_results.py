@@ -185,7 +185,7 @@ def test_a_model_below_a_trainers_key_is_taken_from_there(name: str, below: str,
             assert refused.code == 2 and not (tmp_path / f"{folder}-out").exists()
             (error,) = refused.errors
             assert error["code"] == "FS514" and f"{below}." in error["message"]
-            assert f"--prefix {below}" in error["help"]
+            assert error["run"][0].endswith(f" --prefix {below}")
         ran = cli(*command, *(("--prefix", below) if needed else ()))
         assert ran.code == 0, ran.out
         have = read_result(tmp_path / f"{folder}-out")

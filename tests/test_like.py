@@ -578,7 +578,7 @@ def test_a_source_under_other_names_is_seen_as_transformers_has_it(tmp_path: Pat
 def test_padding_of_a_trainers_vocabulary_is_told_from_words(tmp_path: Path) -> None:
     assert cli("convert", NEOX, tmp_path / "good", "--to", "hf", "--vocab-size", 500).code == 0
     ran = cli("verify", NEOX, "--like", tmp_path / "good")
-    assert {code for code, _ in errors(ran)} == {"FS201"} and "--vocab-size 500" in ran.errors[0]["help"], (
+    assert {code for code, _ in errors(ran)} == {"FS201"} and "--vocab-size 500" in ran.errors[0]["run"][0], (
         ran.findings
     )
     ran = cli("verify", NEOX, "--like", tmp_path / "good", "--vocab-size", 500)

@@ -88,7 +88,7 @@ def test_a_budget_that_the_names_exceed_is_refused_before_it_is_used(
     argv = [{"CKPT": str(source), "OUT": str(out)}.get(word, word) for word in COMMANDS[command]]
     code, beyond, said = measured(*argv, "--memory", "64MiB")
     assert code == 2 and "FS512" in said and "at least" in said
-    assert "raise --memory" in said
+    assert "allow more memory" in said and "--memory 256MiB" in said
     # Nothing of the names was read yet.
     assert beyond < 16
     assert not out.exists()

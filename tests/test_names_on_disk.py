@@ -116,7 +116,7 @@ def test_a_conversion_that_is_not_told_the_names_is_refused(
     )
     ran = cli("convert", source, tmp_path / "out", "--to", "hf")
     assert ran.code == 2 and ran.having("FS209", severity="error"), ran.out
-    assert "--like" in ran.findings[0]["help"] and not (tmp_path / "out").exists()
+    assert "--like" in ran.findings[0]["run"][0] and not (tmp_path / "out").exists()
     assert cli("verify", source).code == cli("merge", source, tmp_path / "merged").code == 0
     like = folder / "own/config.json"
     assert cli("convert", source, tmp_path / "out", "--to", "hf", "--like", like).code == 0

@@ -232,7 +232,7 @@ def zero2(root: Path, **more: Any) -> Path:
 @pytest.mark.parametrize("to", ["hf", "gpt_neox", "megatron", "tp-safetensors", "maxtext", "dcp:torchtitan", "dcp:olmo_core"])  # fmt: skip
 def test_targets_that_hold_none_say_so(tmp_path: Path, to: str) -> None:
     ran = refused(zero2(tmp_path), tmp_path / "out", "FS514", "--to", to)
-    assert "--to dcp" in ran.out and "--to universal" in ran.out
+    assert "--to dcp" in ran.out and "universal" in ran.out
 
 
 def test_parameters_at_several_steps_are_refused(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_without_consent_uncommitted_directories_are_refused(orbax_fixture: Path
     if "ABORTED" not in orbax_fixture.name:
         pytest.skip("committed")
     ran = assert_refused(nodes(orbax_fixture), tmp_path / "out", "FS104", exit=3)
-    assert "--accept uncommitted" in ran.errors[0]["help"]
+    assert "--accept uncommitted" in ran.errors[0]["run"][0]
 
 
 @pytest.mark.parametrize("damage", ["deleted", "cut short"])

@@ -59,7 +59,7 @@ def test_a_pointer_says_what_it_stands_for_and_how_to_fetch_it(hf: Path) -> None
     (hf / SHARD).write_text(POINTER)
     (found,) = cli("verify", hf).errors
     assert found["expected"] == f"4938985352 bytes, sha256 {OID}"
-    assert found["help"] == f"fetch the file itself, inside the clone: git lfs pull --include {SHARD}"
+    assert found["run"] == [f"git lfs pull --include {SHARD}"]
 
 
 def test_a_text_that_a_server_answered_is_no_header(hf: Path) -> None:
@@ -202,7 +202,7 @@ def test_unfinished_downloads(hf: Path, place: Callable[[Path, str], Path], name
     (found,) = ran.errors
     assert (found["code"], found["message"]) == ("FS316", "an unfinished download, not weights")
     assert found["got"].startswith("100 bytes")
-    assert "hf download REPO" in found["help"]
+    assert "hf download REPO" in found["run"][0]
 
 
 def test_unfinished_downloads_in_the_cache(hf: Path, tmp_path: Path) -> None:
@@ -217,13 +217,13 @@ def test_unfinished_downloads_in_the_cache(hf: Path, tmp_path: Path) -> None:
     (found,) = ran.errors
     assert (ran.code, found["code"], found["file"]) == (3, "FS101", SHARD)
     assert f"{OID}.incomplete of 100 bytes" in found["got"]
-    assert found["help"] == f"finish the download: hf download org/name {SHARD} --revision abc123"
+    assert found["run"] == [f"hf download org/name {SHARD} --revision abc123"]
     for file in [*snapshot.glob("*.safetensors"), snapshot / INDEX]:
         file.unlink()
     ran = cli("verify", snapshot)
     (found,) = ran.errors
     assert (ran.code, found["code"]) == (1, "FS316")
-    assert found["help"] == "finish the download: hf download org/name --revision abc123"
+    assert found["run"] == ["hf download org/name --revision abc123"]
 
 
 def test_opening_says_it_too(hf: Path) -> None:

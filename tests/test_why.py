@@ -178,7 +178,7 @@ def test_a_name_that_is_not_there(tmp_path: Path) -> None:
         ran = cli("trace", NEOX, *argv)
         (finding,) = ran.findings
         assert (ran.code, finding["code"]) == (2, "FS515")
-        assert words in finding["message"] + finding["help"]
+        assert words in f"{finding['message']} {finding['help']} {finding.get('run')}"
 
 
 def test_many_branches_are_counted_and_v_shows_them() -> None:

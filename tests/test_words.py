@@ -97,15 +97,15 @@ def test_an_explanation_is_short_sentences(code: str) -> None:
 #: How an advice begins. What deletes is missing: it comes behind another verb.
 IMPERATIVE = re.compile(
     r"(?:did you mean|"
-    r"add|ask|begin|check|choose|compare|continue|convert|copy|correct|count|create|dequantise|describe|"
-    r"do|download|expect|fetch|fill|finish|fix|free|give|ignore|install|keep|leave|let|load|log|look|"
+    r"add|allow|ask|begin|check|choose|compare|continue|convert|copy|correct|count|create|cut|dequantise|describe|"
+    r"do|download|expect|fetch|fill|finish|fix|free|give|ignore|install|keep|leave|let|list|load|log|look|"
     r"lower|make|mark|merge|mount|move|name|narrow|pass|point|put|raise|rebuild|redistribute|rename|"
-    r"repair|report|restore|run|save|say|see|set|start|submit|test|unset|untie|use|wait|wrap|write)\b"
+    r"repair|replace|report|restore|run|save|say|see|set|start|submit|test|unset|untie|use|wait|wrap|write)\b"
 )
 #: Calls whose ``help`` is that of an option or a command.
 NO_FINDING = {"Option", "Verb", "add_argument", "add_parser"}
 #: Functions that take it by its place.
-HELP_AT = {"_changed": 1, "class_of": 1, "missing": 3, "problem": 6}
+HELP_AT = {"class_of": 1, "missing": 3, "problem": 6}
 
 
 def help_of_python() -> Iterator[tuple[str, int, str]]:

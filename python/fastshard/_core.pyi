@@ -65,7 +65,14 @@ class Effect:
     """What a finding makes impossible."""
 
     def __new__(
-        cls, count: int, of: int | None, in_layers: int, layers: Sequence[range], tensors: Sequence[str]
+        cls,
+        count: int,
+        of: int | None,
+        in_layers: int,
+        layers: Sequence[range],
+        tensors: Sequence[str],
+        in_whole_layers: int,
+        whole_layers: Sequence[range],
     ) -> Effect:
         """Says which tensors cannot be used; the arguments are the properties below."""
     @property
@@ -79,6 +86,12 @@ class Effect:
         """How many of them are in layers."""
     @property
     def layers(self) -> tuple[range, ...]:
+        """These layers."""
+    @property
+    def in_whole_layers(self) -> int:
+        """How many of them are in layers of which no tensor is left."""
+    @property
+    def whole_layers(self) -> tuple[range, ...]:
         """These layers."""
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -164,6 +177,12 @@ class Finding:
     @property
     def help(self) -> str | None:
         """What to do about it."""
+    @property
+    def run(self) -> tuple[str, ...]:
+        """Commands that do it, in their order. One that begins with ``-`` is options of the command that was run."""
+    @property
+    def advice(self) -> str | None:
+        """What to do about it, with its commands: one line."""
     @property
     def decided(self) -> str | None:
         """By which option it is judged otherwise than by itself: ``accept WHAT``, ``ignore CODE``, ``error CODE``,

@@ -120,7 +120,9 @@ def outcome(name: str, root: Path, to: str, folder: Path) -> str:
     if ran.code != 0:
         assert not list(folder.iterdir()), "a refusal left something behind"
         (error,) = ran.errors
-        assert planned.code == ran.code and planned.errors == ran.errors, "the plan said something else"
+        # The commands that help are those that were run, with an option more.
+        same = [{**said, "run": None} for said in planned.errors] == [{**error, "run": None}]
+        assert planned.code == ran.code and same, "the plan said something else"
         assert "\n" not in error["message"] and error["message"], error
         return f"{error['code']} exit {ran.code}: {error['message'][:SAID]}"
     assert planned.code == 0, planned.out

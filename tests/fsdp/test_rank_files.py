@@ -135,7 +135,7 @@ def test_what_trainers_keep_beside_is_understood(saved: Saved, tmp_path: Path) -
     (run / "latest_checkpointed_iteration.txt").write_text("5")
     both = cli("inspect", run)
     assert both.code == 3 and both.errors[0]["code"] == "FS106"
-    assert "actor, critic" in both.errors[0]["got"] and "--step actor" in both.errors[0]["help"]
+    assert "actor, critic" in both.errors[0]["got"] and "--step actor" in both.errors[0]["run"][0]
     for choice, case, step in (("critic", "tied", "5"), ("global_step_10/actor", "fsdp2", "10")):
         with fastshard.open(run, step=choice) as checkpoint:
             assert checkpoint.step == f"global_step_{step}"
@@ -201,7 +201,7 @@ def test_what_cannot_be_read_is_refused(saved: Saved, tmp_path: Path) -> None:
     (folder / "huggingface/config.json").unlink()
     ran = cli("merge", folder, tmp_path / "out")
     assert ran.code == 2 and [f["code"] for f in ran.errors] == ["FS209"]
-    assert "--config" in ran.errors[0]["help"]
+    assert "--config" in ran.errors[0]["run"][0]
 
 
 def test_an_adapter_in_training_is_not_taken_for_a_model(saved: Saved, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from .._core import Effect
@@ -52,6 +53,7 @@ def with_effects(
     }
     of_files = {file.cause for file in causes.files}
     effects: dict[Finding, list[str]] = {}
+    left = {layer_of(name) for name in whole or ()}
     for name in sorted(lost):
         if name not in own:
             cause = layers.get(layer_of(name)) or causes.of(
@@ -59,16 +61,23 @@ def with_effects(
             )
             if cause is not None and (not cause.tensor or cause in of_files):
                 effects.setdefault(cause, []).append(name)
-    return [f.replace(effect=effect_on(effects[f], of)) if f in effects else f for f in findings]
+                continue
+        left.add(layer_of(name))
+    # A layer that two of them tear is no whole layer of either.
+    torn = Counter(layer for names in effects.values() for layer in set(map(layer_of, names)))
+    left.update(layer for layer, count in torn.items() if count > 1)
+    return [f.replace(effect=effect_on(effects[f], of, left)) if f in effects else f for f in findings]
 
 
-def effect_on(names: Sequence[str], of: int | None) -> Effect:
-    """The effect on these tensors, of as many as there would be."""
+def effect_on(names: Sequence[str], of: int | None, left: Collection[int | None] = ()) -> Effect:
+    """The effect on these tensors, of as many as there would be; ``left`` are layers of which others are."""
     layers = [layer_of(name) for name in names]
     outside = [name for name, layer in zip(names, layers, strict=True) if layer is None]
     inside = [name for name, layer in zip(names, layers, strict=True) if layer is not None]
-    layered = runs(layer for layer in layers if layer is not None)
-    return Effect(len(names), of, len(inside), layered, [*outside, *inside][:_MOST_NAMES])
+    numbers = [layer for layer in layers if layer is not None]
+    whole = [layer for layer in numbers if layer not in left] if of is not None else []
+    tensors = [*outside, *inside][:_MOST_NAMES]
+    return Effect(len(names), of, len(inside), runs(numbers), tensors, len(whole), runs(whole))
 
 
 def united(effects: Sequence[Effect]) -> Effect | None:
@@ -77,5 +86,7 @@ def united(effects: Sequence[Effect]) -> Effect | None:
         return None
     names = sorted((name for e in effects for name in e.tensors), key=lambda name: layer_of(name) is not None)
     layered = runs(layer for e in effects for run in e.layers for layer in run)
+    whole = runs(layer for e in effects for run in e.whole_layers for layer in run)
     count, inside = sum(e.count for e in effects), sum(e.in_layers for e in effects)
-    return Effect(count, effects[0].of, inside, layered, names[:_MOST_NAMES])
+    in_whole = sum(e.in_whole_layers for e in effects)
+    return Effect(count, effects[0].of, inside, layered, names[:_MOST_NAMES], in_whole, whole)

@@ -8,6 +8,7 @@ taken is whole parts, byte for byte. A single tensor of a part that is there may
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -90,7 +91,8 @@ def find(
             raise FastshardError.of(
                 "FS514",
                 f"the tensors of {whose} lie in parts, and --fill-from takes whole ones",
-                help="merge it first (fastshard merge), and fill the result",
+                help="merge it first, and fill the result",
+                run=["fastshard merge CKPT OUT"],
             )
     (have, lost), whole = _held(base), _model(original)
     called = _spelled(whole.tensors, have, listed)
@@ -115,7 +117,8 @@ def find(
             raise FastshardError.of(
                 "FS515",
                 f"no tensor of {path} has a name like --fill-only {pattern}",
-                help=f"look at the names: fastshard ls {path}",
+                help="look at the names",
+                run=[f"fastshard ls {shlex.quote(str(path))}"],
             )
         single += [name for name in matching if name in by_name and name not in taken and name not in single]
     taken |= set(single)
@@ -201,7 +204,8 @@ def _model(original: Checkpoint) -> _Model:
                 file=original.opened.files[unit.file].path,
                 expected="tensors under the model's own names",
                 got="names below another key",
-                help="convert it first (fastshard convert --to hf)",
+                help="convert it first",
+                run=["fastshard convert CKPT OUT --to hf"],
             )
         of_file[unit.file] = [name for name in opened.catalog.names(unit.file) if name in tensors]
     return _Model(tensors, of_file)
@@ -262,7 +266,10 @@ def _dtypes_fit(
             f"what is missing is quantised in {path} (--fill-from), and the checkpoint is not",
             expected=str(ours),
             got=", ".join(sorted(codes)),
-            help=f"write it with its values first: fastshard convert {path} OUT --to hf --dtype {(ours or 'bf16').lower()}",
+            help="write it with its values first",
+            run=[
+                f"fastshard convert {shlex.quote(str(path))} OUT --to hf --dtype {(ours or 'bf16').lower()}"
+            ],
         )
     # Beside codes most floats are scales.
     if not codes and ours != theirs and ours is not None and theirs is not None:
@@ -271,7 +278,8 @@ def _dtypes_fit(
             f"what is missing is {theirs} in {path} (--fill-from), and the checkpoint is {ours}",
             expected=ours,
             got=theirs,
-            help=f"write it in that dtype first: fastshard merge {path} OUT --dtype {ours.lower()}",
+            help="write it in that dtype first",
+            run=[f"fastshard merge {shlex.quote(str(path))} OUT --dtype {ours.lower()}"],
         )
 
 

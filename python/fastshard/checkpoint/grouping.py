@@ -92,7 +92,7 @@ def _cause(finding: Finding) -> object:
         return (
             *judged,
             finding.axis,
-            finding.help,
+            finding.advice,
             finding.evidence,
             finding.expected,
             finding.got,
@@ -115,7 +115,14 @@ def _cause(finding: Finding) -> object:
     if finding.code == "FS113" and finding.expected and finding.got:
         return (*judged, frozenset((finding.expected, finding.got)))
     if finding.code in _OF_FILES and finding.severity == "error" and not finding.tensor and not finding.count:
-        return (*judged, finding.message, finding.evidence, finding.host, _without_name(finding))
+        return (
+            *judged,
+            finding.message,
+            finding.evidence,
+            finding.host,
+            finding.help,
+            _without_name(finding),
+        )
     return finding
 
 
@@ -144,6 +151,7 @@ def _of_store(group: list[Finding]) -> list[Finding]:
             effect=effect,
             evidence=evidence,
             help=arrays[0].help,
+            run=arrays[0].run,
             parts=[f.replace(help=None, effect=None) for f in arrays],
         )
     ]
@@ -177,7 +185,8 @@ def _of_files(group: list[Finding]) -> Finding:
         files=[f.file for f in group],
         evidence=_evidence(group),
         effect=united([f.effect for f in group if f.effect]),
-        help=_for_all(group),
+        help=_each(group[0].help, "files") if not group[0].run else group[0].help,
+        run=_for_all(group),
         parts=[f.replace(help=None, effect=None) for f in group] if differ else [],
         **differ,
     )
@@ -188,13 +197,11 @@ def _evidence(found: Sequence[Finding]) -> str | None:
     return "; ".join(dict.fromkeys(f.evidence for f in found if f.evidence)) or None
 
 
-def _without_name(finding: Finding) -> str | None:
-    """Its help, with a mark in the place of the file's name, where that ends it."""
-    help_, name = finding.help, PurePosixPath(finding.file or "").name
-    for written in (f" '{name}'", f" {name}"):
-        if help_ is not None and name and help_.endswith(written):
-            return f"{help_.removesuffix(written)} \0"
-    return help_
+def _without_name(finding: Finding) -> tuple[str, ...]:
+    """Its commands, without the name of the file that the last of them ends with."""
+    *others, last = finding.run or ("",)
+    name = PurePosixPath(finding.file or "").name
+    return (*others, last.removesuffix(f" {shlex.quote(name)}"))
 
 
 def _each(help_: str | None, what: str) -> str | None:
@@ -202,19 +209,19 @@ def _each(help_: str | None, what: str) -> str | None:
     return None if help_ is None else f"{help_} (each of these {what})"
 
 
-def _for_all(found: Sequence[Finding]) -> str | None:
-    """What to do about several files: as about each, and a command takes all of them."""
-    help_ = _without_name(found[0])
-    if help_ is None or not help_.endswith(" \0"):
-        return _each(help_, "files")
+def _for_all(found: Sequence[Finding]) -> list[str]:
+    """The commands that do for several files what is to be done: the last takes all of their names, if it takes one."""
+    *others, last = _without_name(found[0])
+    if not found[0].run or last == found[0].run[-1]:
+        return list(found[0].run)
     names = list(dict.fromkeys(PurePosixPath(f.file or "").name for f in found))
-    if not help_.endswith("--include \0"):
+    if not last.endswith("--include"):
         given = " ".join(map(shlex.quote, names)) if len(names) <= _MOST_ARGUMENTS else ""
     elif len(names) <= _MOST_ARGUMENTS and not any("," in name for name in names):
         given = shlex.quote(",".join(names))
     else:
         given = shlex.quote(f"*{PurePosixPath(names[0]).suffix}")
-    return help_.replace("\0", given).rstrip()
+    return [*others, f"{last} {given}".rstrip()]
 
 
 def _swapped(group: list[Finding]) -> list[Finding]:
@@ -222,8 +229,7 @@ def _swapped(group: list[Finding]) -> list[Finding]:
     if len(group) != 2 or (group[0].expected, group[0].got) != (group[1].got, group[1].expected):
         return group
     a, b = group
-    named = "--accept renamed" in (a.help or "")
-    back = f"rename the two files back, or copy both again{'; if the names are right, pass --accept renamed' if named else ''}"
+    back = f"rename the two files back, or copy both again{'; if the names are right, accept them' if a.run else ''}"
     return [
         a.replace(
             message=f"{' and '.join(_apart(a.file or '', b.file or ''))} are swapped",
@@ -233,6 +239,7 @@ def _swapped(group: list[Finding]) -> list[Finding]:
             got=None,
             evidence=f"inside they say {a.got} and {b.got}",
             help=a.help if a.decided else back,
+            run=a.run,
         )
     ]
 

@@ -123,7 +123,8 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
             "the file holds more data besides its tensors than fastshard reads; the rest was not read",
             severity="warning",
             file=found.files[file].path,
-            help="pass the training config with --config if something is missed",
+            help="pass the training config if something is missed",
+            run=["--config FILE"],
         )
         for file in sorted(contents.cut)
     )

@@ -234,8 +234,8 @@ def _refuse_codes(opened: Opened, source: Source, request: Request) -> None:
         "FS514",
         f"{what}, and {counted(len(weights), 'weight')} of the model stored as {weights[0].form.name}: it is done to values, not to codes",
         tensor=weights[0].codes,
-        help="add --dtype bf16, which gives the weights their values",
-    )
+        help="give the weights their values", run=["--dtype bf16"],
+    )  # fmt: skip
 
 
 def _metadata(draft: _Draft) -> tuple[dict[str, str], list[Finding]]:

@@ -228,7 +228,8 @@ def _names_in_memory(called: str, listed: ExpectedTensors, names: list[str]) -> 
         "FS209",
         f"{len(odd)} tensors have names that {called} has in memory, and save_pretrained writes others",
         tensor=odd[0] if odd else None,
-        help="pass --like config.json to write the names on disk; `fastshard merge` keeps those in memory",
+        help="write the names on disk, or merge, which keeps those in memory",
+        run=["--like config.json", "fastshard merge CKPT OUT"],
     )
 
 

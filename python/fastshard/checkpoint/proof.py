@@ -112,7 +112,7 @@ def not_checked(findings: Iterable[Finding]) -> list[str]:
 def not_proven(findings: Iterable[Finding]) -> list[str]:
     """What no run that reads a checkpoint can prove, and what this one could not, each with what would help."""
     left = _unproven(findings)
-    told = [f"{f.message}; {f.help}" for f in left]
+    told = [f"{f.message}; {f.advice}" for f in left]
     if all(f.code != "FS109" for f in left):
         told.insert(0, "that the layout is right for the model: no hash shows that, logits do")
     return told

@@ -128,7 +128,8 @@ def matching(
         raise FastshardError.of(
             "FS515",
             "no tensor is left by these filters",
-            help="run `fastshard ls --by layer` (role, dtype) to see what there is",
+            help="see what there is",
+            run=["fastshard ls CKPT --by layer"],
         )
     return found
 

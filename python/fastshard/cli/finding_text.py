@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 
@@ -17,6 +18,9 @@ __all__ = ["help_of", "lines"]
 _INDENT = 12
 #: Names that are listed without -v.
 _NAMED = 3
+#: Sizes and hashes, as findings state them.
+_SIZE = re.compile(r"\b(\d{4,18}) bytes\b")
+_HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b")
 _STYLES = {"error": "bad", "warning": "warn", "note": "note"}
 
 
@@ -50,7 +54,11 @@ def lines(
     for label, texts in facts:
         told += _labelled(label, texts, width, paint)
     help_ = help_of(finding)
-    return told + (_labelled("help", [help_], width, paint) if help_ and helps else [])
+    if help_ and helps:
+        told += _labelled("help", [f"{help_}:" if finding.run else help_], width, paint)
+        # Not wrapped: a command is copied as it stands.
+        told += [f"{' ' * _INDENT}  {printable(command)}" for command in finding.run]
+    return told
 
 
 def help_of(finding: Finding) -> str | None:
@@ -64,15 +72,26 @@ def help_of(finding: Finding) -> str | None:
 def _facts(finding: Finding, verbose: int) -> list[tuple[str, Sequence[str]]]:
     """What a finding says besides what is wrong and where."""
     return [
-        ("found", [finding.got] if finding.got else ()),
-        ("expected", [finding.expected] if finding.expected else ()),
-        ("evidence", [finding.evidence] if finding.evidence else ()),
+        *(
+            (label, [_readable(text, verbose)] if text else ())
+            for label, text in (
+                ("found", finding.got),
+                ("expected", finding.expected),
+                ("evidence", finding.evidence),
+            )
+        ),
         (
             "effect",
             [] if verbose and any(part.tensor for part in finding.parts) else _effects(finding, verbose),
         ),
         ("parts", [_part(part) for part in finding.parts] if verbose else ()),
     ]
+
+
+def _readable(text: str, verbose: int) -> str:
+    """A text with separators in sizes, and with the first digits of hashes."""
+    text = _SIZE.sub(lambda found: f"{int(found[1]):,} bytes", text)
+    return text if verbose else _HASH.sub(lambda found: f"{found[1]}...", text)
 
 
 def _part(part: Finding) -> str:

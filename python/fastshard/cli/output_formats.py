@@ -229,7 +229,7 @@ def _sentence(finding: Finding) -> str:
     rest = {
         "where": files_of(finding.files) if len(finding.files) > 1 else None,
         "effect": effect_of(finding),
-        "help": finding.help,
+        "help": finding.advice,
     }
     return "\n".join(
         [printable(str(finding)), *(f"{key}: {printable(text)}" for key, text in rest.items() if text)]
@@ -252,7 +252,7 @@ def as_markdown(told: Told, ending: str) -> str:
     if found:
         lines += ["| finding | what | effect | help |", "|---|---|---|---|"]
         for finding in sorted(found, key=lambda f: f.severity):
-            texts = (finding.headline, effect_of(finding) or "", finding.help or "")
+            texts = (finding.headline, effect_of(finding) or "", finding.advice or "")
             cells = " | ".join(map(_cell, texts))
             lines.append(f"| {finding.severity} {finding.code} {finding.title} | {cells} |")
         lines.append("")

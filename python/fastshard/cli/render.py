@@ -63,16 +63,15 @@ def print_findings(
     file = file or sys.stderr
     # Where there is no terminal, as in a log, lines are as wide as most are.
     width = min(shutil.get_terminal_size().columns, _WIDEST)
-    helped: set[str] = set()
+    helped: set[object] = set()
     groups = alike(_for_people(findings, verbose, quiet))
     hidden: dict[str, int] = {}
     if not verbose:
         groups, hidden = _first(groups)
     for group in groups:
-        help_ = finding_text.help_of(group[0])
-        helps = help_ is not None and help_ not in helped
-        if help_ is not None:
-            helped.add(help_)
+        help_ = finding_text.help_of(group[0]), group[0].run
+        helps = help_ not in helped
+        helped.add(help_)
         text = finding_text.lines(group, verbose=verbose, helps=helps, width=width, paint=paint)
         print("\n".join(text[:1] if quiet else text), file=file)
     for code, count in hidden.items():
@@ -116,7 +115,7 @@ def alike(findings: Iterable[Finding]) -> Iterable[Group]:
     """Findings that say the same of different tensors, together; the others by themselves."""
     found: dict[object, list[Finding]] = {}
     for finding in findings:
-        said = (finding.code, finding.severity, finding.message, finding.decided, finding.help)
+        said = (finding.code, finding.severity, finding.message, finding.decided, finding.advice)
         found.setdefault(said if finding.tensor else finding, []).append(finding)
     return found.values()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import signal
 import sys
 import time
@@ -14,6 +13,7 @@ from dataclasses import replace
 from ..checkpoint.proof import not_checked
 from ..common import memory_budget, safe_files
 from ..common.errors import UNPUBLISHED, FastshardError, Finding, error_for, exit_code, published
+from ..common.finding_facts import command_of
 from . import output_formats, pager, render, settings, styles
 from .parser import UsageError
 from .signals import Stopping
@@ -26,12 +26,13 @@ from .verdict import in_a_word, subject, verdict
 _WORTH_A_RATE = 100_000_000
 #: Lines of what was not checked that are printed without -v.
 _UNCHECKED = 2
-#: A command about the checkpoint, in help.
-_OF_CKPT = re.compile(r"(fastshard [a-z-]+ )CKPT\b")
-#: What to do about stale master weights where the parameters are taken.
-_STALE = "rebuild the master weights: `fastshard master-weights CKPT --repair OUT`; if the parameters are damaged, restore their file"
 #: Exit codes that say something of a checkpoint.
 _FOUND = (1, 3)
+
+
+def _named(run: str) -> str:
+    """The attribute of parsed arguments that an option of a help sets."""
+    return run.partition(" ")[0].lstrip("-").replace("-", "_")
 
 
 class Run:
@@ -95,10 +96,11 @@ class Run:
             import shlex
 
             words = shlex.join([str(word) for word in given[:-1]])
-            help_ = f"name the result with -o: fastshard {verb.name} {words} -o {shlex.quote(path)}"
-        else:
-            help_ = f"leave {path} out if it is meant as OUT: {verb.name} writes nothing and takes none"
-        return finding.replace(help=help_)
+            run = f"fastshard {verb.name} {words} -o {shlex.quote(path)}"
+            return finding.replace(help="name the result with -o", run=[run])
+        return finding.replace(
+            help=f"leave {path} out if it is meant as OUT: {verb.name} writes nothing and takes none"
+        )
 
     def _code(self, code: int) -> int:
         """The exit code for what was found, 0 where somebody only looks."""
@@ -171,6 +173,7 @@ class Run:
         # All is done: a signal while it is told would cut it in half, or tell it twice.
         self._stopping.done()
         a, verb, to = self._arguments, self._verb, self._destination
+        findings = [self._runs_here(finding) for finding in findings]
         out = to if result and to is not None else published(findings)
         prove = verb.not_proven if verb and result and result.proof else None
         verbose, quiet = getattr(a, "verbose", 0), getattr(a, "quiet", 0)
@@ -240,11 +243,18 @@ class Run:
         asked_for = verb is not None and verb.finds and (result is not None or told.code in _FOUND)
         name = "stdout" if asked_for else "stderr"
         tells = result.tells if result and text is not None and not told.verbose else frozenset()
-        rest = [self._runs_here(f) for f in told.findings if f.code not in tells]
+        rest = [f for f in told.findings if f.code not in tells]
         self._print_findings(replace(told, findings=rest), name)
         below = render.printable(result.below, keep="\n") if result and not told.quiet else ""
         lines = [below] if below else []
-        unchecked = () if told.quiet else told.not_checked if told.verbose else told.not_checked[:_UNCHECKED]
+        # What is broken needs no word about what was not looked at.
+        unchecked = (
+            told.not_checked
+            if told.verbose
+            else ()
+            if told.quiet or told.code
+            else told.not_checked[:_UNCHECKED]
+        )
         lines += [f"not checked: {render.printable(line)}" for line in unchecked]
         stream = getattr(sys, name)
         if told.code or (asked_for and not told.quiet):
@@ -256,15 +266,27 @@ class Run:
 
     def _runs_here(self, finding: Finding) -> Finding:
         """The finding, with help that fits what was asked for and names this checkpoint."""
-        if finding.code == "FS401" and getattr(self._arguments, "weights", None) == "params":
-            finding = finding.replace(help=_STALE)
-        given = getattr(self._arguments, "ckpt", None)
-        if not finding.help or "CKPT" not in finding.help or not isinstance(given, list) or len(given) != 1:
+        if not finding.run:
             return finding
-        import shlex
+        given = getattr(self._arguments, "ckpt", None)
+        paths = [str(path) for path in given] if isinstance(given, list) else []
+        # What was asked for already does not help, and what only looks has no option that decides.
+        useful = [run for run in finding.run if not self._is_given(run)]
+        typed, verify = ["fastshard", *self._argv], ["fastshard", "verify", *paths]
+        return finding.replace(
+            run=[command_of(run, typed if self._takes(run) else verify, paths) for run in useful]
+        )
 
-        path = shlex.quote(str(given[0]))
-        return finding.replace(help=_OF_CKPT.sub(lambda found: f"{found[1]}{path}", finding.help))
+    def _takes(self, run: str) -> bool:
+        """Whether the command has the option of a help."""
+        return hasattr(self._arguments, _named(run))
+
+    def _is_given(self, run: str) -> bool:
+        """Whether the command was run with the option of a help."""
+        given, value = getattr(self._arguments, _named(run), None), run.partition(" ")[2]
+        if isinstance(given, (list, tuple, frozenset)):
+            return value in map(str, given)
+        return given is True if not value else str(given) == value
 
     @property
     def _is_watched(self) -> bool:

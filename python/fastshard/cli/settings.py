@@ -127,5 +127,6 @@ def _parsed(path: Path) -> dict[str, Any]:
 def _wrong(path: Path, what: str, expected: str | None, got: str | None = None) -> FastshardError:
     return FastshardError.of(
         "FS515", what, file=str(path), expected=expected, got=got,
-        help="correct it, or leave settings out with --no-settings",
+        help="correct it, or leave settings out",
+        run=["--no-settings"],
     )  # fmt: skip

@@ -128,8 +128,8 @@ class FastshardError(Exception):
         for finding in self.findings:
             if finding.severity == "error" or finding.code == "FS519":
                 lines.append(f"{finding} [{finding.code}]")
-                if finding.help:
-                    lines.append(f"  help: {finding.help}")
+                if finding.advice:
+                    lines.append(f"  help: {finding.advice}")
         return "\n".join(lines)
 
 
@@ -167,7 +167,9 @@ def _corrected(finding: Finding) -> Finding:
     """The finding, with what to do about a value in a config that the core refuses."""
     if finding.code != "FS211" or finding.help or not finding.file:
         return finding
-    return finding.replace(help=f"correct {finding.file}, or pass the config of this model with --config")
+    return finding.replace(
+        help=f"correct {finding.file}, or pass the config of this model", run=["--config FILE"]
+    )
 
 
 def published(findings: Iterable[Finding]) -> str | None:
@@ -183,7 +185,7 @@ def carry(error: BaseException, findings: list[Finding]) -> None:
     error.findings = findings  # type: ignore[attr-defined]
     if hasattr(error, "add_note"):
         for finding in findings:
-            error.add_note(f"{finding} [{finding.code}]" + (f"; {finding.help}" if finding.help else ""))
+            error.add_note(f"{finding} [{finding.code}]" + (f"; {finding.advice}" if finding.advice else ""))
 
 
 def raise_errors(findings: list[Finding]) -> None:

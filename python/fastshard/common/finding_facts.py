@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 
 from .errors import Finding
-from .formatting import some
+from .formatting import runs, some
 
-__all__ = ["effect_of", "files_of", "runs_of"]
+__all__ = ["command_of", "effect_of", "files_of", "runs_of"]
 
 #: Names that are listed.
 _NAMED = 3
 #: Codes of what is missing; other causes make tensors unusable that are there.
 _ABSENT = ("FS101", "FS102", "FS103", "FS104", "FS111")
+#: The checkpoint, in a command.
+_CKPT = re.compile(r"\bCKPT\b")
 _NUMBER = re.compile(r"(\d+)")
 
 
 def effect_of(finding: Finding) -> str | None:
     """Which tensors cannot be used because of a finding; None where it says of none.
 
-    E.g. ``26 of 40 tensors are missing or incomplete: 24 in layers 2-4, 0.word_embeddings.weight``.
+    E.g. ``26 of 40 tensors are missing or incomplete: all of layer 4; 14 in layers 2, 3; 0.word_embeddings.weight``.
     """
     effect = finding.effect
     if effect is None:
@@ -31,18 +34,51 @@ def effect_of(finding: Finding) -> str | None:
     are = f"{be} missing or incomplete" if finding.code in _ABSENT else "cannot be used"
     apart = effect.count - effect.in_layers
     parts = [_some(effect.tensors[:apart], apart)] if apart else []
-    if effect.layers:
-        count = f"{effect.in_layers:,} in " if apart else "in "
-        parts.insert(
-            0, f"{count}layer{'' if sum(map(len, effect.layers)) == 1 else 's'} {runs_of(effect.layers)}"
-        )
-    return f"{effect.count:,}{of} tensor{'s' if many else ''} {are}: {', '.join(parts)}"
+    whole = {layer for run in effect.whole_layers for layer in run}
+    torn = runs(layer for run in effect.layers for layer in run if layer not in whole)
+    if torn:
+        count = f"{effect.in_layers - effect.in_whole_layers:,} in " if apart or whole else "in "
+        parts.insert(0, f"{count}{_layers(torn)}")
+    if whole:
+        parts.insert(0, f"all of {_layers(effect.whole_layers)}")
+    return f"{effect.count:,}{of} tensor{'s' if many else ''} {are}: {'; '.join(parts)}"
+
+
+def _layers(numbers: Sequence[range]) -> str:
+    return f"layer{'' if sum(map(len, numbers)) == 1 else 's'} {runs_of(numbers)}"
 
 
 def _some(names: Sequence[str], count: int) -> str:
     """The first of some names, and how many more there are."""
     more = f" and {count - _NAMED:,} more" if count > _NAMED else ""
     return f"{', '.join(names[:_NAMED])}{more}"
+
+
+def command_of(run: str, command: Sequence[str], paths: Sequence[str]) -> str:
+    """A command of a finding's help, as a shell takes it.
+
+    Args:
+        run: what the finding says: a command about ``CKPT``, or options of the command that was run.
+        command: the words of the command that was run.
+        paths: the checkpoint as it was given.
+
+    >>> command_of("--memory 96MiB", ["fastshard", "verify", "a b", "--memory=8MiB"], ["a b"])
+    "fastshard verify 'a b' --memory 96MiB"
+    >>> command_of("fastshard merge CKPT OUT", [], ["a b"])
+    "fastshard merge 'a b' OUT"
+    """
+    if not run.startswith("-"):
+        given = shlex.join(paths)
+        return _CKPT.sub(lambda _: given, run) if paths else run
+    option, *values = run.split(" ", 1)
+    words = list(command)
+    if values and option != "--accept":
+        # It takes the place of another value.
+        words = [word for word in words if not word.startswith(f"{option}=")]
+        if option in words:
+            at = words.index(option)
+            del words[at : at + 2]
+    return f"{shlex.join(words)} {run}" if not (option in words and not values) else shlex.join(words)
 
 
 def runs_of(runs: Sequence[range]) -> str:

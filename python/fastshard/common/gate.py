@@ -83,7 +83,8 @@ def _codes(option: str, given: Iterable[str]) -> tuple[str, ...]:
             raise FastshardError.of(
                 "FS515",
                 f"{option}: no finding has the code {word}{meant(code, CODES)}",
-                help="run `fastshard explain` to list all codes",
+                help="list all codes",
+                run=["fastshard explain"],
             )
         codes.append(code)
     return tuple(dict.fromkeys(codes))

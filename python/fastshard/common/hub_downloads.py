@@ -27,6 +27,7 @@ __all__ = ["Record", "compared", "records", "said_of_missing", "unfinished"]
 _DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 #: Where ``--local-dir`` keeps its records.
 _LOCAL = Path(".cache", "huggingface", "download")
+_FINISH = "finish the download"
 _UNFINISHED = ".incomplete"
 _PIECE = 1 << 20
 
@@ -124,9 +125,9 @@ def compared(
 
 def _differs(record: Record, got: str, holds_tensors: bool) -> Finding:
     edited = record.written_since and not holds_tensors
-    help = f"download it again: {record.again}"
+    help = "download it again"
     if record.kept_in is not None:
-        help += f"; if it was changed on purpose, move its record away: {record.kept_in}"
+        help = f"move its record away ({record.kept_in}) if it was changed on purpose; else download it again"
     return Finding.of(
         "FS308",
         "the file is not what was downloaded: it was written since"
@@ -137,6 +138,7 @@ def _differs(record: Record, got: str, holds_tensors: bool) -> Finding:
         expected=f"{record.kind} {record.digest}",
         got=f"{record.kind} {got}",
         help=help,
+        run=[record.again],
     )
 
 
@@ -197,7 +199,8 @@ def unfinished(listing: Listing) -> list[Finding]:
             file=str(path),
             expected="the complete file",
             got=f"{_size(path)} bytes",
-            help=_finish(root, None),
+            help=_FINISH,
+            run=[_finish(root, None)],
         )
         for root in listing.roots
         for path in (*_unfinished_in(root), *sorted(root.glob(f"*{_UNFINISHED}")))
@@ -224,13 +227,14 @@ def _said(listing: Listing, finding: Finding) -> Finding:
                 evidence=None,
                 expected="the complete file",
                 got=f"{_size(begun[0])} bytes in {begun[0].name}",
-                help=_finish(root, path),
+                help=_FINISH,
+                run=[_finish(root, path)],
             )
         blobs = _unfinished_blobs(root)
         if blobs:
             # Whose it is nothing tells.
             got = f"{blobs[0].name} of {_size(blobs[0])} bytes: a download did not finish"
-            return finding.replace(got=got, help=_finish(root, path))
+            return finding.replace(got=got, help=_FINISH, run=[_finish(root, path)])
     return finding
 
 
@@ -279,10 +283,10 @@ def _size(path: Path) -> int:
 
 
 def _finish(root: Path, path: Path | None) -> str:
-    """What finishes a download; the same command goes on with it."""
+    """The command that finishes a download: it continues where it stopped."""
     told = _again(path or root / "FILE").removesuffix(" --force-download")
     if path is None:
         told = told.replace(" FILE", "", 1)
     bases = _local_bases(root)
     local = f" --local-dir {shlex.quote(str(root))}" if "REPO" in told and bases else ""
-    return f"finish the download: {told}{local}"
+    return f"{told}{local}"

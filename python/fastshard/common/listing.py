@@ -330,7 +330,8 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
             "addresses are not read yet",
             file=address,
             expected="a path on this machine",
-            help=_fetching(address),
+            help=_fetching(address)[0],
+            run=_fetching(address)[1],
         )
     given = [Path(p) for p in paths]
     files_named = 0
@@ -341,8 +342,9 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
             if stat.S_ISDIR(status.st_mode):
                 os.scandir(path).close()
         except FileNotFoundError:
+            help_, run = _missing(path)
             raise FastshardError.of(
-                "FS501", "no such file or directory", file=str(path), help=_missing(path)
+                "FS501", "no such file or directory", file=str(path), help=help_, run=run
             ) from None
         except PermissionError:
             raise FastshardError.of("FS502", "may not be read", file=str(path)) from None
@@ -375,7 +377,7 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
     return Listing(roots, files, findings, files_named == len(given) == 1, given, within)
 
 
-def _fetching(address: str) -> str:
+def _fetching(address: str) -> tuple[str, list[str]]:
     """How to get what is at an address, with the command that does."""
     scheme, _, rest = address.partition("://")
     name = shlex.quote(rest.rstrip("/").rpartition("/")[2] or "checkpoint")
@@ -383,18 +385,21 @@ def _fetching(address: str) -> str:
     if scheme == "hf":
         # hf://ORG/MODEL, or hf://models/ORG/MODEL as of some tools
         repository = "/".join(rest.removeprefix("models/").strip("/").split("/")[:2])
-        return f"download it: hf download {shlex.quote(repository)} --local-dir {shlex.quote(repository.rpartition('/')[2])}"
+        folder = shlex.quote(repository.rpartition("/")[2])
+        return "download it", [f"hf download {shlex.quote(repository)} --local-dir {folder}"]
     commands = {"s3": "aws s3 sync", "gs": "gcloud storage cp -r"}
     if scheme not in commands:
-        return "copy the checkpoint here, or mount the store"
-    return f"copy the checkpoint here, or mount the store: {commands[scheme]} {source} {name}"
+        return "copy the checkpoint here, or mount the store", []
+    return "copy the checkpoint here, or mount the store", [f"{commands[scheme]} {source} {name}"]
 
 
-def _missing(path: Path) -> str:
+def _missing(path: Path) -> tuple[str, list[str]]:
     """What to do about a path that does not exist; it may be the name of a repository on the Hub."""
     if _HUB_ID.fullmatch(os.fspath(path)) and not path.parent.exists():
-        return f"download it, if it is a repository of the Hub: hf download {path} --local-dir {path.name}"
-    return safe_files.path_help(os.fspath(path))
+        return "download it, if it is a repository of the Hub", [
+            f"hf download {path} --local-dir {path.name}"
+        ]
+    return safe_files.path_help(os.fspath(path)), []
 
 
 def _walk(

@@ -78,5 +78,6 @@ def ask(size: int, file: str) -> None:
             file=file,
             expected=f"at least {-(-need >> 20)} MiB",
             got=f"{limit >> 20} MiB",
-            help=f"pass --memory {-(-need >> 20)}MiB",
+            help="allow more memory",
+            run=[f"--memory {-(-need >> 20)}MiB"],
         )

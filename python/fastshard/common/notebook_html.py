@@ -89,7 +89,7 @@ def _findings(findings: list[Finding]) -> str:
     for finding in listed[:_FINDINGS]:
         mark, colour = _MARKS.get(finding.severity, _MARKS["note"])
         what = f"<b style='color:{colour}'>{mark} {text(finding.severity)} {text(finding.code)}</b> {text(finding)}"
-        help = f"<br><small>{text(finding.help)}</small>" if finding.help else ""
+        help = f"<br><small>{text(finding.advice)}</small>" if finding.advice else ""
         lines.append(f"<li style='list-style:none;margin:.2em 0'>{what}{help}</li>")
     if not lines:
         return ""

@@ -151,7 +151,8 @@ def from_document(document: object, file: str) -> ExpectedTensors:
             "FS211",
             f"not a list of expected tensors: {why}",
             file=file,
-            help="make it again: fastshard expected CONFIG -o FILE",
+            help="make it again",
+            run=["fastshard expected CONFIG -o FILE"],
         ) from None
 
 

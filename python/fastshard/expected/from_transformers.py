@@ -191,7 +191,8 @@ def _installed(file: str) -> str:
             "FS514",
             f"{error.name} is not installed: transformers, built on torch, lists the tensors that a config promises",
             file=file,
-            help="install it (pip install torch transformers), or pass a good checkpoint of the model with --like",
+            help="pass a good checkpoint of the model with --like, or install transformers",
+            run=["pip install torch transformers"],
         ) from None
     if not re.match(r"[5-9]|\d\d", version):
         raise FastshardError.of(
@@ -200,7 +201,8 @@ def _installed(file: str) -> str:
             file=file,
             expected="version 5 or later",
             got=version,
-            help="install a newer transformers, or pass a good checkpoint of the model with --like",
+            help="pass a good checkpoint of the model with --like, or install a newer transformers",
+            run=["pip install -U transformers"],
         )
     return version
 

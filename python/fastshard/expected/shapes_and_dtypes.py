@@ -134,9 +134,10 @@ def _shaped(compared: Comparison, one: _Differing, own: int | None, theirs: int 
         f"its shape differs from that in the reference {compared.path}"
         + (", the same turned" if turned else "")
         + said,
-        help=f"pass --vocab-size {want} if the rows beyond are padding, or a reference with the same vocabulary"
+        help="cut the vocabulary if the rows beyond are padding, or pass a reference with the same vocabulary"
         if longer
         else "compare the two configs: it is from another model, or was changed after it was saved",
+        run=[f"--vocab-size {want}"] if longer else [],
         **told,
     )
 

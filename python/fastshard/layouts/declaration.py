@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -156,7 +157,8 @@ class Source:
                 "FS106",
                 "the checkpoint holds several copies of the model",
                 got=", ".join(f"{p}*" for p in (self.weights_prefix, *self.other_prefixes)),
-                help=f"choose with --prefix, e.g. --prefix {(self.weights_prefix or self.other_prefixes[0]).rstrip('.')}",
+                help="choose one of them",
+                run=[f"--prefix {shlex.quote((self.weights_prefix or self.other_prefixes[0]).rstrip('.'))}"],
             )
         if not (self.weights_prefix or any(map(is_state, own.values()))):
             return replace(self, findings=[*self.findings, *self._unwrapped()])
@@ -295,7 +297,8 @@ class Source:
             f"config.json is not written: {why}",
             severity="warning",
             got=", ".join(names),
-            help=None if prefix is None else f"choose one with --prefix, e.g. --prefix {prefix}",
+            help=None if prefix is None else "choose one of them",
+            run=[] if prefix is None else [f"--prefix {shlex.quote(prefix)}"],
         )
         model = replace(self.model, dialect=None)
         return replace(self, model=model, findings=[*self.findings, warning])

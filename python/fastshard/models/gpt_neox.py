@@ -259,7 +259,8 @@ def _remarks(values: Mapping[str, Any], is_fused: bool, lacking: list[str]) -> l
             Finding.of(
                 "FS216",
                 "pos_emb is not stated, and there is no position embedding; rotary is written",
-                help="pass the training config with --config",
+                help="pass the training config",
+                run=["--config FILE"],
             )
         )
     if lacking:

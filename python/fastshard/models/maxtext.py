@@ -121,7 +121,8 @@ class MaxText:
             raise FastshardError.of(
                 "FS209",
                 "the order of queries and keys depends on `rope_type`, which is not stated",
-                help="pass MaxText's yml with --config (it must say rope_type: default or llama3.1, or the model_name)",
+                help="pass MaxText's yml, which must say rope_type: default or llama3.1, or the model_name",
+                run=["--config FILE"],
             )
         remarks, assumed = [_order_open()] if pairs is None else [], {}
         found: dict[str, float | None] = {}
@@ -179,7 +180,8 @@ class MaxText:
                 "the config describes another model than the tensors",
                 expected=f"a Llama or Mistral{with_}",
                 got=shown(config.get("model_type")),
-                help="pass the config of this model with --config",
+                help="pass the config of this model",
+                run=["--config FILE"],
             )
         seen = Evidence(evidence.family, facts, evidence.axes)
         model = huggingface.DIALECT.read(config, seen)
@@ -291,7 +293,8 @@ def _stated_nowhere(what: str, severity: str) -> Finding:
         "FS216",
         f"not stated: {what}",
         severity=severity,
-        help="pass the model's config.json with --config, or correct the one that is written",
+        help="pass the model's config.json, or correct the one that is written",
+        run=["--config FILE"],
     )
 
 

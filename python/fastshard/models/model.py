@@ -105,7 +105,8 @@ class Model:
                 "FS216",
                 f"{self.assumed[name]} is not stated; {self.framework}'s default {self._value(name)!r} is written",
                 file=file,
-                help="pass the training config with --config",
+                help="pass the training config",
+                run=["--config FILE"],
             )
             for name in fields
             if name in self.assumed
@@ -150,5 +151,6 @@ def unstated(key: str, values: str, why: str = "which is not stated") -> Finding
     return Finding.of(
         "FS209",
         f"the model depends on `{key}`, {why}",
-        help=f"pass the training config with --config (it must say {key}{values})",
+        help=f"pass the training config, which must say {key}{values}",
+        run=["--config FILE"],
     )

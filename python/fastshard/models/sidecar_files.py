@@ -231,7 +231,8 @@ def _code(config: Path, folder: Folder) -> dict[str, Path]:
             file=str(config.parent),
             expected=f"{_MAX_CODE} modules at most",
             got=str(len(paths)),
-            help="pass a folder that holds only the model's with --config",
+            help="pass a folder that holds only the model's",
+            run=["--config FILE"],
         )
     for path in paths:
         refuse_unprintable(path.name, path)

@@ -127,7 +127,8 @@ def refuse(format: str, kinds: Iterable[Says], model: Model) -> None:
             f"no {format} layout for the family {model.family!r}",
             expected=" | ".join(family for kind in kinds for family in kind.families),
             got=model.family,
-            help=f"run `fastshard merge`, which writes the tensors under {model.framework}'s own names",
+            help=f"merge it, which writes the tensors under {model.framework}'s own names",
+            run=["fastshard merge CKPT OUT"],
         )
     kind, lacking = fitting(model, near)
     if lacking:

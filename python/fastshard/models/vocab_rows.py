@@ -28,8 +28,8 @@ def words(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -> 
                 file=tokenizer.path,
                 expected=f"all {rows} rows stored" if beyond else f"{words} of {rows} rows stored",
                 got=str(kept),
-                help=f"pass --vocab-size {min(words, rows)} to keep {'every row' if beyond else 'them'}, "
-                "or pass the tokenizer that belongs to the model with --tokenizer",
+                help=f"keep {'every row' if beyond else 'them'}, or pass the tokenizer that belongs to the model with --tokenizer",
+                run=[f"--vocab-size {min(words, rows)}"],
             )
         ]
     if rows < words:
@@ -41,7 +41,8 @@ def words(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -> 
                 file=tokenizer.path,
                 expected=f"{rows - 1} at most",
                 got=str(tokenizer.largest),
-                help="pass the tokenizer of this model with --tokenizer: tokens beyond have no row",
+                help="pass the tokenizer of this model: tokens beyond have no row",
+                run=["--tokenizer DIR"],
             )
         ]
     return unproven
@@ -60,7 +61,8 @@ def _unproven_words(tokenizer: Tokenizer, kept: int, rows: int) -> list[Finding]
             f"{rows - kept} of {rows} rows are dropped without proof that no token has one of them",
             severity="warning",
             file=str(file),
-            help="pass the tokenizer that belongs to the model with --tokenizer, tokenizer_config.json included",
+            help="pass the tokenizer that belongs to the model, tokenizer_config.json included",
+            run=["--tokenizer DIR"],
         )
     ]
 

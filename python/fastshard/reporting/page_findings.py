@@ -65,7 +65,7 @@ def _article(number: int, of: Sequence[Finding], limits: Limits) -> Article:
         else []
     )
     places = [place for finding in of for place in _places(finding)]
-    fixes = list(dict.fromkeys(f.help for f in of if f.help))
+    fixes = list(dict.fromkeys(f.advice for f in of if f.advice))
     more = f"; and {counted(len(fixes) - 3, 'more place')} alike" if len(fixes) > 3 else ""
     return Article(
         number, first.code, first.severity, None if first.severity == "note" else state_of(first), title,

@@ -284,7 +284,7 @@ def _groups(findings: Iterable[Finding]) -> tuple[Group, ...]:
             severity,
             f"{CODES[code].meaning} {CODES[code].help}".rstrip() if code in CODES else "",
             tuple(group),
-            tuple(dict.fromkeys(f.help for f in group if f.help)),
+            tuple(dict.fromkeys(f.advice for f in group if f.advice)),
         )
         for (severity, code), group in by_code.items()
     )

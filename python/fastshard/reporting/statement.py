@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from ..common.errors import CODES, VERDICTS, Finding, exit_code
+from ..common.finding_facts import command_of
 from ..common.formatting import counted, human
 from .grid import state_of
 from .grid_cells import COPIED, DAMAGED
@@ -147,9 +148,10 @@ def _remedy(report: Report, errors: Sequence[Finding], first: Finding, code: int
             (f"rsync -acR {sources} {folder}/"),
         )
     help_ = first.help or ""
-    advice = (
-        f"{help_[:1].upper()}{help_[1:]}. To see what the code means:"
-        if help_
-        else "To see what the code means:"
-    )
+    told = f"{help_[:1].upper()}{help_[1:]}"
+    if first.run:
+        return f"{told}:", command_of(
+            first.run[0], ["fastshard", "verify", *report.paths[:_NAMED]], report.paths[:_NAMED]
+        )
+    advice = f"{told}. To see what the code means:" if help_ else "To see what the code means:"
     return advice, f"fastshard explain {first.code}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -95,7 +96,8 @@ def folder_of(
             "FS106",
             "several folders hold a checkpoint",
             got=", ".join(folder or "." for folder in folders[:TOLD]),
-            help="pass one folder as CKPT, or choose a step with --step",
+            help="pass one folder as CKPT, or choose a step",
+            run=["--step NAME"],
         )
     chosen = choose(listing, found[0], options, trackers)
     folder = found[1][chosen.name]
@@ -244,14 +246,16 @@ def _one(found: list[str], steps: Mapping[str, Step], wanted: str) -> str:
             "FS501",
             f"there is no step {shown(wanted)}",
             expected=f"one of {have(steps)}",
-            help="choose one of these with --step",
+            help="choose one of these",
+            run=["--step NAME"],
         )
     if len(found) > 1:
         raise FastshardError.of(
             "FS106",
             f"several folders are of step {shown(wanted)}",
             got=have(found),
-            help="pass its full name with --step, or its folder as CKPT",
+            help="pass its full name, or its folder as CKPT",
+            run=["--step NAME"],
         )
     return found[0]
 
@@ -274,7 +278,8 @@ def _newest(names: list[str]) -> str:
             "FS106",
             "several steps are here, and nothing says which is the newest",
             got=have([best, *rivals]),
-            help="choose one of these with --step",
+            help="choose one of these",
+            run=[f"--step {shlex.quote(best)}"],
         )
     return best
 
@@ -288,7 +293,10 @@ def _told(name: str, steps: Mapping[str, Step], tracker: File | None) -> list[Fi
     message = f"step {name} is taken, {why}; {len(others)} more {'is' if len(others) == 1 else 'are'} there: {have(others)}"
     return [
         Finding.of(
-            "FS112", message, help=f"choose another with --step, e.g. --step {max(others, key=numbers_of)}"
+            "FS112",
+            message,
+            help="choose another",
+            run=[f"--step {shlex.quote(max(others, key=numbers_of))}"],
         )
     ]
 
@@ -320,7 +328,8 @@ def _later(
                 severity="warning",
                 file=other,
                 got=f"step {name} is taken",
-                help="choose another with --step",
+                help="choose another",
+                run=["--step NAME"],
             )
         else:
             finding = Finding.of(
@@ -331,7 +340,8 @@ def _later(
                 file=other,
                 expected="the files of a complete step",
                 got=f"{name} is the newest that can be read",
-                help=f"restore its missing files; to use the older step pass --step {name} or --accept older-step",
+                help="restore its missing files, or use the older step",
+                run=[f"--step {shlex.quote(name)}"],
             )
         findings.append(finding)
     errors = [f for f in findings if f.severity == "error"]

@@ -114,7 +114,8 @@ def _family(source: Source, shapes: Mapping[str, Any], stacked: bool, root: str)
             severity="note",
             tensor=root + strange[likely][0] if strange[likely] else None,
             expected="a model of the " + " or ".join(f"{f} kind" for f in FAMILIES),
-            help="describe its tensors in a layout of your own (--layout)",
+            help="describe its tensors in a layout of your own",
+            run=["--layout FILE.toml"],
         )
     )
     return None
@@ -126,7 +127,8 @@ def _contradiction(key: str, claim: Any, seen: Any, where: str) -> Finding:
         f"{key}: {where} and the tensors contradict each other",
         expected=str(claim).lower(),
         got=str(seen).lower(),
-        help="pass the config of this checkpoint with --config",
+        help="pass the config of this checkpoint",
+        run=["--config FILE"],
     )
 
 
@@ -196,5 +198,6 @@ def _scan_axis(
         "the shapes do not show along which axis the layers are stacked",
         expected="one axis",
         got=" or ".join(map(str, best)),
-        help="pass MaxText's yml with --config (it must say param_scan_axis)",
+        help="pass MaxText's yml, which must say param_scan_axis",
+        run=["--config FILE"],
     )

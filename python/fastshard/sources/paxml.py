@@ -57,7 +57,8 @@ def describe(
                 severity="note",
                 tensor=strange[0],
                 expected="GPT-3 as in MLPerf, its layers repeated",
-                help="describe its tensors in a layout of your own (--layout)",
+                help="describe its tensors in a layout of your own",
+                run=["--layout FILE.toml"],
             )
         )
         return

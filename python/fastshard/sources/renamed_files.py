@@ -78,7 +78,8 @@ def renamed(
                 got=archive[:200],
                 help="leave out --accept renamed to make this an error again"
                 if accepted
-                else "copy the file again from the node that wrote it; if the name is right, pass --accept renamed",
+                else "copy the file again from the node that wrote it; if the name is right, accept it",
+                run=[] if accepted else ["--accept renamed"],
             )
         findings.append(finding)
     return findings

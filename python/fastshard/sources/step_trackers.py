@@ -52,7 +52,8 @@ def tracked(listing: Listing, trackers: tuple[str, ...]) -> tuple[File, str] | N
             file=str(listing.roots[other.root] / other.path),
             expected=f"{shown(named[first])}, as in {listing.roots[first.root] / first.path}",
             got=shown(named[other]),
-            help="pass the directories of one save only, or choose a step that all hold with --step",
+            help="pass the directories of one save only, or choose a step that all hold",
+            run=["--step NAME"],
         )
     return first, named[first]
 
@@ -89,7 +90,6 @@ def pointing_nowhere(listing: Listing, steps: Mapping[str, Step], file: File, na
     there = any(matching([entry], named) for entry in folders_in(beside))
     there = there or bool(matching(steps, named))
     usable = have(n for n, step in steps.items() if step.usable) or "none"
-    accept = f", or take {usable} with --accept older-step" if steps else ""
     return Finding.of(
         "FS104" if there else "FS105",
         "the tracker file names a step that cannot be used"
@@ -98,7 +98,8 @@ def pointing_nowhere(listing: Listing, steps: Mapping[str, Step], file: File, na
         file=file.path,
         expected=f"one of {usable}",
         got=shown(named),
-        help=f"copy {_folder_of(named, steps, file)} from the original checkpoint, or choose another step with --step{accept}",
+        help=f"copy {_folder_of(named, steps, file)} from the original checkpoint, or choose another step",
+        run=["--accept older-step" if steps else "--step NAME"],
     )
 
 

@@ -155,7 +155,7 @@ def _elsewhere(index: Index | None, holders: list[str], count: int, named: list[
     where = f"{some(holders, _NAMED)} {'hold' if many else 'holds'} {'it' if count == 1 else 'them'}"
     fields: dict[str, Any] = {"file": index.path} if index else {"files": holders}
     # Moved to a name that no reader looks for.
-    move = f"mv {shlex.quote(str(index.full))} {shlex.quote(f'{index.full}.old')}" if index else ""
+    move = [f"mv {shlex.quote(str(index.full))} {shlex.quote(f'{index.full}.old')}"] if index else []
     return Finding.of(
         "FS115",
         f"the index sends {counted(count, 'tensor')} to the wrong file{'s' if len(named) > 1 else ''}",
@@ -163,6 +163,7 @@ def _elsewhere(index: Index | None, holders: list[str], count: int, named: list[
         expected=some(holders, _NAMED),
         got=some(named, _NAMED),
         evidence=f"{where}, and the index does not name {'these files' if many else 'this file'}",
-        help=f"move the index away{f' ({move})' if move else ''}, then write a new one: fastshard merge CKPT OUT",
+        help="move the index away, then write a new one",
+        run=[*move, "fastshard merge CKPT OUT"],
         **fields,
     )

@@ -148,7 +148,8 @@ class DcpTarget(Target):
                 f"{naming_schemes.framework(spelling)} has no model of the type {shown(kind)}",
                 expected=", ".join(naming_schemes.model_types(spelling)),
                 got=shown(kind),
-                help="pass --to dcp, which writes it under Hugging Face's names",
+                help="write it under Hugging Face's names",
+                run=["--to dcp"],
             )
         whole.facts["interleaved"] = kind == "llama"
         return cls(whole, tp, to, spelling)

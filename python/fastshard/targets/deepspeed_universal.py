@@ -86,7 +86,8 @@ class UniversalTarget(Target):
             raise FastshardError.of(
                 "FS514",
                 "a universal checkpoint needs the optimizer's step and groups, which the source does not state",
-                help="run `fastshard merge --optimizer`, which keeps the moments under their own names",
+                help="merge it, which keeps the moments under their own names",
+                run=["fastshard merge CKPT OUT --optimizer"],
             )
         findings = [*whole.findings, *_one_for_all(state)]
         folder = f"global_step{state.step}"

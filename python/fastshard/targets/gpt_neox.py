@@ -85,7 +85,8 @@ class NeoxTarget(TrainerTarget):
                 "--pp: the sequential form has no pipeline stages",
                 expected="1",
                 got=str(pp),
-                help="pass --to gpt_neox:pipeline",
+                help="choose the pipeline form",
+                run=["--to gpt_neox:pipeline"],
             )
         model = None if isinstance(source.model.dialect, gpt_neox.GptNeoX) else model_of(source, "GPT-NeoX")
         config = source.model.config or {}
@@ -109,7 +110,8 @@ class NeoxTarget(TrainerTarget):
             raise FastshardError.of(
                 "FS209",
                 "the model depends on `gpt_j_residual`, which is not stated",
-                help="pass the training config with --config (it must say gpt_j_residual: true or false)",
+                help="pass the training config, which must say gpt_j_residual: true or false",
+                run=["--config FILE"],
             )
         if model is None:
             features = _features(source)

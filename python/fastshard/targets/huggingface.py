@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -101,12 +102,16 @@ class HfTarget(Target):
         """
         whole = cls.of(source)
         if whole.keeps_names:
+            is_quantised = config_json.quantised_by(whole.source.model.config or {}) is not None
             raise FastshardError.of(
                 "FS514",
                 f"{_why(source.model)}: nothing says what its tensors are, as {what} needs",
-                help="add --dtype bf16, which gives the weights their values"
-                if config_json.quantised_by(whole.source.model.config or {}) is not None
-                else "describe the model in a table of your own (--layout FILE); `fastshard merge`, or --to hf, keeps its names",
+                help="give the weights their values"
+                if is_quantised
+                else "merge it, or choose the target hf, which keep its names; or describe the model in a table of your own",
+                run=["--dtype bf16"]
+                if is_quantised
+                else ["fastshard merge CKPT OUT", "--to hf", "--layout FILE.toml"],
             )
         return whole
 
@@ -193,7 +198,8 @@ def _kept(source: Source) -> str:
         raise FastshardError.of(
             "FS514",
             f"--vocab-size: {_why(source.model)}, so it is not known which rows are tokens",
-            help="leave it out, or describe the model in a table of your own (--layout FILE)",
+            help="leave it out, or describe the model in a table of your own",
+            run=["--layout FILE"],
         )
     return ""
 
@@ -202,16 +208,19 @@ def _unknown() -> FastshardError:
     return FastshardError.of(
         "FS209",
         "unknown model: no config.json is next to or above the checkpoint",
-        help="pass it with --config; `fastshard merge` needs none and keeps the names as they are",
+        help="pass it, or merge, which needs none and keeps the names as they are",
+        run=["--config FILE", "fastshard merge CKPT OUT"],
     )
 
 
-def _changed(why: str, help: str | None = None) -> FastshardError:
+def _changed(why: str, prefix: str | None = None) -> FastshardError:
     return FastshardError.of(
         "FS514",
         f"{why}: they are not the model's own, so that nothing would load them",
-        help=help
-        or "save the model itself (unwrapped, adapters merged); `fastshard merge` keeps the names as they are",
+        help="save the model itself (unwrapped, adapters merged), or merge it, which keeps the names as they are"
+        if prefix is None
+        else "say where it lies, or merge it, which keeps the names as they are",
+        run=[*([] if prefix is None else [f"--prefix {shlex.quote(prefix)}"]), "fastshard merge CKPT OUT"],
     )
 
 
@@ -237,7 +246,7 @@ def _refuse_changed(source: Source, bound: Bound) -> None:
     if (name := _held(source, bound.tensors)) is not None:
         raise _changed(
             f"the model lies below a trainer's own key ({name})",
-            f"say where it lies: --prefix {name.partition('.')[0]}; `fastshard merge` keeps the names as they are",
+            name.partition(".")[0],
         )
 
 
@@ -246,7 +255,8 @@ def _unproven(source: Source) -> Finding:
     return Finding.of(
         "FS109",
         f"{_why(source.model)}: names and shapes stay as they are stored, and no table says that they are the model's",
-        help="pass --like a good checkpoint of the model, --expect a manifest or --layout a table of your own to prove them",
+        help="compare them with a good checkpoint of the model, a manifest (--expect) or a table of your own (--layout)",
+        run=["--like GOOD"],
     )
 
 

@@ -67,7 +67,8 @@ class MaxTextTarget:
                 f"the optimizer's state of {source.framework} is not converted to MaxText's",
                 expected="a train state of MaxText or Paxml",
                 got=source.framework,
-                help="pass --to dcp or --to universal, which hold it, or leave out --optimizer for the weights alone",
+                help="leave out --optimizer for the weights alone, or choose a target that holds it (universal, dcp)",
+                run=["--to dcp"],
             )
         rules = source.optimizer.rules if isinstance(source.optimizer.rules, Rules) else None
         own = isinstance(source.model.dialect, maxtext.MaxText)
@@ -152,7 +153,8 @@ class MaxTextTarget:
                 "FS109",
                 "queries and keys are in the order of MaxText's rope_type llama3.1, as its own converter writes them",
                 file=FILE,
-                help="run MaxText with this yml; for a model_name without that rope_type (llama2, mistral) convert with --rope-type default",
+                help="run MaxText with this yml; for a model_name without that rope_type (llama2, mistral) convert with the default",
+                run=["--rope-type default"],
             )
         ]
 
@@ -213,7 +215,8 @@ def _kept_order(source: Source, rope_type: str | None) -> bool:
         raise FastshardError.of(
             "FS209",
             "the order of queries and keys depends on the source's `rope_type`, which is not stated",
-            help="pass MaxText's yml with --config, or leave out --rope-type to keep the order",
+            help="leave out --rope-type to keep the order, or pass MaxText's yml",
+            run=["--config FILE"],
         )
     _fits(rope.scaled, wanted)
     return wanted

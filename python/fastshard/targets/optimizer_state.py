@@ -61,7 +61,8 @@ def carried(source: Source, outputs: Mapping[str, Any], made_of: Mapping[str, It
             "optimizer state of this kind is not converted",
             expected=" and ".join(ADAM),
             got=", ".join(known) or "no moments",
-            help="run `fastshard merge --optimizer`, which keeps it under its own names",
+            help="merge it, which keeps it under its own names",
+            run=["fastshard merge CKPT OUT --optimizer"],
         )
     slots: dict[str, dict[str, str]] = {}
     for name in outputs:
@@ -177,7 +178,8 @@ def _step(source: Source) -> int | None:
             "the optimizer's parameters are at several steps: one step for all is written",
             expected="one step",
             got=", ".join(f"{step:g}" for step in told[:8]),
-            help="run `fastshard merge --optimizer`, which keeps the moments under their own names",
+            help="merge it, which keeps the moments under their own names",
+            run=["fastshard merge CKPT OUT --optimizer"],
         )
     return int(told[0]) if told and told[0] >= 0 and told[0] == int(told[0]) else None
 

@@ -90,7 +90,8 @@ def check(request: Request) -> None:
         raise FastshardError.of(
             "FS514",
             f"the layout {to} holds no optimizer state",
-            help="run `fastshard merge --optimizer`, which keeps it, or pass --to dcp or --to universal, which hold it",
+            help="merge it, which keeps it, or choose a target that holds it (dcp, universal)",
+            run=["fastshard merge CKPT OUT --optimizer", "--to dcp"],
         )
 
 
@@ -109,6 +110,7 @@ def target_of(source: Source, request: Request) -> Target:
             f"architectures says {headless}, which has no output layer; {to} holds models that have one",
             expected="a causal language model",
             got=headless,
-            help="run `fastshard merge`, or pass --to hf, which keeps it as it is",
+            help="merge it, or choose the target hf, which keeps it as it is",
+            run=["fastshard merge CKPT OUT", "--to hf"],
         )
     return target.of(source, request)

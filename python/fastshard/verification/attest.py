@@ -65,7 +65,8 @@ def attest(
             "FS518",
             "no manifest is here to hold it against",
             file=str(root / MANIFEST_NAME),
-            help="make one with `fastshard manifest CKPT`; results have one already",
+            help="make one; results have one already",
+            run=["fastshard manifest CKPT"],
         )
     # Before it is read: one that takes its place meanwhile is found.
     first = _stamp(root / MANIFEST_NAME)

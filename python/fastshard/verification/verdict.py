@@ -84,5 +84,7 @@ class Verdict(Sequence[Finding]):
     def _repr_html_(self) -> str:
         from ..common import notebook_html
 
-        rows: list[tuple[Any, ...]] = [(f.severity, f.code, f.headline, f.help or "") for f in self._findings]
+        rows: list[tuple[Any, ...]] = [
+            (f.severity, f.code, f.headline, f.advice or "") for f in self._findings
+        ]
         return notebook_html.table(repr(self), ("severity", "code", "what", "help"), rows, len(rows))

@@ -72,16 +72,20 @@ pub(crate) struct Effect {
 #[pymethods]
 impl Effect {
     #[new]
-    #[pyo3(signature = (count, of, in_layers, layers, tensors))]
+    #[pyo3(signature = (count, of, in_layers, layers, tensors, in_whole_layers, whole_layers))]
     fn new(
         count: u64,
         of: Option<u64>,
         in_layers: u64,
         layers: Vec<Bound<'_, PyAny>>,
         tensors: Vec<String>,
+        in_whole_layers: u64,
+        whole_layers: Vec<Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let layers = layers.iter().map(self::layers).collect::<PyResult<_>>()?;
-        Ok(Effect { inner: CoreEffect { count, of, in_layers, layers, tensors } })
+        let whole_layers = whole_layers.iter().map(self::layers).collect::<PyResult<_>>()?;
+        let inner = CoreEffect { count, of, in_layers, layers, in_whole_layers, whole_layers, tensors };
+        Ok(Effect { inner })
     }
 
     #[getter]
@@ -102,6 +106,18 @@ impl Effect {
     #[getter]
     fn layers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         let ranges: PyResult<Vec<_>> = self.inner.layers.iter().map(|layers| range(py, *layers)).collect();
+        PyTuple::new(py, ranges?)
+    }
+
+    #[getter]
+    fn in_whole_layers(&self) -> u64 {
+        self.inner.in_whole_layers
+    }
+
+    #[getter]
+    fn whole_layers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        let ranges: PyResult<Vec<_>> =
+            self.inner.whole_layers.iter().map(|layers| range(py, *layers)).collect();
         PyTuple::new(py, ranges?)
     }
 
@@ -151,6 +167,10 @@ fn set(finding: &mut CoreFinding, changes: &Bound<'_, PyDict>) -> PyResult<()> {
                 }
                 continue;
             }
+            "run" => {
+                finding.run = given.try_iter()?.map(|command| text(&command?)).collect::<PyResult<_>>()?;
+                continue;
+            }
             "parts" => {
                 finding.parts = core(given.extract()?);
                 continue;
@@ -173,6 +193,10 @@ fn set(finding: &mut CoreFinding, changes: &Bound<'_, PyDict>) -> PyResult<()> {
             _ => return Err(PyTypeError::new_err(format!("a finding has no field {key:?}"))),
         };
         *place = (!given.is_none()).then(|| text(&given)).transpose()?;
+    }
+    // Commands do what their help says.
+    if changes.contains("help")? && !changes.contains("run")? {
+        finding.run.clear();
     }
     Ok(())
 }
@@ -341,6 +365,16 @@ impl Finding {
     #[getter]
     fn help(&self) -> Option<&str> {
         self.inner.help.as_deref()
+    }
+
+    #[getter]
+    fn run<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.inner.run)
+    }
+
+    #[getter]
+    fn advice(&self) -> Option<String> {
+        self.inner.advice()
     }
 
     #[getter]

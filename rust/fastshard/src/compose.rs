@@ -207,7 +207,8 @@ impl TargetRanks<'_> {
                 Err(message) => findings.push(
                     Finding::new(codes::UNBOUND_AXIS, format!("layout {}: {message}", self.table.name))
                         .tensor(entry.name.text())
-                        .help("pass the model's config with --config"),
+                        .help("pass the model's config")
+                        .run("--config FILE"),
                 ),
             }
         }

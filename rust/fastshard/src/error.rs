@@ -35,6 +35,12 @@ pub struct Effect {
     /// These layers.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub layers: Vec<Layers>,
+    /// How many of them are in layers of which no tensor is left.
+    #[serde(default)]
+    pub in_whole_layers: u64,
+    /// These layers.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub whole_layers: Vec<Layers>,
     /// Names of the tensors, those outside of layers first; of very many the first.
     pub tensors: Vec<String>,
 }
@@ -90,6 +96,9 @@ pub struct Finding {
     /// What to do about it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub help: Option<String>,
+    /// Commands that do it, in their order. One that begins with `-` is options of the command that was run.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub run: Vec<String>,
     /// By which option it is judged otherwise than by itself: `accept WHAT`, `ignore CODE`, `error CODE`, `fail_on warning`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub decided: Option<String>,
@@ -119,6 +128,7 @@ impl Finding {
             parts: Vec::new(),
             message: message.into(),
             help: None,
+            run: Vec::new(),
             decided: None,
             unnoticed: None,
         }
@@ -194,6 +204,13 @@ impl Finding {
         self.help = Some(help.into());
         self
     }
+
+    /// Names a command that does what the help says, or options of the command that was run.
+    #[must_use]
+    pub fn run(mut self, command: impl Into<String>) -> Self {
+        self.run.push(command.into());
+        self
+    }
 }
 
 /// Replaces control characters, so that a hostile name cannot drive a terminal.
@@ -226,6 +243,15 @@ impl Finding {
             (None, None) => {}
         }
         printable(&line)
+    }
+
+    /// What to do, with its commands: one line.
+    pub fn advice(&self) -> Option<String> {
+        let help = self.help.as_ref()?;
+        Some(match self.run.is_empty() {
+            true => help.clone(),
+            false => format!("{help}: {}", self.run.join("; ")),
+        })
     }
 }
 

@@ -275,7 +275,8 @@ impl Manifest {
         let bad = |message: String| {
             Finding::new(codes::BAD_MANIFEST, message)
                 .file(path)
-                .help("make one with `fastshard manifest CKPT`")
+                .help("make one")
+                .run("fastshard manifest CKPT")
         };
         if file.size() > MAX_MANIFEST {
             return Err(bad(format!("a manifest of {} bytes", file.size())).into());

@@ -11,6 +11,8 @@ use crate::codes;
 use crate::error::{Finding, Result};
 use crate::kernel;
 
+/// MiB that a help advises at least: what comes after the headers needs some, too.
+const PLENTY: u64 = 256;
 /// Bytes that a header takes per byte of it while it is read: itself and what it says.
 const PER_HEADER_BYTE: u64 = 2;
 /// Bytes that are kept of a file per tensor, besides its name.
@@ -120,7 +122,8 @@ impl Room {
                     format!("at least {} MiB (baseline {} MiB)", mib(all), mib(self.baseline)),
                     format!("{} MiB", self.limit >> 20),
                 )
-                .help("raise --memory");
+                .help("allow more memory")
+                .run(format!("--memory {}MiB", mib(all).max(PLENTY)));
         Err(match file {
             Some(file) => finding.file(file).into(),
             None => finding.into(),

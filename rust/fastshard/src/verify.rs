@@ -267,7 +267,8 @@ fn differing_files(manifest: &Manifest, opened: &[&CatalogFile]) -> Vec<Finding>
         Finding::new(codes::UNEXPECTED_FILE, "the manifest does not name this file, which readers load")
             .severity(Severity::Error)
             .file(&file.path)
-            .help("move it away if it does not belong here; else `fastshard manifest` takes note of it")
+            .help("move it away if it does not belong here; else record it in a new manifest")
+            .run("fastshard manifest CKPT")
     }));
     findings
 }

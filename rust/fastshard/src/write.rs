@@ -316,7 +316,8 @@ fn stale_finding(out: &Path, name: &str) -> Finding {
     )
     .severity(Severity::Warning)
     .file(out.join(name))
-    .help("run again with --overwrite to have it as it is now")
+    .help("replace it to have it as it is now")
+    .run("--overwrite")
 }
 
 /// Bytes of decoded blocks that may have to lie on disk at a time.

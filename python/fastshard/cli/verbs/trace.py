@@ -100,7 +100,8 @@ def _unknown(plan: Plan, name: str, own: bool) -> FastshardError:
         "FS515",
         "the result has no tensor of this name",
         tensor=name,
-        help=f"did you mean {near}?" if near else "run `fastshard ls` to list the tensors",
+        help=f"did you mean {near}?" if near else "list the tensors",
+        run=[] if near else ["fastshard ls CKPT"],
     )
 
 

@@ -159,7 +159,8 @@ def _found(out: StrPath, run: str) -> dict[str, Any]:
             "FS515",
             "this run was begun by ranks, not for parts",
             file=found["folder"],
-            help="run the ranks again with --resume",
+            help="run the ranks again",
+            run=["--resume"],
         )
     found["about"] = _read(found["about"])
     return found

@@ -282,7 +282,8 @@ def _no_names(source: Source, path: str, groups: list[list[int]], shapes: dict[s
         f"optimizer states have numbers instead of names, and the order for model_type {(source.model.config or {}).get('model_type')!r} in "
         f"{len(groups)} groups follow the parameters is not stated",
         file=path, expected=f"{len(shapes)} parameters", got=f"{sum(map(len, groups))} numbers",
-        help="pass the model's config.json with --config; merge without --optimizer takes the parameters alone",
+        help="merge without --optimizer, which takes the parameters alone; or pass the model's config.json",
+        run=["--config FILE"],
     )  # fmt: skip
 
 

@@ -131,7 +131,8 @@ def _state_of(
                     tensor=own[name],
                     expected=str(shapes[parameter]),
                     got=str(shape),
-                    help="leave out --optimizer, or run `fastshard merge --optimizer`, which keeps it as it is",
+                    help="leave out --optimizer, or merge it, which keeps it as it is",
+                    run=["fastshard merge CKPT OUT --optimizer"],
                 )
             )
     return _State(slots, tops, bare, steps, scalars, refused)
@@ -147,7 +148,8 @@ def _not_of_one(
                 "FS514",
                 "the checkpoint holds the state of several optimizers",
                 got=", ".join(f"{top}*" for top in sorted(tops)),
-                help="run `fastshard merge --optimizer`, which keeps them under their own names",
+                help="merge it, which keeps them under their own names",
+                run=["fastshard merge CKPT OUT --optimizer"],
             )
         ]
     ends = f".{bare}"

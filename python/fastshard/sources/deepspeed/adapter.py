@@ -233,7 +233,8 @@ def _plain(
             file=found.files[0].path,
             expected="GPT-NeoX's layer names, or one tensor-parallel rank",
             got=f"tp {tp}",
-            help="describe how its tensors are divided in a layout of your own (--layout FILE.toml)",
+            help="describe how its tensors are divided in a layout of your own",
+            run=["--layout FILE.toml"],
         )
     source.degrees = {"tp": tp} if tp > 1 else {}
     parts = {rank for rank, *_ in (*seen.optim, *seen.sliced)}

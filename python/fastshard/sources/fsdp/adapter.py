@@ -129,7 +129,8 @@ def _shaped(source: Source, shapes: dict[str, list[int]]) -> dict[str, list[int]
                     "the shape of a parameter that is saved flat (LOCAL_STATE_DICT)",
                     tensor=name,
                     got=f"{shape[0]} elements",
-                    help="pass the model's config.json with --config, of a family that has a table",
+                    help="pass the model's config.json, of a family that has a table",
+                    run=["--config FILE"],
                 )
             whole = [d for d in told if d is not None]
             if prod(whole) != shape[0]:
@@ -139,7 +140,8 @@ def _shaped(source: Source, shapes: dict[str, list[int]]) -> dict[str, list[int]
                     tensor=name,
                     expected=f"{prod(whole)}, as {whole} by the config",
                     got=str(shape[0]),
-                    help="copy the missing rank's file, or pass this model's config with --config",
+                    help="copy the missing rank's file, or pass this model's config",
+                    run=["--config FILE"],
                 )
             group.tensors[n] = (name, whole, ranges)
             known[name] = whole
@@ -248,5 +250,6 @@ def _no_parts(ranks: Ranks) -> Finding:
         "no rank's file says of what its tensors are parts: they are taken for copies of the full tensor, and compared",
         severity="warning",
         file=ranks.path(next(iter(ranks.files))),
-        help="describe how they are divided in a layout of your own (--layout FILE.toml), if they are slices",
+        help="describe how they are divided in a layout of your own, if they are slices",
+        run=["--layout FILE.toml"],
     )

@@ -6,6 +6,7 @@ source: verl utils/checkpoint/fsdp_checkpoint_manager.py, SkyRL fsdp_strategy.py
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -156,7 +157,8 @@ def _taken(
                 "FS106",
                 "the checkpoint holds several models",
                 got=", ".join(model or "." for model in models),
-                help=f"choose with --step, e.g. --step {models[0] or models[1]}, or pass its folder as CKPT",
+                help="choose one, or pass its folder as CKPT",
+                run=[f"--step {shlex.quote(models[0] or models[1])}"],
             )
         asked = [part for part in asked if part != meant[0]]
         places = {(root, folder) for root, folder in places if parts[folder] == meant[0]}

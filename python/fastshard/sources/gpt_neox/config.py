@@ -54,7 +54,8 @@ def read(
                         file=file.path,
                         expected=shown(merged[key]),
                         got=shown(value),
-                        help="pass the config of this checkpoint with --config",
+                        help="pass the config of this checkpoint",
+                        run=["--config FILE"],
                     )
                 )
             merged[key] = value
@@ -116,7 +117,8 @@ class Model:
                         file=path,
                         expected=f"{inside} as the checkpoint's arguments say",
                         got=str(outside),
-                        help="pass the config of this checkpoint with --config",
+                        help="pass the config of this checkpoint",
+                        run=["--config FILE"],
                     )
                 )
             return inside if inside is not None else outside

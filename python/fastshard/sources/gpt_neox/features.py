@@ -285,7 +285,8 @@ def _contradictions(
             file=model.path,
             expected=expected,
             got=str(got),
-            help="pass the config of this checkpoint with --config",
+            help="pass the config of this checkpoint",
+            run=["--config FILE"],
         )
         for key, expected, got in told
     ]

@@ -41,7 +41,8 @@ def others(found: Found[object], units: list[Unit], names: set[str], contents: C
                 rank=unit.rank,
                 tensor=tensor,
                 expected="attention and MLP in each layer",
-                help="describe its tensors in a layout of your own (--layout FILE.toml)",
+                help="describe its tensors in a layout of your own",
+                run=["--layout FILE.toml"],
             )
         )
     return findings

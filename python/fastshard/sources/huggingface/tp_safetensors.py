@@ -138,7 +138,8 @@ class TpSafetensors:
                     "FS106",
                     "nothing says along which dimension the ranks divide each tensor",
                     file=found.folder or ".",
-                    help="pass the model's config.json (--config), or write a layout.json with tp and tp_dim",
+                    help="write a layout.json with tp and tp_dim, or pass the model's config.json",
+                    run=["--config FILE"],
                 )
             )
         if options.vocab_size:

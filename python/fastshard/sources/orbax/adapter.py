@@ -235,7 +235,8 @@ def _of_one_run(places: list[Place], listing: Listing) -> list[Finding]:
             "FS114",
             f"whether the chunks of {len(places)} directories ({', '.join(p.label(listing) for p in places[:4])}) "
             "are of one run: a chunk does not name its run",
-            help="pass a manifest that was made where they were written with --expect",
+            help="pass a manifest that was made where they were written",
+            run=["--expect FILE"],
         )
     ]
 
@@ -263,7 +264,8 @@ def _committed(listing: Listing, places: list[Place], options: Options) -> list[
         decided="accept uncommitted" if accepted else None,
         file=places[0].label(listing),
         expected="a directory without the mark of temporary ones, its processes' stores merged",
-        help="choose another step with --step; or name the directories of all processes and pass --accept uncommitted: every chunk is still proven to be there",
+        help="choose another step with --step; or name the directories of all processes and accept it: every chunk is still proven to be there",
+        run=["--accept uncommitted"],
     )
     if not accepted:
         raise error_for([finding])

@@ -312,7 +312,8 @@ def _refuse_other_steps(
                 file=str(listing.roots[root]),
                 expected=f"step {chosen[0].step}",
                 got=", ".join(sorted({str(p.step) for p in places if p.root == root})) or "no arrays",
-                help="pass the directories of one save only, or choose a step that all hold with --step",
+                help="pass the directories of one save only, or choose a step that all hold",
+                run=["--step NAME"],
             )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from ...common.errors import FastshardError
 from ...common.listing import Listing
 from ...layouts.declaration import Source, Unit
@@ -34,7 +36,8 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
         raise FastshardError.of(
             "FS106", "the checkpoint holds an adapter's tensors, and the adapter given has some too",
             got=f"{found.files[0].path}, {files.weights}",
-            help=f"pass the config alone for the checkpoint's own: --adapter {files.config}",
+            help="pass the config alone for the checkpoint's own",
+            run=[f"--adapter {shlex.quote(str(files.config))}"],
         )  # fmt: skip
     if not own and files.weights is None:
         raise FastshardError.of(
@@ -71,7 +74,8 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
             "an adapter is merged into full tensors under Hugging Face's own names",
             file=found.files[0].path,
             got=f"a checkpoint of {source.framework}",
-            help="convert the base first (--to hf), and merge the adapter into that",
+            help="convert the base first, and merge the adapter into that",
+            run=["fastshard convert BASE OUT --to hf"],
         )
     by_own = {source.names.get(name, name): shape for name, shape in held.items()}
     lora_update.attach(source, told, said, by_own | held)

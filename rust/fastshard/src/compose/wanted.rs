@@ -151,7 +151,8 @@ pub(super) fn table_names(
                         format!("layout {}: the number of layers is not known", table.name),
                     )
                     .tensor(entry.name.text())
-                    .help("pass the model's config with --config"),
+                    .help("pass the model's config")
+                    .run("--config FILE"),
                 );
             }
             continue;

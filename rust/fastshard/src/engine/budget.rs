@@ -121,7 +121,8 @@ pub(crate) fn divide(plan: &Plan, options: &Options, fixed: Option<&[u64]>) -> R
                 ),
                 format!("{} MiB", options.memory >> 20),
             )
-            .help("raise --memory")
+            .help("allow more memory")
+            .run(format!("--memory {}MiB", (baseline + own + least).div_ceil(1 << 20)))
             .into());
     }
     let tracks = shards::tracked(plan).contains(&true);

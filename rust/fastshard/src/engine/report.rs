@@ -22,7 +22,8 @@ fn non_finite(plan: &Plan, output: &Output, count: u64) -> Finding {
     let mut finding = Finding::new(codes::NON_FINITE, "NaN or infinite elements")
         .tensor(&output.name)
         .expected("0", count)
-        .help("use an earlier step, or take the values as they are with --accept non-finite");
+        .help("use an earlier step, or take the values as they are")
+        .run("--accept non-finite");
     if plan.words.is_buffer(&output.name, output.shape.len()) {
         finding.severity = Severity::Note;
     } else if plan.non_finite_accepted {
@@ -147,7 +148,9 @@ impl Run<'_> {
             format!("the fp32 master weight, rounded to {narrow}, differs from the parameter"),
         )
         .expected("equal elements", differing(drift, element_count(&tensor.shape).unwrap_or(0)))
-        .help("pass --weights params if you evaluated the parameters, or rebuild the master weights with `fastshard master-weights CKPT --repair OUT`; if the parameters are damaged, restore their file");
+        .help("restore the parameters' file if they are damaged; if you evaluated them, rebuild the master weights, or take the parameters alone")
+        .run("fastshard master-weights CKPT --repair OUT")
+        .run("--weights params");
         let severity = if self.plan.twins_may_differ { Severity::Warning } else { Severity::Error };
         self.place(master, finding.severity(severity))
     }
@@ -191,7 +194,8 @@ impl Run<'_> {
             let message = format!("this copy differs from those of {others} other ranks");
             let finding = Finding::new(codes::REPLICAS_DIFFER, message)
                 .expected("equal copies", &what)
-                .help("copy the file of this rank again: it is from another step or layer; if replicas drifted in this run, merge with --replicas mean");
+                .help("copy the file of this rank again: it is from another step or layer; if replicas drifted in this run, take their mean")
+                .run("--replicas mean");
             self.place(stored, finding)
         };
         Ok(odd.into_iter().map(finding).collect())
@@ -206,7 +210,8 @@ impl Run<'_> {
         };
         let finding = Finding::new(codes::REPLICAS_DIFFER, format!("the copies of {ranks} differ"))
             .expected("equal copies", what)
-            .help("copy the files of these ranks again; one of them is from another step or layer, and nothing here says which; if replicas drifted in this run, merge with --replicas mean");
+            .help("copy the files of these ranks again; one of them is from another step or layer, and nothing here says which; if replicas drifted in this run, take their mean")
+            .run("--replicas mean");
         let mut finding = self.place(other, finding);
         finding.rank = None;
         finding.files = all.iter().filter_map(|&stored| file_label(self.plan, stored)).collect();

@@ -181,7 +181,8 @@ impl<'a> Run<'a> {
         }
         if self.control.cancel.load(Ordering::Relaxed) {
             return Err(Finding::new(codes::INTERRUPTED, "stopped by the user")
-                .help("run again with --resume to continue")
+                .help("continue the run")
+                .run("--resume")
                 .into());
         }
         for file in files {

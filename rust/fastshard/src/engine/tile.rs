@@ -475,7 +475,8 @@ pub fn check_pad(
                 let mut finding = Finding::new(codes::PAD_NOT_ZERO, "rows beyond the vocabulary hold values")
                     .tensor(&stored.name)
                     .expected("zeros", "other values")
-                    .help("pass the true --vocab-size if they are real rows; they are dropped");
+                    .help("pass the true vocabulary size if these rows are tokens; they are dropped")
+                    .run("--vocab-size N");
                 finding.rank = stored.rank.clone();
                 return Ok(Some(finding));
             }

@@ -63,6 +63,9 @@ pub struct StoredAt {
     pub transforms: Vec<String>,
 }
 
+/// The opcode that ends a pickle.
+const STOP: u8 = b'.';
+
 struct Reader<'a> {
     values: &'a Values,
     file: &'a SourceFile,
@@ -81,7 +84,14 @@ pub fn metadata(file: &SourceFile) -> Result<Metadata> {
             .into());
     }
     let bytes = file.read_vec(0, len)?;
-    let pickle = pickle::parse_bytes(&bytes, file.path())?;
+    let pickle = pickle::parse_bytes(&bytes, file.path()).map_err(|error| match bytes.last() {
+        None | Some(&STOP) => error,
+        Some(_) => Finding::new(codes::TRUNCATED, "the file is truncated")
+            .file(file.path())
+            .expected("a pickle that ends with STOP", format!("{len} bytes that end otherwise"))
+            .help("copy .metadata again from the node that wrote it")
+            .into(),
+    })?;
     let reader = Reader { values: &pickle.values, file };
     reader.metadata(pickle.values.root())
 }

@@ -33,8 +33,8 @@ pub fn finding(path: &Path, head: &[u8], size: u64, place: Place) -> Option<Find
     let found = |what: &str| Finding::new(codes::NOT_WEIGHTS, format!("{what}, not {meant}")).file(path);
     let bytes = format!("{size} bytes");
     let file = quoted(&name);
-    let again =
-        format!("download it again, or copy it from the original checkpoint: hf download REPO {file}");
+    let again = "download it again, or copy it from the original checkpoint";
+    let download = || format!("hf download REPO {file}");
     if POINTERS.iter().any(|begin| head.starts_with(begin)) {
         let text = String::from_utf8_lossy(head);
         let value = |key: &str| {
@@ -47,26 +47,33 @@ pub fn finding(path: &Path, head: &[u8], size: u64, place: Place) -> Option<Find
             .chain(value("oid").map(|oid| oid.replacen(':', " ", 1)))
             .collect();
         let finding = found("a Git LFS pointer")
-            .help(format!("fetch the file itself, inside the clone: git lfs pull --include {file}"));
+            .help("fetch the file itself, inside the clone")
+            .run(format!("git lfs pull --include {file}"));
         return Some(if real.is_empty() { finding } else { finding.expected(real.join(", "), bytes) });
     }
     if is_page(head) {
-        return Some(found("a web page").expected(meant, format!("{bytes} of HTML: {}", shown(head))).help(
-            format!("log in where the page asks for it (hf auth login), then hf download REPO {file}"),
-        ));
+        return Some(
+            found("a web page")
+                .expected(meant, format!("{bytes} of HTML: {}", shown(head)))
+                .help("log in where the page asks for it, then download the file")
+                .run("hf auth login")
+                .run(download()),
+        );
     }
     if name.ends_with(".incomplete") {
         return Some(
             found("an unfinished download")
                 .expected("the complete file", bytes)
-                .help("finish it with the same command, which continues it: hf download REPO"),
+                .help("finish it with the same command, which continues it")
+                .run("hf download REPO"),
         );
     }
     if size == 0 {
-        return Some(found("an empty file").expected(meant, bytes).help(again));
+        return Some(found("an empty file").expected(meant, bytes).help(again).run(download()));
     }
-    (place == Place::Weights && is_text(head, size))
-        .then(|| found("a text").expected(meant, format!("{bytes}: {}", shown(head))).help(again))
+    (place == Place::Weights && is_text(head, size)).then(|| {
+        found("a text").expected(meant, format!("{bytes}: {}", shown(head))).help(again).run(download())
+    })
 }
 
 /// Of a file that was refused: what it is instead of weights, where its first bytes tell, else why it was refused.
@@ -147,7 +154,7 @@ mod tests {
         assert_eq!(found.message, "a Git LFS pointer, not weights");
         assert_eq!(found.expected.as_deref(), Some("4938985352 bytes, sha256 4d7a214614ab"));
         assert_eq!(found.got.as_deref(), Some("91 bytes"));
-        assert!(found.help.unwrap().ends_with("git lfs pull --include 'a b.bin'"));
+        assert_eq!(found.run, ["git lfs pull --include 'a b.bin'"]);
         // As a clone on Windows has it, with an extension, and without what it should say.
         let other =
             b"version https://git-lfs.github.com/spec/v1\r\next-0-x sha256:00\r\noid sha256:11\r\nsize 5\r\n";

@@ -157,7 +157,8 @@ pub fn bind(table: &Table, groups: &[Group], known: &Known) -> (Extents, Vec<Fin
                         format!("{given} as the config says"),
                         format!("{value} in all {count} tensors that have it"),
                     )
-                    .help("pass the config of this checkpoint with --config"),
+                    .help("pass the config of this checkpoint")
+                    .run("--config FILE"),
                 );
                 extents.insert(axis.clone(), value);
             }

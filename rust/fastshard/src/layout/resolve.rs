@@ -419,7 +419,8 @@ impl Checkpoint<'_> {
         }
         findings.extend(unbound.into_iter().map(|(message, t)| {
             let finding = Finding::new(codes::UNBOUND_AXIS, format!("layout {}: {message}", with.table.name))
-                .help("pass the model's config with --config");
+                .help("pass the model's config")
+                .run("--config FILE");
             self.place(finding, t)
         }));
         (instances, unplaced)
@@ -521,5 +522,6 @@ fn outside_of_set(table: &Table, entry: usize, sets: &Sets, set: &str, axis: &st
 /// The finding for a fact that decides values and is not stated.
 pub fn unknown_fact(fact: &str) -> Finding {
     Finding::new(codes::FACT_UNKNOWN, format!("the result depends on `{fact}`, which is not stated"))
-        .help(format!("pass the training config with --config (it must say {fact}: true or false)"))
+        .help(format!("pass the training config, which must say {fact}: true or false"))
+        .run("--config FILE")
 }

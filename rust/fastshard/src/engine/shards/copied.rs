@@ -302,9 +302,8 @@ fn finding(plan: &Plan, copy: &Copy) -> Finding {
     )
     .count(copy.tensors.len() as u64)
     .expected("other contents", "a copy")
-    .help(
-        "copy the file again from the node that wrote it; if it was copied on purpose, pass --accept copies",
-    );
+    .help("copy the file again from the node that wrote it; if it was copied on purpose, accept it")
+    .run("--accept copies");
     let mut finding = place(plan, own, finding);
     finding.file = Some(plan.label(copy.file));
     finding

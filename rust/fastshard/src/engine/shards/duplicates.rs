@@ -194,7 +194,8 @@ impl Compared<'_> {
         let finding = Finding::new(code, format!("{ranks} hold the same {what}: one file is a copy of another"))
             .count(count)
             .expected("another part of the tensor on each rank", "the same bytes")
-            .help("copy the files of these ranks again from the nodes that ran them; nothing here says which file is the copy; pass --accept copies if they were copied on purpose");
+            .help("copy the files of these ranks again from the nodes that ran them; nothing here says which file is the copy; if they were copied on purpose, accept them")
+            .run("--accept copies");
         // The later rank is what was written last, if ranks were copied in their order.
         let mut finding = place(plan, equal[0].1, finding);
         finding.rank = None;
@@ -324,9 +325,8 @@ pub(in crate::engine) fn repeated_layers(plan: &Plan, sources: &Sources) -> Resu
         )
         .count(count)
         .expected("another shard", if all { "a copy on all ranks" } else { "a copy on this rank only" })
-        .help(
-            "copy the file of this rank from the node that ran it; pass --accept copies if the layer was copied on purpose",
-        );
+        .help("copy the file of this rank from the node that ran it; if the layer was copied on purpose, accept it")
+        .run("--accept copies");
         findings.push(place(plan, b, finding));
     }
     Ok(findings)

@@ -115,9 +115,10 @@ fn finding(plan: &Plan, (a, b): (u32, u32), blocks: &[(u32, u32)], meant: bool) 
     };
     let code = if meant { codes::EQUAL_SHARDS } else { codes::DUPLICATED_SHARD };
     let message = format!("chunk {} is a copy of chunk {}{of}{more}", key(copy), key(first));
-    let finding = Finding::new(code, message).expected("another part", "a copy").help(
-        "copy the chunk again from the host that wrote it; pass --accept copies if it was copied on purpose",
-    );
+    let finding = Finding::new(code, message)
+        .expected("another part", "a copy")
+        .help("copy the chunk again from the host that wrote it; if it was copied on purpose, accept it")
+        .run("--accept copies");
     let mut finding = place(plan, b, finding);
     finding.file = Some(path_of(plan, copy, &key(copy)));
     finding

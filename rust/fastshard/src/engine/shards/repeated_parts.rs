@@ -200,6 +200,7 @@ fn finding(plan: &Plan, layers: &[Vec<Repeated>]) -> Option<Finding> {
         ),
     )
     .expected("different parts", "one rank's part in another's place")
-    .help("merge the ranks' files again; one was taken for another rank's before this file was written; pass --accept copies if the model was widened by copying");
+    .help("merge the ranks' files again; one was taken for another rank's before this file was written; if the model was widened by copying, accept it")
+    .run("--accept copies");
     Some(place(plan, stored, finding))
 }

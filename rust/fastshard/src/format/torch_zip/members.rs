@@ -128,9 +128,7 @@ impl Archive {
         let in_file = start.checked_add(len).filter(|&end| end <= file.size());
         let end = in_file.ok_or_else(|| -> Error {
             let end = start.saturating_add(len);
-            let mut finding = truncated(file);
-            finding.message = "the file is truncated".into();
-            finding.expected(format!("at least {end} bytes"), format!("{} bytes", file.size())).into()
+            truncated(file).expected(format!("at least {end} bytes"), format!("{} bytes", file.size())).into()
         })?;
         let directory = Directory::find(file, start, end)?;
         let config = Config { archive_offset: ArchiveOffset::Known(0) };
@@ -217,12 +215,20 @@ impl Directory {
             tail[i..].starts_with(b"PK\x05\x06") && i + END + usize::from(u16_at(&tail, i + 20)) == tail_len
         };
         let Some(at) = (0..(tail_len + 1).saturating_sub(END)).rev().find(ends_here) else {
-            return Err(truncated(file)
-                .expected(
-                    "a zip end record as the last bytes",
-                    format!("none at the end of {} bytes", end - start),
-                )
-                .into());
+            let is_whole = (start, end) == (0, file.size());
+            if !is_whole {
+                return Err(unsafe_zip(file, "no torch archive where the metadata has one")
+                    .expected("a zip end record as the last bytes", format!("none at byte {end}"))
+                    .help("copy the file again from the node that wrote it; it is damaged, or another rank's")
+                    .into());
+            }
+            let follow =
+                tail.windows(4).rposition(|bytes| bytes == b"PK\x05\x06").filter(|at| at + END < tail_len);
+            let got = match follow {
+                Some(at) => format!("one {} bytes before the end", tail_len - at),
+                None => format!("none in {end} bytes"),
+            };
+            return Err(truncated(file).expected("a zip end record as the last bytes", got).into());
         };
         let record = &tail[at..];
         let mut directory_end = end - start - (tail_len - at) as u64;
@@ -413,7 +419,7 @@ fn zip64_extra(mut extra: &[u8]) -> &[u8] {
 }
 
 fn truncated(file: &SourceFile) -> Finding {
-    Finding::new(codes::TRUNCATED, "the file is truncated (or bytes follow its end)")
+    Finding::new(codes::TRUNCATED, "the file is truncated")
         .file(file.path())
         .help("copy the file again from the node that wrote it")
 }

@@ -1,0 +1,71 @@
+"""The commands that findings advise run as they are printed, and what they are advised for is gone afterwards."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from damage import CASES, EXAMPLES, made, shown
+from helpers import FIXTURES, Ran, cli
+
+#: Nothing here stands for a host, a repository, or a step and a size of somebody's choice.
+ELSEWHERE = {"HOST", "REPO", "NAME", "N", "DIR", "GOOD", "git", "pip", "hf"}
+#: What each case advises and is run here: a help that loses its command is noticed.
+ADVISED = {
+    "neox_swapped_ranks": ["--accept renamed"],
+    "neox_no_config": ["--config"],
+    "neox_latest_points_nowhere": ["--accept older-step"],
+    "neox_norms_drifted": ["--replicas mean"],
+    "zero1_stale_masters": ["master-weights", "--weights params"],
+    "tp_copied_rank": ["--accept copies"],
+    "FS115": ["mv", "merge"],
+    "FS306": ["--accept non-finite"],
+}
+
+
+def _config(name: str) -> str:
+    """The config that the checkpoint of a case was trained with."""
+    fixture = FIXTURES / (CASES[name][0] if name in CASES else EXAMPLES[name].fixture)
+    if training := sorted(fixture.glob("*/configs/*.yml")):
+        return str(training[0])
+    return str(fixture / "config.json")
+
+
+def _done(name: str, command: str) -> Ran | None:
+    """A command as it was printed, carried out where nothing in it is missing here."""
+    words = shlex.split(command)
+    words = ["result" if word == "OUT" else _config(name) if word == "FILE" else word for word in words]
+    if ELSEWHERE & set(words):
+        return None
+    if words[0] != "fastshard":
+        subprocess.run(words, check=True)
+        return None
+    ran = cli(*words[1:])
+    shutil.rmtree("result", ignore_errors=True)
+    return ran
+
+
+# The layout of FS213 asks for what no config of the model states.
+@pytest.mark.parametrize("name", [*CASES, *(code for code in EXAMPLES if code != "FS213")])
+def test_the_commands_of_a_help_mend_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if name in CASES:
+        made(name, tmp_path / "run")
+        command = "verify run"
+    else:
+        command = shown(name, tmp_path)
+    first = cli(*command.split())
+    advised = {tuple(error.get("run", ())): error for error in first.errors}
+    commands = [command for run in advised for command in run]
+    for option in ADVISED.get(name, ()):
+        assert any(option in command for command in commands), (option, commands)
+    for run, error in advised.items():
+        for command in run:
+            after = _done(name, command)
+            if after is not None:
+                left = {(found["code"], found["message"]) for found in after.errors}
+                assert (error["code"], error["message"]) not in left, (command, after.out)
+                assert len(first.errors) > 1 or after.code == 0, (command, after.out)
