@@ -113,7 +113,7 @@ impl Catalog {
                     json!({
                         "path": f.path, "root": f.root, "format": f.parsed.format,
                         "checksums": f.parsed.blobs.iter().all(|blob| blob.crc32.is_some()),
-                        "size": f.source.size(), "tensors": f.parsed.tensors.len(), "archive": f.parsed.archive,
+                        "size": f.source.size(), "tensors": f.parsed.named().count(), "archive": f.parsed.archive,
                         "partial": f.parsed.partial().next().map(|part| part.path.join(".")),
                     })
                 })
@@ -132,12 +132,12 @@ impl Catalog {
     fn tensors<'py>(&self, py: Python<'py>, file: usize) -> PyResult<Bound<'py, PyList>> {
         let list = PyList::empty(py);
         if let Some(f) = self.inner.files.get(file).and_then(|f| f.as_ref()) {
-            for t in &f.parsed.tensors {
+            for t in f.parsed.named() {
                 let blob = &f.parsed.blobs[t.blob as usize];
                 list.append(told(
                     py,
                     &json!({
-                        "path": t.path, "dtype": t.dtype, "torch_dtype": t.dtype.torch_name(), "shape": t.shape,
+                        "path": t.path, "dtype": t.value_dtype(), "torch_dtype": t.value_dtype().torch_name(), "shape": t.shape,
                         "storage": t.blob, "offset": t.offset, "strides": t.strides,
                         "storage_bytes": blob.len, "storage_crc32": blob.crc32,
                     }),
@@ -180,7 +180,7 @@ impl Catalog {
 
     fn names(&self, file: usize) -> Vec<String> {
         let file = self.inner.files.get(file).and_then(|f| f.as_ref());
-        file.map_or_else(Vec::new, |f| f.parsed.tensors.iter().map(|t| t.path.join(".")).collect())
+        file.map_or_else(Vec::new, |f| f.parsed.named().map(|t| t.path.join(".")).collect())
     }
 
     fn named(&self) -> (u64, u64) {

@@ -58,6 +58,35 @@ pub struct FileTensor {
     pub blob: u32,
     /// Offset in the blob's data, in bytes.
     pub offset: u64,
+    /// What it is to a model.
+    pub role: Role,
+}
+
+/// What a tensor of a file is to a model.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub enum Role {
+    /// A tensor of its own.
+    #[default]
+    Whole,
+    /// Codes of eight bits, whose values are made with one scale.
+    Codes {
+        /// What the values are rounded to.
+        dtype: Dtype,
+        /// Index of the scale into [`ParsedFile::tensors`].
+        scale: u32,
+    },
+    /// A scale of codes; those of a file are the last of its tensors.
+    Scale,
+}
+
+impl FileTensor {
+    /// Element type of its values.
+    pub fn value_dtype(&self) -> Dtype {
+        match self.role {
+            Role::Codes { dtype, .. } => dtype,
+            _ => self.dtype,
+        }
+    }
 }
 
 /// Of a file that one rank wrote: the tensors of which it holds a part.
@@ -197,6 +226,11 @@ pub struct ParsedFile {
 }
 
 impl ParsedFile {
+    /// The tensors that a model may have; scales belong to their codes.
+    pub fn named(&self) -> impl Iterator<Item = &FileTensor> {
+        self.tensors.iter().filter(|tensor| tensor.role != Role::Scale)
+    }
+
     /// Tensors that are parts of larger ones, or of sums: whoever takes them for wholes is wrong.
     pub fn partial(&self) -> impl Iterator<Item = &Part> {
         self.distributed.parts.iter().filter(|part| {

@@ -9,7 +9,7 @@ use crate::storage::BlockReader;
 use crate::tensor::{c_strides, element_count, Dtype};
 use crate::value::{Value, Values};
 
-use super::{Blob, Distributed, FileTensor, ParsedFile};
+use super::{Blob, Distributed, FileTensor, ParsedFile, Role};
 
 /// The blocks of a store.
 #[derive(Debug, Clone)]
@@ -47,6 +47,7 @@ pub fn parse(store: &Store) -> Result<ParsedFile> {
             strides: c_strides(shape),
             blob: blobs.len() as u32,
             offset: 0,
+            role: Role::Whole,
         });
         blobs.push(Blob {
             offset: 0,

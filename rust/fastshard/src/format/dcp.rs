@@ -11,7 +11,7 @@ use std::collections::HashMap;
 
 use serde::Serialize;
 
-use super::{pickle, torch_zip, Distributed, ParsedFile};
+use super::{pickle, torch_zip, Distributed, ParsedFile, Role};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
 use crate::storage::SourceFile;
@@ -290,6 +290,14 @@ pub fn records(file: &SourceFile, ranges: &[Range]) -> Result<ParsedFile> {
             true => streams::parse(file, offset, len)?,
             false => torch_zip::parse_range(file, offset, len)?,
         };
+        if record.tensors.iter().any(|tensor| tensor.role != Role::Whole) {
+            let message = "a record of Transformer Engine's Float8Tensor is not read";
+            return Err(Finding::new(codes::UNSUPPORTED, message)
+                .file(file.path())
+                .tensor(name)
+                .help("convert it with dequantize() and save the file again")
+                .into());
+        }
         if !record.distributed.parts.is_empty() {
             return Err(Finding::new(
                 codes::UNSUPPORTED,

@@ -6,7 +6,7 @@ use std::fmt;
 use serde::de::{self, Deserializer, MapAccess, Visitor};
 use serde::Deserialize;
 
-use super::{Blob, Distributed, FileTensor, ParsedFile};
+use super::{Blob, Distributed, FileTensor, ParsedFile, Role};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
 use crate::plan::Metadata;
@@ -109,6 +109,7 @@ pub fn parse(file: &SourceFile) -> Result<ParsedFile> {
             shape: entry.shape,
             blob: (blobs.len() - 1) as u32,
             offset: 0,
+            role: Role::Whole,
         });
     }
     check_tiling(file, &blobs, &tensors, data_start)?;

@@ -14,6 +14,7 @@ use crate::error::{Error, Finding, Result};
 use crate::storage::SourceFile;
 
 mod distributed;
+mod float8;
 mod members;
 mod tensors;
 pub(crate) mod writer;

@@ -7,10 +7,12 @@ use serde::Deserialize;
 use crate::catalog::{Catalog, CatalogFile};
 use crate::codes;
 use crate::compose::first_overlap;
-use crate::error::Finding;
-use crate::format::FileTensor;
+use crate::error::{Finding, Severity};
+use crate::format::{FileTensor, Role};
 use crate::layout::resolve::{Stored, Unit};
-use crate::plan::{BoxPiece, Pieces, PlanBlob, PlanFile, RangePiece, StoredTensor};
+use crate::plan::{
+    BoxPiece, Coded, Grid, Numbers, Packing, Pieces, PlanBlob, PlanFile, RangePiece, Scale, StoredTensor,
+};
 use crate::tensor::{c_strides, element_count, Dtype};
 
 use super::{Request, SourceSide, UnitSide, Weights};
@@ -76,6 +78,9 @@ pub(crate) struct Gathered {
     pub(super) units: Vec<Unit>,
     pub(super) passes: Vec<Pass>,
     pub(crate) findings: Vec<Finding>,
+    /// Tensors that are codes and a scale in the files, and parameters whose master weights are not compared with such.
+    eights: u64,
+    uncompared: u64,
     source_index: HashMap<u32, u32>,
     blob_index: HashMap<(u32, u32), u32>,
 }
@@ -124,6 +129,7 @@ impl Gathered {
         for group in assembled {
             all.group(catalog, side, group, preferred, &mut twins);
         }
+        all.tell_eights();
         all.decode(&request.coded);
         let mut replaced = twins.replaced;
         let hidden = side.hidden.union(&request.left_out).map(String::as_str).collect();
@@ -196,9 +202,13 @@ impl Gathered {
             .filter(|(u, o)| on_rank(*u) && self.stored[*o as usize].shape == seen.shape)
             .map(|(_, o)| *o)
             .collect();
+        // What a parameter was rounded to in eight bits depends on more than its master weight.
+        let of_codes = |all: &Self, twin: u32| matches!(all.stored[twin as usize].pieces, Pieces::Coded(_));
+        let compared: Vec<u32> = twins.iter().copied().filter(|twin| !of_codes(self, *twin)).collect();
+        self.uncompared += (compared.len() < twins.len()) as u64;
         if preferred {
             known.replaced.extend(twins.iter().copied());
-            self.stored[index as usize].twins = twins;
+            self.stored[index as usize].twins = compared;
             return true;
         }
         if twins.is_empty() && !group.frozen {
@@ -212,8 +222,8 @@ impl Gathered {
             self.findings.push(finding);
             return false;
         }
-        for twin in &twins {
-            self.stored[*twin as usize].twins.push(index);
+        for twin in compared {
+            self.stored[twin as usize].twins.push(index);
         }
         twins.is_empty()
     }
@@ -238,25 +248,75 @@ impl Gathered {
             file: catalog.label(file),
             rank: unit.rank.clone(),
         });
-        for tensor in &file.parsed.tensors {
+        for tensor in file.parsed.named() {
             let Some(rest) = tensor.path.strip_prefix(&unit.under[..]) else { continue };
             let key = rest.join(".");
             if unit.only.as_ref().is_some_and(|only| !only.contains(&key)) {
                 continue;
             }
             let name = format!("{}{}", unit.prefix, key.strip_prefix(&unit.strip).unwrap_or(&key));
-            let blob = self.blob(unit.file, file, tensor.blob);
-            let index = self.stored.len() as u32;
+            let pieces = self.pieces(unit, file, tensor, &name);
             let seen = Stored {
                 name: names.get(&name).unwrap_or(&name).clone(),
                 shape: tensor.shape.clone(),
-                dtype: tensor.dtype,
+                dtype: tensor.value_dtype(),
                 unit: (self.units.len() - 1) as u32,
             };
-            self.passes[0].add(seen, index);
-            let pieces = Pieces::View { blob, offset: tensor.offset, strides: tensor.strides.clone() };
-            self.stored.push(stored(name, tensor.dtype, tensor.shape.clone(), pieces, &unit.rank));
+            self.passes[0].add(seen, self.stored.len() as u32);
+            self.stored.push(stored(name, tensor.value_dtype(), tensor.shape.clone(), pieces, &unit.rank));
         }
+    }
+
+    /// Says what weights in eight bits are read as.
+    fn tell_eights(&mut self) {
+        if self.eights > 0 {
+            let message = format!(
+                "{} tensors of Transformer Engine's Float8Tensor are read as the values that they stand for",
+                self.eights
+            );
+            self.findings.push(Finding::new(codes::LOSSY, message));
+        }
+        if self.uncompared > 0 {
+            let message = format!(
+                "the fp32 master weights of {} parameters are not compared: these are stored in eight bits",
+                self.uncompared
+            );
+            self.findings.push(Finding::new(codes::MASTERS_NOT_CHECKABLE, message).severity(Severity::Note));
+        }
+    }
+
+    /// What a tensor of a file is made of.
+    fn pieces(&mut self, unit: &UnitSide, file: &CatalogFile, tensor: &FileTensor, name: &str) -> Pieces {
+        let view = |all: &mut Self, tensor: &FileTensor, strides: Vec<u64>| {
+            let blob = all.blob(unit.file, file, tensor.blob);
+            Pieces::View { blob, offset: tensor.offset, strides }
+        };
+        let Role::Codes { scale, .. } = tensor.role else {
+            return view(self, tensor, tensor.strides.clone());
+        };
+        self.eights += 1;
+        let scale = &file.parsed.tensors[scale as usize];
+        let shape = vec![1, 1, elements(tensor)];
+        let mut add = |tensor: &FileTensor, shape: Vec<u64>| {
+            let pieces = view(self, tensor, c_strides(&shape));
+            self.stored.push(stored(name.into(), tensor.dtype, shape, pieces, &unit.rank));
+            self.stored.len() as u32 - 1
+        };
+        let codes = add(tensor, shape.clone());
+        let of = add(scale, vec![1, 1, 1]);
+        let all = [1, 1, shape[2].max(1)];
+        Pieces::Coded(Box::new(Coded {
+            codes,
+            packing: Packing::None,
+            numbers: Numbers::Float(tensor.dtype),
+            flat: true,
+            turned: false,
+            zero: None,
+            scales: vec![Scale { grid: Grid { of, block: all }, divides: false, rounded: Dtype::F32 }],
+            groups: None,
+            rounded: Dtype::F32,
+            term: 0.0,
+        }))
     }
 
     /// The file's index among the plan's sources.
@@ -296,7 +356,9 @@ impl Gathered {
         for &Range(len, index, number, first) in ranges {
             let file = file_of(catalog, index)?;
             let part = file.parsed.tensors.get(number as usize)?;
-            let fits = flat(part) && first.checked_add(len).is_some_and(|end| end <= elements(part));
+            let fits = flat(part)
+                && part.role == Role::Whole
+                && first.checked_add(len).is_some_and(|end| end <= elements(part));
             if !fits || dtype.is_some_and(|d| d != part.dtype) {
                 self.findings.push(
                     Finding::new(codes::PARTITION, "a partition does not hold what its place calls for")
@@ -387,6 +449,11 @@ impl Chunk {
         let holds =
             |first: u64| flat(part) && first.checked_add(count).is_some_and(|end| end <= elements(part));
         let finding = match (first, dtype) {
+            _ if part.role != Role::Whole => {
+                let message =
+                    "a part of Transformer Engine's Float8Tensor is not read: each part has a separate scale";
+                Finding::new(codes::UNSUPPORTED, message)
+            }
             _ if !is_inside => Finding::new(codes::HOLE, "a chunk that leaves the tensor")
                 .expected(format!("within {shape:?}"), format!("{len:?} from {lo:?}")),
             (Some(first), _) if !holds(*first) => {

@@ -3,11 +3,12 @@
 use std::collections::{HashMap, HashSet};
 
 use super::distributed::{self, Collector};
+use super::float8::{self, Float8};
 use super::members::Archive;
 use crate::codes;
 use crate::error::{Error, Finding, Result};
 use crate::format::pickle::{Pickle, PickledTensor, Storage};
-use crate::format::{Blob, FileTensor, ParsedFile};
+use crate::format::{Blob, FileTensor, ParsedFile, Role};
 use crate::storage::SourceFile;
 use crate::value::{Node, Value, Values};
 
@@ -42,12 +43,34 @@ pub(super) fn assemble(
     let mut walk = Walk { file, values: &values, steps: Vec::new(), listing: 0 };
     let mut collector = Collector::default();
     let mut wrappers = Vec::new();
+    let mut scales = Vec::new();
     let mut seen = HashSet::new();
     for (path, node) in walk.run(&pickled)? {
         if !seen.insert(path.clone()) {
             return Err(duplicate(file, &path));
         }
         let listed = tensors.len() as u32;
+        if float8::class_of(&values, node).is_some() {
+            let Float8 { codes, scale, numbers, dtype } =
+                float8::read(&values, &pickled, node).map_err(|why| unreadable(file, &path, why))?;
+            let mut place = |path, node| match *values.get(node) {
+                Value::Tensor(index) => {
+                    let tensor = &pickled[index as usize];
+                    storages.place(path, tensor, &pickled_storages[tensor.storage as usize])
+                }
+                _ => Err(unreadable(file, &[], "it has no data")),
+            };
+            let mut factor = place([&path[..], &["scale_inv".into()]].concat(), scale)?;
+            let mut values = place(path, codes)?;
+            factor.role = Role::Scale;
+            values.dtype = numbers;
+            values.role = Role::Codes { dtype, scale: scales.len() as u32 };
+            first.entry(codes).or_insert(listed);
+            tensors.push(values);
+            scales.push(factor);
+            wrappers.push((node, vec![codes]));
+            continue;
+        }
         let wrapped = distributed::read(&values, &pickled, node).transpose();
         let wrapped = wrapped.map_err(|why| unreadable(file, &path, why))?;
         let locals = wrapped.as_ref().map_or_else(|| vec![node], distributed::Wrapped::tensors);
@@ -66,6 +89,13 @@ pub(super) fn assemble(
             wrappers.push((node, locals));
         }
     }
+    let count = tensors.len() as u32;
+    for tensor in &mut tensors {
+        if let Role::Codes { scale, .. } = &mut tensor.role {
+            *scale += count;
+        }
+    }
+    tensors.append(&mut scales);
     // What else they say is told by the parts: as values they are what this rank holds.
     for (node, mut locals) in wrappers {
         let one = if locals.len() == 1 { locals.pop() } else { None };
@@ -212,6 +242,7 @@ impl Storages<'_> {
             blob: blob_index,
             // No overflow: a tensor with elements lies in the blob; an empty one has no bytes to point at.
             offset: if reach == Some(0) { 0 } else { tensor.offset * dtype.size() as u64 },
+            role: Role::Whole,
         })
     }
 }
@@ -284,6 +315,21 @@ impl Walk<'_> {
                             .tensor(self.path(&step)?.join("."))
                             .help("convert it to a plain dense tensor with data and save the file again")
                             .into());
+                    }
+                    _ if float8::class_of(values, step.node).is_some() => {
+                        let path = self.path(&step)?;
+                        if let Err(why) = float8::read(values, pickled, step.node) {
+                            let class = float8::class_of(values, step.node).unwrap_or_default();
+                            let message = format!("tensors of the class {class} are not supported: {why}");
+                            return Err(Finding::new(codes::UNSUPPORTED, message)
+                                .file(self.file.path())
+                                .tensor(path.join("."))
+                                .help("convert it with dequantize() and save the file again")
+                                .into());
+                        }
+                        self.charge(TENSOR + path.iter().map(String::len).sum::<usize>())?;
+                        found.push((path, step.node));
+                        continue;
                     }
                     _ => continue,
                 },
@@ -361,7 +407,10 @@ impl Walk<'_> {
 fn holds_tensors(values: &Values, node: Node) -> bool {
     match values.get(node) {
         Value::Tensor(_) | Value::Dict(_) | Value::List(_) | Value::Tuple(_) => true,
-        Value::Record { class, .. } => matches!(values.get(*class), Value::Global(name) if is_rebuild(name)),
+        Value::Record { class, .. } => {
+            matches!(values.get(*class), Value::Global(name) if is_rebuild(name))
+                || float8::class_of(values, node).is_some()
+        }
         _ => false,
     }
 }
