@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import fastshard
 import pytest
 from fastshard.common.errors import CODES
 
@@ -161,3 +164,22 @@ def test_a_help_text_says_first_what_to_do() -> None:
     ]
     assert not wrong, "begin with what to do:\n" + "\n".join(wrong)
     assert not long, "at most 30 words a sentence:\n" + "\n".join(long)
+
+
+def _public_callables() -> Iterator[tuple[str, Any]]:
+    for name in fastshard.__all__:
+        thing = getattr(fastshard, name)
+        if inspect.isfunction(thing):
+            yield name, thing
+        elif inspect.isclass(thing):
+            for method, of in vars(thing).items():
+                of = getattr(of, "__func__", of)
+                if not method.startswith("_") and inspect.isfunction(of):
+                    yield f"{name}.{method}", of
+
+
+def test_what_a_function_does_begins_with_a_verb() -> None:
+    """``Checks ...``, not ``A check of ...``: the first line is what completion and ``help()`` show."""
+    first = {name: (inspect.getdoc(of) or "").partition("\n")[0] for name, of in _public_callables()}
+    wrong = {name: line for name, line in first.items() if not re.match(r"[A-Z][a-z]+s [a-z`A-Z]", line)}
+    assert len(first) > 40 and not wrong, wrong

@@ -19,7 +19,7 @@ __all__ = ["Checkpoint"]
 
 
 class Checkpoint(Tensors):
-    """A checkpoint's whole tensors under the source's own names.
+    """The full tensors of a checkpoint, under the names that it has in its files.
 
     The mapping holds what ``fastshard merge`` would write; nothing is read until a tensor is asked
     for its values. ``findings`` tells what is wrong. A tensor that is not whole keeps its name, is listed in
@@ -51,7 +51,7 @@ class Checkpoint(Tensors):
 
     @property
     def topology(self) -> dict[str, int]:
-        """Parallel degrees, e.g. ``{"tp": 2}``, as far as files and arguments tell them."""
+        """Parallel degrees, e.g. ``{"tp": 2}``, as far as files and arguments state them."""
         source = self.opened.source
         places: dict[str, set[int]] = {}
         for unit in source.units:
@@ -61,7 +61,7 @@ class Checkpoint(Tensors):
 
     @property
     def read_from(self) -> list[str]:
-        """All that a result must lie apart from: writing over it would lose what the result is made of."""
+        """Paths that no result may overwrite: the result is made of them."""
         return [*self.listing.given(), *self.opened.besides]
 
     @property
@@ -80,7 +80,7 @@ class Checkpoint(Tensors):
 
     @property
     def findings(self) -> list[Finding]:
-        """Everything found so far by names and headers."""
+        """All findings so far, by names and headers."""
         return self._plan.findings
 
     @property

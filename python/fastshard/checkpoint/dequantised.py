@@ -130,7 +130,7 @@ class Logical:
     form: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Returns plain data."""
         return {"name": self.name, "shape": list(self.shape), "form": self.form}
 
     def __str__(self) -> str:

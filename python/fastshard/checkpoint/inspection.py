@@ -60,7 +60,7 @@ class Inspection:
         return not any(f.severity == "error" for f in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, without findings and single tensors (``fastshard inspect --json``)."""
+        """Returns plain data, without findings and single tensors (``fastshard inspect --json``)."""
         return {
             "framework": self.framework,
             "family": self.family,

@@ -38,7 +38,7 @@ ProgressCallback = Callable[[int, int], object] | None
 
 
 class Manifest(Mapping[str, Any]):
-    """What was written, from what, and what that does not prove. Maps tensor names to their entries.
+    """A record of what was written and from what, with hashes; maps tensor names to their entries.
 
     A name that several files hold is that of one shard: it stands behind its file's, as ``FILE:NAME``.
     """
@@ -55,7 +55,7 @@ class Manifest(Mapping[str, Any]):
 
     @classmethod
     def written(cls, text: str, findings: list[Finding]) -> Manifest:
-        """The manifest that the core has written, by its text."""
+        """Reads a manifest from its JSON text."""
         return cls(json.loads(text), findings)
 
     def __getitem__(self, name: str) -> Any:

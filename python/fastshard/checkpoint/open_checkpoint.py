@@ -44,7 +44,7 @@ _NOTHING_FOUND = ("FS101", "FS105", "FS501", "FS513")
 
 @option_checks.checked
 def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
-    """Opens a checkpoint: headers only, no payload byte is read, no torch is needed.
+    """Opens a checkpoint: reads headers only, no tensor data, and needs no torch.
 
     Args:
         paths: the checkpoint's directory or file; several are node-local parts of one checkpoint.

@@ -100,7 +100,7 @@ class Plan:
         return self.core.summary()
 
     def why(self, name: str) -> dict[str, Any]:
-        """What an output is made of: rules, ranks, files and offsets, and what is done to its values.
+        """Traces an output to rules, ranks, files and offsets, and says what is done to its values.
 
         Raises:
             KeyError: if there is no output of this name, with the one that may be meant.
@@ -112,7 +112,7 @@ class Plan:
         return made if weight is None else {**made, "weight": weight.to_dict()}
 
     def position(self, name: str) -> int:
-        """Position of an output.
+        """Returns the position of an output.
 
         Raises:
             KeyError: if there is none of this name, with the one that may be meant.
@@ -123,7 +123,7 @@ class Plan:
             raise KeyError(f"{name}{meant(str(name), self.index)}") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole plan as plain data (``fastshard plan --json``)."""
+        """Returns the plan as plain data (``fastshard plan --json``)."""
         document: dict[str, Any] = json.loads(self.core.to_json())
         return document
 

@@ -48,7 +48,7 @@ class Checked:
         return (*self.unnoticed, contents)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, without empty fields."""
+        """Returns plain data, without empty fields."""
         return {key: value for key, value in asdict(self).items() if value}
 
 

@@ -26,7 +26,7 @@ def _misaligned(array: Bytes, item: int) -> bool:
 
 
 class Tensor:
-    """One whole tensor of a checkpoint; its values are read when they are asked for."""
+    """A full tensor of a checkpoint; its values are read on demand."""
 
     def __init__(self, plan: Plan, index: int) -> None:
         self._plan = plan
@@ -51,11 +51,11 @@ class Tensor:
         return [(rank, file, tuple(shape)) for rank, file, shape in self._plan.core.pieces(self._index)]
 
     def get_shape(self) -> list[int]:
-        """Shape, by the name that safetensors' slices give it."""
+        """Returns the shape, as safetensors' slices do."""
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        """Element type, by the name that safetensors' slices give it."""
+        """Returns the element type, as safetensors' slices do."""
         return self._dtype
 
     def _bytes(self, start: int, length: int, *, private: bool = False) -> Bytes:
@@ -79,7 +79,7 @@ class Tensor:
         return buffer
 
     def numpy(self) -> np.ndarray[Any, np.dtype[Any]]:
-        """The values as a numpy array of :attr:`shape`.
+        """Reads the values as a numpy array of :attr:`shape`.
 
         Zero-copy and read-only where the bytes are one run of one file on a local filesystem, else
         gathered. bfloat16 and fp8 come as ml_dtypes types.
@@ -100,7 +100,7 @@ class Tensor:
         return array.view(dtype).reshape(self.shape)
 
     def torch_rows(self, start: int, stop: int) -> torch.Tensor:
-        """Rows along the first dimension as a torch tensor, read alone; otherwise as :meth:`torch`."""
+        """Reads only some rows of the first dimension, as a torch tensor; otherwise like :meth:`torch`."""
         import torch
 
         row = self.nbytes // self.shape[0] if self.shape[0] else 0
@@ -110,7 +110,7 @@ class Tensor:
         return values.reshape((stop - start, *self.shape[1:]))
 
     def torch(self, device: Any = None) -> torch.Tensor:
-        """The values as a torch tensor of :attr:`shape`.
+        """Reads the values as a torch tensor of :attr:`shape`.
 
         On the CPU it is zero-copy like :meth:`numpy`, and for as long as the file is as it was; writing to it
         changes neither the file nor other tensors.
@@ -130,7 +130,7 @@ class Tensor:
         return whole if device is None else whole.to(device)
 
     def jax(self, device: Any = None) -> jax.Array:
-        """The values as a jax array of :attr:`shape`.
+        """Reads the values as a jax array of :attr:`shape`.
 
         Args:
             device: where it goes; default as jax has it.

@@ -47,16 +47,16 @@ class TensorRow:
 
     @property
     def layer(self) -> int | None:
-        """Number of its layer, by its name."""
+        """Number of its layer, from its name."""
         return layer_of(self.name)
 
     @property
     def role(self) -> str:
-        """What it is in its layer or in the model, by its name."""
+        """Its role in the layer or model, from its name."""
         return role_of(self.name)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Returns plain data."""
         row = {
             "name": self.name,
             "dtype": self.dtype,

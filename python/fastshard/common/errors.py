@@ -58,7 +58,7 @@ def exit_code(findings: list[Finding]) -> int:
 
 
 class FastshardError(Exception):
-    """An operation was refused or could not be done. ``findings`` says why, the deciding one first."""
+    """Base of all errors: an operation was refused or failed. ``findings`` says why, the deciding one first."""
 
     def __init__(self, findings: list[Finding]) -> None:
         super().__init__(findings)
@@ -66,7 +66,7 @@ class FastshardError(Exception):
 
     @classmethod
     def of(cls, code: str, message: str, **where: Any) -> FastshardError:
-        """An error with one finding, of the class that fits its exit code."""
+        """Makes an error with one finding, of the class that fits its exit code."""
         return error_for([Finding.of(code, message, **where)])
 
     @property
@@ -115,12 +115,12 @@ class FastshardError(Exception):
 
     @property
     def evidence(self) -> str | None:
-        """Who says what must be."""
+        """Who states what was expected."""
         return self._first.evidence
 
     @property
     def published(self) -> str | None:
-        """Path of the result, if it was published before what the error tells of; else None."""
+        """Path of the result, if it was complete before the error; else None."""
         return published(self.findings)
 
     def __str__(self) -> str:
@@ -134,15 +134,15 @@ class FastshardError(Exception):
 
 
 class ProblemError(FastshardError):
-    """Damage, mismatch or inconsistency (exit code 1)."""
+    """The checkpoint is damaged or contradicts itself (exit code 1)."""
 
 
 class CannotRunError(FastshardError):
-    """Usage, permission, unsupported, not checkable (exit code 2)."""
+    """The operation could not run: usage, permission, unsupported or uncheckable input (exit code 2)."""
 
 
 class IncompleteError(FastshardError):
-    """Pieces are missing that may still arrive (exit code 3)."""
+    """The checkpoint is incomplete; the missing parts may still arrive (exit code 3)."""
 
 
 for _error in (FastshardError, ProblemError, CannotRunError, IncompleteError):

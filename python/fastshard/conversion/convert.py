@@ -159,7 +159,7 @@ def convert(
     node_local: bool = False,
     **options: Unpack[Writing],
 ) -> Manifest:
-    """Converts a checkpoint and publishes the result at ``out``, whole or not at all.
+    """Converts a checkpoint and writes the result to ``out``, complete or not at all.
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
@@ -440,7 +440,7 @@ def carrying(core: _core.Plan) -> Iterator[None]:
 
 @checked
 def merge(source: CheckpointSource, out: StrPath, **options: Unpack[Merging]) -> Manifest:
-    """Merges a checkpoint into whole tensors under the source's own names; needs no known model family.
+    """Merges shards into full tensors under the source's names; needs no known model family.
 
     Takes the arguments of :func:`convert` but ``to``.
     """

@@ -15,7 +15,7 @@ __all__ = ["Leaving", "gc"]
 
 @dataclass(frozen=True)
 class Leaving:
-    """What a run has left at a destination."""
+    """What an earlier run left at a destination."""
 
     path: str
     #: Id of the run; None if nothing says it.
@@ -30,7 +30,7 @@ class Leaving:
 def gc(
     out: StrPath, *, abandon: str | None = None, timeout: float | None = None, dry_run: bool = False
 ) -> list[Leaving]:
-    """Takes away what runs towards a destination have left that nobody can go on with.
+    """Removes what interrupted runs left at a destination and no run can resume.
 
     Args:
         out: the destination.

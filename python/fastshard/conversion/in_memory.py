@@ -28,7 +28,7 @@ __all__ = ["View", "view"]
 
 
 class View(Tensors):
-    """The tensors of a conversion, under the names of its target, each made when it is read.
+    """The tensors of a conversion, under the target's names; each is made when it is read.
 
     Made by ``fastshard.open(..., to=...)``. What a conversion refuses by headers has been refused; copies of
     a tensor on several ranks are compared when it is read. :attr:`not_proven` says what reading one by one
@@ -64,7 +64,7 @@ class View(Tensors):
 
     @property
     def texts(self) -> dict[str, str]:
-        """Texts that a conversion would write (config.json), by name."""
+        """Text files that a conversion would write (config.json), by name."""
         return dict(self.plan.texts)
 
     @property
@@ -101,7 +101,7 @@ class View(Tensors):
     def verify(
         self, *, memory: str | int | None = None, threads: int | None = None, progress: Report = False
     ) -> list[Finding]:
-        """Reads everything once, in bounded memory, with all the checks that a conversion makes.
+        """Reads all data once, in bounded memory, and makes every check that a conversion makes.
 
         Args:
             memory: as for :func:`fastshard.convert`.

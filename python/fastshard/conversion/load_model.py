@@ -33,7 +33,7 @@ def load_model(
     memory: str | int | None = None,
     **options: Unpack[Loading],
 ) -> Any:
-    """A model of transformers with the tensors of a checkpoint, which are made as they are loaded; nothing is written.
+    """Loads a checkpoint into a model of transformers; tensors are converted as they are loaded, and nothing is written.
 
     The class is the one that the config names, with its weights in the dtype that most of them have, as with
     ``from_pretrained(dtype="auto")``: what is stored wider is rounded, of which a warning tells. Code that lies beside

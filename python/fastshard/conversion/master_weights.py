@@ -45,7 +45,7 @@ how to load the parameters for a finetune (Megatron-LM):
 
 @dataclass(frozen=True)
 class MastersReport:
-    """What comparing masters with parameters showed."""
+    """The result of comparing fp32 master weights with parameters."""
 
     #: Parameters that were compared with their masters.
     compared: int
@@ -61,7 +61,7 @@ class MastersReport:
 
     @property
     def ok(self) -> bool:
-        """True if everything could be compared and nothing differs."""
+        """True if all master weights were compared and none differs."""
         return not any(f.severity == "error" for f in self.findings)
 
 
@@ -74,7 +74,7 @@ def masters(
     progress: Report = False,
     **opening: Unpack[Opening],
 ) -> MastersReport:
-    """Checks that every fp32 master, rounded to the parameter's dtype, is the parameter, bit by bit.
+    """Checks that every fp32 master weight, rounded to the parameter's dtype, equals the parameter bit by bit.
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
@@ -164,7 +164,7 @@ def repair_masters(
     progress: Report = False,
     **opening: Unpack[Opening],
 ) -> Manifest:
-    """Writes a copy of a checkpoint, in its own layout, whose masters are the parameters.
+    """Writes a copy of a checkpoint, in its layout, whose master weights are rebuilt from the parameters.
 
     The parameters are taken to be right; the moments and the step become zero, where the step is a number in the
     pickle too. Files stay the zip archives they are, with payloads and checksums replaced: no object in them is

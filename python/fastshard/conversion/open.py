@@ -29,7 +29,7 @@ def open(*paths: StrPath | Checkpoint, to: str, **options: Unpack[Viewed]) -> Vi
 
 @option_checks.checked
 def open(*paths: Any, to: str | None = None, **options: Unpack[Viewed]) -> Checkpoint | View:
-    """Opens a checkpoint: headers only, no payload byte is read, no torch is needed.
+    """Opens a checkpoint: reads headers only, no tensor data, and needs no torch.
 
     Args:
         paths: the checkpoint's directory or file; several are node-local parts of one checkpoint. With ``to``

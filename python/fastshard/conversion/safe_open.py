@@ -104,19 +104,19 @@ class safe_open:
         self._metadata = _metadata(opened)
 
     def keys(self) -> list[str]:
-        """Names of the tensors."""
+        """Lists the names of the tensors."""
         return list(self._tensors)
 
     def offset_keys(self) -> list[str]:
-        """Names of the tensors, in the order of a result's files."""
+        """Lists the names of the tensors in the order of a result's files."""
         return list(self._tensors)
 
     def metadata(self) -> dict[str, str] | None:
-        """What the first of the safetensors files says of itself; of all else, what a result's files would say."""
+        """Returns the metadata of the first safetensors file; of other formats, what a result's files would state."""
         return self._metadata
 
     def get_tensor(self, name: str) -> Any:
-        """A whole tensor.
+        """Reads a full tensor.
 
         Raises:
             KeyError: if there is none of this name.
@@ -127,7 +127,7 @@ class safe_open:
         return tensor.numpy() if self._framework == "numpy" else tensor.jax(self._device)
 
     def get_slice(self, name: str) -> Slice:
-        """A tensor of which a part is read at a time.
+        """Returns a tensor of which parts are read on demand.
 
         Raises:
             KeyError: if there is none of this name.

@@ -95,7 +95,7 @@ class ExpectedTensors:
         return {name: tuple(disk) for name, disk in found.items() if tuple(disk) != (name,)}
 
     def to_document(self) -> dict[str, Any]:
-        """The JSON document that ``--like`` takes."""
+        """Returns the JSON document that ``--like`` takes."""
         return {
             "schema": SCHEMA,
             "class": self.model_class,

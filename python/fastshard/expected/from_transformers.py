@@ -39,7 +39,7 @@ _NO_SHAPE = {
 def expected_tensors(
     path: StrPath, *, timeout: float = TIMEOUT, memory: int = MEMORY, cache: bool = True
 ) -> ExpectedTensors:
-    """Lists the tensors that a config.json promises, by the transformers that is installed.
+    """Lists the tensors that a config.json promises, as the installed transformers builds them.
 
     The class that the config names is built on the ``meta`` device by a process of its own: without weights, network, tokens or
     code of the checkpoint. The list is kept in the user's cache (``$XDG_CACHE_HOME/fastshard``).

@@ -38,7 +38,7 @@ def report(
     progress: Told = False,
     **opening: Unpack[Opening],
 ) -> str:
-    """A page about a checkpoint, as HTML: by headers and the manifest that lies there, in about a second.
+    """Makes an HTML page about a checkpoint from its headers and its manifest.
 
     A checkpoint that is broken, or cannot be opened, gives a page too: that is what it is for.
 

@@ -56,14 +56,14 @@ class Difference:
     b_stats: TensorStats | None = None
 
     def is_within(self, tolerance: Tolerance) -> bool:
-        """True if all elements are close and a tolerance was given for that."""
+        """Says whether a tolerance was given and all elements are within it."""
         if self.kind == "dtype":
             return tolerance.ignore_dtype and not self.beyond
         return self.kind == "values" and bool(tolerance.atol or tolerance.rtol) and not self.beyond
 
     @property
     def zeros(self) -> str:
-        """What is zero on one side only, in words."""
+        """Says in words what is zero on one side only."""
         if self.a_stats is None or self.b_stats is None:
             return ""
         sides = (("A", self.a_stats, self.b_stats), ("B", self.b_stats, self.a_stats))
@@ -73,7 +73,7 @@ class Difference:
 
     @property
     def distributions(self) -> str:
-        """Both distributions in words: mean and std, how far they overlap, and what is zero on one side only."""
+        """Describes both distributions: mean, std, overlap, and what is zero on one side only."""
         if self.a_stats is None or self.b_stats is None:
             return ""
         sides = (("A", self.a_stats, self.b_stats), ("B", self.b_stats, self.a_stats))
@@ -88,12 +88,12 @@ class Difference:
         return "; ".join([*words, *([self.zeros] if self.zeros else [])])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Returns plain data."""
         sides = {"a_stats": self.a_stats, "b_stats": self.b_stats}
         return {**vars(self), **{key: own.to_dict() if own else None for key, own in sides.items()}}
 
     def to_finding(self) -> Finding:
-        """The difference as a finding."""
+        """Returns the difference as a finding."""
         distributions = f"; {self.distributions}" if self.distributions else ""
         if self.kind == "values":
             message = f"{self.differing} elements differ: max |a-b| {self.largest:.6g}, mean {self.mean:.6g}, std {self.std:.6g}"

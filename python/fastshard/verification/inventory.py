@@ -39,7 +39,7 @@ def manifest(
     progress: Report = False,
     **opening: Unpack[Opening],
 ) -> Manifest:
-    """Hashes what is there, so that later damage shows.
+    """Records hashes of a checkpoint, so that later damage is found.
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.

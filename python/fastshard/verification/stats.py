@@ -43,7 +43,7 @@ class ZeroSlab:
     ranges: tuple[tuple[int, int], ...]
 
     def text(self, rank: int) -> str:
-        """Words for people, for a tensor of ``rank`` dimensions: ``rows 32-63``, ``indices 4-7 of dim 2``."""
+        """Describes the block in words, for a tensor of ``rank`` dimensions: ``rows 32-63``, ``indices 4-7 of dim 2``."""
         what = {0: "rows", 1: "columns"}.get(self.dim, "") if rank == 2 else "indices"
         if self.indices == 1:
             what = "index" if what == "indices" else what[:-1]
@@ -55,7 +55,7 @@ class ZeroSlab:
 
 @dataclass(frozen=True)
 class TensorStats:
-    """What the numbers of one tensor are like.
+    """Statistics of the values of one tensor.
 
     ``zeros``, ``nan``, ``inf`` and the histogram add up to ``count``. NaN and infinities enter nothing else.
     The two parts of a complex element count as two numbers. Integers are summed as float64, so that the
@@ -84,7 +84,7 @@ class TensorStats:
 
     @classmethod
     def from_dict(cls, dtype: str, shape: Iterable[int], data: dict[str, Any]) -> TensorStats:
-        """Statistics from their JSON form, as a manifest has it."""
+        """Reads statistics from their JSON form, as a manifest has it."""
         slabs = tuple(
             ZeroSlab(s["dim"], s["indices"], tuple((a, b) for a, b in s["ranges"]))
             for s in data.get("zero_slabs", ())
@@ -93,7 +93,7 @@ class TensorStats:
         return cls(dtype, tuple(shape), **rest, histogram=tuple(data["histogram"]), zero_slabs=slabs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, with lists for tuples."""
+        """Returns plain data, with lists for tuples."""
         slabs = [
             {"dim": s.dim, "indices": s.indices, "ranges": [list(r) for r in s.ranges]}
             for s in self.zero_slabs
@@ -107,14 +107,14 @@ class TensorStats:
         return self.zeros / self.count if self.count else 0.0
 
     def overlap(self, other: TensorStats) -> float:
-        """How far two distributions coincide, from 0 to 1: common share of bins, zeros, NaN and infinities."""
+        """Measures how far two distributions overlap, from 0 to 1: the common share of bins, zeros, NaN and infinities."""
         own, theirs = ((*s.histogram, s.zeros, s.nan, s.inf) for s in (self, other))
         if not (self.count and other.count):
             return float(self.count == other.count)
         return sum(min(a / self.count, b / other.count) for a, b in zip(own, theirs, strict=True))
 
     def zero_unlike(self, other: TensorStats) -> list[str]:
-        """What is zero throughout here and not in the other tensor: ``["rows 32-63"]``."""
+        """Lists what is all zero here and not in the other tensor: ``["rows 32-63"]``."""
         if other.zeros == other.count:
             return []
         if self.count and self.zeros == self.count:
@@ -193,7 +193,7 @@ def stats(
     progress: Report = False,
     **opening: Unpack[Opening],
 ) -> Stats:
-    """Statistics of every whole tensor of a checkpoint, by name: one pass over the data in bounded memory.
+    """Computes statistics of every full tensor, by name, in one pass and bounded memory.
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.

@@ -14,7 +14,7 @@ __all__ = ["Verdict"]
 
 
 class Verdict(Sequence[Finding]):
-    """The findings of :func:`fastshard.verify`, in order, and what they come to.
+    """The result of :func:`fastshard.verify`: a sequence of findings, and whether the checkpoint is in order.
 
     It is the sequence of its findings, and equal to a list of the same findings. It has no truth value: an empty
     sequence is false, and here that would be the good case.
@@ -34,11 +34,11 @@ class Verdict(Sequence[Finding]):
 
     @property
     def findings(self) -> list[Finding]:
-        """Everything that was found."""
+        """All findings, as a list."""
         return list(self._findings)
 
     def raise_for_errors(self) -> None:
-        """Raises what was found, if an error is among it.
+        """Raises the findings as an exception if one of them is an error.
 
         Raises:
             IncompleteError: if the checkpoint is incomplete only.

@@ -40,7 +40,7 @@ def piece(
     progress: Report = False,
     **opening: Unpack[Opening],
 ) -> Manifest:
-    """Copies what this host has of a checkpoint, as it is, and hashes it: for hosts that share no storage.
+    """Copies and hashes this host's part of a checkpoint, for hosts that share no storage.
 
     ``fastshard.merge`` (or ``convert``, ``verify``) of all pieces compares every byte with what its host has read, and proves
     that together they are one checkpoint.

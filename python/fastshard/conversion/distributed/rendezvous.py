@@ -160,7 +160,7 @@ def met(
 
 @dataclass(frozen=True)
 class SeenRank:
-    """A rank that was met at a destination."""
+    """A rank that reported at a destination."""
 
     rank: int
     host: str
@@ -173,7 +173,7 @@ class SeenRank:
 def probe(
     out: StrPath, *, rank: int | str | None = "auto", world: int | None = None, timeout: float | None = None
 ) -> list[SeenRank]:
-    """Whether all ranks see one storage at a destination; writes nothing that stays.
+    """Checks that all ranks see the same storage at a destination; leaves no file behind.
 
     Args:
         out: the destination that a run would have.

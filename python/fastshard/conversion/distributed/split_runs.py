@@ -31,7 +31,7 @@ Source = StrPath | Iterable[StrPath]
 
 @dataclass(frozen=True)
 class Run:
-    """A run whose parts can be made."""
+    """A run that was split into parts."""
 
     #: What it is called: 32 hexadecimal digits.
     id: str
@@ -62,7 +62,7 @@ def begin(
     stats: bool = False,
     **options: Unpack[Writing],
 ) -> Run:
-    """Begins a run: checks source and destination, makes all files, divides the work, and writes no tensor.
+    """Splits a run into parts: checks source and destination, creates all files, divides the work, writes no tensor.
 
     Args:
         source: a path, or several node-local ones; seen under the same name by whoever makes parts.
@@ -176,7 +176,7 @@ def run_part(
     threads: int | None = None,
     progress: Report = False,
 ) -> bool:
-    """Makes a part of a run; one that was begun and given up before is made to its end.
+    """Makes one part of a run, or finishes a part that was interrupted.
 
     Args:
         out: the destination of the run.
@@ -222,7 +222,7 @@ def commit(
     threads: int | None = None,
     progress: Report = False,
 ) -> Manifest:
-    """Judges what the parts of a run have made, and publishes it.
+    """Checks what the parts of a run have written, and puts the result in place.
 
     Args:
         out: the destination of the run.
