@@ -68,4 +68,5 @@ def test_the_commands_of_a_help_mend_it(name: str, tmp_path: Path, monkeypatch: 
             if after is not None:
                 left = {(found["code"], found["message"]) for found in after.errors}
                 assert (error["code"], error["message"]) not in left, (command, after.out)
-                assert len(first.errors) > 1 or after.code == 0, (command, after.out)
+                # With several errors another may be left; no command is one that cannot be run.
+                assert after.code == 0 or (len(advised) > 1 and after.code in (1, 3)), (command, after.out)

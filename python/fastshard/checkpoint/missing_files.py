@@ -37,9 +37,9 @@ class Absent:
         *here, there = self.commands
         return "\n".join(
             [
-                "if other hosts have the missing files on their own disks, copy these from each host:",
+                "if other hosts hold the missing files, copy them from each (HOST):",
                 *(f"  {command}" for command in here),
-                "or merge on all hosts, each with its files, into an OUT that they share; on host I of N:",
+                "or, if all N hosts share OUT, run this on each (I = 0 to N-1):",
                 f"  {there}",
             ]
         )

@@ -70,7 +70,7 @@ def checked(
     """
     vouched = list(vouched)
     findings = list(findings)
-    unnoticed = [*(told for f in findings if (told := _left_open(f)) is not None), *unnoticed]
+    unnoticed = [*(told for f in _unnoticed(findings) if (told := _left_open(f)) is not None), *unnoticed]
     if vouched:
         return Checked(CONTENTS, vouched, part=part)
     return Checked(
@@ -98,15 +98,18 @@ def _unproven(findings: Iterable[Finding]) -> list[Finding]:
     """Findings that say what could not be checked."""
     findings = list(findings)
     unprovable = [f for f in findings if f.code == "FS109" and f.file is None]
-    # Where one was noticed, none is said to go unnoticed.
-    noticed = any(f.severity == "error" and f.code in ("FS113", "FS303", "FS305") for f in findings)
-    codes = [code for code in UNPROVEN if not (noticed and code == "FS114")]
-    return [*unprovable[:1], *(f for f in findings if f.code in codes)]
+    return [*unprovable[:1], *(f for f in _unnoticed(findings) if f.code in UNPROVEN)]
+
+
+def _unnoticed(findings: list[Finding]) -> list[Finding]:
+    """The findings; where a swap was noticed, without that which says that one would not be."""
+    noticed = any(f.severity != "note" and f.code in ("FS113", "FS303", "FS305") for f in findings)
+    return [f for f in findings if not (noticed and f.code == "FS114")]
 
 
 def not_checked(findings: Iterable[Finding]) -> list[str]:
     """What could not be checked of this checkpoint."""
-    return [f.unnoticed or f.message for f in _unproven(findings)]
+    return [_left_open(f) or f.message for f in _unproven(findings)]
 
 
 def not_proven(findings: Iterable[Finding]) -> list[str]:

@@ -25,7 +25,13 @@ _STYLES = {"error": "bad", "warning": "warn", "note": "note"}
 
 
 def lines(
-    alike: Sequence[Finding], *, verbose: int = 0, helps: bool = True, width: int = 80, paint: Paint = plain
+    alike: Sequence[Finding],
+    *,
+    verbose: int = 0,
+    helps: bool = True,
+    width: int = 80,
+    wraps: bool = False,
+    paint: Paint = plain,
 ) -> list[str]:
     """The lines of one finding, or of several that say the same of different tensors.
 
@@ -34,6 +40,7 @@ def lines(
         verbose: above 0, files and tensors are named one by one.
         helps: False to leave out what to do.
         width: columns of the terminal.
+        wraps: True to keep the first line within them, too.
         paint: gives a text its style.
     """
     finding = alike[0]
@@ -48,7 +55,14 @@ def lines(
         evidence = list(dict.fromkeys(f.evidence for f in alike if f.evidence))
         # What is said of each tensor is not said of all.
         facts = [("tensors", _tensors(alike, verbose)), ("evidence", evidence if len(evidence) == 1 else [])]
-    told = [f"{severity} {paint(f'{finding.code}{by}: {message}', 'bold')}"]
+    # A log has a line for each finding; in a terminal it ends between two words.
+    first, *rest = textwrap.wrap(
+        f"{finding.severity} {finding.code}{by}: {message}",
+        max(width, 2 * _INDENT) if wraps else len(message) + 80,
+        subsequent_indent="  ", break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+    told = [f"{severity} {paint(first.removeprefix(finding.severity).lstrip(), 'bold')}"]
+    told += [paint(line, "bold") for line in rest]
     if len(files) > (len(alike) == 1):
         told += _labelled("where", files if verbose else [files_of(files)], width, paint)
     for label, texts in facts:
@@ -63,7 +77,7 @@ def lines(
 
 def help_of(finding: Finding) -> str | None:
     """What to do about a finding: what it says itself, else what helps with all of its code."""
-    if finding.help or finding.severity == "note":
+    if finding.help or finding.severity == "note" or accepted(finding):
         return finding.help
     text = CODES[finding.code].help
     return f"{text[0].lower()}{text[1:].rstrip('.')}" if text else None

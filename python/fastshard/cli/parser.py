@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import textwrap
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from .. import _core
 from .help_text import SUMMARY, Overview, Short, examples, overview, usage
+from .styles import WHEN, headed, painter, plain
 from .verbs import VERBS, Verbs
 
 TYPE_CHECKING = False  # typing itself takes longer than the rest
@@ -34,6 +36,11 @@ class UsageError(Exception):
         return "all commands" if self.parser.prog == "fastshard" else "all options"
 
 
+def _in_front(word: str) -> str:
+    """What a path or the value of an option in the command's place may be."""
+    return "; the command comes first, then paths and options" if os.path.exists(word) or word in WHEN else ""  # noqa: PTH110 - of all commands only this needs it
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raised, not printed: it may have to be JSON."""
@@ -44,12 +51,19 @@ class _Parser(argparse.ArgumentParser):
 
             near = meant(wrong[1], [choice.strip(" '") for choice in wrong[2].split(",")])
             is_command = message.startswith("argument COMMAND:")
-            message = f"there is no command {wrong[1]}{near}" if is_command else message + near
+            message = (
+                f"there is no command {wrong[1]}{near or _in_front(wrong[1])}"
+                if is_command
+                else message + near
+            )
         raise UsageError(self, message)
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         # argparse's own is silent about what it cannot write.
-        (file or sys.stderr).write(message)
+        stream = file or sys.stderr
+        # argparse may pass what has no terminal.
+        paint = painter(stream) if hasattr(stream, "isatty") else plain  # type: ignore[arg-type]
+        stream.write(headed(message, paint, is_help=True))
 
 
 def parse(argv: Sequence[str], verbs: Verbs = VERBS) -> argparse.Namespace:
@@ -61,7 +75,7 @@ def parse(argv: Sequence[str], verbs: Verbs = VERBS) -> argparse.Namespace:
     """
     if not argv:
         # Printed as what goes wrong is: a script that lost its arguments must not go on.
-        sys.stderr.write(overview(verbs))
+        sys.stderr.write(headed(overview(verbs), painter(sys.stderr), is_help=True))
         raise SystemExit(2)
     if argv[0] == "help":
         argv = [*argv[1:2], "--help"]
@@ -87,6 +101,11 @@ def parse(argv: Sequence[str], verbs: Verbs = VERBS) -> argparse.Namespace:
         suggestion = _suggestion(arguments.command, rest, build(verbs))
         subparsers(parser)[arguments.command].error(f"unrecognized arguments: {' '.join(rest)}{suggestion}")
     return arguments
+
+
+def takes(verb: Verb, option: str, verbs: Verbs = VERBS) -> bool:
+    """Whether a verb has an option."""
+    return option in flags(subparsers(build(verbs, (verb,)))[verb.name])
 
 
 def _suggestion(command: str, rest: list[str], parser: argparse.ArgumentParser) -> str:

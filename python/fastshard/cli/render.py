@@ -72,7 +72,8 @@ def print_findings(
         help_ = finding_text.help_of(group[0]), group[0].run
         helps = help_ not in helped
         helped.add(help_)
-        text = finding_text.lines(group, verbose=verbose, helps=helps, width=width, paint=paint)
+        wraps = file.isatty() and not quiet
+        text = finding_text.lines(group, verbose=verbose, helps=helps, width=width, wraps=wraps, paint=paint)
         print("\n".join(text[:1] if quiet else text), file=file)
     for code, count in hidden.items():
         print(f"... and {count} more of {code} (-v shows all)", file=file)

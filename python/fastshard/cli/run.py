@@ -15,7 +15,7 @@ from ..common import memory_budget, safe_files
 from ..common.errors import UNPUBLISHED, FastshardError, Finding, error_for, exit_code, published
 from ..common.finding_facts import command_of
 from . import output_formats, pager, render, settings, styles
-from .parser import UsageError
+from .parser import UsageError, takes
 from .signals import Stopping
 from .std_streams import Streams
 from .verb import Result, Verb
@@ -133,7 +133,7 @@ class Run:
     def _nothing_begun(self) -> str | None:
         if self._destination is None:
             return None
-        return f"run it again; {UNPUBLISHED}, and nothing is left of it"
+        return "run it again; nothing is left of this run"
 
     @property
     def _verb(self) -> Verb | None:
@@ -237,7 +237,8 @@ class Run:
         verb, text = self._verb, self._text(result, told)
         if text is not None:
             say = pager.show if result and result.paged else print
-            self._streams.write(lambda: say(text))
+            shown = styles.headed(text, styles.painter(sys.stdout, self._color))
+            self._streams.write(lambda: say(shown))
         if text is not None and verb is not None and verb.silent and (self._is_watched or _size(result)):
             self._streams.say(self._figures(result))
         asked_for = verb is not None and verb.finds and (result is not None or told.code in _FOUND)
@@ -255,8 +256,9 @@ class Run:
             if told.quiet or told.code
             else told.not_checked[:_UNCHECKED]
         )
-        lines += [f"not checked: {render.printable(line)}" for line in unchecked]
         stream = getattr(sys, name)
+        label = styles.painter(stream, self._color)("not checked:", "warn")
+        lines += [f"{label} {render.printable(line)}" for line in unchecked]
         if told.code or (asked_for and not told.quiet):
             wrong = told.code or any(finding.severity == "error" for finding in told.findings)
             style = "bad" if wrong else "warn" if " with " in ending else "good"
@@ -270,16 +272,17 @@ class Run:
             return finding
         given = getattr(self._arguments, "ckpt", None)
         paths = [str(path) for path in given] if isinstance(given, list) else []
-        # What was asked for already does not help, and what only looks has no option that decides.
+        # What was asked for already does not help.
         useful = [run for run in finding.run if not self._is_given(run)]
-        typed, verify = ["fastshard", *self._argv], ["fastshard", "verify", *paths]
-        return finding.replace(
-            run=[command_of(run, typed if self._takes(run) else verify, paths) for run in useful]
-        )
+        return finding.replace(run=[command_of(run, self._taking(run, paths), paths) for run in useful])
 
-    def _takes(self, run: str) -> bool:
-        """Whether the command has the option of a help."""
-        return hasattr(self._arguments, _named(run))
+    def _taking(self, run: str, paths: list[str]) -> list[str]:
+        """The words of the command that takes the option of a help: what was typed, or the first verb that has it."""
+        if not run.startswith("-") or hasattr(self._arguments, _named(run)):
+            return ["fastshard", *self._argv]
+        option = run.partition(" ")[0]
+        verb = next((name for name in ("verify", "merge") if takes(self._verbs[name], option)), "convert")
+        return ["fastshard", verb, *paths, *(["OUT"] if verb != "verify" else [])]
 
     def _is_given(self, run: str) -> bool:
         """Whether the command was run with the option of a help."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 
 TYPE_CHECKING = False  # typing itself takes longer than the rest
@@ -12,6 +13,12 @@ if TYPE_CHECKING:
 WHEN = ("auto", "always", "never")
 #: What ANSI terminals take for each style.
 _CODES = {"good": "32", "bad": "1;31", "warn": "33", "note": "34", "bold": "1", "dim": "2"}
+
+#: Headers of tables, and headings of help.
+_HEADER = re.compile(r"^(?:[A-Z][A-Z/% -]{8,}(?:NaN[A-Z/% -]*)?)$", re.MULTILINE)
+_HEADING = re.compile(
+    r"^(?:[Uu]sage:|Examples|Exit codes|[A-Z][a-z]+(?: [a-z]+)*(?=\n  )|[a-z ]+:$)", re.MULTILINE
+)
 
 #: A text in a style.
 Paint = Callable[[str, str], str]
@@ -33,6 +40,12 @@ def painter(stream: TextIO, when: str = "auto") -> Paint:
         is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
         when = "always" if os.environ.get("FORCE_COLOR") or is_terminal else "never"
     return _painted if when == "always" else plain
+
+
+def headed(text: str, paint: Paint, *, is_help: bool = False) -> str:
+    """A text whose headers of tables are bold, or its headings where it is a page of help."""
+    pattern = _HEADING if is_help else _HEADER
+    return text if paint is plain else pattern.sub(lambda found: paint(found[0], "bold"), text)
 
 
 def _painted(text: str, style: str) -> str:

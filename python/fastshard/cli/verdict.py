@@ -50,7 +50,8 @@ def verdict(
         reason = reason if word else _why(findings) or reason
         word = in_a_word(code, findings, word)
     else:
-        warnings = sum(f.severity == "warning" and not ignored(f) for f in findings)
+        # As many as are printed.
+        warnings = sum(f.severity == "warning" and not ignored(f) for f, *_ in alike(findings))
         word = in_a_word(code, findings, word) + (f" with {counted(warnings, 'warning')}" if warnings else "")
     told = f"{word}, {reason}" if reason else word
     return f"{printable(about)}: {printable(told)}{outcome} (exit {code})"
@@ -64,8 +65,9 @@ def in_a_word(code: int, findings: Sequence[Finding], word: str | None = None) -
 
 
 def subject(arguments: argparse.Namespace) -> str:
-    """What a command is about: its checkpoints, or the directory that it was given."""
-    for names in (("ckpt",), ("a", "b"), ("out",)):
+    """What a command is about: its checkpoints, or the directory that it was given or made."""
+    # What a repair made is what it is about.
+    for names in (("repair",), ("ckpt",), ("a", "b"), ("out",)):
         given = [getattr(arguments, name) for name in names if getattr(arguments, name, None)]
         if given:
             paths = given[0] if isinstance(given[0], list) else given

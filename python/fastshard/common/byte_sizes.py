@@ -23,7 +23,9 @@ def parse_size(text: str | int, name: str = "size") -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
         unit = match and _UNITS.get(match[2].upper())
         if not match or unit is None:
-            raise FastshardError.of("FS515", f"{name}", expected="a size like 5GB or 256MiB", got=repr(text))
+            raise FastshardError.of(
+                "FS515", f"{name}: {text!r} is not a size", expected="a size like 5GB or 256MiB"
+            )
         size = Fraction(match[1]) * unit
     if size < 1 or size >= 1 << 63:
         expected = "more than 0 bytes" if size < 1 else "less than 8 EiB"

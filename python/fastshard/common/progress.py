@@ -41,15 +41,22 @@ class Progress:
             from rich.progress import (
                 BarColumn,
                 DownloadColumn,
+                Task,
                 TextColumn,
                 TimeRemainingColumn,
                 TransferSpeedColumn,
             )
             from rich.progress import Progress as Bar
+            from rich.text import Text
+
+            class Speed(TransferSpeedColumn):
+                def render(self, task: Task) -> Text:
+                    # Of what is done, and of what has not begun, there is none.
+                    return super().render(task) if task.finished_speed or task.speed else Text("")
 
             self._bar = Bar(
                 TextColumn("{task.description}"), BarColumn(), DownloadColumn(),
-                TransferSpeedColumn(), TimeRemainingColumn(),
+                Speed(), TimeRemainingColumn(),
                 console=Console(stderr=True, no_color="NO_COLOR" in os.environ), transient=True,
             )  # fmt: skip
             self._bar.start()

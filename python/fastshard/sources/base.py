@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from .. import _core
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.listing import File, Listing
+from ..common.near_words import meant
 from ..common.options import ACCEPTABLE, MAX_DEGREE, OpenOptions
 from ..layouts.declaration import Blocks, Source
 
@@ -113,13 +114,16 @@ def checked_accept(what: Iterable[str]) -> frozenset[str]:
         FastshardError: ``FS515`` for what nothing is known of.
     """
     if isinstance(what, str):
-        raise FastshardError.of("FS515", "accept", expected="a list of words", got=repr(what))
+        raise FastshardError.of("FS515", "accept takes a list of words", got=repr(what))
     what = frozenset(what)
     for one in what:
         word, is_given, pattern = one.partition("=")
         if word not in ACCEPTABLE or (is_given and (word != "copies" or not pattern)):
+            near = meant(word, ACCEPTABLE)
             raise FastshardError.of(
-                "FS515", "accept", expected=f"{', '.join(ACCEPTABLE)} or copies=GLOB", got=repr(one)
+                "FS515",
+                f"accept has no word {one!r}{near}",
+                expected=f"{', '.join(ACCEPTABLE)} or copies=GLOB",
             )
     return what
 
@@ -233,10 +237,12 @@ def lacking(have: Iterable[int], first: int, last: int) -> list[tuple[int, int]]
     return runs
 
 
-def missing(path: str, rank: str | None, why: str, help: str, *, upto: str | None = None) -> Finding:
+def missing(
+    path: str, rank: str | None, why: str, help: str, *, upto: str | None = None, run: Sequence[str] = ()
+) -> Finding:
     """A file that must be there and is not; or all from it to ``upto``, the name of the last of a run."""
     what = "the file is missing" if upto is None else f"the files from this one to {upto} are missing"
-    return Finding.of("FS101", what, file=path, rank=rank, evidence=why, help=help)
+    return Finding.of("FS101", what, file=path, rank=rank, evidence=why, help=help, run=run)
 
 
 def unexpected(path: str, why: str) -> Finding:

@@ -76,7 +76,7 @@ def renamed(
                 rank=ranks.get(index),
                 expected=name.partition(".")[0],
                 got=archive[:200],
-                help="leave out --accept renamed to make this an error again"
+                help=None
                 if accepted
                 else "copy the file again from the node that wrote it; if the name is right, accept it",
                 run=[] if accepted else ["--accept renamed"],

@@ -57,7 +57,7 @@ def check(request: Request) -> None:
     to = request.to
     if to is not None and to not in TARGETS:
         known = _ALSO_CALLED.get(str(to).lower())
-        near = f"; did you mean {known}?" if known else meant(str(to), TARGETS)
+        near = f"; did you mean {known}?" if known else meant(str(to), [*TARGETS, *_ALSO_CALLED])
         raise FastshardError.of("FS515", f"there is no format {to}{near}", expected=", ".join(TARGETS))
     target = None if to is None else TARGETS[to]
     whole = target is None or target.is_whole

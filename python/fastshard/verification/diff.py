@@ -72,6 +72,18 @@ class Difference:
         )
 
     @property
+    def not_numbers(self) -> str:
+        """Says in words which side holds NaN or infinite values that the other does not."""
+        if self.a_stats is None or self.b_stats is None:
+            return ""
+        told = []
+        for word, attribute in (("NaN", "nan"), ("infinite values", "inf")):
+            a, b = (getattr(side, attribute) for side in (self.a_stats, self.b_stats))
+            if a != b:
+                told.append(f"{a:,} {word} in A, {b:,} in B")
+        return "; ".join(told)
+
+    @property
     def distributions(self) -> str:
         """Describes both distributions: mean, std, overlap, and what is zero on one side only."""
         if self.a_stats is None or self.b_stats is None:
@@ -85,7 +97,7 @@ class Difference:
             if overlap == 1
             else f"the distributions overlap by {min(overlap, 0.9999):.2%}"
         )
-        return "; ".join([*words, *([self.zeros] if self.zeros else [])])
+        return "; ".join([*words, *(told for told in (self.not_numbers, self.zeros) if told)])
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data."""

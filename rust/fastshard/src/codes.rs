@@ -304,7 +304,7 @@ codes! {
         "Choose a form that fastshard reads and writes: docs/systems.md lists them."
     515 USAGE Error CouldNotRun "Invalid arguments"
         "An argument is not valid, or arguments do not fit together."
-        "Correct the argument; `fastshard VERB --help` shows examples."
+        "Correct the argument; --help shows examples."
     516 PUBLISH_CONFLICT Error CouldNotRun "Output changed during the run"
         "OUT appeared or changed while the result was written, and was not replaced."
         "Move it away, then run the command again with --resume."

@@ -68,14 +68,9 @@ pub enum Role {
     /// A tensor of its own.
     #[default]
     Whole,
-    /// Codes of eight bits, whose values are made with one scale.
-    Codes {
-        /// What the values are rounded to.
-        dtype: Dtype,
-        /// Index of the scale into [`ParsedFile::tensors`].
-        scale: u32,
-    },
-    /// A scale of codes; those of a file are the last of its tensors.
+    /// Codes of eight bits, whose values are made with one scale and rounded to this type.
+    Codes(Dtype),
+    /// A scale of codes; those of a file are the last of its tensors, in the order of the codes.
     Scale,
 }
 
@@ -83,7 +78,7 @@ impl FileTensor {
     /// Element type of its values.
     pub fn value_dtype(&self) -> Dtype {
         match self.role {
-            Role::Codes { dtype, .. } => dtype,
+            Role::Codes(dtype) => dtype,
             _ => self.dtype,
         }
     }

@@ -228,9 +228,6 @@ fn keeps(error: &Error, options: &Options) -> bool {
     errors.into_iter().all(|f| of_system.contains(&f.code) || of_companion(f))
 }
 
-/// What is said of a run that ended before its result appeared. Another run may have published meanwhile.
-const UNPUBLISHED: &str = "this run wrote nothing to OUT";
-
 /// Says how a run that stopped can be continued.
 pub(crate) fn resumable(error: Error, folder: &Path) -> Error {
     let mut findings = error.into_findings();
@@ -239,13 +236,8 @@ pub(crate) fn resumable(error: Error, folder: &Path) -> Error {
     }
     let way = |f: &Finding| match f.code {
         // Of the sources as they are now it is another run.
-        codes::SOURCE_CHANGED => format!("start afresh by removing {}; {UNPUBLISHED}", folder.display()),
-        _ => {
-            format!(
-                "run the same command with --resume to continue, or remove {}; {UNPUBLISHED}",
-                folder.display()
-            )
-        }
+        codes::SOURCE_CHANGED => format!("start afresh by removing {}", folder.display()),
+        _ => format!("remove {}, or continue the run", folder.display()),
     };
     // Where another process is at work it may have published, and its folder is not to be removed. What another rank
     // stopped for says it already.
@@ -256,6 +248,9 @@ pub(crate) fn resumable(error: Error, folder: &Path) -> Error {
             Some(help) => format!("{help}; {}", way(f)),
             None => way(f),
         });
+        if f.code != codes::SOURCE_CHANGED {
+            f.run = vec!["--resume".into()];
+        }
     }
     Error::from(findings)
 }

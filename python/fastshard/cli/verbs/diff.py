@@ -75,7 +75,7 @@ def _table(differences: Differences, verbose: int) -> str:
     shown = ordered if verbose else ordered[:_SHOWN]
     rows = [("TENSOR", "WHAT", "CHANGED", "MAX DIFF", "REL DIFF", "COSINE"), *map(_row, shown)]
     lines = table(rows, indent="").splitlines()
-    zeros = [[f"  {d.zeros}"] if d.zeros else [] for d in shown]
+    zeros = [[f"  {told}" for told in (d.not_numbers, d.zeros) if told] for d in shown]
     below = [line for row, more in zip(lines[1:], zeros, strict=True) for line in (row, *more)]
     left = len(ordered) - len(shown)
     return "\n".join([lines[0], *below, *([f"... and {left} more (-v)"] if left else [])])
@@ -87,6 +87,9 @@ def _row(d: Difference) -> tuple[str, ...]:
         return (d.tensor, what, "", "", "", "")
     count = d.a_stats.count if d.a_stats else 0
     share = _share(d.differing, count) if count else ""
+    if d.not_numbers:
+        # Of these no distance says anything.
+        return (d.tensor, what, share, "nan", "nan", "nan")
     return (d.tensor, what, share, f"{d.largest:.3g}", _figure(d.relative), _figure(d.cosine))
 
 

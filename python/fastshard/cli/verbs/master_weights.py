@@ -71,7 +71,7 @@ def _run(a: argparse.Namespace) -> Outcome:
     what = (
         "the optimizer left out; load it with load_module_only=True"
         if a.drop_optimizer
-        else f"{count} tensors rebuilt: master weights made from the parameters, moments and step set to zero; load it as usual"
+        else "master weights rebuilt from the parameters, moments and step set to zero; load it as usual"
     )
     document = {"out": str(a.repair), "tensors": count, "files": manifest.document["files"]}
     return Result(f"{a.repair}: {what}", document), manifest.findings

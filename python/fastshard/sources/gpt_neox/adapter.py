@@ -58,7 +58,7 @@ def _layers_missing(found: Found[ZeroFiles], absent: list[int], tp: int, why: st
                 expected=why,
                 got=got,
                 help=f"copy {' and '.join(names) if one and tp < 3 else f'{names[0]} to {names[-1]}'} "
-                f"from the pipeline {'stage that owned the layer' if one else 'stages that owned the layers'}",
+                f"from the nodes that ran the pipeline {'stage of this layer' if one else 'stages of these layers'}",
             )
         )
     return findings

@@ -113,10 +113,11 @@ class Model:
                 findings.append(
                     Finding.of(
                         "FS215",
-                        f"config: {key}",
+                        f"the config's {key} is not the checkpoint's",
                         file=path,
-                        expected=f"{inside} as the checkpoint's arguments say",
+                        expected=str(inside),
                         got=str(outside),
+                        evidence=f"the checkpoint's arguments say {key} {inside}",
                         help="pass the config of this checkpoint",
                         run=["--config FILE"],
                     )

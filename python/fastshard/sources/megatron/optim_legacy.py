@@ -255,7 +255,8 @@ def _distributed(reading: _Reading, rank: _Rank, ranks: list[_Rank]) -> None:
                 path,
                 rank.label,
                 f"{DISTRIBUTED_OPTIMIZER} beside each rank file, as beside others",
-                "copy it from the node that wrote it (to take the parameters without looking at the optimizer: --weights params)",
+                "copy it from the node that wrote it, or take the parameters alone",
+                run=["--weights params"],
             )
         )
         return

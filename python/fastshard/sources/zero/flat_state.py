@@ -93,9 +93,9 @@ class Model:
             f"{folder}/{name}" if folder else name,
             f"dp {dp}, {self.label}",
             f"one of {world} partitions, by partition_count and dp_world_size",
-            f"copy {name} from the node that ran data-parallel rank {dp}"
-            " (to take the parameters without looking at the optimizer: --weights params)",
+            f"copy {name} from the node that ran data-parallel rank {dp}, or take the parameters alone",
             upto=end if end != name else None,
+            run=["--weights params"],
         )
 
     def shapes(self) -> list[dict[str, list[int]]] | None:

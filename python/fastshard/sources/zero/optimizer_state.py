@@ -237,9 +237,8 @@ def _no_experts_state(model: Model, first: int, last: int, why: str) -> Finding:
     folder = model.found.folder
     return missing(
         f"{folder}/{name}" if folder else name, f"ep {first}, {model.label}", why,
-        f"copy {name} from the node that ran expert-parallel rank {first}"
-        " (to take the parameters without looking at the optimizer: --weights params)",
-        upto=end if last > first else None,
+        f"copy {name} from the node that ran expert-parallel rank {first}, or take the parameters alone",
+        upto=end if last > first else None, run=["--weights params"],
     )  # fmt: skip
 
 

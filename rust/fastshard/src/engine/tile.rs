@@ -475,7 +475,7 @@ pub fn check_pad(
                 let mut finding = Finding::new(codes::PAD_NOT_ZERO, "rows beyond the vocabulary hold values")
                     .tensor(&stored.name)
                     .expected("zeros", "other values")
-                    .help("pass the true vocabulary size if these rows are tokens; they are dropped")
+                    .help("check the vocabulary size: these rows are dropped; if they are tokens, pass the true one")
                     .run("--vocab-size N");
                 finding.rank = stored.rank.clone();
                 return Ok(Some(finding));

@@ -34,7 +34,16 @@ pub fn finding(path: &Path, head: &[u8], size: u64, place: Place) -> Option<Find
     let bytes = format!("{size} bytes");
     let file = quoted(&name);
     let again = "download it again, or copy it from the original checkpoint";
-    let download = || format!("hf download REPO {file}");
+    let folder = quoted(
+        &path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_string_lossy(),
+    );
+    let download = || format!("hf download REPO {file} --local-dir {folder}");
+    // No repository has what a rank wrote.
+    let of_rank = path.extension().is_some_and(|end| end == "pt" || end == "distcp");
+    let offered = |finding: Finding| match of_rank {
+        true => finding.help("copy the file again from the node that wrote it"),
+        false => finding.help(again).run(download()),
+    };
     if POINTERS.iter().any(|begin| head.starts_with(begin)) {
         let text = String::from_utf8_lossy(head);
         let value = |key: &str| {
@@ -65,15 +74,14 @@ pub fn finding(path: &Path, head: &[u8], size: u64, place: Place) -> Option<Find
             found("an unfinished download")
                 .expected("the complete file", bytes)
                 .help("finish it with the same command, which continues it")
-                .run("hf download REPO"),
+                .run(format!("hf download REPO --local-dir {folder}")),
         );
     }
     if size == 0 {
-        return Some(found("an empty file").expected(meant, bytes).help(again).run(download()));
+        return Some(offered(found("an empty file").expected(meant, bytes)));
     }
-    (place == Place::Weights && is_text(head, size)).then(|| {
-        found("a text").expected(meant, format!("{bytes}: {}", shown(head))).help(again).run(download())
-    })
+    (place == Place::Weights && is_text(head, size))
+        .then(|| offered(found("a text").expected(meant, format!("{bytes}: {}", shown(head)))))
 }
 
 /// Of a file that was refused: what it is instead of weights, where its first bytes tell, else why it was refused.

@@ -235,8 +235,10 @@ pub fn check_shape(
         false => (codes::SHAPE, "the shape does not fit the model"),
     };
     let finding = Finding::new(code, what).expected(format!("[{}]", wanted.join(", ")), format!("{shape:?}"));
+    let misfits = want.iter().zip(shape).filter(|(want, got)| want.is_some_and(|want| want != **got)).count();
     for (d, (want, &got)) in want.iter().zip(shape).enumerate() {
-        let Some(want) = *want else { continue };
+        // A slice has all other sizes of the full tensor.
+        let Some(want) = want.filter(|_| misfits == 1) else { continue };
         let divided = {
             let mut names = Vec::new();
             expr::names_in(&expression.dims[d], &table.derived, &mut names);
@@ -270,7 +272,7 @@ pub fn check_shape(
                             slice.shards * got,
                             padding(want, got, slice.shards)
                         ))
-                        .help("merge the slices of all tensor-parallel ranks, or save again with a version of the framework that gathers this tensor"),
+                        .help("copy the file from the original checkpoint, merge the slices of all tensor-parallel ranks, or save again with a version of the framework that gathers this tensor"),
                 );
             }
         }

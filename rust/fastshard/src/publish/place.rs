@@ -195,9 +195,11 @@ impl Place {
             .file(&self.out)
             .expected("an empty or absent directory", held);
         if !overwrite {
-            return Ok(Some(finding.help(
-                "choose another destination, or pass --overwrite if it holds an older result of fastshard and nothing else",
-            )));
+            return Ok(Some(
+                finding
+                    .help("choose another destination, or replace it if it holds an older result of fastshard and nothing else")
+                    .run("--overwrite"),
+            ));
         }
         if older::holds_working_directory(&self.out) || older::holds_home(&self.out) {
             return Ok(Some(

@@ -52,7 +52,7 @@ pub fn preflight(
             let elsewhere = together.is_empty();
             together.into_iter().for_each(|error| gather(Err(error)));
             if !(options.resume && staging::is_sealed(&place)?) {
-                if elsewhere || !options.overwrite {
+                if elsewhere {
                     gather(place.occupied().and_then(|o| match place.refused(&o, options.overwrite)? {
                         Some(finding) => Err(finding.into()),
                         None => Ok(()),

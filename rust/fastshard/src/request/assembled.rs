@@ -248,14 +248,16 @@ impl Gathered {
             file: catalog.label(file),
             rank: unit.rank.clone(),
         });
+        let mut scales = file.parsed.tensors.iter().filter(|tensor| tensor.role == Role::Scale);
         for tensor in file.parsed.named() {
+            let scale = matches!(tensor.role, Role::Codes(_)).then(|| scales.next()).flatten();
             let Some(rest) = tensor.path.strip_prefix(&unit.under[..]) else { continue };
             let key = rest.join(".");
             if unit.only.as_ref().is_some_and(|only| !only.contains(&key)) {
                 continue;
             }
             let name = format!("{}{}", unit.prefix, key.strip_prefix(&unit.strip).unwrap_or(&key));
-            let pieces = self.pieces(unit, file, tensor, &name);
+            let pieces = self.pieces(unit, file, tensor, scale, &name);
             let seen = Stored {
                 name: names.get(&name).unwrap_or(&name).clone(),
                 shape: tensor.shape.clone(),
@@ -286,16 +288,20 @@ impl Gathered {
     }
 
     /// What a tensor of a file is made of.
-    fn pieces(&mut self, unit: &UnitSide, file: &CatalogFile, tensor: &FileTensor, name: &str) -> Pieces {
+    fn pieces(
+        &mut self,
+        unit: &UnitSide,
+        file: &CatalogFile,
+        tensor: &FileTensor,
+        scale: Option<&FileTensor>,
+        name: &str,
+    ) -> Pieces {
         let view = |all: &mut Self, tensor: &FileTensor, strides: Vec<u64>| {
             let blob = all.blob(unit.file, file, tensor.blob);
             Pieces::View { blob, offset: tensor.offset, strides }
         };
-        let Role::Codes { scale, .. } = tensor.role else {
-            return view(self, tensor, tensor.strides.clone());
-        };
+        let Some(scale) = scale else { return view(self, tensor, tensor.strides.clone()) };
         self.eights += 1;
-        let scale = &file.parsed.tensors[scale as usize];
         let shape = vec![1, 1, elements(tensor)];
         let mut add = |tensor: &FileTensor, shape: Vec<u64>| {
             let pieces = view(self, tensor, c_strides(&shape));

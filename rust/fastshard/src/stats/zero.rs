@@ -70,7 +70,16 @@ fn is_padding(plan: &Plan, output: &Output, slab: &ZeroSlab) -> bool {
     let axis = |name: &str| plan.axes.get(name).copied();
     let (real, padded) = (axis("V"), axis("P"));
     let [[start, end]] = slab.ranges[..] else { return false };
-    if end != extent || !(padded == Some(extent) || real == Some(extent)) {
+    if end != extent {
+        return false;
+    }
+    if real.is_none() && padded.is_none() {
+        // Nothing states a size: a shard divides all rows, and so few that do not are padding.
+        let len = end - start;
+        let is_table = slab.dim == 0 && plan.words.is_table_head_or_projection(&output.name);
+        return is_table && len < extent / 8 && !extent.is_multiple_of(len);
+    }
+    if !(padded == Some(extent) || real == Some(extent)) {
         return false;
     }
     match real {

@@ -225,10 +225,12 @@ impl Directory {
             let follow =
                 tail.windows(4).rposition(|bytes| bytes == b"PK\x05\x06").filter(|at| at + END < tail_len);
             let got = match follow {
-                Some(at) => format!("one {} bytes before the end", tail_len - at),
-                None => format!("none in {end} bytes"),
+                Some(at) => format!("one that ends {} bytes before the end", tail_len - at - END),
+                None => format!("{end} bytes without it"),
             };
-            return Err(truncated(file).expected("a zip end record as the last bytes", got).into());
+            return Err(truncated(file)
+                .expected("the zip directory that ends a file of torch.save", got)
+                .into());
         };
         let record = &tail[at..];
         let mut directory_end = end - start - (tail_len - at) as u64;

@@ -64,7 +64,7 @@ pub(super) fn assemble(
             let mut values = place(path, codes)?;
             factor.role = Role::Scale;
             values.dtype = numbers;
-            values.role = Role::Codes { dtype, scale: scales.len() as u32 };
+            values.role = Role::Codes(dtype);
             first.entry(codes).or_insert(listed);
             tensors.push(values);
             scales.push(factor);
@@ -87,12 +87,6 @@ pub(super) fn assemble(
                 .add(&values, &pickled, path.clone(), wrapped, listed)
                 .map_err(|why| unreadable(file, &path, why))?;
             wrappers.push((node, locals));
-        }
-    }
-    let count = tensors.len() as u32;
-    for tensor in &mut tensors {
-        if let Role::Codes { scale, .. } = &mut tensor.role {
-            *scale += count;
         }
     }
     tensors.append(&mut scales);
