@@ -390,7 +390,7 @@ def test_a_missing_partition_is_named(tmp_path: Path) -> None:
 def test_parameters_can_be_taken_without_the_optimizer(tmp_path: Path) -> None:
     root = copy(ZERO1, tmp_path / "ckpt")
     (root / optim_file(1)).unlink()
-    assert_refused(root, tmp_path / "out", "FS101", exit=3, help="--weights params")
+    assert_refused(root, tmp_path / "out", "FS101", exit=3, help="take the parameters alone")
     ran = cli("merge", root, tmp_path / "out", "--weights", "params")
     assert ran.code == 0
     assert ran.having("FS101", severity="warning", file=optim_file(1))

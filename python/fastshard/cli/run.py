@@ -289,7 +289,8 @@ class Run:
         given, value = getattr(self._arguments, _named(run), None), run.partition(" ")[2]
         if isinstance(given, (list, tuple, frozenset)):
             return value in map(str, given)
-        return given is True if not value else str(given) == value
+        # A run that was resumed is resumed again.
+        return bool(value) and str(given) == value
 
     @property
     def _is_watched(self) -> bool:

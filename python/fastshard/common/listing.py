@@ -325,14 +325,7 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
                 "FS515", "no path of a checkpoint", expected="a folder or a file", got=repr(path)
             )
     if address := next((text for p in paths if _ADDRESS.match(text := os.fspath(p))), None):
-        raise FastshardError.of(
-            "FS514",
-            "addresses are not read yet",
-            file=address,
-            expected="a path on this machine",
-            help=_fetching(address)[0],
-            run=_fetching(address)[1],
-        )
+        raise _elsewhere(address)
     given = [Path(p) for p in paths]
     files_named = 0
     for path in given:
@@ -342,10 +335,7 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
             if stat.S_ISDIR(status.st_mode):
                 os.scandir(path).close()
         except FileNotFoundError:
-            help_, run = _missing(path)
-            raise FastshardError.of(
-                "FS501", "no such file or directory", file=str(path), help=help_, run=run
-            ) from None
+            raise _missing(path) from None
         except PermissionError:
             raise FastshardError.of("FS502", "may not be read", file=str(path)) from None
         except OSError as error:
@@ -377,29 +367,31 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
     return Listing(roots, files, findings, files_named == len(given) == 1, given, within)
 
 
-def _fetching(address: str) -> tuple[str, list[str]]:
-    """How to get what is at an address, with the command that does."""
+def _elsewhere(address: str) -> FastshardError:
+    """The error for an address, with the command that brings here what it names."""
     scheme, _, rest = address.partition("://")
     name = shlex.quote(rest.rstrip("/").rpartition("/")[2] or "checkpoint")
     source = shlex.quote(address)
+    help_, run = "copy the checkpoint here, or mount the store", []
     if scheme == "hf":
         # hf://ORG/MODEL, or hf://models/ORG/MODEL as of some tools
         repository = "/".join(rest.removeprefix("models/").strip("/").split("/")[:2])
         folder = shlex.quote(repository.rpartition("/")[2])
-        return "download it", [f"hf download {shlex.quote(repository)} --local-dir {folder}"]
-    commands = {"s3": "aws s3 sync", "gs": "gcloud storage cp -r"}
-    if scheme not in commands:
-        return "copy the checkpoint here, or mount the store", []
-    return "copy the checkpoint here, or mount the store", [f"{commands[scheme]} {source} {name}"]
+        help_, run = "download it", [f"hf download {shlex.quote(repository)} --local-dir {folder}"]
+    elif command := {"s3": "aws s3 sync", "gs": "gcloud storage cp -r"}.get(scheme):
+        run = [f"{command} {source} {name}"]
+    return FastshardError.of(
+        "FS514", "addresses are not read yet", file=address, expected="a path on this machine", help=help_, run=run
+    )  # fmt: skip
 
 
-def _missing(path: Path) -> tuple[str, list[str]]:
-    """What to do about a path that does not exist; it may be the name of a repository on the Hub."""
+def _missing(path: Path) -> FastshardError:
+    """The error for a path that does not exist; it may be the name of a repository on the Hub."""
+    help_, run = safe_files.path_help(os.fspath(path)), []
     if _HUB_ID.fullmatch(os.fspath(path)) and not path.parent.exists():
-        return "download it, if it is a repository of the Hub", [
-            f"hf download {path} --local-dir {path.name}"
-        ]
-    return safe_files.path_help(os.fspath(path)), []
+        help_ = "download it, if it is a repository of the Hub"
+        run = [f"hf download {path} --local-dir {path.name}"]
+    return FastshardError.of("FS501", "no such file or directory", file=str(path), help=help_, run=run)
 
 
 def _walk(

@@ -118,7 +118,10 @@ impl Room {
         let mib = |bytes: u64| bytes.div_ceil(1 << 20);
         let finding =
             Finding::new(codes::MEMORY_BUDGET, format!("the memory budget is too small for {what}"))
-                .expected(format!("at least {} MiB", mib(all)), format!("{} MiB", self.limit >> 20))
+                .expected(
+                    format!("at least {} MiB (baseline {} MiB)", mib(all), mib(self.baseline)),
+                    format!("{} MiB", self.limit >> 20),
+                )
                 .help("allow more memory")
                 .run(format!("--memory {}MiB", mib(all).max(PLENTY)));
         Err(match file {

@@ -250,15 +250,9 @@ def _distributed(reading: _Reading, rank: _Rank, ranks: list[_Rank]) -> None:
     found = reading.found
     if rank.beside is None:
         path = f"{rank.path.rpartition('/')[0]}/{DISTRIBUTED_OPTIMIZER}"
-        reading.findings.append(
-            missing(
-                path,
-                rank.label,
-                f"{DISTRIBUTED_OPTIMIZER} beside each rank file, as beside others",
-                "copy it from the node that wrote it, or take the parameters alone",
-                run=["--weights params"],
-            )
-        )
+        why = f"{DISTRIBUTED_OPTIMIZER} beside each rank file, as beside others"
+        help_ = "copy it from the node that wrote it, or take the parameters alone"
+        reading.findings.append(missing(path, rank.label, why, help_, run=["--weights params"]))
         return
     stored = reading.contents(rank.beside)
     if stored is None:
