@@ -15,8 +15,8 @@ __all__ = ["command_of", "effect_of", "files_of", "runs_of"]
 _NAMED = 3
 #: Codes of what is missing; other causes make tensors unusable that are there.
 _ABSENT = ("FS101", "FS102", "FS103", "FS104", "FS111")
-#: The checkpoint, in a command.
-_CKPT = re.compile(r"\bCKPT\b")
+#: The checkpoint, as a word of a command.
+_CKPT = re.compile(r"(?<!\S)CKPT(?!\S)")
 _NUMBER = re.compile(r"(\d+)")
 
 
@@ -66,6 +66,8 @@ def command_of(run: str, command: Sequence[str], paths: Sequence[str]) -> str:
     "fastshard verify 'a b' --memory 96MiB"
     >>> command_of("fastshard merge CKPT OUT", [], ["a b"])
     "fastshard merge 'a b' OUT"
+    >>> command_of("mv x/CKPT/a.json x/CKPT/a.json.old", [], ["x/CKPT"])
+    'mv x/CKPT/a.json x/CKPT/a.json.old'
     """
     if not run.startswith("-"):
         given = shlex.join(paths)

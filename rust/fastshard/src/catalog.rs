@@ -206,6 +206,9 @@ impl Catalog {
         let Some(tensor) = file.parsed.tensors.get(tensor) else {
             return Err(refuse("no such tensor").into());
         };
+        if tensor.role != format::Role::Whole {
+            return Err(refuse("codes of eight bits").into());
+        }
         let blob = &file.parsed.blobs[tensor.blob as usize];
         let count = element_count(&tensor.shape).unwrap_or(u64::MAX);
         let len = count.saturating_mul(tensor.dtype.size() as u64);
