@@ -272,17 +272,21 @@ class Run:
             return finding
         given = getattr(self._arguments, "ckpt", None)
         paths = [str(path) for path in given] if isinstance(given, list) else []
-        # What was asked for already does not help.
-        useful = [run for run in finding.run if not self._is_given(run)]
+        # What was asked for already does not help, and an option helps only where a command takes it.
+        useful = [run for run in finding.run if not self._is_given(run) and (paths or self._takes(run))]
         return finding.replace(run=[command_of(run, self._taking(run, paths), paths) for run in useful])
 
     def _taking(self, run: str, paths: list[str]) -> list[str]:
         """The words of the command that takes the option of a help: what was typed, or the first verb that has it."""
-        if not run.startswith("-") or hasattr(self._arguments, _named(run)):
+        if self._takes(run):
             return ["fastshard", *self._argv]
         option = run.partition(" ")[0]
         verb = next((name for name in ("verify", "merge") if takes(self._verbs[name], option)), "convert")
         return ["fastshard", verb, *paths, *(["OUT"] if verb != "verify" else [])]
+
+    def _takes(self, run: str) -> bool:
+        """Whether a help is a whole command, or options that the command that was run has."""
+        return not run.startswith("-") or hasattr(self._arguments, _named(run))
 
     def _is_given(self, run: str) -> bool:
         """Whether the command was run with the option of a help."""
