@@ -400,12 +400,7 @@ def test_callback_that_raises_at_the_end_does_not_hide_the_result(
     with pytest.raises(kind) as caught:
         fastshard.merge(HF, out, memory="2GiB", progress=last)
     (first, *_) = caught.value.findings  # type: ignore[attr-defined]
-    # All is written, and either published by now or not.
-    if out.exists():
-        assert (first.code, first.file) == ("FS519", str(out))
-    else:
-        assert first.code == "FS510" and "--resume" in first.help
-        fastshard.merge(HF, out, memory="2GiB", resume=True)
+    assert (first.code, first.file) == ("FS519", str(out))
     assert fastshard.diff(HF, out, memory="2GiB") == []
 
 
@@ -418,20 +413,45 @@ def test_fastshard_error_of_a_callback_keeps_its_findings(tmp_path: Path) -> Non
     with pytest.raises(fastshard.CannotRunError) as caught:
         fastshard.merge(HF, out, memory="2GiB", progress=last)
     assert caught.value.code == "FS503"
-    assert caught.value.published == (str(out) if out.exists() else None)
+    assert caught.value.published == str(out)
 
 
-def test_stopped_run_carries_where_it_goes_on(tmp_path: Path) -> None:
-    def stop(done: int, total: int) -> None:
+#: A callback that raises once a file is there.
+RAISING = """
+import json, sys
+from pathlib import Path
+import fastshard
+ckpt, out, there = map(Path, sys.argv[1:])
+def stop(done, total):
+    if there.exists():
         raise KeyboardInterrupt
+try:
+    fastshard.merge(ckpt, out, memory="2GiB", progress=stop)
+except KeyboardInterrupt as stopped:
+    first = stopped.findings[0]
+    print(json.dumps([first.code, first.file, first.help, first.run]))
+"""
 
-    with pytest.raises(KeyboardInterrupt) as caught:
-        fastshard.merge(TP4, tmp_path / "out", memory="2GiB", progress=stop)
-    (finding, *_) = caught.value.findings  # type: ignore[attr-defined]
-    assert not (tmp_path / "out").exists() or finding.code == "FS519"
-    if finding.code == "FS510":
+
+@needs_steps
+@pytest.mark.parametrize("place", ["tile-0", "made", "published"])
+def test_stopped_run_carries_where_it_goes_on(place: str, tmp_path: Path) -> None:
+    out, there = tmp_path / "out", tmp_path / "there"
+    with Steps(place) as steps:
+        command = [sys.executable, "-c", RAISING, str(TP4), str(out), str(there)]
+        run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=steps.environment)
+        held = steps.wait(place, run)
+        there.touch()
+        steps.wait("cancelled", run)
+        held.release()
+        code, file, advice, commands = json.loads(run.communicate(timeout=HANG)[0])
+    if place == "published":
+        assert (code, file) == ("FS519", str(out))
+    else:
         (staging,) = tmp_path.glob(".out.fastshard-*")
-        assert str(staging) in finding.help and "--resume" in finding.help
+        assert (code, commands) == ("FS510", ["--resume"]) and str(staging) in advice
+        fastshard.merge(TP4, out, memory="2GiB", resume=True)
+    assert fastshard.diff(TP4, out, memory="2GiB") == []
 
 
 def test_published_is_said_by_the_error() -> None:
