@@ -595,6 +595,8 @@ class Plan:
         """(name, dtype, shape, bytes, pieces) of every output."""
     def pieces(self, output: int) -> list[tuple[str | None, str, list[int]]]:
         """(rank, file, local shape) of the stored tensors an output is made of."""
+    def sources(self, output: int) -> list[str]:
+        """Files that an output is read from."""
     def contiguous(self, output: int) -> tuple[int, int] | None:
         """(file, offset in bytes) of an output that is one run of one file, else None.
 

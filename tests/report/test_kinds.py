@@ -15,7 +15,7 @@ from fastshard.common.errors import CODES
 from fastshard.reporting import page
 from fastshard.reporting.checks import FAILED, NOT_CHECKED, PASSED, Check, Read, checks
 from fastshard.reporting.facts import Counts, Fact
-from fastshard.reporting.grid import Grid, _Filling
+from fastshard.reporting.grid import Grid, _Filling, banded
 from fastshard.reporting.grid_cells import COPIED, DAMAGED, DOUBTFUL, Key, Row
 from fastshard.reporting.report_data import Report, _groups
 from helpers import FIXTURES, NEOX, copy
@@ -44,6 +44,10 @@ def meshed(pp: int, tp: int, ep: int, layers: int) -> _Filling:
     return filling
 
 
+def gridded(filling: _Filling) -> Grid:
+    return banded(filling.rows, filling.ranks)
+
+
 def report(grid: Grid, findings: list[Finding], **fields: Any) -> Report:
     counts = Counts(1000, 0, 4000, 10**9, grid.rows, 0, 10**12)
     facts = tuple(Fact(name, "Megatron-LM", "") for name in ("Framework", "Step", "Topology", "Checked"))
@@ -55,7 +59,7 @@ def report(grid: Grid, findings: list[Finding], **fields: Any) -> Report:
 
 
 def healthy() -> Report:
-    return report(meshed(4, 8, 1, 80)._grid(), [], verdict="ok")
+    return report(gridded(meshed(4, 8, 1, 80)), [], verdict="ok")
 
 
 def damaged() -> Report:
@@ -78,7 +82,7 @@ def damaged() -> Report:
         Finding.of("FS303", "copied shard", file="tp 6, pp 1, ep 3.pt", rank="tp 6, pp 1, ep 3"),
         Finding.of("FS313", "rows are all zero", tensor="layers.101.w"),
     ]
-    return report(filling._grid(), findings, verdict="broken")
+    return report(gridded(filling), findings, verdict="broken")
 
 
 @pytest.fixture(scope="module")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..common.errors import Finding, exit_code
-from ..common.listing import Listing
+from ..common.listing import Listing, store_of
 from .drafting import Opened
 from .plan import Plan
 from .planning import make_plan
 from .tensor_map import Tensors
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Checkpoint"]
 
@@ -73,6 +70,15 @@ class Checkpoint(Tensors):
     def files(self) -> list[dict[str, Any]]:
         """Files that were read: path, format, bytes, number of tensors."""
         return [f for f in self._files if f is not None]
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """How many files there are, and their bytes; of a store of arrays all files below its folder."""
+        sizes = [file["size"] for file in self.files if file["format"] != "blocks"]
+        stores = (store_of(file["path"]) for file in self.files if file["format"] == "blocks")
+        if folders := tuple(f"{store}/" if store else "" for store in stores):
+            sizes += [file.size for file in self.listing.files if file.path.startswith(folders)]
+        return len(sizes), sum(sizes)
 
     def metadata(self) -> dict[str, Any]:
         """Values of the checkpoint that are not tensors (iteration, arguments)."""

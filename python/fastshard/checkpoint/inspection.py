@@ -100,13 +100,14 @@ def inspect(source: CheckpointSource, **opening: Unpack[OpenOptions]) -> Inspect
     checkpoint = as_checkpoint(source, **opening)
     plan = make_plan(with_promised(checkpoint.opened, only_kept=True))
     summary = plan.summary
+    files, file_bytes = checkpoint.extent
     return Inspection(
         framework=checkpoint.framework,
         family=checkpoint.family,
         step=checkpoint.step,
         topology=checkpoint.topology,
-        files=len(checkpoint.files),
-        file_bytes=sum(f["size"] for f in checkpoint.files),
+        files=files,
+        file_bytes=file_bytes,
         stored_tensors=summary["stored_tensors"],
         parameters=summary["parameters"],
         dtypes=summary["dtypes"],

@@ -52,6 +52,9 @@ _TEXTS = {
 #: What tells the folder of an array in a store.
 _ARRAY = (".zarray", "zarr.json")
 
+#: What tells the folder of all arrays of a store.
+_STORE = ("_METADATA", "manifest.ocdbt")
+
 #: Files that say something about tensors and hold none: by their names, and by how these end.
 _NO_TENSORS = ("latest", "latest_universal", ".metadata", "_METADATA", "_sharding", ".zarray")
 _NO_TENSORS_ENDS = (".json", ".md", ".txt", ".yml", ".yaml", ".toml", ".jinja", ".ocdbt")
@@ -436,3 +439,15 @@ def _walk(
                 raise FastshardError.of(
                     "FS515", f"more than {MAX_FILES} files below {root}: is this a checkpoint?"
                 )
+
+
+def store_of(path: str) -> str:
+    """The folder of a store of arrays, by the file that stands for it; of other files their own path.
+
+    >>> store_of("4000/items/manifest.ocdbt"), store_of("state/w/.zarray"), store_of("model.bin")
+    ('4000/items', 'state', 'model.bin')
+    """
+    folder, _, name = path.rpartition("/")
+    if name in _STORE:
+        return folder
+    return folder.rpartition("/")[0] if name in _ARRAY else path

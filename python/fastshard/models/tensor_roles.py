@@ -22,6 +22,8 @@ _COUNTED = frozenset(
 )
 #: Paxml's word for a stack: the number behind it counts the layers of one step of a loop.
 _STACK = "repeat"
+#: Modules that make the logits. source: Hugging Face; Megatron-LM, GPT-NeoX, MaxText, Paxml
+_HEADS = frozenset((*WORDS["head_modules"], "output_layer", "final_linear", "logits_dense", "logits_ffn"))
 _WORD = re.compile(r"[^.\W_]+")
 #: Words that say where a model begins, or that layers do; they tell no role.
 _WRAPPERS = frozenset(
@@ -106,7 +108,7 @@ def order_of(name: str) -> tuple[int, str, int]:
     if which is not None:
         at = [i for i, part in enumerate(parts) if part is None][which]
         return 1, ".".join("*" if part is None else part for part in parts[:at]), numbers[which]
-    if any(part in WORDS["head_modules"] for part in parts):
+    if parts[0] == "output" or not _HEADS.isdisjoint(parts):
         return 3, "", 0
     words = set(_WORD.findall(name))
     return (0 if words.intersection(WORDS["tables"]) else 2), "", 0

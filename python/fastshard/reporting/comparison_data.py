@@ -14,6 +14,8 @@ from ..common.progress import Progress
 from ..targets.request import Request
 from ..verification.stats import TensorStats
 from .became import Became, became
+from .grid import Grid
+from .grid_sources import sources_grid
 from .manifest_data import manifest_of, recorded_numbers
 from .tensor_numbers import figures_of, read_through
 
@@ -50,6 +52,8 @@ class Comparison:
     refused: tuple[Finding, ...] = ()
     #: What became of what: kinds of tensors before, and after.
     became: tuple[Became, ...] = ()
+    #: Of a conversion the ranks of both by the layers of the result: the other's, and this one's.
+    grids: tuple[Grid, Grid] | None = None
 
     @property
     def all_equal(self) -> bool:
@@ -134,10 +138,13 @@ def compared(own: Side, other: Side, stats: bool, run: RunOptions, bar: Progress
             "names, dtypes and shapes, by headers; values by the hashes in their manifests, as they were when these were "
             "made" + (f"; of {unknown:,} tensors no hash is known" if unknown else "")
         )
+    made = became(before)
+    moved = made or after is not own.opened._plan
+    whole = not any(f.severity == "error" for plan in plans for f in plan.findings)
     return Comparison(
         other.path, f"{extent}; under {named}", changes, len(common), equal,
         {n: numbers[1][n] for n in common if n in numbers[1]}, {n: numbers[0][n] for n in common if n in numbers[0]},
-        became=became(before),
+        became=made, grids=(sources_grid(other.opened, before), sources_grid(own.opened, after)) if moved and whole else None,
     )  # fmt: skip
 
 

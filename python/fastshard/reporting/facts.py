@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.missing_files import Absent
 from ..checkpoint.plan import Plan
-from ..common.formatting import human
+from ..common.formatting import counted, human
 
 __all__ = ["Counts", "Fact", "counts_of", "degrees", "facts_of", "turned"]
 
@@ -56,14 +56,15 @@ class Counts:
 def counts_of(checkpoint: Checkpoint, plan: Plan, missing: Absent | None) -> Counts:
     """Counts what is here and what is missing."""
     summary = plan.summary
+    files, nbytes = checkpoint.extent
     return Counts(
         summary["outputs"],
         len(plan.lost),
         summary["stored_tensors"],
         summary["parameters"],
-        len(checkpoint.files),
+        files,
         sum(len(set(files)) for files in missing.files.values()) if missing else 0,
-        sum(f["size"] for f in checkpoint.files),
+        nbytes,
     )
 
 
@@ -97,10 +98,20 @@ def degrees(checkpoint: Checkpoint) -> str:
     return " x ".join(f"{k} {v}" for k, v in checkpoint.topology.items() if v > 1) or "not sharded"
 
 
+def _step(checkpoint: Checkpoint) -> str | None:
+    """The step, with the word where its name is a number alone."""
+    return f"step {checkpoint.step}" if (checkpoint.step or "").isdecimal() else checkpoint.step
+
+
+def _size(checkpoint: Checkpoint) -> tuple[str, str]:
+    files, nbytes = checkpoint.extent
+    return counted(files, "file"), human(nbytes)
+
+
 def turned(facts: tuple[Fact, ...], before: Checkpoint, after: Checkpoint) -> tuple[Fact, ...]:
     """The cells of a comparison: the first two are what it was, and what it is."""
     was, now = (
-        Fact(label, c.framework, ", ".join(filter(None, [degrees(c), c.step])))
+        Fact(label, c.framework, ", ".join(filter(None, [degrees(c), _step(c), *_size(c)])))
         for label, c in (("Before", before), ("After", after))
     )
     return (was, now, *facts[2:])

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..common.errors import Finding
+from ..common.listing import store_of
 from ..models.tensor_roles import layer_of, place_of
 from .grid_bands import cells_of, columns_of, fewer, joined_band, nowhere_last, order_of, problems_of
 from .grid_cells import (
@@ -38,7 +39,7 @@ from .grid_cells import (
 )
 from .grid_order import in_order
 
-__all__ = ["STATES", "Band", "Cell", "Column", "Grid", "Problem", "State", "grid", "state_of"]
+__all__ = ["STATES", "Band", "Cell", "Column", "Grid", "Problem", "State", "banded", "grid", "state_of"]
 
 
 _BY_CODE = {
@@ -75,6 +76,8 @@ class Grid:
     problems: tuple[Problem, ...]
     #: True if so much is missing that the core does not name all of it: the rest is told by ranks that are alike.
     inferred: bool = False
+    #: What a cell counts.
+    word: str = "tensor"
 
     @property
     def states(self) -> list[int]:
@@ -145,7 +148,7 @@ class _Filling:
         for index, path in enumerate(paths):
             if index in units:
                 continue
-            row = self._row(_store(path), path)
+            row = self._row(store_of(path) or path, path)
             if readable[index] is None:
                 continue
             if path in state_files:
@@ -215,7 +218,7 @@ class _Filling:
             # The sum of what is said of each array.
             elif finding.tensor or (finding.code, finding.rank, finding.file) not in single:
                 self._mark(finding, explained)
-        return self._grid()
+        return banded(self.rows, self.ranks, self.inferred)
 
     def _row_for(self, finding: Finding) -> str:
         """The row that a finding is about."""
@@ -316,42 +319,44 @@ class _Filling:
             for key in keys:
                 self.rows[name].mark(key, MISSING)
 
-    def _grid(self) -> Grid:
-        distinct = {row.like or name: row for name, row in self.rows.items()}
-        keys = sorted({key for row in distinct.values() for key in row.named()}, key=order_of)
-        columns, where = columns_of(keys)
-        cells_by = self._cells(where, len(columns))
-        ranks = in_order([name for name in self.rows if name in self.ranks], cells_by)
-        names = [*ranks, *sorted((name for name in self.rows if name not in self.ranks), key=nowhere_last)]
-        bands: list[Band] = []
-        for name in names:
-            row, cells = self.rows[name], cells_by[name]
-            last = bands[-1] if bands else None
-            if last is not None and last.cells == cells:
-                bands[-1] = joined_band(last, name, row, cells)
-            else:
-                bands.append(Band(name, 1, tuple(row.files[:3]), len(row.files), cells, names=[name]))
-        problems = tuple(problems_of(bands, columns))
-        return Grid(
-            columns,
-            tuple(fewer(bands, len(columns))),
-            len(names),
-            len(self.ranks & self.rows.keys()),
-            problems,
-            self.inferred,
-        )
 
-    def _cells(self, where: dict[Key, int], count: int) -> dict[str, tuple[Cell | None, ...]]:
-        """The cells of each row; rows that are alike share them."""
-        made: dict[object, tuple[Cell | None, ...]] = {}
-        cells_by = {}
-        for name, row in self.rows.items():
-            like = row.like or name
-            if like not in made:
-                made[like] = cells_of(row, where, count)
-            # Rows of other files that hold the same are alike too.
-            cells_by[name] = made.setdefault(made[like], made[like])
-        return cells_by
+def banded(rows: Mapping[str, Row], of_ranks: Collection[str], inferred: bool = False) -> Grid:
+    """The grid of rows: neighbours that are alike are one band.
+
+    Args:
+        rows: what each rank or file holds, by its name.
+        of_ranks: the rows that are ranks; they come first.
+        inferred: as in :class:`Grid`.
+    """
+    distinct = {row.like or name: row for name, row in rows.items()}
+    keys = sorted({key for row in distinct.values() for key in row.named()}, key=order_of)
+    columns, where = columns_of(keys)
+    cells_by = _cells(rows, where, len(columns))
+    ranks = in_order([name for name in rows if name in of_ranks], cells_by)
+    names = [*ranks, *sorted((name for name in rows if name not in of_ranks), key=nowhere_last)]
+    bands: list[Band] = []
+    for name in names:
+        row, cells = rows[name], cells_by[name]
+        last = bands[-1] if bands else None
+        if last is not None and last.cells == cells:
+            bands[-1] = joined_band(last, name, row, cells)
+        else:
+            bands.append(Band(name, 1, tuple(row.files[:3]), len(row.files), cells, names=[name]))
+    problems = tuple(problems_of(bands, columns))
+    return Grid(columns, tuple(fewer(bands, len(columns))), len(names), len(ranks), problems, inferred)
+
+
+def _cells(rows: Mapping[str, Row], where: dict[Key, int], count: int) -> dict[str, tuple[Cell | None, ...]]:
+    """The cells of each row; rows that are alike share them."""
+    made: dict[object, tuple[Cell | None, ...]] = {}
+    cells_by = {}
+    for name, row in rows.items():
+        like = row.like or name
+        if like not in made:
+            made[like] = cells_of(row, where, count)
+        # Rows of other files that hold the same are alike too.
+        cells_by[name] = made.setdefault(made[like], made[like])
+    return cells_by
 
 
 def state_of(finding: Finding) -> int:
@@ -360,14 +365,6 @@ def state_of(finding: Finding) -> int:
     if state is None or (finding.severity == "warning" and state != UNEXPECTED):
         return DOUBTFUL if finding.severity == "warning" else MISFIT if state is None else state
     return state
-
-
-def _store(path: str) -> str:
-    """The folder of a store of arrays, by the file that stands for it; of other files their own path."""
-    folder, _, name = path.rpartition("/")
-    if name in ("_METADATA", "manifest.ocdbt"):
-        return folder or path
-    return folder.rpartition("/")[0] or folder or path if name in (".zarray", "zarr.json") else path
 
 
 def _form(rank: str | None) -> str:

@@ -23,11 +23,11 @@ from ..verification.stats import TensorStats
 from . import charts
 from .densities import density
 from .facts import Fact
-from .grid import STATES
+from .grid import STATES, Grid
 from .page_became import became_rows, key
 from .page_figures import figures
 from .page_findings import articles, links
-from .page_grid import grid_rows
+from .page_grid import Links, Part, grid_rows
 from .page_markup import CLIP, MOST_DATA, Limits, clipped, escaped, markup
 from .report_data import Report, Tensor
 from .statement import Statement, statement
@@ -76,7 +76,11 @@ def rendered(report: Report) -> str:
 
 def _filled(report: Report, figures: dict[str, Any], limits: Limits) -> str:
     made = articles(report, limits)
-    grid = grid_rows(report.grid, limits, functools.partial(links, made)) if report.grid else None
+    grid = (
+        grid_rows(_parts(report, report.grid, functools.partial(links, made)), limits)
+        if report.grid
+        else None
+    )
     style, script = _asset("page.css") + (grid["rules"] if grid else ""), _asset("page.js")
     say = statement(report)
     about = {
@@ -111,6 +115,18 @@ def _filled(report: Report, figures: dict[str, Any], limits: Limits) -> str:
             **figures,
         )
     )
+
+
+def _parts(report: Report, grid: Grid, links: Links) -> list[Part]:
+    """The rows of the checkpoint; of a conversion those of the one before, and then its own."""
+    grids = report.comparison.grids if report.comparison else None
+    if grids is None:
+        return [Part(grid, links)]
+    was, now = (Fact(*fact) for fact in report.facts[:2])
+    return [
+        Part(grids[0], lambda band, state: (), f"{was.label}: {was.value}", was.note),
+        Part(grid if grid.problems else grids[1], links, f"{now.label}: {now.value}", now.note),
+    ]
 
 
 def _counted(report: Report) -> str:

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..common.formatting import counted
+from ..common.formatting import counted, natural
 from ..models.tensor_roles import order_of
 from .grid import Grid
 from .grid_cells import STATES, THERE, Band, Cell, Column, Problem
 from .grid_order import band_name
 from .page_markup import Limits, clipped, escaped, markup
 
-__all__ = ["Links", "grid_rows"]
+__all__ = ["Links", "Part", "grid_rows"]
 
 #: Columns up to which each cell is large, with its count.
 BIG = 16
@@ -29,67 +29,101 @@ Links = Callable[[Band, int], Sequence[int]]
 
 
 @dataclass(frozen=True)
+class Part:
+    """The rows of one checkpoint, in a table of one or of two."""
+
+    grid: Grid
+    links: Links
+    #: What stands above its rows: which of two checkpoints it is, and how large; empty for a table of one.
+    head: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class _Folded:
     """A column of the page: a layer, or what is outside of all layers."""
 
     label: str
     #: A few characters, for narrow screens and ticks.
     short: str
-    #: Columns of the grid in it.
-    indices: tuple[int, ...]
     #: True for a layer.
     layer: bool
     #: False for what is no tensor: files and states.
     counted: bool = True
 
 
-def grid_rows(grid: Grid, limits: Limits, links: Links) -> dict[str, Any]:
+def grid_rows(parts: Sequence[Part], limits: Limits) -> dict[str, Any]:
     """The table's head, its rows as markup, the legend, and what the script says of a cell."""
-    columns = _folded(grid.columns)
+    columns, indices = _common([_folded(part.grid.columns) for part in parts])
     big = len(columns) <= BIG
-    bands = grid.bands[: limits.bands]
-    cells = [[_joined(band, column.indices) for column in columns] for band in bands]
+    bands = [(number, band) for number, part in enumerate(parts) for band in part.grid.bands[: limits.bands]]
+    cells = [[_joined(band, of) for of in indices[number]] for number, band in bands]
     spans = [_spans(of, columns, big) for of in cells]
     worded = sum(map(len, spans)) <= _WORDED
-    keeps = sum(len(band.names) for band in bands) <= _MOST_NAMES
-    short = _short(bands)
-    rows = [
-        {
-            "label": short[i],
-            "band": band,
-            "mark": STATES[band.worst].mark,
-            "height": next(h for least, h in ((8, 8), (4, 4), (2, 3), (1, 1)) if band.rows >= least),
-            "ranks": _is_rank(i, bands, grid),
-            "opens": keeps and band.alike and band.rows > 1,
-            "cells": markup(_cells(band, short[i], columns, cells[i], spans[i], big, worded, links)),
-        }
-        for i, band in enumerate(bands)
-    ]
-    others = grid.rows - grid.ranks
-    size = counted(grid.ranks, "rank") if grid.ranks else ""
-    if others:
-        size += f"{' and ' if size else ''}{counted(others, 'other file' if size else 'file')}"
+    keeps = sum(len(band.names) for _, band in bands) <= _MOST_NAMES
+    short = [label for number in range(len(parts)) for label in _short([b for n, b in bands if n == number])]
+    rows = []
+    for i, (number, band) in enumerate(bands):
+        part = parts[number]
+        ranks = _is_rank(band, part.grid)
+        shown = _Shown(big, worded, part.grid.word, part.links)
+        rows.append(
+            {
+                "part": number,
+                "label": short[i],
+                "band": band,
+                "mark": STATES[band.worst].mark,
+                "height": next(h for least, h in ((8, 8), (4, 4), (2, 3), (1, 1)) if band.rows >= least),
+                "ranks": ranks,
+                "opens": keeps and band.alike and band.rows > 1,
+                "cells": markup(_cells(band, short[i], columns, cells[i], spans[i], shown)),
+            }
+        )
     layers = sum(column.layer for column in columns)
+    counts = [_counted(part.grid) for part in parts]
+    size = counts[0] if len(parts) == 1 else f"{counts[0]} before, {counts[1]} after"
     return {
         "columns": columns,
         "big": big,
         "ticks": [] if big else _ticks(columns),
+        "heads": [(part.head, part.note) for part in parts],
+        "axis": _axis(parts),
         "rows": rows,
-        "hidden": len(grid.bands) - len(bands),
+        "hidden": sum(len(part.grid.bands) for part in parts) - len(bands),
         "size": f"{size}, {counted(layers, 'layer' if _single(columns) else 'column of layers')}"
         if layers
         else size,
-        "alike": all(band.alike for band in bands),
+        "alike": all(band.alike for _, band in bands),
+        "inferred": any(part.grid.inferred for part in parts),
         "legend": _legend(bands, cells),
-        "nowhere": sum(band.rows * of.count(None) for band, of in zip(bands, cells, strict=True)),
-        "problems": _together(grid.problems),
-        "names": [[clipped(name) for name in band.names] if keeps else [] for band in bands],
+        "nowhere": sum(band.rows * of.count(None) for (_, band), of in zip(bands, cells, strict=True)),
+        "problems": [problem for part in parts for problem in _together(part.grid.problems)],
+        "names": [[clipped(name) for name in band.names] if keeps else [] for _, band in bands],
         "rules": _rules(bands, spans),
     }
 
 
-def _is_rank(i: int, bands: Sequence[Band], grid: Grid) -> bool:
-    return sum(band.rows for band in bands[:i]) < grid.ranks
+def _counted(grid: Grid) -> str:
+    """How many ranks and files there are."""
+    others = grid.rows - grid.ranks
+    size = counted(grid.ranks, "rank") if grid.ranks else ""
+    if others:
+        size += f"{' and ' if size else ''}{counted(others, 'other file' if size else 'file')}"
+    return size
+
+
+def _axis(parts: Sequence[Part]) -> str:
+    """What a row is."""
+    return " or ".join(dict.fromkeys("rank" if part.grid.ranks else "file" for part in parts))
+
+
+def _is_rank(band: Band, grid: Grid) -> bool:
+    before = 0
+    for other in grid.bands:
+        if other is band:
+            break
+        before += other.rows
+    return before < grid.ranks
 
 
 def _single(columns: Sequence[_Folded]) -> bool:
@@ -99,22 +133,33 @@ def _single(columns: Sequence[_Folded]) -> bool:
 # --- columns
 
 
-def _folded(columns: Sequence[Column]) -> list[_Folded]:
-    """Columns of one layer as one; what is outside of the layers by what it is: embedding, final norm, head."""
+def _folded(columns: Sequence[Column]) -> dict[tuple[int, _Folded], tuple[int, ...]]:
+    """Columns of one layer as one; what is outside of the layers by what it is: embedding, final norm, head.
+
+    Returns:
+        the place and the column of the page, with the columns of the grid that are in it.
+    """
     outside = {column.label for column in columns if not column.group}
-    found: dict[tuple[int, str, str, bool], list[int]] = {}
+    found: dict[tuple[int, _Folded], list[int]] = {}
     for i, column in enumerate(columns):
         if column.group:
             label = f"layers {column.label}" if "-" in column.label else f"layer {column.label}"
             label = label if column.group == "layers" else column.group
-            key = (1, label, label.partition(" ")[2], True)
+            place, short = 1, label.partition(" ")[2]
         else:
-            key = (*_outside(column.label, len(outside) > _APART), False)
+            place, label, short = _outside(column.label, len(outside) > _APART)
+        key = place, _Folded(clipped(label), clipped(short), place == 1, place != 5)
         found.setdefault(key, []).append(i)
-    return [
-        _Folded(clipped(label), clipped(short), tuple(indices), layer, place != 5)
-        for (place, label, short, layer), indices in sorted(found.items(), key=lambda item: item[0][0])
-    ]
+    return {key: tuple(indices) for key, indices in found.items()}
+
+
+def _common(
+    folded: Sequence[dict[tuple[int, _Folded], tuple[int, ...]]],
+) -> tuple[list[_Folded], list[list[tuple[int, ...]]]]:
+    """The columns of all parts, and for each part which of its own are in each of them."""
+    keys = dict.fromkeys(key for of in folded for key in of)
+    order = sorted(keys, key=lambda key: (key[0], natural(key[1].short) if key[1].layer else []))
+    return [column for _, column in order], [[of.get(key, ()) for key in order] for of in folded]
 
 
 def _outside(label: str, many: bool) -> tuple[int, str, str]:
@@ -179,71 +224,84 @@ def _spans(cells: Sequence[Cell | None], columns: Sequence[_Folded], big: bool) 
     return spans
 
 
+@dataclass(frozen=True)
+class _Shown:
+    """How cells are shown."""
+
+    #: Each cell is large, with its count.
+    big: bool
+    #: Each says in words what it is.
+    worded: bool
+    #: What is counted.
+    word: str
+    links: Links
+
+
 def _cells(
     band: Band,
     row: str,
     columns: Sequence[_Folded],
     cells: Sequence[Cell | None],
     spans: Sequence[tuple[int, int]],
-    big: bool,
-    worded: bool,
-    links: Links,
+    shown: _Shown,
 ) -> str:
     parts = []
     for first, end in spans:
         cell = cells[first]
         span = f' colspan="{end - first}"' if end - first > 1 else ""
-        run = "" if big else f" run n{end - first} r{min(band.rows, 8)}"
+        run = "" if shown.big else f" run n{end - first} r{min(band.rows, 8)}"
         state = "n" if cell is None else f"s{cell.state}"
-        said = _said(cell, end - first > 1 or not columns[first].counted)
+        said = _said(cell, end - first > 1 or not columns[first].counted, shown.word)
         where = (
             columns[first].label
             if end - first == 1
             else f"{columns[first].label} to {columns[end - 1].short}"
         )
-        label = f' aria-label="{escaped(f"{row}, {where}: {said}")}"' if worded else ""
-        of = links(band, cell.state) if cell is not None and cell.state != THERE else ()
+        label = f' aria-label="{escaped(f"{row}, {where}: {said}")}"' if shown.worded else ""
+        of = shown.links(band, cell.state) if cell is not None and cell.state != THERE else ()
         refers = f' data-f="{" ".join(map(str, of))}"' if of else ""
-        inner = _inner(cell, big and columns[first].counted, of)
+        inner = _inner(cell, shown.big and columns[first].counted, shown.word, of)
         parts.append(
             f'<td class="c {state}{run}"{span} data-c="{first}" data-s="{escaped(said)}"{label}{refers}>{inner}</td>'
         )
     return "".join(parts)
 
 
-def _said(cell: Cell | None, several: bool) -> str:
+def _said(cell: Cell | None, several: bool, word: str) -> str:
     if cell is None:
         return "nothing belongs here"
     name = STATES[cell.state].name
     if several:
         return name
     if cell.state == THERE or cell.count == cell.of:
-        return f"{name}, {counted(cell.of, 'tensor')}"
-    return f"{name}, {cell.count:,} of {counted(cell.of, 'tensor')}"
+        return f"{name}, {counted(cell.of, word)}"
+    return f"{name}, {cell.count:,} of {counted(cell.of, word)}"
 
 
-def _inner(cell: Cell | None, big: bool, of: Sequence[int]) -> str:
+def _inner(cell: Cell | None, big: bool, word: str, of: Sequence[int]) -> str:
     if cell is None or (cell.state == THERE and not big):
         return ""
     mark = f'<b aria-hidden="true">{STATES[cell.state].mark}</b>' if cell.state != THERE else ""
-    count = f"{cell.count:,} of {cell.of:,}" if cell.count != cell.of else counted(cell.of, "tensor")
+    count = f"{cell.count:,} of {cell.of:,}" if cell.count != cell.of else counted(cell.of, word)
     text = f"{mark}<span>{count}</span>" if big else mark
     if cell.state == THERE:
         return text
     return f'<a href="#{f"f{of[0]}" if of else "findings"}">{text}</a>'
 
 
-def _rules(bands: Sequence[Band], spans: Sequence[Sequence[tuple[int, int]]]) -> str:
+def _rules(bands: Sequence[tuple[int, Band]], spans: Sequence[Sequence[tuple[int, int]]]) -> str:
     """Rules of the style that draw the lines of layers and ranks within a run."""
     wide = sorted({end - first for of in spans for first, end in of} - {1})
-    high = sorted({min(band.rows, 8) for band in bands} - {1})
+    high = sorted({min(band.rows, 8) for _, band in bands} - {1})
     return "".join([*(f".n{n}{{--n:{n}}}" for n in wide), *(f".r{n}{{--r:{n}}}" for n in high)])
 
 
-def _legend(bands: Sequence[Band], cells: Sequence[Sequence[Cell | None]]) -> list[tuple[int, int]]:
+def _legend(
+    bands: Sequence[tuple[int, Band]], cells: Sequence[Sequence[Cell | None]]
+) -> list[tuple[int, int]]:
     """Each state, the worst last, and how many cells have it; those of four states are named in any case."""
     counts = dict.fromkeys(range(len(STATES)), 0)
-    for band, of in zip(bands, cells, strict=True):
+    for (_, band), of in zip(bands, cells, strict=True):
         for cell in of:
             if cell is not None:
                 counts[cell.state] += band.rows

@@ -179,6 +179,13 @@ impl Plan {
             .collect()
     }
 
+    /// Files that an output is read from.
+    fn sources(&self, output: usize) -> Vec<String> {
+        let Some(output) = self.plan.outputs.get(output) else { return Vec::new() };
+        let files = fastshard::distributed::share::files_of(&self.plan, output);
+        files.into_iter().map(|file| self.plan.sources[file as usize].path.clone()).collect()
+    }
+
     /// (file, offset) of an output whose bytes are one run of one file, as they are; the file unchanged.
     fn contiguous(&self, output: usize) -> PyResult<Option<(usize, u64)>> {
         let place = self.plan.outputs.get(output).and_then(|o| self.plan.contiguous(o));

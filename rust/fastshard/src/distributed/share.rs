@@ -1,6 +1,6 @@
 //! How a plan's work is divided among processes: runs of tiles of equal size in bytes, and of paddings to look at.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
@@ -202,6 +202,11 @@ impl Reach {
     }
 }
 
+/// Source files that an output is read from, by their numbers.
+pub fn files_of(plan: &Plan, output: &Output) -> BTreeSet<u32> {
+    reaches(plan, output).iter().map(|reach| plan.blobs[reach.blob as usize].file).collect()
+}
+
 /// Which bytes of an output are made of which blobs, as far as can be told without reading.
 pub(crate) fn reaches(plan: &Plan, output: &Output) -> Vec<Reach> {
     let mut found = Vec::new();
@@ -250,7 +255,15 @@ fn reach(
 ) -> Option<(u64, u64, u64)> {
     let item = output.dtype.size() as u64;
     let mut alone = vec![0usize; stored.shape.len()];
-    part.axes.iter().for_each(|axis| alone[axis.dim as usize] += 1);
+    let mut ends = part.src_base.clone();
+    for axis in &part.axes {
+        alone[axis.dim as usize] += 1;
+        ends[axis.dim as usize] += (axis.n - 1) * axis.step;
+    }
+    // The part lies beside the box in a dimension: in that of the layers, say, where it has no axis.
+    if (0..ends.len()).any(|d| part.src_base[d] >= lo[d] + len[d] || ends[d] < lo[d]) {
+        return None;
+    }
     let (mut first, mut last, mut count) = (part.dst_base, part.dst_base, 1);
     for axis in &part.axes {
         let d = axis.dim as usize;

@@ -1,0 +1,41 @@
+"""The grid of one side of a conversion: which of its ranks or files hold a piece of which layer of the result."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.plan import Plan
+from ..models.tensor_roles import place_of
+from .grid import Grid, banded
+from .grid_cells import Key, Row
+
+__all__ = ["sources_grid"]
+
+
+def sources_grid(checkpoint: Checkpoint, plan: Plan) -> Grid:
+    """Counts, for each rank or file and each layer of the result, the tensors of which it holds a piece.
+
+    Args:
+        checkpoint: one side of the conversion.
+        plan: how it makes the tensors of the result; it has no errors.
+    """
+    files = checkpoint.opened.files
+    ranks = {files[unit.file].path: unit.rank for unit in checkpoint.opened.source.units if unit.rank}
+    rows: dict[str, Row] = {}
+    held: dict[str, Counter[Key]] = {}
+    pieces = 0
+    for position, (name, *_) in enumerate(plan.outputs):
+        holders: dict[str, list[str]] = {}
+        for file in plan.core.sources(position):
+            holders.setdefault(ranks.get(file, file), []).append(file)
+        pieces += len(holders)
+        for label, read in holders.items():
+            row = rows.setdefault(label, Row())
+            row.files += [file for file in read if file not in row.files]
+            held.setdefault(label, Counter())[place_of(name)] += 1
+    for label, counts in held.items():
+        rows[label].held.append(counts)
+    made = banded(rows, {*ranks.values()} & rows.keys())
+    return replace(made, word="piece") if pieces > len(plan.outputs) else made
