@@ -546,8 +546,8 @@ class Draft:
 
     def findings(self) -> list[Finding]:
         """Findings, errors first."""
-    def lost(self) -> list[str]:
-        """Names of tensors that must be there and are not whole, sorted."""
+    def lost(self) -> dict[str, int | None]:
+        """Tensors that must be there and are not whole; the elements of each, where the layout says how many."""
     def axes(self) -> dict[str, int]:
         """Extents of the axes."""
     def dtypes(self) -> dict[str, int]:

@@ -49,7 +49,7 @@ def gridded(filling: _Filling) -> Grid:
 
 
 def report(grid: Grid, findings: list[Finding], **fields: Any) -> Report:
-    counts = Counts(1000, 0, 4000, 10**9, grid.rows, 0, 10**12)
+    counts = Counts(1000, 0, 4000, 10**9, 10**9, grid.rows, 0, 10**12)
     facts = tuple(Fact(name, "Megatron-LM", "") for name in ("Framework", "Step", "Topology", "Checked"))
     facts += (Fact("Tensors in full", "1,000 of 1,000", "from 4,000 stored", 1000, 1000),)
     return Report(

@@ -53,6 +53,8 @@ class Inspection:
     provable: bool
     #: How many tensors are missing or incomplete.
     incomplete: int = 0
+    #: Number of all elements if every tensor were complete; None where that is not known.
+    expected_parameters: int | None = None
 
     @property
     def complete(self) -> bool:
@@ -72,6 +74,7 @@ class Inspection:
             "tensors": len(self.outputs),
             "incomplete_tensors": self.incomplete,
             "parameters": self.parameters,
+            "expected_parameters": self.expected_parameters,
             "dtypes": {d: {"tensors": n, "bytes": b} for d, (n, b) in self.dtypes.items()},
             "axes": self.axes,
             "metadata": self.metadata,
@@ -117,4 +120,5 @@ def inspect(source: CheckpointSource, **opening: Unpack[OpenOptions]) -> Inspect
         findings=plan.findings,
         provable=plan.source.provable,
         incomplete=len(plan.lost),
+        expected_parameters=plan.expected_parameters,
     )

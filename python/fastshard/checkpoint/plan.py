@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ class Plan:
         keeps_names: bool = False,
         texts: dict[str, str] | None = None,
         main: str | None = None,
-        lost: Collection[str] = (),
+        lost: Mapping[str, int | None] | None = None,
         causes: Causes | None = None,
         each: list[Finding] | None = None,
         opened: Opened | None = None,
@@ -57,14 +57,27 @@ class Plan:
         self.keeps_names = keeps_names
         #: Texts that are written beside the tensors (config.json and the like), by name.
         self.texts = texts or {}
-        #: Names of tensors that the checkpoint declares, or must hold, and that are not whole; sorted.
-        self.lost = dict.fromkeys(sorted(name for name in lost if name not in self.index))
+        #: Tensors that the checkpoint declares, or must hold, and that are not whole, sorted; with the elements of each
+        #: where these are known.
+        self.lost = {name: of for name, of in sorted((lost or {}).items()) if name not in self.index}
         #: torch's name of the dtype that most of the floating bytes have.
         self.main_dtype = main
         #: The findings before those of one cause were made one: one for each file.
         self.each = findings if each is None else each
         #: What accounts for findings of the core that are not among ``findings``.
         self.causes = causes or Causes()
+
+    @property
+    def expected_parameters(self) -> int | None:
+        """Elements of all tensors if all were complete; None where the size of one that is not is not known.
+
+        Nothing is known either where an error leaves no trace of what the checkpoint must hold.
+        """
+        sizes = [size for size in self.lost.values() if size is not None]
+        broken = any(f.severity == "error" for f in self.findings)
+        if len(sizes) < len(self.lost) or (broken and not sizes):
+            return None
+        return int(self.summary["parameters"]) + sum(sizes)
 
     @cached_property
     def maps(self) -> Maps:

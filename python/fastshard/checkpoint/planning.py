@@ -30,6 +30,7 @@ from .dequantised import dequantised
 from .drafting import CoreRequest, Merged, Opened, draft_of, movable, taken, with_masters
 from .effects import with_effects
 from .grouping import HeldFile, grouped
+from .lost_tensors import as_stored, sized
 from .missing_parts import HeldPart, absent, by_part, held_parts
 from .plan import Plan
 from .plan_findings import (
@@ -76,9 +77,9 @@ class _Draft:
     findings: list[Finding]
     #: What accounts for findings that follow from those.
     causes: Causes
-    #: What the core found while it composed the outputs, and names of those that it could not compose.
+    #: What the core found while it composed the outputs, and those that it could not compose, with the elements of each.
     found: list[Finding]
-    lost: list[str]
+    lost: dict[str, int | None]
     #: Sizes of the model, by axis.
     axes: dict[str, int]
     #: Bytes of the outputs, by dtype.
@@ -354,8 +355,8 @@ def _completed(draft: _Draft, target: Target) -> Completed:
 
 def _all_findings(
     draft: _Draft, core: _core.Plan, told: list[Finding]
-) -> tuple[list[Finding], Collection[str]]:
-    """All findings of a plan, each with what it costs, and the names of tensors that are not whole."""
+) -> tuple[list[Finding], dict[str, int | None]]:
+    """All findings of a plan, each with what it costs, and the tensors that are not whole, with the elements of each."""
     placed = core.findings()
     planned = [beyond_config(f, draft.source) for f in draft.causes.left(placed)]
     if draft.request.include and any(f.code == "FS515" for f in planned):
@@ -364,9 +365,15 @@ def _all_findings(
         planned = left_out_for_one_reason(planned)
     findings = [*draft.findings, *planned, *told]
     if draft.request.is_narrowed:
-        return findings, ()
+        return findings, {}
     broken = (f for f in [*findings, *draft.found] if f.severity == "error" and f.code in _NOT_WHOLE)
-    lost = {f.tensor for f in broken if f.tensor} | {*draft.lost, *draft.source.lost}
+    by_layout = as_stored(draft.lost, draft.source)
+    stated = {name: of for name, of in draft.source.lost_elements.items() if by_layout.get(name) is None}
+    known: dict[str, int | None] = {**by_layout, **stated}
+    respelled = draft.lost.keys() - known.keys()
+    named = (f.tensor for f in broken if f.tensor and f.tensor not in respelled)
+    lost: dict[str, int | None] = dict.fromkeys([*known, *draft.source.lost, *named])
+    lost = sized(lost, known, ((name, tuple(shape)) for name, _, shape, _, _ in core.outputs()))
     if lost:
         usable = None if draft.target else core.names()
         findings = with_effects(findings, draft.causes, lost, usable, [*draft.found, *placed])

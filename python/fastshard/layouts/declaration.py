@@ -91,6 +91,8 @@ class Source:
     by_numbers: bool = False
     #: Tensors that files which are missing or cannot be read held, all of them or a part, and such a file.
     lost: dict[str, str] = field(default_factory=dict)
+    #: How many elements these have, where metadata states it.
+    lost_elements: dict[str, int] = field(default_factory=dict)
     #: True if an index names the tensors of each file, so that these are all that is lost with files.
     listed: bool = False
     #: Where the model's own names begin, for a conversion; a merge keeps every name as it is.
@@ -281,6 +283,7 @@ class Source:
             generic=[(new(name), divided, parts) for name, divided, parts in self.generic],
             adapted=[replace(one, name=new(one.name)) for one in self.adapted],
             lost={new(self.names.get(name, name)): file for name, file in self.lost.items()},
+            lost_elements={new(self.names.get(name, name)): of for name, of in self.lost_elements.items()},
             optimizer=state,
             findings=[*self.findings, note],
         )

@@ -42,6 +42,8 @@ class Counts:
     lost: int
     stored: int
     parameters: int
+    #: Parameters of the complete checkpoint, where that is known.
+    all_parameters: int | None
     #: Files that were read, and files that are missing.
     files: int
     absent: int
@@ -62,6 +64,7 @@ def counts_of(checkpoint: Checkpoint, plan: Plan, missing: Absent | None) -> Cou
         len(plan.lost),
         summary["stored_tensors"],
         summary["parameters"],
+        plan.expected_parameters,
         files,
         sum(len(set(files)) for files in missing.files.values()) if missing else 0,
         nbytes,
@@ -73,6 +76,8 @@ def facts_of(checkpoint: Checkpoint, plan: Plan, counts: Counts, read: bool) -> 
     c = counts
     dtypes = plan.summary["dtypes"]
     all_files, files = c.files + c.absent, f"{c.files:,}"
+    # Of files that name none of their tensors nothing tells how many these were.
+    of = f" of {c.expected:,}" if c.lost or not c.absent else ""
     return (
         Fact("Framework", checkpoint.framework, f"model family {checkpoint.family}" if checkpoint.family else ""),
         Fact("Step", checkpoint.step or "not stated"),
@@ -82,9 +87,13 @@ def facts_of(checkpoint: Checkpoint, plan: Plan, counts: Counts, read: bool) -> 
             "headers, and every byte of the tensors" if read else "no value of a tensor was read",
         ),
         Fact(
-            "Tensors in full", f"{c.tensors:,} of {c.expected:,}", f"from {c.stored:,} stored", c.tensors, c.expected
+            "Tensors in full", f"{c.tensors:,}{of}", f"from {c.stored:,} stored",
+            *((c.tensors, c.expected) if of else ()),
         ),
-        Fact("Parameters in full", f"{c.parameters:,}", "of the tensors in full" if c.lost else "all of them"),
+        Fact(
+            "Parameters in full", f"{c.parameters:,}", "of the tensors in full" if c.lost else "all of them",
+            *((c.parameters, c.all_parameters) if c.lost and c.all_parameters is not None else ()),
+        ),
         Fact("Files", f"{files} of {all_files:,}" if c.absent else files, human(c.nbytes), c.files, all_files),
         Fact(
             "Data types" if len(dtypes) > 1 else "Data type", ", ".join(dtypes) or "none",

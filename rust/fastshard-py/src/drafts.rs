@@ -54,8 +54,8 @@ impl Draft {
         self.with(|draft| findings::list(draft.findings.iter().cloned()))
     }
 
-    fn lost(&self) -> PyResult<Vec<String>> {
-        self.with(|draft| draft.lost.iter().cloned().collect())
+    fn lost(&self) -> PyResult<BTreeMap<String, Option<u64>>> {
+        self.with(|draft| draft.lost.clone())
     }
 
     fn axes(&self) -> PyResult<BTreeMap<String, u64>> {

@@ -79,8 +79,9 @@ pub struct Composed {
     pub pads: Vec<PadRegion>,
     /// Stored tensors that repeat another one of the same rank, from another root: (first, copy).
     pub copies: Vec<(u32, u32)>,
-    /// Names of tensors that the source must hold, or the target call for, and that are not whole.
-    pub lost: BTreeSet<String>,
+    /// Tensors that the source must hold, or the target call for, and that are not whole; the elements of each, where the
+    /// layout says how many.
+    pub lost: BTreeMap<String, Option<u64>>,
     /// Findings.
     pub findings: Vec<Finding>,
 }
@@ -163,6 +164,12 @@ pub fn compose(source: &Source, target: &Target, registry: &mut Registry) -> Com
     };
     let whole = Local::new(table, &extents, &Known::default());
     let ranks = TargetRanks { target, table, extents: &extents, sets: &sets, local, whole };
+    let elements = |entry| match target.table {
+        None => ranks.elements(entry, &ranks.whole),
+        // The rules are not those of the names.
+        Some(_) => None,
+    };
+    let lost = lost.into_iter().map(|(name, entry)| (name, elements(&source.table.entries[entry]))).collect();
     let mut composed = Composed { findings, lost, ..Composed::default() };
     let judge = composed.is_sound(source);
     // Registers the target's keys before ties are looked up.
@@ -247,7 +254,7 @@ impl TargetRanks<'_> {
                     composed.outputs.push(self.drafted(want, output, cuts.clone()));
                 }
                 Err(found) if keep => {
-                    composed.lost.insert(name);
+                    composed.lost.insert(name, self.elements(entry, &self.local));
                     unmade += 1;
                     if unmade <= MAX_MISSING {
                         let told = found.into_iter().filter(|f| judge || f.code != codes::MISSING_TENSOR);
@@ -269,6 +276,12 @@ impl TargetRanks<'_> {
     fn shape(&self, entry: &Entry, of: &Local) -> Option<Vec<u64>> {
         let extents = entry.shape.as_ref()?.extents(&self.table.derived, of.of(&entry.class));
         Some(extents.into_iter().map(|n| n.unwrap_or(0)).collect())
+    }
+
+    /// How many elements a rule's tensors have, if all of their extents are known.
+    fn elements(&self, entry: &Entry, of: &Local) -> Option<u64> {
+        let extents = entry.shape.as_ref()?.extents(&self.table.derived, of.of(&entry.class));
+        extents.into_iter().try_fold(1u64, |all, extent| all.checked_mul(extent?))
     }
 
     fn drafted(&self, want: &Wanted, output: Output, cuts: Option<Cuts>) -> Drafted {

@@ -52,8 +52,8 @@ pub struct Draft {
     pub(crate) plan: Plan,
     /// Its outputs.
     pub outputs: Vec<Drafted>,
-    /// Names of tensors that must be there and are not whole.
-    pub lost: BTreeSet<String>,
+    /// Tensors that must be there and are not whole; the elements of each, where the layout says how many.
+    pub lost: BTreeMap<String, Option<u64>>,
     /// Files of the catalog that say which rank they are of.
     pub(crate) placed: BTreeSet<usize>,
     /// What was found so far, errors first.

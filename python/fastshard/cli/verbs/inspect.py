@@ -37,7 +37,7 @@ def _run(a: argparse.Namespace) -> Outcome:
         *([("parallelism", _parallelism(seen.topology))] if seen.topology else []),
         *_model(seen),
         ("tensors", _tensors(seen)),
-        ("parameters", f"{seen.parameters:,}{' in complete tensors' if seen.incomplete else ''}"),
+        ("parameters", _parameters(seen)),
         ("dtypes", ", ".join(f"{d} x {n} ({human(b)})" for d, (n, b) in seen.dtypes.items()) or "-"),
         ("files", f"{seen.files} ({human(seen.file_bytes)})"),
         *_trained_with(seen.metadata.get("features")),
@@ -60,6 +60,14 @@ def _tensors(seen: Inspection) -> str:
     if not seen.incomplete:
         return f"{len(seen.outputs):,}, from {stored}"
     return f"{len(seen.outputs):,} complete, {seen.incomplete:,} missing or incomplete, from {stored}"
+
+
+def _parameters(seen: Inspection) -> str:
+    """How many there are, and of how many where some are not."""
+    if not seen.incomplete:
+        return f"{seen.parameters:,}"
+    of = "" if seen.expected_parameters is None else f" of {seen.expected_parameters:,}"
+    return f"{seen.parameters:,}{of} in complete tensors"
 
 
 def _parallelism(topology: dict[str, int]) -> str:

@@ -193,6 +193,8 @@ class Dcp:
             if v not in (None, [])
         }
         tensors, copies = self._tensors(source, found, contents)
+        lacking = (entry for entry in described["tensors"] if entry["name"] in source.lost)
+        source.lost_elements = {entry["name"]: math.prod(entry["shape"]) for entry in lacking}
         if source.listed:
             source.findings += [f for e in described["tensors"] if e["name"] in source.lost for f in _hole(e)]
         names = [entry["name"] for entry in described["tensors"]]

@@ -1,7 +1,7 @@
 //! Completeness of a source by its own layout.
 
 use std::cell::LazyCell;
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use super::wanted::{positions, MAX_MISSING};
 use super::Source;
@@ -19,6 +19,8 @@ type Position = BTreeMap<String, u64>;
 
 /// A tensor that the layout calls for and no file has.
 struct Missing {
+    /// Its rule.
+    entry: usize,
     name: String,
     position: Position,
     /// Ranks that should hold it; empty where it is not divided.
@@ -28,8 +30,9 @@ struct Missing {
 /// Layers of which nothing is there, by axis and position, and how many tensors each should have.
 type LostLayers<'a> = BTreeMap<(&'a str, u64), u64>;
 
-/// What the source's own layout calls for and no file has: tensors absent in some layers or ranks, and their names.
-pub(super) fn completeness(source: &Source) -> (Vec<Finding>, BTreeSet<String>) {
+/// What the source's own layout calls for and no file has: tensors absent in some layers or ranks, by their names with their
+/// rules.
+pub(super) fn completeness(source: &Source) -> (Vec<Finding>, BTreeMap<String, usize>) {
     let missing = missing(source);
     // Whole tensors are of no rank and of no node.
     let ranked = source.units.iter().any(|unit| !unit.coords.is_empty());
@@ -48,7 +51,7 @@ pub(super) fn completeness(source: &Source) -> (Vec<Finding>, BTreeSet<String>) 
                 .count(more as u64),
         );
     }
-    (findings, missing.into_iter().map(|one| one.name).collect())
+    (findings, missing.into_iter().map(|one| (one.name, one.entry)).collect())
 }
 
 /// Ranks that hold a tensor, by its rule and position, wherever it is placed.
@@ -66,11 +69,35 @@ fn present<'a>(source: &Source<'a>) -> Present<'a> {
     present
 }
 
+/// How a rule's tensors are spelled: as another rank spells the same one, else as any other of the rule.
+struct Spellings<'a> {
+    of_one: HashMap<(u32, &'a Position), &'a [usize]>,
+    of_rule: HashMap<u32, &'a [usize]>,
+}
+
+impl<'a> Spellings<'a> {
+    fn of(source: &Source<'a>) -> Spellings<'a> {
+        let mut spellings = Spellings { of_one: HashMap::new(), of_rule: HashMap::new() };
+        for instance in source.resolved.instances.iter().filter(|one| !one.choices.is_empty()) {
+            spellings.of_one.entry((instance.entry, &instance.index)).or_insert(&instance.choices);
+            spellings.of_rule.entry(instance.entry).or_insert(&instance.choices);
+        }
+        spellings
+    }
+
+    fn choices(&self, entry: usize, position: &Position) -> &'a [usize] {
+        let entry = entry as u32;
+        let one = self.of_one.get(&(entry, position)).or_else(|| self.of_rule.get(&entry));
+        one.copied().unwrap_or(&[])
+    }
+}
+
 /// All that the layout calls for and no file has.
 fn missing(source: &Source) -> Vec<Missing> {
     let (table, resolved) = (source.table, source.resolved);
     let present = present(source);
     let excused = excused(source);
+    let spellings = Spellings::of(source);
     let mut missing = Vec::new();
     for (e, entry) in table.entries.iter().enumerate() {
         if entry.ignore.is_some()
@@ -99,8 +126,11 @@ fn missing(source: &Source) -> Vec<Missing> {
             for coords in &wanted {
                 let found = here.is_some_and(|all| all.iter().any(|at| lies_within(at, coords)));
                 if !found && !spared.contains(&key.1) {
-                    if let Some(name) = entry.name.format(&position, &resolved.extents, &resolved.sets, &[]) {
-                        missing.push(Missing { name, position: position.clone(), coords: coords.clone() });
+                    let choices = spellings.choices(e, &position);
+                    let name = entry.name.format(&position, &resolved.extents, &resolved.sets, choices);
+                    if let Some(name) = name {
+                        let (position, coords) = (position.clone(), coords.clone());
+                        missing.push(Missing { entry: e, name, position, coords });
                     }
                 }
             }

@@ -48,7 +48,7 @@ pub(super) struct Made {
     pub(super) copies: Vec<(u32, u32)>,
     pub(super) rules: Vec<String>,
     pub(super) axes: BTreeMap<String, u64>,
-    pub(super) lost: BTreeSet<String>,
+    pub(super) lost: BTreeMap<String, Option<u64>>,
     pub(super) findings: Vec<Finding>,
 }
 
@@ -83,8 +83,10 @@ impl Made {
         let global = |t: u32| pass.tensors[t as usize];
         self.pads.extend(composed.pads.into_iter().map(|p| PadRegion { stored: global(p.stored), ..p }));
         self.copies.extend(composed.copies.into_iter().map(|(a, b)| (global(a), global(b))));
-        let lost = composed.lost.into_iter().map(|name| self.called.get(&name).cloned().unwrap_or(name));
-        self.lost.extend(lost.map(|name| slot_name(&name, pass)));
+        for (name, elements) in composed.lost {
+            let name = self.called.get(&name).cloned().unwrap_or(name);
+            self.lost.insert(slot_name(&name, pass), elements);
+        }
         let told = resolved.findings.into_iter().chain(composed.findings).map(|mut finding| {
             finding.tensor = finding.tensor.map(|name| slot_name(&name, pass));
             finding
