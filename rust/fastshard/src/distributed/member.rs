@@ -163,10 +163,14 @@ impl Member {
     }
 
     fn fenced(&self) -> Error {
-        Finding::new(codes::LOCKED, "another process has taken this run over: nothing that this one writes is used any more")
-            .file(self.folder.path())
-            .help("look at the output of the other one; to continue the run by hand, run the same command with --resume once it has ended")
-            .into()
+        Finding::new(
+            codes::LOCKED,
+            "another process has taken this run over: nothing that this one writes is used any more",
+        )
+        .file(self.folder.path())
+        .help("look at the output of the other one, and continue the run once it has ended")
+        .run("--resume")
+        .into()
     }
 
     /// Notes bytes of data file `file` that lie in a page which others write to: whoever ends the round writes them.

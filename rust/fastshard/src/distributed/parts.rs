@@ -242,7 +242,8 @@ fn refuse_living(shared: &Shared, patience: &Patience, control: &Control) -> Res
     Err(Finding::new(codes::LOCKED, "processes are at work on this run")
         .file(shared.path())
         .expected("none", who.join(", "))
-        .help("wait for them, or stop them; then run again with --resume")
+        .help("wait for them, or stop them; then continue the run")
+        .run("--resume")
         .into())
 }
 

@@ -398,9 +398,8 @@ impl Shared {
         }
         Err(Finding::new(codes::LOCKED, "another process is publishing this run")
             .file(self.folder.path())
-            .help(
-                "look at its output; if it is gone, run the same command with --resume to put the result in place",
-            )
+            .help("look at its output; if it is gone, put the result in place")
+            .run("--resume")
             .into())
     }
 

@@ -69,11 +69,11 @@ fn told(folder: &Dir) -> Result<Error> {
     }
     let help = match has("sealed")? {
         // It may hold what was at the destination before.
-        true => "finish publishing it with --resume; its result was complete",
-        false => "continue it with --resume, or start afresh by removing the folder",
+        true => "put its result in place, which is complete",
+        false => "continue it, or remove the folder to start afresh",
     };
     let finding = Finding::new(codes::LEFTOVER_RUN, "an earlier run of this plan was interrupted");
-    Ok(finding.file(folder.path()).help(help).into())
+    Ok(finding.file(folder.path()).help(help).run("--resume").into())
 }
 
 /// True if the folder's owner has come so far as to lock it.

@@ -28,9 +28,10 @@ fn conflict(place: &Place, got: Option<String>) -> Error {
         Finding::new(codes::PUBLISH_CONFLICT, "the destination changed while the result was written")
             .file(&place.out)
             .help(format!(
-                "move what is in the way, then run the same command with --resume; the result is kept in {}",
+                "move what is in the way, then continue the run; the result is kept in {}",
                 place.folder_path().display()
-            ));
+            ))
+            .run("--resume");
     finding.got = got;
     finding.into()
 }
@@ -53,13 +54,14 @@ pub(super) struct Run {
 fn in_between(place: &Place, error: Error) -> Error {
     let mut findings = error.into_findings();
     findings.push(
-        Finding::new(codes::PUBLISH_CONFLICT, "the destination is incomplete now").file(&place.out).help(
-            format!(
-            "do not remove {}: the new result is complete there, and what the destination held before lies \
-                 there if it is not at its place; the same command with --resume finishes",
-            place.folder_path().display()
-        ),
-        ),
+        Finding::new(codes::PUBLISH_CONFLICT, "the destination is incomplete now")
+            .file(&place.out)
+            .help(format!(
+                "do not remove {}: the new result is complete there, and what the destination held before lies \
+                 there if it is not at its place; finish the run",
+                place.folder_path().display()
+            ))
+            .run("--resume"),
     );
     Error::from(findings)
 }
@@ -266,11 +268,8 @@ fn clean_up(
     let failed = |error: Error| {
         let cause = error.into_findings().swap_remove(0);
         let at = cause.file.map_or_else(|| folder.path().to_path_buf(), PathBuf::from);
-        let help = format!(
-            "run the same command with --resume to try again, or look into {} and remove it",
-            folder.path().display()
-        );
-        left(format!("complete, but not cleaned up: {}", cause.message), &at, &help)
+        let help = format!("run it again, or look into {} and remove it", folder.path().display());
+        left(format!("complete, but not cleaned up: {}", cause.message), &at, &help).run("--resume")
     };
     let aside = |kept: &PathBuf| {
         left(
@@ -291,8 +290,9 @@ fn clean_up(
         Ok(None) => left(
             "complete; the removal of the older result was stopped".into(),
             &folder.path(),
-            "continue it by the same command with --resume, or remove the folder",
-        ),
+            "continue it, or remove the folder",
+        )
+        .run("--resume"),
         Err(error) => failed(error),
     };
     let mut warnings: Vec<Finding> = now.iter().map(aside).collect();

@@ -148,8 +148,8 @@ def _once(
                     told(*ray.get(board.seen.remote()))
     except BaseException as error:
         end(ray, list(pending))
-        way = f"run the same command with --resume to continue; {UNPUBLISHED}"
-        carry(error, [Finding.of("FS510", "stopped by the user", help=way)])
+        way = f"continue the run; {UNPUBLISHED}"
+        carry(error, [Finding.of("FS510", "stopped by the user", help=way, run=["--resume"])])
         raise
     end(ray, list(pending))
     if died and 0 not in made:
@@ -166,6 +166,7 @@ def _dead(rank: int, node: Node, why: str) -> Finding:
         f"a rank has died: {why}",
         rank=f"rank {rank}",
         host=str(node),
-        help="run again with --resume once this node is there, or bring the files of its disk elsewhere "
+        help="continue the run once this node is there, or bring the files of its disk elsewhere "
         f"(`fastshard verify` of the other parts names them); {UNPUBLISHED}",
+        run=["--resume"],
     )

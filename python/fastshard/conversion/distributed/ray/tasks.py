@@ -134,7 +134,7 @@ class Tasks:
             FastshardError: with all that kept parts from being made.
             BaseException: what ``told`` or a signal handler raised, with ``FS510`` as its ``findings``.
         """
-        way = f"run the same command with --resume to continue, or remove {run.folder}; {UNPUBLISHED}"
+        way = f"continue the run, or remove {run.folder}; {UNPUBLISHED}"
         if told is not None:
             here = self._ray.get_runtime_context().get_node_id()
             board = self._ray.remote(Board).options(
@@ -152,7 +152,7 @@ class Tasks:
             raise error_for([_with_way(f, way) for f in dict.fromkeys(findings)]) from None
         except BaseException as error:
             self._stop(pending)
-            carry(error, [Finding.of("FS510", "stopped by the user", help=way)])
+            carry(error, [Finding.of("FS510", "stopped by the user", help=way, run=["--resume"])])
             raise
         finally:
             if self._board is not None:
@@ -253,4 +253,6 @@ class Tasks:
 def _with_way(finding: Finding, way: str) -> Finding:
     if finding.severity != "error":
         return finding
-    return finding.replace(help=f"{finding.help}; {way}" if finding.help else way)
+    return finding.replace(
+        help=f"{finding.help}; {way}" if finding.help else way, run=[*(finding.run or ()), "--resume"]
+    )
