@@ -353,7 +353,7 @@ def test_a_worker_that_always_dies_is_named_and_the_run_goes_on(
     error = raised.value
     assert (error.code, error.exit_code) == ("FS523", 3)
     assert error.rank in ("part 0", "part 1", "part 2")
-    assert "--resume" in (error.findings[0].help or "")
+    assert "--resume" in (error.findings[0].run or ())
     assert not out.exists()
     fastshard.ray.merge(source, out, parts=2, resume=True)
     assert_equal(out, alone)
@@ -473,7 +473,7 @@ def test_a_source_that_a_node_does_not_see(connected: Any, source: Path, out: Pa
     (finding,) = (f for f in raised.value.findings if f.severity == "error")
     assert "Ray node" in (finding.host or "")
     assert str(moved) in (finding.file or "")
-    assert "--resume" in (finding.help or "")
+    assert "--resume" in (finding.run or ())
     assert not out.exists()
 
 

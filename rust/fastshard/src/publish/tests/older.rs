@@ -310,7 +310,7 @@ fn a_removal_that_is_stopped_goes_on_with_resume() {
         };
         let warnings = staging.publish(&LAST, &go_on).unwrap();
         assert_eq!(warnings.len(), 1);
-        assert!(warnings[0].help.as_ref().unwrap().contains("--resume"), "{warnings:?}");
+        assert_eq!(warnings[0].run, ["--resume"]);
         assert_eq!(tree(&s.out()), Some(result()));
         assert_eq!(run(&s.out(), &s.source(), &RESUME).unwrap(), []);
         assert_eq!(s.folders(), [] as [PathBuf; 0]);

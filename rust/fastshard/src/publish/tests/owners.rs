@@ -24,7 +24,7 @@ fn leftover_and_locked() {
     let error = Staging::begin(&s.out(), RUN, PLAN, &PLAIN).unwrap_err();
     assert_eq!(error.findings()[0].code, codes::LEFTOVER_RUN);
     assert_eq!(error.findings()[0].file, Some(folder.display().to_string()));
-    assert!(error.findings()[0].help.as_ref().unwrap().contains("--resume"));
+    assert_eq!(error.findings()[0].run, ["--resume"]);
     assert_eq!(refusal(Staging::begin(&s.out(), RUN, b"another", &RESUME)), [codes::LEFTOVER_RUN]);
     let again = Staging::begin(&s.out(), RUN, PLAN, &RESUME).unwrap();
     assert!(again.resumed() && !again.sealed());
