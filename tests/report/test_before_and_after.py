@@ -7,9 +7,11 @@ from pathlib import Path
 
 import fastshard
 import pytest
+import torch
+from fastshard.reporting import page
 from fastshard.reporting.grid import Grid
 from fastshard.reporting.report import about
-from helpers import FIXTURES, copy
+from helpers import FIXTURES, copy, edit_safetensors
 
 MEMORY = "2GiB"
 LEGACY = FIXTURES / "sharded/megatron_legacy_tp2_pp2"
@@ -77,3 +79,27 @@ def test_a_conversion_of_what_lacks_a_rank_shows_one_grid(stats: bool, tmp_path:
     next(broken.rglob("mp_rank_01_001/*.pt")).unlink()
     told = about(tmp_path / "out", against=broken, stats=stats, memory=MEMORY)
     assert told.comparison and told.comparison.grids is None
+
+
+def test_a_result_of_which_something_is_doubtful_is_shown_alone(tmp_path: Path) -> None:
+    """Its own framework counts the layers in another way."""
+    before = copy(FIXTURES / "sharded/hf_sharded", tmp_path / "before")
+    edit_safetensors(
+        before / "model-00002-of-00004.safetensors",
+        lambda t: t["model.layers.1.mlp.down_proj.weight"].fill_(torch.nan),
+    )
+    opened = fastshard.open(before, accept=["non-finite"])
+    fastshard.convert(opened, tmp_path / "out", to="gpt_neox", tp=2, memory=MEMORY)
+    told = about(tmp_path / "out", against=before, stats=True, memory=MEMORY, accept=["non-finite"])
+    assert told.grid is not None and told.grid.problems
+    html = page.rendered(told)
+    assert "Ranks by layers" in html and "Before and after, by layers" not in html
+
+
+def test_a_store_is_called_by_its_folder(tmp_path: Path) -> None:
+    source = FIXTURES / "maxtext_twins/a_mt_bf16_unscan_noocdbt_zarr2"
+    fastshard.convert(source, tmp_path / "out", to="hf", memory=MEMORY)
+    told = about(tmp_path / "out", against=source)
+    assert told.comparison and told.comparison.grids
+    assert [band.label for band in told.comparison.grids[0].bands] == ["0/items"]
+    assert "1 array store before, 1 file after" in page.rendered(told)

@@ -73,10 +73,15 @@ class Checkpoint(Tensors):
 
     @property
     def extent(self) -> tuple[int, int]:
-        """How many files there are, and their bytes; of a store of arrays all files below its folder."""
+        """How many files there are, and their bytes; of a store of arrays all files below its folder.
+
+        Of a store of which several hosts have a part, all files below its roots: their folders have names of their own.
+        """
         sizes = [file["size"] for file in self.files if file["format"] != "blocks"]
         stores = (store_of(file["path"]) for file in self.files if file["format"] == "blocks")
-        if folders := tuple(f"{store}/" if store else "" for store in stores):
+        if len(self.roots) > 1 and len(sizes) < len(self.files):
+            sizes += [file.size for file in self.listing.files]
+        elif folders := tuple(f"{store}/" if store else "" for store in stores):
             sizes += [file.size for file in self.listing.files if file.path.startswith(folders)]
         return len(sizes), sum(sizes)
 

@@ -1,17 +1,38 @@
-"""How many elements the tensors have that are missing or incomplete, as far as anything says so."""
+"""The tensors that are missing or incomplete, and how many elements each has, as far as anything states it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
+from ..common.errors import Finding
 from ..layouts.declaration import Source
-from ..models.tensor_roles import parts_of, place_of
+from ..models.tensor_roles import parts_of
 
-__all__ = ["as_stored", "sized"]
+__all__ = ["lost_tensors"]
 
 
-def as_stored(lost: Mapping[str, int | None], source: Source) -> dict[str, int | None]:
+def lost_tensors(
+    by_layout: Mapping[str, int | None], source: Source, broken: Iterable[Finding]
+) -> dict[str, int | None]:
+    """The elements of each tensor that is not whole; None where nothing states how many.
+
+    No size is taken from other layers: they may differ.
+
+    Args:
+        by_layout: tensors that the layout calls for, with the elements that it gives them.
+        source: the checkpoint.
+        broken: errors about single tensors that are not whole.
+    """
+    known = _as_stored(by_layout, source)
+    for name, elements in source.lost_elements.items():
+        if known.get(name) is None:
+            known[name] = elements
+    respelled = by_layout.keys() - known.keys()
+    named = (f.tensor for f in broken if f.tensor and f.tensor not in respelled)
+    return {name: known.get(name) for name in dict.fromkeys([*known, *source.lost, *named])}
+
+
+def _as_stored(lost: Mapping[str, int | None], source: Source) -> dict[str, int | None]:
     """Tensors that the layout calls for and are not whole, each under the name that a lost file has it by.
 
     Nothing that can be read tells which of the layout's spellings that is.
@@ -26,30 +47,3 @@ def as_stored(lost: Mapping[str, int | None], source: Source) -> dict[str, int |
 
     stored = {at: name for name in source.lost if (at := place(name)) is not None}
     return {stored.get(at, name) if (at := place(name)) else name: of for name, of in lost.items()}
-
-
-def sized(
-    lost: Collection[str], by_layout: Mapping[str, int | None], whole: Iterable[tuple[str, tuple[int, ...]]]
-) -> dict[str, int | None]:
-    """The elements of each tensor that is not whole; None where nothing says how many.
-
-    Args:
-        lost: names of the tensors, in order.
-        by_layout: the elements that the layout gives them.
-        whole: the tensors that are whole, with their shapes. One of a layer has as many elements as those of the same
-            role in other layers, if these all have as many.
-    """
-    found = {name: by_layout.get(name) for name in lost}
-    if all(count is not None for count in found.values()):
-        return found
-    alike: dict[str, set[int]] = {}
-    for name, shape in whole:
-        layer, role = place_of(name)
-        if layer is not None:
-            alike.setdefault(role, set()).add(math.prod(shape))
-    for name, count in found.items():
-        layer, role = place_of(name)
-        of_role = alike.get(role, set())
-        if count is None and layer is not None and len(of_role) == 1:
-            (found[name],) = of_role
-    return found

@@ -71,11 +71,13 @@ class Plan:
     def expected_parameters(self) -> int | None:
         """Elements of all tensors if all were complete; None where the size of one that is not is not known.
 
-        Nothing is known either where an error leaves no trace of what the checkpoint must hold.
+        Nothing is known either where an error leaves no trace of what the checkpoint must hold, and where a file whose
+        names nothing lists may have held what no layout calls for.
         """
         sizes = [size for size in self.lost.values() if size is not None]
         broken = any(f.severity == "error" for f in self.findings)
-        if len(sizes) < len(self.lost) or (broken and not sizes):
+        unlisted = self.source.pass_unknown and not self.source.listed and bool(self.causes.files)
+        if len(sizes) < len(self.lost) or (broken and (unlisted or not sizes)):
             return None
         return int(self.summary["parameters"]) + sum(sizes)
 

@@ -30,7 +30,7 @@ from .dequantised import dequantised
 from .drafting import CoreRequest, Merged, Opened, draft_of, movable, taken, with_masters
 from .effects import with_effects
 from .grouping import HeldFile, grouped
-from .lost_tensors import as_stored, sized
+from .lost_tensors import lost_tensors
 from .missing_parts import HeldPart, absent, by_part, held_parts
 from .plan import Plan
 from .plan_findings import (
@@ -367,14 +367,7 @@ def _all_findings(
     if draft.request.is_narrowed:
         return findings, {}
     broken = (f for f in [*findings, *draft.found] if f.severity == "error" and f.code in _NOT_WHOLE)
-    by_layout = as_stored(draft.lost, draft.source)
-    stated = {name: of for name, of in draft.source.lost_elements.items() if by_layout.get(name) is None}
-    known: dict[str, int | None] = {**by_layout, **stated}
-    respelled = draft.lost.keys() - known.keys()
-    named = (f.tensor for f in broken if f.tensor and f.tensor not in respelled)
-    lost: dict[str, int | None] = dict.fromkeys([*known, *draft.source.lost, *named])
-    lost = sized(lost, known, ((name, tuple(shape)) for name, _, shape, _, _ in core.outputs()))
-    if lost:
+    if lost := lost_tensors(draft.lost, draft.source, broken):
         usable = None if draft.target else core.names()
         findings = with_effects(findings, draft.causes, lost, usable, [*draft.found, *placed])
     return findings, lost

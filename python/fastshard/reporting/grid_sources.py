@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.plan import Plan
+from ..common.listing import store_of
 from ..models.tensor_roles import place_of
 from .grid import Grid, banded
 from .grid_cells import Key, Row
@@ -29,7 +30,7 @@ def sources_grid(checkpoint: Checkpoint, plan: Plan) -> Grid:
     for position, (name, *_) in enumerate(plan.outputs):
         holders: dict[str, list[str]] = {}
         for file in plan.core.sources(position):
-            holders.setdefault(ranks.get(file, file), []).append(file)
+            holders.setdefault(ranks.get(file) or store_of(file) or file, []).append(file)
         pieces += len(holders)
         for label, read in holders.items():
             row = rows.setdefault(label, Row())

@@ -120,12 +120,13 @@ def _filled(report: Report, figures: dict[str, Any], limits: Limits) -> str:
 def _parts(report: Report, grid: Grid, links: Links) -> list[Part]:
     """The rows of the checkpoint; of a conversion those of the one before, and then its own."""
     grids = report.comparison.grids if report.comparison else None
-    if grids is None:
+    # Where something is wrong, its layers have the numbers of its own framework.
+    if grids is None or grid.problems:
         return [Part(grid, links)]
     was, now = (Fact(*fact) for fact in report.facts[:2])
     return [
         Part(grids[0], lambda band, state: (), f"{was.label}: {was.value}", was.note),
-        Part(grid if grid.problems else grids[1], links, f"{now.label}: {now.value}", now.note),
+        Part(grids[1], links, f"{now.label}: {now.value}", now.note),
     ]
 
 

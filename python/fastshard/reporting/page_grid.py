@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..common.formatting import counted, natural
+from ..common.listing import store_of
 from ..models.tensor_roles import order_of
 from .grid import Grid
 from .grid_cells import STATES, THERE, Band, Cell, Column, Problem
@@ -75,6 +76,7 @@ def grid_rows(parts: Sequence[Part], limits: Limits) -> dict[str, Any]:
                 "mark": STATES[band.worst].mark,
                 "height": next(h for least, h in ((8, 8), (4, 4), (2, 3), (1, 1)) if band.rows >= least),
                 "ranks": ranks,
+                "size": "array store" if _is_store(band) else counted(band.file_count, "file"),
                 "opens": keeps and band.alike and band.rows > 1,
                 "cells": markup(_cells(band, short[i], columns, cells[i], spans[i], shown)),
             }
@@ -105,11 +107,18 @@ def grid_rows(parts: Sequence[Part], limits: Limits) -> dict[str, Any]:
 
 def _counted(grid: Grid) -> str:
     """How many ranks and files there are."""
-    others = grid.rows - grid.ranks
-    size = counted(grid.ranks, "rank") if grid.ranks else ""
-    if others:
-        size += f"{' and ' if size else ''}{counted(others, 'other file' if size else 'file')}"
-    return size
+    stores = sum(map(_is_store, grid.bands))
+    others = grid.rows - grid.ranks - stores
+    sizes = [counted(grid.ranks, "rank")] if grid.ranks else []
+    sizes += [counted(stores, "array store")] if stores else []
+    sizes += [counted(others, "other file" if sizes else "file")] if others else []
+    return " and ".join(sizes)
+
+
+def _is_store(band: Band) -> bool:
+    """True for the row of a store of arrays, which is called by its folder."""
+    stands_for = [store_of(file) for file in band.files]
+    return band.rows == 1 and stands_for == [band.label] != [*band.files]
 
 
 def _axis(parts: Sequence[Part]) -> str:

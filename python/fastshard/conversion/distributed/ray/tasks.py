@@ -254,5 +254,6 @@ def _with_way(finding: Finding, way: str) -> Finding:
     if finding.severity != "error":
         return finding
     return finding.replace(
-        help=f"{finding.help}; {way}" if finding.help else way, run=[*(finding.run or ()), "--resume"]
+        help=f"{finding.help}; {way}" if finding.help else way,
+        run=list(dict.fromkeys([*(finding.run or ()), "--resume"])),
     )
