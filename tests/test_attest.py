@@ -26,7 +26,7 @@ def result(tmp_path: Path) -> Path:
 
 
 def test_a_statement_names_files_and_tensors_by_their_digests(result: Path) -> None:
-    statement_of = pytest.importorskip("in_toto_attestation.v1.statement")
+    statement_of = pytest.importorskip("in_toto_attestation.v1.statement", reason="pip install '.[sign]'")
     resource = pytest.importorskip("in_toto_attestation.v1.resource_descriptor")
     files = {p.name: p for p in result.iterdir()}
     assert cli("attest", result).code == 0
@@ -116,7 +116,7 @@ def test_a_result_with_a_statement_in_it_is_not_replaced(result: Path) -> None:
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("model_signing")
+    pytest.importorskip("model_signing", reason="pip install '.[sign]'")
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 

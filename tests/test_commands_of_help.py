@@ -24,6 +24,8 @@ ADVISED = {
     "FS115": ["mv", "merge"],
     "FS306": ["--accept non-finite"],
 }
+#: Packages that no extra of the tests brings, by the case that needs one.
+NEEDS = {"FS315": "model_signing"}
 
 
 def _config(name: str) -> str:
@@ -51,6 +53,8 @@ def _done(name: str, command: str) -> Ran | None:
 # The layout of FS213 asks for what no config of the model states.
 @pytest.mark.parametrize("name", [*CASES, *(code for code in EXAMPLES if code != "FS213")])
 def test_the_commands_of_a_help_mend_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], reason="pip install '.[sign]'")
     monkeypatch.chdir(tmp_path)
     if name in CASES:
         made(name, tmp_path / "run")

@@ -20,6 +20,7 @@ import pytest
 import torch
 from damage import DCP, LEGACY, NEOX, ZERO
 from helpers import FIXTURES, Ran, assert_refused, cli, read_result
+from zero_maker import load, save
 
 MODULE = "transformer_engine.pytorch.tensor.float8_tensor"
 LINEAR = "linear", "dense", "query_key_value", ".up.", ".down."
@@ -115,9 +116,9 @@ def two_checkpoints(
 
     for at, kind in enumerate(("codes", "values")):
         for file in (folder / kind).rglob("*.pt"):
-            content = torch.load(file, weights_only=False)
+            content = load(file)
             change(content, at)
-            torch.save(content, file)
+            save(content, file)
     return folder / "codes", folder / "values", names
 
 
