@@ -271,6 +271,7 @@ EXAMPLES: dict[str, Example] = {
     "FS115": Example("model", HF, edited(INDEX, put("weight_map", **dict.fromkeys(IN_FIRST, SHARD.format(4)))), "verify model"),
     "FS116": Example("model", HF, edited("config.json", put(num_nextn_predict_layers=1)), "verify model"),
     "FS117": Example("model", HF, second(".", "../original"), "merge model out --fill-from original"),
+    "FS118": Example("run", TP4, none, f"merge run/{TP_RANK.format(0)} out"),
     "FS201": Example("run", NEOX, edited(LAYER_3, mapped(LINEAR, lambda t: t[:32])), "verify run"),
     "FS202": Example("run", NEOX, edited(LAYER_3, mapped(LINEAR, torch.Tensor.float)), "verify run"),
     # Where no config states a size, the tensors alone do; without the vocabulary's, padding looks like a lost part.

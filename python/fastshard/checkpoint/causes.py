@@ -25,7 +25,7 @@ _LOST = (
     "FS101", "FS103", "FS105", "FS107", "FS113", "FS115", "FS303", "FS312", "FS316", "FS502", "FS506", "FS507", "FS511", "FS601", "FS602", "FS603", "FS604",
 )  # fmt: skip
 #: What is wrong with the whole checkpoint: its metadata, which files are of it, and its config.
-_OF_ALL = ("FS104", "FS106", "FS211", "FS215")
+_OF_ALL = ("FS104", "FS106", "FS118", "FS211", "FS215")
 #: A rank, or ranks from one to another.
 _RANK = re.compile(r"\b([a-z]+) (\d+)(?: to (\d+))?")
 _DIGITS = re.compile(r"\d+")

@@ -20,7 +20,7 @@ from ..common.thread_counts import thread_count
 from ..layouts import tables
 from ..layouts.declaration import Source
 from ..models import sidecar_files, tensor_words
-from ..sources import accepted_copies, hf_config, stray_tensors
+from ..sources import accepted_copies, hf_config, single_files, stray_tensors
 from ..sources.base import Contents, Found, Options
 from ..sources.index_files import disagreeing
 from ..sources.peft import lora
@@ -104,8 +104,8 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
     findings += called.values()
     readable = [None if at in called else file for at, file in enumerate(readable)]
 
-    if not found.reads_parts:
-        _refuse_parts(readable)
+    if not found.reads_parts and not listing.single:
+        findings += _find_rank_parts(readable, said.accept)
     contents = Contents(catalog, readable[: len(found.files)])
     folders = {found.folder, *(file.folder for file in _behind(found))}
     not_themselves = placeholder_files.near(others, folders)
@@ -155,7 +155,9 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
     optimizer = replace(
         source.optimizer, findings=accepted_copies.accepted(source.optimizer.findings, accepted)
     )
-    near = source.places or sidecar_files.places(listing, found.folder) or sidecar_files.beside_files(listing)
+    near = source.places
+    if not near and not listing.single:
+        near = sidecar_files.places(listing, found.folder) or sidecar_files.beside_files(listing)
     unreadable = {
         n: found.files[file].path for n, file in (source.weight_map or {}).items() if readable[file] is None
     }
@@ -254,22 +256,27 @@ def _nothing_below(prefix: str, source: Source) -> FastshardError:
     )
 
 
-def _refuse_parts(readable: list[_core.OpenedFile | None]) -> None:
-    """A DTensor in a file that is read as a whole is a slice that would pose as a whole tensor.
+def _find_rank_parts(readable: list[_core.OpenedFile | None], accept: frozenset[str]) -> list[Finding]:
+    """Finds a DTensor in a file that is read as a full model: it is a slice that would pose as the full tensor.
 
     Raises:
-        FastshardError: ``FS514`` for the first of them.
+        FastshardError: ``FS118`` for the first of them, unless parts are accepted.
     """
-    for file in readable:
-        if file is not None and file["partial"] is not None:
-            raise FastshardError.of(
-                "FS514",
-                "the file holds one rank's part of the tensor (a DTensor or ShardedTensor), where wholes are read",
-                file=file["path"],
-                tensor=file["partial"],
-                help="name the folder that holds the files of all ranks; where their names do not count ranks, "
-                "rename them to model_rank_R.pt",
-            )
+    parts = (file for file in readable if file is not None and file["partial"] is not None)
+    first = next(parts, None)
+    if first is None:
+        return []
+    finding = Finding.of(
+        "FS118",
+        "the file holds one rank's part of the tensor (a DTensor or ShardedTensor), where full tensors are read",
+        file=first["path"],
+        tensor=first["partial"],
+        help="name the folder that holds the files of all ranks; where their names do not count ranks, "
+        "rename them to model_rank_R.pt",
+    )
+    if "part" not in accept:
+        raise error_for([finding])
+    return [single_files.accept_part(finding)]
 
 
 def _refuse_unread(listing: Listing, found: Found[object], findings: list[Finding]) -> None:

@@ -87,6 +87,10 @@ PAGES = {
         "--fill-from took whole parts of which the checkpoint holds nothing, or --fill-only single tensors.",
         "The manifest lists the names under `filled`. `fastshard diff OUT ORIGINAL --include 'NAME*'` compares them.",
     ),
+    "FS118": Page(
+        "A script or a shell completed the path of one file where the folder was meant.",
+        "`fastshard ls FILE` lists the tensors that the file holds. The help of the finding names the folder that holds the other parts.",
+    ),
     "FS201": Page(
         "A file of another run or another number of ranks is in the directory.",
         "The finding gives both shapes. If one is a multiple of the other, the number of ranks differs.",

@@ -14,7 +14,7 @@ PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
 
 #: Codes whose errors and warnings fail a check. What is in none of these fails the check of names and shapes.
 _CODES = {
-    "files": ("FS101", "FS102", "FS103", "FS104", "FS105", "FS111", "FS116", "FS205", "FS523"),
+    "files": ("FS101", "FS102", "FS103", "FS104", "FS105", "FS111", "FS116", "FS118", "FS205", "FS523"),
     "step": ("FS106", "FS107", "FS110"),
     "copies": ("FS113", "FS115", "FS303", "FS304", "FS305"),
     "data": ("FS301", "FS506", "FS507"),

@@ -65,6 +65,11 @@ class Contents:
             return {"meshes": [], "parts": []}
         return self._catalog.distributed(file)
 
+    def partial(self, file: int) -> str | None:
+        """The first tensor of which a file holds one rank's part; None where all its tensors are full, or it cannot be read."""
+        opened = self._readable[file] if file < len(self._readable) else None
+        return None if opened is None else opened["partial"]
+
     def archive(self, file: int) -> str | None:
         """The name that the archive was given when it was saved; None for other files."""
         opened = self._readable[file]

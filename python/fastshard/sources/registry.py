@@ -23,6 +23,7 @@ from .megatron.torch_dist import TorchDist
 from .orbax import Orbax
 from .orbax.partial_stores import refuse_parts
 from .peft.adapter import PeftAdapter
+from .single_files import refuse_rank_folder
 from .step_trackers import refuse_lone_trackers
 from .unsupported_formats import looks_like
 
@@ -60,6 +61,7 @@ def detect(listing: Listing, options: Options) -> Found[Any]:
             return found
     refuse_parts(listing)
     refuse_lone_trackers(listing)
+    refuse_rank_folder(listing)
     raise_errors(listing.findings)
     named = some(list(dict.fromkeys(listing.given())), 3)
     known = looks_like(listing)

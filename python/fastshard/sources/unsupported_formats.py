@@ -18,6 +18,22 @@ _KNOWN = (
     (r".*\.(npz|npy|pkl|pickle|msgpack)$", "arrays or pickles of a script's own", "save the tensors as safetensors, under the model's names"),
     (r".*\.tar(\.\w+)?$|.*\.(zip|tgz)$", "an archive", "unpack it"),
 )  # fmt: skip
+#: Formats that no reader opens, by the ending of a file's name.
+_UNREAD = re.compile(r"\.(gguf|ggml|onnx|engine|plan|tflite|pb|npz|npy|msgpack|h5|nemo|tar(\.\w+)?|tgz)$")
+_GGUF = b"GGUF"
+
+
+def find_unread_format(name: str, head: bytes) -> tuple[str, str] | None:
+    """Returns what a single file of another format is, and what to do; None for one that a reader may open.
+
+    Args:
+        name: of the file.
+        head: its first bytes.
+    """
+    if not (head == _GGUF or _UNREAD.search(name)):
+        return None
+    called = "model.gguf" if head == _GGUF else name
+    return next(((what, help) for pattern, what, help in _KNOWN if re.match(pattern, called)), None)
 
 
 def looks_like(listing: Listing) -> tuple[str, str] | None:

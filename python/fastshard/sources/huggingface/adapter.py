@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ...common import safe_files
@@ -13,7 +14,7 @@ from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
 from ...layouts.declaration import Description, Source, Unit
 from ...models import huggingface, sidecar_files
-from .. import hf_config, model_prefix
+from .. import hf_config, model_prefix, single_files
 from ..base import Contents, Found, Options, lacking, missing, unexpected
 from ..choose_step import Chosen, folder_of
 from ..index_files import read_json, safe_relative
@@ -27,7 +28,6 @@ _FORMS = [
     ("pytorch_model.bin.index.json", "pytorch_model.bin"),
 ]
 _SHARD = re.compile(r"^(.+)-(\d+)-of-(\d+)\.(safetensors|bin)$")
-_SINGLE = re.compile(r"\.(safetensors|bin|pt|pth)$")
 
 
 def _weight_map(content: Any, path: str) -> dict[str, str]:
@@ -115,8 +115,8 @@ class HuggingFace:
     def detect(self, listing: Listing, options: Options) -> Found[HfFiles] | None:
         """Looks for an index, a single model file, or numbered shards without an index."""
         if listing.single:
-            files = [f for f in listing.files if _SINGLE.search(f.name)] or listing.files
-            return Found(self, "Hugging Face", files[:1], HfFiles(), files[0].folder)
+            single_files.refuse_unreadable(listing)
+            return Found(self, "Hugging Face", listing.files[:1], HfFiles(), listing.files[0].folder)
         held = self._folder(listing, options)
         if held is None:
             return None
@@ -279,15 +279,14 @@ class HuggingFace:
     def declare(self, found: Found[HfFiles], listing: Listing, values: Contents, options: Options) -> Source:
         """Units are whole files; config.json gives the axes where the model type is known."""
         weight_map = found.seen.weight_map
+        part = single_files.find_part(listing, values, options.accept) if listing.single else None
         source = Source(
             framework=found.framework,
             step=found.step,
             units=[Unit(file=i) for i in range(len(found.files))],
             pass_unknown=True,
             layers_may_repeat=True,
-            model=Description(
-                dialect=huggingface.DIALECT, saved_whole=True, is_part=_is_part(listing, found.files)
-            ),
+            model=Description(dialect=huggingface.DIALECT, saved_whole=True, is_part=part is not None),
             weight_map=weight_map,
             whole_files=weight_map is not None,
             index=found.seen.index,
@@ -299,15 +298,23 @@ class HuggingFace:
             vocab_size=options.vocab_size,
         )
         counted, index = found.seen.counted, found.seen.index
-        slices = not_whole(found.files, values, index, counted)
+        # Of a part it is known that it lacks the rest.
+        slices = not_whole(found.files, values, index, counted) if part is None else []
         source.findings += slices
         source.findings += zeroed(listing, found.folder, found.files, values)
         folder = found.folder
-        # A model's own folder says what it is; that of a step may leave it to the one above.
-        above = is_step((found.step or folder or listing.roots[0].absolute().name).rpartition("/")[2])
-        source.places = sidecar_files.places(listing, folder, above=above)
-        config, path = hf_config.config_of(listing, folder, options, above=above)
         names = _in_order(values, len(found.files))
+        if part is not None:
+            source.findings.append(part)
+        if listing.single:
+            config, path = None, None
+            if part is None:
+                config, path = _config_beside(source, listing, options, names)
+        else:
+            # A model's own folder says what it is; that of a step may leave it to the one above.
+            above = is_step((found.step or folder or listing.roots[0].absolute().name).rpartition("/")[2])
+            source.places = sidecar_files.places(listing, folder, above=above)
+            config, path = hf_config.config_of(listing, folder, options, above=above)
         if _by_a_trainer(values, found):
             source.model = replace(source.model, saved_whole=False)
         is_torch = any(not file.name.endswith(".safetensors") for file in found.files)
@@ -321,10 +328,31 @@ class HuggingFace:
         return source
 
 
-def _is_part(listing: Listing, files: Sequence[File]) -> bool:
-    """True for a file that was given by itself and is one of several by its name."""
-    shards = [_SHARD.match(file.name) for file in files]
-    return listing.single and any(match is not None and int(match[3]) > 1 for match in shards)
+def _config_beside(
+    source: Source, listing: Listing, options: Options, names: Sequence[str]
+) -> tuple[dict[str, Any] | None, Path | None]:
+    """Returns the config.json of a file that was named by itself: the one given, else the one beside it, if it is of the model
+    that these names are of. The files beside a config.json of another model are no companions; a note says so."""
+    config, path = hf_config.config_of(listing, "", options)
+    places = sidecar_files.beside_files(listing)
+    beside = sidecar_files.first(places, "config.json")
+    stored = None if beside is None else safe_files.read_object(beside, safe_files.MAX_CONFIG)
+    if stored is None or single_files.fits_config(listing.roots[0] / listing.files[0].path, stored, names):
+        source.places = places
+        return (stored, beside) if config is None else (config, path)
+    if config is None:
+        source.findings.append(
+            Finding.of(
+                "FS109",
+                "config.json beside the file is not used: most names of the tensors are none of its model",
+                severity="note",
+                file="config.json",
+                unnoticed="config.json beside the file is of another model",
+                help="pass it if it is of this model",
+                run=["--config FILE"],
+            )
+        )
+    return config, path
 
 
 def _in_order(contents: Contents, files: int) -> list[str]:
