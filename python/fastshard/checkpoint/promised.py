@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from .proof import listed_by
 
 if TYPE_CHECKING:
     from ..expected.expected_list import ExpectedTensors
+    from ..expected.from_transformers import LoadReport
     from ..expected.promised_parts import Part
     from ..layouts.declaration import Source
     from ..models.quantised.forms import Weight
@@ -97,10 +99,11 @@ def judged(
         return [], ""
     from ..expected.expected_list import roster_of
     from ..expected.from_config import holds_embedding
-    from ..expected.from_transformers import complaints
+    from ..expected.from_transformers import try_load
     from ..expected.names_on_disk import are_in_memory
     from ..expected.promised_parts import promised as parts_of
     from ..expected.reference import Reference
+    from .loaded_names import is_named_as_listed, not_loaded, severity_of
     from .reference_sides import fitting, judged_of, own_names
 
     called = f"{listed.model_class} of transformers {listed.transformers}"
@@ -135,30 +138,55 @@ def judged(
     told = [f for f in told if f.severity != "note" or f.code != "FS207" or not _is_of(parts, f.tensor)]
     wrong = [f for f in told if f.severity == "error"]
     count = len(reference.roster or ())
-    if not wrong:
-        spelling = "" if on_disk else "by their names in memory"
-        if not on_disk and request.to == "hf":
-            return [_names_in_memory(called, listed, [name for name, *_ in tensors])], ""
-        partly = any(f.severity == "warning" for f in told)
-        rest = [f for f in told if f.code != "FS109"]
-        return (rest, "") if partly else ([*rest, _proven(called, count, spelling)], "")
-    if listed.quantised and any(f.code == "FS207" for f in told):
+    if not wrong and not on_disk and request.to == "hf":
+        return [_names_in_memory(called, listed, [name for name, *_ in tensors])], ""
+    has_others = any(f.code == "FS207" for f in told)
+    if has_others and listed.quantised:
         # Quantisers take modules apart, and name them as they like.
         return [], f"{called} has other names than the quantised model"
-    if any(f.code == "FS207" for f in told):
-        # Some names are others: they may be what is missing, as an earlier version spelled it.
-        stored = [(name, kind, whole) for name, kind, _, _, whole, _ in tensors]
-        missed = complaints(model.config or {}, stored)
-        if missed == []:
-            return [_proven(called, len(stored), "as from_pretrained reads their names")], ""
-        if missed is None or "auto_map" in (model.config or {}):
-            return [], f"{called} has other names, and nothing says whether it would load these"
-        if any(f.code == "FS207" and f.severity == "error" for f in told):
-            return [], f"{called} has other names"
-    if "auto_map" in (model.config or {}):
+    if "auto_map" in (model.config or {}) and wrong:
         # The list is of another class that is called so.
         return [], f"{called} differs, and the model's own code (auto_map) may be what it is of"
-    return told, ""
+    if kept or partial or not (wrong and has_others or not is_named_as_listed(listed, shapes, stored_as)):
+        return _concluded(told, called, count, "" if on_disk else "by their names in memory")
+    # Some names are others: a loader knows those that earlier versions and other vendors spelled.
+    stored = [(name, kind, whole) for name, (whole, kind) in shapes.items()]
+    report = try_load(model.config or {}, stored)
+    if report is not None and not report.missing:
+        return [_proven(called, len(stored), "as from_pretrained reads their names")], ""
+    severity = severity_of(request, source.model)
+    odd = not_loaded(called, listed, stored, report, severity, allows_headless=not request.writes)
+    if wrong and not _accounts_for(odd, wrong, listed, shapes, report):
+        return told, ""
+    return odd, ""
+
+
+def _concluded(findings: list[Finding], called: str, count: int, spelling: str) -> tuple[list[Finding], str]:
+    """The findings of a list, with what it proves where nothing differs."""
+    if any(f.severity == "error" for f in findings):
+        return findings, ""
+    rest = [f for f in findings if f.code != "FS109"]
+    partly = any(f.severity == "warning" for f in findings)
+    return (rest if partly else [*rest, _proven(called, count, spelling)]), ""
+
+
+def _accounts_for(
+    odd: list[Finding],
+    wrong: list[Finding],
+    listed: ExpectedTensors,
+    shapes: Mapping[str, tuple[tuple[int, ...], str]],
+    report: LoadReport | None,
+) -> bool:
+    """True if other names are what is wrong: no name fits, or each missing tensor is there under another name, by its shape."""
+    if not odd:
+        return False
+    if any(f.code == "FS207" for f in wrong):
+        return True
+    known = {tensor.name: tensor.shape for tensor in (*listed.tensors, *listed.in_memory)}
+    others = Counter(shape for name, (shape, _) in shapes.items() if name not in known)
+    lacking = [f.tensor or "" for f in wrong] if report is None else report.missing
+    missing = Counter(known.get(name) for name in lacking)
+    return all(shape is not None and others[shape] >= n for shape, n in missing.items())
 
 
 def _misshapen(weights: Iterable[Weight], listed: ExpectedTensors, called: str) -> Iterator[Finding]:

@@ -91,6 +91,10 @@ PAGES = {
         "A script or a shell completed the path of one file where the folder was meant.",
         "`fastshard ls FILE` lists the tensors that the file holds. The help of the finding names the folder that holds the other parts.",
     ),
+    "FS119": Page(
+        "A trainer saved its wrapper's names, or a script renamed tensors and left the config as it was.",
+        "from_pretrained prints which weights it initialises: all that it does not find. `fastshard ls CKPT` lists the names in the files.",
+    ),
     "FS201": Page(
         "A file of another run or another number of ranks is in the directory.",
         "The finding gives both shapes. If one is a multiple of the other, the number of ranks differs.",

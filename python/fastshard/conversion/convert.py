@@ -101,6 +101,7 @@ def plan(
         optimizer=optimizer,
         options=placed,
         tokenizer=_words(tokenizer, checkpoint.opened.source, to, vocab_size),
+        writes=True,
     )
     return _made(checkpoint, request)
 
@@ -366,7 +367,7 @@ def planned(
     opening = expected.opening({k: v for k, v in options.items() if k not in PLANNING})
     checkpoint = as_checkpoint(source, **opening)
     words = _words(tokenizer, checkpoint.opened.source, to, planning.get("vocab_size"))
-    request = Request(to, options=target_options.of(planning), tokenizer=words, **planning)
+    request = Request(to, options=target_options.of(planning), tokenizer=words, writes=True, **planning)
     return expected, checkpoint, _made(checkpoint, request), words
 
 

@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ..models.config_json import QUANTISED
 from . import cached_lists, transformers_process
 from .expected_list import ExpectedTensors, document_of, from_document
 
-__all__ = ["class_name", "complaints", "expected_tensors", "is_model", "list_for"]
+__all__ = ["LoadReport", "class_name", "expected_tensors", "is_model", "list_for", "try_load"]
 
 #: Changes with the rules of this module and of the worker: what they made before is made again.
 RULES = 2
@@ -137,19 +138,29 @@ def class_name(config: Mapping[str, Any]) -> str | None:
     return first if isinstance(first, str) and first.isidentifier() else None
 
 
-def complaints(
+@dataclass(frozen=True)
+class LoadReport:
+    """What from_pretrained makes of the names and shapes that are stored."""
+
+    #: Names in memory that it would initialise itself, and what else it complains about.
+    missing: tuple[str, ...]
+    #: What its class puts before the names of the model without a head; empty where it puts nothing.
+    base: str
+
+
+def try_load(
     config: Mapping[str, Any], stored: Iterable[tuple[str, str, Sequence[int]]]
-) -> list[str] | None:
-    """What from_pretrained would complain about, given what is stored: missing tensors, and those of another shape.
+) -> LoadReport | None:
+    """Has from_pretrained load tensors by their names and shapes; reads no values.
 
     Args:
         config: content of the config.json that was listed.
         stored: names, dtypes (as safetensors spells them) and shapes.
 
     Returns:
-        Names or messages; None if nothing can tell.
+        What is missing or has another shape; None if nothing can tell.
     """
-    told = transformers_process.answer_of(
+    answer = transformers_process.answer_of(
         {
             "config": cleaned(config),
             "class": class_name(config),
@@ -160,8 +171,10 @@ def complaints(
         TIMEOUT,
         MEMORY,
     )
-    found = told.get("complaints")
-    return found if isinstance(found, list) else None
+    missing, base = answer.get("complaints"), answer.get("base")
+    if not isinstance(missing, list) or not isinstance(base, str):
+        return None
+    return LoadReport(tuple(map(str, missing)), base)
 
 
 def cleaned(value: Any) -> Any:

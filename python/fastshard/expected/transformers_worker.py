@@ -208,12 +208,13 @@ def loading(asked: dict[str, Any]) -> dict[str, Any]:
                 dtype=dtype if isinstance(dtype, torch.dtype) else torch.float32,
             )
     except RuntimeError as error:  # tensors of one stack that do not fit together
-        return {"complaints": [str(error).splitlines()[0] if str(error) else "RuntimeError"]}
+        first = str(error).splitlines()[0] if str(error) else "RuntimeError"
+        return {"complaints": [first], "base": ""}
     complaints = [str(name) for name in told.get("missing_keys", ())]
     complaints += [str(one[0] if isinstance(one, tuple) else one) for one in told.get("mismatched_keys", ())]
     complaints += [str(one) for one in told.get("error_msgs", ())]
     complaints += [str(one) for one in told.get("conversion_errors", None) or ()]
-    return {"complaints": sorted(complaints)}
+    return {"complaints": sorted(complaints), "base": str(getattr(cls, "base_model_prefix", "") or "")}
 
 
 def main(asked: str, answer: str) -> int:

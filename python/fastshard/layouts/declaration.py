@@ -223,7 +223,11 @@ class Source:
         Args:
             names_of: names of the tensors in a file, by its number.
         """
-        if not self.model.hf_names or self.model.config is None:
+        if self.model.config is None:
+            return self
+        if not self.model.hf_names:
+            if self.model.saved_whole and self.model.spelling is not None:
+                return self._without_config([], None, f"the names are those of {self.model.spelling}")
             return self
         if self.other_prefixes:
             copies = [f"{prefix}*" for prefix in (self.weights_prefix, *self.other_prefixes)]
@@ -234,6 +238,9 @@ class Source:
         names = {name: self._below_prefix(name) for name in dict.fromkeys(stored)}
         if not self.adapted and (changed := wrapped(set(names.values()))) is not None:
             return self._without_config([changed[0]], None, f"{changed[1]} has changed the names")
+        if not self.adapted and self.model.unloaded is not None:
+            name, own = self.model.unloaded
+            return self._without_config([name], None, f"its class has {own}")
         if all(name == own for name, own in names.items()):
             return self
         by_name: dict[str, str] = {}
@@ -299,7 +306,7 @@ class Source:
             "FS212",
             f"config.json is not written: {why}",
             severity="warning",
-            got=", ".join(names),
+            got=", ".join(names) or None,
             help=None if prefix is None else "choose one of them",
             run=[] if prefix is None else [f"--prefix {shlex.quote(prefix)}"],
         )

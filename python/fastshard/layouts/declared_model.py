@@ -53,6 +53,8 @@ class Description:
     spelling: str | None = None
     #: Why a model of Hugging Face has no table, so that its names stay; None for one that has.
     no_table: str | None = None
+    #: A stored name that the class of the config does not load, and what it loads; None where nothing speaks against the names.
+    unloaded: tuple[str, str] | None = None
     #: What a model of Hugging Face without an output layer is; None for one that has one.
     headless: str | None = None
     #: The files are what ``save_pretrained`` writes: their config describes them.

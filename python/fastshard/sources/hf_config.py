@@ -26,6 +26,8 @@ _LAYER = re.compile(r"^((?:[A-Za-z_]\w*\.)*?)layers\.\d+\.")
 _VALUE_HEAD = re.compile(r"(^|\.)(value_head|v_head|score)\.(\w+\.)*weight$")
 #: Keys that tell a config of Hugging Face from others of the name.
 _TELLING = {"model_type", "architectures", "transformers_version"}
+#: What a class of transformers loads.
+_OWN_NAMES = "the names that save_pretrained writes"
 #: Quantisations whose weights keep their names and shapes. source: transformers quantizers/quantizer_finegrained_fp8.py
 _PLAIN = ("fp8",)
 
@@ -108,7 +110,7 @@ def describe(
         return
     label = None if path is None else _label(listing, path)
     _refuse_no_model(config, label)
-    model = replace(source.model, config=config, config_file=path)
+    model = replace(source.model, config=config, config_file=path, unloaded=None)
     source.names = bare(names)
     names = [source.names.get(n, n) for n in names]
     apart = tuple(source.other_prefixes)
@@ -116,9 +118,10 @@ def describe(
         n for n in names if n.startswith(outer) and not is_state(n) and not (apart and n.startswith(apart))
     ]
     stored = {name.removeprefix(outer) for name in names}
-    if (changed := wrapped(stored)) is not None:
+    if (changed := wrapped(sorted(stored))) is not None:
         # A trainer's names are no longer those that its config is for.
-        source.model = replace(model, no_table=f"{changed[1]} has changed the names ({changed[0]})")
+        by = f"{changed[1]} has changed the names ({changed[0]})"
+        source.model = replace(model, no_table=by, unloaded=(outer + changed[0], _OWN_NAMES))
         return
     layout = config_json.layout_of(config, label)
     beside = None if path is None else _quantiser_beside(listing, path)
@@ -209,8 +212,14 @@ def _take_layout(
     if outer or prefix != base:
         table = _prefixed(layout, base, prefix.removeprefix(outer))
         source.table = table.with_rules([rule.renamed(outer + rule.name) for rule in table.rules])
+    inner = prefix.removeprefix(outer)
+    if inner not in ("", base) and config_json.is_of_transformers(layout) and "auto_map" not in config:
+        # transformers puts its own base before names that lack it, and looks for no other.
+        name = next(name for name in names if name.startswith(prefix))
+        unloaded = (name, _own(name.removeprefix(outer), base, inner))
+        source.model = replace(source.model, unloaded=unloaded)
     # What lies around the model may end as its own base does.
-    is_base = not prefix.removeprefix(outer).endswith(base)
+    is_base = not inner.endswith(base)
     headless = _take_head(source, config_json.architecture_of(config), layout, stored, is_base)
     source.model = replace(source.model, family=layout.removeprefix("hf."), headless=headless)
     if source.vocab_size:
@@ -278,7 +287,10 @@ def _take_spelling(
         source.table = table.with_rules([rule.renamed(outer + rule.name) for rule in table.rules])
     source.axes, source.facts, source.sets = config_json.described(config, label, names, name)
     source.provable = True
-    source.model = replace(source.model, spelling=framework, family=table.family, no_table=None)
+    unloaded = (outer + min(names), _OWN_NAMES)
+    source.model = replace(
+        source.model, spelling=framework, family=table.family, no_table=None, unloaded=unloaded
+    )
     if source.vocab_size:
         source.axes.pop("V", None)
 

@@ -68,6 +68,23 @@ def recognise(
     source.other_prefixes = [outer + prefix for prefix in inner[1:]]
 
 
+def find_foreign_prefix(names: Iterable[str], config: dict[str, Any] | None) -> str | None:
+    """Returns what precedes the names of a model that a table knows, where its class of transformers has nothing there: as
+    trainers and wrappers put ``policy.`` before all names. None where the names are the model's own, or nothing tells.
+
+    Args:
+        names: of all tensors.
+        config: the model's config.json, if there is one.
+    """
+    if config is None or "auto_map" in config or config_json.layout_of(config) is None:
+        return None
+    telling = _telling(config)
+    weights = [name for name in names if not is_state(name)]
+    found = {name.removesuffix(own) for name in weights for own in telling if name.endswith(own)}
+    prefixes = sorted(prefix for prefix in found if not prefix or prefix.endswith("."))
+    return prefixes[0] or None if prefixes else None
+
+
 def _containers(
     source: Source, stored: Sequence[str], paths: Mapping[str, Sequence[str]]
 ) -> dict[str, list[str]] | None:

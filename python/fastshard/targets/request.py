@@ -40,6 +40,8 @@ class Request:
     options: Mapping[str, Any] = field(default_factory=dict)
     #: The model's, if one was given or found.
     tokenizer: Tokenizer | None = None
+    #: True if a result is written; False if the checkpoint is only looked at.
+    writes: bool = False
 
     def __post_init__(self) -> None:
         for name, value, known in (

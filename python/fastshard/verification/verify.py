@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .. import _core
 from ..checkpoint import manifest_files, proof, quantised_values
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.loaded_names import unloaded_prefix
 from ..checkpoint.manifests import (
     accepted_before,
     against_result,
@@ -108,7 +109,7 @@ def verify(
         options["accept"] = [*options.get("accept", ()), *accepted_before(source)]
     checkpoint = as_checkpoint(source, like=like, **options)
     plan = make_plan(with_promised(checkpoint.opened), Request(include=include, exclude=exclude))
-    findings = list(plan.findings)
+    findings = [*plan.findings, *_find_unloaded_prefix(checkpoint, plan)]
     signed = _signed(checkpoint, signature, public_key, certificates)
     findings += signed
     run: RunOptions = {**run_options(memory, threads, checkpoint.opened.catalog), "subset": subset}
@@ -139,6 +140,13 @@ def verify(
         part = f"{part}, {_CHOSEN}" if part else _CHOSEN
     unnoticed = [_NEVER_SAVED] if _lists_itself(plan) else []
     return Verdict(found, proof.checked(found, vouched, partial, unnoticed, part))
+
+
+def _find_unloaded_prefix(checkpoint: Checkpoint, plan: Plan) -> list[Finding]:
+    """Finds that a folder of a model has names before which a trainer has put a prefix: its config.json is not for these."""
+    source = checkpoint.opened.source
+    renamed = plan.source.names if plan.source.renames else {}
+    return [] if source.chosen else unloaded_prefix(source.model, renamed)
 
 
 def _differing(

@@ -318,7 +318,9 @@ class HuggingFace:
         if _by_a_trainer(values, found):
             source.model = replace(source.model, saved_whole=False)
         is_torch = any(not file.name.endswith(".safetensors") for file in found.files)
-        if is_torch or options.prefix is not None or all(name.startswith("module.") for name in names):
+        is_foreign = model_prefix.find_foreign_prefix(names, config) is not None
+        is_wrapped = is_foreign or all(name.startswith("module.") for name in names)
+        if is_torch or options.prefix is not None or is_wrapped:
             model_prefix.recognise(source, names, config, options.prefix, _paths(values, len(found.files)))
         if config is not None:
             hf_config.describe(source, listing, config, path, names, outer=source.weights_prefix)

@@ -1,0 +1,165 @@
+"""Whether from_pretrained finds a model's tensors under the names that they have, where these are not those that the class of
+its config.json writes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ..common.errors import Finding
+from ..common.formatting import counted
+from ..expected.expected_list import ExpectedTensors, patterns
+from ..expected.from_transformers import LoadReport
+from ..layouts import tables
+from ..models import config_json
+
+if TYPE_CHECKING:
+    from ..layouts.declaration import Description
+    from ..targets.request import Request
+
+__all__ = ["is_named_as_listed", "not_loaded", "severity_of", "unloaded_prefix"]
+
+#: A stored tensor: name, dtype, full shape.
+Stored = tuple[str, str, Sequence[int]]
+#: What the tables of a framework are called by.
+_FRAMEWORKS = {
+    "gpt_neox": "GPT-NeoX", "maxtext": "MaxText", "megatron": "Megatron-LM", "olmo_core": "OLMo-core",
+    "paxml": "Paxml", "torchtitan": "torchtitan",
+}  # fmt: skip
+
+
+def is_named_as_listed(
+    listed: ExpectedTensors, names: Collection[str], stored_as: Mapping[str, Sequence[str]]
+) -> bool:
+    """True if every tensor that a class writes is stored under the name that it writes; of tied tensors one is enough.
+
+    Args:
+        listed: what the config promises.
+        names: of the stored tensors.
+        stored_as: names of what is stored in another form, by those of the list.
+    """
+    optional = patterns(listed.may_be_missing)
+    ties: dict[str, set[str]] = {}
+    for group in listed.ties:
+        spelled = {name for one in group for name in listed.mapping.get(one, (one,))}
+        ties |= dict.fromkeys(spelled, spelled)
+    return all(
+        tensor.name in names
+        or any(pattern.search(tensor.name) for pattern in optional)
+        or not ties.get(tensor.name, set()).isdisjoint(names)
+        or set(stored_as.get(tensor.name, ("",))) <= set(names)
+        for tensor in listed.tensors
+    )
+
+
+def severity_of(request: Request, model: Description) -> str:
+    """Returns how much it weighs that names are not those that the class loads: an error for a result that its config.json
+    is written beside, and for a folder that ``save_pretrained`` is said to have written; of others a merge is not loaded."""
+    if request.writes:
+        return "error" if request.to == "hf" or model.hf_names else "warning"
+    return "error" if model.saved_whole else "warning"
+
+
+def not_loaded(
+    called: str,
+    listed: ExpectedTensors,
+    stored: Sequence[Stored],
+    report: LoadReport | None,
+    severity: str,
+    *,
+    allows_headless: bool,
+) -> list[Finding]:
+    """Finds tensors that from_pretrained would initialise itself since the names in the files are others.
+
+    Args:
+        called: the class, in words.
+        listed: what the config promises.
+        stored: the tensors, under the names that they are loaded by.
+        report: what a load of these would complain about; None where nothing can tell.
+        severity: of the finding.
+        allows_headless: whether a model without the head of its class passes with a warning.
+    """
+    known = {tensor.name for tensor in (*listed.tensors, *listed.in_memory)}
+    shapes = {name: tuple(shape) for name, _, shape in stored}
+    unknown = [name for name in shapes if name not in known]
+    if report is None:
+        if not unknown:
+            return []
+        finding = _other_names(called, unknown[0], "and its loader could not be asked", "warning")
+        return [finding.replace(count=len(unknown))]
+    missing = list(report.missing)
+    if not missing:
+        return []
+    base = f"{report.base}." if report.base else "\0"
+    has_base = any(tensor.name.startswith(base) for tensor in listed.in_memory)
+    if has_base and not any(name.startswith(base) for name in (*missing, *shapes)):
+        # The model lies there without its head, under names that its class puts the base's before.
+        severity = "warning" if allows_headless else severity
+        return [
+            Finding.of(
+                "FS119",
+                f"{called} has {counted(len(missing), 'tensor')} of a head, and the checkpoint is the model without it",
+                severity=severity,
+                tensor=missing[0],
+                count=len(missing),
+                help="name the class without a head in architectures of config.json, or add the tensors of the head",
+            )
+        ]
+    total = len(listed.in_memory)
+    fitting = max(total - len(missing), 0)
+    first = unknown[0] if unknown else missing[0]
+    finding = _other_names(
+        called, first, f"by which it finds {total} tensors, and {fitting} are there", severity
+    )
+    near = next((name for name in missing if first.endswith(f".{name}")), missing[0])
+    return [finding.replace(expected=near, count=len(missing), evidence=_whose(unknown))]
+
+
+def _other_names(called: str, name: str, how: str, severity: str) -> Finding:
+    return Finding.of(
+        "FS119",
+        f"{called} has other names, {how}",
+        severity=severity,
+        tensor=name,
+        help="write the names of a good checkpoint of the model; say where the model begins, if the names have a prefix",
+        run=["--like GOOD", "--prefix NAME"],
+    )
+
+
+def _whose(names: Sequence[str]) -> str | None:
+    """Returns which other framework has most of these names, where a layout table knows them."""
+    for layout in tables.names():
+        framework = _FRAMEWORKS.get(layout.partition(".")[0])
+        if framework is None or not names:
+            continue
+        table = tables.table(layout)
+        if 2 * sum(table.rule_of(name) is not None for name in names) > len(names):
+            return f"most of them are names of {framework}"
+    return None
+
+
+def unloaded_prefix(model: Description, renamed: Mapping[str, str]) -> list[Finding]:
+    """Finds that the names in a folder of ``save_pretrained`` begin otherwise than its class loads them.
+
+    Args:
+        model: of the folder.
+        renamed: the names that a merge writes, by those in the files.
+    """
+    config = model.config or {}
+    changed = [(name, own) for name, own in renamed.items() if name != own]
+    changed = changed or [one for one in (model.unloaded,) if one is not None]
+    if not changed or not model.saved_whole or "auto_map" in config:
+        return []
+    kind = config_json.architecture_of(config)
+    called = kind.name if kind is not None else f"the model of type {config.get('model_type')}"
+    name, own = changed[0]
+    return [
+        Finding.of(
+            "FS119",
+            f"{called} loads no tensor by a name like this",
+            tensor=name,
+            expected=own,
+            help="merge it, which writes names that are loaded, or writes no config.json beside the names",
+            run=["fastshard merge CKPT OUT"],
+        )
+    ]
