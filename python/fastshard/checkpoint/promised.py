@@ -68,6 +68,7 @@ def _is_wanted(opened: Opened, for_hf: bool) -> bool:
         and opened.reference is None
         and (source.layout is None or (for_hf and model.headless is not None))
         and not model.is_part
+        and not opened.quantised.is_unstated
         and bool(model.hf_names or model.no_table)
         and isinstance(config.get("model_type"), str)
         # Of a form that is known the list tells, as it is without that.

@@ -15,10 +15,11 @@ from ..common import safe_files
 from ..common.errors import FastshardError, Finding
 from ..layouts.declaration import Source, is_state
 from ..models.config_json import QUANTISER_FILES
+from ..models.quantised import bitsandbytes
 from ..models.quantised.forms import F8, FLOATS, Stored, Weight
-from ..models.quantised.judge import judged
-from ..models.quantised.stated import Stated, stated
-from ..models.quantised.torchao import Record, is_of_torchao, missing, records_of
+from ..models.quantised.judge import CODES, judged
+from ..models.quantised.stated import Stated, stated, stated_in_files
+from ..models.quantised.torchao import Record, is_of_torchao, missing, records_of, without_header
 from ..sources.base import Contents
 
 __all__ = ["QuantisedWeights", "found_in"]
@@ -56,6 +57,8 @@ class QuantisedWeights:
     unwritable: list[Finding] = field(default_factory=list)
     #: How the model says that it is quantised; None if it says nothing.
     method: str | None = None
+    #: True for quantised weights of which no config says that they are.
+    is_unstated: bool = False
 
     @cached_property
     def by_tensor(self) -> list[tuple[str, ...]]:
@@ -89,25 +92,34 @@ def found_in(
     if model.is_part:
         return QuantisedWeights()
     files = _beside(source)
-    said = stated(model.config, _contents(files))
-    if said is None and (model.config is None or not model.hf_names):
-        if F8.isdisjoint(contents.dtypes()):
-            return QuantisedWeights()
-        by_names, unsaid = _by_names(_below(source, full() if is_divided else _tensors(source, contents)))
-        return QuantisedWeights(by_names, [], unsaid)
+    config = stated(model.config, _contents(files))
+    if config is None and contents.dtypes().isdisjoint(CODES):
+        return QuantisedWeights(files=files)
     tensors = _below(source, full() if is_divided else _tensors(source, contents))
-    weights, found = judged(said, tensors)
+    if found := without_header(tensors):
+        return QuantisedWeights(findings=found, is_unstated=True)
+    config = config or stated_in_files(headers, tensors)
+    if config is None and model.config is None and any(bitsandbytes.RECORD in name for name in tensors):
+        # Records say what codes are, as all of a model that no config.json describes (a single file).
+        config = Stated("bitsandbytes", {}, "a record of bitsandbytes")
+    if config is not None and config.method == "comfyui":
+        by_names, unsaid = _by_names(tensors)
+        return QuantisedWeights(by_names, [], unsaid, files, method=config.method)
+    weights, found = judged(config, tensors)
+    if config is None and model.config is None:
+        # Scales of fp8 tell enough of a model that no config.json describes.
+        found = [finding for finding in found if tensors[finding.tensor or ""][0] not in F8]
     lost = {source.names.get(name, name) for name in source.lost}
     # What is missing with a file is told with the file.
     told = [finding for finding in found if finding.tensor not in lost]
-    if said is None:
+    if config is None:
         by_names, unsaid = _by_names(tensors)
-        return QuantisedWeights(by_names, told, unsaid, files)
+        return QuantisedWeights(by_names, told, unsaid, files, is_unstated=bool(told))
     owned = {name for weight in weights for name in weight.stored}
     others = [
         name for name, stored in tensors.items() if name not in owned and _is_of_activations(name, stored)
     ]
-    return QuantisedWeights(weights, told, [], files, others, method=said.method)
+    return QuantisedWeights(weights, told, [], files, others, method=config.method)
 
 
 def _by_torchao(source: Source) -> bool:

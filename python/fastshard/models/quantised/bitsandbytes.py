@@ -10,12 +10,14 @@ from ...common import json_text
 from .forms import FLOATS, Companion, Form, Sizes, Weight, ceil_div, matrix
 from .values import Asked, Coded, NoValuesError, Values, operand, scale, view
 
-__all__ = ["LONGEST", "forms", "methods", "telling"]
+__all__ = ["LONGEST", "RECORD", "forms", "methods", "telling"]
 
 methods = ("bitsandbytes",)
-#: Configs whose forms are told by names and dtypes alone, where a model has no config.
-telling: tuple[dict[str, Any], ...] = ({},)
+#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them; `{}` is the kind.
+telling: Mapping[str, dict[str, Any]] = {"{} of bitsandbytes": {}}
 _F32, _U8 = frozenset(("F32",)), frozenset(("U8",))
+#: What the name of a record ends with, before the kind of the codes: it alone says what they are.
+RECORD = ".weight.quant_state.bitsandbytes__"
 #: Bytes of a record at most.
 LONGEST = 1 << 16
 #: Dtypes of a record.
@@ -26,7 +28,7 @@ _NESTED = (".weight.absmax", _U8)
 
 def forms(config: Mapping[str, Any]) -> list[Form]:
     """4 bit, with or without nested statistics, and 8 bit."""
-    states = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4")
+    states = {f"{RECORD}{kind}": kind for kind in ("nf4", "fp4")}
     # Bytes that are viewed as floats (for FSDP) do not differ from plain weights in dtype.
     viewed = config.get("bnb_4bit_quant_storage") not in (None, "uint8")
     found = [
@@ -35,7 +37,7 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
             (
                 Companion("absolute maxima", (".weight.absmax",), _F32 | _U8, _maxima),
                 Companion("table of values", (".weight.quant_map",), _F32, lambda s: [(16,)]),
-                Companion("quant state", states, _U8, None),
+                Companion("quant state", tuple(states), _U8, None, kinds=states),
                 Companion("nested maxima", (".weight.nested_absmax",), _F32, None, where=_NESTED),
                 Companion("nested table", (".weight.nested_quant_map",), _F32, lambda s: [(256,)], where=_NESTED),
             ),

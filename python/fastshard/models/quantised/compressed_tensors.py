@@ -48,16 +48,19 @@ from .values import (
 __all__ = ["forms", "methods", "telling"]
 
 methods = ("compressed-tensors",)
-#: Configs whose forms are told by names and dtypes alone, where a model has no config.
-telling: tuple[dict[str, Any], ...] = tuple(
-    {"format": name, "config_groups": {"": {"weights": {"num_bits": 4, "strategy": "channel", "type": kind}}}}
-    for name, kind in (
-        ("pack-quantized", "int"),
-        ("nvfp4-pack-quantized", "float"),
-        ("mxfp4-pack-quantized", "float"),
-        ("int-quantized", "int"),
+#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them; `{}` is the kind.
+telling: Mapping[str, dict[str, Any]] = {
+    f"{called} of compressed-tensors": {
+        "format": name,
+        "config_groups": {"": {"weights": {"num_bits": 4, "strategy": "channel", "type": kind}}},
+    }
+    for called, name, kind in (
+        ("packed integers", "pack-quantized", "int"),
+        ("NVFP4", "nvfp4-pack-quantized", "float"),
+        ("MXFP4", "mxfp4-pack-quantized", "float"),
+        ("int8", "int-quantized", "int"),
     )
-)
+}
 #: An extent of a block as a text.
 _EXTENT = re.compile(r"[0-9]{1,9}")
 _TRANSFORMED = "its transform_config has the model turn what goes into a layer: the values of the weight alone are not those of the model"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .expressions import matches
 from .sizes import Sizes, Stored, ceil_div
@@ -53,6 +53,8 @@ class Companion:
     where: tuple[str, frozenset[str]] | None = None
     #: True for what a whole model may do without: where one weight has it, all have.
     by_all: bool = False
+    #: What people call the form by the suffix that this one has: ``nf4``.
+    kinds: Mapping[str, str] = field(default_factory=dict)
 
 
 def exactly(sizes: Sizes, shape: tuple[int, ...]) -> bool:

@@ -28,8 +28,8 @@ from .values import E2M1, NIBBLES, Asked, Coded, Values, fitting, scale, view
 __all__ = ["forms", "methods", "telling"]
 
 methods = ("fp8",)
-#: Configs whose forms are told by names and dtypes alone, where a model has no config.
-telling: tuple[dict[str, Any], ...] = ({},)
+#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them; `{}` is the kind.
+telling: Mapping[str, dict[str, Any]] = {"{}": {}}
 #: Extents of a block that a config does not state otherwise.
 BLOCK = (128, 128)
 _SCALES = FLOATS | {"F8_E8M0"}

@@ -17,8 +17,8 @@ from .values import Asked, Coded, NoValuesError, Values, operand, scale, view
 __all__ = ["forms", "methods", "telling"]
 
 methods = ("gptq", "awq")
-#: Configs whose forms are told by names and dtypes alone, where a model has no config.
-telling: tuple[dict[str, Any], ...] = ({"quant_method": "gptq"}, {"quant_method": "awq"})
+#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them; `{}` is the kind.
+telling: Mapping[str, dict[str, Any]] = {"GPTQ": {"quant_method": "gptq"}, "AWQ": {"quant_method": "awq"}}
 #: Bytes of zero points that tell what all are.
 _MANY = 1 << 16
 _I32 = frozenset(("I32",))

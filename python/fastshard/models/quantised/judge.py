@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from ...common.errors import Finding
-from .forms import F8, Companion, Form, Sizes, Stored, Weight
+from .forms import F8, FLOATS, Companion, Form, Sizes, Stored, Weight
 from .stated import KNOWN, Stated
 
-__all__ = ["Weight", "judged"]
+__all__ = ["CODES", "Weight", "judged"]
 
 Tensors = Mapping[str, Stored]
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
 #: Tensors of one kind that are told one by one.
 _TOLD = 20
 #: Dtypes in which no plain weight is stored.
-_CODES = F8 | {"F8_E8M0", "U8", "I8", "I32"}
+CODES = F8 | {"F8_E8M0", "U8", "I8", "I32", "U32"}
 #: Names that belong to other things too.
 _AMBIGUOUS = (".scale", ".scales", "_scales")
 _COPY = "copy the file that holds it from the original checkpoint"
@@ -82,7 +82,7 @@ def _wanting(form: Form, tensors: Tensors) -> Form:
 
 def _is_of_codes(tensor: tuple[str, tuple[int, ...]]) -> bool:
     """True for a dtype that a plain weight has not: whatever form that is, something is quantised."""
-    return tensor[0] in _CODES and len(tensor[1]) >= 2
+    return tensor[0] in CODES and len(tensor[1]) >= 2
 
 
 def _forms_of(name: str, dtype: str, forms: Iterable[Form]) -> list[Form]:
@@ -208,7 +208,7 @@ def _orphans(
         if codes not in tensors:
             if (
                 suffix in _AMBIGUOUS
-                and tensors[name][0] != "F8_E8M0"
+                and tensors[name][0] in FLOATS
                 and (len(tensors[name][1]) < 2 or _NUMBERS.sub("{}", name) not in roles)
             ):
                 # What a norm or another module calls so.
@@ -222,7 +222,7 @@ def _orphans(
         elif any(tensors[codes][0] in other.dtypes for other in forms if other.suffix == form.suffix):
             # A form that is for other modules by the config.
             continue
-        elif suffix != ".scale" and tensors[codes][0] not in _CODES:
+        elif suffix != ".scale" and tensors[codes][0] not in CODES:
             yield Finding.of(
                 "FS207", f"{one.role} of {codes}, which is stored as {tensors[codes][0]} and needs none", tensor=name,
                 help="leave the stale one out (--exclude); it is from the model before or after it was quantised",
@@ -247,7 +247,7 @@ def _uneven(
     plain: dict[str, list[str]] = defaultdict(list)
     for name, (dtype, shape) in tensors.items():
         module = name.removesuffix(".weight")
-        if module != name and module not in weights and len(shape) >= 2 and dtype not in _CODES:
+        if module != name and module not in weights and len(shape) >= 2 and dtype not in CODES:
             role = _NUMBERS.sub("{}", f"{module}.")
             # A group, or a list of layers, may be for some of them alone; what fits no blocks is left by transformers.
             if (
@@ -278,27 +278,36 @@ def _is_alike(shape: tuple[int, ...], others: Iterable[Weight]) -> bool:
 
 
 def _unstated(tensors: Tensors) -> Iterator[Finding]:
-    """Weights that only a quantised model has, where no config says so."""
+    """The first weight that only a quantised model has, where nothing says so."""
     forms = [
-        form
+        (called, form)
         for module in dict.fromkeys(KNOWN.values())
-        for said in module.telling
-        for form in module.forms(said)
+        for called, config in module.telling.items()
+        for form in module.forms(config)
     ]
-    for name, (dtype, _) in tensors.items():
-        for form in forms:
+    for name, (dtype, shape) in tensors.items():
+        for called, form in forms:
             base = form.module(name)
-            if base is None or dtype not in form.dtypes or not form.takes(base):
+            if base is None or dtype not in form.dtypes or not form.takes(base) or form.sizes(shape) is None:
                 continue
             needed = [one for one in form.companions if one.required and one.where is None]
             if all(_has(base, one, tensors) for one in needed):
+                kind = next(
+                    (
+                        kind
+                        for one in needed
+                        for suffix, kind in one.kinds.items()
+                        if f"{base}{suffix}" in tensors
+                    ),
+                    form.name,
+                )
                 yield Finding.of(
                     "FS215",
-                    f"{name} is stored as {form.name} with its {needed[0].role}, and no config says that weights are quantised",
+                    f"{name} is stored as {called.format(kind)} with its {needed[0].role}, and no quantization_config says that weights are quantised",
                     tensor=name,
                     expected="quantization_config in config.json",
                     got="none",
-                    help="restore the config.json of the quantised model: without it every tool takes the codes for values",
+                    help="restore the config.json of the quantised model (of its download, or as the quantiser saved it): without quantization_config every tool takes the codes for values",
                 )
                 return
 

@@ -28,8 +28,11 @@ from .values import NIBBLES, Asked, Coded, NoValuesError, Values, fitting, power
 __all__ = ["forms", "methods", "telling"]
 
 methods = ("modelopt",)
-#: Configs whose forms are told by names and dtypes alone, where a model has no config.
-telling: tuple[dict[str, Any], ...] = ({"quant_algo": "NVFP4"}, {"quant_algo": "W4A16_AWQ"})
+#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them; `{}` is the kind.
+telling: Mapping[str, dict[str, Any]] = {
+    "{} of ModelOpt": {"quant_algo": "NVFP4"},
+    "4 bit AWQ of ModelOpt": {"quant_algo": "W4A16_AWQ"},
+}
 _U8 = frozenset(("U8",))
 _INPUT = Companion("input scale", (".input_scale",), FLOATS, one, required=False)
 #: What changes the model beside the weight: factors of what goes into the layer, and a part of the weight that is kept apart.

@@ -11,8 +11,8 @@ from .values import E2M1, NIBBLES, Asked, Coded, Values, powers, view
 __all__ = ["forms", "methods", "telling"]
 
 methods = ("mxfp4",)
-#: Configs whose forms are told by names and dtypes alone, where a model has no config.
-telling: tuple[dict[str, Any], ...] = ({},)
+#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them; `{}` is the kind.
+telling: Mapping[str, dict[str, Any]] = {"{}": {}}
 
 
 def forms(config: Mapping[str, Any]) -> list[Form]:

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...common import json_text
 from ..config_json import QUANTISED
-from . import bitsandbytes, compressed_tensors, fp8, gptq_awq, modelopt, mxfp4
+from . import bitsandbytes, compressed_tensors, fp8, gptq_awq, mlx, modelopt, mxfp4
 from .forms import Form, is_listed
 
-__all__ = ["KNOWN", "Stated", "stated"]
+__all__ = ["KNOWN", "Stated", "stated", "stated_in_files"]
 
 #: Modules that know forms, by ``quant_method``.
 KNOWN = {
     method: module
-    for module in (bitsandbytes, compressed_tensors, fp8, gptq_awq, modelopt, mxfp4)
+    for module in (bitsandbytes, compressed_tensors, fp8, gptq_awq, modelopt, mxfp4, mlx)
     for method in module.methods
 }
 #: Keys that list modules which are left as they are.
 _SKIPPED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "llm_int8_skip_modules")
 #: Methods that quantise plain weights when they are loaded, so that a config says nothing of what is stored.
-_ON_LOADING = ("bitsandbytes", "torchao", "hqq", "quanto", "eetq", "fbgemm_fp8")
+_ON_LOADING = ("bitsandbytes", "torchao", "hqq", "quanto", "eetq", "fbgemm_fp8", "comfyui", "mlx")
+#: The key under which MLX says what it does; its copy under the keys of others names no method.
+_MLX = "quantization"
+#: The key of a header, and what tensors end with, by which ComfyUI says how it stores weights. source: ComfyUI comfy/quant_ops.py
+_COMFYUI, _OF_COMFYUI = "_quantization_metadata", (".comfy_quant", "scaled_fp8")
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,11 @@ class Stated:
     @property
     def forms(self) -> list[Form]:
         """The forms that are known of it."""
-        return KNOWN[self.method].forms(self.config) if self.method in KNOWN else []
+        if self.method not in KNOWN:
+            return []
+        # A file of AWQ's own does not name the method.
+        found: list[Form] = KNOWN[self.method].forms({**self.config, "quant_method": self.method})
+        return found
 
     @property
     def skipped(self) -> list[str] | None:
@@ -76,14 +85,33 @@ def stated(config: Mapping[str, Any] | None, beside: Mapping[str, Mapping[str, A
         beside: contents of further files, by name.
     """
     for part in _parts(config or {}):
-        for key in QUANTISED:
-            said = part.get(key)
-            if isinstance(said, Mapping) and isinstance(method := _method(said), str):
-                return Stated(method, said, "config.json")
+        for key in (*QUANTISED, _MLX):
+            content = part.get(key)
+            if isinstance(content, Mapping) and isinstance(method := _method(content), str):
+                return Stated(method, content, "config.json")
     for file, content in beside.items():
         inner = content.get("quantization", content)
         if isinstance(inner, Mapping) and isinstance(method := _method(inner, file), str):
             return Stated(method, inner, file)
+    return None
+
+
+def stated_in_files(headers: Iterable[object], names: Collection[str]) -> Stated | None:
+    """What the files of the tensors say of their quantisation themselves.
+
+    Args:
+        headers: what the headers of the files say besides the tensors.
+        names: names of all tensors.
+    """
+    for header in headers:
+        for key in (*QUANTISED, _MLX, _COMFYUI):
+            text = header.get(key) if isinstance(header, Mapping) else None
+            content = json_text.object_in(text) if isinstance(text, str) else {}
+            method = "comfyui" if key == _COMFYUI and content else _method(content)
+            if method is not None:
+                return Stated(method, content, "the header of a file")
+    if any(name.endswith(_OF_COMFYUI) for name in names):
+        return Stated("comfyui", {}, "a tensor of ComfyUI")
     return None
 
 
@@ -93,6 +121,8 @@ def _method(said: Mapping[str, Any], file: str = "") -> str | None:
         return "modelopt"
     if method is None and (said.get("load_in_4bit") or said.get("load_in_8bit")):
         return "bitsandbytes"
+    if method is None and not file and "bits" in said and "group_size" in said:
+        return "mlx"
     if method is None and file == "quantize_config.json":
         return "gptq"
     if method is None and file == "quant_config.json":

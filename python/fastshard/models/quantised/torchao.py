@@ -8,11 +8,14 @@ from typing import Any
 
 from ...common import json_text
 from ...common.errors import FastshardError, Finding
+from .sizes import Stored
 
-__all__ = ["NAMES", "Record", "is_of_torchao", "missing", "records_of"]
+__all__ = ["NAMES", "Record", "is_of_torchao", "missing", "records_of", "without_header"]
 
 #: The key under which a header lists what it describes.
 NAMES = "tensor_names"
+#: What the names of parts that hold codes end with.
+_CODES = "_qdata"
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,26 @@ def missing(
                     tensor=part,
                     help="copy the file that holds it from the original checkpoint",
                 )
+
+
+def without_header(tensors: Mapping[str, Stored]) -> list[Finding]:
+    """The first part of a tensor of torchao in files whose headers describe none: codes, with their scales."""
+    for name, (dtype, _) in tensors.items():
+        base = name.removesuffix(_CODES)
+        if base == name or not base.rpartition(".")[2].startswith("_") or dtype[0] == "B":
+            continue
+        if f"{base}_scale" in tensors:
+            return [
+                Finding.of(
+                    "FS215",
+                    f"{name} holds codes of torchao with their scales, and no header says what they are, which quantization_config needs as well",
+                    tensor=name,
+                    expected="a description of each tensor in the headers of the files",
+                    got="none",
+                    help="copy the file again from the host that saved it: what has written it anew has left out its __metadata__",
+                )
+            ]
+    return []
 
 
 def _listed(text: object) -> list[str]:

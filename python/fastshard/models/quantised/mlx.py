@@ -1,0 +1,34 @@
+"""MLX: words of 32 bits that hold codes of a row, with scales of groups. source: mlx 0.30 nn/layers/quantized.py, mlx-lm utils.py"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .forms import FLOATS, Companion, Form, Sizes
+
+__all__ = ["forms", "methods", "telling"]
+
+methods = ("mlx",)
+#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them; `{}` is the kind.
+telling: Mapping[str, dict[str, Any]] = {"{}": {}}
+
+
+def forms(config: Mapping[str, Any]) -> list[Form]:
+    """Integers with scales and biases; small floats (mxfp4, nvfp4, mxfp8) have no biases. Bits may differ by module."""
+    is_affine = config.get("mode", "affine") == "affine"
+    scales = Companion("scales", (".scales",), FLOATS if is_affine else FLOATS | {"U8"}, None)
+    biases = Companion("biases", (".biases",), FLOATS, None, required=is_affine)
+    return [
+        Form("MLX", ".weight", frozenset(("U32",)), _words, (scales, biases), fits=_fits, values="its values are not made here"),
+    ]  # fmt: skip
+
+
+def _words(shape: tuple[int, ...]) -> Sizes | None:
+    """The rows; how many columns a word holds the config says, module by module."""
+    return Sizes(shape[:-2], shape[-2], shape[-1]) if len(shape) >= 2 else None
+
+
+def _fits(sizes: Sizes, shape: tuple[int, ...]) -> bool:
+    """Words hold 4 to 16 codes of a row."""
+    return shape[:-1] == sizes.shape[:-1] and 4 * sizes.columns <= shape[-1] <= 16 * sizes.columns
