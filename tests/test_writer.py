@@ -273,3 +273,84 @@ def test_a_disk_without_room_for_what_is_expected_is_told_before_anything_is_wri
     with pytest.raises(fastshard.CannotRunError) as caught:
         fastshard.Writer(tmp_path / "out", expected={"w": ("F32", (1 << 40, 1 << 10)), "any": None})
     assert caught.value.code == "FS503" and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_values_that_are_no_numbers_are_refused_unless_accepted(
+    dtype: str, bad: float, tmp_path: Path
+) -> None:
+    values = np.ones((4, 300), dtype=dtype)
+    values[2, 7] = bad
+    with pytest.raises(fastshard.FastshardError) as caught, fastshard.Writer(tmp_path / "out") as writer:
+        writer["a.weight"], writer["b.weight"] = np.ones((2, 2), np.float32), values
+    assert [(f.code, f.tensor, f.got) for f in caught.value.findings] == [("FS306", "b.weight", "1")]
+    assert list(tmp_path.iterdir()) == []
+    with fastshard.Writer(tmp_path / "out", accept=["non-finite"]) as writer:
+        writer["b.weight"] = values
+    assert writer.manifest is not None
+    assert [(f.code, f.severity) for f in writer.manifest.findings] == [("FS306", "warning")]
+    document = json.loads((tmp_path / "out/fastshard.manifest.json").read_text())
+    assert document["values"] == {"accept": ["non-finite"]}
+    with pytest.raises(fastshard.FastshardError) as caught:
+        fastshard.Writer(tmp_path / "other", accept=["copies"])
+    assert caught.value.code == "FS515" and not (tmp_path / "other").exists()
+
+
+def test_infinite_values_of_a_mask_are_no_error(tmp_path: Path) -> None:
+    with fastshard.Writer(tmp_path / "out") as writer:
+        writer["h.0.attn.masked_bias"] = np.full((1,), -np.inf, np.float32)
+        writer["h.0.attn.weight"] = np.ones((2, 2), np.float32)
+    assert writer.manifest is not None
+    assert [(f.code, f.severity) for f in writer.manifest.findings] == [("FS306", "note")]
+
+
+def test_matrices_of_zeros_warn_where_those_of_other_layers_are_not(tmp_path: Path) -> None:
+    with fastshard.Writer(tmp_path / "out") as writer:
+        for layer in range(3):
+            writer[f"layers.{layer}.proj.weight"] = np.full((8, 8), float(layer != 1), np.float32)
+            writer[f"layers.{layer}.proj.bias"] = np.zeros(8, np.float32)
+            writer[f"layers.{layer}.ids"] = np.zeros((8, 8), np.int64)
+    assert writer.manifest is not None
+    found = [(f.code, f.severity, f.tensor) for f in writer.manifest.findings]
+    assert found == [("FS313", "warning", "layers.1.proj.weight")]
+
+
+def test_an_expected_checkpoint_gives_its_companion_files(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for file in HF.iterdir():
+        if file.is_file():
+            (tmp_path / "in" / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "in/generation_config.json").write_text('{"eos_token_id": 1}')
+    source = fastshard.open(tmp_path / "in")
+    with fastshard.Writer(tmp_path / "out", expected=source) as writer:
+        for name, tensor in source.items():
+            writer[name] = tensor
+    merged = fastshard.merge(tmp_path / "in", tmp_path / "merged", memory="2GiB")
+    assert merged is not None
+    names = {p.name for p in (tmp_path / "merged").iterdir() if p.suffix != ".safetensors"}
+    assert {"config.json", "generation_config.json"} <= names
+    for name in names - {"fastshard.manifest.json", "model.safetensors.index.json"}:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "merged" / name).read_bytes(), name
+    assert fastshard.verify(tmp_path / "out", memory="2GiB").ok
+    # A config of one's own takes the place of that.
+    own = {**json.loads((tmp_path / "in/config.json").read_text()), "mine": 1}
+    with fastshard.Writer(tmp_path / "own", expected=source, config=own) as writer:
+        for name, tensor in source.items():
+            writer[name] = tensor
+    assert json.loads((tmp_path / "own/config.json").read_text()) == own
+    assert (tmp_path / "own/generation_config.json").exists()
+
+
+def test_a_resized_tensor_needs_a_config_of_its_size(tmp_path: Path) -> None:
+    source = fastshard.open(HF)
+    table = max(source, key=lambda name: source[name].shape[0])
+    wide = np.concatenate([source[table].numpy()] * 2)
+    with (
+        pytest.raises(fastshard.FastshardError) as caught,
+        fastshard.Writer(tmp_path / "out", expected=source) as w,
+    ):
+        w[table] = wide
+    (found,) = caught.value.findings
+    assert (found.code, found.tensor) == ("FS201", table) and "config" in (found.help or "")
+    assert list(tmp_path.iterdir()) == []

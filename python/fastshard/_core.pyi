@@ -673,7 +673,14 @@ class ResultWriter:
     ) -> ResultWriter: ...
     def add(self, name: str, dtype: str, shape: list[int], data: NDArray[np.uint8]) -> None:
         """Adds a tensor: little-endian bytes in C order."""
-    def finish(self, texts: dict[str, str], values: dict[str, Any] | None) -> _Written:
+    def finish(
+        self,
+        texts: dict[str, str],
+        copies: list[tuple[str, str]],
+        values: dict[str, Any] | None,
+        words: dict[str, tuple[str, ...]],
+        non_finite_accepted: bool,
+    ) -> _Written:
         """Publishes."""
     def abort(self) -> None:
         """Removes everything that was written."""

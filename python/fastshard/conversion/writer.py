@@ -6,7 +6,7 @@ import math
 import operator
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,9 @@ from ..common.byte_sizes import parse_size
 from ..common.dtypes import ML_DTYPES_NAMES, NUMPY_NAMES, TORCH_NAMES, item_size
 from ..common.errors import UNPUBLISHED, FastshardError, Finding, carry, error_for, from_core, raise_errors
 from ..common.options import StrPath
+from ..models import tensor_words
+from ..models import tokenizer as tokenizers
+from . import companion_files
 
 if TYPE_CHECKING:
     from ..checkpoint.mapped_files import Bytes
@@ -45,11 +48,13 @@ class Writer:
         out: destination directory; must not exist, or be empty, unless ``overwrite``.
         expected: what must be written: names mapped to (dtype, shape), to a shape, or to None
             (any); or just names. A :class:`~fastshard.Manifest` or an opened checkpoint without errors will do, and so will
-            arrays: a model's ``state_dict()``. Dtypes by the names of safetensors, torch or numpy.
+            arrays: a model's ``state_dict()``. Dtypes by the names of safetensors, torch or numpy. An opened checkpoint
+            gives its config.json, tokenizer, generation config and code to the result too, as a merge takes them along.
         max_shard_size: largest file, e.g. ``5GB``.
         overwrite: replace ``out`` if it is there.
         fsync: bring everything to disk before it is published.
         config: written as ``config.json``.
+        accept: ``["non-finite"]`` for NaN and infinite values, which are an error else (``FS306``); the manifest says so.
 
     Raises:
         FastshardError: if ``out`` cannot be written to; ``FS515`` for a value that no option has; all findings of an
@@ -67,11 +72,15 @@ class Writer:
         overwrite: bool = False,
         fsync: bool = True,
         config: Mapping[str, Any] | None = None,
+        accept: Iterable[str] = (),
     ) -> None:
         if config is not None and not isinstance(config, Mapping):
             raise option_checks.refused("config", "a dict", config)
         self._expected = None if expected is None else _expected(expected)
         self._config = None if config is None else dict(config)
+        self._accept = _accepted(accept)
+        #: Whose companion files go along; None for those of no checkpoint.
+        self._like = expected if isinstance(expected, Tensors) else None
         self._written: set[str] = set()
         #: The result's manifest, once it is published.
         self.manifest: Manifest | None = None
@@ -105,8 +114,8 @@ class Writer:
             want_dtype, want_shape = self._expected[name]
             if want_shape is not None and tuple(want_shape) != shape:
                 raise FastshardError.of(
-                    "FS201", "shape", tensor=name, expected=str(list(want_shape)), got=str(list(shape))
-                )
+                    "FS201", "shape", tensor=name, expected=str(list(want_shape)), got=str(list(shape)), help=self._resized()
+                )  # fmt: skip
             if want_dtype is not None and want_dtype != dtype:
                 raise FastshardError.of("FS202", "dtype", tensor=name, expected=want_dtype, got=dtype)
         try:
@@ -131,8 +140,11 @@ class Writer:
                            help=f"write it before the block ends; {UNPUBLISHED}")
                 for name in missing
             ])  # fmt: skip
-            texts = {} if self._config is None else {"config.json": config_text.written(self._config)}
-            made, findings = self._core.finish(texts, None)
+            texts, copies = self._companions()
+            values = {"accept": list(self._accept)} if self._accept else None
+            made, findings = self._core.finish(
+                texts, copies, values, tensor_words.declared(), "non-finite" in self._accept
+            )
         except _core.CoreError as core_error:
             raise error_for([*from_core(core_error).findings, *self._abandon()]) from None
         except BaseException as stopped:
@@ -141,6 +153,31 @@ class Writer:
             raise
         self.manifest = Manifest.written(made, findings)
 
+    def _companions(self) -> tuple[dict[str, str], list[tuple[str, str]]]:
+        """The small files of the result: texts by name, and copies with their paths.
+
+        Raises:
+            FastshardError: ``FS603``, ``FS601`` for what is wrong with those of the checkpoint.
+        """
+        texts: dict[str, str] = {}
+        copies: list[tuple[str, str]] = []
+        if self._like is not None:
+            plan = self._like._plan
+            texts |= plan.texts
+            copies += companion_files.along(plan, tokenizers.find(None, plan.source.places), given=False)
+        if self._config is not None:
+            texts["config.json"] = config_text.written(self._config)
+        return texts, [(name, path) for name, path in copies if name not in texts]
+
+    def _resized(self) -> str | None:
+        """What to do about a tensor of another shape, where the config of a checkpoint goes along."""
+        if self._like is None:
+            return None
+        return (
+            "the config.json of the expected checkpoint goes along and states the old size: pass expected={**CHECKPOINT, NAME: SHAPE} "
+            "with the new one, and config= with a config of the new size"
+        )
+
     def _abandon(self) -> list[Finding]:
         """Removes what was written; what keeps it from being removed must not hide why it should be."""
         try:
@@ -148,6 +185,19 @@ class Writer:
         except _core.CoreError as error:
             return from_core(error).findings
         return []
+
+
+def _accepted(accept: Iterable[str]) -> tuple[str, ...]:
+    """What is accepted.
+
+    Raises:
+        FastshardError: ``FS515`` for another word than ``non-finite``.
+    """
+    words = (accept,) if isinstance(accept, str) else tuple(accept)
+    for word in words:
+        if word != "non-finite":
+            raise option_checks.refused("accept", "non-finite", word)
+    return words
 
 
 def _expected(given: Any) -> dict[str, Wanted]:

@@ -29,6 +29,7 @@ use fastshard::stats;
 use fastshard::storage::SourceFile;
 use fastshard::tensor::Dtype;
 use fastshard::words::Words;
+use fastshard::writer::Ending;
 use fastshard::{publish, verify, write};
 use numpy::PyReadonlyArray1;
 use pyo3::create_exception;
@@ -333,10 +334,14 @@ impl ResultWriter {
         &self,
         py: Python<'_>,
         texts: std::collections::BTreeMap<String, String>,
+        copies: Vec<(String, PathBuf)>,
         values: Given<serde_json::Value>,
+        words: Given<Words>,
+        non_finite_accepted: bool,
     ) -> PyResult<Written> {
+        let ending = Ending { texts, copies, values: values.0, words: words.0, non_finite_accepted };
         let (manifest, found) = py
-            .detach(|| self.inner.lock().unwrap_or_else(PoisonError::into_inner).finish(&texts, values.0))
+            .detach(|| self.inner.lock().unwrap_or_else(PoisonError::into_inner).finish(ending))
             .map_err(raise)?;
         Ok((to_json(&manifest)?, findings::list(found)))
     }

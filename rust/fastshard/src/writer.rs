@@ -6,12 +6,15 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use crate::codes;
-use crate::error::{Error, Finding, Result};
+use crate::error::{Error, Finding, Result, Severity};
 use crate::format::safetensors::{self, entry_room, padded, HEADER_FIXED};
 use crate::hash;
+use crate::kernel;
 use crate::manifest::{file_identity, Manifest, ManifestTensor, MANIFEST_NAME};
 use crate::publish::{self, Needs, Staging};
+use crate::stats;
 use crate::tensor::{element_count, Dtype};
+use crate::words::{without_numbers, Words};
 use crate::write::INDEX_NAME;
 
 /// Bytes kept free for a file's header, which is only known at its end: the format allows spaces.
@@ -48,6 +51,25 @@ pub struct ResultWriter {
     open: Option<Shard>,
     max_shard: u64,
     names: std::collections::HashSet<String>,
+    /// Floating tensors that are not as they should be: name, dimensions, elements that are no numbers (0: all are zero).
+    odd: Vec<(String, Vec<u64>, u64)>,
+    /// Names without their numbers of floating tensors that hold other values than zero.
+    filled: std::collections::HashSet<String>,
+}
+
+/// What goes into a result besides its tensors, and how its values are judged.
+#[derive(Debug, Default)]
+pub struct Ending {
+    /// Contents of small files, by name.
+    pub texts: BTreeMap<String, String>,
+    /// Files that are copied: name in the result, path.
+    pub copies: Vec<(String, PathBuf)>,
+    /// What the manifest records.
+    pub values: serde_json::Value,
+    /// What tells buffers from parameters.
+    pub words: Words,
+    /// True to take NaN and infinite values as they are.
+    pub non_finite_accepted: bool,
 }
 
 impl ResultWriter {
@@ -71,6 +93,8 @@ impl ResultWriter {
             open: None,
             max_shard,
             names: std::collections::HashSet::new(),
+            odd: Vec::new(),
+            filled: std::collections::HashSet::new(),
         })
     }
 
@@ -99,10 +123,13 @@ impl ResultWriter {
         let at = HEADER_ROOM as u64 + shard.bytes;
         let mut hasher = blake3::Hasher::new();
         let mut own = vec![0; PIECE.min(bytes.len())];
+        let (mut non_finite, mut is_zero) = (0, !bytes.is_empty());
         for (i, piece) in bytes.chunks(PIECE).enumerate() {
             let own = &mut own[..piece.len()];
             own.copy_from_slice(piece);
             hasher.update(own);
+            non_finite += kernel::count_non_finite(dtype, own);
+            is_zero = is_zero && kernel::is_zero(own);
             let at = at + (i * PIECE) as u64;
             shard.file.write_all_at(own, at).map_err(|e| Error::io(&shard.path, "cannot write", &e))?;
         }
@@ -125,6 +152,14 @@ impl ResultWriter {
         shard.hashes.push(digest);
         shard.bytes = end;
         self.names.insert(name.to_string());
+        if dtype.is_float() || dtype.is_f8() {
+            if non_finite > 0 || is_zero {
+                self.odd.push((name.to_string(), shape.to_vec(), non_finite));
+            }
+            if !is_zero {
+                self.filled.insert(without_numbers(name));
+            }
+        }
         Ok(())
     }
 
@@ -186,15 +221,26 @@ impl ResultWriter {
         Ok(())
     }
 
-    /// Writes texts, index and manifest, and publishes.
+    /// What is found in the values, as a conversion finds it.
+    fn judge(&self, ending: &Ending) -> Vec<Finding> {
+        let words = &ending.words;
+        let told = self.odd.iter().filter_map(|(name, shape, count)| match count {
+            0 => stats::zero_tensor(words, name, shape, self.filled.contains(&without_numbers(name))),
+            n => Some(stats::non_finite(words, name, shape, *n, ending.non_finite_accepted)),
+        });
+        told.collect()
+    }
+
+    /// Judges the values, writes texts, index and manifest, and publishes.
     ///
     /// # Errors
-    /// I/O, and a destination that appeared meanwhile. Nothing is published then.
-    pub fn finish(
-        &mut self,
-        texts: &BTreeMap<String, String>,
-        values: serde_json::Value,
-    ) -> Result<(Manifest, Vec<Finding>)> {
+    /// Values that are no numbers; I/O; a destination that appeared meanwhile. Nothing is published then.
+    pub fn finish(&mut self, ending: Ending) -> Result<(Manifest, Vec<Finding>)> {
+        let mut findings = self.judge(&ending);
+        if findings.iter().any(|finding| finding.severity == Severity::Error) {
+            return Err(Error::from(findings));
+        }
+        let Ending { texts, copies, values, .. } = ending;
         self.close_shard()?;
         let count = self.done.len();
         let mut manifest = Manifest::new("writer");
@@ -218,8 +264,11 @@ impl ResultWriter {
             }
         }
         let staging = self.staging()?;
-        for (name, text) in texts {
+        for (name, text) in &texts {
             staging.write(name, text.as_bytes())?;
+        }
+        for (name, path) in &copies {
+            staging.copy_in(name, path, &|_| Ok(()))?;
         }
         let mut last = vec![MANIFEST_NAME.to_string()];
         if count > 1 {
@@ -236,8 +285,8 @@ impl ResultWriter {
         staging.write(MANIFEST_NAME, &serde_json::to_vec_pretty(&manifest).expect("plain data"))?;
         let staging = self.staging.take().expect("checked above");
         let names: Vec<&str> = last.iter().map(String::as_str).collect();
-        let warnings = staging.publish(&names, &|| true)?;
-        Ok((manifest, warnings))
+        findings.extend(staging.publish(&names, &|| true)?);
+        Ok((manifest, findings))
     }
 
     /// Removes everything that was written.

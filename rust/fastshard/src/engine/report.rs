@@ -17,24 +17,6 @@ use super::{lock, MemoryUse, OutputReport, Report, Run, MAX_FINDINGS_PER_CODE};
 /// Tensors with NaN or infinite values of which it is looked up which shards hold them.
 const LOCATED: usize = 20;
 
-/// What NaN or infinite elements of an output are: an error, unless they are accepted or the output is a buffer.
-fn non_finite(plan: &Plan, output: &Output, count: u64) -> Finding {
-    let mut finding = Finding::new(codes::NON_FINITE, "NaN or infinite elements")
-        .tensor(&output.name)
-        .expected("0", count)
-        .help("use an earlier step, or take the values as they are")
-        .run("--accept non-finite");
-    if plan.words.is_buffer(&output.name, output.shape.len()) {
-        finding.severity = Severity::Note;
-    } else if plan.non_finite_accepted {
-        finding.severity = Severity::Warning;
-        finding.help = None;
-        finding.run.clear();
-        finding.decided = Some("accept non-finite".into());
-    }
-    finding
-}
-
 /// The note that value ops of an output are not exact; the first part that has such tells of them.
 fn lossy(output: &Output) -> Option<Finding> {
     let part = output.parts.iter().find(|part| part.ops.iter().any(|op| !op.is_exact()))?;
@@ -63,7 +45,9 @@ impl Run<'_> {
             };
             outputs.push(OutputReport { hash, non_finite: progress.non_finite, seen });
             if progress.non_finite > 0 {
-                let finding = non_finite(self.plan, output, progress.non_finite);
+                let (words, accepted) = (&self.plan.words, self.plan.non_finite_accepted);
+                let finding =
+                    stats::non_finite(words, &output.name, &output.shape, progress.non_finite, accepted);
                 // What is accepted or no parameter is not read again.
                 located += usize::from(finding.severity == Severity::Error);
                 let sought = finding.severity == Severity::Error && located <= LOCATED;

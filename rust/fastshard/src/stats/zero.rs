@@ -6,10 +6,10 @@ use super::{Seen, ZeroSlab};
 use crate::boxes::SubBox;
 use crate::codes;
 use crate::engine::place;
-use crate::error::Finding;
+use crate::error::{Finding, Severity};
 use crate::plan::{Output, Plan};
 use crate::tensor::c_strides;
-use crate::words::without_numbers;
+use crate::words::{without_numbers, Words};
 
 /// Warnings about outputs of a run that are zero, or of which a slab is.
 ///
@@ -30,20 +30,41 @@ pub fn zero_findings(plan: &Plan, seen: &[&Seen]) -> Vec<Finding> {
 }
 
 fn zero(plan: &Plan, output: &Output, has_sister: bool) -> Option<Finding> {
-    let name = &output.name;
-    let words = &plan.words;
-    if words.may_be_zero(name, output.shape.len()) || !(has_sister || words.is_table_head_or_projection(name))
-    {
-        return None;
-    }
     // What no file gives is padding.
     let stored = output.parts.iter().find_map(|part| part.sources.first())?;
+    let finding = zero_tensor(&plan.words, &output.name, &output.shape, has_sister)?;
+    Some(place(plan, *stored, finding))
+}
+
+/// The warning about a tensor all of whose values are zero; `None` where a good model has that.
+pub(crate) fn zero_tensor(words: &Words, name: &str, shape: &[u64], has_sister: bool) -> Option<Finding> {
+    if words.may_be_zero(name, shape.len()) || !(has_sister || words.is_table_head_or_projection(name)) {
+        return None;
+    }
     let others = if has_sister { "; the same tensor of other layers is not" } else { "" };
     let finding = Finding::new(codes::ZERO_SLAB, format!("all values of this tensor are zero{others}"))
         .tensor(name)
-        .expected(format!("values in {:?}", output.shape), "zeros")
+        .expected(format!("values in {shape:?}"), "zeros")
         .help("compare with the files of the ranks, or with `fastshard diff`; a tensor that was never loaded or gathered looks like that");
-    Some(place(plan, *stored, finding))
+    Some(finding)
+}
+
+/// What NaN or infinite elements of a tensor are: an error, unless they are accepted or the tensor is a buffer.
+pub(crate) fn non_finite(words: &Words, name: &str, shape: &[u64], count: u64, is_accepted: bool) -> Finding {
+    let mut finding = Finding::new(codes::NON_FINITE, "NaN or infinite elements")
+        .tensor(name)
+        .expected("0", count)
+        .help("use an earlier step, or take the values as they are")
+        .run("--accept non-finite");
+    if words.is_buffer(name, shape.len()) {
+        finding.severity = Severity::Note;
+    } else if is_accepted {
+        finding.severity = Severity::Warning;
+        finding.help = None;
+        finding.run.clear();
+        finding.decided = Some("accept non-finite".into());
+    }
+    finding
 }
 
 fn slabs(plan: &Plan, output: &Output, slabs: &[ZeroSlab]) -> Option<Finding> {
