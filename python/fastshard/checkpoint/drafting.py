@@ -101,6 +101,8 @@ class CoreRequest:
     target: Form | None = None
     #: Element type of floating outputs, by safetensors' name; None to keep each.
     dtype: str | None = None
+    #: Outputs that keep theirs: ``names`` (or last parts of names), and whether ``nothing`` does.
+    keep: Mapping[str, object] = field(default_factory=dict)
     #: True to average replicas that differ.
     mean_replicas: bool = False
     #: Glob patterns of outputs; all where there are none.

@@ -16,9 +16,10 @@ from ..common.errors import FastshardError, Finding, from_core
 from ..common.formatting import counted
 from ..common.near_words import nearest
 from ..expected.from_config import holds_embedding
-from ..layouts.declaration import Source
+from ..layouts.declaration import Source, is_state
 from ..models import config_json
 from ..models.quantised import torchao
+from ..models.tensor_words import WORDS
 from ..models.vocab_rows import padding, words
 from ..targets.base import Bound, Completed, Drafted, Target
 from ..targets.form import Form
@@ -208,7 +209,7 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
         movable(source, target, request)
     asked = _asked(source, target, request, form)
     if made is not None:
-        asked = replace(asked, coded=made.coded, left_out=made.left_out(source))
+        asked = replace(asked, coded=made.coded, left_out=made.left_out(source), keep=_kept(opened, request))
     # A file that is missing or cannot be read makes every tensor in it missing: say the cause, not the echo.
     causes = causes_of(findings, source, [file.path for file in opened.files], opened.catalog.names)
     core = draft_of(opened.catalog, asked)
@@ -219,6 +220,42 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
     return _Draft(
         opened, request, source, target, asked, renamed, core, findings, causes, found, lost, axes, dtypes, names, parts
     )  # fmt: skip
+
+
+def _kept(opened: Opened, request: Request) -> dict[str, object]:
+    """What keeps its dtype where others are cast to a narrower one: what transformers' class keeps in float32, and what routes or
+    integrates by its name; layout tables say it themselves."""
+    if request.keep_dtype == "none":
+        return {"nothing": True}
+    if request.dtype not in ("bf16", "f16"):
+        return {}
+    listed = None if opened.promised is None else opened.promised.listed
+    by_class = () if listed is None else listed.keeps.get(DTYPES[request.dtype] or "", ())
+    return {"names": sorted({*WORDS["kept"], *by_class})}
+
+
+def _kept_note(draft: _Draft) -> list[Finding]:
+    """Notes which tensors keep a wider dtype than the one that is asked for."""
+    dtype = DTYPES[draft.request.dtype]
+    if draft.request.dtype not in ("bf16", "f16"):
+        return []
+    kept = [
+        (name, t.dtype)
+        for name, t in draft.tensors.items()
+        if t.dtype in ("F32", "F64") and not is_state(name)
+    ]
+    if not kept:
+        return []
+    name, kind = kept[0]
+    keep = "keeps its dtype" if len(kept) == 1 else "keep their dtype"
+    return [
+        Finding.of(
+            "FS212",
+            f"{counted(len(kept), 'tensor')} that the model computes with in float32 {keep}",
+            severity="note", tensor=name, expected=dtype, got=kind, count=len(kept),
+            help="pass --keep-dtype none to cast every tensor", run=["--keep-dtype none"],
+        )
+    ]  # fmt: skip
 
 
 def _refuse_codes(opened: Opened, source: Source, request: Request) -> None:
@@ -281,6 +318,7 @@ def _judged(draft: _Draft) -> list[Finding]:
     told: list[Finding] = []
     if not draft.is_kept and not any(f.severity == "error" for f in (*draft.findings, *draft.found)):
         told += quantised(draft.tensors, request.dtype, opened.quantised.method)
+        told += _kept_note(draft)
     if request.is_narrowed and draft.is_kept and opened.quantised.by_tensor:
         taken_names = {source.names.get(name, name) for name, *_ in draft.core.tensors()}
         told += torn(opened.quantised.by_tensor, {n.removeprefix(source.weights_prefix) for n in taken_names})

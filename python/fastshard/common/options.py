@@ -272,6 +272,16 @@ class Made(Choosing, total=False):
             "choice", "of floating tensors (default: keep)", "keep", choices=("keep", "bf16", "f16", "f32")
         ),
     ]
+    keep_dtype: Annotated[
+        Literal["auto", "none"],
+        Option(
+            "choice",
+            "auto (default): with --dtype bf16 or f16, tensors that a model computes with in float32 (biases of routers, A_log, dt_bias; "
+            "what transformers' class and the layout say) keep the dtype that they are stored in; none: every floating tensor is cast",
+            "auto",
+            choices=("auto", "none"),
+        ),
+    ]
     replicas: Annotated[
         Literal["equal", "mean"],
         Option(

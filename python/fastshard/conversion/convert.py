@@ -55,6 +55,7 @@ def plan(
     *,
     vocab_size: int | None = None,
     dtype: str = "keep",
+    keep_dtype: str = "auto",
     replicas: str = "equal",
     include: Iterable[str] = (),
     exclude: Iterable[str] = (),
@@ -71,6 +72,7 @@ def plan(
         to: target layout, e.g. ``"hf"``; None merges under the source's own names.
         vocab_size: true vocabulary; rows beyond it are dropped.
         dtype: ``keep``, ``bf16``, ``f16`` or ``f32`` for floating tensors.
+        keep_dtype: ``auto``: under a narrower ``dtype`` what a model computes with in float32 keeps its own; ``none`` casts all.
         replicas: ``equal`` refuses copies that differ, ``mean`` averages them in float32.
         include: glob patterns of output names to write; all if empty.
         exclude: glob patterns of output names to leave out.
@@ -93,6 +95,7 @@ def plan(
         to,
         vocab_size=vocab_size,
         dtype=dtype,
+        keep_dtype=keep_dtype,
         replicas=replicas,
         include=include,
         exclude=exclude,

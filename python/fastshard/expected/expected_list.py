@@ -6,7 +6,7 @@ import contextlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -70,6 +70,8 @@ class ExpectedTensors:
     may_be_unexpected: tuple[str, ...]
     #: True if the config says that weights are quantised: the list has them as they are without that, and no scales.
     quantised: bool = False
+    #: Names of tensors that the class keeps in float32 where its weights have a narrower dtype, by that.
+    keeps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __iter__(self) -> Any:
         return iter(self.tensors)
@@ -108,6 +110,7 @@ class ExpectedTensors:
             "may_be_missing": list(self.may_be_missing),
             "may_be_unexpected": list(self.may_be_unexpected),
             "quantised": self.quantised,
+            "keeps": {dtype: list(names) for dtype, names in self.keeps.items()},
         }
 
 
@@ -144,6 +147,7 @@ def from_document(document: object, file: str) -> ExpectedTensors:
             _texts(document["may_be_missing"]),
             _texts(document["may_be_unexpected"]),
             document["quantised"] is True,
+            {_text(dtype): _texts(names) for dtype, names in document.get("keeps", {}).items()},
         )
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         why = f"no {error} in it" if isinstance(error, KeyError) else str(error)

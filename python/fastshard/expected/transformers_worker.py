@@ -159,11 +159,16 @@ def listed(asked: dict[str, Any]) -> dict[str, Any]:
     state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     for name in model._keys_to_ignore_on_save or ():
         state.pop(name, None)
-    keeps = model._get_dtype_plan(model.dtype) if hasattr(model, "_get_dtype_plan") else {}
-    for name in spelled(list(state), keeps):
+    plan = model._get_dtype_plan(model.dtype) if hasattr(model, "_get_dtype_plan") else {}
+    for name in spelled(list(state), plan):
         state[name] = state[name].to(torch.float32)
     kept = set(remove_tied_weights_from_state_dict(dict(state), model))
     saved, made = on_disk(model, state, kept)
+    names = sorted({*saved, *state})
+    keeps = {}
+    for spelling, narrow in (("BF16", torch.bfloat16), ("F16", torch.float16)):
+        plan = model._get_dtype_plan(narrow) if hasattr(model, "_get_dtype_plan") else {}
+        keeps[spelling] = sorted(spelled(names, plan))
 
     def entries(tensors: dict[str, Any]) -> list[tuple[str, str, list[int]]]:
         return [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
@@ -176,6 +181,7 @@ def listed(asked: dict[str, Any]) -> dict[str, Any]:
         "in_memory": entries(state),
         "made": made,
         "ties": ties,
+        "keeps": keeps,
         "may_be_missing": sorted(model._keys_to_ignore_on_load_missing or ()),
         "may_be_unexpected": sorted(model._keys_to_ignore_on_load_unexpected or ()),
     }

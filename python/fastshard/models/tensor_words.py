@@ -58,9 +58,11 @@ WORDS: dict[str, tuple[str, ...]] = {
     "embedding_modules": ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "shared"),
     "head_modules": ("lm_head", "embed_out"),
     "tied": ("embed", "wte", "shared", "lm_head", "output"),
+    # Last parts of names of what routes tokens or integrates states, which models compute in float32 and a narrower dtype rounds.
+    "kept": ("e_score_correction_bias", "expert_bias", "A_log", "dt_bias"),
     "tops": ("model", "transformer", "lm_head", "embed_out", "gpt_neox", "bert", "roberta"),
 }  # fmt: skip
-_OWN = frozenset(("embedding_modules", "head_modules", "tied", "tops"))
+_OWN = frozenset(("embedding_modules", "head_modules", "tied", "kept", "tops"))
 
 
 def declared() -> dict[str, tuple[str, ...]]:

@@ -30,6 +30,7 @@ class Request:
     to: str | None = None
     vocab_size: int | None = None
     dtype: str = "keep"
+    keep_dtype: str = "auto"
     replicas: str = "equal"
     include: Iterable[str] = ()
     exclude: Iterable[str] = ()
@@ -46,6 +47,7 @@ class Request:
     def __post_init__(self) -> None:
         for name, value, known in (
             ("dtype", self.dtype, DTYPES),
+            ("keep_dtype", self.keep_dtype, ("auto", "none")),
             ("replicas", self.replicas, _REPLICAS),
             ("weights", self.weights, _WEIGHTS),
         ):

@@ -37,6 +37,29 @@ pub enum Replicas {
     Mean,
 }
 
+/// Outputs that keep the element type that they are stored in.
+#[derive(Debug, Clone, Default, PartialEq, serde::Deserialize)]
+pub struct Keep {
+    /// Names of outputs, and last parts of names.
+    #[serde(default)]
+    pub names: std::collections::HashSet<String>,
+    /// True to cast those too that a table says it of.
+    #[serde(default)]
+    pub nothing: bool,
+}
+
+impl Keep {
+    /// True for an output that is named.
+    pub(crate) fn names(&self, name: &str) -> bool {
+        let last = name.rsplit('.').next().unwrap_or(name);
+        !self.nothing && (self.names.contains(name) || self.names.contains(last))
+    }
+
+    fn has(&self, name: &str, entry: &Entry) -> bool {
+        entry.is_moment || (entry.keep_dtype && !self.nothing) || self.names(name)
+    }
+}
+
 /// The target side.
 pub struct Target<'a> {
     /// Its layout; `None` for the source's own at degree 1 (merge).
@@ -47,6 +70,8 @@ pub struct Target<'a> {
     pub pad_multiple: Option<u64>,
     /// Element type for floating tensors; `None` keeps the source's.
     pub dtype: Option<Dtype>,
+    /// Which outputs keep the source's, whatever that is.
+    pub keep: &'a Keep,
     /// How replicas are treated.
     pub replicas: Replicas,
     /// True if ranks hold chunks of the whole: boxes of it, and each once. What is no box is not divided.

@@ -15,7 +15,7 @@ mod state;
 
 use crate::catalog::Catalog;
 use crate::codes;
-use crate::compose::{Replicas, Target};
+use crate::compose::{Keep, Replicas, Target};
 use crate::draft::Draft;
 use crate::error::{Finding, Result};
 use crate::layout::bind::Known;
@@ -57,6 +57,9 @@ pub struct Request {
     /// Element type of floating outputs.
     #[serde(default)]
     pub dtype: Option<Dtype>,
+    /// Outputs that keep theirs.
+    #[serde(default)]
+    pub keep: Keep,
     /// True to average replicas that differ.
     #[serde(default)]
     pub mean_replicas: bool,
@@ -351,6 +354,7 @@ pub fn draft(catalog: &Catalog, request: &Request) -> Result<Draft> {
             outside: target_outside,
             pad_multiple: request.target.as_ref().and_then(|t| t.pad_multiple),
             dtype: request.dtype.filter(|_| pass.slot.is_none()),
+            keep: &request.keep,
             replicas: if request.mean_replicas { Replicas::Mean } else { Replicas::Equal },
             chunks: request.target.as_ref().is_some_and(|t| t.chunks),
             wanted: &slotted,

@@ -123,7 +123,7 @@ impl<'a> Builder<'a> {
         }
         parts.sort_by_key(|p| p.dst_base);
         let stored = dtype.map_or(Dtype::F32, |(d, _)| d);
-        let cast = self.target.dtype.filter(|_| stored.is_float() && !entry.keep_dtype);
+        let cast = self.target.dtype.filter(|_| stored.is_float() && !self.target.keep.has(&name, entry));
         let dtype = cast.unwrap_or(stored);
         let mut fill = if boxes.iter().any(|b| b.pad.is_some()) { Fill::Zero } else { Fill::None };
         // The inverse of a sum: the value on rank 0, the neutral term elsewhere.

@@ -37,6 +37,7 @@ impl Entry {
             scale: None,
             add: 0.0,
             keep_dtype: false,
+            is_moment: false,
             class: String::new(),
             generic: false,
         }
@@ -68,6 +69,7 @@ impl Entry {
             scale: self.scale.as_ref().map(|scale| scale.to_the(power)),
             add: 0.0,
             keep_dtype: true,
+            is_moment: true,
             ..self.clone()
         }
     }

@@ -142,6 +142,8 @@ pub struct Entry {
     pub add: f64,
     /// True if the tensor keeps its element type, whatever floating outputs are to have.
     pub keep_dtype: bool,
+    /// True for what an optimizer keeps of a tensor, which has its own element type always.
+    pub is_moment: bool,
     /// Shard class; empty for the default one.
     pub class: String,
     /// True for pass-through entries made for tensors that no rule names.

@@ -57,7 +57,7 @@ pub(super) fn outputs(pass: &Pass, target: &Target) -> Vec<Drafted> {
 
 fn output(source: u32, tensor: &Stored, target: &Target) -> Output {
     let stored = tensor.dtype;
-    let cast = target.dtype.filter(|_| stored.is_float());
+    let cast = target.dtype.filter(|_| stored.is_float() && !target.keep.names(&tensor.name));
     let axes = tensor.shape.iter().zip(c_strides(&tensor.shape)).enumerate();
     let axes = axes.filter(|(_, (n, _))| **n > 1);
     let part = Part {

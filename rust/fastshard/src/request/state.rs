@@ -25,6 +25,7 @@ pub(super) fn keep(table: &mut Table, slot: &str) {
         entry.scale = entry.scale.as_ref().map(|scale| scale.to_the(power(slot).unwrap_or(1.0)));
         // A moment has the type that the optimizer gave it, whatever its weight's.
         entry.keep_dtype = true;
+        entry.is_moment = true;
     }
 }
 

@@ -142,6 +142,7 @@ impl RawEntry {
             scale: self.scale.as_deref().map(Scale::parse).transpose()?,
             add: self.add,
             keep_dtype: self.keep_dtype,
+            is_moment: false,
             class: self.class.clone(),
             ..Entry::bare(Pattern::parse(&self.name)?, self.canonical.as_deref().unwrap_or(&self.name))
         })
