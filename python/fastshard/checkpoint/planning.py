@@ -399,6 +399,8 @@ def _all_findings(
     planned = [beyond_config(f, draft.source) for f in draft.causes.left(placed)]
     if draft.request.include and any(f.code == "FS515" for f in planned):
         planned = [_meant_for(f, draft.opened, draft.request) for f in planned]
+    if not draft.request.is_narrowed:
+        planned = _without_patterns(planned, draft.findings)
     if draft.source.optimizer.rules is not None:
         planned = left_out_for_one_reason(planned)
     findings = [*draft.findings, *planned, *told]
@@ -446,6 +448,14 @@ def to_be_written(plan: Plan) -> Plan:
     """The plan, with findings for what can be looked at and not be written."""
     plan.findings += [*plan.core.unwritable(), *plan.unwritable]
     return plan
+
+
+def _without_patterns(planned: list[Finding], others: list[Finding]) -> list[Finding]:
+    """The findings, where nothing is left and no pattern is the reason: another error is, or the files."""
+    if any(f.severity == "error" for f in others):
+        return [f for f in planned if f.code != "FS515"]
+    help = "copy the files again: they hold no tensors"
+    return [f.replace(help=help) if f.code == "FS515" else f for f in planned]
 
 
 def _meant_for(finding: Finding, opened: Opened, request: Request) -> Finding:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from ..checkpoint import quantised_values
+from ..checkpoint import adapter_factors, quantised_values
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.manifests import (
     MANIFEST_NAME,
@@ -112,6 +112,7 @@ def plan(
 def _made(checkpoint: Checkpoint, request: Request) -> Plan:
     """The plan of what is asked for, with a warning for what would go along, and lies where anybody may have put it."""
     made = to_be_written(make_plan(with_promised(checkpoint.opened, for_hf=request.to == "hf"), request))
+    made.findings += checkpoint.opened.gate.judged(adapter_factors.find_lacking(checkpoint.opened))
     source, words = made.source, request.tokenizer
     if made.target == "merge" and not source.model.hf_names:
         # Nothing goes along but what is given; a config would have told the model's names.

@@ -22,7 +22,9 @@ from ..models.config_json import QUANTISED
 from . import cached_lists, transformers_process
 from .expected_list import ExpectedTensors, document_of, from_document
 
-__all__ = ["LoadReport", "class_name", "expected_tensors", "is_model", "list_for", "try_load"]
+__all__ = [
+    "LoadReport", "class_name", "expected_tensors", "installed_version", "is_model", "list_for", "try_load",
+]  # fmt: skip
 
 #: Changes with the rules of this module and of the worker: what they made before is made again.
 RULES = 3
@@ -90,7 +92,7 @@ def list_for(
         raise FastshardError.of(
             "FS515", "a limit is more than 0", expected="seconds and bytes", got=f"{timeout:g}, {memory}"
         )
-    version = _installed(file)
+    version = installed_version(file)
     name = class_name(config)
     if name is None and config.get("architectures"):
         raise FastshardError.of(
@@ -192,7 +194,7 @@ def cleaned(value: Any) -> Any:
     return [cleaned(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _installed(file: str) -> str:
+def installed_version(file: str) -> str:
     """Version of transformers, which is not imported for it."""
     from importlib import metadata
 

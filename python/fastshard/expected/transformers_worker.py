@@ -3,7 +3,8 @@
     python -I transformers_worker.py ASKED ANSWER
 
 ASKED is a JSON file: `config` (cleaned by whoever asks), `class` (a name, or null), `path` (where packages are looked for) and
-`memory` (bytes); and `stored`, names, dtypes and shapes, to ask what a load of these would complain about. ANSWER is
+`memory` (bytes); and `stored`, names, dtypes and shapes, to ask what a load of these would complain about; and `adapter`, the config of an adapter of peft, with
+`adapter_tensors`, shapes by names, to ask what peft saves of it and misses in these. ANSWER is
 written as JSON: the list, or `error`. The model is built on the `meta` device, so no weight takes memory, and no code of a checkpoint
 is there to run. Nothing of fastshard is imported.
 
@@ -223,6 +224,31 @@ def loading(asked: dict[str, Any]) -> dict[str, Any]:
     return {"complaints": sorted(complaints), "base": str(getattr(cls, "base_model_prefix", "") or "")}
 
 
+def list_adapter(asked: dict[str, Any]) -> dict[str, Any]:
+    """Lists what peft saves of an adapter of this config, and what it misses when it loads tensors of these names and shapes."""
+    import torch
+    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    config = config_of(asked)
+    with on_meta():
+        model = class_of(config, asked["class"])._from_config(config, dtype=torch.float32)
+        model.tie_weights()
+        # It passes over keys that this version does not know.
+        config_class: Any = PeftConfig
+        adapter = config_class.from_peft_type(**decoded(asked["adapter"]))
+        adapted = get_peft_model(model, adapter, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
+    # Rows of an embedding that go along for a load elsewhere are the base's own.
+    saved = sorted(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    state = {name: torch.empty(shape, device="meta") for name, shape in asked["adapter_tensors"].items()}
+    try:
+        loaded: Any = set_peft_model_state_dict(
+            adapted, state, ignore_mismatched_sizes=True, low_cpu_mem_usage=True
+        )
+    except (KeyError, RuntimeError, ValueError):
+        return {"saved": saved, "missing": None}
+    return {"saved": saved, "missing": sorted(loaded.missing_keys)}
+
+
 def main(asked: str, answer: str) -> int:
     """Writes the answer; 0 if it is a list."""
     sys.addaudithook(refuse_network)
@@ -233,7 +259,10 @@ def main(asked: str, answer: str) -> int:
     resource.setrlimit(resource.RLIMIT_DATA, (question["memory"],) * 2)
     sys.path += [path for path in question["path"] if path not in sys.path]
     try:
-        told = loading(question) if "stored" in question else listed(question)
+        if "adapter" in question:
+            told = list_adapter(question)
+        else:
+            told = loading(question) if "stored" in question else listed(question)
     except ImportError as error:
         told = {"error": f"{type(error).__name__}: {error}", "kind": "import"}
     except Unknown as error:

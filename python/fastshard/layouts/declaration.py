@@ -22,6 +22,7 @@ from .declared_parts import (
     Moments,
     Optimizer,
     StateFile,
+    StoredAdapter,
     TreeInfo,
     Unit,
 )
@@ -107,6 +108,8 @@ class Source:
     names: dict[str, str] = field(default_factory=dict)
     #: What an adapter makes of tensors, by the model's own names.
     adapted: list[Adapted] = field(default_factory=list)
+    #: The adapter itself.
+    adapter: StoredAdapter | None = None
     #: Names stored of tensors that are no outputs: factors of an adapter, and what it replaces.
     hidden: set[str] = field(default_factory=set)
     #: Masters and optimizer slots.

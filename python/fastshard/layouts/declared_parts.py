@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -100,6 +100,22 @@ class Adapted:
 
     name: str
     changes: list[Change]
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """An adapter as it is stored, by itself or with its base."""
+
+    #: Content of its config, and the file that messages name.
+    config: Mapping[str, Any]
+    path: str
+    #: The file of its tensors, as messages name it, and their shapes by the names stored.
+    file: str
+    shapes: Mapping[str, list[int]]
+    #: True where the names are those of a saved adapter, False for those of a model in memory.
+    is_saved: bool = True
+    #: Content of the base's config; None where there is none.
+    base: Mapping[str, Any] | None = None
 
 
 @dataclass

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from ..checkpoint import manifest_files, proof, quantised_values
+from ..checkpoint import adapter_factors, manifest_files, proof, quantised_values
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.loaded_names import unloaded_prefix
 from ..checkpoint.manifests import (
@@ -110,6 +110,7 @@ def verify(
     checkpoint = as_checkpoint(source, like=like, **options)
     plan = make_plan(with_promised(checkpoint.opened), Request(include=include, exclude=exclude))
     findings = [*plan.findings, *_find_unloaded_prefix(checkpoint, plan)]
+    findings += adapter_factors.find_lacking(checkpoint.opened)
     signed = _signed(checkpoint, signature, public_key, certificates)
     findings += signed
     run: RunOptions = {**run_options(memory, threads, checkpoint.opened.catalog), "subset": subset}

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...common.errors import Finding
 from ...common.listing import File, Listing
 from ...layouts.declaration import Description, Source, Unit
+from ...layouts.declared_parts import StoredAdapter
 from ..base import Contents, Found, Options
 from . import adapter_config, tensor_names
 from .find_files import WEIGHTS
-
-#: The factors that belong together.
-_PAIRS = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
+from .missing_factors import find_missing_halves, find_missing_modules
 
 
 @dataclass(frozen=True)
@@ -52,27 +50,10 @@ class PeftAdapter:
         }  # fmt: skip
         if contents.readable(0):
             told = tensor_names.told(contents.listed(0), saved=True)
-            for module in told.modules.values():
-                source.findings += _lacking(module, said, found.files[0].path)
+            shapes = {".".join(tensor["path"]): tensor["shape"] for tensor in contents.tensors(0)}
+            path = listing.roots[file.root] / file.path
+            source.findings += find_missing_halves(told, said, shapes, found.files[0].path, path)
+            if told.modules:
+                source.findings += find_missing_modules(told, said, found.files[0].path)
+            source.adapter = StoredAdapter(said.stored, file.path, found.files[0].path, shapes)
         return source
-
-
-def _lacking(module: tensor_names.Module, said: adapter_config.Config, file: str) -> list[Finding]:
-    """Factors without the other one, and a magnitude that DoRA has of every module."""
-    wanted: dict[str, str] = {}
-    for pair in _PAIRS:
-        for kind, other in (pair, pair[::-1]):
-            if kind in module.factors:
-                wanted[other] = module.factors[kind].replace(kind, other)
-                if said.dora:
-                    wanted["lora_magnitude_vector"] = (
-                        f"{tensor_names.OUTER}{module.name}.lora_magnitude_vector"
-                    )
-    return [
-        Finding.of(
-            "FS102", "an adapter's tensor lacks its counterpart", file=file, tensor=name,
-            help="copy the adapter again from the host that saved it",
-        )
-        for kind, name in wanted.items()
-        if kind not in module.factors
-    ]  # fmt: skip

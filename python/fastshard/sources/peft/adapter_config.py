@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,18 @@ class Config:
     token_indices: Any = None
     base: str | None = None
     path: str = FILE
+    #: Words that name the adapted modules; none where a pattern or a shorthand does.
+    targets: tuple[str, ...] = ()
+    #: Modules that are saved as they were trained.
+    saved_modules: tuple[str, ...] = ()
+    #: The only layers that are adapted; None for all.
+    layers: frozenset[int] | None = None
+    #: True if modules are left out by name.
+    excludes: bool = False
+    #: True if every layer is adapted alike, as far as the model has the modules.
+    is_of_all_layers: bool = False
+    #: The config as it is stored.
+    stored: Mapping[str, Any] = field(default_factory=dict)
 
     def rank(self, module: str) -> int:
         """The rank of a module's product."""
@@ -97,6 +110,9 @@ def read(path: Path, label: str) -> Config:
     if number < 1 or number != int(number):
         raise _bad("r", "an integer from 1", said["r"], label)
     indices = said.get("trainable_token_indices")
+    targets, layers = said.get("target_modules"), _layers(said)
+    is_shorthand = isinstance(targets, str) and targets.lower() == "all-linear"
+    words = _words(targets)
     return Config(
         r=int(number),
         alpha=_number(said, "lora_alpha", label),
@@ -109,7 +125,32 @@ def read(path: Path, label: str) -> Config:
         token_indices=indices if _are_rows(indices, label) else None,
         base=str(said["base_model_name_or_path"]) if said.get("base_model_name_or_path") else None,
         path=label,
+        targets=words,
+        saved_modules=_words(said.get("modules_to_save")),
+        layers=layers,
+        excludes=bool(said.get("exclude_modules")),
+        is_of_all_layers=(
+            (is_shorthand or bool(words))
+            # Words with a number may be of single layers.
+            and not any(re.search(r"\d+\.", word) for word in words)
+            and layers is None
+            and not said.get("exclude_modules")
+        ),
+        stored=said,
     )
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    """The words of a list; none of a pattern."""
+    return tuple(map(str, value)) if isinstance(value, list) else ()
+
+
+def _layers(said: dict[str, Any]) -> frozenset[int] | None:
+    """The layers that alone are adapted."""
+    found = said.get("layers_to_transform")
+    numbers = found if isinstance(found, list) else [found]
+    kept = frozenset(n for n in numbers if type(n) is int)
+    return kept or None
 
 
 def _refuse(said: dict[str, Any], label: str) -> None:

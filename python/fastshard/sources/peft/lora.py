@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shlex
 
-from ...common.errors import FastshardError
+from ...common.errors import FastshardError, raise_errors
 from ...common.listing import Listing
 from ...layouts.declaration import Source, Unit
+from ...layouts.declared_parts import StoredAdapter
 from .. import hf_config
 from ..base import Contents, Found
 from . import adapter_config, base_names, lora_update, tensor_names
 from .find_files import Files, find
+from .missing_factors import find_missing_halves, find_missing_modules
 
 __all__ = ["find", "merge"]
 
@@ -32,6 +34,7 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
     said = adapter_config.read(files.config, files.config.name)
     held = _shapes(source, contents)
     own = tensor_names.is_of_adapters(held)
+    file = found.files[0].path if files.weights is None else files.weights
     if own and files.weights is not None:
         raise FastshardError.of(
             "FS106", "the checkpoint holds an adapter's tensors, and the adapter given has some too",
@@ -51,6 +54,9 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
         source.names.update({stored: name for name, stored in told.base.items() if stored != name})
         source.names.update({stored: name for name, stored in told.whole.items() if stored != name})
         factors = {name for module in told.modules.values() for name in module.factors.values()} | told.unused
+        added = held
+        raise_errors(find_missing_halves(told, said, held, file, files.config))
+        in_base = {*told.base, *told.whole, *held} - factors
         model = source.model
         if model.config is not None:
             renamed = dict(source.names)
@@ -64,6 +70,8 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
             base = {source.names.get(name, name): shape for name, shape in held.items()}
             source.units.append(Unit(file=last))
             added = _shapes_of(source.units[-1], contents)
+            raise_errors(find_missing_halves(told, said, added, file, files.config))
+            in_base = set(base)
             base_names.place(told, said, base, added, source.table or source.usual_table)
             held |= added
         else:
@@ -77,6 +85,11 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
             help="convert the base first, and merge the adapter into that",
             run=["fastshard convert BASE OUT --to hf"],
         )
+    raise_errors(find_missing_modules(told, said, file, in_base))
+    # Before what the adapter makes of the config.
+    source.adapter = StoredAdapter(
+        said.stored, said.path, file, added, is_saved=not own, base=source.model.config
+    )
     by_own = {source.names.get(name, name): shape for name, shape in held.items()}
     lora_update.attach(source, told, said, by_own | held)
 

@@ -31,7 +31,7 @@ def attach(source: Source, told: Told, config: Config, shapes: Mapping[str, list
         shapes: of all stored tensors, by the model's own names and by those stored.
 
     Raises:
-        FastshardError: ``FS102`` for a factor that is not there, ``FS106`` for several adapters, ``FS209`` where nothing
+        FastshardError: ``FS106`` for several adapters, ``FS209`` where nothing
             tells how a tensor is multiplied, ``FS514`` for what is computed otherwise.
     """
     if len(told.adapters) > 1:
@@ -89,12 +89,6 @@ def _changes(
         if {a, b} & factors.keys()
     ]
     for a, b in pairs:
-        for kind in (a, b):
-            if kind not in factors:
-                raise FastshardError.of(
-                    "FS102", f"an adapter without {kind}", tensor=f"{module.name}.{kind}", file=config.path,
-                    help="copy the adapter again from the host that saved it",
-                )  # fmt: skip
         name = _target(module, factors[a], factors[b], config, shapes)
         stacked = None if name in shapes else _stacked(name, shapes)
         shape = shapes.get(name, []) if stacked is None else stacked.shape
@@ -103,11 +97,6 @@ def _changes(
         )
         if (magnitude := factors.get("lora_magnitude_vector")) is not None:
             change = replace(change, magnitude=magnitude)
-        elif config.dora:
-            raise FastshardError.of(
-                "FS102", "an adapter of DoRA without its magnitude", tensor=f"{module.name}.lora_magnitude_vector",
-                file=config.path, help="copy the adapter again from the host that saved it",
-            )  # fmt: skip
         if stacked is None:
             found.append((name, change))
         else:

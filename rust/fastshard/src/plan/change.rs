@@ -167,9 +167,18 @@ impl Change {
                 if !within || (window.is_some() && (*form != Form::Rows || magnitude.is_some())) {
                     return Some((*a, format!("a part of {experts} experts x {out}"), format!("{window:?}")));
                 }
+                // A product without terms, outputs or inputs is no change that anybody saves.
+                if [*rank, experts, own.experts, own.out, out, inputs].contains(&0) {
+                    let got = format!("{} {:?}", of(*a).dtype, of(*a).shape);
+                    return Some((*a, format!("factors of rank 1 or more, for {shape:?}"), got));
+                }
                 wrong(*a, vec![experts * rank, inputs])
                     .or_else(|| wrong(*b, vec![out, rank * experts]))
                     .or_else(|| wrong((*magnitude)?, vec![out]))
+            }
+            Change::Vector { of, .. } | Change::Rows { of, .. } if shape.is_empty() || shape.contains(&0) => {
+                let got = format!("{} {:?}", stored[*of as usize].dtype, stored[*of as usize].shape);
+                Some((*of, "a tensor of at least one row and column".into(), got))
             }
             Change::Vector { of, .. } => wrong(*of, shape.to_vec()),
             Change::Rows { of, at } => {
@@ -181,6 +190,62 @@ impl Change {
                     Some((*of, format!("rows of {shape:?}"), format!("row {row}")))
                 })
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::Pieces;
+    use crate::tensor::Dtype;
+
+    fn stored(shape: &[u64]) -> StoredTensor {
+        StoredTensor {
+            name: format!("{shape:?}"),
+            dtype: Dtype::F32,
+            shape: shape.to_vec(),
+            pieces: Pieces::Ranges(Vec::new()),
+            rank: None,
+            rule: 0,
+            index: Vec::new(),
+            shard: None,
+            twins: Vec::new(),
+            changes: Vec::new(),
+        }
+    }
+
+    /// What has no values is no change: the engine divides by its extents.
+    #[test]
+    fn extents_of_zero_fit_nothing() {
+        let product = |form, rank, window| Change::LowRank {
+            a: 0,
+            b: 1,
+            rank,
+            scale: 1.0,
+            form,
+            window,
+            magnitude: None,
+        };
+        let none = Some(Window { experts: 0, expert: 0, outs: 0, out: 0 });
+        for (form, shape, rank, window) in [
+            (Form::Rows, vec![4, 3], 0, None),
+            (Form::Rows, vec![0, 3], 2, None),
+            (Form::Rows, vec![4, 0], 2, None),
+            (Form::Columns, vec![4, 0], 2, None),
+            (Form::Experts, vec![0, 4, 3], 2, None),
+            (Form::ExpertsByColumns, vec![2, 0, 3], 2, None),
+            (Form::Rows, vec![0, 3], 2, none),
+        ] {
+            let factors = [stored(&[0]), stored(&[0])];
+            assert!(product(form, rank, window).misfit(&shape, &factors).is_some(), "{form:?} {shape:?}");
+        }
+        let factors = [stored(&[2, 3]), stored(&[4, 2])];
+        assert_eq!(product(Form::Rows, 2, None).misfit(&[4, 3], &factors), None);
+        for shape in [vec![], vec![0], vec![0, 3], vec![3, 0]] {
+            let empty = [stored(&[0])];
+            assert!(Change::Rows { of: 0, at: vec![] }.misfit(&shape, &empty).is_some(), "{shape:?}");
+            assert!(Change::Vector { of: 0, scale: 1.0 }.misfit(&shape, &empty).is_some(), "{shape:?}");
         }
     }
 }

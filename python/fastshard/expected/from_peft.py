@@ -1,0 +1,69 @@
+"""The tensors that an adapter's config promises, listed by the peft and the transformers that are installed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from ..common.errors import FastshardError
+from ..common.formatting import printable
+from . import transformers_process
+from .from_transformers import MEMORY, TIMEOUT, class_name, cleaned, installed_version
+
+__all__ = ["AdapterTensors", "list_tensors"]
+
+#: Keys that name code, or how values come about: nothing of which modules are adapted.
+_NO_TENSORS = {
+    "auto_mapping", "base_model_name_or_path", "revision", "megatron_config", "megatron_core", "loftq_config",
+    "init_lora_weights", "runtime_config",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AdapterTensors:
+    """What peft says of an adapter."""
+
+    #: Who says so, with the version.
+    by: str
+    #: The tensors that it saves of such an adapter, by its names.
+    saved: Sequence[str]
+    #: Of these, those that a load of the stored tensors misses, by the names in memory; None where it cannot load them.
+    missing: Sequence[str] | None
+
+
+def list_tensors(
+    base: Mapping[str, Any], adapter: Mapping[str, Any], stored: Mapping[str, Sequence[int]], file: str
+) -> AdapterTensors:
+    """Lists what peft saves of an adapter, and what it misses in the tensors that are stored.
+
+    The base's class is built on the ``meta`` device, as :func:`.from_transformers.expected_tensors` does.
+
+    Args:
+        base: content of the base's config.json.
+        adapter: content of the adapter_config.json.
+        stored: shapes of the adapter's tensors, by the names stored.
+        file: the adapter's config, as messages name it.
+
+    Raises:
+        FastshardError: ``FS514`` if peft or transformers is not installed, or cannot build such an adapter.
+    """
+    installed_version(file)
+    try:
+        version = metadata.version("peft")
+    except metadata.PackageNotFoundError:
+        raise FastshardError.of(
+            "FS514", "peft is not installed", file=file, run=["pip install peft"]
+        ) from None
+    question = {
+        "config": cleaned(base),
+        "class": class_name(base),
+        "adapter": {key: value for key, value in adapter.items() if key not in _NO_TENSORS},
+        "adapter_tensors": {name: list(shape) for name, shape in stored.items()},
+    }
+    answer = transformers_process.answer_of(question, TIMEOUT, MEMORY)
+    if "error" in answer:
+        why = printable(str(answer["error"])[:300])
+        raise FastshardError.of("FS514", f"peft {version} cannot build this adapter: {why}", file=file)
+    return AdapterTensors(f"peft {version}", answer["saved"], answer["missing"])

@@ -1,0 +1,247 @@
+"""What an adapter lacks: by its config, by the other factor of each product, and by its other layers. No peft is asked.
+
+source: peft tuners/tuners_utils.py (inject_adapter, check_target_module_exists), utils/other.py (ModulesToSaveWrapper)
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from ...common.errors import Finding
+from ...common.formatting import counted, some
+from ...common.listing import Folder
+from ...models.tensor_words import WORDS
+from .adapter_config import Config
+from .tensor_names import OUTER, Module, Told
+
+#: The factors that belong together.
+PAIRS = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
+#: Names that models have for one role: a list of `modules_to_save` often has several of them, for whatever model comes.
+_ONE_OF = (
+    frozenset({"classifier", "score"}),
+    frozenset(WORDS["embedding_modules"]),
+    frozenset(WORDS["head_modules"]),
+)
+_LAYER = re.compile(r"^(?P<before>(?:[^.\d]+\.)+)(?P<layer>\d+)(?P<after>\.[^\d].*)$")
+_COPY = "copy the adapter again from the host that saved it"
+#: Names that a finding gives at most.
+_MOST = 3
+
+
+def find_missing_halves(
+    told: Told, config: Config, shapes: Mapping[str, list[int]], file: str, path: Path
+) -> list[Finding]:
+    """Lists what an adapter's own names and shapes show to be missing: all factors, one of two, or all values of a tensor.
+
+    Args:
+        told: what its names say.
+        config: its config.
+        shapes: of its tensors, by the names stored.
+        file: the file of its tensors, as messages name it.
+        path: its config's file.
+    """
+    if not told.modules:
+        run = find_run_beside(path)
+        return [
+            Finding.of(
+                "FS102", "the file of an adapter holds none of its factors", file=file, expected="tensors named lora_A and lora_B",
+                got=some(sorted(told.whole.values()), _MOST) if told.whole else "no tensors",
+                help="save the adapter again, gathered from all ranks" if run is None
+                else "merge the factors that the DeepSpeed checkpoint beside it holds", run=[] if run is None else [run],
+            )
+        ]  # fmt: skip
+    return [*_find_without_values(told, shapes, file), *_find_without_counterpart(told, config, file)]
+
+
+def find_missing_modules(
+    told: Told, config: Config, file: str, base: Collection[str] | None = None
+) -> list[Finding]:
+    """Lists the modules that an adapter lacks by its config, or by its other layers.
+
+    Args:
+        told: what the adapter's names say; modules by the base's names where a base is there.
+        config: its config.
+        file: the file of its tensors.
+        base: names of the base's tensors; None for an adapter by itself.
+    """
+    found = [
+        *_find_unsaved_modules(told, config, file, base),
+        *_find_unmatched_targets(told, config, file, base),
+    ]
+    return [*found, *_find_gaps(told, config, file, base)]
+
+
+def find_run_beside(config: Path) -> str | None:
+    """Gives the command that takes an adapter's factors from DeepSpeed's checkpoint in, above or beside its folder; None
+    without one."""
+    folder = config.absolute().parent
+    for place in (folder, folder.parent):
+        for at in (place, *(place / name for name in Folder.named(place).names())):
+            steps = Folder.named(at).names() if at.is_dir() else []
+            if any(name.startswith("global_step") and (at / name).is_dir() for name in steps):
+                return shlex.join(
+                    ["fastshard", "convert", str(at), "OUT", "--to", "hf", "--adapter", str(config)]
+                )
+    return None
+
+
+def _find_without_values(told: Told, shapes: Mapping[str, list[int]], file: str) -> Iterator[Finding]:
+    """Tensors of size 0, as ZeRO-3 leaves them where they are saved without being gathered."""
+    names = [name for module in told.modules.values() for name in module.factors.values()]
+    empty = sorted(name for name in (*names, *told.whole.values()) if 0 in shapes.get(name, ()))
+    if empty:
+        yield Finding.of(
+            "FS102", f"{counted(len(empty), 'tensor')} of the adapter hold no values", file=file, tensor=empty[0],
+            expected="tensors of at least one element", got=f"{shapes[empty[0]]} in {some(empty, _MOST)}",
+            help="save the adapter again with its weights gathered from all ranks (ZeRO-3 and FSDP divide them)",
+        )  # fmt: skip
+
+
+def _find_without_counterpart(told: Told, config: Config, file: str) -> Iterator[Finding]:
+    """Factors without the other one, and products without the magnitude that DoRA has of every module."""
+    lacking: dict[str, list[str]] = {}
+    for module in told.modules.values():
+        for pair in PAIRS:
+            for kind, other in (pair, pair[::-1]):
+                if kind not in module.factors:
+                    continue
+                if other not in module.factors:
+                    lacking.setdefault(other, []).append(module.factors[kind].replace(kind, other))
+                if config.dora and "lora_magnitude_vector" not in module.factors:
+                    name = f"{OUTER}{module.name}.lora_magnitude_vector"
+                    lacking.setdefault("lora_magnitude_vector", []).append(name)
+    for names in lacking.values():
+        names = sorted(set(names))
+        yield _missing("an adapter's tensor lacks its counterpart", names, file)
+
+
+def _missing(message: str, names: list[str], file: str, expected: str | None = None) -> Finding:
+    """One finding for tensors or modules that are missing for one reason."""
+    several = f": {some(names, _MOST)}" if len(names) > 1 else ""
+    return Finding.of(
+        "FS102",
+        message + several,
+        file=file,
+        tensor=names[0],
+        expected=expected,
+        got="no such tensor",
+        help=_COPY,
+    )
+
+
+def _is_module(name: str, word: str) -> bool:
+    """Whether a word of a list names a module, as peft matches the words of a list."""
+    return name == word or name.endswith(f".{word}")
+
+
+def _find_unsaved_modules(
+    told: Told, config: Config, file: str, base: Collection[str] | None
+) -> Iterator[Finding]:
+    """Entries of `modules_to_save` of which the file has nothing, and the base, if it is known, has something."""
+    saved = [f".{own}" for own in told.whole]
+
+    def is_there(word: str) -> bool:
+        return any(f".{word}." in own for own in saved)
+
+    for word in config.saved_modules:
+        if is_there(word):
+            continue
+        if base is None:
+            others = next((names for names in _ONE_OF if word in names), frozenset())
+            if any(map(is_there, others)):
+                continue
+        elif not any(f".{word}." in f".{name}" for name in base):
+            continue
+        yield _missing(
+            "the adapter lacks a module that it was to save", [f"{word}.weight"], file,
+            f"a module {word} (modules_to_save of {config.path})",
+        )  # fmt: skip
+
+
+def _find_unmatched_targets(
+    told: Told, config: Config, file: str, base: Collection[str] | None
+) -> Iterator[Finding]:
+    """Words of `target_modules` of which no module has a factor; only a base tells whether the model has such a module."""
+    if base is not None and config.excludes:
+        return
+    names = [name for module in told.modules.values() for name in (module.name, module.at)]
+    names += [own.rpartition(".")[0] for own in told.whole]
+    for word in config.targets:
+        if any(_is_module(name, word) for name in names):
+            continue
+        modules = [] if base is None else _list_targets(word, config, base)
+        if base is not None and not modules:
+            continue
+        finding = _missing(
+            f"no module {word} has factors in the adapter", modules or [word], file,
+            f"factors of {word} (target_modules of {config.path})",
+        )  # fmt: skip
+        # A list may have words for other models too; peft passes over these.
+        yield finding if base is not None else finding.replace(severity="warning")
+
+
+def _list_targets(word: str, config: Config, base: Iterable[str]) -> list[str]:
+    """The base's modules that a word of a list names; experts may be stacked in memory, where no word reaches them."""
+    found = []
+    for name in base:
+        module, _, own = name.rpartition(".")
+        layer = _LAYER.match(module)
+        limited = config.layers is not None and (layer is None or int(layer["layer"]) not in config.layers)
+        if own == "weight" and _is_module(module, word) and ".experts." not in module and not limited:
+            found.append(module)
+    return sorted(found)
+
+
+def _find_gaps(told: Told, config: Config, file: str, base: Collection[str] | None) -> Iterator[Finding]:
+    """Layers between others that have no factors of a module, where nothing in the config limits the layers."""
+    if not config.is_of_all_layers:
+        return
+    modules: dict[str, Module | None] = {module.at: module for module in told.modules.values()}
+    for own in told.whole:
+        name = own.rpartition(".")[0]
+        if any(_is_module(name, word) for word in config.saved_modules):
+            modules.setdefault(name, None)
+    roles: dict[tuple[str, str], set[int]] = {}
+    for name in modules:
+        if match := _LAYER.match(name):
+            roles.setdefault((match["before"], match["after"]), set()).add(int(match["layer"]))
+    missing = []
+    for (before, after), layers in roles.items():
+        gaps = [n for n in range(min(layers), max(layers)) if n not in layers]
+        if base is not None:
+            gaps = [
+                n for n in gaps if _has_module(f"{before}{n}{after}", f"{before}{min(layers)}{after}", base)
+            ]
+        elif _are_of_other_kind(before, gaps, layers, roles):
+            gaps = []
+        missing += [f"{before}{n}{after}" for n in gaps]
+    if missing:
+        missing.sort(key=lambda name: [int(part) if part.isdecimal() else -1 for part in name.split(".")])
+        yield _missing(
+            "the adapter lacks modules that its other layers have", missing, file, "factors of each layer"
+        )
+
+
+def _has_module(name: str, other: str, base: Collection[str]) -> bool:
+    """Whether the base has a module as it has another one, which the adapter is for."""
+    if f"{other}.weight" in base:
+        return f"{name}.weight" in base
+    return any(tensor.startswith(f"{name}.") for tensor in base)
+
+
+def _are_of_other_kind(
+    before: str, gaps: list[int], layers: set[int], roles: Mapping[tuple[str, str], set[int]]
+) -> bool:
+    """Whether layers may lack a module because the model has others there, as hybrids do: often, in turn, or with modules
+    in its place."""
+    steps = {b - a for a, b in itertools.pairwise(gaps)}
+    in_turn = len(gaps) > 2 and len(steps) == 1
+    # Modules that only these layers have.
+    instead = any(
+        start == before and others & set(gaps) and not others & layers for (start, _), others in roles.items()
+    )
+    return len(gaps) >= len(layers) or in_turn or instead
