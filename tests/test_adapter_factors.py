@@ -209,3 +209,14 @@ def test_what_peft_loads_with_missing_keys_is_an_error_by_peft(
     assert ran.code == 0 and "FS102" in [f["code"] for f in ran.findings if f["severity"] == "warning"], (
         ran.out
     )
+
+
+@pytest.mark.parametrize("options", [SAVES, {**PLAIN, "target_modules": ["q_proj", "embed_tokens"]}])
+def test_an_adapters_tensors_are_no_second_copy_of_the_model(options: dict[str, Any], tmp_path: Path) -> None:
+    """The config and what else stands beside the base go along, whatever the adapter saves."""
+    base, adapter = write_adapter(options, tmp_path)
+    (base / "generation_config.json").write_text("{}")
+    ran = cli("merge", base, tmp_path / "out", "--adapter", adapter)
+    assert ran.code == 0 and "config.json is not written" not in ran.out, ran.out
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).exists()

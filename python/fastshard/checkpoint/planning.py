@@ -439,7 +439,10 @@ def _config_text(draft: _Draft) -> dict[str, str]:
     cast = not draft.is_kept or draft.is_of_masters
     config = _kept_config(draft.source, draft.axes, draft.main_dtype, cast)
     unwritten = draft.target is not None and draft.source.model.config_file is None
-    if config is None or (config == draft.opened.source.model.config and not unwritten):
+    adapter = draft.source.adapter
+    # An adapter may have changed the config that was declared: the base's own is what would go along.
+    own = draft.opened.source.model.config if adapter is None else adapter.base
+    if config is None or (config == own and not unwritten):
         return {}
     return {"config.json": config_text.written(config)}
 

@@ -238,7 +238,8 @@ class Source:
         units = {n: list(self.of_unit(unit, names_of(unit.file))) for n, unit in enumerate(self.units)}
         stored = [name for held in units.values() for _, name in held]
         stored += [name for group in self.assembled for name, *_ in group.tensors]
-        names = {name: self._below_prefix(name) for name in dict.fromkeys(stored)}
+        # What an adapter hides is no output, and no second copy of the model.
+        names = {name: name if name in self.hidden else self._below_prefix(name) for name in stored}
         if not self.adapted and (changed := wrapped(set(names.values()))) is not None:
             return self._without_config([changed[0]], None, f"{changed[1]} has changed the names")
         if not self.adapted and self.model.unloaded is not None:
@@ -248,7 +249,7 @@ class Source:
             return self
         by_name: dict[str, str] = {}
         for name, own in names.items():
-            if by_name.setdefault(own, name) != name:
+            if name not in self.hidden and by_name.setdefault(own, name) != name:
                 return self._without_config([by_name[own], name], "NAME")
         assembled = [
             replace(group, tensors=[(names[name], shape, pieces) for name, shape, pieces in group.tensors])
