@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from helpers import cli, edit_safetensors
+from helpers import cli, edit_safetensors, read_result
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, MixtralConfig
 
@@ -220,3 +220,33 @@ def test_an_adapters_tensors_are_no_second_copy_of_the_model(options: dict[str, 
     assert ran.code == 0 and "config.json is not written" not in ran.out, ran.out
     for name in ("config.json", "generation_config.json"):
         assert (tmp_path / "out" / name).exists()
+
+
+#: What an adapter saves of embedding and head.
+TIES: dict[str, dict[str, Any]] = {
+    "embedding": {**PLAIN, "modules_to_save": ["embed_tokens"]},
+    "head": {**PLAIN, "modules_to_save": ["lm_head"]},
+    "both": SAVES,
+    "tied again": {**PLAIN, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+}
+
+
+@pytest.mark.parametrize("stores_head", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "llama_tied"])
+@pytest.mark.parametrize("ties", TIES)
+def test_embedding_and_head_are_those_of_pefts_own_merge(
+    ties: str, kind: str, stores_head: bool, tmp_path: Path
+) -> None:
+    base, adapter = write_adapter(TIES[ties], tmp_path, kind)
+    merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).merge_and_unload()
+    if stores_head and kind == "llama_tied":
+        embedding = "model.embed_tokens.weight"
+        edit_safetensors(
+            base / "model.safetensors", lambda t: t.update({"lm_head.weight": t[embedding].clone()})
+        )
+    ran = cli("merge", base, tmp_path / "out", "--adapter", adapter)
+    assert ran.code == 0, ran.out
+    have, want = read_result(tmp_path / "out"), merged.state_dict()
+    assert have.keys() == want.keys()
+    assert all(torch.equal(have[name], want[name]) for name in want)
+    assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False

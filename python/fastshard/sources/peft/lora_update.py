@@ -14,6 +14,7 @@ from typing import Any
 from ...common.errors import FastshardError, Finding
 from ...layouts.declaration import Source
 from ...layouts.declared_parts import Adapted, Change, LowRank, Rows, Vector, Window
+from ...models.tensor_words import WORDS
 from .adapter_config import Config
 from .tensor_names import Module, Told
 
@@ -45,15 +46,21 @@ def attach(source: Source, told: Told, config: Config, shapes: Mapping[str, list
         hidden |= set(module.factors.values())
         for name, change in _changes(module, config, shapes, source.model.config or {}):
             changes.setdefault(name, []).append(change)
+    head = _find_untied_head(source, told, config, shapes)
     for own, stored in told.whole.items():
         # What was trained as a whole takes the place of the base's.
-        hidden |= {name for name, bare in _names(source, shapes) if bare == own and name != stored}
+        replaced = {name for name, bare in _names(source, shapes) if bare == own and name != stored}
+        if head is not None and own == head[0]:
+            # The head was this tensor too, and keeps its values.
+            source.names.update(dict.fromkeys(replaced, head[1]))
+        else:
+            hidden |= replaced
         if own != stored:
             source.names[stored] = own
     source.names.update({stored: own for own, stored in told.base.items() if own != stored})
     source.adapted += [Adapted(name, of) for name, of in sorted(changes.items())]
     source.hidden |= hidden
-    _untie(source, told, changes)
+    _untie(source, told, changes, head)
     source.findings.append(
         Finding.of(
             "FS212",
@@ -216,14 +223,64 @@ def _product(
     return LowRank(a, b, rank, config.scale(module.name), form)
 
 
-def _untie(source: Source, told: Told, changes: Collection[str]) -> None:
+#: The head's name by the name of the embedding that it is tied to, as transformers saves models. Others are refused.
+_HEADS = {
+    "model.embed_tokens.weight": "lm_head.weight",
+    "model.language_model.embed_tokens.weight": "lm_head.weight",
+    "language_model.model.embed_tokens.weight": "language_model.lm_head.weight",
+    "transformer.wte.weight": "lm_head.weight",
+    "gpt_neox.embed_in.weight": "embed_out.weight",
+}
+
+
+def _is_head(name: str) -> bool:
+    return name.rpartition(".")[0].rpartition(".")[2] in WORDS["head_modules"]
+
+
+def _find_untied_head(
+    source: Source, told: Told, config: Config, shapes: Mapping[str, list[int]]
+) -> tuple[str, str] | None:
+    """The embedding that an adapter replaces alone and the name that the head tied to it gets; None where no head was tied
+    to it, or has a tensor of its own.
+
+    PEFT wraps the embedding's module, so that the head keeps the tensor that both were, unless `ensure_weight_tying` ties it again.
+
+    Raises:
+        FastshardError: ``FS514`` where nothing tells the head's name.
+    """
+    saved = [
+        own
+        for own in told.whole
+        if own.endswith(".weight") and own.split(".")[-2] in WORDS["embedding_modules"]
+    ]
+    if not _is_tied(source) or not saved or config.stored.get("ensure_weight_tying"):
+        return None
+    if any(map(_is_head, told.whole)):
+        return None
+    if any(map(_is_head, shapes)):
+        # Stored besides, with the values that it keeps.
+        return "", ""
+    if (head := _HEADS.get(saved[0])) is None:
+        raise FastshardError.of(
+            "FS514", "the adapter replaces the embedding of a model that ties its head to it, and the head's own name is not known",
+            tensor=saved[0], expected=f"one of {', '.join(_HEADS)}", got=saved[0], help="merge it with peft's merge_and_unload",
+        )  # fmt: skip
+    return saved[0], head
+
+
+def _is_tied(source: Source) -> bool:
+    """Whether the base ties its head to its embedding; a config without the key does where the class ties by itself."""
+    return bool(source.facts.get("tied") or (source.model.config or {}).get("tie_word_embeddings"))
+
+
+def _untie(source: Source, told: Told, changes: Collection[str], head: tuple[str, str] | None) -> None:
     """A head of its own makes the model one that is not tied; a change of one of two tied tensors has no place.
 
     Raises:
         FastshardError: ``FS514`` for such a change.
     """
     model = source.model
-    if not source.facts.get("tied"):
+    if not _is_tied(source):
         return
     heads = [
         own for own in told.whole if own.rpartition(".")[0].rpartition(".")[2] in ("lm_head", "embed_out")
@@ -231,7 +288,7 @@ def _untie(source: Source, told: Told, changes: Collection[str]) -> None:
     changed = sorted(
         name for name in changes if "embed" in name.rpartition(".")[0].rpartition(".")[2] or "lm_head" in name
     )
-    if heads:
+    if heads or head is not None:
         source.facts |= {"tied": False, "head": True}
         config = {**(model.config or {}), "tie_word_embeddings": False}
         source.model = replace(model, config=config)
