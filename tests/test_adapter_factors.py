@@ -250,3 +250,19 @@ def test_embedding_and_head_are_those_of_pefts_own_merge(
     assert have.keys() == want.keys()
     assert all(torch.equal(have[name], want[name]) for name in want)
     assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize("container", ["", "model"])
+def test_a_dcp_of_a_run_that_trains_an_adapter(container: str, tmp_path: Path) -> None:
+    """Saved flat, or below a key of the trainer's, as torch saves it on one process."""
+    import torch.distributed.checkpoint as dcp
+
+    base, adapter = write_adapter(PLAIN, tmp_path)
+    live = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    state = dict(live.state_dict())
+    dcp.save({container: state} if container else state, checkpoint_id=tmp_path / "run", no_dist=True)
+    options = ["--adapter", adapter / "adapter_config.json", "--config", base / "config.json"]
+    ran = cli("convert", tmp_path / "run", tmp_path / "out", "--to", "hf", *options)
+    assert ran.code == 0, ran.out
+    have, want = read_result(tmp_path / "out"), live.merge_and_unload().state_dict()
+    assert have.keys() == want.keys() and all(torch.equal(have[name], want[name]) for name in want)

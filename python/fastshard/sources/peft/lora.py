@@ -50,7 +50,14 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
     if own:
         # The wrapper's own name is not a trainer's key.
         source.weights_prefix = source.weights_prefix.removesuffix(tensor_names.OUTER)
-        told = tensor_names.told(held, saved=False)
+        # A container that the trainer saved the model in ({"model": ...}) is no part of the names.
+        outer = {
+            name.partition(tensor_names.OUTER)[0] for name in held if tensor_names.is_of_adapters([name])
+        }
+        container = outer.pop() if len(outer) == 1 else ""
+        container = container if all(name.startswith(container) for name in held) else ""
+        source.weights_prefix = source.weights_prefix.removeprefix(container)
+        told = tensor_names.told(held, saved=False, container=container)
         source.names.update({stored: name for name, stored in told.base.items() if stored != name})
         source.names.update({stored: name for name, stored in told.whole.items() if stored != name})
         factors = {name for module in told.modules.values() for name in module.factors.values()} | told.unused

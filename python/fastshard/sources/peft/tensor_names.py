@@ -54,16 +54,17 @@ class Told:
     unused: set[str] = field(default_factory=set)
 
 
-def told(names: Iterable[str], *, saved: bool) -> Told:
+def told(names: Iterable[str], *, saved: bool, container: str = "") -> Told:
     """Reads names.
 
     Args:
         names: of all tensors.
         saved: whether they are those of a saved adapter, of which whatever is no factor stands in for the base's tensor.
+        container: what precedes all names.
     """
     found = Told()
     for name in names:
-        own = name.removeprefix(OUTER)
+        own = name.removeprefix(container).removeprefix(OUTER)
         if match := _FACTORS.match(own):
             module, kind = match["module"], match["kind"]
             if match["part"] == "bias":
