@@ -148,7 +148,8 @@ def judged(
     if "auto_map" in (model.config or {}) and wrong:
         # The list is of another class that is called so.
         return [], f"{called} differs, and the model's own code (auto_map) may be what it is of"
-    if kept or partial or not (wrong and has_others or not is_named_as_listed(listed, shapes, stored_as)):
+    is_odd = has_others if wrong else not is_named_as_listed(listed, shapes, stored_as)
+    if kept or partial or not is_odd:
         return _concluded(told, called, count, "" if on_disk else "by their names in memory")
     # Some names are others: a loader knows those that earlier versions and other vendors spelled.
     stored = [(name, kind, whole) for name, (whole, kind) in shapes.items()]
