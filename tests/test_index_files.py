@@ -160,7 +160,7 @@ CASES: dict[str, tuple[Callable[[Path, Index], str | None], int, str]] = {
     "a shard was copied over another": (copied_shard, 1, "FS303 error"),
     "the file holds a slice of the tensor": (slice_in_file, 1, "FS208 error"),
     "two files hold the tensor, with other values": (twice(lambda t: t + 1), 1, "FS206 error"),
-    "two files hold the tensor, one a slice of it": (twice(lambda t: t[:32].clone()), 1, "FS203 error"),
+    "two files hold the tensor, one a slice of it": (twice(lambda t: t[:32].clone()), 1, "FS206 error"),
     "`model.safetensors` lies beside the index and its shards": (single_beside, 3, "FS106 error"),
     "`model.safetensors` was saved over the shards, the index is left": (single_over, 0, "FS108 warning"),
     "`total_size` is larger than what the files hold": (counts(4096), 0, "FS102 warning"),

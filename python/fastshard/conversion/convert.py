@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from ..checkpoint import adapter_factors, quantised_values
+from ..checkpoint import adapter_factors, quantised_values, superseded_copies
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.manifests import (
     MANIFEST_NAME,
@@ -318,9 +318,11 @@ def prepared(
     expected, checkpoint, made, words = planned(source, to, expect, tokenizer, options)
     raise_errors(made.findings)
     raise_errors(checkpoint.opened.gate.judged(quantised_values.damaged(checkpoint.opened)))
+    copies_of_index = superseded_copies.compare_copies(checkpoint.opened, writes=True)
     # The default grows with what the plan takes.
     run = run_options(memory, threads, checkpoint.opened.catalog)
-    findings = [] if share is None else compared(expected, checkpoint, made, run, bar, share)
+    findings = checkpoint.opened.gate.passed(copies_of_index)
+    findings += [] if share is None else compared(expected, checkpoint, made, run, bar, share)
     # What was compared with a manifest is where it belongs.
     settled = (expected.manifest or beside(checkpoint)) is not None or host_parts.settled(checkpoint)
     found = [f for f in made.findings if not settled or f.code not in UNPROVEN]

@@ -23,6 +23,7 @@ from .declared_parts import (
     Optimizer,
     StateFile,
     StoredAdapter,
+    Superseded,
     TreeInfo,
     Unit,
 )
@@ -30,7 +31,7 @@ from .wrapper_names import put_in, wrapped
 
 __all__ = [
     "Adapted", "Assembled", "Blocks", "Description", "Dialect", "Evidence", "Group", "ListedBlocks", "Moments",
-    "Optimizer", "Source", "StateFile", "TreeInfo", "Unit", "is_state",
+    "Optimizer", "Source", "StateFile", "Superseded", "TreeInfo", "Unit", "is_state",
 ]  # fmt: skip
 
 
@@ -82,6 +83,8 @@ class Source:
     expected_names: set[str] = field(default_factory=set)
     #: The file that an index names for each tensor, by its number; None without an index.
     weight_map: Mapping[str, int] | None = None
+    #: Tensors that several files of the index hold: the copy that it names is taken.
+    superseded: Sequence[Superseded] = ()
     #: True if each file of the index holds whole tensors, so that one is the same wherever it lies.
     whole_files: bool = False
     #: Path of that index, where there is one only.

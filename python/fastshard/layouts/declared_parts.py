@@ -26,6 +26,16 @@ class Unit:
     only: list[str] | None = None
 
 
+@dataclass(frozen=True)
+class Superseded:
+    """Tensors that two files of an index hold, of which the index names one."""
+
+    names: tuple[str, ...]
+    #: Number of the file that the index names, and of the other one.
+    file: int
+    other: int
+
+
 @dataclass
 class Assembled:
     """Tensors of one rank that lie in ranges of other tensors (partitions of flat vectors)."""

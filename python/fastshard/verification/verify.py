@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from ..checkpoint import adapter_factors, manifest_files, proof, quantised_values
+from ..checkpoint import adapter_factors, manifest_files, proof, quantised_values, superseded_copies
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.loaded_names import unloaded_prefix
 from ..checkpoint.manifests import (
@@ -168,6 +168,7 @@ def _differing(
             downloaded, differing = _downloaded(checkpoint, part, run["threads"], bar)
             findings += differing
             findings += quantised_values.damaged(checkpoint.opened)
+            findings += superseded_copies.compare_copies(checkpoint.opened, writes=False)
             # Replicas and duplicates can only be judged over tensors that are whole.
             found, _, _ = plan.core.check({**run, "stats": "zero_slabs"}, bar.phase("verifying"))
             findings += [f for f in found if not _is_padding(f, checkpoint.opened.source.model.config)]

@@ -175,7 +175,7 @@ codes! {
         "Use another step: this one was written before all ranks had saved."
     206 OVERLAP Error Problem "Overlapping data"
         "Two sources fill the same part of a tensor: one of them is stale."
-        "Mark the stale one `ignore` in a layout (--layout), or remove it."
+        "Mark the stale one `ignore` in a layout (--layout), or name in the index the file that counts."
     207 UNKNOWN_TENSOR Error Problem "Tensor unknown to the layout"
         "No rule of the layout names this tensor, so it would be lost. Or the reference (--like) has no such tensor."
         "Describe it in a layout of your own (--layout), or leave it out with --exclude."

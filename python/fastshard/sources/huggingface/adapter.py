@@ -12,7 +12,7 @@ from ...common import safe_files
 from ...common.config_text import shown
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
-from ...layouts.declaration import Description, Source, Unit
+from ...layouts.declaration import Description, Source, Superseded, Unit
 from ...models import huggingface, sidecar_files
 from .. import hf_config, model_prefix, single_files
 from ..base import Contents, Found, Options, lacking, missing, unexpected
@@ -297,6 +297,7 @@ class HuggingFace:
             listed=weight_map is not None,
             vocab_size=options.vocab_size,
         )
+        _take_copies_of_index(source, found.files, values, weight_map or {})
         counted, index = found.seen.counted, found.seen.index
         # Of a part it is known that it lacks the rest.
         slices = not_whole(found.files, values, index, counted) if part is None else []
@@ -328,6 +329,37 @@ class HuggingFace:
             # Elsewhere a table says what there must be.
             source.findings += index_mismatch.sizes(index, counted, found.files, values, config)
         return source
+
+
+def _take_copies_of_index(
+    source: Source, files: Sequence[File], contents: Contents, weight_map: Mapping[str, int]
+) -> None:
+    """Leaves out copies of tensors that the index looks for in another file, and notes where they lie."""
+    superseded: dict[tuple[int, int], list[str]] = {}
+    holders: dict[str, set[int]] = {}
+    for file in range(len(files)):
+        for name in contents.listed(file) if contents.readable(file) else ():
+            holders.setdefault(name, set()).add(file)
+    for name, places in holders.items():
+        if len(places) > 1 and weight_map.get(name) in places:
+            for other in places - {weight_map[name]}:
+                superseded.setdefault((weight_map[name], other), []).append(name)
+    for (file, other), names in sorted(superseded.items()):
+        dropped = set(names)
+        unit = source.units[other]
+        kept = contents.listed(other) if unit.only is None else unit.only
+        unit.only = [name for name in kept if name not in dropped]
+        source.superseded = [*source.superseded, Superseded(tuple(names), file, other)]
+        source.findings.append(
+            Finding.of(
+                "FS206",
+                f"{len(names)} tensors of {files[other].path} are not read: the index names this file for them",
+                severity="note",
+                file=files[file].path,
+                tensor=names[0],
+                count=len(names),
+            )
+        )
 
 
 def _config_beside(

@@ -341,7 +341,7 @@ fn twice(source: &Source, name: &str, a: &Instance, b: &Instance) -> Finding {
         .tensor(name)
         .expected(format!("one, as in {one}"), format!("{two} too"))
         .help(
-            "mark the stale one `ignore` in a layout, with a reason, or remove it; it would be applied twice",
+            "mark the stale one `ignore` in a layout, with a reason; it would be applied twice",
         )
 }
 
