@@ -3,7 +3,7 @@ its config.json writes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..common.errors import Finding
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..layouts.declaration import Description
     from ..targets.request import Request
 
-__all__ = ["is_named_as_listed", "not_loaded", "severity_of", "unloaded_prefix"]
+__all__ = ["count_ties_once", "is_named_as_listed", "not_loaded", "severity_of", "unloaded_prefix"]
 
 #: A stored tensor: name, dtype, full shape.
 Stored = tuple[str, str, Sequence[int]]
@@ -50,6 +50,15 @@ def is_named_as_listed(
         or set(stored_as.get(tensor.name, ("",))) <= set(names)
         for tensor in listed.tensors
     )
+
+
+def count_ties_once(listed: ExpectedTensors, names: Iterable[str]) -> list[str]:
+    """Returns the names without those that are tied to another one of them; of each group the last, which is seldom the head."""
+    names = list(names)
+    others = {
+        name for group in listed.ties for name in sorted(set(group).intersection(names), key=names.index)[:-1]
+    }
+    return [name for name in names if name not in others]
 
 
 def severity_of(request: Request, model: Description) -> str:
@@ -87,7 +96,7 @@ def not_loaded(
             return []
         finding = _other_names(called, unknown[0], "and its loader could not be asked", "warning")
         return [finding.replace(count=len(unknown))]
-    missing = list(report.missing)
+    missing = count_ties_once(listed, report.missing)
     if not missing:
         return []
     base = f"{report.base}." if report.base else "\0"
@@ -105,7 +114,7 @@ def not_loaded(
                 help="name the class without a head in architectures of config.json, or add the tensors of the head",
             )
         ]
-    total = len(listed.in_memory)
+    total = len(count_ties_once(listed, (tensor.name for tensor in listed.in_memory)))
     fitting = max(total - len(missing), 0)
     first = unknown[0] if unknown else missing[0]
     finding = _other_names(

@@ -149,7 +149,8 @@ def judged(
         # The list is of another class that is called so.
         return [], f"{called} differs, and the model's own code (auto_map) may be what it is of"
     is_odd = has_others if wrong else not is_named_as_listed(listed, shapes, stored_as)
-    if kept or partial or not is_odd:
+    # Where an error is known already, what is missing follows from it.
+    if kept or partial or named or "auto_map" in (model.config or {}) or not is_odd:
         return _concluded(told, called, count, "" if on_disk else "by their names in memory")
     # Some names are others: a loader knows those that earlier versions and other vendors spelled.
     stored = [(name, kind, whole) for name, (whole, kind) in shapes.items()]
@@ -180,13 +181,15 @@ def _accounts_for(
     report: LoadReport | None,
 ) -> bool:
     """True if other names are what is wrong: no name fits, or each missing tensor is there under another name, by its shape."""
+    from .loaded_names import count_ties_once
+
     if not odd:
         return False
     if any(f.code == "FS207" for f in wrong):
         return True
     known = {tensor.name: tensor.shape for tensor in (*listed.tensors, *listed.in_memory)}
     others = Counter(shape for name, (shape, _) in shapes.items() if name not in known)
-    lacking = [f.tensor or "" for f in wrong] if report is None else report.missing
+    lacking = [f.tensor or "" for f in wrong] if report is None else count_ties_once(listed, report.missing)
     missing = Counter(known.get(name) for name in lacking)
     return all(shape is not None and others[shape] >= n for shape, n in missing.items())
 
