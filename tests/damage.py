@@ -171,6 +171,16 @@ def without_checksums(pattern: str) -> Damage:
     return apply
 
 
+def prefixed(prefix: str) -> Change:
+    """Names that begin with a trainer's key."""
+
+    def apply(content: dict[str, Any]) -> None:
+        for name in [*content]:
+            content[prefix + name] = content.pop(name)
+
+    return apply
+
+
 def none(root: Path) -> None:
     """Nothing: it is a fixture that is wrong as it lies there."""
 
@@ -272,6 +282,9 @@ EXAMPLES: dict[str, Example] = {
     "FS116": Example("model", HF, edited("config.json", put(num_nextn_predict_layers=1)), "verify model"),
     "FS117": Example("model", HF, second(".", "../original"), "merge model out --fill-from original"),
     "FS118": Example("run", TP4, none, f"merge run/{TP_RANK.format(0)} out"),
+    "FS119": Example("model", HF, in_turn(*(
+        edited(SHARD.format(n), prefixed("policy.")) for n in range(1, 5)
+    ), edited(INDEX, lambda c: c.update(weight_map={f"policy.{n}": f for n, f in c["weight_map"].items()}))), "verify model"),
     "FS201": Example("run", NEOX, edited(LAYER_3, mapped(LINEAR, lambda t: t[:32])), "verify run"),
     "FS202": Example("run", NEOX, edited(LAYER_3, mapped(LINEAR, torch.Tensor.float)), "verify run"),
     # Where no config states a size, the tensors alone do; without the vocabulary's, padding looks like a lost part.

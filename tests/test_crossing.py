@@ -13,6 +13,7 @@ import fastshard
 import numpy as np
 import pytest
 from fastshard import _core
+from fastshard.models import tensor_words
 
 FULL: dict[str, Any] = {
     "file": "a/b", "rank": "tp 1", "host": "n0", "tensor": "w", "layers": range(3, 5), "axis": "L", "count": 7, "expected": "x",
@@ -69,7 +70,7 @@ def _kept(tmp_path: Path, values: Any) -> Any:
     """What a manifest has of values that were handed to the core."""
     writer = _core.ResultWriter(str(tmp_path / "out"), 4, 1 << 20, False, False)
     writer.add("w", "F32", [1], np.zeros(4, np.uint8))
-    manifest, findings = writer.finish({}, {"given": values})
+    manifest, findings = writer.finish({}, [], {"given": values}, tensor_words.declared(), False)
     assert findings == []
     return json.loads(manifest)["values"]["given"]
 

@@ -83,10 +83,10 @@ def test_source_inside_the_destination(linked: bool, tmp_path: Path) -> None:
 
 def test_destination_beside_a_single_source_file(tmp_path: Path) -> None:
     copy(HF, tmp_path / "ckpt")
-    file = tmp_path / "ckpt/model-00001-of-00004.safetensors"
-    assert cli("merge", file, tmp_path / "ckpt/out").code == 0
+    words = tmp_path / "ckpt/model-00001-of-00004.safetensors", "--accept", "part"
+    assert cli("merge", words[0], tmp_path / "ckpt/out", *words[1:]).code == 0
     before = state_of(tmp_path / "ckpt")
-    ran = cli("merge", file, tmp_path / "ckpt", "--overwrite")
+    ran = cli("merge", words[0], tmp_path / "ckpt", "--overwrite", *words[1:])
     assert ran.code == 2 and ran.having("FS505")
     assert state_of(tmp_path / "ckpt") == before
 

@@ -172,7 +172,7 @@ def test_single_tensors_are_taken_by_name_alone(mtp: tuple[Path, Path], tmp_path
         (("--fill-only", "*"), "FS515", 2),
         (("--fill-from", "ORIGINAL", "--fill-only", "nothing.*"), "FS515", 2),
         (("--fill-from", "nowhere"), "FS501", 2),
-        (("--fill-from", "OTHER"), "FS515", 2),
+        (("--fill-from", "OTHER"), "FS514", 2),
         (("--fill-from", "WIDER"), "FS201", 1),
         (("--fill-from", "HALF"), "FS202", 1),
         (("--fill-from", "BROKEN"), "FS312", 1),

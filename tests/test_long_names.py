@@ -154,9 +154,10 @@ def test_what_is_done_and_said_of_many_long_names_takes_the_budget_or_little_mor
     argv = [
         {"CKPT": str(many_files), "OUT": str(tmp_path / "out")}.get(word, word) for word in COMMANDS[command]
     ]
-    code, beyond, said = measured(*argv, "--memory", "360MiB")
+    # A budget counts what the process holds already, which is what all installed extras import.
+    code, beyond, said = measured(*argv, "--memory", "400MiB")
     assert code == 0, said[-2000:]
-    assert beyond < 360 * 1.25
+    assert beyond < 450
 
 
 def test_an_open_checkpoint_is_planned_within_the_budget_of_the_call(source: Path, tmp_path: Path) -> None:

@@ -226,11 +226,11 @@ def _read_reference(path: StrPath, threads: int | None) -> Reference:
     return read(path, partial(_whole, threads=threads))
 
 
-def _whole(path: Path, threads: int | None) -> Whole:
+def _whole(path: Path, threads: int | None, accept: Iterable[str] = ()) -> Whole:
     """What a reference needs to know of a checkpoint."""
     from ..expected.reference import Whole
 
-    checkpoint = _opened(path, threads=threads)
+    checkpoint = _opened(path, threads=threads, accept=accept)
     opened = checkpoint.opened
     tensors = [(name, dtype, shape) for name, dtype, shape, _, _ in checkpoint._plan.outputs]
     files = [checkpoint.listing.roots[file.root] / file.path for file in opened.behind]

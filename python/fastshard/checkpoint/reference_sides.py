@@ -41,7 +41,9 @@ def sides_of(
         as_stored = replace(MERGE, vocab_size=request.vocab_size, weights=request.weights)
         stored, form, how = as_referenced(opened, reference, taken(opened, as_stored), as_stored)
         every = replace(every, source=stored, target=form)
-        yield Side(draft_of(opened.catalog, every), stored, True, Values(opened.catalog, every).same, how)
+        values = Values(opened.catalog, every)
+        drafted = draft_of(opened.catalog, every)
+        yield Side(drafted, stored, True, values.same, how, values.ends_in_zeros)
     if request.to != "hf" or not keeps:
         as_hf = Request("hf", vocab_size=request.vocab_size)
         try:
@@ -52,7 +54,8 @@ def sides_of(
             # It has no such form.
             return
         if not any(found.severity == "error" for found in draft.findings()):
-            yield Side(draft, source, False, Values(opened.catalog, every).same)
+            values = Values(opened.catalog, every)
+            yield Side(draft, source, False, values.same, "", values.ends_in_zeros)
 
 
 def compared(
@@ -85,8 +88,10 @@ def own_names(opened: Opened, merged: Merged) -> set[str]:
 
 def _planned(opened: Opened, merged: Merged) -> Side:
     """The tensors under the names that are planned."""
-    values = Values(opened.catalog, merged.asked).same
-    return Side(merged.draft, merged.source, merged.is_merge, values, merged.renamed)
+    values = Values(opened.catalog, merged.asked)
+    return Side(
+        merged.draft, merged.source, merged.is_merge, values.same, merged.renamed, values.ends_in_zeros
+    )
 
 
 def as_referenced(
@@ -297,6 +302,15 @@ class Values:
             # Zeros and ones are the same in tensors that have nothing to do with each other.
             is_varied = is_varied or bytes_of[_WIDEST:] != bytes_of[:-_WIDEST]
         return is_varied
+
+    def ends_in_zeros(self, name: str, first: int) -> bool:
+        """Whether a tensor is zero from this row on."""
+        if name not in self._index:
+            return False
+        number, size = self._index[name]
+        rows = self._plan.outputs()[number][2][0]
+        start = size // rows * first if rows else size
+        return not any(any(self._read(name, at, min(_CHUNK, size - at))) for at in range(start, size, _CHUNK))
 
     def _begin(self, name: str) -> bytes:
         if name not in self._begins:

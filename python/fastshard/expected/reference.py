@@ -113,12 +113,12 @@ class Reference:
             )
 
 
-def read(path: StrPath, opened: Callable[[Path], Whole]) -> Reference:
+def read(path: StrPath, opened: Callable[..., Whole]) -> Reference:
     """What lies at a path: a checkpoint of any kind, a file of tensors, an index, or a config.
 
     Args:
         path: as it was given.
-        opened: opens a checkpoint, by its headers.
+        opened: opens a checkpoint, by its headers; ``accept`` is what it accepts.
 
     Raises:
         FastshardError: ``FS501`` if nothing is there, ``FS502`` if it may not be read; what is wrong with it, saying that it is the reference; ``FS514`` for
@@ -151,7 +151,7 @@ def _of_reference(finding: Finding, given: str) -> Finding:
     return finding.replace(message=f"the reference {given} (--like) cannot be used: {finding.message}")
 
 
-def _read(at: Path, given: str, opened: Callable[[Path], Whole]) -> Reference:
+def _read(at: Path, given: str, opened: Callable[..., Whole]) -> Reference:
     if at.is_file() and at.name.endswith(_INDEX):
         return _of_index(at, given, opened)
     if at.is_file() and at.suffix == ".json":
@@ -212,7 +212,7 @@ def _entries(whole: Whole) -> Iterable[tuple[str, list[int | None] | None, str |
             yield own.removeprefix(source.weights_prefix), list(shape), dtype, False
 
 
-def _of_index(at: Path, given: str, opened: Callable[[Path], Whole]) -> Reference:
+def _of_index(at: Path, given: str, opened: Callable[..., Whole]) -> Reference:
     """By an index: headers where all its files lie beside it, else names alone."""
     content = safe_files.read_object(at, safe_files.MAX_INDEX)
     listed = content.get("weight_map")
@@ -228,7 +228,7 @@ def _of_index(at: Path, given: str, opened: Callable[[Path], Whole]) -> Referenc
         if path.parent != at.parent or not safe_files.is_file(path):
             continue
         files.append(path)
-        whole = opened(path)
+        whole = opened(path, accept=("part",))
         if any(f.severity == "error" for f in whole.findings):
             raise error_for(whole.findings)
         known |= {

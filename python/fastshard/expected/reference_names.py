@@ -30,6 +30,8 @@ class Side:
     same: Callable[[str, str, bool], bool] = lambda one, other, constant: False
     #: How names became those of the reference, in words.
     how: str = ""
+    #: Whether a tensor is zero from a row on, by the name stored.
+    ends_in_zeros: Callable[[str, int], bool] = lambda name, first: False
 
     @property
     def outer(self) -> str:

@@ -15,6 +15,8 @@ __all__ = ["dtypes", "shapes", "total_bytes"]
 
 #: Bytes of the dtypes that a checkpoint may have instead of the reference's.
 _RATIOS = {2.0, 4.0, 0.5, 0.25}
+#: What trainers pad a vocabulary to a multiple of. source: Megatron-LM, gpt-neox (make_vocab_size_divisible_by)
+_PADDED = 64
 
 
 # --- shapes
@@ -128,17 +130,30 @@ def _shaped(compared: Comparison, one: _Differing, own: int | None, theirs: int 
         and got[at] > want
         and bool(WORDS.search(compared.met.name(one.stored)))
     )
+    # Rows of words are never cut off by an advice: trainers pad to such numbers, with rows that hold what they began with.
+    side = compared.met.side
+    is_padded = not side.source.model.hf_names and at == 0 and got[0] % _PADDED == 0
+    is_padding = longer and at == 0 and (is_padded or side.ends_in_zeros(one.stored, want or 0))
     turned = len(got) > 1 and got != expected and sorted(got) == sorted(n or 0 for n in expected)
     return Finding.of(
         "FS201",
         f"its shape differs from that in the reference {compared.path}"
         + (", the same turned" if turned else "")
         + said,
-        help="cut the vocabulary if the rows beyond are padding, or pass a reference with the same vocabulary"
+        help=_help_with_rows(got[at or 0], is_padding)
         if longer
         else "compare the two configs: it is from another model, or was changed after it was saved",
-        run=[f"--vocab-size {want}"] if longer else [],
+        run=[f"--vocab-size {want}"] if is_padding else [],
         **told,
+    )
+
+
+def _help_with_rows(rows: int, is_padding: bool) -> str:
+    """Returns what to do about more rows than the reference has."""
+    if is_padding:
+        return "cut the rows beyond, which are padding, or pass a reference with the same vocabulary"
+    return (
+        f"ask the tokenizer how many words it has: vocab_size of config.json is {rows} if all rows are words"
     )
 
 

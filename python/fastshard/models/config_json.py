@@ -168,8 +168,8 @@ def with_dtype(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
     """The config with the weights' dtype, by its torch name."""
     if not dtype:
         return config
-    # transformers 4 reads torch_dtype, 5 reads dtype and writes only that.
-    key = "dtype" if "dtype" in config else "torch_dtype"
+    # transformers 4 reads torch_dtype, 5 reads dtype and writes only that. Of both spellings neither stays behind.
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
     # A config of several models (text_config, vision_config) says it for each.
     parts = {
         name: {**part, own: dtype}
@@ -178,7 +178,7 @@ def with_dtype(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
         for own in ("dtype", "torch_dtype")
         if own in part
     }
-    return {**config, **parts, key: dtype}
+    return {**config, **parts, **dict.fromkeys(keys, dtype)}
 
 
 def layout_by_names(names: Iterable[str]) -> str | None:

@@ -213,14 +213,18 @@ def _take_layout(
         table = _prefixed(layout, base, prefix.removeprefix(outer))
         source.table = table.with_rules([rule.renamed(outer + rule.name) for rule in table.rules])
     inner = prefix.removeprefix(outer)
-    if inner not in ("", base) and config_json.is_of_transformers(layout) and "auto_map" not in config:
+    kind = config_json.architecture_of(config)
+    # Classes with other heads may call the model below them otherwise. source: transformers modeling_layers.py
+    is_known = kind is None or kind.is_causal or kind.name.endswith("Model")
+    is_own = config_json.is_of_transformers(layout) and "auto_map" not in config
+    if inner not in ("", base) and is_known and is_own:
         # transformers puts its own base before names that lack it, and looks for no other.
         name = next(name for name in names if name.startswith(prefix))
         unloaded = (name, _own(name.removeprefix(outer), base, inner))
         source.model = replace(source.model, unloaded=unloaded)
     # What lies around the model may end as its own base does.
     is_base = not inner.endswith(base)
-    headless = _take_head(source, config_json.architecture_of(config), layout, stored, is_base)
+    headless = _take_head(source, kind, layout, stored, is_base)
     source.model = replace(source.model, family=layout.removeprefix("hf."), headless=headless)
     if source.vocab_size:
         source.axes.pop("V", None)

@@ -147,7 +147,8 @@ def _find_unloaded_prefix(checkpoint: Checkpoint, plan: Plan) -> list[Finding]:
     """Finds that a folder of a model has names before which a trainer has put a prefix: its config.json is not for these."""
     source = checkpoint.opened.source
     renamed = plan.source.names if plan.source.renames else {}
-    return [] if source.chosen else unloaded_prefix(source.model, renamed)
+    # Names of an adapter are the trainer's own.
+    return [] if source.chosen or source.adapter is not None else unloaded_prefix(source.model, renamed)
 
 
 def _differing(

@@ -336,12 +336,14 @@ def _take_copies_of_index(
 ) -> None:
     """Leaves out copies of tensors that the index looks for in another file, and notes where they lie."""
     superseded: dict[tuple[int, int], list[str]] = {}
-    holders: dict[str, set[int]] = {}
-    for file in range(len(files)):
+    first: dict[str, int] = {}
+    copies: dict[str, set[int]] = {}
+    for file in range(len(files) if len(files) > 1 and weight_map else 0):
         for name in contents.listed(file) if contents.readable(file) else ():
-            holders.setdefault(name, set()).add(file)
-    for name, places in holders.items():
-        if len(places) > 1 and weight_map.get(name) in places:
+            if first.setdefault(name, file) != file:
+                copies.setdefault(name, {first[name]}).add(file)
+    for name, places in copies.items():
+        if weight_map.get(name) in places:
             for other in places - {weight_map[name]}:
                 superseded.setdefault((weight_map[name], other), []).append(name)
     for (file, other), names in sorted(superseded.items()):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from ...common import json_text
 from ...common.listing import Listing
 from ...layouts import tables
 from ...layouts.declaration import Source
@@ -35,8 +36,7 @@ class TorchDist:
         tensors: list[tuple[str, list[int], list[Any]]],
     ) -> list[tuple[str, list[int], list[Any]]] | None:
         """Table, axes and facts from the arguments; the optimizer's state becomes slots of the source."""
-        folder = found.folder
-        if listing.find(f"{folder}/metadata.json" if folder else "metadata.json") is None:
+        if not _is_torch_dist(found, listing):
             return _of_torch(source, found, tensors)
         state = _common(source, found, contents)
         args = arguments.arguments(state)
@@ -62,6 +62,20 @@ class TorchDist:
         if lack is not None:
             table_match.leave_unnamed(source, lack, shapes, args)
         return weights
+
+
+def _is_torch_dist(found: Found[DcpFiles], listing: Listing) -> bool:
+    """True if ``metadata.json`` states a backend of Megatron-LM's; trainers keep files of that name too.
+
+    One that holds no JSON says nothing: then the common part of the state does.
+    source: megatron/core/dist_checkpointing/core.py (CheckpointingConfig)
+    """
+    file = listing.find(f"{found.folder}/metadata.json" if found.folder else "metadata.json")
+    if file is None:
+        return False
+    stated = json_text.object_in(listing.read_text(file))
+    is_common = any(f.name == "common.pt" for f in found.files) or _COMMON in found.seen.objects
+    return "sharded_backend" in stated or (not stated and is_common)
 
 
 def _of_torch(

@@ -46,7 +46,7 @@ def attach(source: Source, told: Told, config: Config, shapes: Mapping[str, list
         hidden |= set(module.factors.values())
         for name, change in _changes(module, config, shapes, source.model.config or {}):
             changes.setdefault(name, []).append(change)
-    head = _find_untied_head(source, told, config, shapes)
+    head = _find_untied_head(source, told, config, shapes, changes)
     for own, stored in told.whole.items():
         # What was trained as a whole takes the place of the base's.
         replaced = {name for name, bare in _names(source, shapes) if bare == own and name != stored}
@@ -238,7 +238,7 @@ def _is_head(name: str) -> bool:
 
 
 def _find_untied_head(
-    source: Source, told: Told, config: Config, shapes: Mapping[str, list[int]]
+    source: Source, told: Told, config: Config, shapes: Mapping[str, list[int]], changes: Collection[str]
 ) -> tuple[str, str] | None:
     """The embedding that an adapter replaces alone and the name that the head tied to it gets; None where no head was tied
     to it, or has a tensor of its own.
@@ -251,7 +251,8 @@ def _find_untied_head(
     saved = [
         own
         for own in told.whole
-        if own.endswith(".weight") and own.split(".")[-2] in WORDS["embedding_modules"]
+        # One that has factors was saved beside them, as it is in the base.
+        if own.endswith(".weight") and own.split(".")[-2] in WORDS["embedding_modules"] and own not in changes
     ]
     if not _is_tied(source) or not saved or config.stored.get("ensure_weight_tying"):
         return None
