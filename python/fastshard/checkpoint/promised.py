@@ -106,6 +106,7 @@ def judged(
     from ..expected.reference import Reference
     from .loaded_names import is_named_as_listed, not_loaded, severity_of
     from .reference_sides import fitting, judged_of, own_names
+    from .tied_tensors import find_differing_ties
 
     called = f"{listed.model_class} of transformers {listed.transformers}"
     model = opened.source.model
@@ -134,6 +135,7 @@ def judged(
     partial = not model.saved_whole and not holds_embedding(shapes)
     told = [_counted(f, shapes if partial else None) for f in told]
     told += _misshapen(opened.quantised.weights, listed, called)
+    told += find_differing_ties(called, listed, model.config or {}, opened, merged, shapes)
     # What the config promises besides is no surprise.
     parts = parts_of(model.config or {})
     told = [f for f in told if f.severity != "note" or f.code != "FS207" or not _is_of(parts, f.tensor)]

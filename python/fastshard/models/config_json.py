@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from .. import _core
 from ..common.config_text import shown
-from ..common.errors import from_core
+from ..common.errors import Finding, from_core
 from ..layouts import tables
 
 #: Parts within parts of a config at most that a table looks at: as deep as its expressions nest.
@@ -131,6 +131,8 @@ def axes_and_facts(config: dict[str, Any]) -> tuple[dict[str, int], dict[str, bo
     return described(config)[:2]
 
 
+#: Keys that say how many layers predict further tokens.
+_FURTHER = ("num_nextn_predict_layers", "mtp_num_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 #: Keys under which a config says that its weights are quantised.
 QUANTISED = ("quantization_config", "compression_config")
 #: Files in which quantisers say what they did, where config.json does not.
@@ -179,6 +181,39 @@ def with_dtype(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
         if own in part
     }
     return {**config, **parts, **dict.fromkeys(keys, dtype)}
+
+
+def find_contradictions(config: Mapping[str, Any], file: str) -> list[Finding]:
+    """Finds what a config states twice, differently: lists with an entry for each layer, of another length than the layers.
+
+    transformers refuses such a config. source: transformers configuration_utils.py (layer_type_validation)
+
+    Args:
+        config: content of config.json.
+        file: its path, for messages.
+    """
+    parts = [("", config), *((f"{key}.", part) for key, part in config.items() if isinstance(part, Mapping))]
+    findings = []
+    for prefix, part in parts:
+        layers, kinds = part.get("num_hidden_layers"), part.get("layer_types")
+        if not isinstance(layers, int) or isinstance(layers, bool) or not isinstance(kinds, list):
+            continue
+        # Layers that predict further tokens may be listed behind the others.
+        further = sum(n for key in _FURTHER if isinstance(n := part.get(key), int))
+        if layers <= len(kinds) <= layers + further:
+            continue
+        findings.append(
+            Finding.of(
+                "FS215",
+                f"{prefix}layer_types has {len(kinds)} entries, and {prefix}num_hidden_layers is {layers}: transformers refuses the config",
+                severity="warning" if "auto_map" in config else "error",
+                file=file,
+                expected=f"{layers} entries",
+                got=str(len(kinds)),
+                help="correct layer_types of config.json: one entry for each layer that is left",
+            )
+        )
+    return findings
 
 
 def layout_by_names(names: Iterable[str]) -> str | None:

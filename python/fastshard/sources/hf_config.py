@@ -110,6 +110,12 @@ def describe(
         return
     label = None if path is None else _label(listing, path)
     _refuse_no_model(config, label)
+    promises = [
+        *config_json.find_contradictions(config, label or "config.json"),
+        *_find_missing_code(config, path),
+    ]
+    # An adapter has its base described once more.
+    source.findings += [finding for finding in promises if finding not in source.findings]
     model = replace(source.model, config=config, config_file=path, unloaded=None)
     source.names = bare(names)
     names = [source.names.get(n, n) for n in names]
@@ -166,6 +172,31 @@ def with_plain_weights(source: Source, names: Collection[str]) -> Source:
     )
     _take_layout(made, config, label, layout, names, stored, outer)
     return made
+
+
+def _find_missing_code(config: dict[str, Any], path: Path | None) -> list[Finding]:
+    """Finds modules that ``auto_map`` of a config names and that do not lie beside it; those of another repository
+    (``REPO--module.Class``) are not meant to."""
+    named = config.get("auto_map")
+    if path is None or not isinstance(named, dict):
+        return []
+    values = [one for value in named.values() for one in (value if isinstance(value, list) else [value])]
+    modules = {
+        one.rpartition(".")[0] for one in values if isinstance(one, str) and "." in one and "--" not in one
+    }
+    files = sorted(f"{module.replace('.', '/')}.py" for module in modules)
+    missing = [file for file in files if not (path.parent / file).is_file()]
+    return [
+        Finding.of(
+            "FS101",
+            "auto_map of config.json names code that is missing: the model is not loaded with trust_remote_code",
+            severity="warning",
+            file=file,
+            evidence="auto_map of config.json",
+            help="copy the file from the original model; fastshard never executes it",
+        )
+        for file in missing
+    ]
 
 
 def _refuse_no_model(config: dict[str, Any], label: str | None) -> None:
