@@ -273,6 +273,12 @@ def test_a_part_is_taken_on_purpose(tmp_path: Path) -> None:
     assert ran.code == 0 and ran.having("FS118")[0]["severity"] == "warning", ran.out
     manifest = json.loads((tmp_path / "out/fastshard.manifest.json").read_text())
     assert [f["decided"] for f in manifest["findings"] if f["code"] == "FS118"] == ["accept part"]
+    # The manifest in the result says so, and accepts nothing.
+    ran = cli("verify", tmp_path / "out")
+    assert ran.code == 0 and ran.having("FS118", severity="warning"), ran.out
+    assert cli("verify", tmp_path / "out", "--fail-on", "warning").code == 1
+    assert cli("merge", tmp_path / "out", tmp_path / "again").code == 3
+    assert cli("merge", tmp_path / "out", tmp_path / "again", "--accept", "part").code == 0
     # Nothing reads a file of these without the others.
     distcp = FIXTURES / "sharded/dcp_fsdp2/__0_0.distcp"
     assert cli("merge", distcp, tmp_path / "other", "--accept", "part").code == 3

@@ -32,7 +32,7 @@ _TRACKERS = ("latest", "latest_checkpointed_iteration.txt")
 #: What readers leave behind in a folder that they load from.
 _LEAVINGS = (".gitattributes", ".cache/huggingface/*", "__pycache__/*", "*/__pycache__/*", ".nfs*", "*/.nfs*")
 #: What is made of a result when it is there: statements about it, and signatures.
-_EVIDENCE = ("fastshard.intoto.json", "model.sig", "*.sigstore.json")
+_EVIDENCE = ("fastshard.manifest.json", "fastshard.intoto.json", "model.sig", "*.sigstore.json")
 
 
 def root_of(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -> int | None:

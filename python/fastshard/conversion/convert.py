@@ -17,6 +17,7 @@ from ..checkpoint.manifests import (
     MAX_MANIFEST,
     Expected,
     Manifest,
+    accepted_before,
     beside,
     expected_by,
     run_options,
@@ -316,6 +317,8 @@ def prepared(
         FastshardError: with all findings that keep the result from being made.
     """
     expected, checkpoint, made, words = planned(source, to, expect, tokenizer, options)
+    if "part" in accepted_before(checkpoint.roots) and "part" not in options.get("accept", ()):
+        made.findings.append(_part_before(checkpoint))
     raise_errors(made.findings)
     raise_errors(checkpoint.opened.gate.judged(quantised_values.damaged(checkpoint.opened)))
     copies_of_index = superseded_copies.compare_copies(checkpoint.opened, writes=True)
@@ -337,6 +340,17 @@ def prepared(
         )
     )
     return Job(checkpoint, made, run, copies, from_above(made, copies, given), settled, [*found, *findings])
+
+
+def _part_before(checkpoint: Checkpoint) -> Finding:
+    """That the checkpoint was made of a part of another one, which whoever made it accepted and nobody has here."""
+    return Finding.of(
+        "FS118",
+        "the checkpoint was made of a part of another one, by its own manifest",
+        file=f"{checkpoint.roots[0]}/{MANIFEST_NAME}",
+        help="merge the checkpoint that it is a part of; to take the part as it is, accept it",
+        run=["--accept part"],
+    )
 
 
 def compared(

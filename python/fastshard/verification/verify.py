@@ -13,6 +13,7 @@ from ..checkpoint import adapter_factors, manifest_files, proof, quantised_value
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.loaded_names import unloaded_prefix
 from ..checkpoint.manifests import (
+    MANIFEST_NAME,
     accepted_before,
     against_result,
     beside,
@@ -28,7 +29,8 @@ from ..checkpoint.promised import with_promised
 from ..common import hub_downloads, memory_budget
 from ..common.errors import UNPROVEN, FastshardError, Finding, from_core
 from ..common.formatting import counted
-from ..common.options import Opening, StrPath
+from ..common.gate import recorded
+from ..common.options import ACCEPTABLE, Opening, StrPath
 from ..common.progress import Progress, Report
 from ..conversion.companion_files import along
 from ..conversion.distributed import host_parts
@@ -104,9 +106,13 @@ def verify(
     certificates = list(certificates)
     expected = expected_by(expect)
     options = expected.opening(dict(opening))
+    inside: list[str] = []
     if not isinstance(source, Checkpoint):
         source = [source] if isinstance(source, (str, os.PathLike)) else list(source)
-        options["accept"] = [*options.get("accept", ()), *accepted_before(source)]
+        trusted = [] if expected.manifest is None else recorded(read(expected.manifest))
+        trusted = [*options.get("accept", ()), *(w for w in trusted if w.partition("=")[0] in ACCEPTABLE)]
+        inside = [word for word in accepted_before(source) if word not in trusted]
+        options["accept"] = [*trusted, *inside]
     checkpoint = as_checkpoint(source, like=like, **options)
     plan = make_plan(with_promised(checkpoint.opened), Request(include=include, exclude=exclude))
     findings = [*plan.findings, *_find_unloaded_prefix(checkpoint, plan)]
@@ -126,6 +132,8 @@ def verify(
         left_out = make_plan(checkpoint.opened).index.keys() - plan.index.keys()
     differing, downloaded = _differing(checkpoint, plan, path, left_out, run, progress)
     differing = _not_explained(findings, differing)
+    findings, differing = (_without_trust(those, inside) for those in (findings, differing))
+    findings += _find_accepted_part(inside)
     found = _unique(checkpoint.opened.gate.judged([*findings, *differing]))
     if downloaded is None or any(f.severity == "error" for f in found):
         return Verdict(found, None)
@@ -141,6 +149,37 @@ def verify(
         part = f"{part}, {_CHOSEN}" if part else _CHOSEN
     unnoticed = [_NEVER_SAVED] if _lists_itself(plan) else []
     return Verdict(found, proof.checked(found, vouched, partial, unnoticed, part))
+
+
+#: What helps against a warning that a manifest inside the checkpoint accepts.
+_TRUST = "it was accepted when the checkpoint was written; pass a manifest that you trust to silence this"
+
+
+def _without_trust(findings: Iterable[Finding], words: Collection[str]) -> list[Finding]:
+    """The findings, where what a manifest inside the checkpoint alone accepts is a warning that a gate may raise: whoever
+    wrote the checkpoint wrote the manifest.
+
+    Args:
+        findings: as the acceptances have made them.
+        words: those of the manifest inside.
+    """
+    accepted = {f"accept {word}" for word in words}
+    return [
+        f.replace(decided=None, help=_TRUST, run=["--expect MANIFEST"]) if f.decided in accepted else f
+        for f in findings
+    ]
+
+
+def _find_accepted_part(words: Collection[str]) -> list[Finding]:
+    """Finds that the checkpoint was made of a part of another one, as its manifest says."""
+    if "part" not in words:
+        return []
+    message = "the checkpoint was made of a part of another one, by its own manifest"
+    return [
+        Finding.of(
+            "FS118", message, severity="warning", file=MANIFEST_NAME, help=_TRUST, run=["--expect MANIFEST"]
+        )
+    ]
 
 
 def _find_unloaded_prefix(checkpoint: Checkpoint, plan: Plan) -> list[Finding]:
