@@ -227,6 +227,13 @@ def test_copies_are_models(name: str, others: list[str], tmp_path: Path) -> None
     assert len(accepted(tmp_path / "run" / name, tmp_path / "out")) == 4
 
 
+def test_an_epoch_with_the_optimizers_state_is_a_copy(tmp_path: Path) -> None:
+    state = {"optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}}
+    save(tmp_path / "run/epoch_1.pt", tensors(0))
+    save(tmp_path / "run/epoch_2.pt", tensors(0, seed=1) | state)
+    assert len(accepted(tmp_path / "run/epoch_1.pt", tmp_path / "out")) == 3
+
+
 def test_other_models_beside_it(tmp_path: Path) -> None:
     """A model of another size, and the further models of one script of accelerate."""
     sizes = {0: (8, 4), 1: (16, 8)}

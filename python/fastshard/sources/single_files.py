@@ -19,6 +19,7 @@ from ..common import json_text, memory_budget, safe_files
 from ..common.errors import FastshardError, Finding, error_for
 from ..common.listing import File, Listing, is_array
 from ..layouts import tables
+from ..layouts.declaration import is_state
 from ..models import config_json
 from .base import Contents, as_dict, as_list
 from .unsupported_formats import find_unread_format
@@ -349,7 +350,7 @@ def _find_divided(
             return None
     if differing:
         return differing[0]
-    lacking = sorted(others.keys() - shapes.keys())
+    lacking = sorted(name for name in others.keys() - shapes.keys() if not is_state(name))
     if not lacking or not shapes or (is_numbered and not shared):
         return None
     return lacking[0]
