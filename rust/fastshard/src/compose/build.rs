@@ -340,9 +340,7 @@ fn twice(source: &Source, name: &str, a: &Instance, b: &Instance) -> Finding {
         .file(file(b))
         .tensor(name)
         .expected(format!("one, as in {one}"), format!("{two} too"))
-        .help(
-            "mark the stale one `ignore` in a layout, with a reason; it would be applied twice",
-        )
+        .help("mark the stale one `ignore` in a layout, with a reason; it would be applied twice")
 }
 
 pub(super) fn pad_region(stored: u32, held: &AtomBox, pad_axis: usize, lo: u64, hi: u64) -> PadRegion {

@@ -263,7 +263,7 @@ fn prepare(case: &Case, overwrite: bool) -> Option<Tree> {
     let options = publish::Options { overwrite: false, resume: false, fsync: false };
     let mut older = crate::writer::ResultWriter::begin(&out, 64, 1 << 20, &options).unwrap();
     older.add("old", crate::tensor::Dtype::U8, &[64], &[7; 64]).unwrap();
-    older.finish(&BTreeMap::new(), serde_json::Value::Null).unwrap();
+    older.finish(crate::writer::Ending::default()).unwrap();
     case.tree(&out)
 }
 
