@@ -152,7 +152,7 @@ def verify(
 
 
 #: What helps against a warning that a manifest inside the checkpoint accepts.
-_TRUST = "it was accepted when the checkpoint was written; pass a manifest that you trust to silence this"
+_TRUST = "pass a manifest that you trust to silence this: it was accepted when the checkpoint was written"
 
 
 def _without_trust(findings: Iterable[Finding], words: Collection[str]) -> list[Finding]:

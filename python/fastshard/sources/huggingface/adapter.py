@@ -349,8 +349,11 @@ def _take_copies_of_index(
     for (file, other), names in sorted(superseded.items()):
         dropped = set(names)
         unit = source.units[other]
-        kept = contents.listed(other) if unit.only is None else unit.only
-        unit.only = [name for name in kept if name not in dropped]
+        kept = [n for n in (contents.listed(other) if unit.only is None else unit.only) if n not in dropped]
+        if not kept:
+            # The index looks for others there: another file was copied over it.
+            continue
+        unit.only = kept
         source.superseded = [*source.superseded, Superseded(tuple(names), file, other)]
         source.findings.append(
             Finding.of(
