@@ -615,5 +615,8 @@ def test_a_header_of_torchao_that_is_not_read_in_full_is_not_written(tmp_path: P
     folder = in_two(tmp_path / "in", {"c.weight": long})
     ran = cli("merge", folder, tmp_path / "out")
     assert ran.code == 2 and ran.having("FS514", message="a header of torchao has more text"), ran.out
-    assert cli("merge", folder / "model-00001-of-00002.safetensors", tmp_path / "part", "--accept", "part").code == 0
+    assert (
+        cli("merge", folder / "model-00001-of-00002.safetensors", tmp_path / "part", "--accept", "part").code
+        == 0
+    )
     assert headers(tmp_path / "part")[0].keys() == {"a.weight", "n.weight", "tensor_names"}
