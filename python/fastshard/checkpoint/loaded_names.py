@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["count_ties_once", "is_named_as_listed", "not_loaded", "severity_of", "unloaded_prefix"]
 
-#: A stored tensor: name, dtype, full shape.
-Stored = tuple[str, str, Sequence[int]]
 #: What the tables of a framework are called by.
 _FRAMEWORKS = {
     "gpt_neox": "GPT-NeoX", "maxtext": "MaxText", "megatron": "Megatron-LM", "olmo_core": "OLMo-core",
@@ -47,7 +45,7 @@ def is_named_as_listed(
         tensor.name in names
         or any(pattern.search(tensor.name) for pattern in optional)
         or not ties.get(tensor.name, set()).isdisjoint(names)
-        or set(stored_as.get(tensor.name, ("",))) <= set(names)
+        or all(name in names for name in stored_as.get(tensor.name, ("",)))
         for tensor in listed.tensors
     )
 
@@ -72,7 +70,7 @@ def severity_of(request: Request, model: Description) -> str:
 def not_loaded(
     called: str,
     listed: ExpectedTensors,
-    stored: Sequence[Stored],
+    names: Collection[str],
     report: LoadReport | None,
     severity: str,
     *,
@@ -83,14 +81,13 @@ def not_loaded(
     Args:
         called: the class, in words.
         listed: what the config promises.
-        stored: the tensors, under the names that they are loaded by.
+        names: of the stored tensors, by which they are loaded.
         report: what a load of these would complain about; None where nothing can tell.
         severity: of the finding.
         allows_headless: whether a model without the head of its class passes with a warning.
     """
     known = {tensor.name for tensor in (*listed.tensors, *listed.in_memory)}
-    shapes = {name: tuple(shape) for name, _, shape in stored}
-    unknown = [name for name in shapes if name not in known]
+    unknown = [name for name in names if name not in known]
     if report is None:
         if not unknown:
             return []
@@ -101,7 +98,7 @@ def not_loaded(
         return []
     base = f"{report.base}." if report.base else "\0"
     has_base = any(tensor.name.startswith(base) for tensor in listed.in_memory)
-    if has_base and not any(name.startswith(base) for name in (*missing, *shapes)):
+    if has_base and not any(name.startswith(base) for name in (*missing, *names)):
         # The model lies there without its head, under names that its class puts the base's before.
         severity = "warning" if allows_headless else severity
         return [

@@ -214,14 +214,22 @@ def accepted_before(paths: Iterable[StrPath]) -> list[str]:
     for root in paths:
         path = Path(root) / MANIFEST_NAME
         try:
-            # Of a million tensors it is long, and hardly any says so.
-            if safe_files.is_file(path) and b'"decided"' in safe_files.read_bytes(
-                path, MAX_MANIFEST, code="FS518"
-            ):
-                words += recorded(read(path))
+            words += accepted_by(path) if safe_files.is_file(path) else []
         except FastshardError:
             continue  # Why it cannot be read is told when it is compared.
-    return [word for word in dict.fromkeys(words) if word.partition("=")[0] in ACCEPTABLE]
+    return list(dict.fromkeys(words))
+
+
+def accepted_by(path: Path) -> list[str]:
+    """Returns what a manifest has as accepted, as ``accept`` takes it.
+
+    Raises:
+        FastshardError: ``FS518`` if it cannot be read.
+    """
+    # Of a million tensors it is long, and hardly any says so.
+    if b'"decided"' not in safe_files.read_bytes(path, MAX_MANIFEST, code="FS518"):
+        return []
+    return [word for word in recorded(read(path)) if word.partition("=")[0] in ACCEPTABLE]
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -160,7 +160,7 @@ def judged(
     if report is not None and not report.missing:
         return [_proven(called, len(stored), "as from_pretrained reads their names")], ""
     severity = severity_of(request, source.model)
-    odd = not_loaded(called, listed, stored, report, severity, allows_headless=not request.writes)
+    odd = not_loaded(called, listed, shapes, report, severity, allows_headless=not request.writes)
     if wrong and not _accounts_for(odd, wrong, listed, shapes, report):
         return told, ""
     return odd, ""

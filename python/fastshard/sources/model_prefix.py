@@ -78,11 +78,8 @@ def find_foreign_prefix(names: Iterable[str], config: dict[str, Any] | None) -> 
     """
     if config is None or "auto_map" in config or config_json.layout_of(config) is None:
         return None
-    telling = _telling(config)
-    weights = [name for name in names if not is_state(name)]
-    found = {name.removesuffix(own) for name in weights for own in telling if name.endswith(own)}
-    prefixes = sorted(prefix for prefix in found if not prefix or prefix.endswith("."))
-    return prefixes[0] or None if prefixes else None
+    weights = (name for name in names if not is_state(name))
+    return min(_prefixes_before(_telling(config), weights), default="") or None
 
 
 def _containers(
@@ -130,12 +127,17 @@ def _of_containers(containers: Mapping[str, Sequence[str]], config: dict[str, An
 def _within(names: Sequence[str], config: dict[str, Any]) -> list[str]:
     """What precedes a model's own names within a module that has it as a part, by its embedding."""
     telling = _telling(config)
-    found = (name.removesuffix(own) for name in names for own in telling if name.endswith(own))
-    fitting = [prefix for prefix in dict.fromkeys(found) if not prefix or prefix.endswith(".")]
+    fitting = _prefixes_before(telling, names)
     if telling is not _TELLING:
         return fitting
     # Where no table knows the model, the embedding may be that of one of its parts.
     return [prefix for prefix in fitting if all(name.startswith(prefix) for name in names)]
+
+
+def _prefixes_before(telling: Sequence[str], names: Iterable[str]) -> list[str]:
+    """Returns what precedes the names by which a model is known, in the order of the names given."""
+    found = (name.removesuffix(own) for name in names for own in telling if name.endswith(own))
+    return [prefix for prefix in dict.fromkeys(found) if not prefix or prefix.endswith(".")]
 
 
 def _unwrapped(names: Sequence[str]) -> str:
@@ -157,13 +159,7 @@ def _fitting(listed: list[str], config: dict[str, Any]) -> list[str]:
     """Where a model's own names may begin: below each of these prefixes is one, the first of all is taken."""
     names = set(listed)
     telling = _telling(config)
-    found = (
-        name.removesuffix(own)
-        for name in listed
-        for own in telling
-        if name.endswith(own) and not is_state(name)
-    )
-    if fitting := [prefix for prefix in dict.fromkeys(found) if not prefix or prefix.endswith(".")]:
+    if fitting := _prefixes_before(telling, (name for name in listed if not is_state(name))):
         return fitting
     weights = {name for name in names if not is_state(name)}
     # torch names the optimizer's state by the names that the model itself gives its parameters.

@@ -15,6 +15,7 @@ from ..checkpoint.loaded_names import unloaded_prefix
 from ..checkpoint.manifests import (
     MANIFEST_NAME,
     accepted_before,
+    accepted_by,
     against_result,
     beside,
     expected_by,
@@ -29,8 +30,7 @@ from ..checkpoint.promised import with_promised
 from ..common import hub_downloads, memory_budget
 from ..common.errors import UNPROVEN, FastshardError, Finding, from_core
 from ..common.formatting import counted
-from ..common.gate import recorded
-from ..common.options import ACCEPTABLE, Opening, StrPath
+from ..common.options import Opening, StrPath
 from ..common.progress import Progress, Report
 from ..conversion.companion_files import along
 from ..conversion.distributed import host_parts
@@ -109,8 +109,7 @@ def verify(
     inside: list[str] = []
     if not isinstance(source, Checkpoint):
         source = [source] if isinstance(source, (str, os.PathLike)) else list(source)
-        trusted = [] if expected.manifest is None else recorded(read(expected.manifest))
-        trusted = [*options.get("accept", ()), *(w for w in trusted if w.partition("=")[0] in ACCEPTABLE)]
+        trusted = [*options.get("accept", ()), *(accepted_by(expected.manifest) if expected.manifest else ())]
         inside = [word for word in accepted_before(source) if word not in trusted]
         options["accept"] = [*trusted, *inside]
     checkpoint = as_checkpoint(source, like=like, **options)

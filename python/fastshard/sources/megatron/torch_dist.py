@@ -73,9 +73,9 @@ def _is_torch_dist(found: Found[DcpFiles], listing: Listing) -> bool:
     file = listing.find(f"{found.folder}/metadata.json" if found.folder else "metadata.json")
     if file is None:
         return False
-    stated = json_text.object_in(listing.read_text(file))
+    content = json_text.object_in(listing.read_text(file))
     is_common = any(f.name == "common.pt" for f in found.files) or _COMMON in found.seen.objects
-    return "sharded_backend" in stated or (not stated and is_common)
+    return "sharded_backend" in content or (not content and is_common)
 
 
 def _of_torch(
