@@ -20,6 +20,7 @@ import fastshard
 import pytest
 import torch
 from fastshard.cli import main
+from fastshard.expected import transformers_process, transformers_worker
 from holding import HANG
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -111,6 +112,18 @@ def few_steps(most: int) -> Iterator[None]:
     finally:
         sys.settrace(before)
     assert lines <= most, f"{lines} lines were executed"
+
+
+def ask_transformers_here(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Has transformers asked in this process, with a cache of its own: an import of torch takes seconds."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.delenv("FASTSHARD_TRANSFORMERS", raising=False)
+
+    def answer(question: dict[str, Any], *_: object) -> Any:
+        ask = transformers_worker.loading if "stored" in question else transformers_worker.listed
+        return json.loads(json.dumps(ask(question)))
+
+    monkeypatch.setattr(transformers_process, "answer_of", answer)
 
 
 def spawn(*argv: object, **options: Any) -> subprocess.Popen[str]:

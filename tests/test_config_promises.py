@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from fastshard.expected import transformers_process, transformers_worker
-from helpers import cli
+from helpers import ask_transformers_here, cli
 from safetensors.torch import load_file, save_file
 
 SIZES = {
@@ -25,15 +24,7 @@ SIZES = {
 
 @pytest.fixture
 def ask_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """transformers is asked in this process: an import of torch takes seconds."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("FASTSHARD_TRANSFORMERS", raising=False)
-
-    def answer(question: dict[str, Any], *_: object) -> Any:
-        ask = transformers_worker.loading if "stored" in question else transformers_worker.listed
-        return json.loads(json.dumps(ask(question)))
-
-    monkeypatch.setattr(transformers_process, "answer_of", answer)
+    ask_transformers_here(monkeypatch, tmp_path / "cache")
 
 
 def saved(folder: Path, kind: str, *, remove: tuple[str, ...] = (), **config: Any) -> Path:

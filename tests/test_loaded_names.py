@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from fastshard.expected import transformers_process, transformers_worker
-from helpers import Ran, cli
+from fastshard.expected import transformers_process
+from helpers import Ran, ask_transformers_here, cli
 from safetensors.torch import load_file, save_file
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
@@ -30,15 +30,7 @@ HEADS = {"gpt2": "GPT2LMHeadModel", "bert": "BertForMaskedLM"}
 
 @pytest.fixture(autouse=True)
 def ask_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """transformers is asked in this process: an import of torch takes seconds."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("FASTSHARD_TRANSFORMERS", raising=False)
-
-    def answer(question: dict[str, Any], *_: object) -> Any:
-        ask = transformers_worker.loading if "stored" in question else transformers_worker.listed
-        return json.loads(json.dumps(ask(question)))
-
-    monkeypatch.setattr(transformers_process, "answer_of", answer)
+    ask_transformers_here(monkeypatch, tmp_path / "cache")
 
 
 def model(name: str, *, base: bool = False) -> Any:

@@ -14,9 +14,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from fastshard.expected import transformers_process, transformers_worker
 from fastshard.expected.promised_parts import lacking, promised
-from helpers import cli
+from helpers import ask_transformers_here, cli
 from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
@@ -123,15 +122,7 @@ def told(path: Path) -> list[fastshard.Finding]:
 
 @pytest.fixture(autouse=True)
 def asked_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What transformers lists is listed in this process: an import of torch takes seconds."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("FASTSHARD_TRANSFORMERS", raising=False)
-
-    def answered(question: dict[str, Any], *_: object) -> Any:
-        answer = transformers_worker.loading if "stored" in question else transformers_worker.listed
-        return json.loads(json.dumps(answer(question)))
-
-    monkeypatch.setattr(transformers_process, "answer_of", answered)
+    ask_transformers_here(monkeypatch, tmp_path / "cache")
 
 
 # --- MTP layers
