@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fastshard.sources.step_names import is_step, matching, newer, number, plain
-from helpers import FIXTURES, HF, assert_refused, cli
+from helpers import FIXTURES, HF, assert_refused, cli, copy, read_result
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -343,3 +343,35 @@ def test_marks_of_temporary_names_are_no_part_of_them(name: str, n: int) -> None
         assert plain(mark.format(whole)) == whole
         assert number(mark.format(whole)) == n
     assert plain(whole) == whole
+
+
+@pytest.mark.parametrize("tracker", ["latest", "latest_universal", "latest_checkpointed_iteration.txt"])
+def test_a_left_over_tracker_beside_a_model_is_a_warning(tracker: str, tmp_path: Path) -> None:
+    """The Trainer's folder after its `global_step` was deleted: the model in it depends on no step."""
+    model = copy(HF, tmp_path / "model")
+    (model / tracker).write_text("global_step9" if tracker != TRACKED["megatron"].tracker else "9")
+    for verb in ("inspect", "verify"):
+        ran = cli(verb, model)
+        assert ran.code == 0 and not ran.errors, ran.findings
+    ran = cli("merge", model, tmp_path / "out")
+    assert ran.code == 0, ran.findings
+    found = ran.having("FS105")
+    assert [(f["severity"], f["file"]) for f in found] == [("warning", tracker)]
+    assert read_result(tmp_path / "out").keys() == read_result(model).keys()
+    (model / "global_step9").mkdir()
+    assert cli("verify", model).code == 0
+
+
+def test_a_tracker_above_another_model_is_no_leave_to_take_it(tmp_path: Path) -> None:
+    copy(HF, tmp_path / "run/export")
+    (tmp_path / "run/latest").write_text("global_step9")
+    assert_refused(tmp_path / "run", tmp_path / "out", "FS105", exit=3, file="latest")
+
+
+def test_a_tracker_chooses_among_models_of_hugging_face(tmp_path: Path) -> None:
+    run = run_of(FRAMEWORKS["hf"], tmp_path / "run", 2, 9)
+    (run / "latest").write_text("checkpoint-2")
+    ran = cli("inspect", run)
+    assert taken(ran) == "checkpoint-2", ran.findings
+    (run / "latest").write_text("checkpoint-12")
+    assert_refused(run, tmp_path / "out", "FS105", exit=3, file="latest")

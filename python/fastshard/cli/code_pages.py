@@ -35,7 +35,7 @@ PAGES = {
         "Look at the times of the files in the step, and whether the training job still runs.",
     ),
     "FS105": Page(
-        "The step was moved, deleted by a retention policy, or not copied with the tracker file.",
+        "The step was moved, deleted by a retention policy, or not copied with the tracker file. Beside a model that needs no step it is a warning.",
         "Open the tracker file, and list the steps beside it.",
     ),
     "FS106": Page(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ..common.errors import FastshardError, raise_errors
@@ -24,7 +25,7 @@ from .orbax import Orbax
 from .orbax.partial_stores import refuse_parts
 from .peft.adapter import PeftAdapter
 from .single_files import refuse_rank_folder
-from .step_trackers import refuse_lone_trackers
+from .step_trackers import refuse_lone_trackers, warn_of_lone_trackers
 from .unsupported_formats import looks_like
 
 __all__ = ["ADAPTERS", "detect"]
@@ -58,6 +59,9 @@ def detect(listing: Listing, options: Options) -> Found[Any]:
     for adapter in ADAPTERS:
         found = adapter.detect(listing, options)
         if found is not None:
+            if found.step is None and not listing.single:
+                warnings = warn_of_lone_trackers(listing, found.folder)
+                found = replace(found, findings=[*found.findings, *warnings])
             return found
     refuse_parts(listing)
     refuse_lone_trackers(listing)

@@ -20,6 +20,8 @@ TOLD = 8
 _MEGATRON = "latest_checkpointed_iteration.txt"
 #: source: DeepSpeed engine.py and checkpoint/ds_to_universal.py; Megatron-LM training/checkpointing.py
 _TRACKERS = ("latest", "latest_universal", _MEGATRON)
+#: Those of runs whose steps may hold models that any framework reads.
+OF_RUNS = ("latest", _MEGATRON)
 #: A name that a shell takes as it is.
 _PLAIN = re.compile(r"[\w.-]+", re.ASCII)
 
@@ -73,15 +75,50 @@ def folders_in(path: Path) -> list[str]:
 
 
 def refuse_lone_trackers(listing: Listing) -> None:
-    """For what no adapter takes.
+    """Refuses a directory in which no adapter finds a checkpoint and a tracker file names one.
 
     Raises:
-        FastshardError: ``FS105`` if a tracker file is there, and no step that it could name.
+        FastshardError: ``FS105`` for a step that is missing, ``FS104`` for one whose folder holds no checkpoint.
     """
-    for tracker in _TRACKERS:
-        found = tracked(listing, (tracker,))
-        if found is not None:
-            raise error_for([pointing_nowhere(listing, {}, *found)])
+    for _, finding in _find_lone_trackers(listing):
+        raise error_for([finding])
+
+
+def warn_of_lone_trackers(listing: Listing, folder: str) -> list[Finding]:
+    """Finds tracker files that a checkpoint without steps was left with.
+
+    Args:
+        listing: the files of the roots.
+        folder: the folder of the checkpoint.
+
+    Returns:
+        A warning for each that lies beside the model: the steps are gone, the model does not depend on them.
+
+    Raises:
+        FastshardError: ``FS105`` or ``FS104`` for one above the model's folder: it is the run's, and names something else.
+    """
+    warnings = []
+    for file, finding in _find_lone_trackers(listing):
+        if file.folder != folder:
+            finding = finding.replace(
+                help=f"copy the step that it names, or pass {shown(folder)} as CKPT to read the model there",
+                run=[],
+            )
+            raise error_for([finding])
+        warnings.append(
+            finding.replace(
+                severity="warning",
+                help="copy the step if it is the one you want; else delete the tracker file",
+                run=[],
+            )
+        )
+    return warnings
+
+
+def _find_lone_trackers(listing: Listing) -> list[tuple[File, Finding]]:
+    """Lists the tracker files of directories in which no adapter has found a step."""
+    found = [tracker for name in _TRACKERS if (tracker := tracked(listing, (name,))) is not None]
+    return [(file, pointing_nowhere(listing, {}, file, named)) for file, named in found]
 
 
 def pointing_nowhere(listing: Listing, steps: Mapping[str, Step], file: File, named: str) -> Finding:

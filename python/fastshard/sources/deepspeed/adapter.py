@@ -129,7 +129,7 @@ class DeepSpeed:
         if listing.single:
             return None
         steps = steps_of(listing)
-        if not steps and not any(f.name == "latest" for f in listing.files):
+        if not steps:
             return None
         chosen = choose(listing, steps, options, ("latest",))
         places = chosen.step.folders

@@ -19,6 +19,7 @@ from ..base import Contents, Found, Options, lacking, missing, unexpected
 from ..choose_step import Chosen, folder_of
 from ..index_files import read_json, safe_relative
 from ..step_names import is_step
+from ..step_trackers import OF_RUNS
 from . import index_mismatch
 from .shard_offsets import not_whole, zeroed
 
@@ -162,7 +163,7 @@ class HuggingFace:
             return "", None
         folders = set(holding)
         places = [(f.root, f.folder) for f in listing.files if f.folder in folders]
-        folder, chosen, _ = folder_of(listing, places, options)
+        folder, chosen, _ = folder_of(listing, places, options, OF_RUNS)
         return folder, chosen
 
     def _found(self, listing: Listing, folder: str, inside: dict[str, File]) -> Found[HfFiles]:
