@@ -3,6 +3,7 @@ its config.json writes."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -117,8 +118,15 @@ def not_loaded(
     finding = _other_names(
         called, first, f"by which it finds {total} tensors, and {fitting} are there", severity
     )
-    near = next((name for name in missing if first.endswith(f".{name}")), missing[0])
-    return [finding.replace(expected=near, count=len(missing), evidence=_whose(unknown))]
+    near = next((name for name in missing if first.endswith(f".{name}")), None)
+    finding = finding.replace(expected=near or missing[0], count=len(missing), evidence=_whose(unknown))
+    if near is not None and all(name.startswith(first.removesuffix(near)) for name in names):
+        prefix = first.removesuffix(near).rstrip(".")
+        finding = finding.replace(
+            help="say where the model begins: all names have a prefix",
+            run=[f"--prefix {shlex.quote(prefix)}"],
+        )
+    return [finding]
 
 
 def _other_names(called: str, name: str, how: str, severity: str) -> Finding:

@@ -147,7 +147,7 @@ def _made(opened: Opened, request: Request) -> Plan:
             "dtypes": completed.dtypes,
             "constants": completed.constants,
             "pointers": completed.pointers,
-            "expected": None if opened.reference is None else opened.reference.authority,
+            "expected": _authority(draft),
         }
     )
     findings, lost = _all_findings(draft, core, told)
@@ -179,6 +179,15 @@ def _made(opened: Opened, request: Request) -> Plan:
     )
 
 
+def _authority(draft: _Draft) -> str | None:
+    """Who lists the tensors that decide the names of a result; None where the checkpoint or a table decides them."""
+    opened = draft.opened
+    if opened.reference is not None:
+        return opened.reference.authority
+    listed = None if opened.promised is None or not draft.renamed else opened.promised.listed
+    return None if listed is None else listed.authority
+
+
 def _drafted(opened: Opened, request: Request) -> _Draft:
     check(request)
     needed_by = request.to if request.to is not None and TARGETS[request.to].needs_optimizer else None
@@ -193,6 +202,12 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
         from .reference_sides import as_referenced
 
         source, form, renamed = as_referenced(opened, opened.reference, source, request)
+    elif (
+        request.to == "hf" and opened.promised is not None and (listed := opened.promised.listed) is not None
+    ):
+        from .reference_sides import as_listed
+
+        source, form, renamed = as_listed(opened, listed, source, request)
     findings = weights_taken(source, opened.findings, request.weights, request.optimizer, needed_by)
     findings += [f for f in source.findings if f not in opened.source.findings]
     findings += [asked_for(f, request) for f in source.of_tensors]

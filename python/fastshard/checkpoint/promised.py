@@ -126,13 +126,16 @@ def judged(
             at = replace(opened, reference=reference, asks_transformers=False)
             fits.append((*fitting(at, reference, request, merged), not in_memory, reference))
         # Prefixes that move would make those in memory fit those on disk.
-        in_memory = are_in_memory(listed, own_names(opened, merged))
+        own = own_names(opened, merged)
+        in_memory = are_in_memory(listed, own)
         _, sides, on_disk, reference = max(fits, key=lambda one: (one[0], one[2] is not in_memory))
         told = judged_of(sides, reference, request, named)
     except FastshardError as error:
         return [], f"{called}: {error.findings[0].message}"
     shapes = {name: (tuple(whole), kind) for name, kind, _, _, whole, _ in tensors if not is_state(name)}
     partial = not model.saved_whole and not holds_embedding(shapes)
+    # Where none of the list is missing it is no part, whatever its embedding is called.
+    partial = partial and any(f.code in _MISSING for f in told)
     told = [_counted(f, shapes if partial else None) for f in told]
     told += _misshapen(opened.quantised.weights, listed, called)
     told += find_differing_ties(called, listed, model.config or {}, opened, merged, shapes)
@@ -141,7 +144,10 @@ def judged(
     told = [f for f in told if f.severity != "note" or f.code != "FS207" or not _is_of(parts, f.tensor)]
     wrong = [f for f in told if f.severity == "error"]
     count = len(reference.roster or ())
-    if not wrong and not on_disk and request.to == "hf":
+    others = {t.name for t in listed.in_memory} & own - {t.name for t in listed.tensors}
+    # A further copy of a tied tensor is no other name.
+    has_copies_only = bool(others) and others <= {name for group in listed.ties for name in group}
+    if not wrong and not on_disk and request.to == "hf" and not has_copies_only:
         return [_names_in_memory(called, listed, [name for name, *_ in tensors])], ""
     has_others = any(f.code == "FS207" for f in told)
     if has_others and listed.quantised:

@@ -113,7 +113,7 @@ def as_referenced(
         return source, None, ""
     asked = CoreRequest(source, request.weights, mean_replicas=request.replicas == "mean")
     side = Side(draft_of(opened.catalog, asked), source, below=True)
-    if source.layout is None and (by_list := as_written(source, side, reference)) is not None:
+    if source.layout is None and (by_list := as_written(source, side, reference.listed)) is not None:
         return by_list
     if source.layout is not None:
         shaped, form = by_table(source, side, request)
@@ -140,17 +140,54 @@ def as_referenced(
     return source.as_called(way.names, note), None, str(way)
 
 
-def as_written(source: Source, side: Side, reference: Reference) -> tuple[Source, Form, str] | None:
+def as_listed(
+    opened: Opened, listed: ExpectedTensors, source: Source, request: Request
+) -> tuple[Source, Form | None, str]:
+    """A source whose result for Hugging Face has the names that ``save_pretrained`` writes, without the further copies of tied
+    tensors, and its form and how in words, as :func:`as_referenced`; the source as it is where its names are those already.
+
+    Args:
+        opened: the checkpoint.
+        listed: what its config promises.
+        source: what is taken of it.
+        request: what is asked for.
+
+    Raises:
+        FastshardError: ``FS514`` for a tensor that has no such form.
+    """
+    is_other_class = "auto_map" in (source.model.config or {})
+    if (
+        listed.quantised
+        or source.weights_prefix
+        or is_other_class
+        or not target_of(source, request).keeps_names
+    ):
+        return source, None, ""
+    plain = source
+    if source.layout is not None:
+        plain = replace(source, layout=None, table=None, axes={}, facts={}, sets={}, pass_unknown=True)
+    side = Side(draft_of(opened.catalog, CoreRequest(plain)), plain, below=True)
+    return as_written(plain, side, listed, drops_ties=True) or (source, None, "")
+
+
+def as_written(
+    source: Source, side: Side, listed: ExpectedTensors | None, *, drops_ties: bool = False
+) -> tuple[Source, Form, str] | None:
     """A source under its names in memory, and the form in which transformers writes it; None where the names are others.
+
+    Args:
+        source: what is taken of a checkpoint.
+        side: its tensors.
+        listed: what its config promises, if anything tells.
+        drops_ties: True to write tied tensors once, also where all other names are those on disk.
 
     Raises:
         FastshardError: ``FS514`` for a tensor that has no such form.
     """
     from ..expected.names_on_disk import are_in_memory, tables_of
 
-    listed = reference.listed
     stored = side.own_names
-    if listed is None or not listed.made or not are_in_memory(listed, stored):
+    if listed is None or not (listed.made or drops_ties) or not are_in_memory(listed, stored):
         return None
     in_memory, on_disk = tables_of(listed, stored)
     beside = _beside(source, side, in_memory)
@@ -193,7 +230,7 @@ def _without_table(
     plain = replace(source, layout=None, table=None, axes={}, facts={}, sets={}, pass_unknown=True)
     every = replace(asked, source=plain, weights=None)
     side = Side(draft_of(opened.catalog, every), plain, below=True)
-    return as_written(plain, side, replace(reference, listed=listed))
+    return as_written(plain, side, listed)
 
 
 def _by_config_of(
@@ -217,7 +254,7 @@ def _by_config_of(
     first = None
     for asked_of, file in configs:
         listed = _list_of(asked_of, str(file))
-        found = None if listed is None else as_written(source, side, replace(reference, listed=listed))
+        found = as_written(source, side, listed)
         if found is None:
             continue
         changed, form, _ = found

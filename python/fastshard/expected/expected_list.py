@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from .. import _core
+from ..common import json_text
 from ..common.dtypes import TORCH_NAMES
 from ..common.errors import FastshardError
 
@@ -95,6 +97,12 @@ class ExpectedTensors:
             for part in parts or ():
                 found.setdefault(part.name, {})[name] = None
         return {name: tuple(disk) for name, disk in found.items() if tuple(disk) != (name,)}
+
+    @property
+    def authority(self) -> str:
+        """Class, version and digest: a run that another list began is not gone on with."""
+        digest = hashlib.sha256(json_text.canonical(self.to_document()).encode()).hexdigest()
+        return f"{self.model_class} of transformers {self.transformers}, sha256:{digest}"
 
     def to_document(self) -> dict[str, Any]:
         """Returns the JSON document that ``--like`` takes."""

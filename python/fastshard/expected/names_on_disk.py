@@ -139,7 +139,8 @@ def tables_of(listed: ExpectedTensors, stored: Collection[str]) -> tuple[Table, 
             "FS514",
             f"{at} of {listed.model_class} cannot be written under its name on disk: {why}",
             tensor=at,
-            help="leave out --like to keep the names in memory, which transformers 5 loads",
+            help="merge it without --like, which keeps the names in memory; transformers 5 loads them",
+            run=["fastshard merge CKPT OUT"],
         ) from None
     extents = "\n".join(f"{axis} = {extent}" for axis, extent in axes.items())
     family = json.dumps(f"transformers.{listed.model_class}")

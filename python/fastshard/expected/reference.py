@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import _core
-from ..common import json_text, safe_files
+from ..common import safe_files
 from ..common.errors import FastshardError, Finding, error_for
 from ..common.listing import Folder, linked
 from ..common.options import StrPath
@@ -72,11 +71,8 @@ class Reference:
 
     @property
     def authority(self) -> str | None:
-        """Class, version and digest of the list, where it is one: a run that another list began is not gone on with."""
-        if self.listed is None:
-            return None
-        digest = hashlib.sha256(json_text.canonical(self.listed.to_document()).encode()).hexdigest()
-        return f"{self.listed.model_class} of transformers {self.listed.transformers}, sha256:{digest}"
+        """Class, version and digest of the list, where it is one."""
+        return None if self.listed is None else self.listed.authority
 
     def refuse_itself(self, roots: Iterable[Path], files: Iterable[Path], single: bool) -> None:
         """Refuses to compare a checkpoint with itself.
