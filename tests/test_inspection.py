@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import fastshard
 import pytest
-from helpers import HF, NEOX, STEP, cli, copy, layer_file
+from helpers import FIXTURES, HF, NEOX, STEP, cli, copy, edit_safetensors, layer_file
 
 
 @pytest.mark.parametrize("root", [HF, NEOX], ids=["hf", "neox"])
@@ -47,3 +48,18 @@ def test_gc_returns_what_was_left(tmp_path: Path) -> None:
     assert fastshard.run_part(tmp_path / "out", 0, run.id) and fastshard.run_part(tmp_path / "out", 1, run.id)
     assert len(fastshard.commit(tmp_path / "out", run.id)) == 39
     assert [left.fate for left in fastshard.gc(tmp_path / "out")] == []
+
+
+def test_a_result_is_held_against_the_names_of_its_own_manifest(tmp_path: Path) -> None:
+    """No config and no other layers say that these tensors must be there; the manifest beside them does."""
+    out = tmp_path / "out"
+    assert cli("merge", FIXTURES / "sharded/dcp_fsdp2", out, "--max-shard-size", "100kB").code == 0
+    assert cli("inspect", out).code == 0
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    file = out / index["weight_map"]["scalar0d"]
+    edit_safetensors(file, lambda tensors: tensors.pop("scalar0d"))
+    ran = cli("inspect", out)
+    assert ran.code == 3 and ran.having("FS102", file=file.name, tensor="scalar0d"), ran.findings
+    file.unlink()
+    ran = cli("inspect", out)
+    assert ran.code == 3 and ran.having("FS101", file=file.name), ran.findings

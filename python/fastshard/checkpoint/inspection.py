@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..common.errors import Finding
 from ..common.formatting import human
+from . import manifest_files
+from .manifests import beside, read
 from .open_checkpoint import CheckpointSource, as_checkpoint
 from .planning import make_plan
 from .promised import with_promised
@@ -103,6 +105,12 @@ def inspect(source: CheckpointSource, **opening: Unpack[OpenOptions]) -> Inspect
     checkpoint = as_checkpoint(source, **opening)
     plan = make_plan(with_promised(checkpoint.opened, only_kept=True))
     summary = plan.summary
+    findings = list(plan.findings)
+    if (manifest := beside(checkpoint)) is not None:
+        known = {f.tensor for f in findings} | {file for f in findings for file in f.files}
+        missing = manifest_files.find_missing(manifest, read(manifest), checkpoint)
+        new = [f for f in missing if (f.tensor or f.file) not in known]
+        findings += checkpoint.opened.gate.judged(new)
     files, file_bytes = checkpoint.extent
     return Inspection(
         framework=checkpoint.framework,
@@ -117,7 +125,7 @@ def inspect(source: CheckpointSource, **opening: Unpack[OpenOptions]) -> Inspect
         axes=summary["axes"],
         metadata=checkpoint.metadata(),
         outputs=rows_of(plan),
-        findings=plan.findings,
+        findings=findings,
         provable=plan.source.provable,
         incomplete=len(plan.lost),
         expected_parameters=plan.expected_parameters,

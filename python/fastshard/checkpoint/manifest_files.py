@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from ..common.errors import Finding, from_core
+from ..common.formatting import counted
 from ..common.listing import File, refuse_unprintable
 
 if TYPE_CHECKING:
@@ -60,6 +61,41 @@ def fits(document: dict[str, Any], plan: Plan) -> bool:
     """True if a plan's outputs have all tensors of a manifest, of the same dtypes and shapes."""
     forms = {name: (dtype, shape) for name, dtype, shape, _, _ in plan.outputs}
     return all(forms.get(t["name"]) == (t.get("dtype"), t.get("shape")) for t in document["tensors"])
+
+
+def find_missing(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -> list[Finding]:
+    """Finds files of tensors, and tensors, that the manifest at ``path`` names and the headers lack: one finding for each file.
+
+    Nothing where the manifest is about another folder, or CKPT names one file alone.
+    """
+    root = root_of(path, document, checkpoint)
+    if root is None or checkpoint.listing.single:
+        return []
+    opened = checkpoint.opened
+    there = {file.path for file in checkpoint.listing.files if file.root == root}
+    stored = {
+        file.path: set(opened.catalog.names(i)) for i, file in enumerate(opened.files) if file.root == root
+    }
+    named: dict[str, list[str]] = {file["name"]: [] for file in document["files"] if file.get("identity")}
+    for tensor in document["tensors"]:
+        if tensor.get("file") in named:
+            named[tensor["file"]].append(tensor["name"])
+    findings = []
+    for name, tensors in named.items():
+        missing = [tensor for tensor in tensors if tensor not in stored.get(name, ())]
+        if name not in there:
+            finding = Finding.of("FS101", "the manifest names this file, and it is missing", file=name)
+        elif name in stored and missing:
+            finding = Finding.of(
+                "FS102",
+                f"the file lacks {counted(len(missing), 'tensor')} that the manifest names",
+                file=name, tensor=missing[0], count=len(missing),
+                help="restore the file from a good copy",
+            )  # fmt: skip
+        else:
+            continue
+        findings.append(finding)
+    return findings
 
 
 def compare(path: Path, document: dict[str, Any], checkpoint: Checkpoint, run: RunOptions) -> list[Finding]:
