@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,79 @@ def test_code_that_auto_map_names_lies_beside_it(tmp_path: Path) -> None:
     assert not cli("verify", source).having("FS101")
     elsewhere = saved(tmp_path / "elsewhere", "Llama", auto_map={"AutoModel": "org/repo--modeling_net.Net"})
     assert not cli("verify", elsewhere).having("FS101")
+
+
+@pytest.mark.usefixtures("ask_here")
+def test_missing_code_of_a_type_that_transformers_does_not_know_is_no_model_for_it(tmp_path: Path) -> None:
+    names = {"AutoConfig": "configuration_net.NetConfig", "AutoModelForCausalLM": "modeling_net.Net"}
+    source = saved(tmp_path / "in", "Starcoder2", auto_map=names, model_type="net", architectures=["Net"])
+    (source / "configuration_net.py").write_text("")
+    assert cli("merge", source, tmp_path / "merged").having("FS101", severity="warning")
+    ran = cli("convert", source, tmp_path / "out", "--to", "hf")
+    assert ran.code == 3 and ran.having("FS101", severity="error", file="modeling_net.py"), ran.out
+    (source / "modeling_net.py").write_text("")
+    ran = cli("convert", source, tmp_path / "out", "--to", "hf")
+    assert ran.code == 0 and (tmp_path / "out/modeling_net.py").exists(), ran.out
+    # A class that is known is loaded without its code.
+    known = saved(tmp_path / "known", "Starcoder2", auto_map=names)
+    assert cli("convert", known, tmp_path / "known_out", "--to", "hf").code == 0
+
+
+def embedder(folder: Path) -> Path:
+    """A model of sentence-transformers, whose last modules have folders of their own, and one of them weights."""
+    config = transformers.BertConfig(**SIZES)
+    transformers.BertModel(config).save_pretrained(folder)
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense", "3_Normalize": "Normalize"}
+    listed = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(kinds.items())
+    ]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    (folder / "config_sentence_transformers.json").write_text("{}")
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 64}')
+    for name in ("1_Pooling", "2_Dense"):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text('{"in_features": 32}')
+    save_file({"linear.weight": torch.randn(8, 32)}, folder / "2_Dense/model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("verb", [("merge",), ("convert", "--to", "hf")])
+def test_modules_of_an_embedding_model_go_along(verb: tuple[str, ...], tmp_path: Path) -> None:
+    source, out = embedder(tmp_path / "in"), tmp_path / "out"
+    ran = cli(verb[0], source, out, *verb[1:])
+    assert ran.code == 0, ran.out
+    for path in source.rglob("*"):
+        if path.is_file() and path.name != "config.json" and path.parent != source:
+            assert (out / path.relative_to(source)).read_bytes() == path.read_bytes()
+    assert (out / "modules.json").read_bytes() == (source / "modules.json").read_bytes()
+    assert (out / "sentence_bert_config.json").is_file()
+    assert cli("verify", out).code == 0
+    dense = out / "2_Dense/model.safetensors"
+    dense.write_bytes(dense.read_bytes()[:-1] + b"x")
+    ran = cli("verify", out)
+    assert ran.code == 1 and [f["file"] for f in ran.errors] == ["2_Dense/model.safetensors"], ran.out
+
+
+def test_a_module_that_is_missing_is_named_and_nothing_outside_is_read(tmp_path: Path) -> None:
+    source = embedder(tmp_path / "in")
+    shutil.rmtree(source / "2_Dense")
+    for command in (("verify", source), ("merge", source, tmp_path / "out")):
+        ran = cli(*command)
+        assert ran.code == 0
+        assert [f["file"] for f in ran.having("FS101", severity="warning")] == ["2_Dense/config.json"]
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret/key").write_text("key")
+    rows = [
+        {"path": path, "type": "x.Dense"} for path in ("../secret", str(tmp_path / "secret"), "link", ".", 3)
+    ]
+    (source / "link").symlink_to(tmp_path / "secret")
+    (source / "modules.json").write_text(json.dumps(rows))
+    ran = cli("merge", source, tmp_path / "other")
+    assert not (tmp_path / "other").exists() or not list((tmp_path / "other").rglob("key")), ran.out
+    for text in ("[", "3", "null", '[{"path": []}]', "[" * 100_000):
+        (source / "modules.json").write_text(text)
+        assert cli("merge", source, tmp_path / "other", "--overwrite").code == 0
 
 
 def retied(folder: Path, head: torch.Tensor | None) -> Path:

@@ -21,6 +21,7 @@ from ..models import config_json
 from ..models.quantised import torchao
 from ..models.tensor_words import WORDS
 from ..models.vocab_rows import padding, words
+from ..sources.hf_config import AUTO_MAP
 from ..targets.base import Bound, Completed, Drafted, Target
 from ..targets.form import Form
 from ..targets.optimizer_state import carried
@@ -211,6 +212,10 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
     findings = weights_taken(source, opened.findings, request.weights, request.optimizer, needed_by)
     findings += [f for f in source.findings if f not in opened.source.findings]
     findings += [asked_for(f, request) for f in source.of_tensors]
+    if request.to == "hf" and any(f.evidence == AUTO_MAP for f in findings):
+        from .promised import refuse_missing_code
+
+        findings = refuse_missing_code(findings, opened)
     made = None
     if (dtype := DTYPES[request.dtype]) is None:
         _refuse_codes(opened, source, request)

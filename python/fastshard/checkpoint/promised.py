@@ -12,6 +12,7 @@ from ..common.errors import FastshardError, Finding
 from ..layouts.declaration import is_state
 from ..layouts.wrapper_names import wrapped
 from ..models.config_json import QUANTISED
+from ..sources.hf_config import AUTO_MAP
 from .drafting import Merged, Opened, Promised
 from .proof import listed_by
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from ..models.quantised.forms import Weight
     from ..targets.request import Request
 
-__all__ = ["beside_list", "judged", "refused_names", "with_promised"]
+__all__ = ["beside_list", "judged", "refuse_missing_code", "refused_names", "with_promised"]
 
 #: Memory that building a model takes, most of it the import of torch and transformers.
 _NEEDED = 1 << 30
@@ -246,6 +247,15 @@ def _proven(called: str, count: int, spelling: str = "") -> Finding:
         file="config.json",
         evidence=f"{called} ({count:,} tensors)",
     )
+
+
+def refuse_missing_code(findings: Iterable[Finding], opened: Opened) -> list[Finding]:
+    """The findings of a conversion for transformers, where missing code is an error if transformers has no class of its own."""
+    from ..expected.from_transformers import UNKNOWN_CLASS
+
+    promised = opened.promised
+    is_known = promised is None or promised.listed is not None or UNKNOWN_CLASS not in promised.why
+    return [f if is_known or f.evidence != AUTO_MAP else f.replace(severity="error") for f in findings]
 
 
 def refused_names(opened: Opened, request: Request, merged: Merged) -> list[Finding]:

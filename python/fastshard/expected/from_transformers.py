@@ -222,8 +222,12 @@ def installed_version(file: str) -> str:
     return version
 
 
+#: What is said of a class or a model_type that the installed transformers has not.
+UNKNOWN_CLASS = "does not know this model"
+
+
 def _refused(told: Mapping[str, Any], config: Mapping[str, Any], file: str, version: str) -> FastshardError:
-    what = {"unknown": "does not know this model", "import": "cannot be imported"}.get(
+    what = {"unknown": UNKNOWN_CLASS, "import": "cannot be imported"}.get(
         told["kind"], "cannot build this model"
     )
     code = (

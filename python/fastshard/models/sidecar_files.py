@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from .. import _core
@@ -24,8 +26,15 @@ DOCUMENTS = ("README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "NOT
 _SUBFOLDER = "huggingface"
 #: Where something was loaded from. source: transformers configuration_utils.py, tokenization_utils_base.py
 _LOADED_FROM = ("_name_or_path", "name_or_path", "special_tokens_map_file", "tokenizer_file")
+#: The modules that sentence-transformers loads after each other; each but the model has a folder of its own.
+#: source: sentence-transformers sentence_transformers/SentenceTransformer.py (_load_sbert_model)
+MODULES = "modules.json"
+#: What else it reads beside them.
+_OF_MODULES = re.compile(r"config_sentence_transformers\.json|sentence_\w+_config\.json")
 #: Code at most that a model brings along.
 _MAX_CODE = 64
+#: Files at most of the modules beside a model.
+_MAX_MODULES = 256
 
 
 def places(listing: Listing, folder: str, *, above: bool = True) -> list[Folder]:
@@ -147,7 +156,8 @@ def beside(folders: list[Folder], config: Path | None) -> dict[str, Path]:
     found |= documents(folders, config)
     # One that was given by itself lies in a folder that nobody has named.
     here = next((folder for folder in folders if folder.path == config.parent), None)
-    return found | _code(config, here or Folder(config.parent, linked(config.parent), config))
+    here = here or Folder(config.parent, linked(config.parent), config)
+    return found | _code(config, here) | _modules(here)
 
 
 def differing(listing: Listing, paths: Iterable[Path]) -> list[Finding]:
@@ -215,6 +225,51 @@ def _without_paths(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_paths(part) for key, part in value.items() if key not in _LOADED_FROM}
     return [_without_paths(part) for part in value] if isinstance(value, list) else value
+
+
+def module_folders(path: Path) -> list[str]:
+    """Lists the folders of the modules that a modules.json names beside the model itself; those that leave it are left out.
+
+    A module that normalises keeps no files, so that no copy has its folder.
+    """
+    try:
+        content = json.loads(safe_files.read_text(path, safe_files.MAX_CONFIG))
+    except (ValueError, RecursionError):
+        return []
+    rows = content if isinstance(content, list) else []
+    named = [
+        row.get("path")
+        for row in rows
+        if isinstance(row, dict) and not str(row.get("type")).endswith(".Normalize")
+    ]
+    folders = [PurePosixPath(one) for one in named if isinstance(one, str) and one.strip("./")]
+    return [str(one) for one in folders if not one.is_absolute() and ".." not in one.parts]
+
+
+def _modules(folder: Folder) -> dict[str, Path]:
+    """The modules of a model of sentence-transformers, byte for byte: modules.json, what it names, and what lies beside it."""
+    listed = folder.file(MODULES)
+    if listed is None:
+        return {}
+    names = [MODULES, *(name for name in folder.names() if _OF_MODULES.fullmatch(name))]
+    for module in module_folders(listed):
+        for at, inner, files in os.walk(folder.path / module):
+            inner.sort()
+            inside = Path(at).relative_to(folder.path)
+            names += [(inside / name).as_posix() for name in sorted(files) if not name.startswith(".")]
+    if len(names) > _MAX_MODULES:
+        raise FastshardError.of(
+            "FS514",
+            "the folders that modules.json names hold other files too",
+            file=str(listed),
+            expected=f"{_MAX_MODULES} files at most",
+            got=str(len(names)),
+            help="pass a folder that holds only the model's",
+        )
+    found = {name: path for name in names if (path := folder.file(name)) is not None}
+    for path in found.values():
+        refuse_unprintable(path.name, path)
+    return found
 
 
 def _code(config: Path, folder: Folder) -> dict[str, Path]:

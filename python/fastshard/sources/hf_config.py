@@ -26,6 +26,8 @@ _LAYER = re.compile(r"^((?:[A-Za-z_]\w*\.)*?)layers\.\d+\.")
 _VALUE_HEAD = re.compile(r"(^|\.)(value_head|v_head|score)\.(\w+\.)*weight$")
 #: Keys that tell a config of Hugging Face from others of the name.
 _TELLING = {"model_type", "architectures", "transformers_version"}
+#: Who says that code is missing.
+AUTO_MAP = "auto_map of config.json"
 #: What a class of transformers loads.
 _OWN_NAMES = "the names that save_pretrained writes"
 #: Quantisations whose weights keep their names and shapes. source: transformers quantizers/quantizer_finegrained_fp8.py
@@ -113,6 +115,7 @@ def describe(
     promises = [
         *config_json.find_contradictions(config, label or "config.json"),
         *_find_missing_code(config, path),
+        *_find_missing_modules(path),
     ]
     # An adapter has its base described once more.
     source.findings += [finding for finding in promises if finding not in source.findings]
@@ -192,10 +195,30 @@ def _find_missing_code(config: dict[str, Any], path: Path | None) -> list[Findin
             "auto_map of config.json names code that is missing: the model is not loaded with trust_remote_code",
             severity="warning",
             file=file,
-            evidence="auto_map of config.json",
+            evidence=AUTO_MAP,
             help="copy the file from the original model; fastshard never executes it",
         )
         for file in missing
+    ]
+
+
+def _find_missing_modules(path: Path | None) -> list[Finding]:
+    """Finds folders that a modules.json beside a config names and that are missing or empty."""
+    listed = None if path is None else path.parent / sidecar_files.MODULES
+    if listed is None or not safe_files.is_file(listed):
+        return []
+    folders = sidecar_files.module_folders(listed)
+    missing = [one for one in folders if not (listed.parent / one).is_dir()]
+    return [
+        Finding.of(
+            "FS101",
+            "modules.json names a module that is missing: sentence-transformers does not load the model",
+            severity="warning",
+            file=f"{one}/config.json",
+            evidence="modules.json",
+            help="copy the folder from the original model",
+        )
+        for one in missing
     ]
 
 
