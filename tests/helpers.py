@@ -120,8 +120,7 @@ def ask_transformers_here(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.delenv("FASTSHARD_TRANSFORMERS", raising=False)
 
     def answer(question: dict[str, Any], *_: object) -> Any:
-        ask = transformers_worker.loading if "stored" in question else transformers_worker.listed
-        return json.loads(json.dumps(ask(question)))
+        return json.loads(json.dumps(transformers_worker.answer_to(question)))
 
     monkeypatch.setattr(transformers_process, "answer_of", answer)
 

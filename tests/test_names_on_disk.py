@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from fastshard.expected import (
     transformers_worker,
 )
 from fastshard.expected.expected_list import ExpectedTensor, ExpectedTensors, Part
-from helpers import ask_transformers_here, cli
+from helpers import ask_transformers_here, cli, read_result
+from holding import HANG
 from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
@@ -116,6 +118,26 @@ def test_a_conversion_asks_for_the_names_on_disk_by_itself(
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
     assert cli("verify", source).code == cli("merge", source, tmp_path / "merged").code == 0
     assert load_file(tmp_path / "merged/model.safetensors").keys() == tensors.keys()
+
+
+@pytest.mark.parametrize("dtype", ["keep", "bf16"])
+def test_every_rank_of_a_run_asks_for_the_names(
+    dtype: str, olmoe: tuple[Path, Tensors], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, tensors = olmoe
+    source = in_memory(tmp_path / "in", tensors, folder / "own/config.json", "dcp")
+    ask_transformers_here(monkeypatch, tmp_path / "cache")
+
+    def run(rank: int) -> fastshard.Manifest:
+        return fastshard.convert(
+            source, tmp_path / "out", "hf", dtype=dtype, rank=rank, world=2, timeout=HANG
+        )
+
+    with ThreadPoolExecutor(2) as ranks:
+        first, second = ranks.map(run, range(2))
+    assert first.document["plan"] == second.document["plan"]
+    want = load_file(folder / "own/model.safetensors")
+    assert read_result(tmp_path / "out").keys() == want.keys()
 
 
 @pytest.mark.parametrize(("change", "code"), DAMAGES)

@@ -229,8 +229,9 @@ def convert(
         # Each rank compares a part of the source with its manifest, where it has one.
         share = (this.rank + 1, this.world) if this else (1, 1)
         whole = source if lent is None else lent.sources
-        if this is not None and this.rank > 0 and not isinstance(whole, Checkpoint):
-            # What rank 0 finds by the list of transformers stops all.
+        is_decided = to == "hf" or options.get("dtype") in ("bf16", "f16")
+        if this is not None and this.rank > 0 and not isinstance(whole, Checkpoint) and not is_decided:
+            # What rank 0 finds by the list of transformers stops all. Names on disk and dtypes that are kept follow from it.
             options["transformers"] = "off"
         job = prepared(whole, to, expect, tokenizer, memory, threads, options, bar, share)
         if job.checkpoint.opened.reference is not None:

@@ -249,6 +249,24 @@ def list_adapter(asked: dict[str, Any]) -> dict[str, Any]:
     return {"saved": saved, "missing": sorted(loaded.missing_keys)}
 
 
+def answer_to(question: dict[str, Any]) -> dict[str, Any]:
+    """Returns the list that is asked for; why there is none, under ``error`` and ``kind``, whatever a class does with its config."""
+    try:
+        if "adapter" in question:
+            return list_adapter(question)
+        return loading(question) if "stored" in question else listed(question)
+    except ImportError as error:
+        return {"error": f"{type(error).__name__}: {error}", "kind": "import"}
+    except Unknown as error:
+        return {"error": str(error), "kind": "unknown"}
+    except MemoryError:
+        return {"error": "it takes more memory than it may", "kind": "limit"}
+    except Exception as error:
+        if "std::bad_alloc" in str(error):
+            return {"error": "it takes more memory than it may", "kind": "limit"}
+        return {"error": f"{type(error).__name__}: {error}", "kind": "build"}
+
+
 def main(asked: str, answer: str) -> int:
     """Writes the answer; 0 if it is a list."""
     sys.addaudithook(refuse_network)
@@ -258,23 +276,9 @@ def main(asked: str, answer: str) -> int:
     question = json.loads(Path(asked).read_text("utf-8"))
     resource.setrlimit(resource.RLIMIT_DATA, (question["memory"],) * 2)
     sys.path += [path for path in question["path"] if path not in sys.path]
-    try:
-        if "adapter" in question:
-            told = list_adapter(question)
-        else:
-            told = loading(question) if "stored" in question else listed(question)
-    except ImportError as error:
-        told = {"error": f"{type(error).__name__}: {error}", "kind": "import"}
-    except Unknown as error:
-        told = {"error": str(error), "kind": "unknown"}
-    except MemoryError:
-        told = {"error": "it takes more memory than it may", "kind": "limit"}
-    except Exception as error:  # whatever a model's class does with such a config
-        full = "std::bad_alloc" in str(error)
-        told = {"error": f"{type(error).__name__}: {error}", "kind": "build"}
-        told = {"error": "it takes more memory than it may", "kind": "limit"} if full else told
-    Path(answer).write_text(json.dumps(told), "utf-8")
-    return int("error" in told)
+    found = answer_to(question)
+    Path(answer).write_text(json.dumps(found), "utf-8")
+    return int("error" in found)
 
 
 if __name__ == "__main__":
