@@ -12,6 +12,7 @@ from .. import _core
 from ..common.config_text import shown
 from ..common.errors import Finding, from_core
 from ..layouts import tables
+from .repeated_settings import find_repeated_settings
 
 #: Parts within parts of a config at most that a table looks at: as deep as its expressions nest.
 _DEPTH = 32
@@ -184,16 +185,17 @@ def with_dtype(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
 
 
 def find_contradictions(config: Mapping[str, Any], file: str) -> list[Finding]:
-    """Finds what a config states twice, differently: lists with an entry for each layer, of another length than the layers.
+    """Finds what a config states twice, differently: settings under two keys, and lists with an entry for each layer, of
+    another length than the layers.
 
-    transformers refuses such a config. source: transformers configuration_utils.py (layer_type_validation)
+    transformers refuses such lists. source: transformers configuration_utils.py (layer_type_validation)
 
     Args:
         config: content of config.json.
         file: its path, for messages.
     """
     parts = [("", config), *((f"{key}.", part) for key, part in config.items() if isinstance(part, Mapping))]
-    findings = []
+    findings = find_repeated_settings(config, file)
     for prefix, part in parts:
         layers, kinds = part.get("num_hidden_layers"), part.get("layer_types")
         if not isinstance(layers, int) or isinstance(layers, bool) or not isinstance(kinds, list):
