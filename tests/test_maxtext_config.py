@@ -235,12 +235,27 @@ def test_another_kind_of_rotary_embedding(tmp_path: Path) -> None:
     assert "rope_type" in str(error.value)
 
 
-def test_a_window_that_maxtext_does_not_have(tmp_path: Path) -> None:
+@pytest.mark.parametrize("positions", [None, 32])
+@pytest.mark.parametrize("to", ["maxtext", "maxtext:unscan"])
+def test_a_window_that_maxtext_does_not_have(to: str, positions: int | None, tmp_path: Path) -> None:
     saved(hf_llama(SIZE), tmp_path / "hf")
-    given = llama_config(SIZE, model_type="mistral", sliding_window=16)
+    more = {} if positions is None else {"max_position_embeddings": positions}
+    given = llama_config(SIZE, model_type="mistral", sliding_window=16) | more
+    (tmp_path / "hf/config.json").write_text(json.dumps(given))
+    with pytest.raises(FastshardError) as error:
+        converted(tmp_path / "hf", tmp_path / "out", to)
+    assert (error.value.code, error.value.got) == ("FS514", "16")
+    assert "sliding_window" in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("window", "noted"), [(None, False), (64, True), (128, True)])
+def test_a_window_that_hides_nothing_is_taken(window: int | None, noted: bool, tmp_path: Path) -> None:
+    saved(hf_llama(SIZE), tmp_path / "hf")
+    given = llama_config(SIZE, model_type="mistral", sliding_window=window, max_position_embeddings=64)
     (tmp_path / "hf/config.json").write_text(json.dumps(given))
     _, findings = converted(tmp_path / "hf", tmp_path / "out", "maxtext")
-    assert any(f.severity == "warning" and "16 positions" in f.message for f in findings)
+    assert any("sliding_window" in f.message for f in findings) == noted
     assert yaml.safe_load((tmp_path / "out/maxtext_model.yml").read_text())["decoder_block"] == "mistral"
 
 
