@@ -1,16 +1,19 @@
-"""One setting stated twice: under two keys of one config."""
+"""One setting stated twice: under two keys of one config, or by the checkpoint and by --config."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+import yaml
 from fastshard.models.repeated_settings import ALIASES, find_repeated_settings
 from helpers import cli
+from tiny_models import model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 SIZES = {
@@ -171,3 +174,160 @@ def test_no_config_of_transformers_contradicts_itself() -> None:
         if found := find_repeated_settings(json.loads(made.to_json_string(use_diff=False)), "config.json"):
             accused[model_type] = found
     assert not accused
+
+
+#: What --config states otherwise than the model that is converted, and the keys of the written config.json.
+OTHERWISE = {
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-3, "sliding_window": 7,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+}  # fmt: skip
+
+
+def write_config(folder: Path, to: Path, **config: Any) -> Path:
+    to.write_text(json.dumps(json.loads((folder / "config.json").read_text()) | config))
+    return to
+
+
+def noted(ran: Any) -> dict[str, tuple[str, str]]:
+    """Settings that --config overrides: its value, and that of the checkpoint."""
+    notes = ran.having("FS215", severity="note")
+    keys = [f["message"].split(":")[0] for f in notes]
+    assert len(set(keys)) == len(keys)
+    pairs = [(f["expected"].rpartition(", as ")[0], f["got"].rpartition(", as ")[0]) for f in notes]
+    return dict(zip(keys, pairs, strict=True))
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mistral")
+    model("mistral", folder / "hf")
+    return folder / "hf"
+
+
+@pytest.mark.parametrize("form", ["megatron:legacy", "megatron:torch_dist"])
+def test_config_goes_before_arguments_of_megatron(form: str, mistral: Path, tmp_path: Path) -> None:
+    source = tmp_path / "megatron"
+    assert cli("convert", mistral, source, "--to", form, "--tp", 2).code == 0
+    given = write_config(mistral, tmp_path / "given.json", **OTHERWISE)
+    ran = cli("convert", source, tmp_path / "out", "--to", "hf", "--config", given)
+    assert ran.code == 0, ran.out
+    assert noted(ran) == {
+        "args.max_position_embeddings": ("4096", "64"),
+        "args.norm_epsilon": ("0.001", "1e-06"),
+        "args.rotary_base": ("500000", "10000"),
+        "args.window_size": ("[6, 0]", "[4, 0]"),
+    }
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert (written["max_position_embeddings"], written["rms_norm_eps"]) == (4096, 1e-3)
+    # The true vocabulary is that of the config, too.
+    assert (written["rope_theta"], written["sliding_window"], written["vocab_size"]) == (5e5, 7, 200)
+    # The arguments that are written are those of --config.
+    assert cli("convert", source, tmp_path / "again", "--to", form, "--config", given).code == 0
+    assert cli("convert", tmp_path / "again", tmp_path / "back", "--to", "hf").code == 0
+    assert json.loads((tmp_path / "back/config.json").read_text())["rope_theta"] == 5e5
+
+
+def test_config_may_be_arguments_of_megatron(mistral: Path, tmp_path: Path) -> None:
+    source = tmp_path / "megatron"
+    assert cli("convert", mistral, source, "--to", "megatron:legacy").code == 0
+    (tmp_path / "args.yml").write_text(
+        "rotary-base: 1000\nnorm_epsilon: 0.01\ntensor_model_parallel_size: 8\n"
+    )
+    ran = cli("convert", source, tmp_path / "out", "--to", "hf", "--config", tmp_path / "args.yml")
+    assert ran.code == 0, ran.out
+    assert noted(ran).keys() == {"args.rotary_base", "args.norm_epsilon"}
+    assert json.loads((tmp_path / "out/config.json").read_text())["rope_theta"] == 1000
+    (tmp_path / "none.yml").write_text("learning_rate: 1\n")
+    ran = cli("convert", source, tmp_path / "none", "--to", "hf", "--config", tmp_path / "none.yml")
+    assert ran.code == 2 and ran.having("FS211"), ran.out
+
+
+@pytest.mark.parametrize("verb", ["merge", "convert"])
+def test_what_no_argument_states_is_refused_where_it_matters(
+    verb: str, mistral: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "megatron"
+    assert cli("convert", mistral, source, "--to", "megatron:legacy").code == 0
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+    given = write_config(mistral, tmp_path / "given.json", rope_parameters=yarn)
+    to = () if verb == "merge" else ("--to", "hf")
+    ran = cli(verb, source, tmp_path / "out", *to, "--config", given)
+    assert ran.code == (0 if verb == "merge" else 2), ran.out
+    assert bool(ran.having("FS514", severity="error")) == (verb == "convert")
+
+
+@pytest.mark.parametrize("to", ["megatron:legacy", "gpt_neox"])
+def test_a_config_that_the_tensors_contradict_is_refused(to: str, mistral: Path, tmp_path: Path) -> None:
+    source, plain = tmp_path / "source", tmp_path / "plain"
+    shutil.copytree(mistral, plain)
+    write_config(plain, plain / "config.json", sliding_window=None)
+    if to == "gpt_neox":
+        plain = save(tmp_path / "llama", "llama")
+    assert cli("convert", plain, source, "--to", to, "--tp", 2).code == 0
+    for sizes in ({"hidden_size": 128, "head_dim": 16}, {"intermediate_size": 48}, {"num_hidden_layers": 3}):
+        given = write_config(plain, tmp_path / "given.json", **sizes)
+        ran = cli("convert", source, tmp_path / "out", "--to", "hf", "--config", given)
+        assert ran.code in (1, 3) and ran.errors, (sizes, ran.out)
+        assert not (tmp_path / "out").exists()
+
+
+def test_config_goes_before_what_gpt_neox_saved(tmp_path: Path) -> None:
+    llama = save(tmp_path / "hf", "llama")
+    source = tmp_path / "neox"
+    assert cli("convert", llama, source, "--to", "gpt_neox", "--tp", 2).code == 0
+    given = write_config(llama, tmp_path / "given.json", **OTHERWISE | {"sliding_window": None})
+    ran = cli("convert", source, tmp_path / "out", "--to", "hf", "--config", given)
+    assert ran.code == 0, ran.out
+    assert noted(ran) == {
+        "max_position_embeddings": ("4096", "64"),
+        "rms_norm_epsilon": ("0.001", "1e-06"),
+        "rotary_emb_base": ("500000.0", "10000"),
+    }
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert (written["max_position_embeddings"], written["rms_norm_eps"]) == (4096, 1e-3)
+    assert (written["rope_theta"], written["vocab_size"]) == (5e5, 64)
+    # A training config in full, which the arguments in the files contradict.
+    (file,) = source.glob("global_step*/configs/*.yml")
+    own = yaml.safe_load(file.read_text())
+    (tmp_path / "mine.yml").write_text(yaml.safe_dump(own | {"max_position_embeddings": 128}))
+    ran = cli("convert", source, tmp_path / "mine", "--to", "hf", "--config", tmp_path / "mine.yml")
+    assert ran.code == 0, ran.out
+    assert noted(ran) == {"max_position_embeddings": ("128", "64")}
+    assert json.loads((tmp_path / "mine/config.json").read_text())["max_position_embeddings"] == 128
+
+
+def test_config_goes_before_the_yml_beside_a_maxtext_run(tmp_path: Path) -> None:
+    llama = save(tmp_path / "hf", "llama")
+    source = tmp_path / "maxtext"
+    assert cli("convert", llama, source, "--to", "maxtext", "--rope-type", "default").code == 0
+    (yml,) = source.rglob("maxtext_model.yml")
+    yml.write_text(yml.read_text() + "max_target_length: 32\n")
+    given = write_config(llama, tmp_path / "given.json", **OTHERWISE | {"sliding_window": None})
+    ran = cli("convert", source, tmp_path / "out", "--to", "hf", "--config", given)
+    assert ran.code == 0, ran.out
+    assert noted(ran) == {
+        "max_target_length": ("4096", "32"),
+        "normalization_layer_epsilon": ("0.001", "1e-06"),
+        "rope_max_timescale": ("500000.0", "10000"),
+    }
+    assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 4096
+
+
+@pytest.mark.parametrize("form", ["hf", "dcp"])
+def test_config_goes_before_the_config_json_of_the_checkpoint(form: str, tmp_path: Path) -> None:
+    source = save(tmp_path / "hf", "llama")
+    if form == "dcp":
+        assert cli("convert", source, tmp_path / "dcp", "--to", "dcp").code == 0
+        source = tmp_path / "dcp"
+        shutil.copy(tmp_path / "hf/config.json", source)
+    given = write_config(
+        source, tmp_path / "given.json", rope_theta=5e5, rope_parameters=None, max_position_embeddings=128, use_cache=False
+    )  # fmt: skip
+    ran = cli("convert", source, tmp_path / "out", "--to", "hf", "--config", given)
+    assert ran.code == 0, ran.out
+    assert noted(ran) == {"rope_theta": ("500000.0", "10000.0"), "max_position_embeddings": ("128", "64")}
+    assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 128
+    assert not noted(cli("verify", source, "--config", source / "config.json"))
+    # What is wrong with the checkpoint's own config is why another one is given.
+    (source / "config.json").write_text("{")
+    assert cli("convert", source, tmp_path / "mended", "--to", "hf", "--config", given).code == 0

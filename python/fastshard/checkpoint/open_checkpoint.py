@@ -128,6 +128,7 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
         )
         for file in sorted(contents.cut)
     )
+    findings += hf_config.find_overridden(source, listing, found.folder, said)
     if said.prefix is not None and not source.chosen:
         raise _nothing_below(said.prefix, source)
     if said.layout:

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding
 from ..layouts.declaration import Evidence
 from . import unsupported
 from .config_fields import positive_number, refused, whole_number
 from .model import Lack, Model, Rope, unstated
+from .overridden_settings import read_settings
 from .unsupported import Says
 
 #: Activations that halve what the first projection gives. source: gpt-neox megatron/model/activations.py
@@ -48,6 +50,20 @@ _WORDS = {
     "gated": "MLP", "parallel": "gpt_j_residual", "positions": "pos_emb", "rope.share": "rotary_pct", "rope.base": "rotary_emb_base",
     "window": "sliding_window_width", "qk_norm": "use_qk_layernorm", "grouped": "num_kv_heads", "biases": "set of biases",
 }  # fmt: skip
+#: Settings of the model by their names in :func:`.read_settings`, as keys of a training config.
+_OF_CONFIG = {
+    "num_hidden_layers": "num_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_kv_heads", "max_position_embeddings": "max_position_embeddings", "rope_theta": "rotary_emb_base",
+    "partial_rotary_factor": "rotary_pct", "parallel": "gpt_j_residual",
+}  # fmt: skip
+#: Keys of a training config that are settings of the model, and not of how it is run.
+SETTINGS = frozenset(
+    {
+        *_OF_CONFIG.values(), *(key for key, _ in EPS.values()), "activation", "bias_gelu_fusion", "norm", "pos_emb",
+        "no_weight_tying", "sliding_window_width", "gpt_j_tied", "use_mup", "use_qk_layernorm",
+        "intermediate_size", "mlp_multiple_of",
+    }
+)  # fmt: skip
 _NONE = (False, False, False, False)
 _ALL = (True, True, True, True)
 _EVEN = (_NONE, _ALL, (True, True, False, False), (False, False, True, True))
@@ -246,6 +262,43 @@ class GptNeoX:
                 )
             )
         return out, findings
+
+
+def read_given_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the settings that a config.json states, as keys of a training config.
+
+    Raises:
+        FastshardError: ``FS211`` for a value of another kind, ``FS514`` for one that no key states.
+    """
+    stated = read_settings(config)
+    is_neox = config.get("model_type") == "gpt_neox"
+    act, window = stated.get("hidden_act"), stated.get("sliding_window")
+    known = {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh", "swish": "silu"}
+    act = known.get(str(act), act)
+    lacking = []
+    if "rope_by_layers" in stated:
+        lacking.append(Lack("rope_parameters by kinds of layers", "one set", shown(stated["rope_by_layers"])))
+    if (kind := stated.get("rope_type", "default")) != "default":
+        lacking.append(Lack("rope_scaling", "default", kind))
+    if isinstance(window, list):
+        lacking.append(Lack("sliding window in some layers", "none", ", ".join(window)))
+    if act is not None and act not in (_PLAIN if is_neox else GATES):
+        lacking.append(Lack("hidden_act", " | ".join(_PLAIN if is_neox else GATES), shown(act)))
+    if lacking:
+        raise unsupported.refused("GPT-NeoX", NEOX if is_neox else LLAMA, lacking)
+    found = {key: stated[name] for name, key in _OF_CONFIG.items() if name in stated}
+    if "eps" in stated:
+        found["layernorm_epsilon" if is_neox else "rms_norm_epsilon"] = stated["eps"]
+    if act is not None:
+        found |= {"bias_gelu_fusion": False, **_PLAIN[act]} if is_neox else {"activation": GATES[act]}
+    if isinstance(tied := config.get("tie_word_embeddings"), bool):
+        found["no_weight_tying"] = not tied
+    if window is not None:
+        # GPT-NeoX has windows in flash attention alone.
+        found |= {"sliding_window_width": window - 1, "attention_config": [[["flash"], "all"]]}
+    elif "sliding_window" in stated:
+        found["sliding_window_width"] = None
+    return found
 
 
 def _remarks(values: Mapping[str, Any], is_fused: bool, lacking: list[str]) -> list[Finding]:

@@ -197,7 +197,7 @@ class HuggingFace:
         near = [one for one in classes.values() if one.family == evidence.family] or list(classes.values())
         of = next((one for one in near if one.model_type == kind), near[0])
         stated = {**of.defaults, **values}
-        window, some = _windows(stated, of)
+        window, some = find_windows(stated, of)
         rope, several = rope_of(stated)
         activation = str(stated.get("hidden_act", "silu"))
         eps = "layer_norm_eps" if of.having("layer_norm_eps") else "rms_norm_eps"
@@ -243,7 +243,7 @@ def _experts(config: Mapping[str, Any], of: ModelClass) -> Experts | None:
     return Experts(whole_number(config, "num_experts_per_tok", 1), normalised)
 
 
-def _windows(config: Mapping[str, Any], of: ModelClass) -> tuple[int | None, list[Lack]]:
+def find_windows(config: Mapping[str, Any], of: ModelClass) -> tuple[int | None, list[Lack]]:
     """The positions that every layer sees, and what a window in some of them is called."""
     if of.window is None:
         return None, []

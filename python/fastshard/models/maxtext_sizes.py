@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..common.errors import FastshardError
+from ..common.errors import FastshardError, Finding
 from . import config_json
 from .config_fields import integer, whole_number
 from .maxtext import is_maxtext
+from .overridden_settings import find_overridden_settings, is_config_json, read_settings
 
 
 def _scales(config: dict[str, Any]) -> dict[str, int]:
@@ -78,3 +79,51 @@ def axes_of(config: dict[str, Any], family: str) -> dict[str, int]:
             )
         axes["r"] = heads // groups
     return axes
+
+
+#: Settings of the model by their names in :func:`.read_settings`, as keys of a yml.
+_OF_CONFIG = {
+    "hidden_size": "base_emb_dim", "num_attention_heads": "base_num_query_heads", "num_key_value_heads": "base_num_kv_heads",
+    "intermediate_size": "base_mlp_dim", "num_hidden_layers": "base_num_decoder_layers", "head_dim": "head_dim",
+    "rope_theta": "rope_max_timescale", "eps": "normalization_layer_epsilon", "max_position_embeddings": "max_target_length",
+}  # fmt: skip
+#: Keys of a yml that are settings of the model, besides its sizes.
+_SETTINGS = (
+    "rope_max_timescale", "normalization_layer_epsilon", "max_target_length", "rope_type", "rope_use_scale", "decoder_block",
+    "mlp_activations", "logits_via_embedding", "normalize_embedding_logits", "vocab_size",
+)  # fmt: skip
+
+
+def read_given_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Reads the settings that a yml or a config.json states, as keys of a yml; sizes are those that are meant, scaled.
+
+    Raises:
+        FastshardError: ``FS211`` for a value of another kind.
+    """
+    if is_config_json(config):
+        stated = read_settings(config)
+        found = {key: stated[name] for name, key in _OF_CONFIG.items() if name in stated}
+        tied = config.get("tie_word_embeddings")
+        return found | ({"logits_via_embedding": tied} if isinstance(tied, bool) else {})
+    found = {
+        f"base_{name}" if f"base_{name}" in _OF_CONFIG.values() else name: n
+        for name, n in sizes(config).items()
+    }
+    return found | {key: config[key] for key in _SETTINGS if config.get(key) is not None}
+
+
+def find_overridden_yml(own: dict[str, Any], given: dict[str, Any], file: str) -> list[Finding]:
+    """Finds settings of which ``--config`` states another value than the yml beside a checkpoint: a note each.
+
+    Args:
+        own: content of the yml.
+        given: content of the yml or config.json of ``--config``.
+        file: the yml beside the checkpoint.
+    """
+    try:
+        stated = read_given_settings(own)
+    except FastshardError:
+        # What is wrong with it may be why another one is given.
+        return []
+    taken = read_given_settings(given)
+    return find_overridden_settings(stated, taken, taken.keys(), file)

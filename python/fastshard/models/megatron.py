@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..common.config_text import shown
 from ..common.errors import Finding
 from ..layouts.declaration import Evidence
 from . import config_fields, unsupported
 from .config_fields import refused
 from .model import Experts, Lack, Model, Rope, unstated
+from .overridden_settings import is_config_json, read_settings
 from .unsupported import Says
 
 _LABEL = "args."
@@ -50,6 +52,21 @@ _WORDS = {
     "rope.base": "rotary_base", "rope.scaling": "use_rope_scaling", "window": "window_size", "biases": "add_bias_linear",
     "qk_norm": "qk_layernorm", "experts": "num_experts", "eps": "norm_epsilon", "experts.normalised": "moe_router_pre_softmax",
 }  # fmt: skip
+#: Settings of the model by their names in :func:`.read_settings`, as arguments.
+_OF_CONFIG = {
+    "num_hidden_layers": "num_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups", "head_dim": "kv_channels", "intermediate_size": "ffn_hidden_size",
+    "max_position_embeddings": "max_position_embeddings", "eps": "norm_epsilon", "rope_theta": "rotary_base",
+    "partial_rotary_factor": "rotary_percent", "experts": "num_experts", "best_experts": "moe_router_topk",
+}  # fmt: skip
+#: Arguments that are settings of the model, and not of how it is run.
+SETTINGS = frozenset(
+    {
+        *_OF_CONFIG.values(), *_NEUTRAL, "group_query_attention", "moe_ffn_hidden_size", "use_rope_scaling",
+        "rope_scaling_factor", "window_size", "window_attn_skip_freq", "swiglu", "normalization",
+        "position_embedding_type", "moe_router_pre_softmax",
+    }
+)  # fmt: skip
 _NONE = (False, False, False, False)
 #: A model as the tables of its layouts have it.
 LLAMA = Says(
@@ -171,6 +188,46 @@ class Megatron:
             # Positions to the left besides the token itself, and to the right.
             out["window_size"] = (model.window - 1, 0)
         return out, model.told("eps", "max_positions", "rope.base", "rope.share", "rope.scaling", file=file)
+
+
+def read_given_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Lack]]:
+    """Reads the settings that a config states, as arguments, and those that no argument states.
+
+    Args:
+        config: arguments of Megatron-LM by their names, or a config.json.
+
+    Raises:
+        FastshardError: ``FS211`` for a value of another kind.
+    """
+    if not is_config_json(config):
+        named = {str(key).replace("-", "_"): value for key, value in config.items()}
+        return {key: value for key, value in named.items() if key in SETTINGS and value is not None}, []
+    stated = read_settings(config)
+    kind, window = stated.get("rope_type", "default"), stated.get("sliding_window")
+    lacking = []
+    if "rope_by_layers" in stated:
+        lacking.append(Lack("rope_parameters by kinds of layers", "one set", shown(stated["rope_by_layers"])))
+    if kind not in ("default", "llama3"):
+        lacking.append(Lack("rope_scaling", "default | llama3", kind))
+    if isinstance(window, list):
+        lacking.append(Lack("sliding window in some layers", "none", ", ".join(window)))
+    found = {key: stated[name] for name, key in _OF_CONFIG.items() if name in stated}
+    if isinstance(base := found.get("rotary_base"), float) and base.is_integer():
+        found["rotary_base"] = int(base)
+    if "experts" in stated:
+        size = stated.get("expert_size", stated.get("intermediate_size"))
+        found |= {} if size is None else {"moe_ffn_hidden_size": size}
+        found.pop("ffn_hidden_size", None)
+    if {"num_key_value_heads", "num_attention_heads"} <= stated.keys():
+        found["group_query_attention"] = stated["num_key_value_heads"] != stated["num_attention_heads"]
+    if "rope_type" in stated:
+        found["use_rope_scaling"] = kind == "llama3"
+        found |= {"rope_scaling_factor": stated["rope.factor"]} if "rope.factor" in stated else {}
+    if "sliding_window" in stated and not isinstance(window, list):
+        found["window_size"] = None if window is None else (window - 1, 0)
+    if (act := stated.get("hidden_act")) is not None and str(act) not in ("silu", "swish"):
+        lacking.append(Lack("hidden_act", "silu", shown(act)))
+    return found, lacking
 
 
 def size(args: Mapping[str, Any], key: str) -> int | None:

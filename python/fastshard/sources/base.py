@@ -150,6 +150,11 @@ class Options:
     given: OpenOptions = field(default_factory=OpenOptions)
 
     @property
+    def stated_config(self) -> dict[str, Any] | None:
+        """The config of ``--config``; None where a reference gives one."""
+        return None if self.given.get("config") is None else self.config
+
+    @property
     def vocab_size(self) -> int | None:
         """True vocabulary."""
         return self.given.get("vocab_size")

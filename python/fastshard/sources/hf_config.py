@@ -18,6 +18,7 @@ from ..layouts import naming_schemes, tables
 from ..layouts.declaration import Source, is_state
 from ..layouts.wrapper_names import bare, wrapped
 from ..models import config_json, huggingface, sidecar_files
+from ..models.overridden_settings import find_overridden_config, is_config_json
 from .base import Options
 
 #: What a layer's tensor is called, and what precedes the word.
@@ -63,6 +64,31 @@ def config_of(
         raise FastshardError.of("FS211", "config.json is not an object", file=label)
     raise_errors(sidecar_files.differing(listing, [path]))
     return config, path
+
+
+def find_overridden(source: Source, listing: Listing, folder: str, options: Options) -> list[Finding]:
+    """Finds what ``--config`` states otherwise than the config.json of the checkpoint, a note each.
+
+    Args:
+        source: the declaration.
+        listing: what the roots hold.
+        folder: that of the tensors.
+        options: what the caller said.
+    """
+    given, model = options.stated_config, source.model
+    is_taken = model.config == given and model.dialect in (None, huggingface.DIALECT)
+    if given is None or not is_taken or not is_config_json(given):
+        return []
+    found = (_config_in(listing, place) for place in sidecar_files.places(listing, folder))
+    if (path := next((path for path in found if path), None)) is None:
+        return []
+    label = _label(listing, path)
+    try:
+        own = json_text.object_in(safe_files.read_text(path, safe_files.MAX_TEXT, label=label))
+    except FastshardError:
+        # What is wrong with it may be why another one is given.
+        return []
+    return find_overridden_config(own, given, label)
 
 
 def _config_in(listing: Listing, place: Folder) -> Path | None:

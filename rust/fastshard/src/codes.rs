@@ -201,7 +201,7 @@ codes! {
         "The values change as requested (cast, scale, mean). The plan and the manifest list it."
         "Leave the option out to keep the values."
     215 CONFIG_DISAGREES Error Problem "Config contradicts tensors"
-        "The config and the tensors contradict each other."
+        "The config and the tensors contradict each other, or the config states one setting under two keys, differently. As a note: --config states a setting otherwise than the checkpoint does, and --config is taken."
         "Pass the config of this checkpoint with --config."
     216 DEFAULT_ASSUMED Warning Problem "Default assumed"
         "A setting that decides values is not stated, so the default of the framework is written, and the manifest records it."

@@ -79,7 +79,13 @@ class Framework(Protocol):
     """One that saves by way of torch.distributed.checkpoint, under names and with files of its own."""
 
     def take(
-        self, source: Source, found: Found[DcpFiles], listing: Listing, contents: Contents, tensors: _Tensors
+        self,
+        source: Source,
+        found: Found[DcpFiles],
+        listing: Listing,
+        contents: Contents,
+        tensors: _Tensors,
+        options: Options,
     ) -> _Tensors | None:
         """Declares what its own files say of the model, and returns the weights among the tensors; None if it is not its save."""
 
@@ -199,7 +205,7 @@ class Dcp:
             source.findings += [f for e in described["tensors"] if e["name"] in source.lost for f in _hole(e)]
         names = [entry["name"] for entry in described["tensors"]]
         for framework in self._frameworks:
-            named = framework.take(source, found, listing, contents, tensors)
+            named = framework.take(source, found, listing, contents, tensors, options)
             if named is not None:
                 tensors = named
                 break

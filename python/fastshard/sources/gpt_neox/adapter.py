@@ -107,10 +107,10 @@ class GptNeox:
         """Topology, axes and facts from the rank files' arguments and the saved YAML."""
         states = [as_dict(values(file)) for _, file in found.seen.ranks]
         source = Source(framework="GPT-NeoX", units=[], step=found.step)
-        yaml, yaml_path = neox_config.read(listing, found.seen.places, options, source.findings)
+        stated = neox_config.read(listing, found.seen.places, options, source.findings)
         args = neox_config.arguments(states)
         _same_run(found, states, source.findings)
-        model = neox_config.Model.of(args, yaml, yaml_path, source.findings)
+        model = neox_config.Model.of(args, stated, source.findings)
         source.facts, source.axes = model.facts, dict(model.axes)
         source.provable = model.layers is not None and model.tp is not None
         keys = ("iteration", "global_steps", "global_samples", "args", "ds_version")
@@ -121,8 +121,7 @@ class GptNeox:
         else:
             self._sequential(found, model, source, states)
         features.apply(found, source, model, values, own_layout=options.layout is not None)
-        if options.vocab_size:
-            source.vocab_size = options.vocab_size
+        source.vocab_size = options.vocab_size or stated.vocab_size
         return source
 
     def _pipeline(self, found: Found[ZeroFiles], model: neox_config.Model, source: Source) -> None:

@@ -6,7 +6,7 @@ stored one. source: gpt-neox megatron/neox_arguments, megatron/checkpointing.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,9 @@ from ...common.config_text import parse_yaml, shown
 from ...common.errors import FastshardError, Finding
 from ...common.listing import Listing
 from ...common.options import MAX_DEGREE
+from ...models import config_json, gpt_neox
+from ...models.config_fields import count
+from ...models.overridden_settings import find_overridden_settings, is_config_json
 from ..base import Options
 
 #: Layers at most; no model has as many.
@@ -23,12 +26,52 @@ _MAX_SHARDS = 1 << 17
 _LIMITS = {"num_layers": MAX_LAYERS, "model_parallel_size": MAX_DEGREE}
 
 
+@dataclass(frozen=True)
+class Stated:
+    """What is stated of a model: by the YAML saved with it, and by ``--config``."""
+
+    #: All of it but the arguments in the files.
+    config: dict[str, Any]
+    path: str | None
+    #: What ``--config`` states of the model, which is taken instead of what the checkpoint does.
+    given: Mapping[str, Any] = field(default_factory=dict)
+    #: What the saved YAML states, where ``--config`` is given.
+    saved: Mapping[str, Any] = field(default_factory=dict)
+    #: Extents of axes that a config.json states and a training config does not; and the true vocabulary.
+    axes: Mapping[str, int] = field(default_factory=dict)
+    vocab_size: int | None = None
+
+
 def read(
     listing: Listing, places: Sequence[tuple[int, str]], options: Options, findings: list[Finding]
+) -> Stated:
+    """The training config: the one given, else all YAML files that were saved with the step, merged. A config.json that is
+    given states some of its settings.
+
+    Raises:
+        FastshardError: ``FS211`` for a config that is malformed, ``FS514`` for settings that GPT-NeoX does not have.
+    """
+    if options.config is None:
+        return Stated(*_read_saved(listing, places, findings))
+    try:
+        saved, _ = _read_saved(listing, places, [])
+    except FastshardError:
+        # What is wrong with it may be why another one is given.
+        saved = {}
+    if is_config_json(options.config):
+        findings += config_json.find_contradictions(options.config, options.config_path or "config.json")
+        given = gpt_neox.read_given_settings(options.config)
+        vocab_size, size = count(options.config, "vocab_size"), count(options.config, "intermediate_size")
+        axes = {} if size is None else {"F": size}
+        return Stated({**saved, **given}, options.config_path, given, saved, axes, vocab_size)
+    config = {str(k).replace("-", "_"): v for k, v in options.config.items()}
+    given = {key: value for key, value in config.items() if key in gpt_neox.SETTINGS and value is not None}
+    return Stated(config, options.config_path, given, saved)
+
+
+def _read_saved(
+    listing: Listing, places: Sequence[tuple[int, str]], findings: list[Finding]
 ) -> tuple[dict[str, Any], str | None]:
-    """The training config: the one given, else all YAML files that were saved with the step, merged."""
-    if options.config is not None:
-        return {str(k).replace("-", "_"): v for k, v in options.config.items()}, options.config_path
     merged: dict[str, Any] = {}
     path = None
     folders = {(root, f"{folder}/configs" if folder else "configs") for root, folder in places}
@@ -91,10 +134,13 @@ class Model:
     config: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, args: dict[str, Any], config: dict[str, Any], path: str | None, findings: list[Finding]
-    ) -> Model:
-        """Combines the arguments in the files with the YAML; contradictions become findings."""
+    def of(cls, args: dict[str, Any], stated: Stated, findings: list[Finding]) -> Model:
+        """Combines the arguments in the files with the YAML; contradictions become findings. What ``--config`` states of
+        the model is taken, with a note for each setting that the checkpoint states otherwise."""
+        config, path = stated.config, stated.path
+        args = {key: value for key, value in args.items() if value is not None}
+        findings += find_overridden_settings({**stated.saved, **args}, stated.given, gpt_neox.SETTINGS, path)
+        args |= {key: value for key, value in stated.given.items() if key in args}
 
         def number(key: str) -> int | None:
             inside, outside = args.get(key), config.get(key)
@@ -137,7 +183,7 @@ class Model:
         }
         if hidden and heads and hidden % heads == 0:
             axes["d"] = hidden // heads
-        model.axes = {k: v for k, v in axes.items() if v}
+        model.axes = {k: v for k, v in axes.items() if v} | dict(stated.axes)
         for fact, key, wanted in (
             ("gpt_j_residual", "gpt_j_residual", True),
             ("tied", "no_weight_tying", False),
@@ -145,7 +191,7 @@ class Model:
             value = config.get(key)
             if isinstance(value, bool):
                 model.facts[fact] = value is wanted
-        model.config.update({k: v for k, v in args.items() if v is not None})
+        model.config.update(args)
         return model
 
     def bounded(self, layers: int, tp: int) -> None:

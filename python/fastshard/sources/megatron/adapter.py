@@ -114,13 +114,14 @@ class Megatron:
                 )
         source = Source(found.framework, units=[], layout="megatron.legacy", step=found.step)
         source.vocab_size = options.vocab_size
-        args = next((a for s in states if (a := arguments.arguments(s))), {})
+        carried = next((a for s in states if (a := arguments.arguments(s))), {})
+        args, lacking = arguments.override(source, carried, options, found.files[0].path)
         models = [self._models(s) for s in states]
         names = {name for model in models for _, names in model for name in names}
         grid = RankGrid.of(found, args, arguments.mixture(args, names))
         source.degrees = {"tp": grid.tp} | ({"ep": grid.ep} if grid.ep > 1 else {})
         source.provable = bool(args)
-        source.values = {"iteration": args.get("iteration"), "args": args} if args else {}
+        source.values = {"iteration": carried.get("iteration"), "args": carried} if carried else {}
         self._ranks(found, states, grid, source)
         chunks = [[own for _, own in model] for model in models]
         files = list(zip(range(len(chunks)), grid.places, chunks, strict=True))
@@ -130,7 +131,7 @@ class Megatron:
             return source
         if arguments.mixture(args, names):
             _check_experts(args, grid, found.files[0].path)
-        arguments.describe(source, args, names)
+        arguments.describe(source, args, names, lacking)
         self._units(grid, models, _experts_of_rank(args, grid, names), source)
         if source.facts["experts_flat"]:
             _flat_experts(grid, contents, source)

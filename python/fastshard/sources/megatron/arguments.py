@@ -6,11 +6,17 @@ transformers models/{llama,mistral,qwen2,qwen3,mixtral,qwen3_moe}
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ...layouts.declaration import Description, Source
-from ...models import megatron
+from ...common.errors import FastshardError
+from ...layouts.declaration import Description, Evidence, Source
+from ...models import config_json, megatron
+from ...models.config_fields import count
+from ...models.model import Lack, Model
+from ...models.overridden_settings import find_overridden_settings, is_config_json
+from ..base import Options
 
 #: Degrees of parallel dimensions by their argument. source: megatron/training/arguments.py
 _DEGREES = {
@@ -28,6 +34,44 @@ def arguments(state: Any) -> dict[str, Any]:
     if isinstance(args, dict) and "__class__" in args:
         args = args.get("state")
     return args if isinstance(args, dict) else {}
+
+
+def override(
+    source: Source, args: dict[str, Any], options: Options, file: str | None
+) -> tuple[dict[str, Any], list[Lack]]:
+    """Puts what ``--config`` states in the place of arguments, with a note on the declaration for each that differs.
+
+    Returns the arguments, and what ``--config`` states and no argument does: a merge needs none of it.
+
+    Args:
+        source: the declaration.
+        args: those that the checkpoint carries.
+        options: what the caller said.
+        file: the file that carries them.
+
+    Raises:
+        FastshardError: ``FS211`` for a config that states no setting of the model.
+    """
+    config = options.stated_config
+    if config is None:
+        return args, []
+    stated, lacking = megatron.read_given_settings(config)
+    if not stated and not lacking:
+        raise FastshardError.of(
+            "FS211",
+            "--config states no setting of the model",
+            file=options.config_path,
+            expected="the model's config.json, or arguments of Megatron-LM by their names",
+            got=", ".join(map(str, list(config)[:5])),
+            help="pass the config of this model, or leave --config out",
+        )
+    noted = megatron.SETTINGS - {"group_query_attention"}
+    source.findings += find_overridden_settings(args, stated, noted, file, "args.")
+    if is_config_json(config):
+        source.findings += config_json.find_contradictions(config, options.config_path or "config.json")
+        # Ranks hold rows of the padded vocabulary; a config.json knows the true one.
+        source.vocab_size = source.vocab_size or count(config, "vocab_size")
+    return {**args, **stated}, lacking
 
 
 def mixture(args: dict[str, Any], names: Iterable[str]) -> bool:
@@ -49,11 +93,35 @@ def beyond(args: Mapping[str, Any]) -> tuple[str, str, str] | None:
     return next(((name, expected, str(args[name])[:80]) for name, expected, got in reasons if got), None)
 
 
-def describe(source: Source, args: dict[str, Any], names: set[str]) -> None:
-    """Axes and facts: sizes from the arguments, to be held against the tensors; facts from names."""
+@dataclass(frozen=True)
+class Unnamed:
+    """Megatron-LM's dialect for a model that has more than its tables: whoever asks what it computes is told what has no name."""
+
+    lack: Lack
+    name: str = megatron.DIALECT.name
+
+    def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
+        """The model of the arguments, which has more than any other framework has words for."""
+        model = megatron.DIALECT.read(values, evidence)
+        return replace(model, others=(*model.others, self.lack))
+
+
+def describe(source: Source, args: dict[str, Any], names: set[str], lacking: Sequence[Lack] = ()) -> None:
+    """Axes and facts: sizes from the arguments, to be held against the tensors; facts from names.
+
+    Args:
+        source: the declaration.
+        args: the run's arguments.
+        names: of the tensors.
+        lacking: what is known of the model and no argument states.
+    """
     moe = mixture(args, names)
     source.axes = megatron.axes_of(args, moe)
-    source.model = Description("mixtral" if moe else "llama", dict(args), dialect=megatron.DIALECT)
+    source.model = Description(
+        "mixtral" if moe else "llama",
+        dict(args),
+        dialect=Unnamed(lacking[0]) if lacking else megatron.DIALECT,
+    )
     said = {dimension: megatron.size(args, key) for dimension, key in _DEGREES.items()}
     source.ranks = {dimension: degree for dimension, degree in said.items() if degree is not None}
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ..._core import Rule, Table
-from ...layouts.declaration import Evidence, Source
+from ...layouts.declaration import Source
 from ...models import megatron
-from ...models.model import Lack, Model
+from ...models.model import Lack
 from . import arguments
 
 #: Layers that may differ are numbered from the first of all. source: transformer_block.py (non_homogeneous_layers)
@@ -35,19 +35,6 @@ _WORDS = re.compile(r"(?:^|\.)(?:word_embeddings\.weight|output_layer\.(?:weight
 _HEADS = {"g": "num_query_groups", "r": "num_attention_heads", "d": "kv_channels"}
 #: Biases that a table has in all such layers or in none.
 _TOGETHER = (("self_attention.linear_proj.bias", "mlp.linear_fc1.bias", "mlp.linear_fc2.bias"),)
-
-
-@dataclass(frozen=True)
-class Unnamed:
-    """Megatron-LM's dialect for a model that no table here describes: whoever asks what it computes is told what has no name."""
-
-    lack: Lack
-    name: str = megatron.DIALECT.name
-
-    def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
-        """The model of the arguments, which has more than any other framework has words for."""
-        model = megatron.DIALECT.read(values, evidence)
-        return replace(model, others=(*model.others, self.lack))
 
 
 def is_numbered(names: Collection[str]) -> bool:
@@ -130,7 +117,7 @@ def leave_unnamed(
     """Declares the tensors as they are stored: ``.metadata`` states all shapes. Rows that are words are known all the same."""
     source.layout, source.pass_unknown, source.axes = None, True, {}
     source.table = Table.of("megatron.any", "V", {}, list(_words(shapes, args)))
-    source.model = replace(source.model, dialect=Unnamed(lack))
+    source.model = replace(source.model, dialect=arguments.Unnamed(lack))
 
 
 def _words(shapes: Mapping[str, list[int]], args: Mapping[str, Any]) -> Iterator[Rule]:

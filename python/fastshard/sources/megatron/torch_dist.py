@@ -13,7 +13,7 @@ from ...common.listing import Listing
 from ...layouts import tables
 from ...layouts.declaration import Source
 from ...models.model import Lack
-from ..base import Contents, Found, as_dict, missing
+from ..base import Contents, Found, Options, as_dict, missing
 from ..dcp.dcp_files import DcpFiles
 from ..dcp.optim import read_object
 from . import arguments, optim, table_match
@@ -34,6 +34,7 @@ class TorchDist:
         listing: Listing,
         contents: Contents,
         tensors: list[tuple[str, list[int], list[Any]]],
+        options: Options,
     ) -> list[tuple[str, list[int], list[Any]]] | None:
         """Table, axes and facts from the arguments; the optimizer's state becomes slots of the source."""
         if not _is_torch_dist(found, listing):
@@ -47,7 +48,9 @@ class TorchDist:
         # Layers that may differ are not stacked: numbered from the first of all, whole, as one rank has them.
         source.layout = "megatron.legacy" if table_match.is_numbered(names) else "megatron.dist"
         source.values |= {"iteration": args.get("iteration"), "args": args}
-        arguments.describe(source, args, names)
+        file = next((f.path for f in found.files if f.name == "common.pt"), None)
+        args, lacking = arguments.override(source, args, options, file)
+        arguments.describe(source, args, names, lacking)
         # What is stored is all that there is: no arguments call for more.
         source.facts["output_layer"] = "output_layer.weight" in names
         if "gated" not in source.facts and (gated := _gated(shapes)) is not None:

@@ -12,6 +12,7 @@ from ...common.errors import FastshardError, Finding, error_for
 from ...common.listing import File, Listing
 from ...layouts.declaration import Assembled, Blocks, Source, TreeInfo
 from ...layouts.maxtext_names import FILE as MODEL_FILE
+from ...models import maxtext_sizes
 from .. import maxtext as maxtext_model
 from .. import paxml as paxml_model
 from ..base import Contents, Found, Options
@@ -136,6 +137,10 @@ class Orbax:
         config, path = options.config, options.config_path
         if config is None:
             config, path = _model_beside(listing, place)
+        elif options.stated_config is not None and (
+            maxtext_model.is_train_state(arrays) or paxml_model.is_train_state(arrays)
+        ):
+            source.findings += _find_overridden(listing, place, config)
         if maxtext_model.is_train_state(arrays):
             scan = custom.get("scan_layers") if isinstance(custom, dict) else None
             stacked = scan if isinstance(scan, bool) else None
@@ -379,6 +384,15 @@ def _model_beside(listing: Listing, place: Place) -> tuple[dict[str, Any] | None
         if not folder:
             return None, None
         folder = folder.rpartition("/")[0]
+
+
+def _find_overridden(listing: Listing, place: Place, given: dict[str, Any]) -> list[Finding]:
+    """Finds what ``--config`` states otherwise than the yml beside the step."""
+    try:
+        own, path = _model_beside(listing, place)
+    except FastshardError:
+        return []
+    return [] if own is None or path is None else maxtext_sizes.find_overridden_yml(own, given, path)
 
 
 def _expected(tree: Tree, there: set[str], where: str) -> list[Finding]:

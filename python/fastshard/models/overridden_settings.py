@@ -1,0 +1,140 @@
+"""Settings of a model that a checkpoint states, and ``--config`` too: ``--config`` is taken, and each difference is a note."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from ..common.config_text import shown
+from ..common.errors import FastshardError, Finding
+from ..layouts import tables
+from .huggingface import find_windows, rope_of
+
+#: Settings by one name each, and what config.json calls them; the first is its own name for most classes.
+_NAMES = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim",),
+    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "d_ff"),
+    "vocab_size": ("vocab_size",),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions"),
+    "eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),
+    "hidden_act": ("hidden_act", "activation_function", "hidden_activation"),
+    "parallel": ("use_parallel_residual",),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "best_experts": ("num_experts_per_tok",),
+    "expert_size": ("moe_intermediate_size",),
+}  # fmt: skip
+_BASES = ("rope_theta", "rotary_emb_base")
+_SHARES = ("partial_rotary_factor", "rotary_pct")
+_TABLES = ("rope_parameters", "rope_scaling")
+
+
+def is_config_json(config: Mapping[str, Any]) -> bool:
+    """True for a config of transformers, False for a training config."""
+    return "model_type" in config or "architectures" in config
+
+
+def read_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a config.json states, by one name each; what it leaves to defaults is not among them.
+
+    Raises:
+        FastshardError: ``FS211`` for a rotary embedding or a window of another kind.
+    """
+    found = {}
+    for name, keys in _NAMES.items():
+        if (key := next((key for key in keys if config.get(key) is not None), None)) is not None:
+            found[name] = config[key]
+    rope, several = rope_of(config)
+    flat = {**config, **{k: v for table in _TABLES for k, v in (config.get(table) or {}).items()}}
+    if several:
+        found["rope_by_layers"] = {table: config[table] for table in _TABLES if config.get(table)}
+    else:
+        if any(flat.get(key) is not None for key in _BASES):
+            found["rope_theta"] = rope.base
+        if any(flat.get(key) is not None for key in _SHARES):
+            found["partial_rotary_factor"] = rope.share
+        if any(table in config for table in _TABLES):
+            found["rope_type"] = rope.kind
+            scaling = rope.scaling if rope.kind != "default" else {}
+            found |= {
+                f"rope.{key}": value for key, value in scaling.items() if isinstance(value, (int, float))
+            }
+            found.pop("rope.rope_theta", None)
+            found.pop("rope.partial_rotary_factor", None)
+    of = tables.classes().get(str(config.get("model_type")))
+    if of is not None and any(key in config for key in ("sliding_window", "layer_types")):
+        window, some = find_windows({**of.defaults, **config}, of)
+        found["sliding_window"] = [lack.got for lack in some] or window
+    elif of is None and config.get("sliding_window") is not None:
+        found["sliding_window"] = config["sliding_window"]
+    return found
+
+
+def find_overridden_settings(
+    own: Mapping[str, Any], given: Mapping[str, Any], keys: Collection[str], file: str | None, label: str = ""
+) -> list[Finding]:
+    """Finds settings of which ``--config`` states another value than the checkpoint does: a note each.
+
+    Args:
+        own: what the checkpoint states.
+        given: what ``--config`` states, by the same keys.
+        keys: those that are settings of the model.
+        file: the file of the checkpoint that states them.
+        label: what precedes the keys in messages.
+    """
+    return [
+        Finding.of(
+            "FS215",
+            f"{label}{key}: --config and the checkpoint state different values, and that of --config is taken",
+            severity="note",
+            file=file,
+            expected=f"{_short(value)}, as --config states",
+            got=f"{_short(own[key])}, as the checkpoint states",
+            help="leave --config out to take what the checkpoint states",
+        )
+        for key, value in given.items()
+        if key in keys and own.get(key) is not None and not is_equal(own[key], value)
+    ]
+
+
+def find_overridden_config(own: Mapping[str, Any], given: Mapping[str, Any], file: str) -> list[Finding]:
+    """Finds the same where both are a config.json, part by part.
+
+    Args:
+        own: content of the checkpoint's config.json.
+        given: content of that of ``--config``.
+        file: the checkpoint's, for messages.
+    """
+    findings = []
+    theirs = dict(_parts(given))
+    for prefix, part in _parts(own):
+        try:
+            stated = read_settings(part)
+        except FastshardError:
+            # What is wrong with it may be why another one is given.
+            continue
+        other = read_settings(theirs.get(prefix, {}))
+        findings += find_overridden_settings(stated, other, other.keys(), file, prefix)
+    return findings
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    """True for values that say the same: a pair is one as a list and as a tuple, and False is no zero."""
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(is_equal, one, other))
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _short(value: Any) -> str:
+    """A value as a message has it, a pair of numbers too."""
+    return str(list(value)) if isinstance(value, (list, tuple)) and len(value) <= 4 else shown(value)
+
+
+def _parts(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    yield "", config
+    for key in ("text_config", "llm_config", "language_config"):
+        if isinstance(part := config.get(key), Mapping):
+            yield f"{key}.", part
