@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import fastshard
 import pytest
@@ -211,3 +212,110 @@ def test_no_ending_is_good_where_something_is_wrong(hf: Path) -> None:
 
 def test_the_function_returns_findings(hf: Path) -> None:
     assert [f for f in fastshard.verify(hf) if f.severity == "error"] == []
+
+
+COMMANDS = [("merge",), ("convert", "--to", "hf")]
+
+
+def ran_on(command: tuple[str, ...], source: Path, out: Path, *options: object) -> Any:
+    verb, *to = command
+    return cli(verb, source, out, *to, *options)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("place", ["cached", "local"])
+def test_a_write_says_that_nobody_compares_the_hubs_hashes(
+    request: pytest.FixtureRequest, place: str, command: tuple[str, ...], tmp_path: Path
+) -> None:
+    source: Path = request.getfixturevalue(place)
+    ran = ran_on(command, source, tmp_path / "out")
+    assert ran.code == 0, ran.out
+    told = f"the Hub's hashes (`fastshard verify {source}` compares them)"
+    assert told in ran.doc["not_checked"]
+    (found,) = ran.having("FS314", severity="note")
+    assert f"fastshard verify {source}" in found["run"]
+    verb, *to = command
+    text = cli(verb, source, tmp_path / "again", *to, json_output=False).err
+    assert f"not checked: {told}" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("place", ["cached", "local"])
+def test_a_write_compares_the_hubs_hashes_where_it_is_asked_to(
+    request: pytest.FixtureRequest, place: str, command: tuple[str, ...], tmp_path: Path
+) -> None:
+    source: Path = request.getfixturevalue(place)
+    ran = ran_on(command, source, tmp_path / "out", "--check-hub")
+    assert (ran.code, ran.having("FS314")) == (0, []), ran.out
+    assert not any("Hub" in line for line in ran.doc.get("not_checked", []))
+    flip_bit(source / SHARD, (source / SHARD).stat().st_size - 5)
+    # What nobody compares is written: a flipped bit is a weight like any other.
+    assert ran_on(command, source, tmp_path / "unseen").code == 0
+    refused = ran_on(command, source, tmp_path / "refused", "--check-hub")
+    verified = cli("verify", source)
+    assert refused.code == verified.code == 1
+    assert refused.errors == verified.errors
+    assert [(f["code"], f["file"]) for f in refused.errors] == [("FS308", SHARD)]
+    assert not (tmp_path / "refused").exists()
+
+
+def test_a_companion_that_changed_is_found_too(cached: Path, tmp_path: Path) -> None:
+    (cached / "config.json").write_text((cached / "config.json").read_text() + " ")
+    ran = cli("merge", cached, tmp_path / "out", "--check-hub")
+    assert [(f["code"], f["file"]) for f in ran.errors] == [("FS308", "config.json")]
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_said_where_there_are_no_hashes(hf: Path, tmp_path: Path) -> None:
+    ran = cli("merge", hf, tmp_path / "out")
+    assert (ran.code, ran.having("FS314")) == (0, [])
+    ran = cli("merge", hf, tmp_path / "asked", "--check-hub")
+    assert ran.code == 0
+    (found,) = ran.having("FS314", severity="note")
+    assert "keeps no hash" in found["message"]
+
+
+def test_a_manifest_says_more_than_the_hubs_hashes(cached: Path, tmp_path: Path) -> None:
+    assert cli("manifest", cached, "-o", tmp_path / "m.json").code == 0
+    ran = cli("merge", cached, tmp_path / "out", "--expect", tmp_path / "m.json")
+    assert (ran.code, ran.having("FS314")) == (0, []), ran.out
+
+
+def test_parts_compare_a_share_each(cached: Path, tmp_path: Path) -> None:
+    flip_bit(cached / SHARD, (cached / SHARD).stat().st_size - 5)
+    begun = cli("split", cached, tmp_path / "out", "--parts", 3, "--check-hub")
+    assert begun.code == 0, begun.out
+    parts = [cli("make-part", n, tmp_path / "out", "--run", begun.doc["run"]) for n in range(3)]
+    assert sorted(part.code for part in parts) == [0, 0, 1]
+    assert cli("commit", tmp_path / "out", "--run", begun.doc["run"]).code != 0
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "view", "torch"])
+def test_a_writer_compares_what_it_expects(kind: str, cached: Path, tmp_path: Path) -> None:
+    def write(out: Path, **options: Any) -> fastshard.Writer:
+        source = fastshard.open(cached, to="hf") if kind == "view" else fastshard.open(cached)
+        expected = source.torch() if kind == "torch" else source
+        with fastshard.Writer(out, expected=expected, **options) as writer:
+            for name in source:
+                writer[name] = source[name].torch()
+        return writer
+
+    for options, codes in (({}, ["FS314"]), ({"check_hub": True}, [])):
+        written = write(tmp_path / f"good{len(codes)}", **options).manifest
+        assert written is not None
+        assert [f.code for f in written.findings if f.code == "FS314"] == codes
+    flip_bit(cached / SHARD, (cached / SHARD).stat().st_size - 5)
+    with pytest.raises(fastshard.FastshardError) as error:
+        write(tmp_path / "bad", check_hub=True)
+    assert [(f.code, f.file) for f in error.value.findings] == [("FS308", SHARD)]
+    assert not (tmp_path / "bad").exists()
+
+
+def test_functions_compare_too(local: Path, tmp_path: Path) -> None:
+    flip_bit(local / SHARD, (local / SHARD).stat().st_size - 5)
+    os.utime(local / SHARD, (1, 1))
+    for function in (fastshard.merge, fastshard.convert):
+        with pytest.raises(fastshard.FastshardError) as error:
+            function(local, tmp_path / "out", check_hub=True)
+        assert error.value.code == "FS308"
+    assert not (tmp_path / "out").exists()

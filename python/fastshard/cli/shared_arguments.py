@@ -13,6 +13,7 @@ from ..common.options import (
     Against,
     Checked,
     Choosing,
+    Comparing,
     Gating,
     Lending,
     Made,
@@ -182,6 +183,7 @@ def add_writing(parser: argparse.ArgumentParser) -> None:
     add_options(group, Publishing, only=("resume", "overwrite"))
     group.add_argument("--fsync", choices=("full", "none"), default="full", help="durability (default: full)")
     add_options(group, Publishing, only=("sparse", "stats"))
+    add_options(group, Comparing)
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:

@@ -345,8 +345,22 @@ class Loading(Opening, Against, Viewing, Threads, total=False):
     """What :func:`fastshard.load_model` takes of a checkpoint."""
 
 
-class Writing(Opening, Against, Shaping, Sharding, total=False):
-    """What :func:`fastshard.plan` takes besides the source and the target."""
+class Comparing(TypedDict, total=False):
+    """What the files of a source are compared with before a result is written."""
+
+    check_hub: Annotated[
+        bool,
+        Option(
+            "switch",
+            "compare files of a Hugging Face download with the hashes that the Hub's cache keeps, as `fastshard verify` does, before OUT "
+            "is written; each file is read once more",
+            False,
+        ),
+    ]
+
+
+class Writing(Opening, Against, Shaping, Sharding, Comparing, total=False):
+    """What functions take that publish a result, of the source and of what is made of it."""
 
 
 class Publishing(TypedDict, total=False):
@@ -452,7 +466,9 @@ def table(kind: type) -> dict[str, Option]:
 
 
 #: Options that shape a plan.
-PLANNING = table(Writing).keys() - table(Source).keys() - table(Gating).keys() - table(Against).keys()
+PLANNING = table(Writing).keys() - (
+    table(Source).keys() | table(Gating).keys() | table(Against).keys() | table(Comparing).keys()
+)
 #: Options of any function.
 ALL: dict[str, Option] = table(Merging) | table(Spread) | table(Viewed)
 ALL |= {name: replace(option, name=name) for name, option in _OF_FUNCTIONS.items()}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from ..checkpoint import adapter_factors, quantised_values, superseded_copies
+from ..checkpoint import adapter_factors, downloaded_files, quantised_values, superseded_copies
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.manifests import (
     MANIFEST_NAME,
@@ -29,7 +29,7 @@ from ..checkpoint.promised import with_promised
 from ..common import json_text, memory_budget, safe_files, target_options
 from ..common.errors import UNPROVEN, FastshardError, Finding, carry, from_core, raise_errors
 from ..common.option_checks import checked
-from ..common.options import PLANNING, Merging, Planned, StrPath, Writing
+from ..common.options import PLANNING, Comparing, Merging, Planned, StrPath, Writing, table
 from ..common.progress import Progress, Report
 from ..layouts.declaration import Source as Declared
 from ..models import sidecar_files
@@ -190,7 +190,9 @@ def convert(
         timeout: seconds that ranks wait for one another; default 600.
         node_local: each rank's ``source`` is what its host has of the checkpoint, which nobody sees whole. What is made of
             several hosts' files goes from host to host by way of the destination; ``FS525`` says how much that was.
-        options: as for :func:`fastshard.plan` and :func:`fastshard.open`.
+        options: as for :func:`fastshard.plan` and :func:`fastshard.open`. With ``check_hub`` files that were downloaded from
+            Hugging Face's hub are compared with the hashes that its cache, or ``--local-dir``, keeps, before anything is
+            written (``FS308``); each file is read once more.
 
     Returns:
         The manifest of the result.
@@ -329,6 +331,11 @@ def prepared(
     findings += [] if share is None else compared(expected, checkpoint, made, run, bar, share)
     # What was compared with a manifest is where it belongs.
     settled = (expected.manifest or beside(checkpoint)) is not None or host_parts.settled(checkpoint)
+    if not options.get("check_hub"):
+        findings += [] if settled else downloaded_files.find_unchecked(checkpoint)
+    elif share is not None:
+        differing = downloaded_files.compare_download(checkpoint, share, run["threads"], bar)
+        findings += checkpoint.opened.gate.passed(differing)
     found = [f for f in made.findings if not settled or f.code not in UNPROVEN]
     copies = along(made, words, given=tokenizer is not None)
     given = set(words.files) if words and tokenizer is not None else set()
@@ -385,7 +392,9 @@ def planned(
     :func:`convert`."""
     planning: dict[str, Any] = {k: v for k, v in options.items() if k in PLANNING}
     expected = expected_by(expect)
-    opening = expected.opening({k: v for k, v in options.items() if k not in PLANNING})
+    opening = expected.opening(
+        {k: v for k, v in options.items() if k not in PLANNING | table(Comparing).keys()}
+    )
     checkpoint = as_checkpoint(source, **opening)
     words = _words(tokenizer, checkpoint.opened.source, to, planning.get("vocab_size"))
     request = Request(to, options=target_options.of(planning), tokenizer=words, writes=True, **planning)

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
+from ..checkpoint import downloaded_files
 from ..checkpoint.manifests import Manifest
 from ..checkpoint.tensor_map import Tensors, TorchTensors
 from ..common import config_text, option_checks
@@ -18,6 +19,8 @@ from ..common.byte_sizes import parse_size
 from ..common.dtypes import ML_DTYPES_NAMES, NUMPY_NAMES, TORCH_NAMES, item_size
 from ..common.errors import UNPUBLISHED, FastshardError, Finding, carry, error_for, from_core, raise_errors
 from ..common.options import StrPath
+from ..common.progress import Progress
+from ..common.thread_counts import thread_count
 from ..models import tensor_words
 from ..models import tokenizer as tokenizers
 from . import companion_files
@@ -55,6 +58,8 @@ class Writer:
         fsync: bring everything to disk before it is published.
         config: written as ``config.json``.
         accept: ``["non-finite"]`` for NaN and infinite values, which are an error else (``FS306``); the manifest says so.
+        check_hub: before the result appears, compare the files of the expected checkpoint with the hashes that the Hub's cache
+            keeps of a download (``FS308``); each is read once more. Else a note says that nobody compares them.
 
     Raises:
         FastshardError: if ``out`` cannot be written to; ``FS515`` for a value that no option has; all findings of an
@@ -73,6 +78,7 @@ class Writer:
         fsync: bool = True,
         config: Mapping[str, Any] | None = None,
         accept: Iterable[str] = (),
+        check_hub: bool = False,
     ) -> None:
         if config is not None and not isinstance(config, Mapping):
             raise option_checks.refused("config", "a dict", config)
@@ -81,6 +87,9 @@ class Writer:
         self._accept = _accepted(accept)
         #: Whose companion files go along; None for those of no checkpoint.
         self._like = expected if isinstance(expected, Tensors) else None
+        #: What is compared with the hashes of a download, or is said not to be.
+        self._from = expected.tensors if isinstance(expected, TorchTensors) else self._like
+        self._check_hub = check_hub
         self._written: set[str] = set()
         #: The result's manifest, once it is published.
         self.manifest: Manifest | None = None
@@ -140,6 +149,8 @@ class Writer:
                            help=f"write it before the block ends; {UNPUBLISHED}")
                 for name in missing
             ])  # fmt: skip
+            downloaded = self._find_damaged_downloads()
+            raise_errors(downloaded)
             texts, copies = self._companions()
             values = {"accept": list(self._accept)} if self._accept else None
             made, findings = self._core.finish(
@@ -151,7 +162,21 @@ class Writer:
             if left := self._abandon():
                 carry(stopped, left)
             raise
-        self.manifest = Manifest.written(made, findings)
+        self.manifest = Manifest.written(made, [*downloaded, *findings])
+
+    def _find_damaged_downloads(self) -> list[Finding]:
+        """Finds files of the expected checkpoint that are not what was downloaded, or that nobody has compared."""
+        # A script that expects no checkpoint needs none of this.
+        from ..checkpoint.checkpoint import Checkpoint
+        from .in_memory import View
+
+        checkpoint = self._from.checkpoint if isinstance(self._from, View) else self._from
+        if not isinstance(checkpoint, Checkpoint):
+            return []
+        if not self._check_hub:
+            return downloaded_files.find_unchecked(checkpoint)
+        with Progress(False) as bar:
+            return downloaded_files.compare_download(checkpoint, (1, 1), thread_count(None), bar)
 
     def _companions(self) -> tuple[dict[str, str], list[tuple[str, str]]]:
         """The small files of the result: texts by name, and copies with their paths.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from ..checkpoint import adapter_factors, manifest_files, proof, quantised_values, superseded_copies
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.downloaded_files import Downloaded, compare_files
 from ..checkpoint.loaded_names import unloaded_prefix
 from ..checkpoint.manifests import (
     MANIFEST_NAME,
@@ -27,9 +27,8 @@ from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
 from ..checkpoint.plan import Plan
 from ..checkpoint.planning import make_plan
 from ..checkpoint.promised import with_promised
-from ..common import hub_downloads, memory_budget
+from ..common import memory_budget
 from ..common.errors import UNPROVEN, FastshardError, Finding, from_core
-from ..common.formatting import counted
 from ..common.options import Opening, StrPath
 from ..common.progress import Progress, Report
 from ..conversion.companion_files import along
@@ -196,7 +195,7 @@ def _differing(
     left_out: Collection[str],
     run: RunOptions,
     progress: Report,
-) -> tuple[list[Finding], _Downloaded | None]:
+) -> tuple[list[Finding], Downloaded | None]:
     """Reads the tensors, and says what is wrong with them; and what was downloaded, None if reading failed before."""
     findings: list[Finding] = []
     downloaded = None
@@ -204,7 +203,7 @@ def _differing(
     try:
         with Progress(progress) as bar:
             findings += host_parts.compared(checkpoint, part, run, bar)
-            downloaded, differing = _downloaded(checkpoint, part, run["threads"], bar)
+            downloaded, differing = compare_files(checkpoint, part, run["threads"], bar)
             findings += differing
             findings += quantised_values.damaged(checkpoint.opened)
             findings += superseded_copies.compare_copies(checkpoint.opened, writes=False)
@@ -285,49 +284,6 @@ def _lists_itself(plan: Plan) -> bool:
 
 #: What --include and --exclude leave.
 _CHOSEN = "of the tensors that were asked for"
-
-
-@dataclass(frozen=True)
-class _Downloaded:
-    """Files that were compared with what was downloaded."""
-
-    #: Files with a record, those that hold tensors among them, and all that hold tensors.
-    files: int
-    tensors: int
-    of: int
-
-    @property
-    def is_whole(self) -> bool:
-        """True if each file of tensors has its record."""
-        return self.tensors == self.of > 0
-
-    def told(self) -> str:
-        """The same in words."""
-        of = "" if self.is_whole else f", {self.tensors} of {counted(self.of, 'file')} of tensors among them"
-        return f"{counted(self.files, 'file')} against the hashes of the download{of}"
-
-
-def _downloaded(
-    checkpoint: Checkpoint, part: tuple[int, int], threads: int, bar: Progress
-) -> tuple[_Downloaded, list[Finding]]:
-    """What files were downloaded from Hugging Face's hub, and which of them are not what they were: of part n of t.
-
-    Raises:
-        FastshardError: if one cannot be read, or changes meanwhile.
-    """
-    listing = checkpoint.listing
-    tensors = {(file.root, file.path) for file in checkpoint.opened.behind}
-    texts = [] if listing.single else manifest_files.loaded_beside(checkpoint)
-    records = hub_downloads.records(listing, [*sorted(tensors), *((f.root, f.path) for f in texts)])
-    roots = dict(enumerate(listing.roots))
-    weights = {roots[root] / path for root, path in tensors if root in roots}
-    held = sum(record.path in weights for record in records)
-    number, of = part
-    # What could not be opened has been told of.
-    readable = {roots[f["root"]] / f["path"] for f in checkpoint.files if f["root"] in roots}
-    chosen = [r for r in records[number - 1 :: of] if r.path in readable or r.path not in weights]
-    differing = hub_downloads.compared(chosen, weights, threads, bar.phase("comparing with the download"))
-    return _Downloaded(len(records), held, len(tensors)), differing
 
 
 def _own_checksums(checkpoint: Checkpoint, findings: Iterable[Finding]) -> list[str]:
