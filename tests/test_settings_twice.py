@@ -219,8 +219,8 @@ def test_config_goes_before_arguments_of_megatron(form: str, mistral: Path, tmp_
     }
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert (written["max_position_embeddings"], written["rms_norm_eps"]) == (4096, 1e-3)
-    # The true vocabulary is that of the config, too.
-    assert (written["rope_theta"], written["sliding_window"], written["vocab_size"]) == (5e5, 7, 200)
+    # Rows are dropped by --vocab-size alone: a base's config does not know the tokens that were added.
+    assert (written["rope_theta"], written["sliding_window"], written["vocab_size"]) == (5e5, 7, 256)
     # The arguments that are written are those of --config.
     assert cli("convert", source, tmp_path / "again", "--to", form, "--config", given).code == 0
     assert cli("convert", tmp_path / "again", tmp_path / "back", "--to", "hf").code == 0
@@ -264,7 +264,12 @@ def test_a_config_that_the_tensors_contradict_is_refused(to: str, mistral: Path,
     if to == "gpt_neox":
         plain = save(tmp_path / "llama", "llama")
     assert cli("convert", plain, source, "--to", to, "--tp", 2).code == 0
-    for sizes in ({"hidden_size": 128, "head_dim": 16}, {"intermediate_size": 48}, {"num_hidden_layers": 3}):
+    for sizes in (
+        {"hidden_size": 128, "head_dim": 16},
+        {"intermediate_size": 48},
+        {"num_hidden_layers": 3},
+        {"vocab_size": 300},
+    ):
         given = write_config(plain, tmp_path / "given.json", **sizes)
         ran = cli("convert", source, tmp_path / "out", "--to", "hf", "--config", given)
         assert ran.code in (1, 3) and ran.errors, (sizes, ran.out)
@@ -285,7 +290,7 @@ def test_config_goes_before_what_gpt_neox_saved(tmp_path: Path) -> None:
     }
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert (written["max_position_embeddings"], written["rms_norm_eps"]) == (4096, 1e-3)
-    assert (written["rope_theta"], written["vocab_size"]) == (5e5, 64)
+    assert (written["rope_theta"], written["vocab_size"]) == (5e5, 256)
     # A training config in full, which the arguments in the files contradict.
     (file,) = source.glob("global_step*/configs/*.yml")
     own = yaml.safe_load(file.read_text())
@@ -331,3 +336,28 @@ def test_config_goes_before_the_config_json_of_the_checkpoint(form: str, tmp_pat
     # What is wrong with the checkpoint's own config is why another one is given.
     (source / "config.json").write_text("{")
     assert cli("convert", source, tmp_path / "mended", "--to", "hf", "--config", given).code == 0
+
+
+def test_a_key_must_not_stand_twice_in_a_config(tmp_path: Path) -> None:
+    source = save(tmp_path / "in", "llama")
+    text = (source / "config.json").read_text()
+    for twice, code in (('"hidden_size": 32', 0), ('"hidden_size": 64', 2)):
+        (source / "config.json").write_text(text.replace("{", "{" + twice + ",", 1))
+        for options in ((), ("--config", source / "config.json")):
+            ran = cli("merge", source, tmp_path / f"out{code}{len(options)}", *options)
+            assert ran.code == code, ran.out
+            assert bool(ran.having("FS211")) == bool(code)
+
+
+@pytest.mark.parametrize(("other", "code"), [(32, 0), (48, 1)])
+def test_both_spellings_of_a_key_of_a_training_config_must_agree(
+    other: int, code: int, tmp_path: Path
+) -> None:
+    source = tmp_path / "neox"
+    assert cli("convert", save(tmp_path / "hf", "llama"), source, "--to", "gpt_neox").code == 0
+    (file,) = source.glob("global_step*/configs/*.yml")
+    mine = yaml.safe_load(file.read_text()) | {"hidden-size": other}
+    (tmp_path / "mine.yml").write_text(yaml.safe_dump(mine))
+    ran = cli("convert", source, tmp_path / "out", "--to", "hf", "--config", tmp_path / "mine.yml")
+    assert ran.code == code, ran.out
+    assert [f["got"] for f in ran.having("FS215", severity="error")] == ["hidden_size: 32"] * code

@@ -47,7 +47,7 @@ def parse_json(text: str) -> Any:
         ValueError: for one that is malformed or holds numbers that no format has.
     """
     try:
-        return checked(json.loads(text))
+        return checked(json.loads(text, object_pairs_hook=json_text.read_pairs))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON: {_said(error)}") from None
 

@@ -16,17 +16,32 @@ def value(
     *,
     code: str = "FS211",
     help: str | None = None,
+    hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
 ) -> Any:
-    """The value that a file's text holds.
+    """The value that a file's text holds; ``hook`` makes an object of its pairs.
 
     Raises:
         FastshardError: ``code``, with what is ``said`` of the file, if the text is damaged or too deep.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=hook)
     except (ValueError, RecursionError) as error:
         again = f"copy {file.rpartition('/')[2]} again from the original checkpoint"
         raise FastshardError.of(code, f"{said}: {error}", file=file, help=help or again) from None
+
+
+def read_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes an object of its pairs.
+
+    Raises:
+        ValueError: if a key stands there twice, with different values: JSON's own readers take the last.
+    """
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found and found[key] != value:
+            raise ValueError(f"the key {key!r} stands there twice, with different values")
+        found[key] = value
+    return found
 
 
 def object_in(

@@ -8,6 +8,7 @@ from typing import Any
 from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding
 from ..layouts import tables
+from .config_fields import count
 from .huggingface import find_windows, rope_of
 
 #: Settings by one name each, and what config.json calls them; the first is its own name for most classes.
@@ -97,6 +98,34 @@ def find_overridden_settings(
         )
         for key, value in given.items()
         if key in keys and own.get(key) is not None and not is_equal(own[key], value)
+    ]
+
+
+def find_missing_rows(config: Mapping[str, Any], rows: Any, file: str | None) -> list[Finding]:
+    """Finds that ``--config`` states more tokens than the checkpoint has rows for. Fewer are no contradiction: frameworks pad
+    the vocabulary, and a base's config.json does not know the tokens that were added; ``--vocab-size`` drops rows.
+
+    Args:
+        config: content of the config.json of ``--config``.
+        rows: those of the vocabulary, as the checkpoint states them; None where it does not.
+        file: the file that states them.
+
+    Raises:
+        FastshardError: ``FS211`` if the config states no number.
+    """
+    stated = count(config, "vocab_size")
+    if stated is None or not isinstance(rows, int) or stated <= rows:
+        return []
+    return [
+        Finding.of(
+            "FS215",
+            "vocab_size: --config states more tokens than the checkpoint has rows for",
+            file=file,
+            expected=f"{stated} rows or more",
+            got=str(rows),
+            help="pass the config of this checkpoint",
+            run=["--config FILE"],
+        )
     ]
 
 

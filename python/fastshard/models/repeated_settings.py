@@ -210,6 +210,27 @@ def find_repeated_settings(config: Mapping[str, Any], file: str) -> list[Finding
     return findings
 
 
+def find_repeated_spellings(config: Mapping[str, Any], file: str) -> list[Finding]:
+    """Finds keys of a training config that stand there with ``-`` and with ``_``, with different values.
+
+    Args:
+        config: as it was read.
+        file: its path, for messages.
+    """
+    return [
+        Finding.of(
+            "FS215",
+            f"{key} is {shown(value)}, and {other} is {shown(config[other])}: the config states one setting twice, differently",
+            file=file,
+            expected=f"{key}: {shown(value)}",
+            got=f"{other}: {shown(config[other])}",
+            help=f"correct {file}: keep {key} or {other}, with the value that the model was trained with",
+        )
+        for key, value in config.items()
+        if (other := str(key).replace("-", "_")) != key and other in config and config[other] != value
+    ]
+
+
 def _parts(part: Mapping[str, Any], prefix: str, depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """A config and those of its parts, with what precedes their keys in messages."""
     yield prefix, part

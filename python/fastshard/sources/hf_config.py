@@ -59,7 +59,8 @@ def config_of(
     if path is None:
         return options.lent or (None, None)
     label = _label(listing, path)
-    config = json_text.value(safe_files.read_text(path, safe_files.MAX_TEXT, label=label), label)
+    text = safe_files.read_text(path, safe_files.MAX_TEXT, label=label)
+    config = json_text.value(text, label, hook=json_text.read_pairs)
     if not isinstance(config, dict):
         raise FastshardError.of("FS211", "config.json is not an object", file=label)
     raise_errors(sidecar_files.differing(listing, [path]))

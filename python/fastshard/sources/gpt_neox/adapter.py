@@ -121,7 +121,8 @@ class GptNeox:
         else:
             self._sequential(found, model, source, states)
         features.apply(found, source, model, values, own_layout=options.layout is not None)
-        source.vocab_size = options.vocab_size or stated.vocab_size
+        if options.vocab_size:
+            source.vocab_size = options.vocab_size
         return source
 
     def _pipeline(self, found: Found[ZeroFiles], model: neox_config.Model, source: Source) -> None:

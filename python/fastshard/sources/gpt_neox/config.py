@@ -16,7 +16,8 @@ from ...common.listing import Listing
 from ...common.options import MAX_DEGREE
 from ...models import config_json, gpt_neox
 from ...models.config_fields import count
-from ...models.overridden_settings import find_overridden_settings, is_config_json
+from ...models.overridden_settings import find_missing_rows, find_overridden_settings, is_config_json
+from ...models.repeated_settings import find_repeated_spellings
 from ..base import Options
 
 #: Layers at most; no model has as many.
@@ -37,9 +38,8 @@ class Stated:
     given: Mapping[str, Any] = field(default_factory=dict)
     #: What the saved YAML states, where ``--config`` is given.
     saved: Mapping[str, Any] = field(default_factory=dict)
-    #: Extents of axes that a config.json states and a training config does not; and the true vocabulary.
-    axes: Mapping[str, int] = field(default_factory=dict)
-    vocab_size: int | None = None
+    #: The config.json of ``--config``, if it is one.
+    config_json: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read(
@@ -61,9 +61,8 @@ def read(
     if is_config_json(options.config):
         findings += config_json.find_contradictions(options.config, options.config_path or "config.json")
         given = gpt_neox.read_given_settings(options.config)
-        vocab_size, size = count(options.config, "vocab_size"), count(options.config, "intermediate_size")
-        axes = {} if size is None else {"F": size}
-        return Stated({**saved, **given}, options.config_path, given, saved, axes, vocab_size)
+        return Stated({**saved, **given}, options.config_path, given, saved, options.config)
+    findings += find_repeated_spellings(options.config, options.config_path or "config")
     config = {str(k).replace("-", "_"): v for k, v in options.config.items()}
     given = {key: value for key, value in config.items() if key in gpt_neox.SETTINGS and value is not None}
     return Stated(config, options.config_path, given, saved)
@@ -183,7 +182,10 @@ class Model:
         }
         if hidden and heads and hidden % heads == 0:
             axes["d"] = hidden // heads
-        model.axes = {k: v for k, v in axes.items() if v} | dict(stated.axes)
+        # A training config has another size under this name.
+        axes["F"] = count(stated.config_json, "intermediate_size")
+        findings += find_missing_rows(stated.config_json, padded, path)
+        model.axes = {k: v for k, v in axes.items() if v}
         for fact, key, wanted in (
             ("gpt_j_residual", "gpt_j_residual", True),
             ("tied", "no_weight_tying", False),

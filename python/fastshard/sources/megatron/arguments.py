@@ -13,9 +13,9 @@ from typing import Any
 from ...common.errors import FastshardError
 from ...layouts.declaration import Description, Evidence, Source
 from ...models import config_json, megatron
-from ...models.config_fields import count
 from ...models.model import Lack, Model
-from ...models.overridden_settings import find_overridden_settings, is_config_json
+from ...models.overridden_settings import find_missing_rows, find_overridden_settings, is_config_json
+from ...models.repeated_settings import find_repeated_spellings
 from ..base import Options
 
 #: Degrees of parallel dimensions by their argument. source: megatron/training/arguments.py
@@ -69,8 +69,9 @@ def override(
     source.findings += find_overridden_settings(args, stated, noted, file, "args.")
     if is_config_json(config):
         source.findings += config_json.find_contradictions(config, options.config_path or "config.json")
-        # Ranks hold rows of the padded vocabulary; a config.json knows the true one.
-        source.vocab_size = source.vocab_size or count(config, "vocab_size")
+        source.findings += find_missing_rows(config, args.get("padded_vocab_size"), file)
+    else:
+        source.findings += find_repeated_spellings(config, options.config_path or "config")
     return {**args, **stated}, lacking
 
 
