@@ -546,6 +546,8 @@ class Draft:
 
     def findings(self) -> list[Finding]:
         """Findings, errors first."""
+    def odd_dtypes(self) -> list[Finding]:
+        """Warnings about tensors of a few layers that have another floating dtype than the same in all others."""
     def lost(self) -> dict[str, int | None]:
         """Tensors that must be there and are not whole; the elements of each, where the layout says how many."""
     def axes(self) -> dict[str, int]:

@@ -20,7 +20,8 @@ from ..layouts.declaration import Source, is_state
 from ..models import config_json
 from ..models.quantised import torchao
 from ..models.tensor_words import WORDS
-from ..models.vocab_rows import padding, words
+from ..models.tokenizer import Tokenizer
+from ..models.vocab_rows import find_ids_beyond_embedding, padding, words
 from ..sources.hf_config import AUTO_MAP
 from ..targets.base import Bound, Completed, Drafted, Target
 from ..targets.form import Form
@@ -374,12 +375,32 @@ def _judged(draft: _Draft) -> list[Finding]:
         merged = Merged(draft.core, source, draft.target is None, draft.asked, draft.renamed)
         told += draft.causes.left(compared(opened, opened.reference, request, merged, named))
     if draft.parts and not request.is_narrowed and not _accounts_for_parts(draft):
-        listed = source.layout is not None or (
-            opened.promised is not None and opened.promised.listed is not None
-        )
+        listed = source.layout is not None or _is_listed(opened)
         both_found = [*draft.findings, *draft.found]
         told = absent(source, draft.parts, draft.names, both_found, told, listed=listed)
+    told += _odd_dtypes(draft)
     return told + words(source, draft.axes, request.tokenizer)
+
+
+def _is_listed(opened: Opened) -> bool:
+    """True where transformers lists the model's tensors, and their ties."""
+    return opened.promised is not None and opened.promised.listed is not None
+
+
+def _odd_dtypes(draft: _Draft) -> list[Finding]:
+    """Finds tensors of a few layers in another dtype than the same of all others. A model that quantisers made mixes dtypes on
+    purpose, and an error may be the reason of a dtype."""
+    quantised, config = draft.opened.quantised, draft.source.model.config or {}
+    is_quantised = (
+        quantised.weights or quantised.method or any(config.get(key) for key in config_json.QUANTISED)
+    )
+    if (
+        not draft.is_kept
+        or is_quantised
+        or any(f.severity == "error" for f in (*draft.findings, *draft.found))
+    ):
+        return []
+    return draft.core.odd_dtypes()
 
 
 def _by_part(draft: _Draft, each: list[Finding], lost: Collection[str]) -> list[Finding]:
@@ -465,6 +486,17 @@ def _config_text(draft: _Draft) -> dict[str, str]:
     if config is None or (config == own and not unwritten):
         return {}
     return {"config.json": config_text.written(config)}
+
+
+def find_ids_beyond(plan: Plan, tokenizer: Tokenizer | None) -> list[Finding]:
+    """Finds that a tokenizer has ids beyond the rows of the embedding, in a plan that keeps the names of the full tensors."""
+    keeps_names = plan.target == "merge" or plan.keeps_names
+    is_known = any(f.severity == "error" or f.code == "FS215" for f in plan.findings)
+    if tokenizer is None or not keeps_names or is_known:
+        return []
+    shapes = {name: shape for name, _, shape, *_ in plan.outputs}
+    # Of names that ranks share each tensor is a slice.
+    return [] if len(shapes) < len(plan.outputs) else find_ids_beyond_embedding(shapes, tokenizer)
 
 
 def to_be_written(plan: Plan) -> Plan:

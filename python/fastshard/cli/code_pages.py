@@ -172,8 +172,8 @@ PAGES = {
         "`cmp FILE OTHER` compares the two files. Look at the file on the node that wrote it.",
     ),
     "FS304": Page(
-        "The tensor was initialised with a constant, or a rank was copied over the others.",
-        "`fastshard stats CKPT --include NAME` shows whether the tensor is constant.",
+        "The tensor was initialised with a constant, or a rank, a layer or an expert was copied over another one.",
+        "`fastshard stats CKPT --include NAME` shows whether the tensor is constant. `fastshard diff` with a good copy shows which layer changed.",
     ),
     "FS305": Page(
         "A script that collected files from several nodes mixed up their names.",

@@ -24,7 +24,7 @@ from ..checkpoint.manifests import (
 )
 from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
 from ..checkpoint.plan import Plan
-from ..checkpoint.planning import make_plan, to_be_written
+from ..checkpoint.planning import find_ids_beyond, make_plan, to_be_written
 from ..checkpoint.promised import with_promised
 from ..common import json_text, memory_budget, safe_files, target_options
 from ..common.errors import UNPROVEN, FastshardError, Finding, carry, from_core, raise_errors
@@ -114,6 +114,7 @@ def _made(checkpoint: Checkpoint, request: Request) -> Plan:
     """The plan of what is asked for, with a warning for what would go along, and lies where anybody may have put it."""
     made = to_be_written(make_plan(with_promised(checkpoint.opened, for_hf=request.to == "hf"), request))
     made.findings += checkpoint.opened.gate.judged(adapter_factors.find_lacking(checkpoint.opened))
+    made.findings += checkpoint.opened.gate.judged(find_ids_beyond(made, request.tokenizer))
     source, words = made.source, request.tokenizer
     if made.target == "merge" and not source.model.hf_names:
         # Nothing goes along but what is given; a config would have told the model's names.

@@ -29,8 +29,8 @@ ALIASES: dict[tuple[str, str], str] = {
         "marian mbart mm-grounding-dino moss_transcribe_diarize_audio mpt mt5 mvp nllb-moe patchtsmixer "
         "patchtst pegasus pegasus_x plbart pop2piano pp_doclayout_v2 pp_doclayout_v3 pp_doclayout_v4 "
         "pp_formulanet_text qwen2_5_omni_audio_encoder qwen2_audio_encoder qwen3_asr_encoder "
-        "qwen3_omni_moe_audio_encoder rt_detr rt_detr_v2 speech_to_text switch_transformers t5 table- "
-        "transformer time_series_transformer trocr udop umt5 voxtral_encoder voxtral_realtime_encoder whisper "
+        "qwen3_omni_moe_audio_encoder rt_detr rt_detr_v2 speech_to_text switch_transformers t5 table-transformer "
+        "time_series_transformer trocr udop umt5 voxtral_encoder voxtral_realtime_encoder whisper "
         "xglm xlnet"
     ),
     ("decoder_attention_heads", "num_attention_heads"): "seamless_m4t seamless_m4t_v2 trocr",

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
 from ..common.errors import Finding
 from ..layouts.declaration import Source
+from .tensor_words import WORDS
 from .tokenizer import Tokenizer
 
-__all__ = ["padding", "words"]
+__all__ = ["find_ids_beyond_embedding", "padding", "words"]
+
+#: The weight of an embedding of words outside all layers, and its module.
+_EMBEDDING = re.compile(
+    rf"((?:[^.\d][^.]*\.)*(?:{'|'.join(WORDS['embedding_modules'])}|embeddings?|token_embedding))"
+    # source: transformers models/idefics (IdeficsDecoupledEmbedding)
+    r"(?:\.additional_embedding)?\.weight"
+)
 
 
 def words(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -> list[Finding]:
@@ -32,20 +44,44 @@ def words(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -> 
                 run=[f"--vocab-size {min(words, rows)}"],
             )
         ]
-    if rows < words:
-        return [
-            Finding.of(
-                "FS215",
-                f"the tokenizer's ids go up to {tokenizer.largest}, and the vocabulary has {rows} rows",
-                severity="warning",
-                file=tokenizer.path,
-                expected=f"{rows - 1} at most",
-                got=str(tokenizer.largest),
-                help="pass the tokenizer of this model: tokens beyond have no row",
-                run=["--tokenizer DIR"],
-            )
-        ]
-    return unproven
+    return _find_ids_beyond(rows, tokenizer) or unproven
+
+
+def find_ids_beyond_embedding(
+    shapes: Mapping[str, Sequence[int]], tokenizer: Tokenizer | None
+) -> list[Finding]:
+    """Finds ids of a tokenizer that have no row in the input embedding, which its name tells.
+
+    Args:
+        shapes: shapes of the full tensors, by name.
+        tokenizer: the one that is given, or lies beside the model.
+    """
+    if tokenizer is None or tokenizer.largest is None:
+        return []
+    # Rows of words that were added may lie in a second tensor of the module.
+    modules: Counter[str] = Counter()
+    for name, shape in shapes.items():
+        if (found := _EMBEDDING.fullmatch(name)) is not None and len(shape) == 2:
+            modules[found[1]] += shape[0]
+    return _find_ids_beyond(max(modules.values()), tokenizer) if modules else []
+
+
+def _find_ids_beyond(rows: int, tokenizer: Tokenizer) -> list[Finding]:
+    """Finds that the largest id of a tokenizer has no row."""
+    if tokenizer.largest is None or tokenizer.largest < rows:
+        return []
+    return [
+        Finding.of(
+            "FS215",
+            f"the tokenizer's ids go up to {tokenizer.largest}, and the vocabulary has {rows} rows",
+            severity="warning",
+            file=tokenizer.path,
+            expected=f"{rows - 1} at most",
+            got=str(tokenizer.largest),
+            help="pass the tokenizer of this model: tokens beyond have no row",
+            run=["--tokenizer DIR"],
+        )
+    ]
 
 
 def _unproven_words(tokenizer: Tokenizer, kept: int, rows: int) -> list[Finding]:

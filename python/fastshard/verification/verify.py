@@ -25,7 +25,7 @@ from ..checkpoint.manifests import (
 )
 from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
 from ..checkpoint.plan import Plan
-from ..checkpoint.planning import make_plan
+from ..checkpoint.planning import find_ids_beyond, make_plan
 from ..checkpoint.promised import with_promised
 from ..common import memory_budget
 from ..common.errors import UNPROVEN, FastshardError, Finding, from_core
@@ -34,6 +34,7 @@ from ..common.progress import Progress, Report
 from ..conversion.companion_files import along
 from ..conversion.distributed import host_parts
 from ..models import sidecar_files
+from ..models.tokenizer import Tokenizer
 from ..models.tokenizer import find as find_tokenizer
 from ..targets.request import Request
 from .verdict import Verdict
@@ -114,6 +115,7 @@ def verify(
     checkpoint = as_checkpoint(source, like=like, **options)
     plan = make_plan(with_promised(checkpoint.opened), Request(include=include, exclude=exclude))
     findings = [*plan.findings, *_find_unloaded_prefix(checkpoint, plan)]
+    findings += find_ids_beyond(plan, _find_tokenizer(checkpoint))
     findings += adapter_factors.find_lacking(checkpoint.opened)
     signed = _signed(checkpoint, signature, public_key, certificates)
     findings += signed
@@ -250,6 +252,14 @@ def _sidecars_differ(checkpoint: Checkpoint, plan: Plan) -> list[Finding]:
         return sidecar_files.differing(checkpoint.listing, others)
     except FastshardError as error:
         return error.findings
+
+
+def _find_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+    """The tokenizer that lies beside the model; None where it cannot be read, which its own finding tells."""
+    try:
+        return find_tokenizer(None, checkpoint.opened.source.places)
+    except FastshardError:
+        return None
 
 
 def _vouched(checkpoint: Checkpoint, manifest: str | None, signature: str | None) -> list[str]:

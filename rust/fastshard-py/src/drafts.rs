@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use fastshard::catalog::Catalog;
 use fastshard::draft::{Draft as CoreDraft, Placement};
+use fastshard::odd_dtypes::find_odd_dtypes;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -52,6 +53,10 @@ impl Draft {
 impl Draft {
     fn findings(&self) -> PyResult<Vec<findings::Finding>> {
         self.with(|draft| findings::list(draft.findings.iter().cloned()))
+    }
+
+    fn odd_dtypes(&self) -> PyResult<Vec<findings::Finding>> {
+        self.with(|draft| findings::list(find_odd_dtypes(draft)))
     }
 
     fn lost(&self) -> PyResult<BTreeMap<String, Option<u64>>> {

@@ -19,6 +19,7 @@ pub mod kernel;
 pub mod layout;
 pub mod manifest;
 pub mod memory;
+pub mod odd_dtypes;
 pub mod plan;
 pub mod publish;
 pub mod repair;

@@ -166,6 +166,19 @@ impl Words {
         false
     }
 
+    /// Where the word ends that stands for all layers in a name: of a tensor that holds what all of them have.
+    pub(crate) fn stack(&self, name: &str) -> Option<usize> {
+        let mut end = 0;
+        for part in name.split('.') {
+            end += part.len();
+            if end < name.len() && is_one(part, &self.layers) && !part.contains("norm") {
+                return Some(end);
+            }
+            end += 1;
+        }
+        None
+    }
+
     /// True for a matrix that training fills, by its name: a table of the vocabulary, a head or a projection.
     pub(crate) fn is_table_head_or_projection(&self, name: &str) -> bool {
         self.is_table(name) || self.is_head(name) || has(tail(name, 2), &self.projections)

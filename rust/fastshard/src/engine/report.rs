@@ -10,6 +10,7 @@ use crate::standing::Standing;
 use crate::stats::{self, Seen};
 use crate::tensor::element_count;
 
+use super::equal_layers::tells_of;
 use super::shards;
 use super::tile::Drift;
 use super::{lock, MemoryUse, OutputReport, Report, Run, MAX_FINDINGS_PER_CODE};
@@ -73,7 +74,10 @@ impl Run<'_> {
         let mut findings = std::mem::take(&mut *lock(&self.findings));
         findings.extend(shards::copies(self.plan, &self.sources)?);
         findings.extend(shards::duplicates(self.plan, &self.sources)?);
-        findings.extend(shards::repeated_layers(self.plan, &self.sources)?);
+        let repeated = shards::repeated_layers(self.plan, &self.sources)?;
+        let (copied, mut equal): (Vec<_>, Vec<_>) =
+            repeated.into_iter().partition(|finding| finding.code == codes::DUPLICATED_SHARD);
+        findings.extend(copied);
         let standing = Standing::of(self.plan);
         if let Some(standing) = &standing {
             findings.extend(shards::repeated_parts(self.plan, &self.sources, standing)?);
@@ -83,6 +87,12 @@ impl Run<'_> {
             let (files, blocks) = shards::copied(self.plan, &self.sources, standing)?;
             findings.extend(blocks);
             shards::told_once(&mut findings, files);
+            let layers = self.equal_layers(&outputs, &findings)?;
+            equal.retain(|one| !findings.iter().any(|known| tells_of(known, one)));
+            // Where a target stacks the layers, the sources alone tell.
+            findings.extend(if layers.is_empty() { equal } else { layers });
+        } else {
+            findings.extend(equal);
         }
         findings.iter_mut().for_each(|finding| shards::accept(self.plan, finding));
         let seen: Vec<_> = outputs.iter().map(|output: &OutputReport| &output.seen).collect();

@@ -24,7 +24,6 @@ use crate::tensor::{c_strides, element_count};
 
 use contents::Contents;
 use meant::Meant;
-use values::Values;
 
 use super::gather::{Into, Sources};
 
@@ -34,13 +33,14 @@ pub(super) use part_samples::PartSamples;
 pub(super) use repeated_parts::repeated_parts;
 pub(super) use replicas::odd_ones;
 pub(super) use swapped::swapped;
+pub(super) use values::Values;
 
 /// Smaller shards are equal by chance or by construction too often to say anything.
 const MIN_BYTES: u64 = 32;
 /// Runs in which a large tensor is sampled.
 const RUNS: u64 = 16;
 /// Bytes compared at a time.
-const CHUNK: usize = 256 << 10;
+pub(super) const CHUNK: usize = 256 << 10;
 
 /// Adds what was found of whole files to what was found of their tensors, which is then told with it.
 pub(super) fn told_once(findings: &mut Vec<Finding>, files: Vec<Finding>) {

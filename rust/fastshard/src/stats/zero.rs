@@ -16,6 +16,9 @@ use crate::words::{without_numbers, Words};
 /// Floating tensors only, and not the padding of a vocabulary whose true size the plan knows. A matrix may be zero as a
 /// whole unless the same one of another layer is not, or its name says that training fills it.
 pub fn zero_findings(plan: &Plan, seen: &[&Seen]) -> Vec<Finding> {
+    if let Some(finding) = all_zero(plan, seen) {
+        return vec![finding];
+    }
     let floating = |output: &Output| output.dtype.is_float() || output.dtype.is_f8();
     let outputs = || plan.outputs.iter().zip(seen).filter(|(output, _)| floating(output));
     let filled: HashSet<String> = match outputs().any(|(_, seen)| seen.is_zero()) {
@@ -27,6 +30,22 @@ pub fn zero_findings(plan: &Plan, seen: &[&Seen]) -> Vec<Finding> {
         false => slabs(plan, output, seen.zero_slabs()),
     });
     told.collect()
+}
+
+/// The warning that every matrix is zero that a good model fills, of two or more.
+fn all_zero(plan: &Plan, seen: &[&Seen]) -> Option<Finding> {
+    let is_matrix = |o: &Output| o.shape.iter().filter(|n| **n > 1).count() > 1;
+    let filled = |o: &Output| is_matrix(o) && !plan.words.may_be_zero(&o.name, o.shape.len());
+    let mut matrices = plan.outputs.iter().zip(seen).filter(|(output, _)| filled(output)).peekable();
+    let (first, _) = *matrices.peek()?;
+    let count = matrices.try_fold(0, |count, (_, seen)| seen.is_zero().then_some(count + 1))?;
+    let finding = Finding::new(codes::ZERO_SLAB, format!("all {count} matrices are zero"))
+        .tensor(&first.name)
+        .count(count)
+        .expected("values of a trained or initialised model", "zeros in every matrix")
+        .help("save the model again after its weights are loaded or gathered, or copy the files again");
+    let stored = first.parts.iter().find_map(|part| part.sources.first())?;
+    (count > 1).then(|| place(plan, *stored, finding))
 }
 
 fn zero(plan: &Plan, output: &Output, has_sister: bool) -> Option<Finding> {

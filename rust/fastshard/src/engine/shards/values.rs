@@ -6,12 +6,25 @@ use std::collections::HashSet;
 pub(crate) const MIN_VALUES: usize = 64;
 
 /// Different elements that were seen, up to as many as are wanted.
-#[derive(Default)]
-pub(super) struct Values(HashSet<u64>);
+pub(in crate::engine) struct Values {
+    seen: HashSet<u64>,
+    wanted: usize,
+}
+
+impl Default for Values {
+    fn default() -> Self {
+        Values::at_least(MIN_VALUES)
+    }
+}
 
 impl Values {
+    /// None yet; [`MIN_VALUES`] are enough, or fewer of a small tensor.
+    pub(in crate::engine) fn at_least(wanted: usize) -> Self {
+        Values { seen: HashSet::new(), wanted: wanted.min(MIN_VALUES) }
+    }
+
     /// Takes note of elements of `item` bytes, up to 8.
-    pub(super) fn add(&mut self, bytes: &[u8], item: usize) {
+    pub(in crate::engine) fn add(&mut self, bytes: &[u8], item: usize) {
         // Most of what tells nothing is one value throughout.
         let is_constant = bytes.len() > item && bytes[item..] == bytes[..bytes.len() - item];
         let bytes = if is_constant { &bytes[..item] } else { bytes };
@@ -21,12 +34,12 @@ impl Values {
             }
             let mut value = [0; 8];
             value[..item.min(8)].copy_from_slice(&element[..item.min(8)]);
-            self.0.insert(u64::from_le_bytes(value));
+            self.seen.insert(u64::from_le_bytes(value));
         }
     }
 
-    pub(super) fn enough(&self) -> bool {
-        self.0.len() >= MIN_VALUES
+    pub(in crate::engine) fn enough(&self) -> bool {
+        self.seen.len() >= self.wanted
     }
 }
 
