@@ -198,6 +198,80 @@ def test_tied_tensors_that_are_stored_twice_are_compared(
     assert ran.code == (1 if differs and severity == "error" else 0), ran.out
 
 
+UNKNOWN = {"model_type": "odd", "architectures": ["OddForCausalLM"]}
+
+
+@pytest.mark.parametrize("differs", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "config", "remove", "severity"),
+    [
+        # A family that nothing here lists.
+        ("Starcoder2", UNKNOWN, ("tie_word_embeddings",), "warning"),
+        ("Starcoder2", UNKNOWN | {"tie_word_embeddings": None}, (), "warning"),
+        ("Starcoder2", UNKNOWN | {"tie_word_embeddings": True}, (), "error"),
+        (
+            "Starcoder2",
+            UNKNOWN | {"text_config": {"tie_word_embeddings": True}},
+            ("tie_word_embeddings",),
+            "error",
+        ),
+        ("Starcoder2", UNKNOWN | {"tie_word_embeddings": False}, (), None),
+        ("Starcoder2", {"tie_word_embeddings": True}, (), "error"),
+        # A family whose table says that it does not tie by default.
+        ("Llama", {}, ("tie_word_embeddings",), None),
+        ("Llama", {"tie_word_embeddings": True}, (), "error"),
+    ],
+)
+def test_a_head_that_nothing_lists_is_held_against_the_embedding(
+    kind: str,
+    config: dict[str, Any],
+    remove: tuple[str, ...],
+    severity: str | None,
+    differs: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("FASTSHARD_TRANSFORMERS", "off")
+    source = retied(
+        saved(tmp_path / "in", kind, remove=remove, **config), torch.ones(64, 32) if differs else None
+    )
+    wanted = [severity] if differs and severity else []
+    for command in (("verify", source), ("merge", source, tmp_path / "out")):
+        ran = cli(*command)
+        assert {f["severity"] for f in ran.having("FS311")} == set(wanted), ran.out
+        assert ran.code == (1 if wanted == ["error"] else 0), ran.out
+    assert (tmp_path / "out").exists() == (wanted != ["error"])
+
+
+def test_a_head_of_another_kind_is_not_held_against_the_embedding(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FASTSHARD_TRANSFORMERS", "off")
+    folder = saved(tmp_path / "in", "Starcoder2", remove=("tie_word_embeddings",), **UNKNOWN)
+    for name, more in {
+        "smaller": {"lm_head.weight": torch.ones(2, 32)},
+        "several": {f"{start}lm_head.weight": torch.ones(64, 32) for start in ("", "audio.")},
+        "codes": {"lm_head.weight": torch.ones(64, 32, dtype=torch.int8)},
+    }.items():
+        tensors = load_file(folder / "model.safetensors") | more
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors", {"format": "pt"})
+        (tmp_path / name / "config.json").write_text((folder / "config.json").read_text())
+        assert not cli("verify", tmp_path / name).having("FS311"), name
+
+
+def test_a_head_in_a_dcp_is_held_against_the_embedding(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FASTSHARD_TRANSFORMERS", "off")
+    folder = saved(tmp_path / "hf", "Starcoder2", remove=("tie_word_embeddings",), **UNKNOWN)
+    tensors = load_file(folder / "model.safetensors") | {"lm_head.weight": torch.ones(64, 32)}
+    dcp.save(tensors, checkpoint_id=tmp_path / "in", no_dist=True)
+    (tmp_path / "in/config.json").write_text((folder / "config.json").read_text())
+    ran = cli("merge", tmp_path / "in", tmp_path / "out")
+    assert ran.code == 0 and ran.having("FS311", severity="warning"), ran.out
+
+
 @pytest.mark.parametrize("content", ['{"step": 10}', "[]", "not json", '{"sharded": true}'])
 def test_a_trainers_metadata_json_makes_no_megatron_of_a_dcp(content: str, tmp_path: Path) -> None:
     dcp.save({"model": {"a.weight": torch.ones(2, 2)}}, checkpoint_id=tmp_path / "in", no_dist=True)

@@ -366,6 +366,11 @@ def _judged(draft: _Draft) -> list[Finding]:
 
         merged = Merged(draft.core, source, draft.target is None, draft.asked, draft.renamed)
         told += refused_names(opened, request, merged)
+    if seen is not None and not request.is_narrowed and not _is_listed(opened):
+        from .tied_tensors import find_differing_head
+
+        merged = Merged(draft.core, source, draft.target is None, draft.asked, draft.renamed)
+        told += find_differing_head(opened, merged)
     if not source.provable and listed_by(by_list) is None:
         told.append(unproven(source, seen, why))
     if opened.reference is not None:

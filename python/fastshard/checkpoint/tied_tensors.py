@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..common.errors import Finding
 from ..expected.comparison import HEAD, stated
 from ..expected.expected_list import ExpectedTensors
+from ..models.tensor_words import WORDS
 from .drafting import Merged, Opened
 from .reference_sides import Values
 
-__all__ = ["find_differing_ties"]
+__all__ = ["find_differing_head", "find_differing_ties"]
+
+#: Input embeddings, and output layers over the same vocabulary, outside all layers.
+_EMBEDDING = re.compile(rf"(?:[^.\d][^.]*\.)*(?:{'|'.join(WORDS['embedding_modules'])})\.weight")
+_HEAD = re.compile(r"(?:[^.\d][^.]*\.)*(?:lm_head|embed_out|output_projection|output_layer|output)\.weight")
+_WIDE = ("F64", "F32", "F16", "BF16")
 
 
 def find_differing_ties(
@@ -54,3 +61,50 @@ def find_differing_ties(
                 )
             )
     return findings
+
+
+def find_differing_head(opened: Opened, merged: Merged) -> list[Finding]:
+    """Finds an output layer that differs from the input embedding where no list tells which tensors the class ties: an error
+    where the config ties them, a warning where it says nothing, since transformers' own default ties them.
+
+    Args:
+        opened: a model of Hugging Face that no table tells of.
+        merged: its draft.
+    """
+    config = opened.source.model.config
+    is_tied = stated(config or {}, "tie_word_embeddings")
+    if config is None or opened.source.model.is_part or is_tied not in (None, True):
+        return []
+    matrices = {
+        name: (shape, dtype) for name, dtype, _, _, shape, _ in merged.draft.tensors() if dtype in _WIDE
+    }
+    heads = [name for name in matrices if _HEAD.fullmatch(name)]
+    # Of several heads nothing says which one is tied.
+    if len(heads) != 1:
+        return []
+    embeddings = [
+        name for name in matrices if _EMBEDDING.fullmatch(name) and matrices[name] == matrices[heads[0]]
+    ]
+    values = Values(opened.catalog, merged.asked)
+    if not embeddings or any(values.same(name, heads[0], True) for name in embeddings):
+        return []
+    head, embedding = heads[0], embeddings[0]
+    if is_tied:
+        message = (
+            f"the config ties {head} to {embedding}, and the stored tensors differ: a loader ignores {head}"
+        )
+    else:
+        message = f"{head} differs from {embedding}, and the config does not say whether they are tied: loaders that tie them by default ignore {head}"
+    return [
+        Finding.of(
+            "FS311",
+            message,
+            severity="error" if is_tied else "warning",
+            tensor=head,
+            expected=f"the values of {embedding}, as tie_word_embeddings true says"
+            if is_tied
+            else "tie_word_embeddings in config.json",
+            got="other values" if is_tied else "no such key",
+            help="set tie_word_embeddings to false in config.json if the model was trained with both, or restore the right tensor",
+        )
+    ]
