@@ -26,6 +26,8 @@ type Place<'p> = (&'p str, u64, &'p str);
 
 /// What a layer's matrix is: the name up to the layer's number, and behind it.
 type Key<'p> = (&'p str, &'p str);
+/// Two layers: the name up to their numbers, and these.
+type Pair<'p> = (&'p str, u64, u64);
 /// Matrices that are equal in some layers: the number of each but the first, with that of the first and an output.
 type Equal<'p> = BTreeMap<Key<'p>, BTreeMap<u64, (u64, usize)>>;
 
@@ -61,8 +63,8 @@ impl Count {
     }
 }
 
-/// Takes down that the layers of a group are equal: each with the first.
-fn take_down<'p>(equal: &mut Equal<'p>, key: Key<'p>, mut group: BTreeMap<u64, usize>) {
+/// Adds layers that are equal, each with the first of them.
+fn add_group<'p>(equal: &mut Equal<'p>, key: Key<'p>, mut group: BTreeMap<u64, usize>) {
     let Some((first, _)) = group.pop_first() else { return };
     let others = equal.entry(key).or_default();
     for (number, output) in group {
@@ -119,7 +121,7 @@ impl Run<'_> {
             counts.entry((without_numbers(key.0), key.1)).or_default().add(numbers, equal.get(key));
             roles.entry(key.0).or_default().push(numbers);
         }
-        let mut pairs: BTreeMap<(&str, u64, u64), Vec<(&str, usize)>> = BTreeMap::new();
+        let mut pairs: BTreeMap<Pair, Vec<(&str, usize)>> = BTreeMap::new();
         let mut by_design: BTreeMap<&str, BTreeSet<u64>> = BTreeMap::new();
         for (key @ &(stack, role), others) in &equal {
             let mut own = Count::default();
@@ -185,7 +187,7 @@ impl Run<'_> {
             }
             roles.retain(|_, numbers| numbers.len() > 1);
             if !roles.is_empty() && self.has_values(first)? {
-                roles.into_iter().for_each(|(key, numbers)| take_down(equal, key, numbers));
+                roles.into_iter().for_each(|(key, numbers)| add_group(equal, key, numbers));
             }
         }
         Ok(())
@@ -259,7 +261,7 @@ impl Run<'_> {
                     !values.enough()
                 })?;
                 if values.enough() {
-                    take_down(equal, (one.stack, one.role), group);
+                    add_group(equal, (one.stack, one.role), group);
                 }
             }
         }
