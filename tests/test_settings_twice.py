@@ -11,6 +11,8 @@ import pytest
 import torch
 import transformers
 import yaml
+from fastshard import FastshardError
+from fastshard.models import maxtext_sizes
 from fastshard.models.repeated_settings import ALIASES, find_repeated_settings
 from helpers import cli
 from tiny_models import model
@@ -361,3 +363,15 @@ def test_both_spellings_of_a_key_of_a_training_config_must_agree(
     ran = cli("convert", source, tmp_path / "out", "--to", "hf", "--config", tmp_path / "mine.yml")
     assert ran.code == code, ran.out
     assert [f["got"] for f in ran.having("FS215", severity="error")] == ["hidden_size: 32"] * code
+
+
+@pytest.mark.parametrize(("scale", "product"), [(1, 32), (8, 64)])
+def test_products_of_a_yml_are_taken_where_they_are_those_of_its_bases(scale: int, product: int) -> None:
+    yml = {"base_emb_dim": 32, "emb_dim": product, "global_parameter_scale": scale}
+    assert maxtext_sizes.sizes(yml)["emb_dim"] == product
+
+
+def test_products_of_a_yml_must_be_those_of_its_bases() -> None:
+    with pytest.raises(FastshardError) as error:
+        maxtext_sizes.sizes({"base_emb_dim": 32, "emb_dim": 64})
+    assert [(f.code, f.got) for f in error.value.findings] == [("FS215", "emb_dim: 64")]

@@ -75,7 +75,11 @@ class Source(TypedDict, total=False):
     ]
     config: Annotated[
         StrPath | Mapping[str, Any] | None,
-        Option("mapping", "config.json, GPT-NeoX YAML: overrides what is found", metavar="FILE"),
+        Option(
+            "mapping",
+            "the model's config.json, or a training config of GPT-NeoX, Megatron-LM or MaxText: goes before what the checkpoint states",
+            metavar="FILE",
+        ),
     ]
     layout: Annotated[
         StrPath | None, Option("path", "a layout table (TOML) of your own for the source", metavar="FILE")

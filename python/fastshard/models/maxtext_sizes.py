@@ -31,12 +31,21 @@ def sizes(config: dict[str, Any]) -> dict[str, int]:
     """Sizes that the yml states; those that it leaves to MaxText's defaults are not among them.
 
     Raises:
-        FastshardError: ``FS211`` for one that is no positive whole number.
+        FastshardError: ``FS211`` for one that is no positive whole number, ``FS215`` for a product that is not its base's.
     """
     out = {}
     for name, times in _scales(config).items():
         if config.get(f"base_{name}") is not None:
             out[name] = whole_number(config, f"base_{name}", 1) * times
+            if config.get(name) is not None and whole_number(config, name, 1) != out[name]:
+                base = config[f"base_{name}"]
+                raise FastshardError.of(
+                    "FS215",
+                    f"base_{name} is {base}, and {name} is {config[name]}: the config states one setting twice, differently",
+                    expected=f"{name}: {out[name]}",
+                    got=f"{name}: {config[name]}",
+                    help=f"correct the config: keep base_{name} or {name}, with the value that the model was trained with",
+                )
         elif config.get(name) is not None:
             # MaxText's own copy of a run's config has the products.
             out[name] = whole_number(config, name, 1)
