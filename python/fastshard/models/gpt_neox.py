@@ -264,21 +264,23 @@ class GptNeoX:
         return out, findings
 
 
-def read_given_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def read_config_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Reads the settings that a config.json states, as keys of a training config.
 
     Raises:
         FastshardError: ``FS211`` for a value of another kind, ``FS514`` for one that no key states.
     """
-    stated = read_settings(config)
+    settings = read_settings(config)
     is_neox = config.get("model_type") == "gpt_neox"
-    act, window = stated.get("hidden_act"), stated.get("sliding_window")
+    act, window = settings.get("hidden_act"), settings.get("sliding_window")
     known = {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh", "swish": "silu"}
     act = known.get(str(act), act)
     lacking = []
-    if "rope_by_layers" in stated:
-        lacking.append(Lack("rope_parameters by kinds of layers", "one set", shown(stated["rope_by_layers"])))
-    if (kind := stated.get("rope_type", "default")) != "default":
+    if "rope_by_layers" in settings:
+        lacking.append(
+            Lack("rope_parameters by kinds of layers", "one set", shown(settings["rope_by_layers"]))
+        )
+    if (kind := settings.get("rope_type", "default")) != "default":
         lacking.append(Lack("rope_scaling", "default", kind))
     if isinstance(window, list):
         lacking.append(Lack("sliding window in some layers", "none", ", ".join(window)))
@@ -286,9 +288,9 @@ def read_given_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         lacking.append(Lack("hidden_act", " | ".join(_PLAIN if is_neox else GATES), shown(act)))
     if lacking:
         raise unsupported.refused("GPT-NeoX", NEOX if is_neox else LLAMA, lacking)
-    found = {key: stated[name] for name, key in _OF_CONFIG.items() if name in stated}
-    if "eps" in stated:
-        found["layernorm_epsilon" if is_neox else "rms_norm_epsilon"] = stated["eps"]
+    found = {key: settings[name] for name, key in _OF_CONFIG.items() if name in settings}
+    if "eps" in settings:
+        found["layernorm_epsilon" if is_neox else "rms_norm_epsilon"] = settings["eps"]
     if act is not None:
         found |= {"bias_gelu_fusion": False, **_PLAIN[act]} if is_neox else {"activation": GATES[act]}
     if isinstance(tied := config.get("tie_word_embeddings"), bool):
@@ -296,7 +298,7 @@ def read_given_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     if window is not None:
         # GPT-NeoX has windows in flash attention alone.
         found |= {"sliding_window_width": window - 1, "attention_config": [[["flash"], "all"]]}
-    elif "sliding_window" in stated:
+    elif "sliding_window" in settings:
         found["sliding_window_width"] = None
     return found
 

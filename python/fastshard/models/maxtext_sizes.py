@@ -103,15 +103,15 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-def read_given_settings(config: dict[str, Any]) -> dict[str, Any]:
+def read_config_settings(config: dict[str, Any]) -> dict[str, Any]:
     """Reads the settings that a yml or a config.json states, as keys of a yml; sizes are those that are meant, scaled.
 
     Raises:
         FastshardError: ``FS211`` for a value of another kind.
     """
     if is_config_json(config):
-        stated = read_settings(config)
-        found = {key: stated[name] for name, key in _OF_CONFIG.items() if name in stated}
+        settings = read_settings(config)
+        found = {key: settings[name] for name, key in _OF_CONFIG.items() if name in settings}
         tied = config.get("tie_word_embeddings")
         return found | ({"logits_via_embedding": tied} if isinstance(tied, bool) else {})
     found = {
@@ -121,18 +121,18 @@ def read_given_settings(config: dict[str, Any]) -> dict[str, Any]:
     return found | {key: config[key] for key in _SETTINGS if config.get(key) is not None}
 
 
-def find_overridden_yml(own: dict[str, Any], given: dict[str, Any], file: str) -> list[Finding]:
+def find_overridden_yml(own: dict[str, Any], override: dict[str, Any], file: str) -> list[Finding]:
     """Finds settings of which ``--config`` states another value than the yml beside a checkpoint: a note each.
 
     Args:
         own: content of the yml.
-        given: content of the yml or config.json of ``--config``.
+        override: content of the yml or config.json of ``--config``.
         file: the yml beside the checkpoint.
     """
     try:
-        stated = read_given_settings(own)
+        settings = read_config_settings(own)
     except FastshardError:
-        # What is wrong with it may be why another one is given.
+        # What is wrong with it may be why there is another one.
         return []
-    taken = read_given_settings(given)
-    return find_overridden_settings(stated, taken, taken.keys(), file)
+    others = read_config_settings(override)
+    return find_overridden_settings(settings, others, others.keys(), file)

@@ -190,7 +190,7 @@ class Megatron:
         return out, model.told("eps", "max_positions", "rope.base", "rope.share", "rope.scaling", file=file)
 
 
-def read_given_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Lack]]:
+def read_config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Lack]]:
     """Reads the settings that a config states, as arguments, and those that no argument states.
 
     Args:
@@ -202,30 +202,32 @@ def read_given_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], list
     if not is_config_json(config):
         named = {str(key).replace("-", "_"): value for key, value in config.items()}
         return {key: value for key, value in named.items() if key in SETTINGS and value is not None}, []
-    stated = read_settings(config)
-    kind, window = stated.get("rope_type", "default"), stated.get("sliding_window")
+    settings = read_settings(config)
+    kind, window = settings.get("rope_type", "default"), settings.get("sliding_window")
     lacking = []
-    if "rope_by_layers" in stated:
-        lacking.append(Lack("rope_parameters by kinds of layers", "one set", shown(stated["rope_by_layers"])))
+    if "rope_by_layers" in settings:
+        lacking.append(
+            Lack("rope_parameters by kinds of layers", "one set", shown(settings["rope_by_layers"]))
+        )
     if kind not in ("default", "llama3"):
         lacking.append(Lack("rope_scaling", "default | llama3", kind))
     if isinstance(window, list):
         lacking.append(Lack("sliding window in some layers", "none", ", ".join(window)))
-    found = {key: stated[name] for name, key in _OF_CONFIG.items() if name in stated}
+    found = {key: settings[name] for name, key in _OF_CONFIG.items() if name in settings}
     if isinstance(base := found.get("rotary_base"), float) and base.is_integer():
         found["rotary_base"] = int(base)
-    if "experts" in stated:
-        size = stated.get("expert_size", stated.get("intermediate_size"))
+    if "experts" in settings:
+        size = settings.get("expert_size", settings.get("intermediate_size"))
         found |= {} if size is None else {"moe_ffn_hidden_size": size}
         found.pop("ffn_hidden_size", None)
-    if {"num_key_value_heads", "num_attention_heads"} <= stated.keys():
-        found["group_query_attention"] = stated["num_key_value_heads"] != stated["num_attention_heads"]
-    if "rope_type" in stated:
+    if {"num_key_value_heads", "num_attention_heads"} <= settings.keys():
+        found["group_query_attention"] = settings["num_key_value_heads"] != settings["num_attention_heads"]
+    if "rope_type" in settings:
         found["use_rope_scaling"] = kind == "llama3"
-        found |= {"rope_scaling_factor": stated["rope.factor"]} if "rope.factor" in stated else {}
-    if "sliding_window" in stated and not isinstance(window, list):
+        found |= {"rope_scaling_factor": settings["rope.factor"]} if "rope.factor" in settings else {}
+    if "sliding_window" in settings and not isinstance(window, list):
         found["window_size"] = None if window is None else (window - 1, 0)
-    if (act := stated.get("hidden_act")) is not None and str(act) not in ("silu", "swish"):
+    if (act := settings.get("hidden_act")) is not None and str(act) not in ("silu", "swish"):
         lacking.append(Lack("hidden_act", "silu", shown(act)))
     return found, lacking
 

@@ -75,13 +75,17 @@ def read_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_overridden_settings(
-    own: Mapping[str, Any], given: Mapping[str, Any], keys: Collection[str], file: str | None, label: str = ""
+    own: Mapping[str, Any],
+    override: Mapping[str, Any],
+    keys: Collection[str],
+    file: str | None,
+    label: str = "",
 ) -> list[Finding]:
     """Finds settings of which ``--config`` states another value than the checkpoint does: a note each.
 
     Args:
         own: what the checkpoint states.
-        given: what ``--config`` states, by the same keys.
+        override: what ``--config`` states, by the same keys.
         keys: those that are settings of the model.
         file: the file of the checkpoint that states them.
         label: what precedes the keys in messages.
@@ -96,7 +100,7 @@ def find_overridden_settings(
             got=f"{_short(own[key])}, as the checkpoint states",
             help="leave --config out to take what the checkpoint states",
         )
-        for key, value in given.items()
+        for key, value in override.items()
         if key in keys and own.get(key) is not None and not is_equal(own[key], value)
     ]
 
@@ -113,15 +117,15 @@ def find_missing_rows(config: Mapping[str, Any], rows: Any, file: str | None) ->
     Raises:
         FastshardError: ``FS211`` if the config states no number.
     """
-    stated = count(config, "vocab_size")
-    if stated is None or not isinstance(rows, int) or stated <= rows:
+    tokens = count(config, "vocab_size")
+    if tokens is None or not isinstance(rows, int) or tokens <= rows:
         return []
     return [
         Finding.of(
             "FS215",
             "vocab_size: --config states more tokens than the checkpoint has rows for",
             file=file,
-            expected=f"{stated} rows or more",
+            expected=f"{tokens} rows or more",
             got=str(rows),
             help="pass the config of this checkpoint",
             run=["--config FILE"],
@@ -129,24 +133,24 @@ def find_missing_rows(config: Mapping[str, Any], rows: Any, file: str | None) ->
     ]
 
 
-def find_overridden_config(own: Mapping[str, Any], given: Mapping[str, Any], file: str) -> list[Finding]:
+def find_overridden_config(own: Mapping[str, Any], override: Mapping[str, Any], file: str) -> list[Finding]:
     """Finds the same where both are a config.json, part by part.
 
     Args:
         own: content of the checkpoint's config.json.
-        given: content of that of ``--config``.
+        override: content of that of ``--config``.
         file: the checkpoint's, for messages.
     """
     findings = []
-    theirs = dict(_parts(given))
+    theirs = dict(_parts(override))
     for prefix, part in _parts(own):
         try:
-            stated = read_settings(part)
+            settings = read_settings(part)
         except FastshardError:
-            # What is wrong with it may be why another one is given.
+            # What is wrong with it may be why there is another one.
             continue
         other = read_settings(theirs.get(prefix, {}))
-        findings += find_overridden_settings(stated, other, other.keys(), file, prefix)
+        findings += find_overridden_settings(settings, other, other.keys(), file, prefix)
     return findings
 
 

@@ -150,7 +150,7 @@ class Options:
     given: OpenOptions = field(default_factory=OpenOptions)
 
     @property
-    def stated_config(self) -> dict[str, Any] | None:
+    def override_config(self) -> dict[str, Any] | None:
         """The config of ``--config``; None where a reference gives one."""
         return None if self.given.get("config") is None else self.config
 

@@ -76,9 +76,9 @@ def find_overridden(source: Source, listing: Listing, folder: str, options: Opti
         folder: that of the tensors.
         options: what the caller said.
     """
-    given, model = options.stated_config, source.model
-    is_taken = model.config == given and model.dialect in (None, huggingface.DIALECT)
-    if given is None or not is_taken or not is_config_json(given):
+    override, model = options.override_config, source.model
+    is_taken = model.config == override and model.dialect in (None, huggingface.DIALECT)
+    if override is None or not is_taken or not is_config_json(override):
         return []
     found = (_config_in(listing, place) for place in sidecar_files.places(listing, folder))
     if (path := next((path for path in found if path), None)) is None:
@@ -87,9 +87,9 @@ def find_overridden(source: Source, listing: Listing, folder: str, options: Opti
     try:
         own = json_text.object_in(safe_files.read_text(path, safe_files.MAX_TEXT, label=label))
     except FastshardError:
-        # What is wrong with it may be why another one is given.
+        # What is wrong with it may be why there is another one.
         return []
-    return find_overridden_config(own, given, label)
+    return find_overridden_config(own, override, label)
 
 
 def _config_in(listing: Listing, place: Folder) -> Path | None:

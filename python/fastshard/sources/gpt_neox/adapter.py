@@ -107,10 +107,10 @@ class GptNeox:
         """Topology, axes and facts from the rank files' arguments and the saved YAML."""
         states = [as_dict(values(file)) for _, file in found.seen.ranks]
         source = Source(framework="GPT-NeoX", units=[], step=found.step)
-        stated = neox_config.read(listing, found.seen.places, options, source.findings)
+        training = neox_config.read(listing, found.seen.places, options, source.findings)
         args = neox_config.arguments(states)
         _same_run(found, states, source.findings)
-        model = neox_config.Model.of(args, stated, source.findings)
+        model = neox_config.Model.of(args, training, source.findings)
         source.facts, source.axes = model.facts, dict(model.axes)
         source.provable = model.layers is not None and model.tp is not None
         keys = ("iteration", "global_steps", "global_samples", "args", "ds_version")

@@ -28,14 +28,14 @@ _LIMITS = {"num_layers": MAX_LAYERS, "model_parallel_size": MAX_DEGREE}
 
 
 @dataclass(frozen=True)
-class Stated:
+class TrainingConfig:
     """What is stated of a model: by the YAML saved with it, and by ``--config``."""
 
     #: All of it but the arguments in the files.
     config: dict[str, Any]
     path: str | None
     #: What ``--config`` states of the model, which is taken instead of what the checkpoint does.
-    given: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     #: What the saved YAML states, where ``--config`` is given.
     saved: Mapping[str, Any] = field(default_factory=dict)
     #: The config.json of ``--config``, if it is one.
@@ -44,28 +44,30 @@ class Stated:
 
 def read(
     listing: Listing, places: Sequence[tuple[int, str]], options: Options, findings: list[Finding]
-) -> Stated:
-    """The training config: the one given, else all YAML files that were saved with the step, merged. A config.json that is
+) -> TrainingConfig:
+    """The training config: that of ``--config``, else all YAML files that were saved with the step, merged. A config.json that is
     given states some of its settings.
 
     Raises:
         FastshardError: ``FS211`` for a config that is malformed, ``FS514`` for settings that GPT-NeoX does not have.
     """
     if options.config is None:
-        return Stated(*_read_saved(listing, places, findings))
+        return TrainingConfig(*_read_saved(listing, places, findings))
     try:
         saved, _ = _read_saved(listing, places, [])
     except FastshardError:
-        # What is wrong with it may be why another one is given.
+        # What is wrong with it may be why there is another one.
         saved = {}
     if is_config_json(options.config):
         findings += config_json.find_contradictions(options.config, options.config_path or "config.json")
-        given = gpt_neox.read_given_settings(options.config)
-        return Stated({**saved, **given}, options.config_path, given, saved, options.config)
+        overrides = gpt_neox.read_config_settings(options.config)
+        return TrainingConfig({**saved, **overrides}, options.config_path, overrides, saved, options.config)
     findings += find_repeated_spellings(options.config, options.config_path or "config")
     config = {str(k).replace("-", "_"): v for k, v in options.config.items()}
-    given = {key: value for key, value in config.items() if key in gpt_neox.SETTINGS and value is not None}
-    return Stated(config, options.config_path, given, saved)
+    overrides = {
+        key: value for key, value in config.items() if key in gpt_neox.SETTINGS and value is not None
+    }
+    return TrainingConfig(config, options.config_path, overrides, saved)
 
 
 def _read_saved(
@@ -133,13 +135,15 @@ class Model:
     config: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, args: dict[str, Any], stated: Stated, findings: list[Finding]) -> Model:
+    def of(cls, args: dict[str, Any], training: TrainingConfig, findings: list[Finding]) -> Model:
         """Combines the arguments in the files with the YAML; contradictions become findings. What ``--config`` states of
         the model is taken, with a note for each setting that the checkpoint states otherwise."""
-        config, path = stated.config, stated.path
+        config, path = training.config, training.path
         args = {key: value for key, value in args.items() if value is not None}
-        findings += find_overridden_settings({**stated.saved, **args}, stated.given, gpt_neox.SETTINGS, path)
-        args |= {key: value for key, value in stated.given.items() if key in args}
+        findings += find_overridden_settings(
+            {**training.saved, **args}, training.overrides, gpt_neox.SETTINGS, path
+        )
+        args |= {key: value for key, value in training.overrides.items() if key in args}
 
         def number(key: str) -> int | None:
             inside, outside = args.get(key), config.get(key)
@@ -183,8 +187,8 @@ class Model:
         if hidden and heads and hidden % heads == 0:
             axes["d"] = hidden // heads
         # A training config has another size under this name.
-        axes["F"] = count(stated.config_json, "intermediate_size")
-        findings += find_missing_rows(stated.config_json, padded, path)
+        axes["F"] = count(training.config_json, "intermediate_size")
+        findings += find_missing_rows(training.config_json, padded, path)
         model.axes = {k: v for k, v in axes.items() if v}
         for fact, key, wanted in (
             ("gpt_j_residual", "gpt_j_residual", True),

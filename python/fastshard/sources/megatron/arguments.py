@@ -52,11 +52,11 @@ def override(
     Raises:
         FastshardError: ``FS211`` for a config that states no setting of the model.
     """
-    config = options.stated_config
+    config = options.override_config
     if config is None:
         return args, []
-    stated, lacking = megatron.read_given_settings(config)
-    if not stated and not lacking:
+    settings, lacking = megatron.read_config_settings(config)
+    if not settings and not lacking:
         raise FastshardError.of(
             "FS211",
             "--config states no setting of the model",
@@ -66,13 +66,13 @@ def override(
             help="pass the config of this model, or leave --config out",
         )
     noted = megatron.SETTINGS - {"group_query_attention"}
-    source.findings += find_overridden_settings(args, stated, noted, file, "args.")
+    source.findings += find_overridden_settings(args, settings, noted, file, "args.")
     if is_config_json(config):
         source.findings += config_json.find_contradictions(config, options.config_path or "config.json")
         source.findings += find_missing_rows(config, args.get("padded_vocab_size"), file)
     else:
         source.findings += find_repeated_spellings(config, options.config_path or "config")
-    return {**args, **stated}, lacking
+    return {**args, **settings}, lacking
 
 
 def mixture(args: dict[str, Any], names: Iterable[str]) -> bool:

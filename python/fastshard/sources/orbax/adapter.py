@@ -137,7 +137,7 @@ class Orbax:
         config, path = options.config, options.config_path
         if config is None:
             config, path = _model_beside(listing, place)
-        elif options.stated_config is not None and (
+        elif options.override_config is not None and (
             maxtext_model.is_train_state(arrays) or paxml_model.is_train_state(arrays)
         ):
             source.findings += _find_overridden(listing, place, config)
@@ -386,13 +386,13 @@ def _model_beside(listing: Listing, place: Place) -> tuple[dict[str, Any] | None
         folder = folder.rpartition("/")[0]
 
 
-def _find_overridden(listing: Listing, place: Place, given: dict[str, Any]) -> list[Finding]:
+def _find_overridden(listing: Listing, place: Place, override: dict[str, Any]) -> list[Finding]:
     """Finds what ``--config`` states otherwise than the yml beside the step."""
     try:
         own, path = _model_beside(listing, place)
     except FastshardError:
         return []
-    return [] if own is None or path is None else maxtext_sizes.find_overridden_yml(own, given, path)
+    return [] if own is None or path is None else maxtext_sizes.find_overridden_yml(own, override, path)
 
 
 def _expected(tree: Tree, there: set[str], where: str) -> list[Finding]:
