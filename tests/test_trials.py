@@ -139,6 +139,17 @@ def test_ranks() -> None:
 
 
 @pytest.mark.slow
+def test_families_from_dcp(tmp_path: Path) -> None:
+    """Eight families: what is published is loaded with none missing, and what is good is not refused."""
+    assert "8 families, wrong: 0" in run_series("from_dcp", "--count", 8, "--folder", tmp_path / "dcp")
+
+
+def test_families(tmp_path: Path) -> None:
+    """Thirty families as save_pretrained writes them: none is accused."""
+    said = run_series("families", "--count", 30, "--few", "--folder", tmp_path / "families")
+    assert "30 families, 30 models, accused: 0" in said
+
+
 @pytest.mark.parametrize("how", [["--count", 300], ["--count", 100, "--commands"]], ids=["read", "commands"])
 def test_mutations(how: list[object], tmp_path: Path) -> None:
     argv = [sys.executable, TRIALS / "mutations.py", "--seed", 1, "--folder", tmp_path / "trials", *how]

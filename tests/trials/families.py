@@ -4,7 +4,7 @@
 
 A small model of each family of causal language models that transformers can make without a download, and with other
 heads or none, with random weights in every tensor, saved as one file and in shards, as safetensors and as torch files:
-verified, merged and converted.
+verified, merged and converted. With --few each family has one head and one form.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
+import random
 import shutil
 import sys
 import tempfile
@@ -22,6 +24,7 @@ from typing import Any
 import fastshard
 import torch
 import transformers
+from fastshard.expected import transformers_process, transformers_worker
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -43,6 +46,24 @@ HEADS = {
     "tokens": transformers.AutoModelForTokenClassification,
     "questions": transformers.AutoModelForQuestionAnswering,
 }
+
+
+def ask_transformers_here(cache: Path) -> None:
+    """Has transformers asked in this process, with a cache of its own: an import of torch takes longer than the question."""
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+
+    def answer(question: dict[str, Any], *_: object) -> Any:
+        return json.loads(json.dumps(transformers_worker.answer_to(question)))
+
+    transformers_process.answer_of = answer  # type: ignore[assignment]
+
+
+def name_families(seed: int | None) -> list[str]:
+    """Lists the families of causal language models, by name or in an order of the seed."""
+    names = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    if seed is not None:
+        random.Random(seed).shuffle(names)
+    return names
 
 
 def made(model_type: str, head: Any) -> Any:
@@ -122,20 +143,29 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, default=Path(tempfile.gettempdir()) / "families", metavar="DIR"
     )
+    parser.add_argument("--seed", type=int, help="take families at random (default: by name)")
+    parser.add_argument("--few", action="store_true", help="one head and one form of each")
     a = parser.parse_args()
+    ask_transformers_here(a.folder.with_name(f"{a.folder.name}-cache"))
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     tried: dict[str, list[str]] = {}
     bad = 0
-    for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    heads = {"causal": HEADS["causal"]} if a.few else HEADS
+    forms = (
+        [("100KB", "safetensors")]
+        if a.few
+        else list(itertools.product(("1GB", "100KB"), ("safetensors", "bin")))
+    )
+    for model_type in name_families(a.seed):
         if len(tried) == a.count:
             break
-        for head, kind in HEADS.items():
+        for head, kind in heads.items():
             model = made(model_type, kind)
             if model is None:
                 continue
             tried.setdefault(model_type, []).append(head)
-            for shards, form in itertools.product(("1GB", "100KB"), ("safetensors", "bin")):
+            for shards, form in forms:
                 place = a.folder / f"{model_type}-{shards}-{form}"
                 shutil.rmtree(place, ignore_errors=True)
                 model.save_pretrained(place, max_shard_size=shards)
@@ -145,8 +175,8 @@ def main() -> int:
                     bad += 1
                     print(f"{model_type}, head {head}, {form} in shards of {shards}: {line}")
                 shutil.rmtree(place)
-    heads = sum(map(len, tried.values()))
-    print(f"{len(tried)} families, {heads} models, accused: {bad}: {' '.join(tried)}")
+    models = sum(map(len, tried.values()))
+    print(f"{len(tried)} families, {models} models, accused: {bad}: {' '.join(tried)}")
     shutil.rmtree(a.folder, ignore_errors=True)
     return 1 if bad or len(tried) < a.count else 0
 

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
-import random
 import shutil
 import socket
 import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +27,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
 import transformers
-from families import HEADS, made
-from fastshard.expected import transformers_process, transformers_worker
+from families import HEADS, ask_transformers_here, made, name_families
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 #: What is before every name of half of the checkpoints: a trainer's own word.
 PREFIXES = {"plain": "", "prefixed": "policy."}
 #: Models that are saved by one start of the ranks.
 TOGETHER = 8
 TARGETS = {"merge": None, "convert": "hf"}
-
-
-def name_families(seed: int) -> Iterator[str]:
-    """Yields the families of causal language models in an order of the seed."""
-    names = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    random.Random(seed).shuffle(names)
-    yield from names
 
 
 def save_by_rank(rank: int, world: int, port: int, names: Sequence[str], folder: Path) -> None:
@@ -141,13 +130,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    os.environ["XDG_CACHE_HOME"] = str(a.folder / "cache")
-
-    def answer(question: dict[str, Any], *_: object) -> Any:
-        # An import of torch for each question takes longer than the question.
-        return json.loads(json.dumps(transformers_worker.answer_to(question)))
-
-    transformers_process.answer_of = answer  # type: ignore[assignment]
+    ask_transformers_here(a.folder / "cache")
     models = (
         (name, model)
         for name in a.family or name_families(a.seed)
