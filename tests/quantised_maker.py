@@ -213,7 +213,7 @@ def model(form: str) -> tuple[dict[str, Any], Tensors]:
             found |= weight(f"model.layers.{layer}.{name}", o, i)
         found[f"model.layers.{layer}.input_layernorm.weight"] = torch.ones(256).bfloat16()
     config = {
-        "model_type": "pebble", "architectures": ["PebbleForCausalLM"], "hidden_size": 256, "num_hidden_layers": LAYERS,
+        "model_type": "pebble", "tie_word_embeddings": False, "architectures": ["PebbleForCausalLM"], "hidden_size": 256, "num_hidden_layers": LAYERS,
         "vocab_size": 96, "quantization_config": said,
     }  # fmt: skip
     return config, found
