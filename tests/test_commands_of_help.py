@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import shlex
 import shutil
 import subprocess
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from damage import CASES, EXAMPLES, made, shown
+from fastshard.cli.parser import build, flags, subparsers
 from helpers import FIXTURES, Ran, cli
 
 #: Nothing here stands for a host, a repository, or a step and a size of somebody's choice.
@@ -26,6 +29,51 @@ ADVISED = {
 }
 #: Packages that no extra of the tests brings, by the case that needs one.
 NEEDS = {"FS315": "model_signing"}
+
+
+ROOT = Path(__file__).parent.parent
+#: Programs besides fastshard that a help may name; none of them removes a file.
+OTHERS = {"git", "hf", "pip", "mv", "cp", "rsync"}
+
+
+def _literal(node: ast.expr) -> str | None:
+    """A string of the source; what is put into it is a word."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(v.value) if isinstance(v, ast.Constant) else "X" for v in node.values)
+    return None
+
+
+def _advised() -> set[str]:
+    """Every command that a finding of the sources advises."""
+    found = set()
+    for file in (ROOT / "python").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not (isinstance(node, ast.keyword) and node.arg == "run"):
+                continue
+            lists = [part for part in ast.walk(node.value) if isinstance(part, ast.List)]
+            found |= {text for part in lists for one in part.elts if (text := _literal(one))}
+    for file in (ROOT / "rust").rglob("*.rs"):
+        for literal in re.findall(r'\.run\((?:format!\()?"((?:[^"\\]|\\.)*)"', file.read_text()):
+            found.add(re.sub(r"\{[^}]*\}", "X", literal))
+    return found
+
+
+def test_every_command_that_a_help_advises_is_one() -> None:
+    advised = _advised()
+    assert len(advised) > 50 and {"--config FILE", "fastshard merge CKPT OUT", "--resume"} <= advised
+    verbs = {name: set(flags(parser)) for name, parser in subparsers(build()).items()}
+    for command in advised:
+        words = shlex.split(command)
+        if words[0].startswith("--"):
+            named = [word for word in words if word.startswith("--")]
+            assert any(set(named) <= of for of in verbs.values()), command
+        elif words[0] == "fastshard":
+            assert words[1] in verbs, command
+            assert all(word in verbs[words[1]] for word in words[2:] if word.startswith("-")), command
+        else:
+            assert words[0] in OTHERS, command
 
 
 def _config(name: str) -> str:

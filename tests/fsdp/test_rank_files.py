@@ -207,6 +207,7 @@ def test_what_cannot_be_read_is_refused(saved: Saved, tmp_path: Path) -> None:
 def test_an_adapter_in_training_is_not_taken_for_a_model(saved: Saved, tmp_path: Path) -> None:
     ran = cli("convert", saved("lora"), tmp_path / "out", "--to", "hf")
     assert ran.code == 2 and "PEFT has changed the names" in ran.errors[0]["message"]
+    assert "lora_A" in ran.errors[0]["message"] and "--adapter" in ran.errors[0]["run"][0]
     assert json.loads(cli("inspect", saved("lora")).out)["complete"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -149,7 +150,7 @@ def judged(
     # A further copy of a tied tensor is no other name.
     has_copies_only = bool(others) and others <= {name for group in listed.ties for name in group}
     if not wrong and not on_disk and request.to == "hf" and not has_copies_only:
-        return [_names_in_memory(called, listed, [name for name, *_ in tensors])], ""
+        return [_names_in_memory(called, listed, [name for name, *_ in tensors], model.config_file)], ""
     has_others = any(f.code == "FS207" for f in told)
     if has_others and listed.quantised:
         # Quantisers take modules apart, and name them as they like.
@@ -267,10 +268,11 @@ def refused_names(opened: Opened, request: Request, merged: Merged) -> list[Find
     if listed is None or request.to != "hf" or not are_in_memory(listed, own_names(opened, merged)):
         return []
     called = f"{listed.model_class} of transformers {listed.transformers}"
-    return [_names_in_memory(called, listed, [name for name, *_ in merged.draft.tensors()])]
+    names = [name for name, *_ in merged.draft.tensors()]
+    return [_names_in_memory(called, listed, names, opened.source.model.config_file)]
 
 
-def _names_in_memory(called: str, listed: ExpectedTensors, names: list[str]) -> Finding:
+def _names_in_memory(called: str, listed: ExpectedTensors, names: list[str], config: Path | None) -> Finding:
     """That a result would have names that its format has not; what is installed does not decide what is written."""
     odd = sorted({t.name for t in listed.in_memory} & set(names) - {t.name for t in listed.tensors}) or [
         name for name in names if not is_state(name)
@@ -280,7 +282,7 @@ def _names_in_memory(called: str, listed: ExpectedTensors, names: list[str]) -> 
         f"{len(odd)} tensors have names that {called} has in memory, and save_pretrained writes others",
         tensor=odd[0] if odd else None,
         help="write the names on disk, or merge, which keeps those in memory",
-        run=["--like config.json", "fastshard merge CKPT OUT"],
+        run=[f"--like {shlex.quote(str(config or 'config.json'))}", "fastshard merge CKPT OUT"],
     )
 
 

@@ -36,7 +36,11 @@ def put_in(name: str) -> str | None:
 
 
 def wrapped(names: Iterable[str]) -> tuple[str, str] | None:
-    """A name that a wrapper or an adapter has changed, and which one did; None if there is none."""
+    """A name that a wrapper or an adapter has changed, the factor of an adapter first, and which one did; None if there is none."""
+    names = list(names)
+    factor = next((name for name in names if ".lora_" in name), None)
+    if factor is not None:
+        return factor, "PEFT"
     for name in names:
         for part in name.split("."):
             if part in _WRAPPERS or part in _TRANSPARENT:

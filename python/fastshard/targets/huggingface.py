@@ -214,6 +214,13 @@ def _unknown() -> FastshardError:
 
 
 def _changed(why: str, prefix: str | None = None) -> FastshardError:
+    if ".lora_" in why:
+        return FastshardError.of(
+            "FS514",
+            f"{why}: they are not the model's own, so that nothing would load them",
+            help="merge the factors by the adapter_config.json of the run, or merge the checkpoint, which keeps the names as they are",
+            run=["--adapter FILE", "fastshard merge CKPT OUT"],
+        )
     return FastshardError.of(
         "FS514",
         f"{why}: they are not the model's own, so that nothing would load them",
