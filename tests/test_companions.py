@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -320,3 +321,23 @@ def test_a_card_that_is_written_on_is_a_note_and_is_kept(ckpt: Path, tmp_path: P
 def test_a_card_that_is_a_link_out_of_the_checkpoint(ckpt: Path, tmp_path: Path) -> None:
     (ckpt / "README.md").symlink_to("../../key")
     assert_refused(ckpt, tmp_path / "out", "FS603", command=TO_HF, file="README.md")
+
+
+def test_files_that_are_not_taken_are_listed(tmp_path: Path) -> None:
+    """In JSON, and with -v: what lies below the model too, but no file of tensors that was read."""
+    source = copy(HF, tmp_path / "in")
+    (source / "training_args.bin").write_bytes(b"args")
+    (source / "onnx").mkdir()
+    (source / "onnx/model.onnx").write_bytes(b"onnx")
+    (source / "generation_config.json").write_text("{}")
+    ran = cli("merge", source, tmp_path / "out")
+    assert ran.code == 0
+    assert {"training_args.bin", "onnx/model.onnx"} <= set(ran.doc["left_out"])
+    assert not [path for path in ran.doc["left_out"] if (tmp_path / "out" / path).exists()]
+    assert not [path for path in ran.doc["left_out"] if path.endswith(".safetensors")]
+    told = cli("merge", source, tmp_path / "more", "-v", json_output=False).out
+    assert "not taken from the source:" in told and "  onnx/model.onnx" in told
+    (tmp_path / "alone").mkdir()
+    for path in (tmp_path / "out").iterdir():
+        shutil.copy(path, tmp_path / "alone")
+    assert "left_out" not in cli("merge", tmp_path / "alone", tmp_path / "again").doc

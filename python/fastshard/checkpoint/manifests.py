@@ -48,6 +48,8 @@ class Manifest(Mapping[str, Any]):
         self.document = document
         #: Warnings and notes of the run.
         self.findings = findings
+        #: Files of the source that the run that wrote this took nothing of, relative to their root.
+        self.left_out: list[str] = []
         names = Counter(t["name"] for t in document["tensors"])
         self._tensors = {
             t["name"] if names[t["name"]] == 1 else f"{t['file']}:{t['name']}": t for t in document["tensors"]

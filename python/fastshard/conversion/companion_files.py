@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from pathlib import Path
 
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.manifests import MANIFEST_NAME
 from ..checkpoint.plan import Plan
 from ..models import sidecar_files
 from ..models.tokenizer import Tokenizer
 
-__all__ = ["along", "from_above"]
+__all__ = ["along", "find_left_out", "from_above"]
 
 
 def along(made: Plan, tokenizer: Tokenizer | None, *, given: bool) -> list[tuple[str, str]]:
@@ -33,6 +35,34 @@ def along(made: Plan, tokenizer: Tokenizer | None, *, given: bool) -> list[tuple
     if source.model.hf_names and (merged or made.target == "hf" or made.keeps_names):
         found |= source.quantiser_files
     return sorted((name, str(path)) for name, path in found.items() if name not in made.summary["texts"])
+
+
+def find_left_out(checkpoint: Checkpoint, copies: Iterable[tuple[str, str]]) -> list[str]:
+    """Lists files of the checkpoint's folder and of those in it that a result takes nothing of, relative to their root.
+
+    Args:
+        checkpoint: the source.
+        copies: files that go along, by name.
+    """
+    opened, listing = checkpoint.opened, checkpoint.listing
+    if listing.single:
+        return []
+    held = {(file.root, file.path) for file in opened.behind}
+    folders = {folder for _, path in held for folder in [path.rpartition("/")[0]]}
+    used = {Path(path) for _, path in copies}
+    config = opened.source.model.config_file
+    used |= set() if config is None else {config}
+    return sorted(
+        {
+            file.path
+            for file in listing.files
+            if (file.root, file.path) not in held
+            and listing.roots[file.root] / file.path not in used
+            and not file.name.startswith(".")
+            and not file.name.endswith((".index.json", MANIFEST_NAME))
+            and any(not folder or f"{file.path}/".startswith(f"{folder}/") for folder in folders)
+        }
+    )
 
 
 def from_above(made: Plan, copies: Iterable[tuple[str, str]], given: Container[str]) -> dict[str, str]:

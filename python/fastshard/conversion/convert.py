@@ -37,7 +37,7 @@ from ..models import tokenizer as tokenizers
 from ..models.tokenizer import Tokenizer
 from ..targets.request import Request
 from ..zarr import array_writer
-from .companion_files import along, from_above
+from .companion_files import along, find_left_out, from_above
 from .distributed import host_parts, rendezvous
 from .distributed import node_local as lending
 
@@ -284,6 +284,8 @@ class Job:
     settled: bool
     #: What was found before the work.
     findings: list[Finding]
+    #: Files of the source that the result takes nothing of.
+    left_out: list[str]
 
     def options(self, *, stats: bool, **writing: Unpack[WriteOptions]) -> RunOptions:
         """How to write, as the core takes it."""
@@ -300,7 +302,9 @@ class Job:
     def manifest(self, written: tuple[str, list[Finding]]) -> Manifest:
         """The manifest of what the core has written."""
         made, found = written
-        return Manifest.written(made, [*self.findings, *found])
+        manifest = Manifest.written(made, [*self.findings, *found])
+        manifest.left_out = self.left_out
+        return manifest
 
 
 def prepared(
@@ -348,7 +352,8 @@ def prepared(
             (Path(p) for n, p in copies if n not in said and n not in sidecar_files.DOCUMENTS),
         )
     )
-    return Job(checkpoint, made, run, copies, from_above(made, copies, given), settled, [*found, *findings])
+    above, left_out = from_above(made, copies, given), find_left_out(checkpoint, copies)
+    return Job(checkpoint, made, run, copies, above, settled, [*found, *findings], left_out)
 
 
 def _part_before(checkpoint: Checkpoint) -> Finding:

@@ -66,10 +66,10 @@ def _write(a: argparse.Namespace, to: str | None) -> Outcome:
         # What Ray has to say of workers and nodes that die it prints on stdout, which is for the result.
         with contextlib.redirect_stdout(sys.stderr):
             manifest = convert_on_ray(a.ckpt, a.out, to, **options)
-    return published(manifest, a.out)
+    return published(manifest, a.out, a.verbose)
 
 
-def published(manifest: Manifest, out: str) -> Outcome:
+def published(manifest: Manifest, out: str, verbose: int = 0) -> Outcome:
     """What is said of a result."""
     document = manifest.document
     files = manifest.tensor_files
@@ -79,6 +79,8 @@ def published(manifest: Manifest, out: str) -> Outcome:
     text = f"{out}: {tensors}, {human(size)} {held}, every byte hashed in {MANIFEST_NAME}"
     if record := document["values"].get("dequantised"):
         text = f"{text}\n{told(record)}"
+    if verbose and manifest.left_out:
+        text = "\n".join([text, "not taken from the source:", *(f"  {path}" for path in manifest.left_out)])
     text = "\n".join([text, *(f"{f.message}: {f.got}" for f in manifest.findings if f.code == LENT)])
     summary = {
         "out": str(out),
@@ -86,6 +88,8 @@ def published(manifest: Manifest, out: str) -> Outcome:
         "bytes": size,
         "plan": document["plan"],
     }
+    if manifest.left_out:
+        summary["left_out"] = manifest.left_out
     return Result(text, {**summary, "files": document["files"]}), manifest.findings
 
 
