@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,13 +115,18 @@ def few_steps(most: int) -> Iterator[None]:
     assert lines <= most, f"{lines} lines were executed"
 
 
+_ASKING = threading.Lock()
+
+
 def ask_transformers_here(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """Has transformers asked in this process, with a cache of its own: an import of torch takes seconds."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.delenv("FASTSHARD_TRANSFORMERS", raising=False)
 
     def answer(question: dict[str, Any], *_: object) -> Any:
-        return json.loads(json.dumps(transformers_worker.answer_to(question)))
+        # Two at once would leave torch.nn.init as transformers changes it meanwhile.
+        with _ASKING:
+            return json.loads(json.dumps(transformers_worker.answer_to(question)))
 
     monkeypatch.setattr(transformers_process, "answer_of", answer)
 

@@ -48,6 +48,14 @@ def olmoe(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
     return folder, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
+def filled(model: Any) -> Any:
+    """The model with random values everywhere: experts are whatever was in memory until they are loaded."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    return model
+
+
 def in_memory(at: Path, tensors: Tensors, config: Path, kind: str) -> Path:
     at.mkdir()
     if kind == "dcp":
@@ -169,7 +177,7 @@ def test_names_in_memory_become_those_on_disk(
 ) -> None:
     ask_transformers_here(monkeypatch, tmp_path / "cache")
     kinds = getattr(transformers, kind)
-    model = kinds(kinds.config_class(**WHOLE[kind] | {"tie_word_embeddings": False}))
+    model = filled(kinds(kinds.config_class(**WHOLE[kind] | {"tie_word_embeddings": False})))
     model.save_pretrained(tmp_path / "own")
     tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     source = in_memory(tmp_path / "in", tensors, tmp_path / "own/config.json", "dcp")
@@ -333,10 +341,7 @@ def test_rotated_and_fused_projections_are_written_as_save_pretrained_does(kind:
         ):
             setattr(config.text_config, key, value)
         model = transformers.AutoModelForImageTextToText.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_()
-    model.save_pretrained(tmp_path / "own")
+    filled(model).save_pretrained(tmp_path / "own")
     found = listed(json.loads((tmp_path / "own/config.json").read_text()))
     (tmp_path / "list.json").write_text(json.dumps(found.to_document()))
     source = in_memory(tmp_path / "in", dict(model.state_dict()), tmp_path / "own/config.json", "dcp")
@@ -363,7 +368,7 @@ def test_classes_without_an_output_layer_are_written_so_too(
     """A table tells of their family, and not their names."""
     ask_transformers_here(monkeypatch, tmp_path / "cache")
     of = getattr(transformers, kind)
-    model = of(of.config_class(**HEADLESS[kind]))
+    model = filled(of(of.config_class(**HEADLESS[kind])))
     model.save_pretrained(tmp_path / "own")
     config = tmp_path / "own/config.json"
     source = in_memory(tmp_path / "in", dict(model.state_dict()), config, "dcp")

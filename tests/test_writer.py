@@ -354,3 +354,19 @@ def test_a_resized_tensor_needs_a_config_of_its_size(tmp_path: Path) -> None:
     (found,) = caught.value.findings
     assert (found.code, found.tensor) == ("FS201", table) and "config" in (found.help or "")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_block_of_zeros_warns_as_it_does_in_a_conversion(tmp_path: Path) -> None:
+    """Rows of a shard that was never gathered; the last rows of a vocabulary are padding."""
+    rng = np.random.default_rng(7)
+    torn, table = (rng.standard_normal((rows, 32), dtype=np.float32) for rows in (64, 100))
+    torn[16:32], table[97:] = 0, 0
+    with fastshard.Writer(tmp_path / "out") as writer:
+        writer["model.layers.0.mlp.up_proj.weight"] = torn
+        writer["model.layers.1.mlp.up_proj.weight"] = rng.standard_normal((64, 32), dtype=np.float32)
+        writer["model.embed_tokens.weight"] = table
+    assert writer.manifest is not None
+    found = [(f.code, f.severity, f.tensor, f.got) for f in writer.manifest.findings]
+    verified = cli("verify", tmp_path / "out").having("FS313")
+    assert found == [("FS313", "warning", verified[0]["tensor"], verified[0]["got"])] and len(verified) == 1
+    assert found[0][3] == "zeros in rows 16-31"

@@ -29,7 +29,7 @@ pub use accumulate::Accumulator;
 pub use gather::{Gather, Level, Partial, Seen};
 pub use number::Number;
 pub use zero::zero_findings;
-pub(crate) use zero::{non_finite, zero_tensor};
+pub(crate) use zero::{non_finite, zero_slabs, zero_tensor};
 pub use zero_slab::ZeroSlab;
 
 /// Bins of a histogram.

@@ -12,7 +12,7 @@ use crate::hash;
 use crate::kernel;
 use crate::manifest::{file_identity, Manifest, ManifestTensor, MANIFEST_NAME};
 use crate::publish::{self, Needs, Staging};
-use crate::stats;
+use crate::stats::{self, Accumulator, ZeroSlab};
 use crate::tensor::{element_count, Dtype};
 use crate::words::{without_numbers, Words};
 use crate::write::INDEX_NAME;
@@ -43,6 +43,17 @@ struct Whole {
     tensors: Vec<ManifestTensor>,
 }
 
+/// What is odd about the values of a tensor.
+#[derive(Debug)]
+enum Odd {
+    /// So many elements are NaN or infinite.
+    NonFinite(u64),
+    /// All are zero.
+    Zero,
+    /// These blocks are zero.
+    ZeroSlabs(Vec<ZeroSlab>),
+}
+
 /// A result that is written tensor by tensor.
 #[derive(Debug)]
 pub struct ResultWriter {
@@ -51,8 +62,8 @@ pub struct ResultWriter {
     open: Option<Shard>,
     max_shard: u64,
     names: std::collections::HashSet<String>,
-    /// Floating tensors that are not as they should be: name, dimensions, elements that are no numbers (0: all are zero).
-    odd: Vec<(String, Vec<u64>, u64)>,
+    /// Floating tensors that are not as they should be: name, dimensions, and what is odd about their values.
+    odd: Vec<(String, Vec<u64>, Odd)>,
     /// Names without their numbers of floating tensors that hold other values than zero.
     filled: std::collections::HashSet<String>,
 }
@@ -124,12 +135,15 @@ impl ResultWriter {
         let mut hasher = blake3::Hasher::new();
         let mut own = vec![0; PIECE.min(bytes.len())];
         let (mut non_finite, mut is_zero) = (0, !bytes.is_empty());
+        let is_floating = dtype.is_float() || dtype.is_f8();
+        let slabs = is_floating.then(|| Accumulator::of_slabs(dtype, shape));
         for (i, piece) in bytes.chunks(PIECE).enumerate() {
             let own = &mut own[..piece.len()];
             own.copy_from_slice(piece);
             hasher.update(own);
             non_finite += kernel::count_non_finite(dtype, own);
             is_zero = is_zero && kernel::is_zero(own);
+            slabs.iter().for_each(|slabs| slabs.add((i * PIECE) as u64, own));
             let at = at + (i * PIECE) as u64;
             shard.file.write_all_at(own, at).map_err(|e| Error::io(&shard.path, "cannot write", &e))?;
         }
@@ -152,13 +166,16 @@ impl ResultWriter {
         shard.hashes.push(digest);
         shard.bytes = end;
         self.names.insert(name.to_string());
-        if dtype.is_float() || dtype.is_f8() {
-            if non_finite > 0 || is_zero {
-                self.odd.push((name.to_string(), shape.to_vec(), non_finite));
-            }
-            if !is_zero {
-                self.filled.insert(without_numbers(name));
-            }
+        let Some(slabs) = slabs else { return Ok(()) };
+        let odd = match (non_finite, is_zero, slabs.zero_slabs()) {
+            (0, true, _) => Some(Odd::Zero),
+            (0, false, slabs) if slabs.is_empty() => None,
+            (0, false, slabs) => Some(Odd::ZeroSlabs(slabs)),
+            (count, ..) => Some(Odd::NonFinite(count)),
+        };
+        self.odd.extend(odd.map(|odd| (name.to_string(), shape.to_vec(), odd)));
+        if !is_zero {
+            self.filled.insert(without_numbers(name));
         }
         Ok(())
     }
@@ -224,11 +241,14 @@ impl ResultWriter {
     /// What is found in the values, as a conversion finds it.
     fn judge(&self, ending: &Ending) -> Vec<Finding> {
         let words = &ending.words;
-        let told = self.odd.iter().filter_map(|(name, shape, count)| match count {
-            0 => stats::zero_tensor(words, name, shape, self.filled.contains(&without_numbers(name))),
-            n => Some(stats::non_finite(words, name, shape, *n, ending.non_finite_accepted)),
+        let findings = self.odd.iter().filter_map(|(name, shape, odd)| match odd {
+            Odd::Zero => stats::zero_tensor(words, name, shape, self.filled.contains(&without_numbers(name))),
+            Odd::ZeroSlabs(slabs) => stats::zero_slabs(words, name, shape, slabs),
+            Odd::NonFinite(count) => {
+                Some(stats::non_finite(words, name, shape, *count, ending.non_finite_accepted))
+            }
         });
-        told.collect()
+        findings.collect()
     }
 
     /// Judges the values, writes texts, index and manifest, and publishes.

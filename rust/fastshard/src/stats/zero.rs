@@ -88,16 +88,36 @@ pub(crate) fn non_finite(words: &Words, name: &str, shape: &[u64], count: u64, i
 
 fn slabs(plan: &Plan, output: &Output, slabs: &[ZeroSlab]) -> Option<Finding> {
     let slabs: Vec<&ZeroSlab> = slabs.iter().filter(|slab| !is_padding(plan, output, slab)).collect();
-    let first = slabs.first()?;
-    let texts: Vec<String> = slabs.iter().map(|slab| slab.text(output.shape.len())).collect();
-    let finding = Finding::new(codes::ZERO_SLAB, "a part of this tensor is zero")
-        .tensor(&output.name)
-        .expected(format!("values all over {:?}", output.shape), format!("zeros in {}", texts.join(" and ")))
-        .help("compare with the files of the ranks, or with `fastshard diff`; a shard that was lost, or never gathered, looks like that; pruned weights and tokens never trained are zero too");
-    Some(match holder(output, first) {
+    let finding = part_of(&output.name, &output.shape, &slabs)?;
+    Some(match holder(output, slabs[0]) {
         Some(stored) => place(plan, stored, finding),
         None => finding,
     })
+}
+
+/// The warning about the slabs of a tensor of no plan that are zero; `None` where these are the padding of a vocabulary.
+pub(crate) fn zero_slabs(words: &Words, name: &str, shape: &[u64], slabs: &[ZeroSlab]) -> Option<Finding> {
+    let slabs: Vec<&ZeroSlab> =
+        slabs.iter().filter(|slab| !is_unstated_padding(words, name, shape, slab)).collect();
+    part_of(name, shape, &slabs)
+}
+
+fn part_of(name: &str, shape: &[u64], slabs: &[&ZeroSlab]) -> Option<Finding> {
+    let texts: Vec<String> = slabs.iter().map(|slab| slab.text(shape.len())).collect();
+    let finding = Finding::new(codes::ZERO_SLAB, "a part of this tensor is zero")
+        .tensor(name)
+        .expected(format!("values all over {shape:?}"), format!("zeros in {}", texts.join(" and ")))
+        .help("compare with the files of the ranks, or with `fastshard diff`; a shard that was lost, or never gathered, looks like that; pruned weights and tokens never trained are zero too");
+    (!slabs.is_empty()).then_some(finding)
+}
+
+/// True for the last rows of a vocabulary whose sizes nothing states: a shard divides all rows, and so few that do not are padding.
+fn is_unstated_padding(words: &Words, name: &str, shape: &[u64], slab: &ZeroSlab) -> bool {
+    let extent = shape[slab.dim];
+    let [[start, end]] = slab.ranges[..] else { return false };
+    let len = end - start;
+    let is_table = slab.dim == 0 && words.is_table_head_or_projection(name);
+    end == extent && is_table && len < extent / 8 && !extent.is_multiple_of(len)
 }
 
 /// Rows that a vocabulary is padded to a multiple of, for each tensor-parallel rank (Megatron-LM, GPT-NeoX).
@@ -114,10 +134,7 @@ fn is_padding(plan: &Plan, output: &Output, slab: &ZeroSlab) -> bool {
         return false;
     }
     if real.is_none() && padded.is_none() {
-        // Nothing states a size: a shard divides all rows, and so few that do not are padding.
-        let len = end - start;
-        let is_table = slab.dim == 0 && plan.words.is_table_head_or_projection(&output.name);
-        return is_table && len < extent / 8 && !extent.is_multiple_of(len);
+        return is_unstated_padding(&plan.words, &output.name, &output.shape, slab);
     }
     if !(padded == Some(extent) || real == Some(extent)) {
         return false;
