@@ -81,7 +81,7 @@ def _architecture(name: str) -> str:
 def further(name: str) -> dict[str, torch.Tensor]:
     """The layer of a DeepSeek model that predicts one more token, as it is published."""
     have = tensors(name)
-    layer = {n.replace("layers.3.", "layers.4."): t + 1 for n, t in have.items() if ".layers.3." in n}
+    layer = {n.replace("layers.3.", "layers.4."): t + 2 for n, t in have.items() if ".layers.3." in n}
     sizes = {
         "enorm": (16,), "hnorm": (16,), "eh_proj": (16, 32), "embed_tokens": (40, 16), "shared_head.norm": (16,),
         "shared_head.head": (40, 16),

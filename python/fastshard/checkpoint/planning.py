@@ -366,7 +366,7 @@ def _judged(draft: _Draft) -> list[Finding]:
 
         merged = Merged(draft.core, source, draft.target is None, draft.asked, draft.renamed)
         told += refused_names(opened, request, merged)
-    if seen is not None and not request.is_narrowed and not _is_listed(opened):
+    if seen is not None and source.model.config and not request.is_narrowed and not _is_listed(opened):
         from .tied_tensors import find_differing_head
 
         merged = Merged(draft.core, source, draft.target is None, draft.asked, draft.renamed)
@@ -394,13 +394,14 @@ def _is_listed(opened: Opened) -> bool:
 
 def _odd_dtypes(draft: _Draft) -> list[Finding]:
     """Finds tensors of a few layers in another dtype than the same of all others. A model that quantisers made mixes dtypes on
-    purpose, and an error may be the reason of a dtype."""
+    purpose, a reference says more, and an error may be the reason of a dtype."""
     quantised, config = draft.opened.quantised, draft.source.model.config or {}
     is_quantised = (
         quantised.weights or quantised.method or any(config.get(key) for key in config_json.QUANTISED)
     )
     if (
         not draft.is_kept
+        or draft.opened.reference is not None
         or is_quantised
         or any(f.severity == "error" for f in (*draft.findings, *draft.found))
     ):
