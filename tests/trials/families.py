@@ -51,6 +51,8 @@ HEADS = {
 def ask_transformers_here(cache: Path) -> None:
     """Has transformers asked in this process, with a cache of its own: an import of torch takes longer than the question."""
     os.environ["XDG_CACHE_HOME"] = str(cache)
+    # The tests turn it off.
+    os.environ.pop("FASTSHARD_TRANSFORMERS", None)
 
     def answer(question: dict[str, Any], *_: object) -> Any:
         return json.loads(json.dumps(transformers_worker.answer_to(question)))
