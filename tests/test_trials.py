@@ -140,7 +140,6 @@ def test_ranks() -> None:
     run_series("ranks", "--count", 16, "--jobs", 8)
 
 
-@pytest.mark.slow
 def test_families_from_dcp(tmp_path: Path) -> None:
     """Eight families: what is published is loaded with none missing, and what is good is not refused."""
     assert "8 families, wrong: 0" in run_series(
@@ -154,6 +153,7 @@ def test_families(tmp_path: Path) -> None:
     assert "30 families, 30 models, accused: 0" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [["--count", 300], ["--count", 100, "--commands"]], ids=["read", "commands"])
 def test_mutations(how: list[object], tmp_path: Path) -> None:
     argv = [sys.executable, TRIALS / "mutations.py", "--seed", 1, "--folder", tmp_path / "trials", *how]
