@@ -86,6 +86,11 @@ class Opened:
     #: What is read besides the checkpoint, as it was given: an adapter, the model that parts are taken from.
     besides: Sequence[str] = ()
 
+    @property
+    def listed(self) -> ExpectedTensors | None:
+        """What transformers lists by the config, waited for; None if it was not asked or cannot tell."""
+        return None if self.promised is None else self.promised.listed
+
 
 @dataclass(frozen=True)
 class CoreRequest:

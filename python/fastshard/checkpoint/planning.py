@@ -103,6 +103,11 @@ class _Draft:
         }
 
     @property
+    def merged(self) -> Merged:
+        """The draft as it is compared with what must be there."""
+        return Merged(self.core, self.source, self.target is None, self.asked, self.renamed)
+
+    @property
     def is_kept(self) -> bool:
         """Whether every tensor keeps its dtype."""
         return DTYPES[self.request.dtype] is None
@@ -186,7 +191,7 @@ def _authority(draft: _Draft) -> str | None:
     opened = draft.opened
     if opened.reference is not None:
         return opened.reference.authority
-    listed = None if opened.promised is None or not draft.renamed else opened.promised.listed
+    listed = opened.listed if draft.renamed else None
     return None if listed is None else listed.authority
 
 
@@ -204,9 +209,7 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
         from .reference_sides import as_referenced
 
         source, form, renamed = as_referenced(opened, opened.reference, source, request)
-    elif (
-        request.to == "hf" and opened.promised is not None and (listed := opened.promised.listed) is not None
-    ):
+    elif request.to == "hf" and (listed := opened.listed) is not None:
         from .reference_sides import as_listed
 
         source, form, renamed = as_listed(opened, listed, source, request)
@@ -250,7 +253,7 @@ def _kept(opened: Opened, request: Request) -> dict[str, object]:
         return {"nothing": True}
     if request.dtype not in ("bf16", "f16"):
         return {}
-    listed = None if opened.promised is None else opened.promised.listed
+    listed = opened.listed
     by_class = () if listed is None else listed.keeps.get(DTYPES[request.dtype] or "", ())
     return {"names": sorted({*WORDS["kept"], *by_class})}
 
@@ -355,8 +358,7 @@ def _judged(draft: _Draft) -> list[Finding]:
             from .promised import beside_list, judged
 
             named = [f.tensor for f in (*draft.findings, *draft.found) if f.severity == "error"]
-            merged = Merged(draft.core, source, draft.target is None, draft.asked, draft.renamed)
-            by_list, reason = judged(opened, source, request, merged, named)
+            by_list, reason = judged(opened, source, request, draft.merged, named)
             why = reason or why
             by_list = both.left(by_list)
             by_layers = beside_list(by_layers, by_list)
@@ -364,32 +366,24 @@ def _judged(draft: _Draft) -> list[Finding]:
     elif opened.promised is not None:
         from .promised import refused_names
 
-        merged = Merged(draft.core, source, draft.target is None, draft.asked, draft.renamed)
-        told += refused_names(opened, request, merged)
-    if seen is not None and source.model.config and not request.is_narrowed and not _is_listed(opened):
+        told += refused_names(opened, request, draft.merged)
+    if seen is not None and source.model.config and not request.is_narrowed and opened.listed is None:
         from .tied_tensors import find_differing_head
 
-        merged = Merged(draft.core, source, draft.target is None, draft.asked, draft.renamed)
-        told += find_differing_head(opened, merged)
+        told += find_differing_head(opened, draft.merged)
     if not source.provable and listed_by(by_list) is None:
         told.append(unproven(source, seen, why))
     if opened.reference is not None:
         from .reference_sides import compared
 
         named = [f.tensor for f in (*draft.findings, *draft.found) if f.severity == "error"]
-        merged = Merged(draft.core, source, draft.target is None, draft.asked, draft.renamed)
-        told += draft.causes.left(compared(opened, opened.reference, request, merged, named))
+        told += draft.causes.left(compared(opened, opened.reference, request, draft.merged, named))
     if draft.parts and not request.is_narrowed and not _accounts_for_parts(draft):
-        listed = source.layout is not None or _is_listed(opened)
+        listed = source.layout is not None or opened.listed is not None
         both_found = [*draft.findings, *draft.found]
         told = absent(source, draft.parts, draft.names, both_found, told, listed=listed)
     told += _odd_dtypes(draft)
     return told + words(source, draft.axes, request.tokenizer)
-
-
-def _is_listed(opened: Opened) -> bool:
-    """True where transformers lists the model's tensors, and their ties."""
-    return opened.promised is not None and opened.promised.listed is not None
 
 
 def _odd_dtypes(draft: _Draft) -> list[Finding]:
@@ -411,11 +405,10 @@ def _odd_dtypes(draft: _Draft) -> list[Finding]:
 
 def _by_part(draft: _Draft, each: list[Finding], lost: Collection[str]) -> list[Finding]:
     """The findings, where those of a part that the config promises are one."""
-    source, promised = draft.source, draft.opened.promised
+    source, listed = draft.source, draft.opened.listed
     table = source.usual_table if source.table is None else source.table
     # Those of a target are its own.
     own = [n for n in lost if draft.target is None or (table is not None and table.rule_of(n) is not None)]
-    listed = None if promised is None else promised.listed
     by = None if listed is None else f"{listed.model_class} of transformers {listed.transformers}"
     return by_part(each, draft.parts, own, source.expected_names, by)
 

@@ -97,7 +97,7 @@ def judged(
     Where nothing differs, the finding that says so is among them (`FS109`, whose evidence is who listed the tensors). An unexpected
     tensor is a note: a load leaves it out. A loader knows more spellings than a list: what neither has is missing.
     """
-    listed = None if opened.promised is None else opened.promised.listed
+    listed = opened.listed
     if listed is None or request.is_narrowed:
         return [], ""
     from ..expected.expected_list import roster_of
@@ -146,7 +146,7 @@ def judged(
     told = [f for f in told if f.severity != "note" or f.code != "FS207" or not _is_of(parts, f.tensor)]
     wrong = [f for f in told if f.severity == "error"]
     count = len(reference.roster or ())
-    others = {t.name for t in listed.in_memory} & own - {t.name for t in listed.tensors}
+    others = listed.only_in_memory & own
     # A further copy of a tied tensor is no other name.
     has_copies_only = bool(others) and others <= {name for group in listed.ties for name in group}
     if not wrong and not on_disk and request.to == "hf" and not has_copies_only:
@@ -264,7 +264,7 @@ def refused_names(opened: Opened, request: Request, merged: Merged) -> list[Find
     from ..expected.names_on_disk import are_in_memory
     from .reference_sides import own_names
 
-    listed = None if opened.promised is None else opened.promised.listed
+    listed = opened.listed
     if listed is None or request.to != "hf" or not are_in_memory(listed, own_names(opened, merged)):
         return []
     called = f"{listed.model_class} of transformers {listed.transformers}"
@@ -273,10 +273,8 @@ def refused_names(opened: Opened, request: Request, merged: Merged) -> list[Find
 
 
 def _names_in_memory(called: str, listed: ExpectedTensors, names: list[str], config: Path | None) -> Finding:
-    """That a result would have names that its format has not; what is installed does not decide what is written."""
-    odd = sorted({t.name for t in listed.in_memory} & set(names) - {t.name for t in listed.tensors}) or [
-        name for name in names if not is_state(name)
-    ]
+    """Finds that a result would have names that its format has not, where they could not be written as those on disk."""
+    odd = sorted(listed.only_in_memory & set(names)) or [name for name in names if not is_state(name)]
     return Finding.of(
         "FS209",
         f"{len(odd)} tensors have names that {called} has in memory, and save_pretrained writes others",

@@ -155,7 +155,7 @@ def as_listed(
     Raises:
         FastshardError: ``FS514`` for a tensor that has no such form.
     """
-    if {t.name for t in listed.in_memory} <= {t.name for t in listed.tensors}:
+    if not listed.only_in_memory:
         return source, None, ""
     is_other_class = "auto_map" in (source.model.config or {})
     if (

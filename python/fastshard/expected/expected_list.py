@@ -98,6 +98,11 @@ class ExpectedTensors:
                 found.setdefault(part.name, {})[name] = None
         return {name: tuple(disk) for name, disk in found.items() if tuple(disk) != (name,)}
 
+    @cached_property
+    def only_in_memory(self) -> frozenset[str]:
+        """Names in memory that no tensor on disk has: those of fused tensors, of moved parts, and of further copies of tied ones."""
+        return frozenset({t.name for t in self.in_memory} - {t.name for t in self.tensors})
+
     @property
     def authority(self) -> str:
         """Class, version and digest: a run that another list began is not gone on with."""

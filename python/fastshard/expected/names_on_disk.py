@@ -96,8 +96,9 @@ class _Formless(Exception):
 
 def are_in_memory(listed: ExpectedTensors, names: Collection[str]) -> bool:
     """True for the names of a model in memory where these are others than on disk."""
-    memory, disk = {t.name for t in listed.in_memory}, {t.name for t in listed.tensors}
-    return any(name in memory - disk for name in names) and not any(name in disk - memory for name in names)
+    memory = {t.name for t in listed.in_memory}
+    only_on_disk = {t.name for t in listed.tensors} - memory
+    return not listed.only_in_memory.isdisjoint(names) and only_on_disk.isdisjoint(names)
 
 
 def tables_of(listed: ExpectedTensors, stored: Collection[str]) -> tuple[Table, Table]:
