@@ -335,8 +335,8 @@ def test_files_that_are_not_taken_are_listed(tmp_path: Path) -> None:
     assert {"training_args.bin", "onnx/model.onnx"} <= set(ran.doc["left_out"])
     assert not [path for path in ran.doc["left_out"] if (tmp_path / "out" / path).exists()]
     assert not [path for path in ran.doc["left_out"] if path.endswith(".safetensors")]
-    told = cli("merge", source, tmp_path / "more", "-v", json_output=False).out
-    assert "not taken from the source:" in told and "  onnx/model.onnx" in told
+    printed = cli("merge", source, tmp_path / "more", "-v", json_output=False).out
+    assert "not taken from the source:" in printed and "  onnx/model.onnx" in printed
     (tmp_path / "alone").mkdir()
     for path in (tmp_path / "out").iterdir():
         shutil.copy(path, tmp_path / "alone")

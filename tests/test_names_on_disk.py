@@ -86,6 +86,15 @@ def test_fused_experts_are_written_each(kind: str, olmoe: tuple[Path, Tensors], 
     assert load_file(tmp_path / "kept/model.safetensors").keys() >= {UP, DOWN}
 
 
+def damage(at: Path, change: dict[str, Any], olmoe: tuple[Path, Tensors]) -> tuple[str, Path]:
+    """The name of the tensor that is changed or lost, and a DCP of the others as they were."""
+    folder, tensors = olmoe
+    (name, how), *_ = change.items()
+    kept = {n: t for n, t in tensors.items() if n != name}
+    changed = kept if how is None else kept | {name: how(tensors.get(name, torch.ones(1)))}
+    return name, in_memory(at, changed, folder / "own/config.json", "dcp")
+
+
 DAMAGES: list[tuple[dict[str, Any], int]] = [
     ({DOWN: None}, 3),
     ({UP: lambda t: t[:3]}, 1),
@@ -102,13 +111,9 @@ DAMAGES: list[tuple[dict[str, Any], int]] = [
 def test_what_is_damaged_is_not_written(
     change: dict[str, Any], code: int, olmoe: tuple[Path, Tensors], tmp_path: Path
 ) -> None:
-    folder, tensors = olmoe
-    (name, how), *_ = change.items()
-    kept = {n: t for n, t in tensors.items() if n != name}
-    changed = kept if how is None else kept | {name: how(tensors.get(name, torch.ones(1)))}
-    source = in_memory(tmp_path / "in", changed, folder / "own/config.json", "dcp")
+    name, source = damage(tmp_path / "in", change, olmoe)
     for verb in (("merge",), ("convert", "--to", "hf")):
-        ran = cli(verb[0], source, tmp_path / "out", *verb[1:], "--like", folder / "list.json")
+        ran = cli(verb[0], source, tmp_path / "out", *verb[1:], "--like", olmoe[0] / "list.json")
         assert ran.code == code and not (tmp_path / "out").exists(), ran.out
         assert any(f.get("tensor") == name for f in ran.findings if f["severity"] == "error"), ran.out
 
@@ -156,11 +161,7 @@ def test_what_is_damaged_is_not_converted(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder, tensors = olmoe
-    (name, how), *_ = change.items()
-    kept = {n: t for n, t in tensors.items() if n != name}
-    changed = kept if how is None else kept | {name: how(tensors.get(name, torch.ones(1)))}
-    source = in_memory(tmp_path / "in", changed, folder / "own/config.json", "dcp")
+    name, source = damage(tmp_path / "in", change, olmoe)
     ask_transformers_here(monkeypatch, tmp_path / "cache")
     ran = cli("convert", source, tmp_path / "out", "--to", "hf")
     if name.endswith("more"):  # a loader passes over what it does not know

@@ -149,8 +149,8 @@ def test_families_from_dcp(tmp_path: Path) -> None:
 
 def test_families(tmp_path: Path) -> None:
     """Thirty families as save_pretrained writes them: none is accused."""
-    said = run_series("families", "--count", 30, "--few", "--folder", tmp_path / "families", timeout=LONG)
-    assert "30 families, 30 models, accused: 0" in said
+    printed = run_series("families", "--count", 30, "--few", "--folder", tmp_path / "families", timeout=LONG)
+    assert "30 families, 30 models, accused: 0" in printed
 
 
 @pytest.mark.slow

@@ -36,8 +36,8 @@ class Downloaded:
         """True if each file of tensors has its record."""
         return self.tensors == self.of > 0
 
-    def told(self) -> str:
-        """The same in words."""
+    def describe(self) -> str:
+        """Says it in words."""
         of = "" if self.is_whole else f", {self.tensors} of {counted(self.of, 'file')} of tensors among them"
         return f"{counted(self.files, 'file')} against the hashes of the download{of}"
 

@@ -47,8 +47,8 @@ def find_left_out(checkpoint: Checkpoint, copies: Iterable[tuple[str, str]]) -> 
     opened, listing = checkpoint.opened, checkpoint.listing
     if listing.single:
         return []
-    held = {(file.root, file.path) for file in opened.behind}
-    folders = {folder for _, path in held for folder in [path.rpartition("/")[0]]}
+    read_files = {(file.root, file.path) for file in opened.behind}
+    folders = {path.rpartition("/")[0] for _, path in read_files}
     used = {Path(path) for _, path in copies}
     config = opened.source.model.config_file
     used |= set() if config is None else {config}
@@ -56,7 +56,7 @@ def find_left_out(checkpoint: Checkpoint, copies: Iterable[tuple[str, str]]) -> 
         {
             file.path
             for file in listing.files
-            if (file.root, file.path) not in held
+            if (file.root, file.path) not in read_files
             and listing.roots[file.root] / file.path not in used
             and not file.name.startswith(".")
             and not file.name.endswith((".index.json", MANIFEST_NAME))

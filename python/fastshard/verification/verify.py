@@ -142,7 +142,7 @@ def verify(
     vouched = _vouched(checkpoint, by, None if signature is None else _signed_by(Path(signature), keys))
     partial: list[str] = []
     if downloaded.files:
-        (vouched if downloaded.is_whole else partial).append(downloaded.told())
+        (vouched if downloaded.is_whole else partial).append(downloaded.describe())
     partial += _own_checksums(checkpoint, found)
     part = None if subset is None else f"part {subset[0]} of {subset[1]}"
     if include or exclude:
