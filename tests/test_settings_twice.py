@@ -229,6 +229,23 @@ def test_config_goes_before_arguments_of_megatron(form: str, mistral: Path, tmp_
     assert json.loads((tmp_path / "back/config.json").read_text())["rope_theta"] == 5e5
 
 
+@pytest.mark.parametrize("family", ["llama", "llama_tied"])
+def test_a_tie_that_the_tensors_of_megatron_contradict_is_refused(family: str, tmp_path: Path) -> None:
+    plain, source = tmp_path / "hf", tmp_path / "megatron"
+    model(family, plain)
+    assert cli("convert", plain, source, "--to", "megatron:legacy", "--tp", 2).code == 0
+    for tied in (True, False):
+        given = write_config(plain, tmp_path / "given.json", tie_word_embeddings=tied)
+        out = tmp_path / f"out{tied}"
+        ran = cli("convert", source, out, "--to", "hf", "--config", given)
+        if tied is (family == "llama_tied"):
+            assert ran.code == 0 and not noted(ran), ran.out
+            assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is tied
+        else:
+            assert ran.code in (1, 3) and ran.errors, ran.out
+            assert bool(ran.having("FS215", severity="error")) is tied and not out.exists()
+
+
 def test_config_may_be_arguments_of_megatron(mistral: Path, tmp_path: Path) -> None:
     source = tmp_path / "megatron"
     assert cli("convert", mistral, source, "--to", "megatron:legacy").code == 0

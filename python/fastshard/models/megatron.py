@@ -59,12 +59,14 @@ _OF_CONFIG = {
     "max_position_embeddings": "max_position_embeddings", "eps": "norm_epsilon", "rope_theta": "rotary_base",
     "partial_rotary_factor": "rotary_percent", "experts": "num_experts", "best_experts": "moe_router_topk",
 }  # fmt: skip
+#: The argument of a model whose head is not tied.
+UNTIED = "untie_embeddings_and_output_weights"
 #: Arguments that are settings of the model, and not of how it is run.
 SETTINGS = frozenset(
     {
         *_OF_CONFIG.values(), *_NEUTRAL, "group_query_attention", "moe_ffn_hidden_size", "use_rope_scaling",
         "rope_scaling_factor", "window_size", "window_attn_skip_freq", "swiglu", "normalization",
-        "position_embedding_type", "moe_router_pre_softmax",
+        "position_embedding_type", "moe_router_pre_softmax", UNTIED,
     }
 )  # fmt: skip
 _NONE = (False, False, False, False)
@@ -170,7 +172,7 @@ class Megatron:
             "add_bias_linear": linear,
             "add_qkv_bias": qkv and not linear,
             "qk_layernorm": model.qk_norm,
-            "untie_embeddings_and_output_weights": not model.tied,
+            UNTIED: not model.tied,
             "position_embedding_type": "rope",
             "rotary_base": int(model.rope.base or 10000),
             "rotary_percent": model.rope.share,
@@ -227,6 +229,8 @@ def read_config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], lis
         found |= {"rope_scaling_factor": settings["rope.factor"]} if "rope.factor" in settings else {}
     if "sliding_window" in settings and not isinstance(window, list):
         found["window_size"] = None if window is None else (window - 1, 0)
+    if isinstance(tied := config.get("tie_word_embeddings"), bool):
+        found[UNTIED] = not tied
     if (act := settings.get("hidden_act")) is not None and str(act) not in ("silu", "swish"):
         lacking.append(Lack("hidden_act", "silu", shown(act)))
     return found, lacking

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...common.errors import FastshardError
+from ...common.errors import FastshardError, Finding
 from ...layouts.declaration import Description, Evidence, Source
 from ...models import config_json, megatron
 from ...models.model import Lack, Model
@@ -65,7 +65,11 @@ def override(
             got=", ".join(map(str, list(config)[:5])),
             help="pass the config of this model, or leave --config out",
         )
-    noted = megatron.SETTINGS - {"group_query_attention"}
+    noted = megatron.SETTINGS - {"group_query_attention", megatron.UNTIED}
+    if args.get(megatron.UNTIED) is True and settings.get(megatron.UNTIED) is False:
+        source.findings.append(_contradict_tie(file))
+    else:
+        source.findings += find_overridden_settings(args, settings, {megatron.UNTIED}, file, "args.")
     source.findings += find_overridden_settings(args, settings, noted, file, "args.")
     if is_config_json(config):
         source.findings += config_json.find_contradictions(config, options.config_path or "config.json")
@@ -73,6 +77,18 @@ def override(
     else:
         source.findings += find_repeated_spellings(config, options.config_path or "config")
     return {**args, **settings}, lacking
+
+
+def _contradict_tie(file: str | None) -> Finding:
+    """Makes the finding of a config that ties a head whose weights are stored."""
+    return Finding.of(
+        "FS215",
+        "--config ties the head to the embedding, and the checkpoint stores separate weights of it",
+        file=file,
+        expected="tie_word_embeddings false in --config",
+        got=f"args.{megatron.UNTIED} true in the checkpoint",
+        help="pass the config of this model, or leave --config out",
+    )
 
 
 def mixture(args: dict[str, Any], names: Iterable[str]) -> bool:
@@ -129,7 +145,7 @@ def describe(source: Source, args: dict[str, Any], names: set[str], lacking: Seq
     def has(end: str) -> bool:
         return any(name.endswith(end) for name in names)
 
-    untied = args.get("untie_embeddings_and_output_weights")
+    untied = args.get(megatron.UNTIED)
     head = has("output_layer.weight")
     tied = not untied if isinstance(untied, bool) else not head
     source.facts = {
