@@ -12,7 +12,13 @@ import tiny_models
 import torch
 from helpers import cli, edit_safetensors, read_result
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+)
 
 Tensors = dict[str, torch.Tensor]
 PLAIN: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
@@ -111,6 +117,23 @@ def test_what_a_base_alone_tells_is_an_error_where_the_base_has_it(
     assert ran.code == 3 and lost[0].strip(".") in ran.errors[0]["tensor"], ran.out
     ran = cli("verify", adapter)
     assert ran.code == 0 and ("no module v_proj has factors" in ran.out) == (lost == ("v_proj",))
+
+
+@pytest.mark.parametrize("base_class", [LlamaForCausalLM, LlamaForSequenceClassification])
+def test_a_head_that_the_base_lacks_is_a_warning(base_class: Any, tmp_path: Path) -> None:
+    """PEFT trains a classifier on a base that is saved as a language model."""
+    config = LlamaConfig(**tiny_models.SIZES, num_labels=3)
+    base_class(config).save_pretrained(tmp_path / "base")
+    trained = get_peft_model(
+        LlamaForSequenceClassification(config),
+        LoraConfig(r=2, task_type="SEQ_CLS", target_modules=["q_proj"]),
+    )
+    trained.save_pretrained(tmp_path / "adapter")
+    ran = cli("merge", tmp_path / "base", tmp_path / "out", "--adapter", tmp_path / "adapter")
+    assert ran.code == 0, ran.out
+    warned = [finding["tensor"] for finding in ran.having("FS119", severity="warning")]
+    assert warned == ([] if base_class is LlamaForSequenceClassification else ["score.weight"])
+    assert torch.equal(read_result(tmp_path / "out")["score.weight"], trained.base_model.model.score.weight)
 
 
 @pytest.mark.parametrize(("factor", "dtype"), [("lora_B", torch.float32), ("lora_A", torch.bfloat16)])

@@ -189,6 +189,14 @@ def said(adapter: Path, **changes: Any) -> None:
 
 A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
 B = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
+
+
+def write_mlx_config(adapter: Path) -> None:
+    """Puts a config as mlx-lm's trainer writes it in the place of PEFT's."""
+    config = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": {"rank": 8, "scale": 20.0}}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str, int]] = {
     "no B": (lambda a: damaged(a, lambda t: t.pop(B)), "FS102", 3),
     "B of another shape": (lambda a: damaged(a, lambda t: t.update({B: t[B][:-2].clone()})), "FS201", 1),
@@ -202,6 +210,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, int]] = {
     "a config cut short": (lambda a: (a / "adapter_config.json").write_text('{"peft_type"'), "FS211", 2),
     "alpha is no number": (lambda a: said(a, lora_alpha="16"), "FS211", 2),
     "another kind": (lambda a: said(a, peft_type="LOHA"), "FS514", 2),
+    "an adapter of mlx-lm": (write_mlx_config, "FS514", 2),
     "a variant": (lambda a: said(a, use_qalora=True), "FS514", 2),
     "an initialisation that changed the base": (lambda a: said(a, init_lora_weights="pissa_niter_4"), "FS514", 2),
     "a pattern without end": (lambda a: said(a, rank_pattern={"(a+)+$": 4}), "FS514", 2),
@@ -210,6 +219,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, int]] = {
     "cut": (lambda a: (a / "adapter_model.safetensors").write_bytes((a / "adapter_model.safetensors").read_bytes()[:-9]), "FS312", 1),
     "not there": (lambda a: shutil.rmtree(a), "FS501", 2),
 }  # fmt: skip
+
+
+def test_an_adapter_of_mlx_by_itself_is_refused_by_name(tmp_path: Path) -> None:
+    _, adapter, _ = made("plain", tmp_path)
+    write_mlx_config(adapter)
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapters.safetensors")
+    for verb in ("verify", "inspect"):
+        ran = cli(verb, adapter)
+        assert ran.code == 2 and [f["code"] for f in ran.errors] == ["FS514"], ran.out
+        assert "mlx" in ran.errors[0]["message"]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

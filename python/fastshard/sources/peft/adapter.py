@@ -9,7 +9,7 @@ from ...layouts.declaration import Description, Source, Unit
 from ...layouts.declared_parts import StoredAdapter
 from ..base import Contents, Found, Options
 from . import adapter_config, tensor_names
-from .find_files import WEIGHTS
+from .find_files import MLX_WEIGHTS, WEIGHTS
 from .missing_factors import find_missing_halves, find_missing_modules
 
 
@@ -29,7 +29,7 @@ class PeftAdapter:
     def detect(self, listing: Listing, options: Options) -> Found[PeftFiles] | None:
         """Looks for ``adapter_config.json`` beside ``adapter_model.*``, at the top of the directory given."""
         inside = {file.name: file for file in reversed(listing.within(""))}
-        weights = next((inside[name] for name in WEIGHTS if name in inside), None)
+        weights = next((inside[name] for name in (*WEIGHTS, MLX_WEIGHTS) if name in inside), None)
         said = inside.get(adapter_config.FILE)
         if weights is None or said is None or options.step is not None:
             return None

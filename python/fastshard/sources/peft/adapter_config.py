@@ -25,6 +25,8 @@ _UNREAD = {
 }  # fmt: skip
 #: Initialisations that change the base model's weights, so that its own file is not what the adapter is for.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+#: Keys by which mlx-lm's config of an adapter is known (mlx_lm/tuner/utils.py).
+_MLX = {"fine_tune_type", "lora_parameters"}
 #: Patterns of module names: a group that repeats could take for ever.
 _REPEATED_GROUP = re.compile(r"\)\s*[*+?{]")
 _MOST_REPEATS = 3
@@ -101,6 +103,11 @@ def read(path: Path, label: str) -> Config:
     """
     help = f"pass the adapter's own {FILE}"
     said = json_text.value(safe_files.read_text(path, safe_files.MAX_CONFIG, label=label), label, help=help)
+    if isinstance(said, dict) and "peft_type" not in said and _MLX & said.keys():
+        raise FastshardError.of(
+            "FS514", "an adapter of mlx-lm, which is not read", file=label, expected="an adapter of PEFT",
+            help="merge it into its base with mlx_lm.fuse, and convert the result",
+        )  # fmt: skip
     if not isinstance(said, dict) or "peft_type" not in said:
         raise FastshardError.of(
             "FS211", "no config of an adapter: it has no peft_type", file=label, help=help

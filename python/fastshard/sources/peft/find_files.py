@@ -14,6 +14,8 @@ from . import adapter_config
 
 #: As peft looks for them. source: peft utils/constants.py (SAFETENSORSWEIGHTS_NAME, WEIGHTS_NAME)
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+#: Of mlx-lm, whose adapters are refused by name. source: mlx_lm/tuner/utils.py (load_adapters)
+MLX_WEIGHTS = "adapters.safetensors"
 
 
 @dataclass(frozen=True)

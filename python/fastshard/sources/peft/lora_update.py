@@ -55,6 +55,8 @@ def attach(source: Source, told: Told, config: Config, shapes: Mapping[str, list
             source.names.update(dict.fromkeys(replaced, head[1]))
         else:
             hidden |= replaced
+            if not replaced and head is None and not _is_head(own):
+                source.findings.append(_warn_of_addition(own, source, config))
         if own != stored:
             source.names[stored] = own
     source.names.update({stored: own for own, stored in told.base.items() if own != stored})
@@ -68,6 +70,21 @@ def attach(source: Source, told: Told, config: Config, shapes: Mapping[str, list
             severity="note",
             file=config.path,
         )
+    )
+
+
+def _warn_of_addition(name: str, source: Source, config: Config) -> Finding:
+    """Makes the finding of a module that is saved with the adapter and that the base lacks: a head of another class."""
+    classes = (source.model.config or {}).get("architectures")
+    return Finding.of(
+        "FS119",
+        "the base has no such tensor: the adapter adds it",
+        severity="warning",
+        file=config.path,
+        tensor=name,
+        expected=f"a base of the class that was trained ({config.stored.get('task_type')})",
+        got=f"a base of {', '.join(classes)}" if isinstance(classes, list) and classes else "another base",
+        help="load the base as the class that was trained, save it, and merge the adapter into that",
     )
 
 
