@@ -76,6 +76,50 @@ def test_every_command_that_a_help_advises_is_one() -> None:
             assert words[0] in OTHERS, command
 
 
+def find_helps() -> set[str]:
+    """Finds every help of the sources, in the words that do not depend on the checkpoint."""
+    helps = set()
+    for file in (ROOT / "python").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.keyword) and node.arg == "help":
+                helps |= {text for part in ast.walk(node.value) if (text := _literal(part))}  # type: ignore[arg-type]
+    for file in (ROOT / "rust").rglob("*.rs"):
+        for literal in re.findall(r'\.help\((?:format!\()?"((?:[^"\\]|\\.)*)"', file.read_text()):
+            helps.add(re.sub(r"\\\n *", "", literal))
+    return helps
+
+
+#: Options of other programs that a help names.
+OPTIONS_OF_OTHERS = {
+    "--dist-ckpt-optim-fully-reshardable",  # Megatron-LM
+    "--no-load-optim",  # Megatron-LM
+}
+#: What a help may have removed: leavings of fastshard's own runs, and what a finding shows to be of another save.
+REMOVED = {
+    "copy the step if it is the one you want; else delete the tracker file",
+    "look at it, have it removed, or choose a destination in a directory of your own; somebody else made or opened it",
+    "look at the destination and into the folder, which may hold what was there before; then remove it and run again",
+    "make the piece again on its host, or remove it",
+    "remove this run too, though it could be continued",
+    "remove what interrupted runs left behind",
+    "say what would be removed, and remove nothing",
+    "start afresh: remove the folder, and run again without --resume",
+}
+
+
+def test_a_help_names_options_and_verbs_that_exist_and_has_no_file_of_a_checkpoint_removed() -> None:
+    helps = find_helps()
+    assert len(helps) > 400
+    parsers = {name: set(flags(parser)) for name, parser in subparsers(build()).items()}
+    options = set().union(*parsers.values())
+    for text in helps:
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text))
+        assert named <= options | OPTIONS_OF_OTHERS, text
+        assert set(re.findall(r"`fastshard ([a-z][a-z-]*)", text)) <= parsers.keys(), text
+        assert text in REMOVED or not re.search(r"\b(remove|removed|delete|rm)\b", text), text
+    assert helps >= REMOVED
+
+
 def _config(name: str) -> str:
     """The config that the checkpoint of a case was trained with."""
     fixture = FIXTURES / (CASES[name][0] if name in CASES else EXAMPLES[name].fixture)

@@ -85,7 +85,7 @@ def take(
             Finding.of(
                 "FS110", "more experts than the model file states", file=name,
                 expected=f"num_experts {wanted} in {found.files[0].name}", got=f"expert {expert} of mixture {layer}",
-                help="copy all files from one step, or remove what an older save left",
+                help="copy all files of one step, and no others, into an empty folder",
             )
         )  # fmt: skip
     return experts
