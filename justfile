@@ -30,7 +30,7 @@ ci *steps:
 
 # the same tests with the newest release of everything; what it finds blocks nobody
 newest:
-    FASTSHARD_NEWEST=1 bash .ci/run build install tests slow
+    FASTSHARD_NEWEST=1 bash .ci/run build install tests frameworks slow
 
 # pins the newest versions, for review
 pin:

@@ -3,6 +3,8 @@
 python=${PYTHON:-python3}
 begun=$(date +%s)
 log=target/setup.log
+venv=${FASTSHARD_VENV:-.venv}
+crates=
 
 missing() {
   printf '%s\n  %s\n' "$1" "$2" >&2
@@ -20,14 +22,25 @@ say() {
   printf '[%d:%02d] %s\n' $((passed / 60)) $((passed % 60)) "$*"
 }
 
-# What the command that writes to the log is at.
+# The crates that the wheel is made of, once cargo has fetched them.
+count_crates() {
+  [ -n "$crates" ] || crates=$(cargo tree --offline --locked --quiet --prefix none --edges no-dev --package fastshard-py |
+    sed 's/ (.*//' | sort -u | wc -l)
+}
+
+# What the command that writes to the log is at: the last line that says so.
 at_work() {
-  crate=$(grep -o 'Compiling [^ ]*' "$log" | tail -n 1)
-  package=$(grep -o '^ *\(Downloading\|Collecting\) [^ (]*' "$log" | tail -n 1)
-  case "$crate$package" in
-  "") say "    still at it" ;;
-  Compiling*) say "    $(grep -c 'Compiling ' "$log") crates so far, now ${crate#Compiling }" ;;
-  *) say "    $(echo "$package" | tr -s ' ' | sed 's/^ //; s|https\{0,1\}://.*/||')" ;;
+  step=$(grep -o '\(Compiling [^ ]*\|^ *Downloading [^ (]*\|^ *Collecting [^ (]*\|Installing [a-z]* *[a-z]*\|Preparing metadata\)' "$log" |
+    tail -n 1 | sed 's/^ *//; s|https\{0,1\}://.*/||')
+  case "$step" in
+  "") say "    starts" ;;
+  Compiling*)
+    count_crates
+    crate=${step#Compiling }
+    [ "$crate" != fastshard ] || crate="fastshard itself, the longest"
+    say "    $(grep -c 'Compiling ' "$log") of $crates crates, now $crate"
+    ;;
+  *) say "    $step" ;;
   esac
 }
 
@@ -65,14 +78,14 @@ need_tools() {
     missing "Rust 1.87 or newer is needed: this is $rust." "rustup update stable"
 }
 
-# Installs fastshard with the extras `$1` into .venv, and activates it: built from here, or the wheel FASTSHARD_WHEEL. The
+# Installs fastshard with the extras `$1` into .venv, or FASTSHARD_VENV, and activates it: built from here, or the wheel FASTSHARD_WHEEL. The
 # build is optimised, without what takes a third of its time (profile `demo`). Every package comes in the version that
 # .ci/constraints.txt pins, in build environments too; `PIP_CONSTRAINT=` takes the newest. The path is relative: pip takes a
 # space for the end of one.
 setup() {
-  watched "$python" -m venv .venv
+  watched "$python" -m venv "$venv"
   # shellcheck disable=SC1091
-  . .venv/bin/activate
+  . "$venv/bin/activate"
   pins=${PIP_CONSTRAINT-.ci/constraints.txt}
   export MATURIN_PEP517_ARGS="--profile demo"
   PIP_CONSTRAINT=$pins PIP_BUILD_CONSTRAINT=$pins watched pip install -v "${FASTSHARD_WHEEL:-.}$1"

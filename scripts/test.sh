@@ -23,4 +23,5 @@ say "2/3 the core's tests"
 # The wheel was built in the profile for tests, with which this then shares what it compiles.
 cargo test --workspace ${FASTSHARD_WHEEL:+--profile tests}
 say "3/3 the package's tests"
-python -m pytest -n auto --maxprocesses 8 -m "$chosen"
+# With the reason for each test that is skipped: most need a framework that is not installed.
+python -m pytest -n auto --maxprocesses 8 -m "$chosen" -rs

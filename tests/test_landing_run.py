@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,37 @@ def test_the_wheel_and_the_tests_of_the_core_share_what_is_compiled() -> None:
     tests = compiled("--package=fastshard", "--edges=normal,dev")
     assert len(wheel) > 10
     assert {package: tests.get(package) for package in wheel} == wheel
+
+
+def test_what_was_skipped_is_named_for_another_run(tmp_path: Path) -> None:
+    """Tests, cases with brackets, and modules that are skipped while they are collected."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_some.py").write_text(
+        "import pytest\n"
+        "def test_runs(): pass\n"
+        "@pytest.mark.parametrize('case', ['a.b', 'c::d'])\n"
+        "def test_lacks(case): pytest.importorskip('no_such_package')\n"
+    )
+    (tmp_path / "tests/test_none.py").write_text("import pytest\npytest.importorskip('no_such_package')\n")
+    for options in ((), ("-n", "1")):
+        record = tmp_path / f"record{len(options)}.xml"
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--rootdir",
+            tmp_path,
+            "--junit-xml",
+            record,
+            *options,
+            "tests",
+        ]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=100)
+        command = [sys.executable, ROOT / ".ci/skipped.py", record]
+        ran = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60)
+        assert sorted(ran.stdout.splitlines()) == [
+            "tests/test_none.py",
+            "tests/test_some.py::test_lacks[a.b]",
+            "tests/test_some.py::test_lacks[c::d]",
+        ]
