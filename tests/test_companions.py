@@ -7,8 +7,11 @@ import os
 import shutil
 from pathlib import Path
 
+import fastshard
 import pytest
-from helpers import HF, NEOX, assert_refused, cli, copy
+from fastshard import FastshardError
+from helpers import HF, NEOX, assert_refused, cli, copy, spawn
+from holding import HANG, Steps, needs_steps
 
 WORDS = json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}})
 #: What nobody must find in a result.
@@ -136,6 +139,93 @@ def test_a_hub_cache_with_its_companions(revision: str, tmp_path: Path) -> None:
     (tmp_path / "models--y/blobs/0").write_text(KEY)
     (snapshot / "vocab.txt").symlink_to(tmp_path / "models--y/blobs/0")
     assert_refused(snapshot, tmp_path / "not", "FS603", file="vocab.txt")
+
+
+#: What the files of :func:`swap` hold when they are chosen.
+CHOSEN = {
+    "tokenizer.json": WORDS, "merges.txt": "a b\n", "tokenizer.model": "words", "chat_template.jinja": "{{ x }}",
+    "modeling_own.py": "class Model: ...\n", "generation_config.json": "{}", "README.md": "about it",
+    "modules.json": json.dumps([{"path": "1_Pooling", "type": "x.Pooling"}]), "1_Pooling/config.json": "{}",
+}  # fmt: skip
+
+
+def swap(path: Path, key: Path, how: str) -> None:
+    """Puts another file in the place of one."""
+    if how == "link":
+        path.unlink()
+        path.symlink_to(key)
+    elif how == "hard link":
+        path.unlink()
+        path.hardlink_to(key)
+    elif how == "replaced":
+        key.rename(path)
+    elif how == "folder":
+        path.parent.rename(path.parent.with_name("moved"))
+        (key.parent / "other").mkdir()
+        key.rename(key.parent / "other" / path.name)
+        path.parent.symlink_to(key.parent / "other")
+    else:
+        path.write_text(KEY)
+
+
+SWAPPED = [
+    *((name, "link", MERGE) for name in CHOSEN), *((name, "link", TO_HF) for name in ("merges.txt", "modeling_own.py")),
+    *(("tokenizer.model", "link", ("convert", "--to", to)) for to in ("dcp", "tp-safetensors")),
+    *(("merges.txt", how, MERGE) for how in ("hard link", "replaced", "written")),
+    ("1_Pooling/config.json", "folder", MERGE),
+]  # fmt: skip
+
+
+@needs_steps
+@pytest.mark.parametrize("name, how, command", SWAPPED, ids=[f"{n} {h} {c[-1]}" for n, h, c in SWAPPED])
+def test_a_companion_that_is_exchanged_while_the_run_writes_is_not_published(
+    name: str, how: str, command: tuple[str, ...], ckpt: Path, tmp_path: Path
+) -> None:
+    with_code(ckpt)
+    (ckpt / "1_Pooling").mkdir()
+    for file, content in CHOSEN.items():
+        (ckpt / file).write_text(content)
+    out = tmp_path / "place/out"
+    out.parent.mkdir()
+    with Steps("opened") as steps:
+        process = spawn(*command, ckpt, out, "--json", env=steps.environment)
+        moment = steps.wait("opened", process)
+        swap(ckpt / name, tmp_path / "key", how)
+        moment.release()
+        stdout, stderr = process.communicate(timeout=HANG)
+    findings = json.loads(stdout)["findings"]
+    errors = [(f["code"], f["file"]) for f in findings if f["severity"] == "error"]
+    assert process.returncode == 1 and errors == [("FS506", str(ckpt / name))], stdout + stderr
+    assert not out.exists() and KEY.strip() not in stdout + stderr
+    # It is not in what is kept for --resume either.
+    for path in out.parent.rglob("*"):
+        assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
+
+
+@needs_steps
+def test_a_tokenizer_that_is_exchanged_by_one_of_the_same_bytes_is_taken(ckpt: Path, tmp_path: Path) -> None:
+    """As rsync does, and file systems whose inodes have other numbers each time that they are looked up."""
+    (ckpt / "merges.txt").write_text("a b\n")
+    (tmp_path / "key").write_text("a b\n")
+    with Steps("opened") as steps:
+        process = spawn("merge", ckpt, tmp_path / "out", "--json", env=steps.environment)
+        moment = steps.wait("opened", process)
+        swap(ckpt / "merges.txt", tmp_path / "key", "replaced")
+        (ckpt / "merges.txt").chmod(0o600)
+        moment.release()
+        stdout, stderr = process.communicate(timeout=HANG)
+    assert process.returncode == 0, stdout + stderr
+    assert (tmp_path / "out/merges.txt").read_text() == "a b\n"
+
+
+def test_the_config_that_an_open_checkpoint_was_judged_by_is_copied(ckpt: Path, tmp_path: Path) -> None:
+    checkpoint = fastshard.open(ckpt)
+    fastshard.convert(checkpoint, tmp_path / "out", to=None)
+    (ckpt / "config.json").write_text((ckpt / "config.json").read_text() + " ")
+    with pytest.raises(FastshardError) as refused:
+        fastshard.convert(checkpoint, tmp_path / "again", to=None)
+    assert refused.value.code == "FS506" and not (tmp_path / "again").exists()
+    fastshard.convert(ckpt, tmp_path / "afresh", to=None)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ __all__ = [
     "Draft",
     "Effect",
     "Finding",
+    "Hasher",
     "Meeting",
     "Plan",
     "ResultWriter",
@@ -341,6 +342,7 @@ class RunOptions(WriteOptions, total=False):
 
 #: The manifest as JSON, which is its format, and findings.
 _Written = tuple[str, list[Finding]]
+_CopiedFile = tuple[str, str, str | None]
 #: What a callback came to: None, or findings, one at least.
 _Told = list[Finding] | None
 
@@ -617,7 +619,7 @@ class Plan:
         options: RunOptions,
         progress: _Progress = None,
         arrays: StoreWriter | None = None,
-        paths: tuple[list[tuple[str, str]], list[str]] | None = None,
+        paths: tuple[list[_CopiedFile], list[str]] | None = None,
         tell: Callable[[Finding], object] | None = None,
         meeting: Meeting | None = None,
         about: dict[str, Any] | None = None,
@@ -625,7 +627,7 @@ class Plan:
         """Writes and publishes. `arrays` writes the arrays of a result that has some;
         `tell` is called with each finding that is to be said before the work.
 
-        `paths` are the files that go along, (name there, path), and what `out` must lie apart from; none, and
+        `paths` are the files that go along, (name there, path, BLAKE3 when it was chosen), and what `out` must lie apart from; none, and
         the roots, if not given.
 
         With `meeting` the ranks there do it together; `about` is kept with the run.
@@ -667,6 +669,16 @@ class Meeting:
         """Takes leave."""
 
 @final
+class Hasher:
+    """BLAKE3 of bytes that come in pieces."""
+
+    def __new__(cls) -> Hasher: ...
+    def update(self, content: bytes) -> None:
+        """Adds bytes."""
+    def hexdigest(self) -> str:
+        """The digest of all of them, hexadecimal."""
+
+@final
 class ResultWriter:
     """A result written tensor by tensor."""
 
@@ -678,7 +690,7 @@ class ResultWriter:
     def finish(
         self,
         texts: dict[str, str],
-        copies: list[tuple[str, str]],
+        copies: list[_CopiedFile],
         values: dict[str, Any] | None,
         words: dict[str, tuple[str, ...]],
         non_finite_accepted: bool,
@@ -693,7 +705,7 @@ def begin_parts(
     options: RunOptions,
     parts: int,
     about: dict[str, Any],
-    paths: tuple[list[tuple[str, str]], list[str]],
+    paths: tuple[list[_CopiedFile], list[str]],
 ) -> tuple[str, str, int | None, list[int], list[Finding]]:
     """Begins a run of so many parts, or its next round: its name, its folder, the round, bytes of the parts, findings."""
 
@@ -703,7 +715,7 @@ def make_part(
     options: RunOptions,
     nonce: str,
     part: int,
-    paths: tuple[list[tuple[str, str]], list[str]],
+    paths: tuple[list[_CopiedFile], list[str]],
     progress: _Progress = None,
 ) -> bool:
     """Makes a part of a run; False if it was made before."""
@@ -714,7 +726,7 @@ def commit(
     options: RunOptions,
     nonce: str,
     arrays: StoreWriter | None,
-    paths: tuple[list[tuple[str, str]], list[str]],
+    paths: tuple[list[_CopiedFile], list[str]],
     progress: _Progress = None,
     tell: Callable[[Finding], object] | None = None,
 ) -> _Written:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from ..common import hub_downloads, memory_budget, option_checks, placeholder_files, safe_files
+from ..common import file_digests, hub_downloads, memory_budget, option_checks, placeholder_files, safe_files
 from ..common.errors import FastshardError, Finding, error_for, from_core, raise_errors
 from ..common.formatting import some
 from ..common.gate import Gate
@@ -43,6 +43,7 @@ _NOTHING_FOUND = ("FS101", "FS105", "FS501", "FS513")
 
 
 @option_checks.checked
+@file_digests.kept()
 def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
     """Opens a checkpoint: reads headers only, no tensor data, and needs no torch.
 
@@ -447,6 +448,7 @@ def as_checkpoint(source: CheckpointSource, **options: Any) -> Checkpoint:
                 got=", ".join(late),
                 help="pass these to fastshard.open",
             )
+        file_digests.adopt(source.listing.digests)
         return source
     if isinstance(source, (str, os.PathLike)):
         return _opened(source, **options)

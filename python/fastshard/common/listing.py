@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from . import safe_files
+from . import file_digests, safe_files
 from .errors import FastshardError, Finding, error_for
 from .options import StrPath
 
@@ -115,6 +115,8 @@ class Listing:
     named: list[Path] = field(default_factory=list)
     #: Where links may lead: the roots, and the blobs of a Hugging Face cache.
     links_within: tuple[Path, ...] = ()
+    #: Digests of the small files that were read of it, by absolute path.
+    digests: dict[str, str] = field(default_factory=file_digests.current, repr=False, compare=False)
 
     def given(self) -> list[str]:
         """The paths that were named: folders and files."""
@@ -216,6 +218,33 @@ class Folder:
                 return None
             raise error_for([other])
         return path
+
+    def has(self, path: StrPath) -> bool:
+        """True for a path of a file in this folder, or below it."""
+        return Path(path).is_relative_to(self.path)
+
+    def check_opened(self, path: StrPath, descriptor: int) -> None:
+        """Checks that an open file is one that the folder's rule for links allows, whatever its path leads to by now.
+
+        Raises:
+            FastshardError: ``FS603`` for a link that leaves the folder, ``FS506`` if the path leads to another file than the
+                one that was opened.
+        """
+        real = _real(Path(path))
+        reason = self._why_not(Path(path)) if self.beside is not None else None
+        if reason is not None or (self.beside is None and not _is_within(real, self.within)):
+            raise error_for([_leaves(os.fspath(path), real)])
+        try:
+            is_same = os.path.samestat(real.stat(), os.fstat(descriptor))
+        except OSError:
+            is_same = False
+        if not is_same:
+            raise FastshardError.of(
+                "FS506",
+                "another file took its place while it was opened",
+                file=os.fspath(path),
+                help="run again once nothing writes to the checkpoint",
+            )
 
     def names(self) -> list[str]:
         """Names of what lies there, in order; none where that cannot be told."""

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
 
 from .. import _core
+from . import file_digests
 from .byte_sizes import parse_size
 from .errors import FastshardError
 from .option_checks import checked
@@ -50,12 +51,13 @@ def of(memory: str | int | None) -> Iterator[None]:
 
 
 def kept(function: Callable[P, T]) -> Callable[P, T]:
-    """A function whose keyword argument ``memory`` holds for all that it reads and plans; its options are checked."""
+    """A function whose keyword argument ``memory`` holds for all that it reads and plans, and for which each small file has one
+    content; its options are checked."""
     called = checked(function)
 
     @functools.wraps(function)
     def within(*args: P.args, **kwargs: P.kwargs) -> T:
-        with of(kwargs.get("memory")):  # type: ignore[arg-type]
+        with of(kwargs.get("memory")), file_digests.kept():  # type: ignore[arg-type]
             return called(*args, **kwargs)
 
     return within

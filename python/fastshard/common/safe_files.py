@@ -11,13 +11,13 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from .. import _core
-from . import json_text, memory_budget
+from . import file_digests, json_text, memory_budget
 from .errors import FastshardError, Finding, error_for, from_core
 from .near_words import nearest
 from .options import StrPath
@@ -131,12 +131,27 @@ def opened(
 
 
 def read_bytes(
-    path: StrPath, limit: int, *, label: str | None = None, code: str = "FS601", whole: bool = True
+    path: StrPath,
+    limit: int,
+    *,
+    label: str | None = None,
+    code: str = "FS601",
+    whole: bool = True,
+    may_change: bool = False,
 ) -> bytes:
     """Content of a regular file; with ``whole`` false its first ``limit`` bytes.
 
+    Args:
+        path: the file.
+        limit: bytes at most.
+        label: how messages name it; default the path.
+        code: of the finding if it is too large, or no regular file.
+        whole: True for all of it.
+        may_change: True for a file that others write while the call waits for them.
+
     Raises:
-        FastshardError: as :func:`opened`; ``code`` if it has more than ``limit`` bytes.
+        FastshardError: as :func:`opened`; ``code`` if it has more than ``limit`` bytes, ``FS506`` if this call has read
+            other bytes of it before.
     """
     parts: list[bytes] = []
     left = limit + whole
@@ -160,7 +175,35 @@ def read_bytes(
             left -= len(part)
     if whole and left == 0:
         raise _too_large(label or os.fspath(path), code, limit, "more")
-    return b"".join(parts)
+    content = b"".join(parts)
+    if whole and not may_change:
+        hasher = _core.Hasher()
+        hasher.update(content)
+        file_digests.compare(path, hasher.hexdigest())
+    return content
+
+
+def digest(path: StrPath, check: Callable[[int], object] | None = None) -> str:
+    """BLAKE3 of a regular file's bytes, hexadecimal, through one descriptor.
+
+    Args:
+        path: the file.
+        check: called with the open descriptor before anything is read; what it raises stops the reading.
+
+    Raises:
+        FastshardError: as :func:`opened`; ``FS506`` if this call has read other bytes of it before.
+    """
+    hasher = _core.Hasher()
+    with opened(path) as descriptor:
+        if check is not None:
+            check(descriptor)
+        try:
+            for piece in _pieces(descriptor):
+                hasher.update(piece)
+        except OSError as error:
+            raise _cannot(error, os.fspath(path)) from None
+    file_digests.compare(path, hasher.hexdigest())
+    return hasher.hexdigest()
 
 
 def _too_large(name: str, code: str, limit: int, got: str) -> FastshardError:

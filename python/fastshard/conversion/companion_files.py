@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from functools import partial
 from pathlib import Path
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.manifests import MANIFEST_NAME
 from ..checkpoint.plan import Plan
+from ..common import safe_files
+from ..common.listing import Folder
 from ..models import sidecar_files
 from ..models.tokenizer import Tokenizer
 
-__all__ = ["along", "find_left_out", "from_above"]
+__all__ = ["CopiedFile", "along", "find_left_out", "from_above", "hash_copies"]
+
+#: A file that is copied to a result: its name there, its path, and the BLAKE3 of its bytes when it was chosen.
+CopiedFile = tuple[str, str, str | None]
 
 
 def along(made: Plan, tokenizer: Tokenizer | None, *, given: bool) -> list[tuple[str, str]]:
@@ -35,6 +41,26 @@ def along(made: Plan, tokenizer: Tokenizer | None, *, given: bool) -> list[tuple
     if source.model.hf_names and (merged or made.target == "hf" or made.keeps_names):
         found |= source.quantiser_files
     return sorted((name, str(path)) for name, path in found.items() if name not in made.summary["texts"])
+
+
+def hash_copies(copies: Iterable[tuple[str, str]], folders: Iterable[Folder]) -> list[CopiedFile]:
+    """Hashes files that go along, by the same rule for links by which they were chosen: what is copied has these bytes.
+
+    Args:
+        copies: files by name.
+        folders: where they were looked for; a file in none of them is the user's choice, wherever its path leads.
+
+    Raises:
+        FastshardError: ``FS506`` if one is another file than when it was read, ``FS603`` for a link that leaves its folder by
+            now; what opening it raises.
+    """
+    nearest = sorted(folders, key=lambda folder: len(folder.path.parts), reverse=True)
+    hashed: list[CopiedFile] = []
+    for name, path in copies:
+        folder = next((folder for folder in nearest if folder.has(path)), None)
+        check = None if folder is None else partial(folder.check_opened, path)
+        hashed.append((name, path, safe_files.digest(path, check)))
+    return hashed
 
 
 def find_left_out(checkpoint: Checkpoint, copies: Iterable[tuple[str, str]]) -> list[str]:

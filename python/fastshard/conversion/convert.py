@@ -37,7 +37,7 @@ from ..models import tokenizer as tokenizers
 from ..models.tokenizer import Tokenizer
 from ..targets.request import Request
 from ..zarr import array_writer
-from .companion_files import along, find_left_out, from_above
+from .companion_files import CopiedFile, along, find_left_out, from_above, hash_copies
 from .distributed import host_parts, rendezvous
 from .distributed import node_local as lending
 
@@ -276,8 +276,8 @@ class Job:
     made: Plan
     #: Memory, threads and the like.
     run: RunOptions
-    #: Files that go along with the result: (name, path).
-    copies: list[tuple[str, str]]
+    #: Files that go along with the result.
+    copies: list[CopiedFile]
     #: Of these what comes from a folder above the checkpoint: where from, relative to it, by name.
     above: dict[str, str]
     #: True if the source was compared with a manifest, so that nothing in it can be swapped.
@@ -353,7 +353,8 @@ def prepared(
         )
     )
     above, left_out = from_above(made, copies, given), find_left_out(checkpoint, copies)
-    return Job(checkpoint, made, run, copies, above, settled, [*found, *findings], left_out)
+    hashed = hash_copies(copies, [*tokenizers.named_folders(tokenizer), *made.source.places])
+    return Job(checkpoint, made, run, hashed, above, settled, [*found, *findings], left_out)
 
 
 def _part_before(checkpoint: Checkpoint) -> Finding:
@@ -431,7 +432,7 @@ def _done(
     path = Path(out) / MANIFEST_NAME
     if not path.is_file():
         return None
-    document = json_text.object_in(safe_files.read_bytes(path, MAX_MANIFEST, code="FS518"))
+    document = json_text.object_in(safe_files.read_bytes(path, MAX_MANIFEST, code="FS518", may_change=True))
     if not document.get("provenance"):
         return None
     if asked is not None:

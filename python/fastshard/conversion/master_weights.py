@@ -13,11 +13,12 @@ from ..checkpoint.manifests import MANIFEST_NAME, Manifest, run_options
 from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
 from ..common import memory_budget
 from ..common.errors import FastshardError, Finding, from_core, raise_errors
-from ..common.listing import File, is_utf8
+from ..common.listing import File, Folder, is_utf8
 from ..common.options import Opening, StrPath
 from ..common.progress import Progress, Report
 from ..layouts.declaration import Optimizer
 from ..layouts.declaration import Source as Declaration
+from .companion_files import hash_copies
 from .convert import carrying
 
 if TYPE_CHECKING:
@@ -220,6 +221,7 @@ def repair_masters(
         if not held.state_files:
             raise FastshardError.of("FS402", "there are no master weights to rebuild", severity="error")
     files, texts, copies, left = _files(checkpoint, held, drop_optimizer)
+    hashed = hash_copies(copies, [Folder(root, checkpoint.listing.links_within) for root in checkpoint.roots])
     pointers = [name for name in _TRACKERS if name in texts]
     repair = {"files": files, "texts": texts, "pointers": pointers}
     plan = _plan(checkpoint, lambda: checkpoint.opened.catalog.repair(CoreRequest(declared), repair))
@@ -232,7 +234,7 @@ def repair_masters(
     with carrying(plan), Progress(progress) as bar:
         apart = checkpoint.read_from
         made, found = plan.write(
-            os.fspath(out), options, bar.phase("writing"), None, (copies, apart), bar.tell
+            os.fspath(out), options, bar.phase("writing"), None, (hashed, apart), bar.tell
         )
         if not drop_optimizer:
             raise_errors(masters(out, memory=memory, threads=threads).findings)

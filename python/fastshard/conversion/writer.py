@@ -178,8 +178,8 @@ class Writer:
         with Progress(False) as bar:
             return downloaded_files.compare_download(checkpoint, (1, 1), thread_count(None), bar)
 
-    def _companions(self) -> tuple[dict[str, str], list[tuple[str, str]]]:
-        """The small files of the result: texts by name, and copies with their paths.
+    def _companions(self) -> tuple[dict[str, str], list[companion_files.CopiedFile]]:
+        """The small files of the result: texts by name, and copies.
 
         Raises:
             FastshardError: ``FS603``, ``FS601`` for what is wrong with those of the checkpoint.
@@ -192,7 +192,10 @@ class Writer:
             copies += companion_files.along(plan, tokenizers.find(None, plan.source.places), given=False)
         if self._config is not None:
             texts["config.json"] = config_text.written(self._config)
-        return texts, [(name, path) for name, path in copies if name not in texts]
+        places = [] if self._like is None else self._like._plan.source.places
+        return texts, companion_files.hash_copies(
+            [(name, path) for name, path in copies if name not in texts], places
+        )
 
     def _resized(self) -> str | None:
         """What to do about a tensor of another shape, where the config of a checkpoint goes along."""

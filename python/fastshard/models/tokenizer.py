@@ -99,6 +99,11 @@ def find(given: StrPath | None, folders: Iterable[Folder]) -> Tokenizer | None:
     return _described(first) if first else None
 
 
+def named_folders(given: StrPath | None) -> list[Folder]:
+    """Gives the folder that was given for a tokenizer; none where a file was."""
+    return [Folder.named(Path(given))] if given is not None and Path(given).is_dir() else []
+
+
 def _files(folder: Folder) -> dict[str, Path]:
     # What is no text cannot go along, and may be anybody's: this folder may be the one above the checkpoint.
     further = (name for name in folder.names() if name.endswith(_TIKTOKEN) and is_utf8(name))

@@ -29,6 +29,7 @@ use fastshard::stats;
 use fastshard::storage::SourceFile;
 use fastshard::tensor::Dtype;
 use fastshard::words::Words;
+use fastshard::write::Companion;
 use fastshard::writer::Ending;
 use fastshard::{publish, verify, write};
 use numpy::PyReadonlyArray1;
@@ -265,7 +266,14 @@ impl Catalog {
 }
 
 /// Files that go along with a result, by their names there; and what its destination must lie apart from.
-type Paths = (Vec<(String, PathBuf)>, Vec<PathBuf>);
+type Paths = (Vec<CopiedFile>, Vec<PathBuf>);
+
+/// A file that goes along: its name in the result, its path, and the BLAKE3 of its bytes when it was chosen.
+type CopiedFile = (String, PathBuf, Option<String>);
+
+fn companions(copies: Vec<CopiedFile>) -> Vec<Companion> {
+    copies.into_iter().map(|(name, path, blake3)| Companion { name, path, blake3 }).collect()
+}
 
 /// Copies files (name, path) below `roots` to `out` as a host's part of a checkpoint.
 #[pyfunction]
@@ -334,11 +342,12 @@ impl ResultWriter {
         &self,
         py: Python<'_>,
         texts: std::collections::BTreeMap<String, String>,
-        copies: Vec<(String, PathBuf)>,
+        copies: Vec<CopiedFile>,
         values: Given<serde_json::Value>,
         words: Given<Words>,
         non_finite_accepted: bool,
     ) -> PyResult<Written> {
+        let copies = companions(copies);
         let ending = Ending { texts, copies, values: values.0, words: words.0, non_finite_accepted };
         let (manifest, found) = py
             .detach(|| self.inner.lock().unwrap_or_else(PoisonError::into_inner).finish(ending))
@@ -373,6 +382,26 @@ fn dcp_object(py: Python<'_>, path: PathBuf, offset: u64, len: u64) -> PyResult<
 #[pyo3(name = "stand_in")]
 fn stands_in(path: PathBuf, head: &[u8], size: u64) -> Option<findings::Finding> {
     stand_in::finding(&path, head, size, stand_in::Place::Text).map(findings::Finding::from)
+}
+
+/// BLAKE3 of bytes that come in pieces.
+#[pyclass(module = "fastshard._core")]
+struct Hasher(blake3::Hasher);
+
+#[pymethods]
+impl Hasher {
+    #[new]
+    fn new() -> Self {
+        Hasher(blake3::Hasher::new())
+    }
+
+    fn update(&mut self, py: Python<'_>, content: &[u8]) {
+        py.detach(|| self.0.update(content));
+    }
+
+    fn hexdigest(&self) -> String {
+        self.0.finalize().to_hex().to_string()
+    }
 }
 
 /// What is kept of a tokenizer's vocabulary; `kind` is `tokenizers`, `ids`, `sentencepiece` or `lines`.
@@ -467,6 +496,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(stands_in, m)?)?;
     m.add_function(wrap_pyfunction!(vocabulary, m)?)?;
     m.add_function(wrap_pyfunction!(anonymous_memory, m)?)?;
+    m.add_class::<Hasher>()?;
     m.add_function(wrap_pyfunction!(histogram_edges, m)?)?;
     Ok(())
 }

@@ -9,7 +9,7 @@ use fastshard::stats::Level;
 use fastshard::{publish, verify, write};
 use pyo3::prelude::*;
 
-use crate::stores;
+use crate::{companions, stores, CopiedFile};
 
 /// How a run is asked for.
 #[derive(serde::Deserialize)]
@@ -59,13 +59,13 @@ fn patience() -> f64 {
 
 impl RunOptions {
     /// How to write with them.
-    pub(crate) fn writing(self, copies: Vec<(String, PathBuf)>, arrays: Option<Py<PyAny>>) -> write::Options {
+    pub(crate) fn writing(self, copies: Vec<CopiedFile>, arrays: Option<Py<PyAny>>) -> write::Options {
         let patience = std::time::Duration::try_from_secs_f64(self.patience);
         write::Options {
             threads: self.threads,
             memory: self.memory,
             publish: publish::Options { overwrite: self.overwrite, resume: self.resume, fsync: self.fsync },
-            copies,
+            copies: companions(copies),
             above: self.above,
             values: self.values,
             sparse: self.sparse,

@@ -34,6 +34,17 @@ pub use piece::write_piece;
 /// Bytes copied at a time.
 const CHUNK: u64 = 1 << 20;
 
+/// A file that is copied to a result.
+#[derive(Debug, Clone)]
+pub struct Companion {
+    /// Its name in the result.
+    pub name: String,
+    /// Where it lies.
+    pub path: PathBuf,
+    /// BLAKE3 of its bytes when it was chosen, hexadecimal; None where nothing was decided by them.
+    pub blake3: Option<String>,
+}
+
 /// How to write.
 #[derive(Debug, Clone)]
 pub struct Options {
@@ -43,8 +54,8 @@ pub struct Options {
     pub memory: u64,
     /// How to publish.
     pub publish: publish::Options,
-    /// Files copied to the result: (name, path).
-    pub copies: Vec<(String, PathBuf)>,
+    /// Files copied to the result.
+    pub copies: Vec<Companion>,
     /// Files of the result that come from a folder above the checkpoint: where from, by name.
     pub above: BTreeMap<String, String>,
     /// Values of the source for the manifest.
@@ -194,7 +205,7 @@ const RECORDS_VERSION: u32 = 2;
 /// What the run will need at its destination.
 pub(crate) fn needs(plan: &Plan, files: &[Arc<SourceFile>], options: &Options) -> Needs {
     let copied: u64 =
-        options.copies.iter().filter_map(|(_, p)| std::fs::metadata(p).ok()).map(|m| m.len()).sum();
+        options.copies.iter().filter_map(|c| std::fs::metadata(&c.path).ok()).map(|m| m.len()).sum();
     let each = if options.stats { 2400 } else { 400 };
     let blocks: u64 = match plan.files.iter().any(|f| matches!(f.form, Form::Arrays(_))) {
         // The manifest lists the store's files, each of a MiB or more but for the last of an array.
@@ -221,7 +232,7 @@ fn keeps(error: &Error, options: &Options) -> bool {
     let of_system =
         [codes::IO, codes::NO_SPACE, codes::PERMISSION, codes::TOO_MANY_FILES, codes::INTERRUPTED];
     let of_companion = |f: &Finding| {
-        let named = |(_, path): &(String, PathBuf)| f.file.as_deref() == Some(&*path.display().to_string());
+        let named = |c: &Companion| f.file.as_deref() == Some(&*c.path.display().to_string());
         options.copies.iter().any(named)
     };
     let errors = error.findings().iter().filter(|f| f.severity == Severity::Error);
@@ -294,7 +305,7 @@ fn stale_files(staging: &Staging, plan: &Plan, options: &Options) -> Result<Vec<
         .map(|f| (f.name.as_str(), f.blake3.as_ref()))
         .collect();
     let mut stale = Vec::new();
-    for (name, path) in &options.copies {
+    for Companion { name, path, .. } in &options.copies {
         let now = publish::hash_of_file(path)?;
         if sealed.remove(name.as_str()).flatten() != Some(&now) {
             stale.push(name.clone());

@@ -15,7 +15,7 @@ use crate::publish::{self, Needs, Staging};
 use crate::stats::{self, Accumulator, ZeroSlab};
 use crate::tensor::{element_count, Dtype};
 use crate::words::{without_numbers, Words};
-use crate::write::INDEX_NAME;
+use crate::write::{Companion, INDEX_NAME};
 
 /// Bytes kept free for a file's header, which is only known at its end: the format allows spaces.
 const HEADER_ROOM: usize = 64 << 10;
@@ -73,8 +73,8 @@ pub struct ResultWriter {
 pub struct Ending {
     /// Contents of small files, by name.
     pub texts: BTreeMap<String, String>,
-    /// Files that are copied: name in the result, path.
-    pub copies: Vec<(String, PathBuf)>,
+    /// Files that are copied.
+    pub copies: Vec<Companion>,
     /// What the manifest records.
     pub values: serde_json::Value,
     /// What tells buffers from parameters.
@@ -287,8 +287,8 @@ impl ResultWriter {
         for (name, text) in &texts {
             staging.write(name, text.as_bytes())?;
         }
-        for (name, path) in &copies {
-            staging.copy_in(name, path, &|_| Ok(()))?;
+        for file in &copies {
+            staging.copy_in(&file.name, &file.path, file.blake3.as_deref(), &|_| Ok(()))?;
         }
         let mut last = vec![MANIFEST_NAME.to_string()];
         if count > 1 {

@@ -366,8 +366,14 @@ impl Staging {
     /// Copies the file `source` (tokenizer files and the like); mode by umask, not the source's. `each` is told of bytes as they
     /// are copied, and may stop it.
     ///
-    /// Errors: `SOURCE_CHANGED` if its length changes meanwhile; `UNSUPPORTED` if it is no regular file.
-    pub fn copy_in(&self, name: &str, source: &Path, each: &dyn Fn(u64) -> Result<()>) -> Result<()> {
+    /// Errors: `SOURCE_CHANGED` if its length changes meanwhile, or its BLAKE3 is another than the one expected; `UNSUPPORTED` if it is no regular file.
+    pub fn copy_in(
+        &self,
+        name: &str,
+        source: &Path,
+        expected: Option<&str>,
+        each: &dyn Fn(u64) -> Result<()>,
+    ) -> Result<()> {
         let mut from = content::companion(source)?;
         let meta = from.metadata().at(source, "cannot stat")?;
         let (file, path) = self.small(name)?;
@@ -391,7 +397,17 @@ impl Staging {
                 .expected(format!("{} bytes", meta.len()), format!("{copied} bytes"))
                 .into());
         }
-        self.written(name, &file, &path, hasher.finalize())
+        let hash = hasher.finalize();
+        if let Some(expected) = expected.filter(|expected| *expected != hash.to_hex().as_str()) {
+            // It may be a file that nobody meant to pass on.
+            file.set_len(0).at(&path, "cannot empty")?;
+            return Err(Finding::new(codes::SOURCE_CHANGED, "other bytes than when the run began")
+                .file(source)
+                .expected(format!("blake3 {expected}"), format!("blake3 {hash}"))
+                .help("run again once nothing writes to the checkpoint")
+                .into());
+        }
+        self.written(name, &file, &path, hash)
     }
 
     /// Every file of the result as it lies here, by name, as the manifest lists it: small ones by their

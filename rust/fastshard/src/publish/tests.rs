@@ -102,7 +102,7 @@ fn fill(staging: &Staging, source: &Path) -> Result<()> {
             staging.journal().append(name.as_bytes())?;
             staging.journal().sync()?;
         } else if name == "tokenizer.json" {
-            staging.copy_in(&name, source, &|_| Ok(()))?;
+            staging.copy_in(&name, source, None, &|_| Ok(()))?;
         } else {
             staging.write(&name, &bytes)?;
         }

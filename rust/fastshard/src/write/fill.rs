@@ -148,10 +148,10 @@ impl Filling<'_> {
             }
             go_on(control)
         };
-        for (i, (name, path)) in options.copies.iter().enumerate() {
-            staging.copy_in(name, path, &copied)?;
+        for (i, file) in options.copies.iter().enumerate() {
+            staging.copy_in(&file.name, &file.path, file.blake3.as_deref(), &copied)?;
             if plan.target == piece::PIECE {
-                piece::still_named(path, &files[i])?;
+                piece::still_named(&file.path, &files[i])?;
             }
         }
         match &plan.index {

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::{Options, Roots};
+use super::{Companion, Options, Roots};
 use crate::catalog::raise_open_files;
 use crate::codes;
 use crate::engine::Control;
@@ -41,7 +41,9 @@ pub fn write_piece(
         opened.push(Arc::new(source));
     }
     let plan = Plan { version: PLAN_VERSION, target: PIECE.into(), sources, ..Plan::default() };
-    super::write(&plan, &opened, roots, out, &Options { copies: files, ..options }, control)
+    // Each is held open, and compared with what lies there once it is copied.
+    let copies = files.into_iter().map(|(name, path)| Companion { name, path, blake3: None }).collect();
+    super::write(&plan, &opened, roots, out, &Options { copies, ..options }, control)
 }
 
 /// Refuses a file that took the place of the one that was opened: a save that renames its files over those of the last.

@@ -34,7 +34,7 @@ def look(path: str, said: str, answer: str) -> dict[str, Any]:
     """
     about = {"host": socket.gethostname(), "storage": _core.storage_of(path), "version": _core.__version__}
     try:
-        if safe_files.read_bytes(Path(path), 64, code="FS522") != said.encode():
+        if safe_files.read_bytes(Path(path), 64, code="FS522", may_change=True) != said.encode():
             return {**about, "error": "another file is there"}
         (Path(path).parent / answer).write_text(answer)
     except (OSError, FastshardError) as error:
@@ -147,7 +147,10 @@ def _unlike(node: Node, about: Any, file: Path, answer: str) -> list[Finding]:
     what = f"this node does not see files that are written next to the destination ({about['error']})"
     if about["error"] is None:
         try:
-            if safe_files.read_bytes(file.parent / answer, 64, code="FS522") == answer.encode():
+            if (
+                safe_files.read_bytes(file.parent / answer, 64, code="FS522", may_change=True)
+                == answer.encode()
+            ):
                 return found
             what = "what this node writes next to the destination is something else here"
         except (OSError, FastshardError):

@@ -478,5 +478,5 @@ fn a_pipe_among_the_companions_is_refused() {
     let pipe = s.root.join("pipe");
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
     let staging = Staging::begin(&s.out(), RUN, PLAN, &OVERWRITE).unwrap();
-    assert_eq!(refusal(staging.copy_in("tokenizer.json", &pipe, &|_| Ok(()))), [codes::UNSUPPORTED]);
+    assert_eq!(refusal(staging.copy_in("tokenizer.json", &pipe, None, &|_| Ok(()))), [codes::UNSUPPORTED]);
 }

@@ -153,7 +153,7 @@ fn files_of_fixed_size_and_plain_names() {
         }
     });
     assert_eq!(fs::read(small.path()).unwrap(), b"abc");
-    assert_eq!(refusal(staging.copy_in("x", &s.root, &|_| Ok(()))), [codes::UNSUPPORTED]);
+    assert_eq!(refusal(staging.copy_in("x", &s.root, None, &|_| Ok(()))), [codes::UNSUPPORTED]);
     assert_eq!(refusal(staging.publish(&["never-written"], &|| true)), [codes::USAGE]);
     assert!(!s.out().exists());
 }
