@@ -487,12 +487,17 @@ def test_maxima_that_are_all_alike_have_a_maximum_of_zero(tmp_path: Path) -> Non
     assert (found["code"], found["tensor"]) == ("FS313", f"{name}.nested_absmax")
 
 
-def torchao(folder: Path, **changed: torch.Tensor | None) -> Path:
+def torchao(
+    folder: Path,
+    data: dict[str, Any] | None = None,
+    names: Any = ("qdata", "scale"),
+    **changed: torch.Tensor | None,
+) -> Path:
     """A file as torchao writes one: what its tensors are stands in the header."""
     record = {
         "_type": "Int8Tensor",
-        "_data": {"block_size": [1, 16]},
-        "_tensor_data_names": ["qdata", "scale"],
+        "_data": {"block_size": [1, 16]} if data is None else data,
+        "_tensor_data_names": names,
     }
     header = {
         "a.weight": json.dumps(record),

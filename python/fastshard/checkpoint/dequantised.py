@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from ..common.errors import Finding
 from ..common.formatting import counted
 from ..layouts.declaration import Source
 from ..models.quantised.forms import Weight
-from ..models.quantised.values import Asked, NoValuesError
+from ..models.quantised.values import Asked, DamagedError, NoValuesError
 from ..sources.hf_config import with_plain_weights
 from .drafting import Opened
 from .stored_bytes import StoredBytes
@@ -72,10 +71,11 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
         return Dequantised(findings=opened.quantised.unsaid)
     prefix = source.weights_prefix
     stored = StoredBytes(opened)
-    asked = Asked(dtype, lambda name, length: stored.first(name.removeprefix(prefix), length))
+    asked = Asked(dtype, lambda name, start, length: stored.read(name.removeprefix(prefix), start, length))
     made: list[Mapping[str, object]] = []
     codes: dict[str, str] = {}
     open_points: list[tuple[str, str]] = []
+    damages: list[Finding] = []
     refused: dict[tuple[str, str], list[Weight]] = {}
     done: list[Weight] = []
     for weight in opened.quantised.weights:
@@ -83,6 +83,9 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
             weight = _below(prefix, weight)
         try:
             values = weight.values(asked)
+        except DamagedError as error:
+            damages.append(error.finding)
+            continue
         except NoValuesError as error:
             refused.setdefault((weight.form.name, str(error)), []).append(weight)
             continue
@@ -95,6 +98,7 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
     hidden = [*others, *(name for weight in done for name in weight.companions.values())]
     findings = [
         *opened.quantised.unsaid,
+        *damages,
         *(_refused(form, why, weights) for (form, why), weights in refused.items()),
     ]
     findings += [
@@ -138,14 +142,19 @@ class Logical:
 
 
 def weights_of(opened: Opened) -> dict[str, Logical]:
-    """The weights that are stored quantised, by the names of their codes."""
-    asked = Asked("F32", StoredBytes(opened).first, looks=False)
+    """The weights that are stored quantised, by the names of their codes; without those whose record is damaged."""
+    asked = Asked("F32", StoredBytes(opened).read, looks=False, compares_readers=False)
     found: dict[str, Logical] = {}
     for weight in opened.quantised.weights:
         suffix, shape = ".weight", weight.sizes.shape
-        with contextlib.suppress(NoValuesError, _core.CoreError):
+        try:
             values = weight.values(asked)
             suffix, shape = values.suffix, values.shape
+        except DamagedError:
+            continue
+        except (NoValuesError, _core.CoreError):
+            # It is of the shape that its codes say.
+            pass
         found[weight.codes] = Logical(f"{weight.module}{suffix}", shape, weight.form.name)
     return found
 

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from ..common import json_text
 from ..common.errors import Finding
-from ..models.quantised.bitsandbytes import LONGEST
 from ..models.quantised.forms import Weight, ceil_div
+from ..models.quantised.values import Asked, DamagedError, NoValuesError
 from .drafting import Opened
 from .stored_bytes import StoredBytes
 
@@ -55,15 +54,13 @@ def _of_weight(weight: Weight, stored: StoredBytes) -> Iterator[Finding]:
     """What is wrong with the companions of a weight."""
     import numpy as np
 
+    if all(name in stored for name in weight.stored):
+        yield from _find_damage(weight, stored)
     for role, name in weight.companions.items():
         if name not in stored:
             continue
         if role == "group indices":
             yield from _groups(weight, name, stored)
-        if role == "shape":
-            yield from _shape(weight, name, stored)
-        if role == "quant state":
-            yield from _record(weight, name, stored)
         if stored.dtype(name) not in _READ:
             # Of another dtype is told by the header.
             continue
@@ -91,6 +88,17 @@ def _of_weight(weight: Weight, stored: StoredBytes) -> Iterator[Finding]:
                 yield _is_zero(weight, name, role, zeros)
 
 
+def _find_damage(weight: Weight, stored: StoredBytes) -> Iterator[Finding]:
+    """Finds what keeps codes from having values, by asking for these: a record, a shape in numbers, a table."""
+    try:
+        weight.values(Asked("F32", stored.read, compares_readers=False))
+    except DamagedError as error:
+        yield error.finding
+    except NoValuesError:
+        # Its values are not made here, which is no damage.
+        return
+
+
 def _is_zero(weight: Weight, name: str, role: str, count: int) -> Finding:
     return Finding.of(
         "FS313", f"{count:,} {role} of {weight.codes} are zero, and the codes there are not: all of that is lost", severity="error",
@@ -109,14 +117,14 @@ def _lost(weight: Weight, scales: np.ndarray[Any, Any], stored: StoredBytes) -> 
         scales = scales.reshape(-1, 1)
     if len(shape) > 2 and scales.ndim == len(shape) and scales.shape[:-2] == shape[:-2] and math.prod(shape):
         # Each expert by itself.
-        experts = stored.raw(weight.codes).reshape(
+        experts = stored.raw(weight.codes, 0, stored.size(weight.codes)).reshape(
             -1, shape[-2], stored.size(weight.codes) // math.prod(shape[:-1])
         )
         pairs = zip(experts, scales.reshape(-1, *scales.shape[-2:]), strict=True)
         return sum(_lost_blocks(codes, one, stored.dtype(weight.codes)) for codes, one in pairs)
     if len(shape) != 2 or scales.ndim != 2:
         return len(zero)
-    codes = stored.raw(weight.codes)
+    codes = stored.raw(weight.codes, 0, stored.size(weight.codes))
     return _lost_blocks(
         codes.reshape(shape[0], codes.size // max(1, shape[0])), scales, stored.dtype(weight.codes)
     )
@@ -142,7 +150,7 @@ def _lost_runs(weight: Weight, maxima: np.ndarray[Any, Any], stored: StoredBytes
 
     if weight.codes not in stored:
         return 0
-    codes = stored.raw(weight.codes)
+    codes = stored.raw(weight.codes, 0, stored.size(weight.codes))
     length = _block(codes.size, maxima.size)
     zero = np.argwhere(maxima.ravel() == 0).ravel()
     return sum(_says_something(codes[i * length : (i + 1) * length], "") for i in zero)
@@ -152,7 +160,9 @@ def _lost_maxima(weight: Weight, nested: np.ndarray[Any, Any], stored: StoredByt
     """The same of maxima that are quantised themselves: where all are alike their own maximum is zero, and so are their codes."""
     import numpy as np
 
-    codes = stored.raw(weight.companions["absolute maxima"])
+    codes = stored.raw(
+        weight.companions["absolute maxima"], 0, stored.size(weight.companions["absolute maxima"])
+    )
     length = _block(codes.size, nested.size)
     zero = np.argwhere(nested.ravel() == 0).ravel()
     return sum(bool(codes[i * length : (i + 1) * length].any()) for i in zero)
@@ -176,66 +186,6 @@ def _block(extent: int, parts: int) -> int:
     return power if ceil_div(extent, power) == parts else least
 
 
-def _shape(weight: Weight, name: str, stored: StoredBytes) -> Iterator[Finding]:
-    """A shape in numbers that is not that of the codes; of the last word of a row it may take a part alone."""
-    import numpy as np
-
-    if stored.dtype(name) not in ("I32", "I64"):
-        return
-    raw = stored.raw(name)
-    stated = raw.view(np.int64 if stored.dtype(name) == "I64" else np.int32).tolist()
-    most = list(weight.sizes.shape)
-    codes = stored.shape(weight.codes) if weight.codes in stored else ()
-    # The last word of a row may be filled in part.
-    bits = 32 * codes[-1] // most[-1] if codes and most[-1] else 1
-    if (
-        len(stated) != len(most)
-        or stated[:-1] != most[:-1]
-        or stated[-1] <= 0
-        or (codes and ceil_div(stated[-1] * bits, 32) != codes[-1])
-    ):
-        yield Finding.of(
-            "FS215", f"the shape that is stated of {weight.codes} is not that of its codes", tensor=name,
-            expected=str(most), got=str(stated), help=_HELP,
-        )  # fmt: skip
-
-
-def _record(weight: Weight, name: str, stored: StoredBytes) -> Iterator[Finding]:
-    """A record of bitsandbytes that is none, or of a weight of another size; and maxima that are not as many as it has blocks."""
-    if stored.dtype(name) != "U8" or weight.codes not in stored:
-        return
-    try:
-        if stored.size(name) > LONGEST:
-            raise ValueError("too long")
-        said = json_text.object_in(stored.raw(name).tobytes())
-        size, length = math.prod(said["shape"]), said["blocksize"]
-        fits = ceil_div(size, 2) == math.prod(stored.shape(weight.codes))
-        nested = said.get("nested_blocksize")
-    except (ValueError, TypeError, KeyError):
-        yield Finding.of(
-            "FS215", f"the quant state of {weight.codes} is no record", tensor=name,
-            expected="JSON with shape and blocksize", got="other bytes", help=_HELP,
-        )  # fmt: skip
-        return
-    if not fits or type(length) is not int or length <= 0:
-        yield Finding.of(
-            "FS215", f"the quant state of {weight.codes} is that of another weight", tensor=name,
-            expected=f"{2 * math.prod(stored.shape(weight.codes)):,} elements", got=str(said["shape"]), help=_HELP,
-        )  # fmt: skip
-        return
-    count = ceil_div(size, length)
-    wanted = {"absolute maxima": count}
-    if type(nested) is int and nested > 0:
-        wanted["nested maxima"] = ceil_div(count, nested)
-    for role, number in wanted.items():
-        maxima = weight.companions.get(role)
-        if maxima is not None and maxima in stored and math.prod(stored.shape(maxima)) != number:
-            yield Finding.of(
-                "FS201", f"the {role} of {weight.codes} are not those of its blocks", tensor=maxima,
-                expected=str([number]), got=str(list(stored.shape(maxima))), help=_HELP,
-            )  # fmt: skip
-
-
 def _groups(weight: Weight, name: str, stored: StoredBytes) -> Iterator[Finding]:
     """Group indices that name no group, or one too often."""
     import numpy as np
@@ -244,7 +194,7 @@ def _groups(weight: Weight, name: str, stored: StoredBytes) -> Iterator[Finding]
     if scales is None or stored.dtype(name) != "I32" or scales not in stored or len(stored.shape(scales)) < 2:
         return
     groups = stored.values(scales).shape[0 if weight.form.suffix == ".qweight" else -1]
-    indices = stored.raw(name).view(np.int32)
+    indices = stored.raw(name, 0, stored.size(name)).view(np.int32)
     if weight.form.suffix != ".qweight" and bool((indices == -1).any()):
         # compressed-tensors says so that they are in order.
         return

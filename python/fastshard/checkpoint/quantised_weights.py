@@ -19,7 +19,14 @@ from ..models.quantised import bitsandbytes
 from ..models.quantised.forms import F8, FLOATS, Stored, Weight
 from ..models.quantised.judge import CODES, judged
 from ..models.quantised.stated import Stated, stated, stated_in_files
-from ..models.quantised.torchao import Record, is_of_torchao, missing, records_of, without_header
+from ..models.quantised.torchao import (
+    Record,
+    find_impossible,
+    is_of_torchao,
+    missing,
+    records_of,
+    without_header,
+)
 from ..sources.base import Contents
 
 __all__ = ["QuantisedWeights", "found_in"]
@@ -85,8 +92,10 @@ def found_in(
         # Frameworks with layouts of their own say what they store in FP8.
         return QuantisedWeights()
     headers = [contents(unit.file) for unit in source.units]
-    if any(map(is_of_torchao, headers)) or (contents.cut and _by_torchao(source)):
+    by_torchao = _stated_by_torchao(source)
+    if any(map(is_of_torchao, headers)) or (contents.cut and by_torchao is not None):
         records, found = records_of(h for h in headers if isinstance(h, Mapping))
+        found += find_impossible(by_torchao or {})
         found += () if model.is_part else missing(records, contents.names(), source.lost)
         return QuantisedWeights(findings=found, records=records, unwritable=[_CUT] if contents.cut else [])
     if model.is_part:
@@ -122,10 +131,10 @@ def found_in(
     return QuantisedWeights(weights, told, [], files, others, method=config.method)
 
 
-def _by_torchao(source: Source) -> bool:
-    """True where config.json says that torchao has quantised the model."""
-    said = (source.model.config or {}).get("quantization_config")
-    return isinstance(said, dict) and said.get("quant_method") == "torchao"
+def _stated_by_torchao(source: Source) -> Mapping[str, Any] | None:
+    """What config.json states of a model that torchao has quantised; None of another one."""
+    stated = (source.model.config or {}).get("quantization_config")
+    return stated if isinstance(stated, dict) and stated.get("quant_method") == "torchao" else None
 
 
 def _is_of_activations(name: str, stored: Stored) -> bool:

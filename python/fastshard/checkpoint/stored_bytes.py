@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
+from ..common import memory_budget
 from ..common.dtypes import numpy_dtype
 from ..common.errors import from_core
 from ..common.thread_counts import default_threads
@@ -59,26 +60,30 @@ class StoredBytes:
         """Its bytes."""
         return self._outputs[name][3]
 
-    def raw(self, name: str, start: int = 0, length: int | None = None) -> np.ndarray[Any, Any]:
-        """Bytes of a tensor, or of a part of it."""
+    def raw(self, name: str, start: int, length: int) -> np.ndarray[Any, Any]:
+        """Bytes of a part of a tensor. What has no bound is read in pieces.
+
+        Raises:
+            FastshardError: ``FS512`` if that is more than the budget of memory.
+        """
         import numpy as np
 
-        number, _, _, size = self._outputs[name]
-        buffer = np.empty(size if length is None else length, dtype=np.uint8)
+        memory_budget.ask(length, name)
+        buffer = np.empty(length, dtype=np.uint8)
         if buffer.size:
-            self._plan.read(number, start, buffer, default_threads())
+            self._plan.read(self._outputs[name][0], start, buffer, default_threads())
         return buffer
 
-    def first(self, name: str, length: int | None) -> bytes:
-        """The first bytes of a tensor, no more than it has; all of them without a length."""
-        return self.raw(name, 0, None if length is None else min(length, self.size(name))).tobytes()
+    def read(self, name: str, start: int, length: int) -> bytes:
+        """The same as bytes."""
+        return self.raw(name, start, length).tobytes()
 
     def values(self, name: str) -> np.ndarray[Any, Any]:
         """A tensor as floats."""
         import numpy as np
 
-        _, dtype, shape, _ = self._outputs[name]
-        raw = self.raw(name)
+        _, dtype, shape, size = self._outputs[name]
+        raw = self.raw(name, 0, size)
         if dtype == "BF16":
             wide = raw.view(np.uint16).astype(np.uint32) << 16
             return wide.view(np.float32).reshape(shape)

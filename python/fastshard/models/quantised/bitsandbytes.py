@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ...common import json_text
 from .forms import FLOATS, Companion, Form, Sizes, Weight, ceil_div, matrix
-from .values import Asked, Coded, NoValuesError, Values, operand, scale, view
+from .settings import ImpossibleSettingError, Settings
+from .values import Asked, Coded, DamagedError, NoValuesError, Values, operand, scale, view
 
-__all__ = ["LONGEST", "RECORD", "forms", "methods", "telling"]
+__all__ = ["RECORD", "forms", "methods", "telling"]
 
 methods = ("bitsandbytes",)
 #: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them; `{}` is the kind.
@@ -20,6 +23,8 @@ _F32, _U8 = frozenset(("F32",)), frozenset(("U8",))
 RECORD = ".weight.quant_state.bitsandbytes__"
 #: Bytes of a record at most.
 LONGEST = 1 << 16
+#: What codes may be viewed as. source: transformers 5.24 BitsAndBytesConfig
+_STORAGES = ("uint8", "int8", "float16", "bfloat16", "float32", "float64")
 #: Dtypes of a record.
 DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 #: Absolute maxima that are quantised themselves.
@@ -28,9 +33,14 @@ _NESTED = (".weight.absmax", _U8)
 
 def forms(config: Mapping[str, Any]) -> list[Form]:
     """4 bit, with or without nested statistics, and 8 bit."""
-    states = {f"{RECORD}{kind}": kind for kind in ("nf4", "fp4")}
+    kinds = ("nf4", "fp4")
+    states = {f"{RECORD}{kind}": kind for kind in kinds}
+    settings = Settings(config)
+    settings.word("bnb_4bit_quant_type", kinds)
+    if settings.flag("load_in_4bit", default=False) and settings.flag("load_in_8bit", default=False):
+        raise settings.refuse("load_in_8bit", "false beside load_in_4bit")
     # Bytes that are viewed as floats (for FSDP) do not differ from plain weights in dtype.
-    viewed = config.get("bnb_4bit_quant_storage") not in (None, "uint8")
+    viewed = settings.word("bnb_4bit_quant_storage", _STORAGES, default="uint8") != "uint8"
     found = [
         Form(
             "4 bit", ".weight", _U8, _flat,
@@ -56,40 +66,157 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
     return found[1:] if viewed else found
 
 
+@dataclass(frozen=True)
+class Nested:
+    """How absolute maxima that are quantised themselves are stored."""
+
+    blocksize: int
+    offset: float
+    #: True where the reference computes with them in float32, as every quantiser does.
+    is_float32: bool
+
+
+@dataclass(frozen=True)
+class QuantState:
+    """What a record says of the codes beside it."""
+
+    shape: tuple[int, ...]
+    blocksize: int
+    #: What values are rounded to.
+    rounded: str
+    #: None where maxima are stored as they are.
+    nested: Nested | None
+
+
+def read_state(weight: Weight, asked: Asked) -> QuantState:
+    """Reads the record of a weight: the one reader, for whoever judges it and for whoever decodes by it.
+
+    source: bitsandbytes 0.50 functional.py QuantState.from_dict
+
+    Raises:
+        DamagedError: for a record by which codes have no values, and for one of another weight.
+    """
+    name, dtype, shape = weight.of("quant state")
+    try:
+        size = math.prod(shape)
+        content = {} if dtype != "U8" or size > LONGEST else json_text.object_in(asked.read(name, 0, size))
+        if not content:
+            raise ImpossibleSettingError("the record", "an object in JSON", "other bytes")
+        record = Settings(content)
+        kind = name.rpartition("__")[2]
+        if record.word("quant_type", (kind,)) is None:
+            raise record.refuse("quant_type", kind)
+        rounded = record.word("dtype", tuple(DTYPES))
+        if rounded is None:
+            raise record.refuse("dtype", " or ".join(DTYPES))
+        state = QuantState(
+            record.shape("shape"),
+            record.required("blocksize"),
+            DTYPES[rounded],
+            _read_nested(record) if weight.of("absolute maxima")[1] == "U8" else None,
+        )
+    except ImpossibleSettingError as error:
+        raise DamagedError(
+            f"the quant state of {weight.codes} gives no values: {error.key} is {error.got}",
+            tensor=name,
+            expected=f"{error.key}: {error.expected}",
+            got=error.got,
+        ) from error
+    held = math.prod(weight.stored[weight.codes][1])
+    if ceil_div(math.prod(state.shape), 2) != held:
+        raise DamagedError(
+            f"the quant state of {weight.codes} is that of another weight", tensor=name,
+            expected=f"{2 * held:,} elements", got=str(list(state.shape)),
+        )  # fmt: skip
+    return state
+
+
+def _read_nested(record: Settings) -> Nested:
+    """Reads how maxima are stored.
+
+    Raises:
+        ImpossibleSettingError: where they have no values.
+    """
+    dtype = record.word("nested_dtype", tuple(DTYPES))
+    if dtype is None:
+        raise record.refuse("nested_dtype", " or ".join(DTYPES))
+    blocksize, offset = record.required("nested_blocksize"), record.number("nested_offset")
+    return Nested(blocksize, offset, dtype == "float32")
+
+
+def _check_maxima(weight: Weight, state: QuantState) -> None:
+    """Compares the maxima with the blocks of a record.
+
+    Raises:
+        DamagedError: for as many as it has no blocks, and for nested ones where the maxima are not quantised.
+    """
+    count = ceil_div(math.prod(state.shape), state.blocksize)
+    numbers = {"absolute maxima": count}
+    if state.nested is not None:
+        numbers["nested maxima"] = ceil_div(count, state.nested.blocksize)
+    elif "nested maxima" in weight.companions:
+        name, dtype, _ = weight.of("absolute maxima")
+        raise DamagedError(
+            f"the absolute maxima of {weight.codes} are not quantised, and nested maxima are beside them", tensor=name,
+            expected="U8", got=dtype, code="FS202",
+        )  # fmt: skip
+    for role, number in numbers.items():
+        name, _, shape = weight.of(role)
+        if math.prod(shape) != number:
+            raise DamagedError(
+                f"the {role} of {weight.codes} are not those of its blocks", tensor=name,
+                expected=str([number]), got=str(list(shape)), code="FS201",
+            )  # fmt: skip
+
+
+def _check_table(weight: Weight, role: str, asked: Asked) -> None:
+    """Refuses a table in which all codes are one number.
+
+    Raises:
+        DamagedError: for such a table.
+    """
+    name, _, shape = weight.of(role)
+    size = 4 * math.prod(shape)
+    content = asked.read(name, 0, size)
+    if content == content[:4] * math.prod(shape):
+        raise DamagedError(
+            f"the {role} of {weight.codes} holds one number alone, so that all codes are equal", tensor=name,
+            expected="numbers that differ", got=f"{math.prod(shape)} times {struct.unpack('<f', content[:4])[0]:g}",
+        )  # fmt: skip
+
+
 def _values(weight: Weight, asked: Asked) -> Values:
     """Entries of a table times the maximum of their block, which counts on over the rows. source: bitsandbytes 0.50 functional.py"""
-    state = weight.companions["quant state"]
-    if math.prod(weight.stored[state][1]) > LONGEST:
-        raise NoValuesError(f"the quant state of {weight.codes} is no record")
-    try:
-        said = json_text.object_in(asked.read(state, None))
-        shape, size, rounded = tuple(said["shape"]), said["blocksize"], DTYPES[said["dtype"]]
-        nested, offset = said.get("nested_blocksize"), float(said.get("nested_offset") or 0)
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
-        raise NoValuesError(f"the quant state of {weight.codes} is no record") from error
-    if not all(type(n) is int and n >= 0 for n in (*shape, size)) or size == 0 or not math.isfinite(offset):
-        raise NoValuesError(f"the quant state of {weight.codes} is no record")
-    if ceil_div(math.prod(shape), 2) != math.prod(weight.stored[weight.codes][1]):
-        raise NoValuesError(f"the quant state of {weight.codes} is that of another weight")
-    size = min(size, max(1, math.prod(shape)))
-    count = ceil_div(math.prod(shape), size)
-    maxima, dtype, _ = weight.of("absolute maxima")
+    state = read_state(weight, asked)
+    _check_maxima(weight, state)
+    if asked.looks:
+        for role in ("table of values", "nested table") if state.nested else ("table of values",):
+            _check_table(weight, role, asked)
+    size = min(state.blocksize, max(1, math.prod(state.shape)))
+    count = ceil_div(math.prod(state.shape), size)
+    maxima = weight.companions["absolute maxima"]
     of = view(maxima, [1, 1, count])
-    if dtype == "U8":
-        if type(nested) is not int or nested <= 0:
-            raise NoValuesError(f"the quant state of {weight.codes} says nothing of nested maxima")
-        nested = min(nested, max(1, count))
+    if state.nested is not None:
+        if not state.nested.is_float32:
+            raise NoValuesError(f"the nested maxima of {weight.codes} are not computed in float32")
+        nested = min(state.nested.blocksize, max(1, count))
         inner_table, outer = weight.companions["nested table"], weight.companions["nested maxima"]
         factors = scale(view(outer, [1, 1, ceil_div(count, nested)]), [1, 1, nested])
-        inner = Coded(of, {"table": view(inner_table, [1, 1, 256])}, flat=True, scales=[factors], term=offset)
+        inner = Coded(
+            of,
+            {"table": view(inner_table, [1, 1, 256])},
+            flat=True,
+            scales=[factors],
+            term=state.nested.offset,
+        )
         of = operand(maxima, [1, 1, count], inner)
     table = view(weight.companions["table of values"], [1, 1, 16])
     coded = Coded(
         view(weight.codes, [1, 1, math.prod(weight.stored[weight.codes][1])]), {"table": table},
         # The high half of a byte comes first.
-        {"row": {"bits": 4, "lanes": [1, 0]}}, flat=True, scales=[scale(of, [1, 1, size])], rounded=rounded,
+        {"row": {"bits": 4, "lanes": [1, 0]}}, flat=True, scales=[scale(of, [1, 1, size])], rounded=state.rounded,
     )  # fmt: skip
-    return Values(".weight", shape, coded)
+    return Values(".weight", state.shape, coded)
 
 
 def _maxima(sizes: Sizes) -> list[tuple[int, ...]]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..tensor_words import WORDS
@@ -16,6 +15,7 @@ from .forms import (
     E8M0,
     F8,
     FLOATS,
+    WINDOW,
     Companion,
     Form,
     Sizes,
@@ -29,13 +29,14 @@ from .forms import (
     pairs,
     spellings,
 )
+from .settings import Settings
 from .values import (
     E2M1,
     NIBBLES,
     Asked,
     Block,
     Coded,
-    NoValuesError,
+    DamagedError,
     Values,
     fitting,
     operand,
@@ -61,8 +62,9 @@ telling: Mapping[str, dict[str, Any]] = {
         ("int8", "int-quantized", "int"),
     )
 }
-#: An extent of a block as a text.
-_EXTENT = re.compile(r"[0-9]{1,9}")
+#: How scales may be spread. source: compressed-tensors 0.20 quantization/quant_args.py QuantizationStrategy
+_STRATEGIES = ("tensor", "channel", "group", "block", "token", "tensor_group", "attn_head")
+_IN_GROUPS = ("group", "tensor_group")
 _TRANSFORMED = "its transform_config has the model turn what goes into a layer: the values of the weight alone are not those of the model"
 _I32, _U8 = frozenset(("I32",)), frozenset(("U8",))
 _PACKED_FP4, _MX = "nvfp4-pack-quantized", ("mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized")
@@ -71,14 +73,14 @@ _PACKED_FP4, _MX = "nvfp4-pack-quantized", ("mxfp4-pack-quantized", "mxfp6-pack-
 def forms(config: Mapping[str, Any]) -> list[Form]:
     """The forms of the groups of a config, each for the modules that it targets."""
     whole = config.get("format")
-    stated, sparse = config.get("config_groups"), config.get("sparsity_config")
+    sparse = config.get("sparsity_config")
     if isinstance(sparse, Mapping) and sparse.get("format") not in (None, "dense"):
         # The codes are those that are not zero, under other names.
         return []
-    groups_ = (
-        [one for one in stated.values() if isinstance(one, Mapping)] if isinstance(stated, Mapping) else []
-    )
-    targets = [_Targets(group.get("targets")) for group in groups_]
+    stated = Settings(config).below("config_groups")
+    # A group may be the name of a preset, with a list of targets.
+    groups_ = [] if stated is None else list(stated.each())
+    targets = [_Targets(group.values.get("targets")) for group in groups_]
 
     @functools.cache
     def closest(name: str) -> frozenset[int]:
@@ -94,9 +96,13 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
 
     found: list[Form] = []
     for number, group in enumerate(groups_):
-        name = whole if whole not in (None, "mixed-precision") else group.get("format")
-        if isinstance(name, str) and isinstance(group.get("weights"), Mapping):
-            found += _of(name, group, functools.partial(_is_among, closest, number))
+        name = whole if whole not in (None, "mixed-precision") else group.values.get("format")
+        weights = _read_weights(group, name)
+        if isinstance(name, str) and weights is not None:
+            inputs = group.values.get("input_activations")
+            # Where inputs are scaled by a number that was measured, no loader has another.
+            dynamic = inputs.get("dynamic") if isinstance(inputs, Mapping) else True
+            found += _of(name, weights, dynamic, functools.partial(_is_among, closest, number))
     if config.get("transform_config"):
         return [replace(form, values=_TRANSFORMED) for form in found]
     return found
@@ -131,16 +137,48 @@ class _Targets:
         return int(self._all or bool(self._classes - {"Embedding"})), True
 
 
-def _of(name: str, group: Mapping[str, Any], takes: Callable[[str], bool]) -> list[Form]:
-    weights, inputs = group["weights"], group.get("input_activations")
-    # Where inputs are scaled by a number that was measured, no loader has another.
-    dynamic = inputs.get("dynamic") if isinstance(inputs, Mapping) else True
-    bits, symmetric = weights.get("num_bits"), weights.get("symmetric") is not False
-    scales = _scales(weights)
+@dataclass(frozen=True)
+class _Weights:
+    """How the weights of a group are quantised. source: compressed-tensors 0.20 quantization/quant_args.py"""
+
+    bits: int
+    is_float: bool
+    symmetric: bool
+    #: None where nothing says.
+    strategy: str | None
+    group_size: int | None
+    block: Block | None
+    in_order: bool
+
+
+def _read_weights(group: Settings, name: object) -> _Weights | None:
+    """Reads how the weights of a group are quantised; None where they are not.
+
+    Raises:
+        ImpossibleSettingError: where compressed-tensors has no such weights.
+    """
+    weights = group.below("weights")
+    if weights is None:
+        return None
+    strategy = weights.word("strategy", _STRATEGIES, any_case=True)
+    size = weights.integer("group_size", 1 if strategy in _IN_GROUPS else -1)
+    if strategy is None and size is not None:
+        strategy = "group" if size > 0 else "channel" if size == -1 else None
+    return _Weights(
+        weights.integer("num_bits", 1, 8 if name == "pack-quantized" else 16, default=8) or 8,
+        weights.word("type", ("int", "float"), default="int", any_case=True) == "float",
+        weights.flag("symmetric", default=True),
+        strategy,
+        size,
+        weights.extents("block_structure"),
+        weights.values.get("actorder") != "group",
+    )
+
+
+def _of(name: str, weights: _Weights, dynamic: object, takes: Callable[[str], bool]) -> list[Form]:
+    symmetric, scales = weights.symmetric, _scales(weights)
     if name == "pack-quantized":
-        if not isinstance(bits, int) or not 1 <= bits <= 8:
-            return []
-        return [_packed(bits, symmetric, weights, takes)]
+        return [_packed(weights, takes)]
     if name == _PACKED_FP4:
         return [
             Form(
@@ -157,7 +195,7 @@ def _of(name: str, group: Mapping[str, Any], takes: Callable[[str], bool]) -> li
     if name in _MX:
         return [_mx(name, takes)]
     if name in ("float-quantized", "int-quantized", "naive-quantized"):
-        kinds = F8 if weights.get("type") == "float" else frozenset(("I8",))
+        kinds = F8 if weights.is_float else frozenset(("I8",))
         measured = Companion("input scale", (".input_scale",), FLOATS, one, dynamic is False)
         zero = Companion(
             "zero points", (".weight_zero_point",), frozenset(("I8", *F8)), scales, required=not symmetric
@@ -172,27 +210,15 @@ def _of(name: str, group: Mapping[str, Any], takes: Callable[[str], bool]) -> li
     return []
 
 
-def _scales(weights: Mapping[str, Any]) -> Callable[[Sizes], Any] | None:
+def _scales(weights: _Weights) -> Callable[[Sizes], Any] | None:
     """The shapes that scales may have by a group's strategy; None where nothing says."""
-    strategy, size, block = weights.get("strategy"), weights.get("group_size"), weights.get("block_structure")
-    if strategy == "tensor":
+    if weights.strategy == "tensor":
         return one
-    if strategy == "channel":
+    if weights.strategy == "channel":
         return each_row
-    if strategy in ("group", "tensor_group") and isinstance(size, int) and size > 0:
-        return groups(size)
-    extents = _extents(block)
-    return blocks(*extents) if strategy == "block" and extents is not None else None
-
-
-def _extents(block: object) -> Block | None:
-    """Rows and columns of a block, as a list or as ``128x128``."""
-    if isinstance(block, str):
-        parts = block.split("x")
-        block = [int(part) for part in parts] if all(map(_EXTENT.fullmatch, parts)) else None
-    if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
-        return block[0], block[1]
-    return None
+    if weights.strategy in _IN_GROUPS and weights.group_size is not None:
+        return groups(weights.group_size)
+    return blocks(*weights.block) if weights.strategy == "block" and weights.block is not None else None
 
 
 def _mx(name: str, takes: Callable[[str], bool]) -> Form:
@@ -215,8 +241,9 @@ def _sixths(shape: tuple[int, ...]) -> Sizes | None:
     )
 
 
-def _packed(bits: int, symmetric: bool, weights: Mapping[str, Any], takes: Callable[[str], bool]) -> Form:
-    size = weights.get("group_size") if weights.get("strategy") == "group" else None
+def _packed(weights: _Weights, takes: Callable[[str], bool]) -> Form:
+    bits, symmetric = weights.bits, weights.symmetric
+    size = weights.group_size if weights.strategy == "group" else None
 
     def most(shape: tuple[int, ...]) -> Sizes | None:
         # The last word of a row may be filled in part, which the shape does not say.
@@ -232,7 +259,7 @@ def _packed(bits: int, symmetric: bool, weights: Mapping[str, Any], takes: Calla
         return shape[:-1] == sizes.shape[:-1] and ceil_div(shape[-1] * bits, 32) * 32 // bits == sizes.columns
 
     def scales(sizes: Sizes) -> list[tuple[int, ...]]:
-        if isinstance(size, int) and size > 0:
+        if size is not None:
             fitting = {ceil_div(n, size) for n in columns(sizes) if n > 0}
             return [(*sizes.lead, sizes.rows, n) for n in sorted(fitting, reverse=True)]
         return [*each_row(sizes), *one(sizes)]
@@ -254,37 +281,44 @@ def _packed(bits: int, symmetric: bool, weights: Mapping[str, Any], takes: Calla
             Companion("scales", (".weight_scale",), FLOATS, scales),
             Companion("shape", (".weight_shape",), frozenset(("I64", "I32")), lambda s: [(2 + len(s.lead),)]),
             zero,
-            Companion("group indices", (".weight_g_idx",), _I32, None, required=weights.get("actorder") == "group"),
+            Companion("group indices", (".weight_g_idx",), _I32, None, required=not weights.in_order),
         ),
         takes,
         fits,
-        functools.partial(_of_words, bits, weights),
+        functools.partial(_of_words, weights),
     )  # fmt: skip
 
 
-def _blocks(weights: Mapping[str, Any], sizes: Sizes) -> list[Block]:
+def _blocks(weights: _Weights, sizes: Sizes) -> list[Block]:
     """The blocks that scales may be of by a group's strategy."""
-    strategy, size, block = (
-        weights.get("strategy"),
-        weights.get("group_size"),
-        _extents(weights.get("block_structure")),
-    )
+    strategy = weights.strategy
     if strategy == "block":
-        return [] if block is None else [block]
-    if strategy in ("group", "tensor_group"):
-        return [(1, size)] if isinstance(size, int) and size > 0 else []
+        return [] if weights.block is None else [weights.block]
+    if strategy in _IN_GROUPS:
+        return [] if weights.group_size is None else [(1, weights.group_size)]
     return [(1, sizes.columns) if strategy == "channel" else (sizes.rows, sizes.columns)]
 
 
 def _groups_of(weight: Weight, columns: int, asked: Asked) -> Mapping[str, object] | None:
     """The groups of columns that are not in order; -1 says that they are. source: compressed-tensors forward_helpers.py"""
     indices = weight.companions.get("group indices")
-    if indices is None or (asked.looks and -1 in memoryview(asked.read(indices, None)).cast("i").tolist()):
+    if indices is None or (asked.looks and _has_minus_one(indices, columns, asked)):
         return None
     return {"of": view(indices, [1, 1, columns]), "rows": False}
 
 
-def _plain(weights: Mapping[str, Any], weight: Weight, asked: Asked) -> Values:
+def _has_minus_one(indices: str, columns: int, asked: Asked) -> bool:
+    """True where one of the indices is -1."""
+    import numpy as np
+
+    size = 4 * columns
+    return any(
+        bool((np.frombuffer(asked.read(indices, at, min(WINDOW, size - at)), "<i4") == -1).any())
+        for at in range(0, size, WINDOW)
+    )
+
+
+def _plain(weights: _Weights, weight: Weight, asked: Asked) -> Values:
     """The product in the dtype of the scales. source: compressed-tensors 0.20 quantization/lifecycle/forward_helpers.py"""
     sizes, (kind, _) = weight.sizes, weight.stored[weight.codes]
     name, dtype, shape = weight.of("scales")
@@ -302,19 +336,16 @@ def _plain(weights: Mapping[str, Any], weight: Weight, asked: Asked) -> Values:
     return Values(".weight", sizes.shape, coded)
 
 
-def _of_words(bits: int, weights: Mapping[str, Any], weight: Weight, asked: Asked) -> Values:
+def _of_words(weights: _Weights, weight: Weight, asked: Asked) -> Values:
     """The same of codes of fewer bits. source: compressed-tensors 0.20 compressors/pack_quantized/base.py"""
-    name, kind, _ = weight.of("shape")
-    words = weight.stored[weight.codes][1]
-    if not asked.looks and weights.get("strategy") == "group":
+    bits, words = weights.bits, weight.stored[weight.codes][1]
+    if not asked.looks and weights.strategy == "group" and weights.group_size is not None:
         # Groups are whole, so that they tell.
-        stated = [*words[:-1], weight.of("scales")[2][-1] * int(weights["group_size"])]
+        stated = [*words[:-1], weight.of("scales")[2][-1] * weights.group_size]
     else:
-        stated = memoryview(asked.read(name, None)).cast("q" if kind == "I64" else "i").tolist()
+        stated = _read_shape(bits, weight, asked)
     *lead, rows, columns = stated
     sizes = Sizes(tuple(lead), rows, columns)
-    if stated[:-1] != list(words[:-1]) or columns <= 0 or ceil_div(columns * bits, 32) != words[-1]:
-        raise NoValuesError(f"{name} states {stated}, a shape that these codes cannot have")
     name, dtype, shape = weight.of("scales")
     block, grid = fitting(sizes, shape, _blocks(weights, sizes))
     less, zero = {"less": 1 << (bits - 1)}, None
@@ -330,6 +361,26 @@ def _of_words(bits: int, weights: Mapping[str, Any], weight: Weight, asked: Aske
         scales=[scale(view(name, grid), block)], groups=_groups_of(weight, columns, asked), rounded=dtype,
     )  # fmt: skip
     return Values(".weight", sizes.shape, coded)
+
+
+def _read_shape(bits: int, weight: Weight, asked: Asked) -> list[int]:
+    """Reads the shape in numbers that lies beside codes.
+
+    Raises:
+        DamagedError: for one that is not that of the codes; of the last word of a row it may take a part alone.
+    """
+    name, kind, count = weight.of("shape")
+    raw, words = (
+        asked.read(name, 0, (8 if kind == "I64" else 4) * math.prod(count)),
+        weight.stored[weight.codes][1],
+    )
+    stated = list(memoryview(raw).cast("q") if kind == "I64" else memoryview(raw).cast("i"))
+    if stated[:-1] != list(words[:-1]) or stated[-1] <= 0 or ceil_div(stated[-1] * bits, 32) != words[-1]:
+        raise DamagedError(
+            f"the shape that is stated of {weight.codes} is not that of its codes", tensor=name,
+            expected=str(list(weight.sizes.shape)), got=str(stated),
+        )  # fmt: skip
+    return stated
 
 
 def _nvfp4(weight: Weight, asked: Asked) -> Values:

@@ -32,6 +32,8 @@ F8 = frozenset(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"))
 E4M3 = frozenset(("F8_E4M3",))
 #: Powers of two as bytes: torch spells them as a dtype of their own, others as plain bytes.
 E8M0 = frozenset(("F8_E8M0", "U8"))
+#: Bytes that are read together of what has no bound.
+WINDOW = 1 << 20
 #: Modules around the layers, which differ between the classes of one model, and ways in which they are stacked.
 _AROUND = ("model", "language_model", "text_model")
 _STACKED = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")

@@ -23,6 +23,7 @@ from .forms import (
     one,
     pairs,
 )
+from .settings import Settings
 from .values import E2M1, NIBBLES, Asked, Coded, Values, fitting, scale, view
 
 __all__ = ["forms", "methods", "telling"]
@@ -37,8 +38,8 @@ _SCALES = FLOATS | {"F8_E8M0"}
 
 def forms(config: Mapping[str, Any]) -> list[Form]:
     """The forms of ``quant_method: fp8``: of a Linear, of a stack of experts, and of experts in fp4 (DeepSeek V4)."""
-    stated = config.get("weight_block_size")
-    block = _block(stated)
+    settings = Settings(config)
+    block = settings.extents("weight_block_size")
 
     def scales(sizes: Sizes) -> list[tuple[int, ...]]:
         if block is None:
@@ -49,7 +50,7 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
         return [*blocks(*block)(sizes), *groups(32)(sizes)]
 
     # Where activations are scaled by a number that was measured, no loader has another.
-    static = config.get("activation_scheme") == "static"
+    static = settings.word("activation_scheme", ("dynamic", "static"), any_case=True) == "static"
     measured = Companion("activation scale", (".input_scale", ".activation_scale"), FLOATS, one, static)
 
     def values(weight: Weight, asked: Asked) -> Values:
@@ -97,9 +98,3 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
             values=values,
         ),
     ]  # fmt: skip
-
-
-def _block(stated: object) -> tuple[int, int] | None:
-    if isinstance(stated, list) and len(stated) == 2 and all(type(n) is int and n > 0 for n in stated):
-        return stated[0], stated[1]
-    return None

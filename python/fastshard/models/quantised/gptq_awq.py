@@ -6,19 +6,25 @@ source: AutoGPTQ qlinear_cuda_old.py; AutoAWQ modules/linear/gemm.py, utils/pack
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .expressions import matches
 from .forms import FLOATS, Companion, Form, Sizes, Weight, ceil_div
+from .settings import Settings
 from .values import Asked, Coded, NoValuesError, Values, operand, scale, view
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["forms", "methods", "telling"]
 
 methods = ("gptq", "awq")
 #: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them; `{}` is the kind.
 telling: Mapping[str, dict[str, Any]] = {"GPTQ": {"quant_method": "gptq"}, "AWQ": {"quant_method": "awq"}}
+#: The least and the most bits of a code. source: GPTQModel quantization/config.py
+_BITS = (2, 8)
 #: Bytes of zero points that tell what all are.
 _MANY = 1 << 16
 _I32 = frozenset(("I32",))
@@ -28,24 +34,36 @@ _WORDS = {"row": {"bits": 4, "lanes": [0, 4, 1, 5, 2, 6, 3, 7]}}
 
 def forms(config: Mapping[str, Any]) -> list[Form]:
     """The form of a config; none for layouts of other kernels (marlin) and for AWQ that is not GEMM."""
-    bits = config.get("bits", config.get("w_bit", 4))
-    size = config.get("group_size", config.get("q_group_size", 128))
-    if not isinstance(bits, int) or not 1 <= bits <= 8 or not isinstance(size, int):
-        return []
+    settings = Settings(config)
+    bits = _read_bits(settings, 4, "w_bit")
+    size = settings.group_size("group_size" if "group_size" in config else "q_group_size", 128)
     if config.get("quant_method") == "awq":
         said = config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm"
         return [_awq(size)] if bits == 4 and str(said).lower() == "gemm" else []
     kind = config.get("checkpoint_format") or config.get("format") or "gptq"
     if kind not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
         return []
-    return _by_rules(config, bits, size)
+    return _by_rules(settings, bits, size)
 
 
-def _by_rules(config: Mapping[str, Any], bits: int, size: int) -> list[Form]:
+def _read_bits(settings: Settings, default: int, other: str = "bits") -> int:
+    """Reads the bits of a code; AWQ's own file has another key.
+
+    Raises:
+        ImpossibleSettingError: for bits that no code has.
+    """
+    key = "bits" if "bits" in settings.values else other
+    if key in settings.values and settings.values[key] is None:
+        raise settings.refuse(key, f"an integer from {_BITS[0]} to {_BITS[1]}")
+    return settings.integer(key, *_BITS, default=default) or default
+
+
+def _by_rules(settings: Settings, bits: int, size: int) -> list[Form]:
     """The form of a model, and those of modules for which a rule of GPTQModel states another; the first rule that fits decides."""
-    ordered = config.get("desc_act") is True
-    stated = config.get("dynamic")
-    rules = [(key, one) for key, one in stated.items()] if isinstance(stated, Mapping) else []
+    config = settings.values
+    ordered, symmetric = settings.flag("desc_act", default=False), settings.flag("sym", default=False)
+    stated = settings.below("dynamic")
+    rules = [] if stated is None else list(stated.values.items())
 
     @functools.cache
     def deciding(name: str) -> frozenset[int | None]:
@@ -61,24 +79,22 @@ def _by_rules(config: Mapping[str, Any], bits: int, size: int) -> list[Form]:
 
     # In the first version of the format zero points are stored one too low.
     low = 1 if (config.get("checkpoint_format") or config.get("format") or "gptq") == "gptq" else 0
-    symmetric = config.get("sym") is True
     found = [_gptq(bits, size, ordered, lambda name: None in deciding(name), low, symmetric)]
-    for number, (key, one) in enumerate(rules):
-        if str(key).startswith("-:") or not isinstance(one, Mapping):
+    for number, (key, _) in enumerate(rules):
+        one = None if stated is None or str(key).startswith("-:") else stated.below(key)
+        if one is None:
             continue
-        other, length = one.get("bits", bits), one.get("group_size", size)
-        if isinstance(other, int) and 1 <= other <= 8 and isinstance(length, int):
-            takes = functools.partial(lambda n, name: n in deciding(name), number)
-            found.append(
-                _gptq(
-                    other,
-                    length,
-                    one.get("desc_act", ordered) is True,
-                    takes,
-                    low,
-                    one.get("sym", symmetric) is True,
-                )
+        takes = functools.partial(lambda n, name: n in deciding(name), number)
+        found.append(
+            _gptq(
+                _read_bits(one, bits),
+                one.group_size("group_size", size),
+                one.flag("desc_act", default=ordered),
+                takes,
+                low,
+                one.flag("sym", default=symmetric),
             )
+        )
     return found
 
 
@@ -136,9 +152,8 @@ def _values(kind: _Kind, weight: Weight, asked: Asked) -> Values:
     block = [1, min(kind.size, max(1, sizes.columns)) if kind.size > 0 else max(1, sizes.columns), 1]
     grid = [1, _groups(sizes.columns, kind.size), sizes.rows]
     zeros_name, _, zeros_shape = weight.of("zero points")
-    points = (
-        _notes_of(kind, asked, sizes.rows, zeros_name) if asked.looks and (kind.symmetric or kind.low) else ()
-    )
+    compares = asked.compares_readers and (kind.symmetric or kind.low)
+    points = _notes_of(kind, asked, sizes.rows, zeros_name, zeros_shape[0]) if compares else ()
     zeros = Coded(view(zeros_name, [1, *zeros_shape]), {"less": 0}, kind.of_zeros, term=float(kind.low))
     indices = weight.companions.get("group indices")
     coded = Coded(
@@ -149,31 +164,45 @@ def _values(kind: _Kind, weight: Weight, asked: Asked) -> Values:
     return Values(".weight", sizes.shape, coded, points)
 
 
-def _notes_of(kind: _Kind, asked: Asked, rows: int, name: str) -> tuple[str, ...]:
+def _notes_of(kind: _Kind, asked: Asked, rows: int, name: str, count: int) -> tuple[str, ...]:
     """What the first version of GPTQ leaves open: of the highest zero point, one more is read as 2^bits by some and as 0 by others.
 
     Raises:
         NoValuesError: where all zero points are those of the other version.
     """
-    import numpy as np
-
-    bits = kind.bits
-    wide = ceil_div(rows * bits, 32) * 4
-    # Where all are alike the first tell.
-    raw = asked.read(name, max(1, _MANY // max(1, wide)) * wide if kind.symmetric else None)
-    if not raw:
-        return ()
-    each = np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little").reshape(-1, wide * 8)
-    codes = each[:, : rows * bits].reshape(each.shape[0], rows, bits) @ (1 << np.arange(bits))
+    most, middle, highest = (1 << kind.bits) - 1, (1 << (kind.bits - 1)) - 1 + kind.low, 0
     said, other = ("gptq", "gptq_v2") if kind.low else ("gptq_v2", "gptq")
-    if kind.symmetric and codes.size and bool((codes == (1 << (bits - 1)) - 1 + kind.low).all()):
-        raise NoValuesError(f"the config says {said}, and the zero points of {name} are those of {other}")
-    if kind.low and (count := int((codes == (1 << bits) - 1).sum())):
-        most = (1 << bits) - 1
+    for codes in _read_zero_points(kind.bits, asked, rows, name, count):
+        if kind.symmetric and bool((codes == middle).all()):
+            raise NoValuesError(f"the config says {said}, and the zero points of {name} are those of {other}")
+        highest += int((codes == most).sum()) if kind.low else 0
+        if kind.symmetric:
+            # Where all are alike the first tell.
+            break
+    if highest:
         return (
-            f"{count:,} zero points of {name} are {most}: they are read as {most + 1} here, and as 0 by some versions of AutoGPTQ",
+            f"{highest:,} zero points of {name} are {most}: they are read as {most + 1} here, and as 0 by some versions of AutoGPTQ",
         )
     return ()
+
+
+def _read_zero_points(
+    bits: int, asked: Asked, rows: int, name: str, count: int
+) -> Iterator[np.ndarray[Any, Any]]:
+    """Reads the codes of zero points of several groups together, or of a part of one: no more than a window of bytes at a time."""
+    import numpy as np
+
+    wide = ceil_div(rows * bits, 32) * 4
+    # As many bytes hold 32 codes.
+    step, together = _MANY // (4 * bits) * 4 * bits, max(1, _MANY // max(1, wide))
+    for group in range(0, count if wide else 0, together):
+        groups = min(together, count - group)
+        for at in range(0, wide, max(step, wide if groups > 1 else 0)):
+            length = wide * groups if groups > 1 else min(step, wide - at)
+            raw = np.frombuffer(asked.read(name, group * wide + at, length), np.uint8)
+            each = np.unpackbits(raw, bitorder="little").reshape(groups, -1)
+            codes = min(length // groups * 8 // bits, rows - at * 8 // bits)
+            yield each[:, : codes * bits].reshape(-1, bits) @ (1 << np.arange(bits))
 
 
 def _awq(size: int) -> Form:

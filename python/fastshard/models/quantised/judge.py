@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ...common.errors import Finding
 from .forms import F8, FLOATS, Companion, Form, Sizes, Stored, Weight
+from .settings import ImpossibleSettingError
 from .stated import KNOWN, Stated
 
 __all__ = ["CODES", "Weight", "judged"]
@@ -34,7 +35,10 @@ def judged(stated: Stated | None, tensors: Tensors) -> tuple[list[Weight], list[
     """
     if stated is None:
         return [], list(_first(_unstated(tensors)))
-    forms = [_wanting(form, tensors) for form in stated.forms]
+    try:
+        forms = [_wanting(form, tensors) for form in stated.forms]
+    except ImpossibleSettingError as error:
+        return [], [_impossible(stated, error)]
     if not forms:
         return [], []
     weights: dict[str, Weight] = {}
@@ -227,6 +231,16 @@ def _orphans(
                 "FS207", f"{one.role} of {codes}, which is stored as {tensors[codes][0]} and needs none", tensor=name,
                 help="leave the stale one out (--exclude); it is from the model before or after it was quantised",
             )  # fmt: skip
+
+
+def _impossible(stated: Stated, error: ImpossibleSettingError) -> Finding:
+    where = "header" if stated.file.startswith("the header") else stated.file
+    return Finding.of(
+        "FS215", f"{stated.file} states {error.key} of weights quantised by {stated.method} as {error.got}, by which no code has a value",
+        file=stated.file if stated.file.endswith(".json") else None,
+        expected=f"{error.key}: {error.expected}", got=error.got,
+        help=f"restore the {where} of the quantised model (of its download, or as the quantiser saved it)",
+    )  # fmt: skip
 
 
 def _none_at_all(stated: Stated) -> Finding:

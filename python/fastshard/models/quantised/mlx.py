@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .forms import FLOATS, Companion, Form, Sizes
+from .settings import Settings
 
 __all__ = ["forms", "methods", "telling"]
 
@@ -13,9 +14,16 @@ methods = ("mlx",)
 #: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them; `{}` is the kind.
 telling: Mapping[str, dict[str, Any]] = {"{}": {}}
 
+#: The least and the most bits of a code.
+_BITS = (2, 8)
+
 
 def forms(config: Mapping[str, Any]) -> list[Form]:
     """Integers with scales and biases; small floats (mxfp4, nvfp4, mxfp8) have no biases. Bits may differ by module."""
+    settings = Settings(config)
+    for one in (settings, *settings.each()):
+        one.integer("bits", *_BITS)
+        one.integer("group_size")
     is_affine = config.get("mode", "affine") == "affine"
     scales = Companion("scales", (".scales",), FLOATS if is_affine else FLOATS | {"U8"}, None)
     biases = Companion("biases", (".biases",), FLOATS, None, required=is_affine)

@@ -23,6 +23,7 @@ from .forms import (
     pairs,
     spellings,
 )
+from .settings import Settings
 from .values import NIBBLES, Asked, Coded, NoValuesError, Values, fitting, powers, scale, scale_of_all, view
 
 __all__ = ["forms", "methods", "telling"]
@@ -45,43 +46,60 @@ _BEFORE = (
 
 def forms(config: Mapping[str, Any]) -> list[Form]:
     """The forms of an algorithm; of mixed precision those of each layer that is listed."""
-    layers = config.get("quantized_layers")
-    if isinstance(layers, Mapping) and layers:
-        found = []
-        listed = {name: one for name, one in layers.items() if isinstance(one, Mapping)}
-        kinds: dict[tuple[str, object], set[str]] = {}
-        for name, one in listed.items():
-            kinds.setdefault((_algorithm(one), one.get("group_size", config.get("group_size"))), set()).add(
-                name
-            )
-        for (algorithm, size), names in kinds.items():
-            found += _of(algorithm, {**config, "group_size": size}, _one_of(names))
-        return found
-    return _of(_algorithm(config), config, lambda name: True)
+    settings = Settings(config)
+    layers = settings.below("quantized_layers")
+    if layers is None or not layers.values:
+        algorithm = _algorithm(settings)
+        size = _group_size(algorithm, settings) or _in_groups(algorithm, settings)
+        return _of(algorithm, size, lambda name: True)
+    kinds: dict[tuple[str, int | None], set[str]] = {}
+    for name in layers.values:
+        if (one := layers.below(name)) is None:
+            continue
+        algorithm = _algorithm(one)
+        size = _group_size(algorithm, one if "group_size" in one.values else settings)
+        kinds.setdefault((algorithm, size or _in_groups(algorithm, settings)), set()).add(name)
+    return [
+        form for (algorithm, size), names in kinds.items() for form in _of(algorithm, size, _one_of(names))
+    ]
 
 
 def _one_of(names: set[str]) -> Callable[[str], bool]:
     return lambda name: not names.isdisjoint(spellings(name))
 
 
-def _in_groups(config: Mapping[str, Any]) -> object:
+def _group_size(algorithm: str, settings: Settings) -> int | None:
+    """Reads the columns of a group; None where nothing is stated. What has no groups may state 0 or -1.
+
+    Raises:
+        ImpossibleSettingError: for another size.
+    """
+    has_groups = algorithm.startswith("NVFP4") or algorithm == "W4A16_AWQ"
+    return settings.integer("group_size", 1 if has_groups else -1)
+
+
+def _in_groups(algorithm: str, settings: Settings) -> int | None:
     """The size of groups as the copy in config.json states it."""
-    groups_ = config.get("config_groups")
-    for group in groups_.values() if isinstance(groups_, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(weights, Mapping) and "group_size" in weights:
-            return weights["group_size"]
+    groups_ = settings.below("config_groups")
+    for group in groups_.each() if groups_ is not None else ():
+        if (weights := group.below("weights")) is not None and "group_size" in weights.values:
+            return _group_size(algorithm, weights)
     return None
 
 
-def _algorithm(stated: Mapping[str, Any]) -> str:
-    return str(stated.get("quant_algo") or "").upper()
+def _algorithm(settings: Settings) -> str:
+    """Reads the name of an algorithm; empty where nothing is stated.
+
+    Raises:
+        ImpossibleSettingError: for what is no text.
+    """
+    name = settings.values.get("quant_algo")
+    if name is not None and not isinstance(name, str):
+        raise settings.refuse("quant_algo", "the name of an algorithm")
+    return (name or "").upper()
 
 
-def _of(algorithm: str, config: Mapping[str, Any], takes: Callable[[str], bool]) -> list[Form]:
-    size = config.get("group_size") or _in_groups(config)
-    size = size if isinstance(size, int) and size > 0 else None
-
+def _of(algorithm: str, size: int | None, takes: Callable[[str], bool]) -> list[Form]:
     def scaled(role: Callable[[Sizes], Any]) -> tuple[Companion, ...]:
         return (Companion("scales", (".weight_scale",), FLOATS, role), _INPUT, *_BEFORE)
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from ...common import json_text
 from ...common.errors import FastshardError, Finding
+from .settings import ImpossibleSettingError, Settings
 from .sizes import Stored
 
-__all__ = ["NAMES", "Record", "is_of_torchao", "missing", "records_of", "without_header"]
+__all__ = ["NAMES", "Record", "find_impossible", "is_of_torchao", "missing", "records_of", "without_header"]
 
 #: The key under which a header lists what it describes.
 NAMES = "tensor_names"
@@ -34,12 +35,12 @@ def is_of_torchao(header: Any) -> bool:
     """True for the metadata of a safetensors file that describes tensors of torchao."""
     if not isinstance(header, Mapping) or NAMES not in header:
         return False
-    return any(_parts(name, _said(name, text)) for name, text in header.items())
+    return any("_tensor_data_names" in _said(name, text) for name, text in header.items())
 
 
 def records_of(headers: Iterable[Mapping[str, object]]) -> tuple[dict[str, Record], list[Finding]]:
-    """What the headers of all files say, by the names of the model's tensors; where two contradict each other, and what one lists
-    and none describes."""
+    """What the headers of all files say, by the names of the model's tensors; where two contradict each other or state what cannot
+    be, and what one lists and none describes."""
     found: dict[str, Record] = {}
     listed: dict[str, None] = {}
     differing: dict[str, Finding] = {}
@@ -49,6 +50,10 @@ def records_of(headers: Iterable[Mapping[str, object]]) -> tuple[dict[str, Recor
             said = _said(name, text)
             if "_type" not in said:
                 continue
+            try:
+                _check_numbers(said)
+            except ImpossibleSettingError as error:
+                differing[name] = _impossible(name, error)
             record = Record(str(text), said, tuple(_parts(name, said)))
             if found.setdefault(name, record).said != said:
                 differing[name] = Finding.of(
@@ -68,6 +73,58 @@ def records_of(headers: Iterable[Mapping[str, object]]) -> tuple[dict[str, Recor
         if name not in found
     ]
     return found, [*differing.values(), *unsaid]
+
+
+def find_impossible(config: Mapping[str, Any]) -> list[Finding]:
+    """Finds a size of groups or blocks in ``quant_type`` of a config that cannot be, wherever it stands there."""
+    below: list[Settings] = [Settings({"quant_type": config.get("quant_type")}, "quantization_config.")]
+    while below:
+        settings = below.pop()
+        try:
+            _check_sizes(settings)
+        except ImpossibleSettingError as error:
+            return [_impossible("config.json", error)]
+        below += settings.each()
+    return []
+
+
+def _check_numbers(said: Mapping[str, Any]) -> None:
+    """Reads the sizes and the names of parts in a record of a tensor.
+
+    Raises:
+        ImpossibleSettingError: for what cannot be.
+    """
+    record = Settings(said)
+    parts = said.get("_tensor_data_names")
+    if parts is not None and not (isinstance(parts, list) and all(isinstance(part, str) for part in parts)):
+        raise record.refuse("_tensor_data_names", "a list of names")
+    if (attributes := record.below("_data")) is not None:
+        _check_sizes(attributes)
+
+
+def _check_sizes(settings: Settings) -> None:
+    """Reads sizes of groups and blocks: an integer, or one for each dimension. source: torchao 0.18 quantization/
+
+    Raises:
+        ImpossibleSettingError: for what cannot be.
+    """
+    for key in ("group_size", "block_size"):
+        value = settings.values.get(key)
+        for one in value if isinstance(value, list) else [value]:
+            if one == -1 and type(one) is int:
+                # It stands for all columns.
+                continue
+            Settings({key: one}, settings.path).integer(key)
+
+
+def _impossible(name: str, error: ImpossibleSettingError) -> Finding:
+    is_file = name.endswith(".json")
+    return Finding.of(
+        "FS215", f"{name} states {error.key} of torchao as {error.got}, by which no code has a value",
+        file=name if is_file else None, tensor=None if is_file else name,
+        expected=f"{error.key}: {error.expected}", got=error.got,
+        help=f"copy {name if is_file else 'the file'} again from the host that saved it",
+    )  # fmt: skip
 
 
 def missing(

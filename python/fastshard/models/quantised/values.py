@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ...common.errors import Finding
 from .sizes import Sizes, ceil_div
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Asked",
     "Block",
     "Coded",
+    "DamagedError",
     "NoValuesError",
     "Values",
     "fitting",
@@ -41,16 +43,29 @@ class NoValuesError(Exception):
     """A weight whose values are not made here; the message says why."""
 
 
+class DamagedError(NoValuesError):
+    """A weight of which no values can be made, here or elsewhere: a record or a table beside its codes is damaged."""
+
+    def __init__(self, message: str, *, tensor: str, expected: str, got: str, code: str = "FS215") -> None:
+        super().__init__(message)
+        self.finding = Finding.of(
+            code, message, severity="error", tensor=tensor, expected=expected, got=got,
+            help="restore the file that the quantiser wrote",
+        )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Asked:
     """What a decoder may ask."""
 
     #: The dtype that is wanted: ``BF16``.
     dtype: str
-    #: The first bytes of a tensor, by name, or all of them.
-    read: Callable[[str, int | None], bytes]
+    #: Bytes of a tensor: its name, where they begin, and how many.
+    read: Callable[[str, int, int], bytes]
     #: Whether to look at values that names and shapes tell nothing of.
     looks: bool = True
+    #: Whether to look for what readers of one form differ in.
+    compares_readers: bool = True
 
 
 @dataclass(frozen=True)

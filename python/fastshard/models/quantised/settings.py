@@ -1,0 +1,191 @@
+"""Settings of a quantiser, each read in one way, wherever they stand: in a config, or in a record beside the codes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...common.config_text import shown
+
+__all__ = ["ImpossibleSettingError", "Settings"]
+
+#: The largest extent, count or size: kernels count elements of a row in 31 bits.
+LARGEST = (1 << 31) - 1
+#: The largest number that float32 holds.
+_FLOAT32 = (2 - 2**-23) * 2.0**127
+#: Extents of a block as a text: ``128x128``.
+_AS_TEXT = re.compile(r"[0-9]{1,9}x[0-9]{1,9}")
+_MISSING = "missing"
+
+
+class ImpossibleSettingError(Exception):
+    """A setting with which no code has a value: its key, what it can be, and what it is."""
+
+    def __init__(self, key: str, expected: str, got: str) -> None:
+        super().__init__(f"{key}: expected {expected}, got {got}")
+        self.key, self.expected, self.got = key, expected, got
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings by key. Whatever reads one refuses what it cannot be; nothing is taken for something else.
+
+    >>> Settings({"bits": 4}).integer("bits", 2, 8)
+    4
+    """
+
+    values: Mapping[str, Any]
+    #: Where they stand: ``config_groups.group_0.weights.``
+    path: str = ""
+
+    def integer(
+        self, key: str, low: int = 1, high: int = LARGEST, *, default: int | None = None, besides: str = ""
+    ) -> int | None:
+        """Reads an integer; the default where nothing is stated, or null.
+
+        Raises:
+            ImpossibleSettingError: for another value.
+        """
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not _is_integer(value, low, high):
+            limit = f"from {low} to {high}" if high < LARGEST else f"of at least {low}, and below 2^31"
+            raise self.refuse(key, f"an integer {limit}{besides}")
+        return int(value)
+
+    def required(self, key: str, low: int = 1, high: int = LARGEST) -> int:
+        """Reads an integer that must be stated.
+
+        Raises:
+            ImpossibleSettingError: for another value, and where nothing is stated.
+        """
+        value = self.integer(key, low, high)
+        if value is None:
+            raise self.refuse(key, "an integer")
+        return value
+
+    def group_size(self, key: str, default: int) -> int:
+        """Reads how many columns a group has; -1 stands for all.
+
+        Raises:
+            ImpossibleSettingError: for another value, null among them.
+        """
+        if key in self.values and self.values[key] == -1 and type(self.values[key]) is int:
+            return -1
+        if key in self.values and self.values[key] is None:
+            raise self.refuse(key, "an integer of at least 1, or -1 for one group")
+        return self.integer(key, default=default, besides=", or -1 for one group") or default
+
+    def number(self, key: str) -> float:
+        """Reads a number of zero or above that float32 holds and that must be stated.
+
+        Raises:
+            ImpossibleSettingError: for another value.
+        """
+        value = self.values.get(key)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 <= value <= _FLOAT32:  # type: ignore[operator]
+            raise self.refuse(key, "a finite number of zero or above")
+        return float(value)  # type: ignore[arg-type]
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        """Reads a choice; the default where nothing is stated, or null.
+
+        Raises:
+            ImpossibleSettingError: for what is neither true nor false.
+        """
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.refuse(key, "true or false")
+        return default if value is None else value
+
+    def word(
+        self, key: str, words: Sequence[str], *, default: str | None = None, any_case: bool = False
+    ) -> str | None:
+        """Reads one of some words; the default where nothing is stated, or null.
+
+        Raises:
+            ImpossibleSettingError: for another value.
+        """
+        value = self.values.get(key)
+        if value is None:
+            return default
+        found = value.lower() if any_case and isinstance(value, str) else value
+        if not isinstance(found, str) or found not in words:
+            raise self.refuse(key, " or ".join(words))
+        return found
+
+    def extents(self, key: str) -> tuple[int, int] | None:
+        """Reads rows and columns of a block, as a list or as ``128x128``; None where nothing is stated, or null.
+
+        Raises:
+            ImpossibleSettingError: for another value.
+        """
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if isinstance(value, str) and _AS_TEXT.fullmatch(value):
+            value = [int(part) for part in value.split("x")]
+        if (
+            not isinstance(value, list)
+            or len(value) != 2
+            or not all(_is_integer(n, 1, LARGEST) for n in value)
+        ):
+            raise self.refuse(key, "two integers of at least 1, rows and columns of a block")
+        return value[0], value[1]
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Reads a shape that must be stated.
+
+        Raises:
+            ImpossibleSettingError: for another value.
+        """
+        value = self.values.get(key)
+        if not isinstance(value, list) or not all(_is_integer(n, 0, 1 << 62) for n in value):
+            raise self.refuse(key, "a list of integers of zero or above")
+        if math.prod(value) >= 1 << 62:
+            raise self.refuse(key, "the shape of a weight")
+        return tuple(value)
+
+    def below(self, key: str) -> Settings | None:
+        """Reads settings below a key; None where nothing is stated, or null.
+
+        Raises:
+            ImpossibleSettingError: for what is no object.
+        """
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self.refuse(key, "an object")
+        return Settings(value, f"{self.path}{key}.")
+
+    def each(self) -> Iterator[Settings]:
+        """Goes through the objects among the values."""
+        for key, value in self.values.items():
+            if isinstance(value, Mapping):
+                yield Settings(value, f"{self.path}{key}.")
+
+    def refuse(self, key: str, expected: str) -> ImpossibleSettingError:
+        """Makes the error of a key whose value cannot be."""
+        got = _MISSING if key not in self.values else _as_json(self.values[key])
+        return ImpossibleSettingError(f"{self.path}{key}", expected, got)
+
+
+def _is_integer(value: object, low: int, high: int) -> bool:
+    """True for an integer within limits; a bool and a float are none."""
+    return type(value) is int and low <= value <= high
+
+
+def _as_json(value: object) -> str:
+    """A value as its file has it, not longer than a line."""
+    if isinstance(value, list) and len(value) <= 8 and all(not isinstance(n, (list, dict)) for n in value):
+        return f"[{', '.join(map(_as_json, value))}]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity"
+    words: dict[object, str] = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else shown(value)
