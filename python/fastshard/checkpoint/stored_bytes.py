@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from ..common import memory_budget
-from ..common.dtypes import numpy_dtype
+from ..common.dtypes import item_size
 from ..common.errors import from_core
 from ..common.thread_counts import default_threads
+from ..models.quantised.forms import WINDOW
 from .drafting import UNPLACED, CoreRequest, Opened, draft_of
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ class StoredBytes:
         """
         import numpy as np
 
-        memory_budget.ask(length, name)
+        memory_budget.ask(length, tensor=name)
         buffer = np.empty(length, dtype=np.uint8)
         if buffer.size:
             self._plan.read(self._outputs[name][0], start, buffer, default_threads())
@@ -78,30 +80,14 @@ class StoredBytes:
         """The same as bytes."""
         return self.raw(name, start, length).tobytes()
 
-    def values(self, name: str) -> np.ndarray[Any, Any]:
-        """A tensor as floats."""
-        import numpy as np
+    def windows(self, name: str, multiple: int = 1) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
+        """Goes through the bytes of a tensor in pieces: the number of the first element of each, and its bytes.
 
-        _, dtype, shape, size = self._outputs[name]
-        raw = self.raw(name, 0, size)
-        if dtype == "BF16":
-            wide = raw.view(np.uint16).astype(np.uint32) << 16
-            return wide.view(np.float32).reshape(shape)
-        if dtype == "F8_E4M3":
-            return _f8(raw).reshape(shape)
-        if dtype in ("F8_E8M0", "U8"):
-            # Powers of two, whose last is no number.
-            powers = np.ldexp(1.0, np.minimum(raw, 254).astype(np.int32) - 127).astype(np.float32)
-            return np.where(raw == 255, np.float32("nan"), powers).reshape(shape)
-        return raw.view(numpy_dtype(dtype)).reshape(shape)
-
-
-def _f8(raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Values of E4M3: of what is all ones beside the sign none."""
-    import numpy as np
-
-    exponent, fraction = (raw >> 3 & 15).astype(np.int32), (raw & 7).astype(np.float32)
-    normal = np.ldexp(1 + fraction / 8, exponent - 7)
-    value = np.where(exponent == 0, np.ldexp(fraction / 8, -6), normal)
-    value = np.where((raw & 127) == 127, np.nan, value)
-    return np.where(raw >> 7, -value, value).astype(np.float32)
+        Args:
+            name: the tensor.
+            multiple: elements that stay together.
+        """
+        width, size = item_size(self.dtype(name)), self.size(name)
+        step = max(1, WINDOW // (multiple * width)) * multiple * width
+        for at in range(0, size, step):
+            yield at // width, self.raw(name, at, min(step, size - at))

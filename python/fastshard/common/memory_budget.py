@@ -63,8 +63,8 @@ def kept(function: Callable[P, T]) -> Callable[P, T]:
     return within
 
 
-def ask(size: int, file: str) -> None:
-    """Asks for what reading a text of ``size`` bytes takes.
+def ask(size: int, file: str | None = None, *, tensor: str | None = None) -> None:
+    """Asks for what reading ``size`` bytes of a file, or of a tensor, takes.
 
     Raises:
         FastshardError: ``FS512`` if that is more than the budget.
@@ -76,8 +76,9 @@ def ask(size: int, file: str) -> None:
     if need > limit:
         raise FastshardError.of(
             "FS512",
-            "the memory budget is too small for the contents of the file",
+            f"the memory budget is too small for the contents of the {'file' if tensor is None else 'tensor'}",
             file=file,
+            tensor=tensor,
             expected=f"at least {-(-need >> 20)} MiB",
             got=f"{limit >> 20} MiB",
             help="allow more memory",

@@ -1,0 +1,211 @@
+"""Factors and the codes that each is for, in pieces: which factors are none, and which are zero over codes that are not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ..common.dtypes import numpy_dtype
+from ..models.quantised.forms import WINDOW, ceil_div
+from .stored_bytes import StoredBytes
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+__all__ = ["Blocks", "classify", "count_lost", "show_first"]
+
+#: Bits of a byte of codes that say something: those beside the signs; of maxima and integers in pairs all.
+_FLOATS, _HALVES, _ALL = 0x7F, 0x77, 0xFF
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The codes of a stack of matrices, divided into blocks of bytes, each of which has a factor."""
+
+    #: The tensor of the codes.
+    codes: str
+    #: Rows of a matrix, and bytes of a row.
+    rows: int
+    width: int
+    #: Factors of a matrix: rows and columns of them.
+    down: int
+    across: int
+    #: Bits that are zero where a code is; None for integers, of which a block says nothing where all bytes are equal.
+    mask: int | None
+    #: Matrices.
+    lead: int = 1
+    #: Rows of factors for one row of bytes: 2 where a byte holds codes of two rows, the first in its low half.
+    share: int = 1
+
+    @classmethod
+    def in_turn(cls, codes: str, size: int, count: int, kind: str) -> Blocks:
+        """Blocks that follow one another, whatever the rows are."""
+        return cls(codes, 1, size, 1, count, _ALL if kind == "maxima" else None)
+
+    @classmethod
+    def of_matrices(
+        cls, codes: str, shape: tuple[int, ...], size: int, grid: tuple[int, ...], dtype: str
+    ) -> Blocks | None:
+        """Blocks of rows and columns; None where several factors are for one byte."""
+        rows, width = shape[-2], size // math.prod(shape[:-1])
+        down, across = grid[-2:]
+        share = 2 if dtype == "U8" and down == 2 * rows else 1
+        if across > width or down > rows * share:
+            return None
+        mask = _FLOATS if dtype.startswith("F8") else _HALVES if dtype == "U8" else None
+        return cls(
+            codes, rows, width, down, across, _ALL if share == 2 else mask, math.prod(shape[:-2]), share
+        )
+
+    @property
+    def height(self) -> int:
+        """Rows of a block."""
+        return _extent(self.rows, self.down // self.share)
+
+    @property
+    def length(self) -> int:
+        """Bytes of a row of a block."""
+        return _extent(self.width, self.across)
+
+
+def _extent(extent: int, parts: int) -> int:
+    """How long the blocks are of which an extent has so many, the last of them short: a power of two, where one fits."""
+    least = ceil_div(extent, parts)
+    power = 1 << max(0, least - 1).bit_length()
+    return power if ceil_div(extent, power) == parts else least
+
+
+def classify(raw: Array, dtype: str, *, signed: bool) -> tuple[Array, Array]:
+    """Tells factors that are zero, and those that are none: NaN, infinite, or below zero unless they may be."""
+    import numpy as np
+
+    if dtype in ("F8_E4M3", "F8_E8M0", "U8"):
+        # A byte is looked up as a byte: nothing is widened.
+        kinds = np.frombuffer(raw.tobytes().translate(_kinds_of_bytes(dtype, signed)), np.uint8)
+        return kinds == 1, kinds == 2
+    values = _as_floats(raw, dtype)
+    odd = ~np.isfinite(values)
+    return values == 0, odd if signed else odd | (values < 0)
+
+
+def show_first(raw: Array, odd: Array, dtype: str) -> str:
+    """The first of the factors that are none, as a text."""
+    import numpy as np
+
+    at = int(np.argmax(odd))
+    if dtype in ("F8_E4M3", "F8_E8M0", "U8"):
+        return str(np.float32(_value_of_byte(int(raw[at]), dtype)))
+    return str(_as_floats(raw, dtype)[at])
+
+
+def _as_floats(raw: Array, dtype: str) -> Array:
+    import numpy as np
+
+    if dtype == "BF16":
+        return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return raw.view(numpy_dtype(dtype))
+
+
+@cache
+def _kinds_of_bytes(dtype: str, signed: bool) -> bytes:
+    """For each byte 1 where it is zero, 2 where it is no factor, else 0."""
+    values = [_value_of_byte(byte, dtype) for byte in range(256)]
+    return bytes(1 if v == 0 else 2 if math.isnan(v) or (v < 0 and not signed) else 0 for v in values)
+
+
+def _value_of_byte(byte: int, dtype: str) -> float:
+    """The number that a byte is: of E4M3, or a power of two, whose last is no number."""
+    if dtype != "F8_E4M3":
+        return math.nan if byte == 255 else math.ldexp(1.0, byte - 127)
+    exponent, fraction = byte >> 3 & 15, byte & 7
+    if byte & 127 == 127:
+        return math.nan
+    value = math.ldexp(fraction / 8, -6) if exponent == 0 else math.ldexp(1 + fraction / 8, exponent - 7)
+    return -value if byte >> 7 else value
+
+
+def count_lost(name: str, blocks: Blocks, stored: StoredBytes) -> int:
+    """Counts the factors that are zero over codes that are not; over zeros any factor will do."""
+    import numpy as np
+
+    lost = 0
+    # Rows whose codes share a byte stay together.
+    together = 1 if blocks.share == 1 else blocks.share * blocks.across
+    for first, raw in stored.windows(name, together):
+        zero, _ = classify(raw, stored.dtype(name), signed=True)
+        if not zero.any():
+            continue
+        if blocks.share == 1:
+            lost += int(np.count_nonzero(_find_codes(first, zero, blocks, stored)))
+            continue
+        pairs = zero.reshape(-1, 2, blocks.across)
+        bits = _find_codes(first // 2, pairs.any(axis=1).ravel(), blocks, stored).reshape(-1, blocks.across)
+        lost += int(np.count_nonzero(pairs[:, 0] & (bits & 0x0F != 0)))
+        lost += int(np.count_nonzero(pairs[:, 1] & (bits & 0xF0 != 0)))
+    return lost
+
+
+def _find_codes(first: int, zero: Array, blocks: Blocks, stored: StoredBytes) -> Array:
+    """The bits that the codes of blocks have, of those that are asked for: not zero where they say something.
+
+    Args:
+        first: the number of the first block.
+        zero: true for blocks that are asked for.
+        blocks: how codes are divided.
+        stored: where they are read.
+    """
+    import numpy as np
+
+    count, shares = zero.size, blocks.share == 2
+    found, least, undecided = np.zeros(count, np.uint8), np.full(count, 255, np.uint8), zero.copy()
+    high, wide, down = blocks.height, blocks.length, blocks.down // blocks.share
+    columns = ceil_div(blocks.width, wide)
+    for at, end in _windows_of_codes(first, count, blocks):
+        rows = np.arange(at // blocks.width, (end - 1) // blocks.width + 1)
+        low, last = (0, columns - 1) if rows.size > 1 else ((n % blocks.width) // wide for n in (at, end - 1))
+        of_columns = np.arange(low, last + 1)
+        of_rows = rows // blocks.rows * down + rows % blocks.rows // high
+        numbers = (of_rows[:, None] * blocks.across + of_columns - first).ravel()
+        wanted = (numbers >= 0) & (numbers < count)
+        wanted[wanted] = undecided[numbers[wanted]]
+        if not wanted.any():
+            continue
+        starts = np.maximum((rows * blocks.width)[:, None] + of_columns * wide, at).ravel() - at
+        raw, numbers = stored.raw(blocks.codes, at, end - at), numbers[wanted]
+        np.bitwise_or.at(found, numbers, np.bitwise_or.reduceat(raw, starts)[wanted])
+        if blocks.mask is None:
+            np.bitwise_and.at(least, numbers, np.bitwise_and.reduceat(raw, starts)[wanted])
+            # Bytes that differ.
+            undecided[numbers] = found[numbers] == least[numbers]
+        elif not shares:
+            undecided[numbers] = found[numbers] & blocks.mask == 0
+    return found if shares else zero & ~undecided
+
+
+def _windows_of_codes(first: int, count: int, blocks: Blocks) -> Iterator[tuple[int, int]]:
+    """Ranges of the bytes of some blocks: of several full rows, or of a part of one."""
+    high, wide, down = blocks.height, blocks.length, blocks.down // blocks.share
+
+    def first_row(block: int) -> int:
+        return block // down * blocks.rows + min(block % down * high, blocks.rows)
+
+    top, bottom = first // blocks.across, (first + count - 1) // blocks.across
+    at, end = first_row(top) * blocks.width, first_row(bottom + 1) * blocks.width
+    if top == bottom and high == 1:
+        at, end = (
+            at + min(blocks.width, first % blocks.across * wide),
+            at + min(blocks.width, ((first + count - 1) % blocks.across + 1) * wide),
+        )
+    while at < end:
+        rest = at % blocks.width
+        if blocks.width <= WINDOW and rest == 0:
+            step = WINDOW // blocks.width * blocks.width
+        else:
+            step = min(WINDOW, blocks.width - rest)
+        yield at, min(end, at + step)
+        at += step
