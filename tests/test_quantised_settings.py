@@ -190,6 +190,7 @@ CONFIGS: list[tuple[str, str, dict[str, Any]]] = [
     *(("desc_act", "gptq 4 bit", stated("gptq 4 bit", desc_act=value)) for value in NO_FLAGS),
     *(("sym", "gptq 4 bit", stated("gptq 4 bit", sym=value)) for value in NO_FLAGS),
     ("dynamic", "gptq 4 bit", stated("gptq 4 bit", dynamic=[{"bits": 8}])),
+    ("bits", "gptq 4 bit", {"quant_method": "gptq", "group_size": 64}),
     ("w_bit", "awq", {"quant_method": "awq", "w_bit": 0, "q_group_size": 64}),
     ("q_group_size", "awq", {"quant_method": "awq", "w_bit": 4, "q_group_size": 0}),
     *(("weight_block_size", "fp8 blocks", stated("fp8 blocks", weight_block_size=value)) for value in NO_BLOCKS),

@@ -22,7 +22,10 @@ __all__ = ["forms", "methods", "telling"]
 
 methods = ("gptq", "awq")
 #: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them; `{}` is the kind.
-telling: Mapping[str, dict[str, Any]] = {"GPTQ": {"quant_method": "gptq"}, "AWQ": {"quant_method": "awq"}}
+telling: Mapping[str, dict[str, Any]] = {
+    "GPTQ": {"quant_method": "gptq", "bits": 4},
+    "AWQ": {"quant_method": "awq"},
+}
 #: The least and the most bits of a code. source: GPTQModel quantization/config.py
 _BITS = (2, 8)
 #: Bytes of zero points that tell what all are.
@@ -35,9 +38,11 @@ _WORDS = {"row": {"bits": 4, "lanes": [0, 4, 1, 5, 2, 6, 3, 7]}}
 def forms(config: Mapping[str, Any]) -> list[Form]:
     """The form of a config; none for layouts of other kernels (marlin) and for AWQ that is not GEMM."""
     settings = Settings(config)
-    bits = _read_bits(settings, 4, "w_bit")
+    is_awq = config.get("quant_method") == "awq"
+    # AWQ has one form that is known; nothing says how many bits codes of GPTQ have by default.
+    bits = _read_bits(settings, 4 if is_awq else None, "w_bit" if is_awq else "bits")
     size = settings.group_size("group_size" if "group_size" in config else "q_group_size", 128)
-    if config.get("quant_method") == "awq":
+    if is_awq:
         said = config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm"
         return [_awq(size)] if bits == 4 and str(said).lower() == "gemm" else []
     kind = config.get("checkpoint_format") or config.get("format") or "gptq"
@@ -46,16 +51,17 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
     return _by_rules(settings, bits, size)
 
 
-def _read_bits(settings: Settings, default: int, other: str = "bits") -> int:
+def _read_bits(settings: Settings, default: int | None, other: str = "bits") -> int:
     """Reads the bits of a code; AWQ's own file has another key.
 
     Raises:
-        ImpossibleSettingError: for bits that no code has.
+        ImpossibleSettingError: for bits that no code has, and where none are stated and there is no default.
     """
     key = "bits" if "bits" in settings.values else other
-    if key in settings.values and settings.values[key] is None:
+    bits = default if key not in settings.values else settings.integer(key, *_BITS)
+    if bits is None:
         raise settings.refuse(key, f"an integer from {_BITS[0]} to {_BITS[1]}")
-    return settings.integer(key, *_BITS, default=default) or default
+    return bits
 
 
 def _by_rules(settings: Settings, bits: int, size: int) -> list[Form]:

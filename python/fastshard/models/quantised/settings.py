@@ -31,11 +31,7 @@ class ImpossibleSettingError(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings by key. Whatever reads one refuses what it cannot be; nothing is taken for something else.
-
-    >>> Settings({"bits": 4}).integer("bits", 2, 8)
-    4
-    """
+    """Settings by key. Whatever reads one refuses what it cannot be; nothing is taken for something else."""
 
     values: Mapping[str, Any]
     #: Where they stand: ``config_groups.group_0.weights.``
