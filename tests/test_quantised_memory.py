@@ -14,6 +14,8 @@ import pytest
 from fastshard.checkpoint import code_blocks, stored_bytes
 from fastshard.checkpoint.code_blocks import Blocks, count_lost
 from fastshard.checkpoint.stored_bytes import StoredBytes
+from fastshard.models.quantised import gptq_awq
+from fastshard.models.quantised.values import Asked
 from helpers import cli
 from test_long_names import measured
 
@@ -22,7 +24,7 @@ WIDTHS = {"U8": 1, "F8_E4M3": 1, "F16": 2, "F32": 4, "I32": 4}
 Stored = dict[str, tuple[str, list[int]]]
 
 
-def write_sparse(folder: Path, said: dict[str, Any], tensors: Stored, filled: dict[str, bytes]) -> Path:
+def write_sparse(folder: Path, config: dict[str, Any], tensors: Stored, filled: dict[str, bytes]) -> Path:
     """A file of zeros that takes no room, with the first bytes of some tensors."""
     folder.mkdir()
     entries, at, begins = {}, 0, {}
@@ -39,7 +41,7 @@ def write_sparse(folder: Path, said: dict[str, Any], tensors: Stored, filled: di
         for name, content in filled.items():
             file.seek(begin + begins[name])
             file.write(content)
-    (folder / "config.json").write_text(json.dumps({"model_type": "other", "quantization_config": said}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "other", "quantization_config": config}))
     return folder
 
 
@@ -65,8 +67,8 @@ def nvfp4(folder: Path) -> Path:
         "a.weight_scale": ("F8_E4M3", [8192, 1024]),
         "a.weight_scale_2": ("F32", []),
     }
-    said = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
-    return write_sparse(folder, said, tensors, {"a.weight_scale_2": struct.pack("<f", 1)})
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+    return write_sparse(folder, config, tensors, {"a.weight_scale_2": struct.pack("<f", 1)})
 
 
 def gptq(folder: Path) -> Path:
@@ -77,11 +79,11 @@ def gptq(folder: Path) -> Path:
         "a.scales": ("F16", [1024, 32768]),
         "a.g_idx": ("I32", [8192]),
     }
-    said = {"quant_method": "gptq", "bits": 4, "group_size": 8, "sym": False}
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 8, "sym": False}
     indices = np.arange(8192, dtype="<i4") // 8
     return write_sparse(
         folder,
-        said,
+        config,
         tensors,
         {"a.g_idx": indices.tobytes(), "a.scales": np.ones(1024 * 32768, "<f2").tobytes()},
     )
@@ -109,8 +111,8 @@ def bitsandbytes(folder: Path) -> Path:
 def test_a_budget_holds_for_quantised_weights(make: Any, tmp_path: Path) -> None:
     """The process begins with what all extras import; what it takes besides is what this is about."""
     folder = make(tmp_path / "in")
-    code, beyond, said = measured("verify", str(folder), "--memory", "400MiB", "--transformers", "off")
-    assert code == 0, said[-2000:]
+    code, beyond, output = measured("verify", str(folder), "--memory", "400MiB", "--transformers", "off")
+    assert code == 0, output[-2000:]
     assert beyond < 64
 
 
@@ -119,11 +121,11 @@ def test_no_piece_that_is_read_is_larger_than_a_window(
 ) -> None:
     """Of whatever is judged, and of whatever is looked at for values."""
     lengths: list[int] = []
-    whole = StoredBytes.raw
+    read_bytes = StoredBytes.raw
 
     def raw(stored: StoredBytes, name: str, start: int, length: int) -> Any:
         lengths.append(length)
-        return whole(stored, name, start, length)
+        return read_bytes(stored, name, start, length)
 
     monkeypatch.setattr(StoredBytes, "raw", raw)
     folder = gptq(tmp_path / "in")
@@ -143,8 +145,8 @@ def test_what_is_no_scale_is_counted_over_all_pieces(odd: float, tmp_path: Path)
     tensors: Stored = {"a.weight": ("F8_E4M3", [128 * rows, 128]), "a.weight_scale_inv": ("F32", [rows, 1])}
     values = np.ones(rows, "<f4")
     values[[5, 2000]] = odd
-    said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    folder = write_sparse(tmp_path / "in", said, tensors, {"a.weight_scale_inv": values.tobytes()})
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    folder = write_sparse(tmp_path / "in", config, tensors, {"a.weight_scale_inv": values.tobytes()})
     window, stored_bytes.WINDOW = stored_bytes.WINDOW, 1024
     try:
         (found,) = [
@@ -155,6 +157,33 @@ def test_what_is_no_scale_is_counted_over_all_pieces(odd: float, tmp_path: Path)
     assert found["message"].startswith("2 scales of a.weight are no factors") and found["got"] == str(
         np.float32(odd)
     )
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("window", [64, 96, 1024, 1 << 16])
+def test_zero_points_in_pieces_are_those_of_the_rows(
+    bits: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several rows in a piece, and rows in several pieces, the last word of which is filled in part."""
+    monkeypatch.setattr(gptq_awq, "_MANY", window)
+    numbers = np.random.default_rng(bits)
+    for rows in (8, 32, 100, 1000, 1024):
+        groups, words = 5, -(-rows * bits // 32)
+        codes = numbers.integers(0, 1 << bits, (groups, rows))
+        each = (codes[..., None] >> np.arange(bits) & 1).reshape(groups, -1).astype(np.uint8)
+        padded = np.pad(each, ((0, 0), (0, words * 32 - rows * bits)), constant_values=1)
+        content = np.packbits(padded, bitorder="little").tobytes()
+        lengths: list[int] = []
+
+        def read(
+            name: str, start: int, length: int, content: bytes = content, lengths: list[int] = lengths
+        ) -> bytes:
+            lengths.append(length)
+            return content[start : start + length]
+
+        found = list(gptq_awq._read_zero_points(bits, Asked("F32", read), rows, "z", groups))
+        assert np.concatenate(found).tolist() == codes.ravel().tolist()
+        assert max(lengths) <= window and sum(lengths) == len(content)
 
 
 class InMemory(StoredBytes):
@@ -228,7 +257,7 @@ def test_lost_runs_are_counted_as_one_by_one(seed: int, monkeypatch: pytest.Monk
 def test_zero_scales_of_a_row_whose_codes_share_bytes_with_another(row: int, tmp_path: Path) -> None:
     """ModelOpt's integers: a byte holds two rows, and -8 is a number."""
     tensors: Stored = {"a.weight": ("U8", [64, 64]), "a.weight_scale": ("F32", [128, 1])}
-    said = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 64}
+    config = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 64}
     codes = np.zeros((64, 64), np.uint8)
     values = np.ones(128, "<f4")
     values[row] = 0
@@ -237,7 +266,7 @@ def test_zero_scales_of_a_row_whose_codes_share_bytes_with_another(row: int, tmp
     ):
         codes[row // 2] = nibble
         filled = {"a.weight": codes.tobytes(), "a.weight_scale": values.tobytes()}
-        folder = write_sparse(tmp_path / str(number), said, tensors, filled)
+        folder = write_sparse(tmp_path / str(number), config, tensors, filled)
         ran = cli("verify", folder)
         found = [f for f in ran.findings if f["severity"] == "error"]
         assert [(f["code"], f["tensor"]) for f in found] == [("FS313", "a.weight_scale")] * count, ran.out

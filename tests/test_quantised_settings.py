@@ -161,7 +161,7 @@ def test_nested_maxima_beside_plain_ones_are_refused(tmp_path: Path) -> None:
     )
 
 
-def stated(form: str, **change: Any) -> dict[str, Any]:
+def change_config(form: str, **change: Any) -> dict[str, Any]:
     return FORMS[form][0] | change
 
 
@@ -170,7 +170,7 @@ def weights(format_: str, bits: int, kind: str, **change: Any) -> dict[str, Any]
 
 
 def dynamic(**rule: Any) -> dict[str, Any]:
-    return stated("gptq 4 bit", dynamic={r"+:.*down_proj.*": rule})
+    return change_config("gptq 4 bit", dynamic={r"+:.*down_proj.*": rule})
 
 
 def listed(**layer: Any) -> dict[str, Any]:
@@ -183,18 +183,18 @@ def listed(**layer: Any) -> dict[str, Any]:
 
 #: Configs that cannot be, by key: the form of the tensors, and what the config states.
 CONFIGS: list[tuple[str, str, dict[str, Any]]] = [
-    *(("bits", form, stated(form, bits=value)) for form in ("gptq 4 bit", "awq") for value in (*NO_BITS, None)),
-    *(("group_size", form, stated(form, group_size=value)) for form in ("gptq 4 bit", "awq") for value in (*NO_SIZES, None)),
+    *(("bits", form, change_config(form, bits=value)) for form in ("gptq 4 bit", "awq") for value in (*NO_BITS, None)),
+    *(("group_size", form, change_config(form, group_size=value)) for form in ("gptq 4 bit", "awq") for value in (*NO_SIZES, None)),
     *(("dynamic.+:.*down_proj.*.bits", "gptq 4 bit", dynamic(bits=value)) for value in NO_BITS),
     *(("dynamic.+:.*down_proj.*.group_size", "gptq 4 bit", dynamic(group_size=value)) for value in NO_SIZES),
-    *(("desc_act", "gptq 4 bit", stated("gptq 4 bit", desc_act=value)) for value in NO_FLAGS),
-    *(("sym", "gptq 4 bit", stated("gptq 4 bit", sym=value)) for value in NO_FLAGS),
-    ("dynamic", "gptq 4 bit", stated("gptq 4 bit", dynamic=[{"bits": 8}])),
+    *(("desc_act", "gptq 4 bit", change_config("gptq 4 bit", desc_act=value)) for value in NO_FLAGS),
+    *(("sym", "gptq 4 bit", change_config("gptq 4 bit", sym=value)) for value in NO_FLAGS),
+    ("dynamic", "gptq 4 bit", change_config("gptq 4 bit", dynamic=[{"bits": 8}])),
     ("bits", "gptq 4 bit", {"quant_method": "gptq", "group_size": 64}),
     ("w_bit", "awq", {"quant_method": "awq", "w_bit": 0, "q_group_size": 64}),
     ("q_group_size", "awq", {"quant_method": "awq", "w_bit": 4, "q_group_size": 0}),
-    *(("weight_block_size", "fp8 blocks", stated("fp8 blocks", weight_block_size=value)) for value in NO_BLOCKS),
-    *(("activation_scheme", "fp8 tensor", stated("fp8 tensor", activation_scheme=value)) for value in ("odd", 7, True)),
+    *(("weight_block_size", "fp8 blocks", change_config("fp8 blocks", weight_block_size=value)) for value in NO_BLOCKS),
+    *(("activation_scheme", "fp8 tensor", change_config("fp8 tensor", activation_scheme=value)) for value in ("odd", 7, True)),
     *(("num_bits", "ct 4 bit", weights("pack-quantized", 4, "int", num_bits=value)) for value in NO_BITS),
     *(("num_bits", "ct int8", weights("int-quantized", 8, "int", strategy="channel", num_bits=value)) for value in NO_BITS),
     *(("group_size", "ct 4 bit", weights("pack-quantized", 4, "int", group_size=value)) for value in (*NO_SIZES, -1)),
@@ -204,25 +204,25 @@ CONFIGS: list[tuple[str, str, dict[str, Any]]] = [
     ("strategy", "ct fp8", weights("float-quantized", 8, "float", strategy=7)),
     ("type", "ct int8", weights("int-quantized", 8, "zz", strategy="channel")),
     ("symmetric", "ct 4 bit", weights("pack-quantized", 4, "int", symmetric="yes")),
-    ("weights", "ct 4 bit", stated("ct 4 bit", config_groups={"group_0": {"targets": ["Linear"], "weights": 7}})),
-    ("config_groups", "ct 4 bit", stated("ct 4 bit", config_groups=[1])),
-    *(("group_size", form, stated(form, group_size=value)) for form in ("modelopt nvfp4", "modelopt awq") for value in (*NO_SIZES, -1)),
+    ("weights", "ct 4 bit", change_config("ct 4 bit", config_groups={"group_0": {"targets": ["Linear"], "weights": 7}})),
+    ("config_groups", "ct 4 bit", change_config("ct 4 bit", config_groups=[1])),
+    *(("group_size", form, change_config(form, group_size=value)) for form in ("modelopt nvfp4", "modelopt awq") for value in (*NO_SIZES, -1)),
     *(("group_size", "modelopt nvfp4", listed(group_size=value)) for value in NO_SIZES),
-    *(("quant_algo", "modelopt nvfp4", stated("modelopt nvfp4", quant_algo=value)) for value in (3, ["NVFP4"], True)),
+    *(("quant_algo", "modelopt nvfp4", change_config("modelopt nvfp4", quant_algo=value)) for value in (3, ["NVFP4"], True)),
     ("quant_algo", "modelopt nvfp4", listed(quant_algo=3)),
-    ("quantized_layers", "modelopt nvfp4", stated("modelopt nvfp4", quantized_layers=[AT])),
-    *(("bnb_4bit_quant_storage", "bnb nf4", stated("bnb nf4", bnb_4bit_quant_storage=value)) for value in ("zz", 8, True)),
-    *(("bnb_4bit_quant_type", "bnb nf4", stated("bnb nf4", bnb_4bit_quant_type=value)) for value in ("zz", 4)),
-    *(("load_in_8bit", "bnb nf4", stated("bnb nf4", load_in_8bit=value)) for value in (True, "yes", 1)),
+    ("quantized_layers", "modelopt nvfp4", change_config("modelopt nvfp4", quantized_layers=[AT])),
+    *(("bnb_4bit_quant_storage", "bnb nf4", change_config("bnb nf4", bnb_4bit_quant_storage=value)) for value in ("zz", 8, True)),
+    *(("bnb_4bit_quant_type", "bnb nf4", change_config("bnb nf4", bnb_4bit_quant_type=value)) for value in ("zz", 4)),
+    *(("load_in_8bit", "bnb nf4", change_config("bnb nf4", load_in_8bit=value)) for value in (True, "yes", 1)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("key", "form", "said"), CONFIGS, ids=lambda one: str(one)[-60:])
+@pytest.mark.parametrize(("key", "form", "settings"), CONFIGS, ids=lambda one: str(one)[-60:])
 def test_settings_that_cannot_be_are_refused_by_name(
-    key: str, form: str, said: dict[str, Any], tmp_path: Path
+    key: str, form: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     config, tensors = model(form)
-    folder = write(tmp_path / "in", config | {"quantization_config": said}, tensors)
+    folder = write(tmp_path / "in", config | {"quantization_config": settings}, tensors)
     ran = cli("verify", folder)
     (found,) = [f for f in ran.findings if f["severity"] == "error"]
     assert (ran.code, found["code"], found["file"]) == (1, "FS215", "config.json"), ran.out
@@ -236,8 +236,11 @@ def test_settings_that_cannot_be_are_refused_everywhere(form: str, tmp_path: Pat
         config |= {"quantization": {"group_size": 64, "bits": 0}}
     else:
         config, tensors = model(form)
-        said = {"gptq 4 bit": stated(form, bits=0), "ct 4 bit": weights("pack-quantized", 0, "int")}[form]
-        config |= {"quantization_config": said}
+        settings = {
+            "gptq 4 bit": change_config(form, bits=0),
+            "ct 4 bit": weights("pack-quantized", 0, "int"),
+        }[form]
+        config |= {"quantization_config": settings}
     folder = write(tmp_path / "in", config, tensors)
     assert_refused(folder, tmp_path / "out", "bits", None)
     assert cli("merge", folder, tmp_path / "out").code == 1 and not (tmp_path / "out").exists()
@@ -257,7 +260,7 @@ def test_settings_of_one_module_of_mlx(key: str, value: Any, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("file", ["quantize_config.json", "quant_config.json", "hf_quant_config.json"])
 def test_settings_in_a_file_of_the_quantiser(file: str, tmp_path: Path) -> None:
-    form, said = {
+    form, settings = {
         "quantize_config.json": ("gptq 4 bit", {"bits": 0, "group_size": 64}),
         "quant_config.json": ("awq", {"w_bit": 4, "q_group_size": -3}),
         "hf_quant_config.json": (
@@ -267,38 +270,38 @@ def test_settings_in_a_file_of_the_quantiser(file: str, tmp_path: Path) -> None:
     }[file]
     config, tensors = model(form)
     folder = write(tmp_path / "in", {k: v for k, v in config.items() if k != "quantization_config"}, tensors)
-    (folder / file).write_text(json.dumps(said))
+    (folder / file).write_text(json.dumps(settings))
     (found,) = [f for f in cli("verify", folder).findings if f["severity"] == "error"]
     assert (found["code"], found["file"]) == ("FS215", file) and file in found["help"], found
 
 
 #: Configs that can be, though few have them.
 GOOD: list[tuple[str, dict[str, Any]]] = [
-    ("gptq 4 bit", stated("gptq 4 bit", sym=None, desc_act=None)),
-    ("gptq 4 bit", stated("gptq 4 bit", dynamic={"-:.*lm_head.*": {}, "+:.*nothing.*": {"bits": 2, "group_size": -1}})),
-    ("gptq 4 bit", stated("gptq 4 bit", dynamic={"-:.*lm_head.*": {"bits": 0}})),
-    ("gptq 4 bit", stated("gptq 4 bit", dynamic=None)),
+    ("gptq 4 bit", change_config("gptq 4 bit", sym=None, desc_act=None)),
+    ("gptq 4 bit", change_config("gptq 4 bit", dynamic={"-:.*lm_head.*": {}, "+:.*nothing.*": {"bits": 2, "group_size": -1}})),
+    ("gptq 4 bit", change_config("gptq 4 bit", dynamic={"-:.*lm_head.*": {"bits": 0}})),
+    ("gptq 4 bit", change_config("gptq 4 bit", dynamic=None)),
     ("awq", {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "GEMM"}),
-    ("fp8 blocks", stated("fp8 blocks", activation_scheme="DYNAMIC")),
-    ("fp8 tensor", stated("fp8 tensor", weight_block_size=None)),
+    ("fp8 blocks", change_config("fp8 blocks", activation_scheme="DYNAMIC")),
+    ("fp8 tensor", change_config("fp8 tensor", weight_block_size=None)),
     ("ct 4 bit", weights("pack-quantized", 4, "int", strategy=None)),
     ("ct fp8", weights("float-quantized", 8, "float", strategy="channel", group_size=None)),
     ("ct fp8", weights("float-quantized", 8, "float", strategy=None, group_size=-1)),
     ("ct fp8", weights("float-quantized", 8, "FLOAT", strategy="CHANNEL", group_size=None, block_structure=None)),
-    ("ct fp8", stated("ct fp8", config_groups={"W8A8": ["Linear"]} | ct("float-quantized", 8, "float", strategy="channel")["config_groups"])),
-    ("modelopt fp8", stated("modelopt fp8", group_size=0)),
-    ("modelopt fp8", stated("modelopt fp8", group_size=None)),
-    ("modelopt nvfp4", stated("modelopt nvfp4", group_size=None)),
+    ("ct fp8", change_config("ct fp8", config_groups={"W8A8": ["Linear"]} | ct("float-quantized", 8, "float", strategy="channel")["config_groups"])),
+    ("modelopt fp8", change_config("modelopt fp8", group_size=0)),
+    ("modelopt fp8", change_config("modelopt fp8", group_size=None)),
+    ("modelopt nvfp4", change_config("modelopt nvfp4", group_size=None)),
     ("modelopt nvfp4", {"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": {"g": {"weights": {"group_size": 16, "num_bits": 4}}}}),
-    ("bnb nf4", stated("bnb nf4", load_in_8bit=False, bnb_4bit_quant_storage="uint8", bnb_4bit_quant_type="nf4", llm_int8_threshold=6.0)),
-    ("bnb int8", stated("bnb int8", load_in_4bit=False, bnb_4bit_quant_type="fp4", bnb_4bit_quant_storage="uint8")),
+    ("bnb nf4", change_config("bnb nf4", load_in_8bit=False, bnb_4bit_quant_storage="uint8", bnb_4bit_quant_type="nf4", llm_int8_threshold=6.0)),
+    ("bnb int8", change_config("bnb int8", load_in_4bit=False, bnb_4bit_quant_type="fp4", bnb_4bit_quant_storage="uint8")),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "said"), GOOD, ids=lambda one: str(one)[-60:])
-def test_settings_that_can_be_are_taken(form: str, said: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("form", "settings"), GOOD, ids=lambda one: str(one)[-60:])
+def test_settings_that_can_be_are_taken(form: str, settings: dict[str, Any], tmp_path: Path) -> None:
     config, tensors = model(form)
-    folder = write(tmp_path / "in", config | {"quantization_config": said}, tensors)
+    folder = write(tmp_path / "in", config | {"quantization_config": settings}, tensors)
     ran = cli("verify", folder)
     assert ran.code == 0, ran.out
 
@@ -315,7 +318,9 @@ def test_one_group_for_each_column_is_taken(form: str, tmp_path: Path) -> None:
             tensors[name] = torch.zeros_like(tensors[name])
     for size in (-1, 1024):
         folder = write(
-            tmp_path / str(size), config | {"quantization_config": stated(maker, group_size=size)}, tensors
+            tmp_path / str(size),
+            config | {"quantization_config": change_config(maker, group_size=size)},
+            tensors,
         )
         assert cli("verify", folder).code == 0
         assert cli("merge", folder, tmp_path / f"out{size}", "--dtype", "f16").code == 0

@@ -44,14 +44,14 @@ class Blocks:
 
     @classmethod
     def in_turn(cls, codes: str, size: int, count: int, kind: str) -> Blocks:
-        """Blocks that follow one another, whatever the rows are."""
+        """Makes blocks that follow one another, whatever the rows are."""
         return cls(codes, 1, size, 1, count, _ALL if kind == "maxima" else None)
 
     @classmethod
     def of_matrices(
         cls, codes: str, shape: tuple[int, ...], size: int, grid: tuple[int, ...], dtype: str
     ) -> Blocks | None:
-        """Blocks of rows and columns; None where several factors are for one byte."""
+        """Makes blocks of rows and columns; None where several factors are for one byte."""
         rows, width = shape[-2], size // math.prod(shape[:-1])
         down, across = grid[-2:]
         share = 2 if dtype == "U8" and down == 2 * rows else 1
@@ -64,24 +64,24 @@ class Blocks:
 
     @property
     def height(self) -> int:
-        """Rows of a block."""
+        """Returns the rows of a block."""
         return _extent(self.rows, self.down // self.share)
 
     @property
     def length(self) -> int:
-        """Bytes of a row of a block."""
+        """Returns the bytes of a row of a block."""
         return _extent(self.width, self.across)
 
 
 def _extent(extent: int, parts: int) -> int:
-    """How long the blocks are of which an extent has so many, the last of them short: a power of two, where one fits."""
+    """Returns how long the blocks are of which an extent has so many, the last of them short: a power of two, where one fits."""
     least = ceil_div(extent, parts)
     power = 1 << max(0, least - 1).bit_length()
     return power if ceil_div(extent, power) == parts else least
 
 
 def classify(raw: Array, dtype: str, *, signed: bool) -> tuple[Array, Array]:
-    """Tells factors that are zero, and those that are none: NaN, infinite, or below zero unless they may be."""
+    """Finds factors that are zero, and those that are none: NaN, infinite, or below zero unless they may be."""
     import numpy as np
 
     if dtype in ("F8_E4M3", "F8_E8M0", "U8"):
@@ -94,7 +94,7 @@ def classify(raw: Array, dtype: str, *, signed: bool) -> tuple[Array, Array]:
 
 
 def show_first(raw: Array, odd: Array, dtype: str) -> str:
-    """The first of the factors that are none, as a text."""
+    """Writes the first of the factors that are none."""
     import numpy as np
 
     at = int(np.argmax(odd))
@@ -113,13 +113,13 @@ def _as_floats(raw: Array, dtype: str) -> Array:
 
 @cache
 def _kinds_of_bytes(dtype: str, signed: bool) -> bytes:
-    """For each byte 1 where it is zero, 2 where it is no factor, else 0."""
+    """Lists for each byte 1 where it is zero, 2 where it is no factor, else 0."""
     values = [_value_of_byte(byte, dtype) for byte in range(256)]
     return bytes(1 if v == 0 else 2 if math.isnan(v) or (v < 0 and not signed) else 0 for v in values)
 
 
 def _value_of_byte(byte: int, dtype: str) -> float:
-    """The number that a byte is: of E4M3, or a power of two, whose last is no number."""
+    """Returns the number that a byte is: of E4M3, or a power of two, whose last is no number."""
     if dtype != "F8_E4M3":
         return math.nan if byte == 255 else math.ldexp(1.0, byte - 127)
     exponent, fraction = byte >> 3 & 15, byte & 7
@@ -151,11 +151,11 @@ def count_lost(name: str, blocks: Blocks, stored: StoredBytes) -> int:
 
 
 def _find_codes(first: int, zero: Array, blocks: Blocks, stored: StoredBytes) -> Array:
-    """The bits that the codes of blocks have, of those that are asked for: not zero where they say something.
+    """Finds the bits that the codes of some blocks have: not zero where they say something.
 
     Args:
         first: the number of the first block.
-        zero: true for blocks that are asked for.
+        zero: true for these blocks.
         blocks: how codes are divided.
         stored: where they are read.
     """
@@ -188,7 +188,7 @@ def _find_codes(first: int, zero: Array, blocks: Blocks, stored: StoredBytes) ->
 
 
 def _windows_of_codes(first: int, count: int, blocks: Blocks) -> Iterator[tuple[int, int]]:
-    """Ranges of the bytes of some blocks: of several full rows, or of a part of one."""
+    """Lists ranges of the bytes of some blocks: of several full rows, or of a part of one."""
     high, wide, down = blocks.height, blocks.length, blocks.down // blocks.share
 
     def first_row(block: int) -> int:

@@ -111,7 +111,7 @@ def _is_zero(weight: Weight, name: str, role: str, count: int) -> Finding:
 
 
 def _blocks_of(weight: Weight, role: str, name: str, stored: StoredBytes) -> Blocks | None:
-    """The codes that each factor is for; None where each counts by itself, whatever the codes are."""
+    """Returns the codes that each factor is for; None where each counts by itself, whatever the codes are."""
     if role == "absolute maxima":
         # They run over the rows.
         return Blocks.in_turn(weight.codes, stored.size(weight.codes), math.prod(stored.shape(name)), "")

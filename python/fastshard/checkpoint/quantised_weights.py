@@ -92,10 +92,10 @@ def found_in(
         # Frameworks with layouts of their own say what they store in FP8.
         return QuantisedWeights()
     headers = [contents(unit.file) for unit in source.units]
-    by_torchao = _stated_by_torchao(source)
-    if any(map(is_of_torchao, headers)) or (contents.cut and by_torchao is not None):
+    torchao_config = _read_torchao_config(source)
+    if any(map(is_of_torchao, headers)) or (contents.cut and torchao_config is not None):
         records, found = records_of(h for h in headers if isinstance(h, Mapping))
-        found += find_impossible(by_torchao or {})
+        found += find_impossible(torchao_config or {})
         found += () if model.is_part else missing(records, contents.names(), source.lost)
         return QuantisedWeights(findings=found, records=records, unwritable=[_CUT] if contents.cut else [])
     if model.is_part:
@@ -131,10 +131,10 @@ def found_in(
     return QuantisedWeights(weights, told, [], files, others, method=config.method)
 
 
-def _stated_by_torchao(source: Source) -> Mapping[str, Any] | None:
-    """What config.json states of a model that torchao has quantised; None of another one."""
-    stated = (source.model.config or {}).get("quantization_config")
-    return stated if isinstance(stated, dict) and stated.get("quant_method") == "torchao" else None
+def _read_torchao_config(source: Source) -> Mapping[str, Any] | None:
+    """Returns what config.json has of a model that torchao has quantised; None of another one."""
+    config = (source.model.config or {}).get("quantization_config")
+    return config if isinstance(config, dict) and config.get("quant_method") == "torchao" else None
 
 
 def _is_of_activations(name: str, stored: Stored) -> bool:

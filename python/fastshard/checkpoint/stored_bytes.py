@@ -63,7 +63,7 @@ class StoredBytes:
         return self._outputs[name][3]
 
     def raw(self, name: str, start: int, length: int) -> np.ndarray[Any, Any]:
-        """Bytes of a part of a tensor. What has no bound is read in pieces.
+        """Reads bytes of a part of a tensor. What has no bound is read in pieces.
 
         Raises:
             FastshardError: ``FS512`` if that is more than the budget of memory.
@@ -77,7 +77,7 @@ class StoredBytes:
         return buffer
 
     def read(self, name: str, start: int, length: int) -> bytes:
-        """The same as bytes."""
+        """Reads the same as bytes."""
         return self.raw(name, start, length).tobytes()
 
     def windows(self, name: str, multiple: int = 1) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:

@@ -88,7 +88,7 @@ class QuantState:
     nested: Nested | None
 
 
-def read_state(weight: Weight, asked: Asked) -> QuantState:
+def read_state(weight: Weight, access: Asked) -> QuantState:
     """Reads the record of a weight: the one reader, for whoever judges it and for whoever decodes by it.
 
     source: bitsandbytes 0.50 functional.py QuantState.from_dict
@@ -99,7 +99,7 @@ def read_state(weight: Weight, asked: Asked) -> QuantState:
     name, dtype, shape = weight.of("quant state")
     try:
         size = math.prod(shape)
-        content = {} if dtype != "U8" or size > LONGEST else json_text.object_in(asked.read(name, 0, size))
+        content = {} if dtype != "U8" or size > LONGEST else json_text.object_in(access.read(name, 0, size))
         if not content:
             raise ImpossibleSettingError("the record", "an object in JSON", "other bytes")
         record = Settings(content)
@@ -122,11 +122,11 @@ def read_state(weight: Weight, asked: Asked) -> QuantState:
             expected=f"{error.key}: {error.expected}",
             got=error.got,
         ) from error
-    held = math.prod(weight.stored[weight.codes][1])
-    if ceil_div(math.prod(state.shape), 2) != held:
+    size_of_codes = math.prod(weight.stored[weight.codes][1])
+    if ceil_div(math.prod(state.shape), 2) != size_of_codes:
         raise DamagedError(
             f"the quant state of {weight.codes} is that of another weight", tensor=name,
-            expected=f"{2 * held:,} elements", got=str(list(state.shape)),
+            expected=f"{2 * size_of_codes:,} elements", got=str(list(state.shape)),
         )  # fmt: skip
     return state
 
@@ -169,7 +169,7 @@ def _check_maxima(weight: Weight, state: QuantState) -> None:
             )  # fmt: skip
 
 
-def _check_table(weight: Weight, role: str, asked: Asked) -> None:
+def _check_table(weight: Weight, role: str, access: Asked) -> None:
     """Refuses a table in which all codes are one number.
 
     Raises:
@@ -177,7 +177,7 @@ def _check_table(weight: Weight, role: str, asked: Asked) -> None:
     """
     name, _, shape = weight.of(role)
     size = 4 * math.prod(shape)
-    content = asked.read(name, 0, size)
+    content = access.read(name, 0, size)
     if content == content[:4] * math.prod(shape):
         raise DamagedError(
             f"the {role} of {weight.codes} holds one number alone, so that all codes are equal", tensor=name,

@@ -77,9 +77,9 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
     if isinstance(sparse, Mapping) and sparse.get("format") not in (None, "dense"):
         # The codes are those that are not zero, under other names.
         return []
-    stated = Settings(config).below("config_groups")
+    config_groups = Settings(config).below("config_groups")
     # A group may be the name of a preset, with a list of targets.
-    groups_ = [] if stated is None else list(stated.each())
+    groups_ = [] if config_groups is None else list(config_groups.each())
     targets = [_Targets(group.values.get("targets")) for group in groups_]
 
     @functools.cache
@@ -307,13 +307,13 @@ def _groups_of(weight: Weight, columns: int, asked: Asked) -> Mapping[str, objec
     return {"of": view(indices, [1, 1, columns]), "rows": False}
 
 
-def _has_minus_one(indices: str, columns: int, asked: Asked) -> bool:
-    """True where one of the indices is -1."""
+def _has_minus_one(indices: str, columns: int, access: Asked) -> bool:
+    """Says whether one of the indices is -1."""
     import numpy as np
 
     size = 4 * columns
     return any(
-        bool((np.frombuffer(asked.read(indices, at, min(WINDOW, size - at)), "<i4") == -1).any())
+        bool((np.frombuffer(access.read(indices, at, min(WINDOW, size - at)), "<i4") == -1).any())
         for at in range(0, size, WINDOW)
     )
 
@@ -363,7 +363,7 @@ def _of_words(weights: _Weights, weight: Weight, asked: Asked) -> Values:
     return Values(".weight", sizes.shape, coded)
 
 
-def _read_shape(bits: int, weight: Weight, asked: Asked) -> list[int]:
+def _read_shape(bits: int, weight: Weight, access: Asked) -> list[int]:
     """Reads the shape in numbers that lies beside codes.
 
     Raises:
@@ -371,16 +371,16 @@ def _read_shape(bits: int, weight: Weight, asked: Asked) -> list[int]:
     """
     name, kind, count = weight.of("shape")
     raw, words = (
-        asked.read(name, 0, (8 if kind == "I64" else 4) * math.prod(count)),
+        access.read(name, 0, (8 if kind == "I64" else 4) * math.prod(count)),
         weight.stored[weight.codes][1],
     )
-    stated = list(memoryview(raw).cast("q") if kind == "I64" else memoryview(raw).cast("i"))
-    if stated[:-1] != list(words[:-1]) or stated[-1] <= 0 or ceil_div(stated[-1] * bits, 32) != words[-1]:
+    numbers = list(memoryview(raw).cast("q") if kind == "I64" else memoryview(raw).cast("i"))
+    if numbers[:-1] != list(words[:-1]) or numbers[-1] <= 0 or ceil_div(numbers[-1] * bits, 32) != words[-1]:
         raise DamagedError(
             f"the shape that is stated of {weight.codes} is not that of its codes", tensor=name,
-            expected=str(list(weight.sizes.shape)), got=str(stated),
+            expected=str(list(weight.sizes.shape)), got=str(numbers),
         )  # fmt: skip
-    return stated
+    return numbers
 
 
 def _nvfp4(weight: Weight, asked: Asked) -> Values:

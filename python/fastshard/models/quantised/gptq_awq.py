@@ -68,8 +68,8 @@ def _by_rules(settings: Settings, bits: int, size: int) -> list[Form]:
     """The form of a model, and those of modules for which a rule of GPTQModel states another; the first rule that fits decides."""
     config = settings.values
     ordered, symmetric = settings.flag("desc_act", default=False), settings.flag("sym", default=False)
-    stated = settings.below("dynamic")
-    rules = [] if stated is None else list(stated.values.items())
+    overrides = settings.below("dynamic")
+    rules = [] if overrides is None else list(overrides.values.items())
 
     @functools.cache
     def deciding(name: str) -> frozenset[int | None]:
@@ -87,7 +87,7 @@ def _by_rules(settings: Settings, bits: int, size: int) -> list[Form]:
     low = 1 if (config.get("checkpoint_format") or config.get("format") or "gptq") == "gptq" else 0
     found = [_gptq(bits, size, ordered, lambda name: None in deciding(name), low, symmetric)]
     for number, (key, _) in enumerate(rules):
-        one = None if stated is None or str(key).startswith("-:") else stated.below(key)
+        one = None if overrides is None or str(key).startswith("-:") else overrides.below(key)
         if one is None:
             continue
         takes = functools.partial(lambda n, name: n in deciding(name), number)
@@ -193,7 +193,7 @@ def _notes_of(kind: _Kind, asked: Asked, rows: int, name: str, count: int) -> tu
 
 
 def _read_zero_points(
-    bits: int, asked: Asked, rows: int, name: str, count: int
+    bits: int, access: Asked, rows: int, name: str, count: int
 ) -> Iterator[np.ndarray[Any, Any]]:
     """Reads the codes of zero points of several groups together, or of a part of one: no more than a window of bytes at a time."""
     import numpy as np
@@ -205,7 +205,7 @@ def _read_zero_points(
         groups = min(together, count - group)
         for at in range(0, wide, max(step, wide if groups > 1 else 0)):
             length = wide * groups if groups > 1 else min(step, wide - at)
-            raw = np.frombuffer(asked.read(name, group * wide + at, length), np.uint8)
+            raw = np.frombuffer(access.read(name, group * wide + at, length), np.uint8)
             each = np.unpackbits(raw, bitorder="little").reshape(groups, -1)
             codes = min(length // groups * 8 // bits, rows - at * 8 // bits)
             yield each[:, : codes * bits].reshape(-1, bits) @ (1 << np.arange(bits))

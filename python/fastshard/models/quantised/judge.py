@@ -233,13 +233,13 @@ def _orphans(
             )  # fmt: skip
 
 
-def _impossible(stated: Stated, error: ImpossibleSettingError) -> Finding:
-    where = "header" if stated.file.startswith("the header") else stated.file
+def _impossible(config: Stated, error: ImpossibleSettingError) -> Finding:
+    place = "header" if config.file.startswith("the header") else config.file
     return Finding.of(
-        "FS215", f"{stated.file} states {error.key} of weights quantised by {stated.method} as {error.got}, by which no code has a value",
-        file=stated.file if stated.file.endswith(".json") else None,
+        "FS215", f"{config.file} states {error.key} of weights quantised by {config.method} as {error.got}, by which no code has a value",
+        file=config.file if config.file.endswith(".json") else None,
         expected=f"{error.key}: {error.expected}", got=error.got,
-        help=f"restore the {where} of the quantised model (of its download, or as the quantiser saved it)",
+        help=f"restore the {place} of the quantised model (of its download, or as the quantiser saved it)",
     )  # fmt: skip
 
 

@@ -173,12 +173,12 @@ class Settings:
 
 
 def _is_integer(value: object, low: int, high: int) -> bool:
-    """True for an integer within limits; a bool and a float are none."""
+    """Says whether a value is an integer within limits; a bool and a float are none."""
     return type(value) is int and low <= value <= high
 
 
 def _as_json(value: object) -> str:
-    """A value as its file has it, not longer than a line."""
+    """Writes a value as its file has it, not longer than a line."""
     if isinstance(value, list) and len(value) <= 8 and all(not isinstance(n, (list, dict)) for n in value):
         return f"[{', '.join(map(_as_json, value))}]"
     if isinstance(value, float) and not math.isfinite(value):

@@ -88,14 +88,14 @@ def find_impossible(config: Mapping[str, Any]) -> list[Finding]:
     return []
 
 
-def _check_numbers(said: Mapping[str, Any]) -> None:
+def _check_numbers(content: Mapping[str, Any]) -> None:
     """Reads the sizes and the names of parts in a record of a tensor.
 
     Raises:
         ImpossibleSettingError: for what cannot be.
     """
-    record = Settings(said)
-    parts = said.get("_tensor_data_names")
+    record = Settings(content)
+    parts = content.get("_tensor_data_names")
     if parts is not None and not (isinstance(parts, list) and all(isinstance(part, str) for part in parts)):
         raise record.refuse("_tensor_data_names", "a list of names")
     if (attributes := record.below("_data")) is not None:
