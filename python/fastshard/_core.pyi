@@ -422,6 +422,33 @@ class Catalog:
         """
 
 @final
+class PatternBudget:
+    """The steps that the regular expressions of one file may take together, whoever wrote them."""
+
+    def __new__(cls, file: str, steps: int | None = None) -> PatternBudget:
+        """A budget of some seconds, or of so many steps; findings name ``file``."""
+    @property
+    def taken(self) -> int:
+        """The steps that were taken."""
+
+class Patterns:
+    """Regular expressions of one list, which match what Python's ``re`` matches; they do not change."""
+
+    def __new__(cls, texts: list[str], how: str, budget: PatternBudget) -> Patterns:
+        """Reads patterns, each before any is tried.
+
+        Args:
+            texts: the patterns, as their file has them.
+            how: ``start`` (``re.match``), ``full`` (``re.fullmatch``) or ``module``: the name or what follows one of its
+                dots, as peft matches names.
+            budget: that of the file.
+
+        Raises:
+            CoreError: ``FS211`` for what is no regular expression, ``FS514`` for one that has what is not matched here.
+        """
+    def first(self, name: str) -> int | None:
+        """The number of the first pattern that matches a name. Raises CoreError (``FS514``) above the budget."""
+
 class Table:
     """A parsed layout table; it does not change. See docs/layouts.md."""
 

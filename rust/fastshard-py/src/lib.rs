@@ -7,6 +7,7 @@ mod calls;
 mod drafts;
 mod findings;
 mod options;
+mod patterns;
 mod plain;
 mod plans;
 mod ranks;
@@ -469,6 +470,8 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<findings::Effect>()?;
     m.add_class::<findings::Finding>()?;
     m.add_class::<drafts::Draft>()?;
+    m.add_class::<patterns::PatternBudget>()?;
+    m.add_class::<patterns::Patterns>()?;
     m.add_class::<plans::Plan>()?;
     m.add_class::<ranks::Meeting>()?;
     m.add_class::<ResultWriter>()?;

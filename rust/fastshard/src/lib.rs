@@ -20,6 +20,7 @@ pub mod layout;
 pub mod manifest;
 pub mod memory;
 pub mod odd_dtypes;
+pub mod pattern;
 pub mod plan;
 pub mod publish;
 pub mod repair;
