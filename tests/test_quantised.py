@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fastshard.models.quantised.expressions import matches
 from helpers import at_once, cli
-from hypothesis import given
-from hypothesis import strategies as st
 from quantised_maker import FORMS, LINEAR, Tensors, model, write
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -252,31 +248,6 @@ def test_very_many_findings_are_counted(tmp_path: Path) -> None:
         experts[f"model.layers.0.mlp.experts.{n}.up_proj.weight"] = torch.zeros(8, 8).to(torch.float8_e4m3fn)
     found = errors(write(tmp_path / "in", config, tensors | experts))
     assert len(found) <= 22 and found[-1]["count"] == 40, len(found)
-
-
-@given(
-    st.lists(st.sampled_from(["a", "b", ".", "\\.", ".*", "1"]), max_size=6).map("".join),
-    st.text("ab.1", max_size=8),
-    st.booleans(),
-)
-def test_expressions_of_names_are_those_of_python(expression: str, name: str, ends: bool) -> None:
-    expression += "$" * ends
-    assert matches(expression, name) is (re.match(expression, name) is not None)
-
-
-def test_expressions_that_take_long_are_not_tried() -> None:
-    name = "a" * 400
-    for expression in (
-        "(a+)+$",
-        "(a|a)*b",
-        "a*a*a*a*a*b",
-        ".*a" * 60 + ".*b$",
-        "(",
-        "a" * 600,
-        "[a-z]*[a-z]*[a-z]*b",
-    ):
-        assert matches(expression, name) in (None, False)
-    assert matches("model.layers.(1|2)", "model.layers.2") and matches(".*mlp.*_proj$", "model.mlp.x.up_proj")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...common import json_text
+from ...common.patterns import PatternBudget
 from .forms import FLOATS, Companion, Form, Sizes, Weight, ceil_div, matrix
 from .settings import ImpossibleSettingError, Settings
 from .values import Asked, Coded, DamagedError, NoValuesError, Values, operand, scale, view
@@ -31,7 +32,7 @@ DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 _NESTED = (".weight.absmax", _U8)
 
 
-def forms(config: Mapping[str, Any]) -> list[Form]:
+def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
     """4 bit, with or without nested statistics, and 8 bit."""
     kinds = ("nf4", "fp4")
     states = {f"{RECORD}{kind}": kind for kind in kinds}

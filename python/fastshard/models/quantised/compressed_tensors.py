@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...common.patterns import PatternBudget, PatternList
 from ..tensor_words import WORDS
-from .expressions import matches
 from .forms import (
     E4M3,
     E8M0,
@@ -70,7 +70,7 @@ _I32, _U8 = frozenset(("I32",)), frozenset(("U8",))
 _PACKED_FP4, _MX = "nvfp4-pack-quantized", ("mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized")
 
 
-def forms(config: Mapping[str, Any]) -> list[Form]:
+def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
     """The forms of the groups of a config, each for the modules that it targets."""
     whole = config.get("format")
     sparse = config.get("sparsity_config")
@@ -80,19 +80,14 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
     config_groups = Settings(config).below("config_groups")
     # A group may be the name of a preset, with a list of targets.
     groups_ = [] if config_groups is None else list(config_groups.each())
-    targets = [_Targets(group.values.get("targets")) for group in groups_]
+    targets = [_Targets(group.values.get("targets"), budget) for group in groups_]
 
     @functools.cache
     def closest(name: str) -> frozenset[int]:
         """The groups whose targets name a module most closely."""
         ranks = [one.rank(name) for one in targets]
-        best = max((rank for rank, is_sure in ranks if is_sure), default=0)
-        # One that cannot be told may mean it, and shapes tell then.
-        return frozenset(
-            n
-            for n, (rank, is_sure) in enumerate(ranks)
-            if rank and (rank == best or (rank > best and not is_sure))
-        )
+        best = max(ranks, default=0)
+        return frozenset(n for n, rank in enumerate(ranks) if rank and rank == best)
 
     found: list[Form] = []
     for number, group in enumerate(groups_):
@@ -115,26 +110,24 @@ def _is_among(closest: Callable[[str], frozenset[int]], number: int, name: str) 
 class _Targets:
     """The modules that a group is for: names, expressions, classes. source: compressed-tensors 0.20 utils/match.py match_targets"""
 
-    def __init__(self, targets: object) -> None:
+    def __init__(self, targets: object, budget: PatternBudget) -> None:
         entries = [one for one in targets if isinstance(one, str)] if isinstance(targets, list) else []
-        self._expressions = [entry[3:] for entry in entries if entry.startswith("re:")]
+        self._patterns = PatternList(
+            (entry[3:] for entry in entries if entry.startswith("re:")), "start", budget
+        )
         self._classes = {entry for entry in entries if entry[:1].isupper() and "." not in entry}
         self._names = set(entries) - self._classes
         self._all = not entries
 
-    def rank(self, name: str) -> tuple[int, bool]:
-        """How closely a module is named, 0 if it is not, and whether that is sure; names tell of classes no more than whether one is
-        an embedding."""
+    def rank(self, name: str) -> int:
+        """How closely a module is named, 0 if it is not; names tell of classes no more than whether one is an embedding."""
         if not self._names.isdisjoint(spellings(name)):
-            return 4, True
-        told = [matches(expression, name) for expression in self._expressions]
-        if True in told:
-            return 3, True
-        if None in told:
-            return 3, False
+            return 4
+        if self._patterns.first(name) is not None:
+            return 3
         if "Embedding" in self._classes and name.rpartition(".")[2] in WORDS["embedding_modules"]:
-            return 2, True
-        return int(self._all or bool(self._classes - {"Embedding"})), True
+            return 2
+        return int(self._all or bool(self._classes - {"Embedding"}))
 
 
 @dataclass(frozen=True)

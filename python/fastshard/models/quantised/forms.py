@@ -6,13 +6,14 @@ import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .expressions import matches
+from ...common.patterns import PatternBudget, PatternList
 from .sizes import Sizes, Stored, ceil_div
 from .values import Asked, NoValuesError, Values
 
 __all__ = [
     "Companion",
     "Form",
+    "ListedModules",
     "Sizes",
     "Stored",
     "Weight",
@@ -20,7 +21,6 @@ __all__ = [
     "ceil_div",
     "each_row",
     "groups",
-    "is_listed",
     "matrix",
     "one",
     "pairs",
@@ -161,18 +161,23 @@ def spellings(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((name, *(f"{around}{inner}" for around in _STACKED))))
 
 
-def is_listed(name: str, entries: Iterable[object]) -> bool:
-    """True for a module that a list names, in any way in which tools spell one: name, part of it, pattern, expression."""
-    spelled = spellings(name)
-    for entry in entries:
-        if not isinstance(entry, str) or not entry:
-            continue
-        if entry.startswith("re:"):
-            # One that cannot be told may mean it.
-            if any(matches(entry[3:], one) is not False for one in spelled):
-                return True
-        elif any(
-            ("*" in entry and fnmatch.fnmatchcase(one, entry)) or entry.strip("*.") in one for one in spelled
-        ):
+class ListedModules:
+    """Modules that a list names, in any way in which tools spell one: name, part of it, pattern, expression."""
+
+    def __init__(self, entries: Iterable[object], budget: PatternBudget) -> None:
+        texts = [entry for entry in entries if isinstance(entry, str) and entry]
+        self._patterns = PatternList(
+            (entry[3:] for entry in texts if entry.startswith("re:")), "start", budget
+        )
+        self._words = [entry for entry in texts if not entry.startswith("re:")]
+
+    def names(self, module: str) -> bool:
+        """True for a module that the list names."""
+        spelled = spellings(module)
+        if any(self._patterns.first(one) is not None for one in spelled):
             return True
-    return False
+        return any(
+            ("*" in entry and fnmatch.fnmatchcase(one, entry)) or entry.strip("*.") in one
+            for entry in self._words
+            for one in spelled
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...common.patterns import PatternBudget
 from .forms import (
     E8M0,
     F8,
@@ -36,7 +37,7 @@ BLOCK = (128, 128)
 _SCALES = FLOATS | {"F8_E8M0"}
 
 
-def forms(config: Mapping[str, Any]) -> list[Form]:
+def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
     """The forms of ``quant_method: fp8``: of a Linear, of a stack of experts, and of experts in fp4 (DeepSeek V4)."""
     settings = Settings(config)
     block = settings.extents("weight_block_size")

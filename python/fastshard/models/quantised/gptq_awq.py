@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .expressions import matches
+from ...common.patterns import PatternBudget, PatternList
 from .forms import FLOATS, Companion, Form, Sizes, Weight, ceil_div
 from .settings import Settings
 from .values import Asked, Coded, NoValuesError, Values, operand, scale, view
@@ -35,7 +35,7 @@ _I32 = frozenset(("I32",))
 _WORDS = {"row": {"bits": 4, "lanes": [0, 4, 1, 5, 2, 6, 3, 7]}}
 
 
-def forms(config: Mapping[str, Any]) -> list[Form]:
+def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
     """The form of a config; none for layouts of other kernels (marlin) and for AWQ that is not GEMM."""
     settings = Settings(config)
     is_awq = config.get("quant_method") == "awq"
@@ -48,7 +48,7 @@ def forms(config: Mapping[str, Any]) -> list[Form]:
     kind = config.get("checkpoint_format") or config.get("format") or "gptq"
     if kind not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
         return []
-    return _by_rules(settings, bits, size)
+    return _by_rules(settings, bits, size, budget)
 
 
 def _read_bits(settings: Settings, default: int | None, other: str = "bits") -> int:
@@ -64,33 +64,25 @@ def _read_bits(settings: Settings, default: int | None, other: str = "bits") -> 
     return bits
 
 
-def _by_rules(settings: Settings, bits: int, size: int) -> list[Form]:
+def _by_rules(settings: Settings, bits: int, size: int, budget: PatternBudget) -> list[Form]:
     """The form of a model, and those of modules for which a rule of GPTQModel states another; the first rule that fits decides."""
     config = settings.values
     ordered, symmetric = settings.flag("desc_act", default=False), settings.flag("sym", default=False)
     overrides = settings.below("dynamic")
     rules = [] if overrides is None else list(overrides.values.items())
 
-    @functools.cache
-    def deciding(name: str) -> frozenset[int | None]:
-        """The rules that may decide, None for no rule: one that cannot be told may mean it, and shapes tell then."""
-        found: set[int | None] = set()
-        for number, (key, _) in enumerate(rules):
-            fits = matches(str(key).removeprefix("+:").removeprefix("-:"), name)
-            if fits is not False:
-                found.add(number)
-            if fits:
-                return frozenset(found)
-        return frozenset((*found, None))
-
+    patterns = PatternList(
+        (str(key).removeprefix("+:").removeprefix("-:") for key, _ in rules), "start", budget
+    )
+    deciding = functools.cache(patterns.first)
     # In the first version of the format zero points are stored one too low.
     low = 1 if (config.get("checkpoint_format") or config.get("format") or "gptq") == "gptq" else 0
-    found = [_gptq(bits, size, ordered, lambda name: None in deciding(name), low, symmetric)]
+    found = [_gptq(bits, size, ordered, lambda name: deciding(name) is None, low, symmetric)]
     for number, (key, _) in enumerate(rules):
         one = None if overrides is None or str(key).startswith("-:") else overrides.below(key)
         if one is None:
             continue
-        takes = functools.partial(lambda n, name: n in deciding(name), number)
+        takes = functools.partial(lambda n, name: n == deciding(name), number)
         found.append(
             _gptq(
                 _read_bits(one, bits),

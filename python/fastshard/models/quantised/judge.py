@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from ...common.errors import Finding
+from ...common.patterns import PatternBudget
 from .forms import F8, FLOATS, Companion, Form, Sizes, Stored, Weight
 from .settings import ImpossibleSettingError
 from .stated import KNOWN, Stated
@@ -297,7 +298,7 @@ def _unstated(tensors: Tensors) -> Iterator[Finding]:
         (called, form)
         for module in dict.fromkeys(KNOWN.values())
         for called, config in module.telling.items()
-        for form in module.forms(config)
+        for form in module.forms(config, PatternBudget(called))
     ]
     for name, (dtype, shape) in tensors.items():
         for called, form in forms:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...common.patterns import PatternBudget
 from .forms import FLOATS, Companion, Form, Sizes
 from .settings import Settings
 
@@ -18,7 +19,7 @@ telling: Mapping[str, dict[str, Any]] = {"{}": {}}
 _BITS = (2, 8)
 
 
-def forms(config: Mapping[str, Any]) -> list[Form]:
+def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
     """Integers with scales and biases; small floats (mxfp4, nvfp4, mxfp8) have no biases. Bits may differ by module."""
     settings = Settings(config)
     for one in (settings, *settings.each()):

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...common.patterns import PatternBudget
 from .forms import (
     E4M3,
     E8M0,
@@ -44,7 +45,7 @@ _BEFORE = (
 )
 
 
-def forms(config: Mapping[str, Any]) -> list[Form]:
+def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
     """The forms of an algorithm; of mixed precision those of each layer that is listed."""
     settings = Settings(config)
     layers = settings.below("quantized_layers")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...common.patterns import PatternBudget
 from .forms import Companion, Form, Sizes, Weight
 from .values import E2M1, NIBBLES, Asked, Coded, Values, powers, view
 
@@ -15,7 +16,7 @@ methods = ("mxfp4",)
 telling: Mapping[str, dict[str, Any]] = {"{}": {}}
 
 
-def forms(config: Mapping[str, Any]) -> list[Form]:
+def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
     """Blocks of 32 elements in 16 bytes, with a power of two for each."""
     del config
     scales = Companion(

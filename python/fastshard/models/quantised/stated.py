@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ...common import json_text
+from ...common.patterns import PatternBudget
 from ..config_json import QUANTISED
 from . import bitsandbytes, compressed_tensors, fp8, gptq_awq, mlx, modelopt, mxfp4
-from .forms import Form, is_listed
+from .forms import Form, ListedModules
 
 __all__ = ["KNOWN", "Stated", "stated", "stated_in_files"]
 
@@ -38,13 +40,24 @@ class Stated:
     #: Where it says so: ``config.json``, or another file.
     file: str
 
+    @functools.cached_property
+    def _budget(self) -> PatternBudget:
+        """What its patterns may take together."""
+        return PatternBudget(self.file)
+
+    @functools.cached_property
+    def _skipped_modules(self) -> ListedModules:
+        return ListedModules(self.skipped or (), self._budget)
+
     @property
     def forms(self) -> list[Form]:
         """The forms that are known of it."""
         if self.method not in KNOWN:
             return []
         # A file of AWQ's own does not name the method.
-        found: list[Form] = KNOWN[self.method].forms({**self.config, "quant_method": self.method})
+        found: list[Form] = KNOWN[self.method].forms(
+            {**self.config, "quant_method": self.method}, self._budget
+        )
         return found
 
     @property
@@ -59,7 +72,7 @@ class Stated:
 
     def skips(self, module: str) -> bool:
         """True for a module that the list names."""
-        return is_listed(module, self.skipped or ())
+        return self._skipped_modules.names(module)
 
     @property
     def is_of_what_is_stored(self) -> bool:

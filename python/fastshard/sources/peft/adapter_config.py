@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from ...common import json_text, safe_files
 from ...common.config_text import shown
 from ...common.errors import FastshardError
+from ...common.patterns import PatternBudget, PatternList
 
 FILE = "adapter_config.json"
 #: Keys that change what is computed, and the values with which they do not.
@@ -23,14 +25,33 @@ _UNREAD = {
     "megatron_config": (None,), "corda_config": (None,), "eva_config": (None,), "layer_replication": (None,),
     "velora_config": (None,), "kasa_config": (None,), "monteclora_config": (None,), "lora_ga_config": (None,),
 }  # fmt: skip
+_FLAG, _LIST = ((bool, NoneType), "true or false"), ((list, NoneType), "a list of names")
+_WORDS_OR_PATTERN = (str, list, NoneType), "a pattern or a list of names"
+#: Keys that decide what is adapted and how, the types of their values, and what these are called.
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "use_rslora": _FLAG, "use_dora": _FLAG, "fan_in_fan_out": _FLAG, "target_parameters": _LIST, "modules_to_save": _LIST,
+    "target_modules": _WORDS_OR_PATTERN, "exclude_modules": _WORDS_OR_PATTERN, "layers_pattern": _WORDS_OR_PATTERN,
+    "layers_to_transform": ((int, list, NoneType), "the number of a layer, or a list of them"),
+    "base_model_name_or_path": ((str, NoneType), "a name or a path"),
+}  # fmt: skip
+_OF_NUMBERS = ("layers_to_transform",)
 #: Initialisations that change the base model's weights, so that its own file is not what the adapter is for.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 #: Keys by which mlx-lm's config of an adapter is known (mlx_lm/tuner/utils.py).
 _MLX = {"fine_tune_type", "lora_parameters"}
-#: Patterns of module names: a group that repeats could take for ever.
-_REPEATED_GROUP = re.compile(r"\)\s*[*+?{]")
-_MOST_REPEATS = 3
-_LONGEST = 512
+
+
+class _ByModule:
+    """Numbers of modules by patterns of their names, the first that fits."""
+
+    def __init__(self, numbers: Mapping[str, float], budget: PatternBudget) -> None:
+        self._numbers = list(numbers.values())
+        self._patterns = PatternList(numbers, "module", budget)
+
+    def of(self, module: str, default: float) -> float:
+        """The number of a module."""
+        found = self._patterns.first(module)
+        return default if found is None else self._numbers[found]
 
 
 @dataclass(frozen=True)
@@ -39,12 +60,12 @@ class Config:
 
     r: int
     alpha: float
+    #: Ranks and alphas of some modules, by patterns of their names, the first that fits.
+    ranks: _ByModule
+    alphas: _ByModule
     rslora: bool = False
     dora: bool = False
     fan_in_fan_out: bool = False
-    #: Ranks and alphas of some modules, by patterns of their names, the first that fits.
-    ranks: dict[str, int] = field(default_factory=dict)
-    alphas: dict[str, float] = field(default_factory=dict)
     #: Parameters that are adapted as such (stacked experts).
     parameters: tuple[str, ...] = ()
     #: Rows of the embedding that are trained: by module, or of the embedding.
@@ -66,11 +87,11 @@ class Config:
 
     def rank(self, module: str) -> int:
         """The rank of a module's product."""
-        return int(_of(self.ranks, module, self.r))
+        return int(self.ranks.of(module, self.r))
 
     def scale(self, module: str) -> float:
         """What a module's product is multiplied with."""
-        r, alpha = self.rank(module), float(_of(self.alphas, module, self.alpha))
+        r, alpha = self.rank(module), self.alphas.of(module, self.alpha)
         return alpha / (math.sqrt(r) if self.rslora else r)
 
     def parameters_of(self, module: str) -> list[str]:
@@ -88,11 +109,6 @@ class Config:
             )
             return found if isinstance(found, list) else None
         return self.token_indices if isinstance(self.token_indices, list) else None
-
-
-def _of(patterns: dict[str, Any], module: str, default: Any) -> Any:
-    """The value of the first pattern that fits a module's name."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
 def read(path: Path, label: str) -> Config:
@@ -113,24 +129,23 @@ def read(path: Path, label: str) -> Config:
             "FS211", "no config of an adapter: it has no peft_type", file=label, help=help
         )
     _refuse(said, label)
-    number = _number(said, "r", label)
-    if number < 1 or number != int(number):
-        raise _bad("r", "an integer from 1", said["r"], label)
+    _check_types(said, label)
     indices = said.get("trainable_token_indices")
     targets, layers = said.get("target_modules"), _layers(said)
     is_shorthand = isinstance(targets, str) and targets.lower() == "all-linear"
     words = _words(targets)
+    budget = PatternBudget(label)
     return Config(
-        r=int(number),
+        r=_rank(said, "r", label),
         alpha=_number(said, "lora_alpha", label),
         rslora=bool(said.get("use_rslora")),
         dora=bool(said.get("use_dora")),
         fan_in_fan_out=bool(said.get("fan_in_fan_out")),
-        ranks={k: int(v) for k, v in _patterns(said, "rank_pattern", label).items()},
-        alphas=_patterns(said, "alpha_pattern", label),
-        parameters=tuple(map(str, said.get("target_parameters") or ())),
+        ranks=_ByModule(_numbers_by_pattern(said, "rank_pattern", _rank, label), budget),
+        alphas=_ByModule(_numbers_by_pattern(said, "alpha_pattern", _number, label), budget),
+        parameters=_words(said.get("target_parameters")),
         token_indices=indices if _are_rows(indices, label) else None,
-        base=str(said["base_model_name_or_path"]) if said.get("base_model_name_or_path") else None,
+        base=said.get("base_model_name_or_path") or None,
         path=label,
         targets=words,
         saved_modules=_words(said.get("modules_to_save")),
@@ -147,9 +162,18 @@ def read(path: Path, label: str) -> Config:
     )
 
 
+def _check_types(said: dict[str, Any], label: str) -> None:
+    """Refuses values of types that peft's own config does not have."""
+    for key, (kinds, expected) in _TYPES.items():
+        value = said.get(key)
+        words = value if isinstance(value, list) and key not in _OF_NUMBERS else ()
+        if not isinstance(value, kinds) or not all(isinstance(word, str) for word in words):
+            raise _bad(key, expected, value, label)
+
+
 def _words(value: Any) -> tuple[str, ...]:
     """The words of a list; none of a pattern."""
-    return tuple(map(str, value)) if isinstance(value, list) else ()
+    return tuple(value) if isinstance(value, list) else ()
 
 
 def _layers(said: dict[str, Any]) -> frozenset[int] | None:
@@ -193,26 +217,21 @@ def _are_rows(indices: Any, label: str) -> bool:
     return True
 
 
-def _patterns(said: dict[str, Any], key: str, label: str) -> dict[str, float]:
-    """Numbers by patterns of names, which are tried as regular expressions, as peft does.
-
-    Raises:
-        FastshardError: ``FS514`` for a pattern that could take for ever.
-    """
+def _numbers_by_pattern(
+    said: dict[str, Any], key: str, read_number: Callable[[dict[str, Any], str, str], float], label: str
+) -> dict[str, float]:
+    """Numbers by patterns of names, which peft tries as regular expressions."""
     found = said.get(key) or {}
     if not isinstance(found, dict):
         raise _bad(key, "numbers by names of modules", found, label)
-    for pattern in found:
-        repeats = sum(pattern.count(sign) for sign in "*+{?")
-        if len(pattern) > _LONGEST or repeats > _MOST_REPEATS or _REPEATED_GROUP.search(pattern):
-            raise FastshardError.of(
-                "FS514", f"{key}: a pattern that is not tried", file=label, got=shown(pattern), help="name the modules",
-            )  # fmt: skip
-        try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise _bad(key, f"a pattern ({error})", pattern, label) from None
-    return {pattern: _number(found, pattern, label) for pattern in found}
+    return {pattern: read_number(found, pattern, label) for pattern in found}
+
+
+def _rank(said: dict[str, Any], key: str, label: str) -> int:
+    value = _number(said, key, label)
+    if not 1 <= value < 1 << 31 or value != int(value):
+        raise _bad(key, "an integer from 1, of 31 bits at most", value, label)
+    return int(value)
 
 
 def _number(said: dict[str, Any], key: str, label: str) -> float:
@@ -221,7 +240,7 @@ def _number(said: dict[str, Any], key: str, label: str) -> float:
         raise _bad(key, "a number", value, label)
     if key != "lora_alpha" and value <= 0:
         raise _bad(key, "a number above 0", value, label)
-    return value
+    return float(value)
 
 
 def _bad(key: str, expected: str, got: Any, label: str) -> FastshardError:

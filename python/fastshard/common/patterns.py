@@ -1,0 +1,44 @@
+"""Regular expressions that strangers wrote: the core matches them, within one budget of steps for a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from .. import _core
+from .._core import PatternBudget
+from .errors import from_core
+
+__all__ = ["PatternBudget", "PatternList"]
+
+
+class PatternList:
+    """Patterns in their order.
+
+    Args:
+        texts: the patterns.
+        how: ``start`` for ``re.match``, ``full`` for ``re.fullmatch``, ``module`` for a name or what follows one of its dots.
+        budget: that of their file.
+
+    Raises:
+        FastshardError: ``FS211`` for what is no regular expression of Python, ``FS514`` for one that has what is not matched.
+    """
+
+    def __init__(
+        self, texts: Iterable[str], how: Literal["start", "full", "module"], budget: PatternBudget
+    ) -> None:
+        try:
+            self._core = _core.Patterns(list(texts), how, budget)
+        except _core.CoreError as error:
+            raise from_core(error) from None
+
+    def first(self, name: str) -> int | None:
+        """Finds the number of the first pattern that matches a name.
+
+        Raises:
+            FastshardError: ``FS514`` if the patterns of the file take more steps than its budget has.
+        """
+        try:
+            return self._core.first(name)
+        except _core.CoreError as error:
+            raise from_core(error) from None
