@@ -247,6 +247,8 @@ def read(path: Path) -> dict[str, Any]:
     for key, needed in (("files", {"name"}), ("tensors", {"name", "blake3"})):
         if not _rows(document.get(key), needed):
             raise FastshardError.of("FS518", f"the manifest's list of {key} cannot be read", file=str(path))
+    if not all(isinstance(row.get("file") or "", str) for row in document["tensors"]):
+        raise FastshardError.of("FS518", "the manifest's list of tensors cannot be read", file=str(path))
     # A tensor may be called so, and no file.
     if any("\0" in row["name"] for row in document["files"]):
         raise FastshardError.of("FS518", "the manifest's list of files cannot be read", file=str(path))

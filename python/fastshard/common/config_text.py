@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import json_text
+
+if TYPE_CHECKING:
+    import yaml
 
 #: Values at most in a config, aliases counted as often as they are used.
 _VALUES = 100_000
@@ -25,12 +28,14 @@ def parse_yaml(text: str) -> Any:
 
     loader = None
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _loader()(text)
         node = loader.get_single_node()
         if node is None:
             return None
         _bounded(node, {})
-        return checked(loader.construct_document(node))
+        content = loader.construct_document(node)
+        json_text.check_levels(content)
+        return checked(content)
     except yaml.YAMLError as error:
         raise ValueError(f"not valid YAML: {error}") from None
     except _MALFORMED as error:
@@ -40,6 +45,33 @@ def parse_yaml(text: str) -> Any:
             loader.dispose()
 
 
+@functools.cache
+def _loader() -> type[yaml.SafeLoader]:
+    """The loader of YAML's plain data that ends: in text that is too deep, or has too many values, PyYAML's own goes on for hours."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        nodes = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.nodes += 1
+            if self.nodes > _VALUES:
+                raise ValueError(f"more than {_VALUES} values")
+            return super().compose_node(parent, index)
+
+        def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+            if self.flow_level >= json_text.MOST_LEVELS:
+                raise ValueError(f"values in more than {json_text.MOST_LEVELS} levels")
+            super().fetch_flow_collection_start(TokenClass)
+
+        def add_indent(self, column: int) -> bool:
+            if len(self.indents) > json_text.MOST_LEVELS:
+                raise ValueError(f"values in more than {json_text.MOST_LEVELS} levels")
+            return bool(super().add_indent(column))
+
+    return Loader
+
+
 def parse_json(text: str) -> Any:
     """The value of a JSON text.
 
@@ -47,8 +79,8 @@ def parse_json(text: str) -> Any:
         ValueError: for one that is malformed or holds numbers that no format has.
     """
     try:
-        return checked(json.loads(text, object_pairs_hook=json_text.read_pairs))
-    except (ValueError, RecursionError) as error:
+        return checked(json_text.load(text, json_text.read_pairs))
+    except ValueError as error:
         raise ValueError(f"not valid JSON: {_said(error)}") from None
 
 

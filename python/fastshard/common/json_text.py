@@ -3,10 +3,75 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from .errors import FastshardError
+
+#: Digits of a whole number at most: one with more is beyond every float too. Tokenizers write 10**30 for no limit.
+_MOST_DIGITS = 300
+#: Levels of objects and lists at most; what walks through them has a frame or two for each.
+MOST_LEVELS = 100
+
+
+class _TooLarge(NamedTuple):
+    """A number that is not taken."""
+
+    digits: int
+
+
+def load(text: str | bytes, hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """Reads JSON that anybody may have written; ``hook`` makes an object of its pairs.
+
+    Raises:
+        ValueError: for a text that is damaged or too deep, and for a whole number that nothing can hold, with its key.
+    """
+    large: list[_TooLarge] = []
+
+    def read_number(digits: str) -> int | _TooLarge:
+        if len(digits) <= _MOST_DIGITS:
+            return int(digits)
+        large.append(_TooLarge(len(digits)))
+        return large[-1]
+
+    try:
+        found = json.loads(text, object_pairs_hook=hook, parse_int=read_number)
+    except RecursionError:
+        raise ValueError("values within values, too deep") from None
+    check_levels(found)
+    if large:
+        raise ValueError(f"{_find_key(found, large[0]) or 'a number'}: a number of {large[0].digits} digits")
+    return found
+
+
+def check_levels(content: Any) -> None:
+    """Refuses what is deeper than any config.
+
+    Raises:
+        ValueError: if objects and lists lie in more than 100 levels.
+    """
+    level = [content]
+    for _ in range(MOST_LEVELS + 1):
+        level = [one for one in level if isinstance(one, (dict, list))]
+        if not level:
+            return
+        level = [item for one in level for item in (one.values() if isinstance(one, dict) else one)]
+    raise ValueError(f"values in more than {MOST_LEVELS} levels")
+
+
+def _find_key(content: Any, wanted: object) -> str | None:
+    """The keys that lead to a value, joined by dots."""
+    inner: Iterable[tuple[object, Any]] = ()
+    if isinstance(content, dict):
+        inner = content.items()
+    elif isinstance(content, list):
+        inner = enumerate(content)
+    for key, item in inner:
+        if item is wanted:
+            return str(key)[:80]
+        if (below := _find_key(item, wanted)) is not None:
+            return f"{str(key)[:80]}.{below}"
+    return None
 
 
 def value(
@@ -24,8 +89,8 @@ def value(
         FastshardError: ``code``, with what is ``said`` of the file, if the text is damaged or too deep.
     """
     try:
-        return json.loads(text, object_pairs_hook=hook)
-    except (ValueError, RecursionError) as error:
+        return load(text, hook)
+    except ValueError as error:
         again = f"copy {file.rpartition('/')[2]} again from the original checkpoint"
         raise FastshardError.of(code, f"{said}: {error}", file=file, help=help or again) from None
 
@@ -49,8 +114,9 @@ def object_in(
 ) -> dict[str, Any]:
     """The object that a text holds; an empty one for a text that holds none, where that is no error."""
     try:
-        content = None if text is None else json.loads(text, object_hook=hook)
-    except (ValueError, RecursionError):
+        of_pairs = None if hook is None else lambda pairs: hook(dict(pairs))
+        content = None if text is None else load(text, of_pairs)
+    except ValueError:
         return {}
     return content if isinstance(content, dict) else {}
 

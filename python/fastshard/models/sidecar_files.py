@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -214,8 +213,8 @@ def _same(one: Path, other: Path) -> bool:
     if one.suffix != ".json":
         return False
     try:
-        first, second = (json.loads(content) for content in held)
-    except (ValueError, RecursionError):
+        first, second = (json_text.load(content) for content in held)
+    except ValueError:
         return False
     return bool(_without_paths(first) == _without_paths(second))
 
@@ -233,8 +232,8 @@ def module_folders(path: Path) -> list[str]:
     A module that normalises keeps no files, so that no copy has its folder.
     """
     try:
-        content = json.loads(safe_files.read_text(path, safe_files.MAX_CONFIG))
-    except (ValueError, RecursionError):
+        content = json_text.load(safe_files.read_text(path, safe_files.MAX_CONFIG))
+    except ValueError:
         return []
     rows = content if isinstance(content, list) else []
     named = [

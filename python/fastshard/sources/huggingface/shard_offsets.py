@@ -5,11 +5,11 @@ source: torch/distributed/checkpoint/{_hf_utils,filesystem,_consolidate_hf_safet
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
 
+from ...common import json_text
 from ...common.errors import Finding
 from ...common.listing import File, Listing
 from ..base import Contents
@@ -26,8 +26,8 @@ def offsets(metadata: Any) -> dict[str, list[int]] | None:
     """The first index of each tensor in the whole; None for a file that says nothing readable of it."""
     text = metadata.get(INFO) if isinstance(metadata, dict) else None
     try:
-        info = json.loads(text) if isinstance(text, str) else None
-    except (ValueError, RecursionError):
+        info = json_text.load(text) if isinstance(text, str) else None
+    except ValueError:
         return None
     good = isinstance(info, dict) and all(
         isinstance(v, dict)
