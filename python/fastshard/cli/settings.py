@@ -7,13 +7,12 @@ it, up to the root of its repository, and never from a checkpoint or a result: w
 from __future__ import annotations
 
 import os
-import sys
 from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..common import safe_files
+from ..common import safe_files, toml_text
 from ..common.errors import FastshardError
 from ..common.near_words import meant
 from ..common.options import Gating, table
@@ -114,13 +113,9 @@ def _section(path: Path) -> dict[str, Any] | None:
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
     try:
-        return tomllib.loads(safe_files.read_text(path, _LARGEST, code="FS515"))
-    except tomllib.TOMLDecodeError as error:
+        return toml_text.load(safe_files.read_text(path, _LARGEST, code="FS515"))
+    except ValueError as error:
         raise _wrong(path, f"not TOML: {error}", None) from None
 
 

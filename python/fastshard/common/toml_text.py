@@ -1,0 +1,47 @@
+"""TOML that anybody may have written."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+#: Levels of lists and tables at most, and parts of a key.
+_MOST = 100
+#: Strings, comments, and the signs that open, close and divide; a quote alone is a string without an end.
+_SIGN = re.compile(
+    r'"""(?:[^\\]|\\.)*?"""|' r"'''.*?'''|" r'"(?:[^"\\\n]|\\.)*"|' r"'[^'\n]*'|#[^\n]*|[\[\]{}.=,\n\"']",
+    re.DOTALL,
+)
+
+
+def load(text: str) -> dict[str, Any]:
+    """Reads TOML.
+
+    Raises:
+        ValueError: for a text that is damaged, too deep, or has a key of too many parts: Python's own reader does not end.
+    """
+    level = parts = 0
+    for match in _SIGN.finditer(text):
+        sign = match[0]
+        if sign in "\"'":
+            # Its own reader says what is wrong, and comes no further.
+            break
+        if sign in "[{":
+            level += 1
+        elif sign in "]}":
+            level = max(level - 1, 0)
+        parts = parts + 1 if sign == "." else 0 if sign in "[]{}=,\n" else parts
+        if level > _MOST:
+            raise ValueError(f"values in more than {_MOST} levels")
+        if parts > _MOST:
+            raise ValueError(f"a key of more than {_MOST} parts")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("values within values, too deep") from None
