@@ -23,6 +23,8 @@ __all__ = [
     "Finding",
     "Hasher",
     "Meeting",
+    "PatternBudget",
+    "Patterns",
     "Plan",
     "ResultWriter",
     "Roster",
@@ -431,6 +433,7 @@ class PatternBudget:
     def taken(self) -> int:
         """The steps that were taken."""
 
+@final
 class Patterns:
     """Regular expressions of one list, which match what Python's ``re`` matches; they do not change."""
 
@@ -449,6 +452,7 @@ class Patterns:
     def first(self, name: str) -> int | None:
         """The number of the first pattern that matches a name. Raises CoreError (``FS514``) above the budget."""
 
+@final
 class Table:
     """A parsed layout table; it does not change. See docs/layouts.md."""
 
