@@ -152,6 +152,10 @@ CONFIGS: dict[str, tuple[dict[str, Any], str | None]] = {
     "look-ahead": (_targets("re:^(?!.*vision).*_proj"), None),
     "look-ahead for ever": (_targets("re:" + "(.*)" * 9 + "\\1\\2\\3\\4\\5(?=x)", "Linear"), "FS514"),
     "none": (_targets("re:(", "Linear"), "FS211"),
+    "very many groups": ({**_targets("Linear"), "config_groups": {str(n): {"targets": ["Linear"], "weights": {}} for n in range(5000)}}, "FS514"),
+    "some groups": ({**_targets("Linear"), "config_groups": {**_targets("Linear")["config_groups"], **{
+        str(n): {"targets": [f"re:.*x{n}(?!y)"], "weights": {"num_bits": 8}} for n in range(50)
+    }}}, None),
     "a condition": (_targets("re:(a)?(?(1)b|c)", "Linear"), "FS514"),
     "rules of GPTQModel": ({"quant_method": "gptq", "bits": 4, "group_size": 16, "dynamic": {"-:(a|a)*b": {}, "+:.*(a+)+$": {"bits": 8}}}, None),
     "a rule that is none": ({"quant_method": "gptq", "bits": 4, "group_size": 16, "dynamic": {"+:*": {"bits": 8}}}, "FS211"),

@@ -6,7 +6,7 @@ source: AutoGPTQ qlinear_cuda_old.py; AutoAWQ modules/linear/gemm.py, utils/pack
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -77,23 +77,26 @@ def _by_rules(settings: Settings, bits: int, size: int, budget: PatternBudget) -
     deciding = functools.cache(patterns.first)
     # In the first version of the format zero points are stored one too low.
     low = 1 if (config.get("checkpoint_format") or config.get("format") or "gptq") == "gptq" else 0
-    found = [_gptq(bits, size, ordered, lambda name: deciding(name) is None, low, symmetric)]
+    usual = bits, size, ordered, symmetric
+    #: Rules of one form, which may be very many; None for what no rule is for.
+    numbers: dict[tuple[int, int, bool, bool], set[int | None]] = {usual: {None}}
     for number, (key, _) in enumerate(rules):
-        one = None if overrides is None or str(key).startswith("-:") else overrides.below(key)
-        if one is None:
+        rule = None if overrides is None or str(key).startswith("-:") else overrides.below(key)
+        if rule is None:
             continue
-        takes = functools.partial(lambda n, name: n == deciding(name), number)
-        found.append(
-            _gptq(
-                _read_bits(one, bits),
-                one.group_size("group_size", size),
-                one.flag("desc_act", default=ordered),
-                takes,
-                low,
-                one.flag("sym", default=symmetric),
-            )
-        )
-    return found
+        form = (
+            _read_bits(rule, bits), rule.group_size("group_size", size), rule.flag("desc_act", default=ordered),
+            rule.flag("sym", default=symmetric),
+        )  # fmt: skip
+        numbers.setdefault(form, set()).add(number)
+    return [
+        _gptq(*form[:3], functools.partial(_is_among, deciding, of_form), low, form[3])
+        for form, of_form in numbers.items()
+    ]
+
+
+def _is_among(deciding: Callable[[str], int | None], numbers: Collection[int | None], name: str) -> bool:
+    return deciding(name) in numbers
 
 
 def _groups(columns: int, size: int) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...common import json_text
+from ...common.errors import FastshardError
 from ...common.patterns import PatternBudget
 from ..config_json import QUANTISED
 from . import bitsandbytes, compressed_tensors, fp8, gptq_awq, mlx, modelopt, mxfp4
@@ -25,6 +26,8 @@ KNOWN = {
 _SKIPPED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "llm_int8_skip_modules")
 #: Methods that quantise plain weights when they are loaded, so that a config says nothing of what is stored.
 _ON_LOADING = ("bitsandbytes", "torchao", "hqq", "quanto", "eetq", "fbgemm_fp8", "comfyui", "mlx")
+#: Groups of compressed-tensors at most: each is held against each weight.
+_MOST_GROUPS = 512
 #: The key under which MLX says what it does; its copy under the keys of others names no method.
 _MLX = "quantization"
 #: The key of a header, and what tensors end with, by which ComfyUI says how it stores weights. source: ComfyUI comfy/quant_ops.py
@@ -51,9 +54,19 @@ class Stated:
 
     @property
     def forms(self) -> list[Form]:
-        """The forms that are known of it."""
+        """The forms that are known of it.
+
+        Raises:
+            FastshardError: ``FS514`` for more groups than anybody writes.
+        """
         if self.method not in KNOWN:
             return []
+        groups = self.config.get("config_groups")
+        if isinstance(groups, Mapping) and len(groups) > _MOST_GROUPS:
+            raise FastshardError.of(
+                    "FS514", "config_groups: more groups than are read", file=self.file, expected=f"at most {_MOST_GROUPS}",
+                    got=str(len(groups)), help="join groups of one form, with several targets",
+                )  # fmt: skip
         # A file of AWQ's own does not name the method.
         found: list[Form] = KNOWN[self.method].forms(
             {**self.config, "quant_method": self.method}, self._budget
