@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -53,11 +54,34 @@ def library() -> Any:
     """TensorStore.
 
     Raises:
-        FastshardError: ``FS514`` if it is not installed.
+        FastshardError: ``FS514`` if it is not installed, and as :func:`refuse_fork`.
     """
     tensorstore = imported("tensorstore", told="zarr and OCDBT are read by TensorStore", extra="orbax")
+    refuse_fork()
     _share_heap(_share(_HEAP_PART, _HEAP, _LEAST, _MOST))
     return tensorstore
+
+
+@functools.cache
+def _first_process() -> int:
+    """The process that used TensorStore first; one that is forked from it has the same."""
+    return os.getpid()
+
+
+def refuse_fork() -> None:
+    """Refuses a process that was forked from one that has used TensorStore, whose threads are not in it.
+
+    Raises:
+        FastshardError: ``FS514``; TensorStore would end the process by SIGABRT.
+    """
+    if os.getpid() != _first_process():
+        raise FastshardError.of(
+            "FS514",
+            "this process was forked from one that has used TensorStore, which cannot be used in it",
+            expected="a process that is spawned: multiprocessing.set_start_method('spawn')",
+            got=f"process {os.getpid()}, forked from process {_first_process()}",
+            help="start worker processes by spawn, or before the first checkpoint of Orbax, MaxText or Paxml is opened",
+        )
 
 
 def _share(part: int, default: int, least: int, most: int) -> int:
@@ -111,6 +135,7 @@ class Store:
         return {"driver": "file", "path": self._folder + path}
 
     def _wait(self, work: Any, tensor: str | None = None) -> Any:
+        refuse_fork()
         try:
             return work()
         except FastshardError:
