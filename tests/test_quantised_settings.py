@@ -149,6 +149,16 @@ def test_a_table_of_one_number_is_refused(role: str, number: float, tmp_path: Pa
     assert_refused(folder, tmp_path / "out", "holds one number alone", name)
 
 
+@pytest.mark.parametrize(("layout", "code"), [(0, 0), (3, 0), (4, 1), (255, 1)])
+def test_the_layout_of_int8_is_one_of_bitsandbytes(layout: int, code: int, tmp_path: Path) -> None:
+    config, tensors = model("bnb int8")
+    name = f"{AT}.weight_format"
+    tensors[name] = torch.tensor(layout, dtype=torch.uint8)
+    ran = cli("verify", write(tmp_path / "in", config, tensors))
+    found = [(f["code"], f["tensor"]) for f in ran.findings if f["severity"] == "error"]
+    assert (ran.code, found) == (code, [("FS215", name)] * code), ran.out
+
+
 def test_nested_maxima_beside_plain_ones_are_refused(tmp_path: Path) -> None:
     config, tensors = model("bnb nf4")
     name = f"{AT}.weight"

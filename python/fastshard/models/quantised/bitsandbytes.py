@@ -28,6 +28,8 @@ LONGEST = 1 << 16
 _STORAGES = ("uint8", "int8", "float16", "bfloat16", "float32", "float64")
 #: Dtypes of a record.
 DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
+#: The last number of a layout of int8: rows, and three that are tiled.
+_LAYOUTS = 3
 #: Absolute maxima that are quantised themselves.
 _NESTED = (".weight.absmax", _U8)
 
@@ -61,7 +63,7 @@ def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
                 Companion("scales", (".SCB",), FLOATS, lambda s: [(s.rows,)]),
                 Companion("format", (".weight_format",), _U8, lambda s: [(), (1,)], required=False),
             ),
-            values="int8 is kept as it is: its outliers are no part of it",
+            values=_keep_int8,
         ),
     ]  # fmt: skip
     return found[1:] if viewed else found
@@ -102,7 +104,9 @@ def read_state(weight: Weight, access: Asked) -> QuantState:
         size = math.prod(shape)
         content = {} if dtype != "U8" or size > LONGEST else json_text.object_in(access.read(name, 0, size))
         if not content:
-            raise ImpossibleSettingError("the record", "an object in JSON", "other bytes")
+            raise DamagedError(
+                f"the quant state of {weight.codes} is no record", tensor=name, expected="an object in JSON", got="other bytes",
+            )  # fmt: skip
         record = Settings(content)
         kind = name.rpartition("__")[2]
         if record.word("quant_type", (kind,)) is None:
@@ -218,6 +222,22 @@ def _values(weight: Weight, asked: Asked) -> Values:
         {"row": {"bits": 4, "lanes": [1, 0]}}, flat=True, scales=[scale(of, [1, 1, size])], rounded=state.rounded,
     )  # fmt: skip
     return Values(".weight", state.shape, coded)
+
+
+def _keep_int8(weight: Weight, access: Asked) -> Values:
+    """Refuses to make values of int8, whose layout a byte beside it states. source: bitsandbytes 0.50 nn/modules.py
+
+    Raises:
+        NoValuesError: always; a DamagedError for a layout that no version has.
+    """
+    name = weight.companions.get("format")
+    layout = access.read(name, 0, 1)[0] if name is not None and access.looks else 0
+    if name is not None and layout > _LAYOUTS:
+        raise DamagedError(
+            f"the format of {weight.codes} is none of bitsandbytes, so nothing loads it", tensor=name,
+            expected=f"0 (rows) to {_LAYOUTS}", got=str(layout),
+        )  # fmt: skip
+    raise NoValuesError("int8 is kept as it is: its outliers are no part of it")
 
 
 def _maxima(sizes: Sizes) -> list[tuple[int, ...]]:
