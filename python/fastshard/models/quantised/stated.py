@@ -65,7 +65,7 @@ class Stated:
         if isinstance(groups, Mapping) and len(groups) > _MOST_GROUPS:
             raise FastshardError.of(
                     "FS514", "config_groups: more groups than are read", file=self.file, expected=f"at most {_MOST_GROUPS}",
-                    got=str(len(groups)), help="join groups of one form, with several targets",
+                    got=str(len(groups)), help="write groups of one form as one group with several targets",
                 )  # fmt: skip
         # A file of AWQ's own does not name the method.
         found: list[Form] = KNOWN[self.method].forms(
