@@ -102,8 +102,16 @@ def read_state(weight: Weight, access: Asked) -> QuantState:
     name, dtype, shape = weight.of("quant state")
     try:
         size = math.prod(shape)
-        content = {} if dtype != "U8" or size > LONGEST else json_text.object_in(access.read(name, 0, size))
-        if not content:
+        try:
+            content = (
+                json_text.load(access.read(name, 0, size)) if dtype == "U8" and size <= LONGEST else None
+            )
+        except ValueError as error:
+            raise DamagedError(
+                f"the quant state of {weight.codes} is no record: {error}", tensor=name, expected="an object in JSON",
+                got="other bytes",
+            ) from None  # fmt: skip
+        if not isinstance(content, dict) or not content:
             raise DamagedError(
                 f"the quant state of {weight.codes} is no record", tensor=name, expected="an object in JSON", got="other bytes",
             )  # fmt: skip
