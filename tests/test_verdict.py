@@ -12,6 +12,15 @@ from helpers import HF, NEOX, STEP, copy, layer_file
 MEMORY = "2GiB"
 
 
+@pytest.mark.parametrize("subset", [None, (1, 2)])
+def test_a_selection_says_how_much_it_is_of_the_checkpoint(subset: tuple[int, int] | None) -> None:
+    chosen = [name for name in fastshard.open(HF) if name.endswith("q_proj.weight")]
+    verdict = fastshard.verify(HF, memory=MEMORY, include=["*q_proj*"], subset=subset)
+    assert verdict.checked is not None and verdict.checked.part is not None
+    assert f"a selection: {len(chosen)} of {len(fastshard.open(HF))} tensors" in verdict.checked.part
+    assert len(chosen) == 4
+
+
 @pytest.fixture
 def broken(tmp_path: Path) -> Path:
     root = copy(NEOX, tmp_path / "ckpt")

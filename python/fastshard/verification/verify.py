@@ -127,9 +127,8 @@ def verify(
     if path is not None or host_parts.settled(checkpoint):
         # The manifest states what must exist, and where.
         findings = [f for f in findings if f.file or f.code not in ("FS109", *UNPROVEN)]
-    left_out: Collection[str] = ()
-    if path is not None and (include or exclude):
-        left_out = make_plan(checkpoint.opened).index.keys() - plan.index.keys()
+    all_names = make_plan(checkpoint.opened).index.keys() if include or exclude else plan.index.keys()
+    left_out = () if path is None else all_names - plan.index.keys()
     differing, downloaded = _differing(checkpoint, plan, path, left_out, run, progress)
     differing = _not_explained(findings, differing)
     findings, differing = (_without_trust(those, inside) for those in (findings, differing))
@@ -146,7 +145,8 @@ def verify(
     partial += _own_checksums(checkpoint, found)
     part = None if subset is None else f"part {subset[0]} of {subset[1]}"
     if include or exclude:
-        part = f"{part}, {_CHOSEN}" if part else _CHOSEN
+        selection = f"a selection: {len(plan.index)} of {len(all_names)} tensors"
+        part = f"{part}, {selection}" if part else selection
     unnoticed = [_NEVER_SAVED] if _lists_itself(plan) else []
     return Verdict(found, proof.checked(found, vouched, partial, unnoticed, part))
 
@@ -290,10 +290,6 @@ def _lists_itself(plan: Plan) -> bool:
     source = plan.source
     tables = (source.layout, source.table, source.own_table)
     return source.provable and not source.referenced and all(table is None for table in tables)
-
-
-#: What --include and --exclude leave.
-_CHOSEN = "of the tensors that were asked for"
 
 
 def _own_checksums(checkpoint: Checkpoint, findings: Iterable[Finding]) -> list[str]:
