@@ -261,6 +261,23 @@ def test_config_may_be_arguments_of_megatron(mistral: Path, tmp_path: Path) -> N
     assert ran.code == 2 and ran.having("FS211"), ran.out
 
 
+def test_a_key_that_stands_twice_in_a_yaml_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "neox"
+    assert cli("convert", save(tmp_path / "hf", "llama"), source, "--to", "gpt_neox").code == 0
+    (file,) = source.glob("global_step*/configs/*.yml")
+    text = yaml.safe_dump(yaml.safe_load(file.read_text()))
+    anchors = "base: &base {x: 1}\nnested: &more\n  <<: *base\n  x: 2\nboth:\n  <<: *more\n  x: 3\n"
+    for more, code in (
+        ("rotary_emb_base: 500000\n", 2),
+        (f"rotary_emb_base: {yaml.safe_load(text)['rotary_emb_base']}\n", 0),
+        (anchors, 0),
+        ("nested:\n  x: 1\n  x: [1]\n", 2),
+    ):
+        (tmp_path / "given.yml").write_text(text + more)
+        ran = cli("inspect", source, "--config", tmp_path / "given.yml")
+        assert ran.code == code and bool(ran.having("FS211", message="twice")) == bool(code), ran.out
+
+
 @pytest.mark.parametrize("verb", ["merge", "convert"])
 def test_what_no_argument_states_is_refused_where_it_matters(
     verb: str, mistral: Path, tmp_path: Path

@@ -33,6 +33,7 @@ def parse_yaml(text: str) -> Any:
         if node is None:
             return None
         _bounded(node, {})
+        _refuse_repeated_keys(node, set())
         content = loader.construct_document(node)
         json_text.check_levels(content)
         return checked(content)
@@ -70,6 +71,29 @@ def _loader() -> type[yaml.SafeLoader]:
             return bool(super().add_indent(column))
 
     return Loader
+
+
+def _refuse_repeated_keys(node: Any, seen: set[int]) -> None:
+    """Refuses a key that stands twice in one mapping, with different values: PyYAML takes the last.
+
+    Raises:
+        ValueError: with the key.
+    """
+    if id(node) in seen or not isinstance(node.value, list):
+        return
+    seen.add(id(node))
+    values: dict[tuple[str, str], Any] = {}
+    for child in node.value:
+        for part in child if isinstance(child, tuple) else (child,):
+            _refuse_repeated_keys(part, seen)
+        if not isinstance(child, tuple) or not isinstance(child[0].value, str):
+            continue
+        key, value = child
+        # Mappings that `<<` brings in are several, and what they say is written over by the mapping's own keys.
+        first: Any = value if key.tag.endswith(":merge") else values.setdefault((key.tag, key.value), value)
+        is_equal = isinstance(value.value, str) and (first.tag, first.value) == (value.tag, value.value)
+        if first is not value and not is_equal:
+            raise ValueError(f"the key {key.value!r} stands there twice, with different values")
 
 
 def parse_json(text: str) -> Any:
