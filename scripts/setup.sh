@@ -33,7 +33,7 @@ at_work() {
   step=$(grep -o '\(Compiling [^ ]*\|^ *Downloading [^ (]*\|^ *Collecting [^ (]*\|Installing [a-z]* *[a-z]*\|Preparing metadata\)' "$log" |
     tail -n 1 | sed 's/^ *//; s|https\{0,1\}://.*/||')
   case "$step" in
-  "") say "    starts" ;;
+  "") say "    still at it" ;;
   Compiling*)
     count_crates
     crate=${step#Compiling }

@@ -62,5 +62,5 @@ def compare(path: StrPath, digest: str) -> None:
             file=os.fspath(path),
             expected=f"blake3 {first}",
             got=f"blake3 {digest}",
-            help="run again once nothing writes to the checkpoint",
+            help="once nothing writes to the checkpoint, open it again, or run the command again",
         )
