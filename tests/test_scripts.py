@@ -154,7 +154,7 @@ def test_slow_tests_are_run_where_they_are_asked_for(argv: list[str], chosen: st
         check=True,
     )
     cargo, pytest_ = (line for line in done.stdout.splitlines() if line.startswith(("cargo ", "python ")))
-    assert cargo == "cargo test --workspace" and pytest_.endswith(f"-m {chosen}")
+    assert cargo == "cargo test --workspace" and pytest_.endswith(f"-m {chosen} -rs")
 
 
 def test_the_readme_has_the_two_lines() -> None:
