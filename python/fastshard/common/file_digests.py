@@ -62,5 +62,5 @@ def compare(path: StrPath, digest: str) -> None:
             file=os.fspath(path),
             expected=f"blake3 {first}",
             got=f"blake3 {digest}",
-            help="open it again, or run the command again, once nothing writes to the checkpoint",
+            help="run again, or open it again, once nothing writes to the checkpoint",
         )
