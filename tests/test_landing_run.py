@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -64,6 +65,8 @@ def test_what_was_skipped_is_named_for_another_run(tmp_path: Path) -> None:
         "def test_lacks(case): pytest.importorskip('no_such_package')\n"
     )
     (tmp_path / "tests/test_none.py").write_text("import pytest\npytest.importorskip('no_such_package')\n")
+    # The run that this test is part of may have options of its own.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     for options in ((), ("-n", "1")):
         record = tmp_path / f"record{len(options)}.xml"
         command = [
@@ -78,7 +81,7 @@ def test_what_was_skipped_is_named_for_another_run(tmp_path: Path) -> None:
             *options,
             "tests",
         ]
-        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=100)
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=100, env=environment)
         command = [sys.executable, ROOT / ".ci/skipped.py", record]
         ran = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60)
         assert sorted(ran.stdout.splitlines()) == [
