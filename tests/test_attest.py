@@ -27,7 +27,9 @@ def result(tmp_path: Path) -> Path:
 
 def test_a_statement_names_files_and_tensors_by_their_digests(result: Path) -> None:
     statement_of = pytest.importorskip("in_toto_attestation.v1.statement", reason="pip install '.[sign]'")
-    resource = pytest.importorskip("in_toto_attestation.v1.resource_descriptor")
+    resource = pytest.importorskip(
+        "in_toto_attestation.v1.resource_descriptor", reason="pip install '.[sign]'"
+    )
     files = {p.name: p for p in result.iterdir()}
     assert cli("attest", result).code == 0
     statement = json.loads((result / "fastshard.intoto.json").read_text())

@@ -130,7 +130,7 @@ KEYS: list[Any] = [
 @pytest.mark.parametrize("framework", ["pt", "np", "jax"])
 def test_it_reads_as_safetensors_does(every: Path, framework: str) -> None:
     if framework == "jax":
-        pytest.importorskip("jax")
+        pytest.importorskip("jax", reason="pip install '.[orbax-real]'")
     theirs_of = "flax" if framework == "jax" else framework
     with (
         safe_open_of_others(str(every / "model.safetensors"), framework=theirs_of) as theirs,

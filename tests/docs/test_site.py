@@ -143,7 +143,7 @@ def test_every_code_is_on_the_page_of_findings(pages: dict[str, Html]) -> None:
 @pytest.mark.parametrize("code", [code for code in CODES if code < "FS500"])
 def test_every_finding_about_a_checkpoint_has_an_example(code: str) -> None:
     for library in ("torch", "model_signing") if code == "FS315" else ("torch",):
-        pytest.importorskip(library)
+        pytest.importorskip(library, reason=f"{library} is not installed (pip install '.[all]')")
     command, *lines = loaded("finding_pages").example(code)
     assert command.startswith("$ fastshard ") and len(lines) <= 25
     severities = ["error"] if CODES[code].severity == "error" else ["error", "warning", "note"]

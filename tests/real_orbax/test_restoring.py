@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from helpers import FIXTURES
 
-jax = pytest.importorskip("jax")
-ocp = pytest.importorskip("orbax.checkpoint")
+jax = pytest.importorskip("jax", reason="pip install '.[orbax-real]'")
+ocp = pytest.importorskip("orbax.checkpoint", reason="pip install '.[orbax-real]'")
 
 NODES = FIXTURES / "orbax" / "mp2_local_BROKEN_063_zarr3"
 PAXML = FIXTURES / "orbax" / "paxml_gpt3_micro_weights"

@@ -24,8 +24,8 @@ import pytest
 from fastshard.conversion.distributed.ray.storage_check import look
 from holding import HANG, Held, Steps, needs_steps
 
-ray = pytest.importorskip("ray")
-psutil = pytest.importorskip("psutil")
+ray = pytest.importorskip("ray", reason="pip install '.[ray]'")
+psutil = pytest.importorskip("psutil", reason="pip install '.[ray]' psutil")
 from ray.cluster_utils import Cluster  # noqa: E402
 from safetensors.numpy import save_file  # noqa: E402
 
