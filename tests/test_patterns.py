@@ -139,10 +139,10 @@ def test_half_of_a_surrogate_pair_is_refused() -> None:
 
 
 def _targets(*targets: str) -> dict[str, Any]:
-    said = json.loads(json.dumps(model("ct 4 bit")[0]["quantization_config"]))
-    for group in said["config_groups"].values():
+    config = json.loads(json.dumps(model("ct 4 bit")[0]["quantization_config"]))
+    for group in config["config_groups"].values():
         group["targets"] = list(targets)
-    return dict(said)
+    return dict(config)
 
 
 #: quantization_config of models, and whether it is good, or the code of what is found.

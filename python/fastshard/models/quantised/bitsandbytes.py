@@ -99,23 +99,9 @@ def read_state(weight: Weight, access: Asked) -> QuantState:
     Raises:
         DamagedError: for a record by which codes have no values, and for one of another weight.
     """
-    name, dtype, shape = weight.of("quant state")
+    name = weight.companions["quant state"]
     try:
-        size = math.prod(shape)
-        try:
-            content = (
-                json_text.load(access.read(name, 0, size)) if dtype == "U8" and size <= LONGEST else None
-            )
-        except ValueError as error:
-            raise DamagedError(
-                f"the quant state of {weight.codes} is no record: {error}", tensor=name, expected="an object in JSON",
-                got="other bytes",
-            ) from None  # fmt: skip
-        if not isinstance(content, dict) or not content:
-            raise DamagedError(
-                f"the quant state of {weight.codes} is no record", tensor=name, expected="an object in JSON", got="other bytes",
-            )  # fmt: skip
-        record = Settings(content)
+        record = Settings(_read_record(weight, access))
         kind = name.rpartition("__")[2]
         if record.word("quant_type", (kind,)) is None:
             raise record.refuse("quant_type", kind)
@@ -142,6 +128,25 @@ def read_state(weight: Weight, access: Asked) -> QuantState:
             expected=f"{2 * size_of_codes:,} elements", got=str(list(state.shape)),
         )  # fmt: skip
     return state
+
+
+def _read_record(weight: Weight, access: Asked) -> dict[str, Any]:
+    """Reads the object that the record of a weight is.
+
+    Raises:
+        DamagedError: for other bytes.
+    """
+    name, dtype, shape = weight.of("quant state")
+    size, content, reason = math.prod(shape), None, ""
+    try:
+        content = json_text.load(access.read(name, 0, size)) if dtype == "U8" and size <= LONGEST else None
+    except ValueError as error:
+        reason = f": {error}"
+    if not isinstance(content, dict) or not content:
+        raise DamagedError(
+            f"the quant state of {weight.codes} is no record{reason}", tensor=name, expected="an object in JSON", got="other bytes",
+        )  # fmt: skip
+    return content
 
 
 def _read_nested(record: Settings) -> Nested:

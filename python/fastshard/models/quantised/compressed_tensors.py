@@ -334,10 +334,10 @@ def _of_words(weights: _Weights, weight: Weight, asked: Asked) -> Values:
     bits, words = weights.bits, weight.stored[weight.codes][1]
     if not asked.looks and weights.strategy == "group" and weights.group_size is not None:
         # Groups are whole, so that they tell.
-        stated = [*words[:-1], weight.of("scales")[2][-1] * weights.group_size]
+        extents = [*words[:-1], weight.of("scales")[2][-1] * weights.group_size]
     else:
-        stated = _read_shape(bits, weight, asked)
-    *lead, rows, columns = stated
+        extents = _read_shape(bits, weight, asked)
+    *lead, rows, columns = extents
     sizes = Sizes(tuple(lead), rows, columns)
     name, dtype, shape = weight.of("scales")
     block, grid = fitting(sizes, shape, _blocks(weights, sizes))

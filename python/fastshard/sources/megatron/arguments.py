@@ -65,11 +65,10 @@ def override(
             got=", ".join(map(str, list(config)[:5])),
             help="pass the config of this model, or leave --config out",
         )
-    noted = megatron.SETTINGS - {"group_query_attention", megatron.UNTIED}
+    noted = megatron.SETTINGS - {"group_query_attention"}
     if args.get(megatron.UNTIED) is True and settings.get(megatron.UNTIED) is False:
         source.findings.append(_contradict_tie(file))
-    else:
-        source.findings += find_overridden_settings(args, settings, {megatron.UNTIED}, file, "args.")
+        noted -= {megatron.UNTIED}
     source.findings += find_overridden_settings(args, settings, noted, file, "args.")
     if is_config_json(config):
         source.findings += config_json.find_contradictions(config, options.config_path or "config.json")
