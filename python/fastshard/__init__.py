@@ -9,8 +9,6 @@
 
 from __future__ import annotations
 
-from . import _core
-
 # As type checkers understand it: importing typing would be most of what importing this takes.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -43,7 +41,7 @@ if TYPE_CHECKING:
     from .verification.verdict import Verdict
     from .verification.verify import verify
 
-__version__: str = _core.__version__
+__version__: str
 
 __all__ = [
     "HISTOGRAM_EDGES",
@@ -132,8 +130,12 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names or (home,)}
 
 
+#: Names that are no part of what `__all__` promises: the core, and its version.
+_CORE = {"_core": "_core", "__version__": "_core"}
+
+
 def __getattr__(name: str) -> object:
-    home = _HOME_OF.get(name)
+    home = _HOME_OF.get(name) or _CORE.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
@@ -146,13 +148,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-if _core.DEBUG_BUILD:
-    import warnings
-
-    warnings.warn(
-        "fastshard was built without optimisation: it is slow, do not benchmark it (maturin develop --release)",
-        RuntimeWarning,
-        stacklevel=2,
-    )

@@ -35,7 +35,7 @@ use fastshard::writer::Ending;
 use fastshard::{publish, verify, write};
 use numpy::PyReadonlyArray1;
 use pyo3::create_exception;
-use pyo3::exceptions::{PyException, PyValueError};
+use pyo3::exceptions::{PyException, PyRuntimeWarning, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 use serde_json::json;
@@ -463,7 +463,10 @@ fn anonymous_memory() -> u64 {
 fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
     // The build for tests has assertions on purpose.
-    m.add("DEBUG_BUILD", cfg!(debug_assertions) && !cfg!(feature = "steps"))?;
+    if cfg!(debug_assertions) && !cfg!(feature = "steps") {
+        let text = c"fastshard was built without optimisation: it is slow, do not benchmark it (maturin develop --release)";
+        PyErr::warn(m.py(), &m.py().get_type::<PyRuntimeWarning>(), text, 1)?;
+    }
     m.add("STEPS", cfg!(feature = "steps"))?;
     m.add("CoreError", m.py().get_type::<CoreError>())?;
     m.add_class::<Catalog>()?;
