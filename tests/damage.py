@@ -181,6 +181,22 @@ def prefixed(prefix: str) -> Change:
     return apply
 
 
+def unwritten(name: str) -> Damage:
+    """A file alone, with a tensor of 2 GiB whose data nobody wrote."""
+
+    def damage(root: Path) -> None:
+        for file in root.iterdir():
+            file.unlink()
+        header = json.dumps(
+            {"w": {"dtype": "F32", "shape": [1 << 15, 1 << 14], "data_offsets": [0, 2 << 30]}}
+        )
+        with (root / name).open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header.encode())
+            file.truncate(8 + len(header) + (2 << 30))
+
+    return damage
+
+
 def none(root: Path) -> None:
     """Nothing: it is a fixture that is wrong as it lies there."""
 
@@ -323,6 +339,7 @@ EXAMPLES: dict[str, Example] = {
         signed, says("modeling.py", ""),
     ), "verify model --signature model.sig --public-key signer.pem"),
     "FS316": Example("model", HF, says(SHARD.format(4), LFS), "verify model"),
+    "FS317": Example("model", HF, unwritten(SHARD.format(4)), "merge model out"),
     # Of stage 3, whose files hold the weights once.
     "FS402": Example("run", ZERO3, none, "master-weights run"),
     "FS403": Example("run", ZERO, none, "verify run -v"),

@@ -106,6 +106,51 @@ def test_signal_stops_soon_and_resume_completes(
     complete(ckpt, out, expected)
 
 
+#: What a thread begins, by verb: the place at which it is held, and the next one of its kind.
+LOOPS = {
+    "verify": (["verify", "IN"], "tile-3"),
+    "comparisons": (["verify", "ALIKE"], "compare-1"),
+    "diff": (["diff", "IN", "IN"], "tile-3"),
+    "stats": (["stats", "IN"], "tile-3"),
+    "manifest": (["manifest", "IN", "-o", "FILE"], "tile-3"),
+    "piece": (["verify", "PIECE"], "hash-1"),
+}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_every_loop_stops_at_its_next_turn(
+    loop: str, number: signal.Signals, ckpt: Path, tmp_path: Path
+) -> None:
+    argv, place = LOOPS[loop]
+    places = {
+        "IN": ckpt,
+        "FILE": tmp_path / "manifest.json",
+        "ALIKE": tmp_path / "alike",
+        "PIECE": tmp_path / "piece",
+    }
+    if loop == "comparisons":
+        shutil.copytree(ckpt, places["ALIKE"])
+        for rank in range(1, TP):
+            shutil.copy(ckpt / "tp_rank_00.safetensors", places["ALIKE"] / f"tp_rank_{rank:02d}.safetensors")
+    if loop == "piece":
+        fastshard.piece(ckpt, places["PIECE"])
+    with Steps(place) as steps:
+        words = [places.get(word, word) for word in argv]
+        process = spawn(*words, "--threads", 1, "--json", env=steps.environment)
+        held = steps.wait(place, process)
+        process.send_signal(number)
+        steps.wait("cancelled", process)
+        held.release()
+        stdout, stderr = process.communicate(timeout=HANG)
+        kind, _, count = place.partition("-")
+        begun = [name for name in steps.reached() if name.startswith(f"{kind}-")]
+    assert len(begun) == int(count) + 1, begun
+    assert process.returncode == 128 + number, stdout + stderr
+    assert [f["code"] for f in json.loads(stdout)["findings"]] == ["FS510"]
+    assert "Traceback" not in stderr and not (tmp_path / "manifest.json").exists()
+
+
 def test_resumed_run_has_statistics_of_all_it_wrote(
     ckpt: Path, place: Path, expected: dict[str, str], steps: Steps
 ) -> None:

@@ -14,7 +14,6 @@ from typing_extensions import NotRequired
 from .zarr.array_writer import StoreWriter
 
 __all__ = [
-    "DEBUG_BUILD",
     "STEPS",
     "Catalog",
     "CoreError",
@@ -56,7 +55,6 @@ __all__ = [
 ]
 
 __version__: str
-DEBUG_BUILD: bool
 #: True where tests can hold a run at named places: never in a released build.
 STEPS: bool
 
@@ -670,6 +668,9 @@ class Plan:
 
         ``FS519`` is among them if the result is published, ``FS510`` if it was stopped before.
         """
+    def refuse_unwritten(self) -> None:
+        """Refuses to read files with large holes in the place of tensors: raises their findings (``FS317``)."""
+
     def check(
         self, options: RunOptions, progress: _Progress = None
     ) -> tuple[list[Finding], dict[str, str], dict[str, dict[str, Any]]]:

@@ -194,7 +194,12 @@ def expected_by(expect: StrPath | Mapping[str, Any] | None) -> Expected:
 
 def beside(checkpoint: Checkpoint) -> Path | None:
     """The manifest in one of the checkpoint's roots; not that of a piece, which tells of files alone."""
-    paths = [root / MANIFEST_NAME for root in checkpoint.roots]
+    return find_manifest(checkpoint.roots)
+
+
+def find_manifest(roots: Iterable[Path]) -> Path | None:
+    """Finds the manifest in one of the directories; not that of a piece, which tells of files alone."""
+    paths = [root / MANIFEST_NAME for root in roots]
     return next((path for path in paths if safe_files.is_file(path) and not is_piece(path)), None)
 
 

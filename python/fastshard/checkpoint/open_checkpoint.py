@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .. import _core
 from ..common import file_digests, hub_downloads, memory_budget, option_checks, placeholder_files, safe_files
@@ -29,6 +29,7 @@ from ..sources.renamed_files import renamed
 from . import filled_parts, quantised_weights, source_options
 from .checkpoint import Checkpoint
 from .drafting import Opened, full_tensors
+from .manifests import find_manifest
 from .pickled_calls import calls_for_tensors
 
 if TYPE_CHECKING:
@@ -169,6 +170,7 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
         copies_accepted=accepted,
         optimizer=optimizer,
         non_finite_accepted="non-finite" in said.accept,
+        holes=_choose_holes(listing, said),
         # What a copy holds is taken from the original.
         units=[unit for unit in source.units if unit.file not in strays.copies],
         lost={**source.lost, **unreadable, **strays.lost},
@@ -226,6 +228,13 @@ def _read_reference(path: StrPath, threads: int | None) -> Reference:
     from ..expected.reference import read
 
     return read(path, partial(_whole, threads=threads))
+
+
+def _choose_holes(listing: Listing, said: Options) -> Literal["refuse", "accept", "compare"]:
+    """Chooses what is made of large holes in files: a manifest says what should be there, and its hashes are compared."""
+    if "holes" in said.accept:
+        return "accept"
+    return "refuse" if find_manifest(listing.roots) is None else "compare"
 
 
 def _whole(path: Path, threads: int | None, accept: Iterable[str] = ()) -> Whole:

@@ -223,6 +223,10 @@ PAGES = {
         "The repository was cloned without Git LFS, or a download saved an error page.",
         "`head -c 200 FILE` shows text where a weight file has binary data.",
     ),
+    "FS317": Page(
+        "A copy stopped at the file's length before its data, or a node died before its writes reached the disk.",
+        "`du -h FILE` shows much less than `ls -lh FILE`. A result written with --sparse has holes on purpose where it holds zeros.",
+    ),
     "FS401": Page(
         "The parameters were loaded from elsewhere and the optimizer was not, or a rank file is from another step.",
         "`fastshard master-weights CKPT -v` lists the tensors with their largest difference.",

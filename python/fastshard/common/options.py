@@ -12,7 +12,7 @@ StrPath = str | os.PathLike[str]
 #: Types of floating tensors in a result.
 Dtype = Literal["keep", "bf16", "f16", "f32"]
 #: What ``accept`` takes: all of it but ``copies=GLOB``.
-ACCEPTABLE = ("uncommitted", "elided-zeros", "older-step", "renamed", "copies", "non-finite", "part")
+ACCEPTABLE = ("uncommitted", "elided-zeros", "older-step", "renamed", "copies", "non-finite", "holes", "part")
 #: Ranks of one parallel dimension at most; no run has as many.
 MAX_DEGREE = 1 << 16
 #: Severities from which on a finding is an error.
@@ -114,8 +114,8 @@ class Source(TypedDict, total=False):
         Option(
             "words",
             "accept one kind of error: a save that was not committed; absent chunks (FS106) as zeros; an older step "
-            "where the newest cannot be used (FS104); files that were renamed on purpose (FS113); NaN and infinite values (FS306); files, or those "
-            "that copies=GLOB names, that were copied on purpose (FS303); a part of a checkpoint that is named alone (FS118). WHAT: "
+            "where the newest cannot be used (FS104); files that were renamed on purpose (FS113); NaN and infinite values (FS306); more than 1 GiB of holes in a "
+            "file, in the place of tensors (FS317); files, or those that copies=GLOB names, that were copied on purpose (FS303); a part of a checkpoint that is named alone (FS118). WHAT: "
             + ", ".join(ACCEPTABLE),
             (),
             metavar="WHAT",

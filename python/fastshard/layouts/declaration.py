@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .._core import Table
 from ..common.errors import FastshardError, Finding, raise_errors
@@ -125,6 +125,8 @@ class Source:
     copies_accepted: list[str] = field(default_factory=list)
     #: True if NaN and infinite values are taken as they are.
     non_finite_accepted: bool = False
+    #: What is made of large holes of a file in the place of tensors: an error, zeros, or what a manifest says.
+    holes: Literal["refuse", "accept", "compare"] = "refuse"
     #: Set for a checkpoint of Orbax.
     tree: TreeInfo | None = None
 

@@ -204,6 +204,7 @@ def _differing(
     part = run["subset"] or (1, 1)
     try:
         with Progress(progress) as bar:
+            plan.core.refuse_unwritten()
             findings += host_parts.compared(checkpoint, part, run, bar)
             downloaded, differing = compare_files(checkpoint, part, run["threads"], bar)
             findings += differing

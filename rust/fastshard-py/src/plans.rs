@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fastshard::catalog::Catalog;
+use fastshard::codes;
 use fastshard::distributed::ranks::write_together;
 use fastshard::draft::Planned;
 use fastshard::error::{Error, Finding, Severity};
@@ -265,6 +266,15 @@ impl Plan {
         findings::list(self.told.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned())
     }
 
+    /// Refuses to read files with large holes in the place of tensors.
+    fn refuse_unwritten(&self) -> PyResult<()> {
+        let is_refused = |f: &&Finding| f.code == codes::UNWRITTEN && f.severity == Severity::Error;
+        match self.findings.iter().filter(is_refused).cloned().collect::<Vec<Finding>>() {
+            unwritten if unwritten.is_empty() => Ok(()),
+            unwritten => Err(raise(Error::from(unwritten))),
+        }
+    }
+
     /// Runs without writing; returns findings, hashes and statistics, by the outputs' names.
     #[pyo3(signature = (options, progress=None))]
     fn check<'py>(
@@ -273,6 +283,7 @@ impl Plan {
         options: Given<RunOptions>,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<Checked<'py>> {
+        self.refuse_unwritten()?;
         let options = options.0;
         let (mut plan, files) = (Arc::clone(&self.plan), self.files.clone());
         if options.only.is_some() {

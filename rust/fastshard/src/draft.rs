@@ -13,6 +13,7 @@ use crate::files::{self, Constants, FileSide, Placed, INDEX_NAME};
 use crate::plan::{Metadata, Output, Plan};
 use crate::request::lookalikes;
 use crate::tensor::Dtype;
+use crate::unwritten::{find_unwritten, Holes};
 
 /// Where a target wants what was drafted, and what goes with it.
 #[derive(Debug, Default, Deserialize)]
@@ -56,6 +57,8 @@ pub struct Draft {
     pub lost: BTreeMap<String, Option<u64>>,
     /// Files of the catalog that say which rank they are of.
     pub(crate) placed: BTreeSet<usize>,
+    /// What is made of holes in files.
+    pub(crate) holes: Holes,
     /// What was found so far, errors first.
     pub findings: Vec<Finding>,
 }
@@ -112,6 +115,7 @@ impl Draft {
         findings.extend(files::misnamed(&plan));
         findings.extend(lookalikes::lookalikes(catalog, &plan, &self.placed));
         findings.extend(lookalikes::unsummed(catalog, &plan));
+        findings.extend(find_unwritten(catalog, &plan, self.holes));
         findings.sort_by_key(|f| std::cmp::Reverse(f.severity));
         plan.notes = findings.iter().filter(|f| f.severity != Severity::Error).cloned().collect();
         if findings.iter().all(|f| f.severity != Severity::Error) && plan.outputs.is_empty() {

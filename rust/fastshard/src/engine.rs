@@ -19,7 +19,7 @@ pub(crate) mod shards;
 pub(crate) mod tile;
 
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::codes;
@@ -128,7 +128,7 @@ pub struct Control {
     pub done: AtomicU64,
     /// Output bytes in all.
     pub total: AtomicU64,
-    /// Set to stop at the next tile.
+    /// Set to stop at the next tile, comparison or file.
     pub cancel: AtomicBool,
     /// What is to be said before the end, for whoever watches.
     pub notices: Mutex<Vec<Finding>>,
@@ -138,6 +138,22 @@ pub struct Control {
 }
 
 impl Control {
+    /// True until the run is told to stop.
+    pub fn is_running(&self) -> bool {
+        !self.cancel.load(Ordering::Relaxed)
+    }
+
+    /// Ends what is at work once the run is told to stop.
+    ///
+    /// # Errors
+    /// `FS510` then.
+    pub fn check_running(&self) -> Result<()> {
+        match self.is_running() {
+            true => Ok(()),
+            false => Err(Finding::new(codes::INTERRUPTED, "stopped by the user").into()),
+        }
+    }
+
     /// Says that the run has come to a place; see [`steps`].
     pub(crate) fn reach(&self, step: Step) {
         #[cfg(feature = "steps")]
@@ -292,12 +308,7 @@ pub(crate) fn blobs_of(plan: &Plan, output: &Output) -> Vec<u32> {
         .parts
         .iter()
         .flat_map(|p| &p.sources)
-        .flat_map(|&s| {
-            let stored = &plan.stored[s as usize];
-            let factors = stored.changes.iter().flat_map(crate::plan::Change::needs);
-            let beside = stored.twins.iter().copied().chain(factors);
-            plan.made_of(s).into_iter().chain(beside).collect::<Vec<_>>()
-        })
+        .flat_map(|&s| plan.read_with(s))
         .flat_map(|s| shards::blobs_of(&plan.stored[s as usize]))
         .collect();
     blobs.sort_unstable();

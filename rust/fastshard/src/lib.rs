@@ -31,6 +31,7 @@ pub mod stats;
 pub mod steps;
 pub mod storage;
 pub mod tensor;
+pub mod unwritten;
 pub mod value;
 pub mod verify;
 pub mod words;

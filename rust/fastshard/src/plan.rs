@@ -282,6 +282,24 @@ impl Plan {
         &self.sources[blob.map_or(0, |b| self.blobs[b as usize].file as usize)]
     }
 
+    /// Whether each stored tensor is read: an output is made of it, or it is compared with what one is made of.
+    pub fn tensors_read(&self) -> Vec<bool> {
+        let mut read = vec![false; self.stored.len()];
+        for source in self.outputs.iter().flat_map(|o| &o.parts).flat_map(|p| &p.sources) {
+            if !std::mem::replace(&mut read[*source as usize], true) {
+                self.read_with(*source).into_iter().for_each(|stored| read[stored as usize] = true);
+            }
+        }
+        read
+    }
+
+    /// The stored tensors that are read for one: what it is made of, its twins, and the factors of its changes.
+    pub fn read_with(&self, stored: u32) -> Vec<u32> {
+        let tensor = &self.stored[stored as usize];
+        let factors = tensor.changes.iter().flat_map(Change::needs);
+        self.made_of(stored).into_iter().chain(tensor.twins.iter().copied()).chain(factors).collect()
+    }
+
     /// A stored tensor, and the tensors that its values are made of, which have codes, scales or anything else in files.
     pub fn made_of(&self, stored: u32) -> Vec<u32> {
         let mut all = vec![stored];

@@ -18,6 +18,7 @@ use crate::plan::{
 };
 use crate::request::{Gathered, Request};
 use crate::tensor::{c_strides, element_count, Dtype};
+use crate::unwritten::find_unwritten;
 
 /// What is to be rebuilt.
 #[derive(Debug, Deserialize)]
@@ -105,6 +106,7 @@ pub fn plan(catalog: &Catalog, request: &Request, repair: &Repair) -> Result<Pla
     plan.point(repair.pointers.clone());
     plan.topology = request.source.degrees.clone();
     plan.roots = catalog.root_names();
+    findings.extend(find_unwritten(catalog, &plan, request.source.holes));
     findings.sort_by_key(|f| std::cmp::Reverse(f.severity));
     plan.notes = findings.iter().filter(|f| f.severity != Severity::Error).cloned().collect();
     Ok(Planned { plan, findings })
@@ -223,7 +225,9 @@ pub fn compare(catalog: &Catalog, request: &Request) -> Planned {
     let compared: Vec<bool> = plan.stored.iter().map(|t| !t.twins.is_empty()).collect();
     let outputs = plan.identity_outputs().into_iter().zip(compared);
     plan.outputs = outputs.filter(|(_, twins)| *twins).map(|(output, _)| output).collect();
-    Planned { plan, findings: all.findings }
+    let mut findings = all.findings;
+    findings.extend(find_unwritten(catalog, &plan, request.source.holes));
+    Planned { plan, findings }
 }
 
 /// A parameter as one dimension, if its elements lie one after another.

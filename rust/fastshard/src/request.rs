@@ -25,6 +25,7 @@ use crate::layout::sets::Sets;
 use crate::layout::table::Table;
 use crate::plan::{Plan, PLAN_VERSION};
 use crate::tensor::Dtype;
+use crate::unwritten::Holes;
 
 pub use adapted::{AdaptedSide, ChangeSide};
 pub(crate) use assembled::Gathered;
@@ -134,6 +135,9 @@ pub struct SourceSide {
     /// True if NaN and infinite values are taken as they are.
     #[serde(default)]
     pub non_finite_accepted: bool,
+    /// What is made of large holes in the place of tensors.
+    #[serde(default)]
+    pub holes: Holes,
     /// Parallel degrees.
     #[serde(default)]
     pub degrees: BTreeMap<String, u64>,
@@ -382,8 +386,8 @@ pub fn draft(catalog: &Catalog, request: &Request) -> Result<Draft> {
         axes: made.axes,
         ..stated(catalog, request)
     };
-    let placed = request.source.placed.clone();
-    Ok(Draft { plan, outputs: made.outputs, lost: made.lost, placed, findings })
+    let (placed, holes) = (request.source.placed.clone(), request.source.holes);
+    Ok(Draft { plan, outputs: made.outputs, lost: made.lost, placed, holes, findings })
 }
 
 /// The tables of the source and of the target, with their axes in common.

@@ -15,6 +15,10 @@ pub enum Step {
     Tile(u64),
     /// All tiles of this process are made.
     Made,
+    /// What was read is about to be read once more, to be compared: the number of such readings before.
+    Compare(u64),
+    /// This piece of whole files is about to be hashed: its number among those of this process.
+    Hash(u64),
     /// This rank has made its part, and still watches the others.
     PartMade,
     /// The ranks of a run have met.
@@ -39,6 +43,8 @@ impl fmt::Display for Step {
             Step::Opened => f.write_str("opened"),
             Step::Tile(number) => write!(f, "tile-{number}"),
             Step::Made => f.write_str("made"),
+            Step::Compare(number) => write!(f, "compare-{number}"),
+            Step::Hash(number) => write!(f, "hash-{number}"),
             Step::PartMade => f.write_str("part-made"),
             Step::Met => f.write_str("met"),
             Step::Listed => f.write_str("listed"),

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use memmap2::Mmap;
+use rustix::fs::SeekFrom;
 
 use crate::codes;
 use crate::distributed::elsewhere::{self, Elsewhere, Rehearsal};
@@ -340,6 +341,28 @@ impl SourceFile {
         let mut buffer = vec![0; len];
         self.read_at(offset, &mut buffer)?;
         Ok(buffer)
+    }
+
+    /// Calls `each` with the holes of a sparse file (first byte, one past the last), in their order, as long as it says
+    /// so; with none where the filesystem does not tell. On a network filesystem a file is asked for its holes only if
+    /// it takes less space than it is long.
+    pub fn each_hole(&self, mut each: impl FnMut(u64, u64) -> bool) {
+        let Some(file) = self.file() else { return };
+        let is_dense = || file.metadata().is_ok_and(|meta| meta.blocks().saturating_mul(512) >= meta.len());
+        if self.network && is_dense() {
+            return;
+        }
+        let mut at = 0;
+        while let Ok(hole) = rustix::fs::seek(file, SeekFrom::Hole(at)) {
+            if hole >= self.size() {
+                return;
+            }
+            // None behind the last hole.
+            at = rustix::fs::seek(file, SeekFrom::Data(hole)).unwrap_or(self.size()).min(self.size());
+            if at <= hole || !each(hole, at) {
+                return;
+            }
+        }
     }
 
     /// The whole file as a read-only map, made on first use; none where the filesystem makes none.

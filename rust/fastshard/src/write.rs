@@ -79,18 +79,6 @@ pub struct Options {
 /// Roots of the sources, for the check that the destination is not among them.
 pub type Roots = [PathBuf];
 
-/// Stops a run that was cancelled.
-pub(crate) fn go_on(control: &Control) -> Result<()> {
-    match is_running(control) {
-        true => Ok(()),
-        false => Err(Finding::new(codes::INTERRUPTED, "stopped by the user").into()),
-    }
-}
-
-pub(crate) fn is_running(control: &Control) -> bool {
-    !control.cancel.load(std::sync::atomic::Ordering::Relaxed)
-}
-
 /// Writes and publishes a plan's result.
 ///
 /// # Errors
@@ -165,7 +153,7 @@ pub(crate) fn complete(
         });
     match done {
         Ok((manifest, mut findings)) => {
-            let published = staging.publish(&last_names(plan), &|| is_running(control));
+            let published = staging.publish(&last_names(plan), &|| control.is_running());
             findings.extend(published.map_err(|error| match error.is_after_publishing() {
                 true => error,
                 false => resumable(error, &folder),
@@ -274,7 +262,7 @@ pub(crate) fn roll_forward(
     mut findings: Vec<Finding>,
     control: &Control,
 ) -> Result<(Manifest, Vec<Finding>)> {
-    findings.extend(staging.publish(&last_names(plan), &|| is_running(control))?);
+    findings.extend(staging.publish(&last_names(plan), &|| control.is_running())?);
     match Manifest::read(&out.join(MANIFEST_NAME)) {
         Ok(manifest) => Ok((manifest, findings)),
         Err(error) => {

@@ -5,7 +5,6 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
 use super::elsewhere::Rehearsal;
@@ -42,12 +41,12 @@ pub fn foresee(
         files.iter().map(|file| Arc::new(Rehearsal::new(file.is_elsewhere()))).collect();
     let rehearsed: Vec<Arc<SourceFile>> =
         files.iter().zip(&notes).map(|(file, note)| Arc::new(file.rehearsed(note.clone()))).collect();
-    let sources = Sources::new(plan, &rehearsed, PathBuf::new(), Checksums::none(plan), 0);
+    let sources = Sources::new(plan, &rehearsed, PathBuf::new(), Checksums::none(plan), 0, Some(control));
     let mut ranges = Ranges { plan, files, notes: &notes, sources, work: Workspace::new(), pending: 0 };
     let mut whole =
         Whole { plan, files, sent: vec![false; plan.blobs.len()], reached: None, blocks: BTreeMap::new() };
     for run in &share.tiles {
-        if control.cancel.load(Ordering::Relaxed) {
+        if !control.is_running() {
             return Ok(());
         }
         let output = &plan.outputs[run.output as usize];
@@ -62,7 +61,7 @@ pub fn foresee(
             ranges.rehearse(output, start, end, control)?;
         }
     }
-    if control.cancel.load(Ordering::Relaxed) {
+    if !control.is_running() {
         return Ok(());
     }
     whole.send_blocks()?;
@@ -95,7 +94,7 @@ impl Ranges<'_> {
     /// Rehearses bytes `start..end` of an output.
     fn rehearse(&mut self, output: &Output, start: u64, end: u64, control: &Control) -> Result<()> {
         let mut at = start;
-        while at < end && !control.cancel.load(Ordering::Relaxed) {
+        while at < end && control.is_running() {
             let next = (at + STEP).min(end);
             // Whatever is wrong with values that are none is wrong with this alone.
             let _ = tile::make(self.plan, &self.sources, output, at, next, Twins::Compare, &mut self.work);

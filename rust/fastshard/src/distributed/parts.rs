@@ -25,9 +25,7 @@ use crate::publish::clock::Patience;
 use crate::publish::{self, Space, Staging};
 use crate::storage::SourceFile;
 use crate::write::records::{Claims, Told};
-use crate::write::{
-    document, engine_options, frames, go_on, is_running, needs, only_read, resumable, sink, Options, Roots,
-};
+use crate::write::{document, engine_options, frames, needs, only_read, resumable, sink, Options, Roots};
 pub use commit::{commit, conclude};
 pub(crate) use commit::{unless_published, Prior};
 use earlier::{is_of, spot_check, Earlier};
@@ -233,8 +231,8 @@ fn is_array(plan: &Plan, output: usize) -> bool {
 }
 
 fn refuse_living(shared: &Shared, patience: &Patience, control: &Control) -> Result<()> {
-    let alive = shared.alive(patience, &|| is_running(control))?;
-    go_on(control)?;
+    let alive = shared.alive(patience, &|| control.is_running())?;
+    control.check_running()?;
     if alive.is_empty() {
         return Ok(());
     }
@@ -280,7 +278,7 @@ fn make_files(
     let space = if options.sparse { Space::Sparse } else { Space::Reserved };
     let mut remade = BTreeSet::new();
     for (number, file) in data() {
-        go_on(control)?;
+        control.check_running()?;
         let made = staging.file(&file.name, file.size, space)?;
         if !made.kept() {
             remade.insert(number);
@@ -330,7 +328,7 @@ pub fn make_part(
     publish::preflight_part(out, roots, &plan.digest(), &needs(plan, files, options))?;
     let logs = shared.logs()?;
     let is_fresh = round.number == 1 && !logs.iter().any(|log| is_of(log, 1, part));
-    let member = match shared.join(round, part, &options.patience, &|| is_running(control))? {
+    let member = match shared.join(round, part, &options.patience, &|| control.is_running())? {
         Joined::Done(_) => return Ok(Made::Before),
         Joined::Member(member) => member,
     };

@@ -16,7 +16,7 @@ use crate::plan::Plan;
 use crate::publish::{self, Staging};
 use crate::steps::Step;
 use crate::storage::SourceFile;
-use crate::write::{document, go_on, is_running, resumable, roll_forward, Options, Roots};
+use crate::write::{document, resumable, roll_forward, Options, Roots};
 
 /// Time between two looks at what the others do.
 const LOOK: Duration = Duration::from_millis(100);
@@ -73,7 +73,7 @@ impl Together<'_> {
             mtime_ns: s.mtime_ns,
         });
         let sources: Vec<Seen> = sources.collect();
-        self.meeting.agree(&self.plan.digest(), &sources, &|| is_running(self.control))
+        self.meeting.agree(&self.plan.digest(), &sources, &|| self.control.is_running())
     }
 
     /// Rank 0.
@@ -103,7 +103,7 @@ impl Together<'_> {
             self.part(&shared, &round, 0)?;
             let mut pauses = Pauses::new(meeting.clock(), LOOK);
             loop {
-                go_on(control)?;
+                control.check_running()?;
                 let missing = parts::missing_parts(&shared, &round)?;
                 if missing.is_empty() {
                     return Ok(());
@@ -137,7 +137,7 @@ impl Together<'_> {
     /// Any other rank.
     fn follow(&self) -> Result<(Manifest, Vec<Finding>)> {
         let Together { plan, out, meeting, control, .. } = *self;
-        let opened = meeting.wait_for_run(&|| is_running(control))?;
+        let opened = meeting.wait_for_run(&|| control.is_running())?;
         let manifest = || Manifest::read(&out.join(MANIFEST_NAME));
         if let Some(opened) = &opened {
             let _ = self.nonce.set(opened.run.clone());
@@ -153,7 +153,7 @@ impl Together<'_> {
             self.part(&shared, &round, meeting.rank()).map_err(|error| resumable(error, &folder))?;
         }
         let is_published = || opened.as_ref().is_some_and(|opened| self.is_published(&opened.run));
-        meeting.wait_for_result(&is_published, &|| is_running(control))?;
+        meeting.wait_for_result(&is_published, &|| control.is_running())?;
         Ok((manifest()?, Vec::new()))
     }
 

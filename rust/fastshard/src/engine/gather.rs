@@ -2,6 +2,7 @@
 
 use std::ops::Deref;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::boxes::{Spread, SubBox};
@@ -9,6 +10,7 @@ use crate::error::Result;
 use crate::format::{torch_zip, Blob};
 use crate::kernel::{self, StridedBox};
 use crate::plan::{PartAxis, Pieces, Plan, PlanBlob, StoredTensor};
+use crate::steps::Step;
 use crate::storage::SourceFile;
 use crate::tensor::c_strides;
 
@@ -17,6 +19,7 @@ use super::changes::Changes;
 use super::checksums::{Checksums, Note};
 use super::coded::Pool;
 use super::evidence::Segment;
+use super::Control;
 
 /// Runs at least this long are read straight to where they belong; shorter ones by way of a span or a map.
 const LONG_RUN: u64 = 32 << 10;
@@ -35,6 +38,10 @@ pub struct Sources<'p> {
     pub(super) coded: Pool,
     /// Factors of adapters.
     pub(super) changes: Changes,
+    /// What stops reading; none where nobody can.
+    control: Option<&'p Control>,
+    /// How often something was read once more to be compared.
+    compared: AtomicU64,
 }
 
 /// The file that a blob's data lies in.
@@ -73,6 +80,7 @@ impl<'p> Sources<'p> {
         scratch_dir: PathBuf,
         checksums: Checksums,
         held: u64,
+        control: Option<&'p Control>,
     ) -> Self {
         let n = plan.blobs.len();
         Sources {
@@ -84,7 +92,31 @@ impl<'p> Sources<'p> {
             checksums,
             coded: Pool::default(),
             changes: Changes::default(),
+            control,
+            compared: AtomicU64::new(0),
         }
+    }
+
+    /// Says that something is about to be read once more, to be compared.
+    ///
+    /// # Errors
+    /// `FS510` once the run is told to stop.
+    pub fn begin_comparison(&self) -> Result<()> {
+        self.check_running()?;
+        let number = self.compared.fetch_add(1, Ordering::Relaxed);
+        if let Some(control) = self.control {
+            control.reach(Step::Compare(number));
+        }
+        Ok(())
+    }
+
+    /// Ends what reads, compares or searches once the run is told to stop. Whatever reads asks here; loops that read
+    /// nothing ask themselves.
+    ///
+    /// # Errors
+    /// `FS510` then.
+    pub fn check_running(&self) -> Result<()> {
+        self.control.map_or(Ok(()), Control::check_running)
     }
 
     /// The file and offset at which a blob's data lies, unpacked first if it is compressed.
@@ -104,6 +136,7 @@ impl<'p> Sources<'p> {
 
     /// Reads bytes of a blob's data from `at`, as they are.
     pub fn read_blob(&self, blob: u32, at: u64, bytes: &mut [u8]) -> Result<()> {
+        self.check_running()?;
         let (file, base) = self.locate(blob)?;
         file.read_at(base + at, bytes)
     }
@@ -115,6 +148,7 @@ impl<'p> Sources<'p> {
 
     /// Decodes a block once more, for what `look` sees in it: at the end of a run, when no worker needs memory.
     pub fn decode<T>(&self, blob: u32, look: impl FnOnce(&[u8]) -> T) -> Result<T> {
+        self.check_running()?;
         let about = &self.plan.blobs[blob as usize];
         let key = about.member.as_deref().unwrap_or("");
         let bytes = self.files[about.file as usize].read_block(key, about.len as usize, None)?;
@@ -142,7 +176,10 @@ impl<'p> Sources<'p> {
             member: blob.member.clone(),
         };
         SourceFile::unpacked(&self.scratch_dir, file.path(), |write| {
-            torch_zip::inflate(file, &blob, &mut |bytes| write(bytes))
+            torch_zip::inflate(file, &blob, &mut |bytes| {
+                self.check_running()?;
+                write(bytes)
+            })
         })
     }
 
@@ -172,6 +209,7 @@ impl<'p> Sources<'p> {
         // Another worker that reads padding may note a part of a gap first: it is looked for anew each time.
         let mut at = 0;
         while let Some((lo, n)) = self.checksums.gap(blob, at, self.plan.blobs[blob as usize].len) {
+            self.check_running()?;
             let n = n.min(buffer.len() as u64) as usize;
             let bytes = &mut buffer[..n];
             file.read_at(base + lo, bytes)?;
@@ -192,6 +230,7 @@ impl<'p> Sources<'p> {
         into: &mut Into,
         scratch: &mut [u8],
     ) -> Result<()> {
+        self.check_running()?;
         let item = stored.dtype.size();
         match &stored.pieces {
             Pieces::Coded(coded) => {

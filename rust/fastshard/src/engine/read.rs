@@ -44,7 +44,8 @@ pub fn read(
             )
             .into());
     }
-    let sources = Sources::new(plan, files, scratch_dir.to_path_buf(), Checksums::none(plan), READ_BLOCKS);
+    let scratch_dir = scratch_dir.to_path_buf();
+    let sources = Sources::new(plan, files, scratch_dir, Checksums::none(plan), READ_BLOCKS, None);
     let share = bytes.len().div_ceil(threads.max(1)).max(READ_SHARE).next_multiple_of(MIN_TILE as usize);
     let mut shares = bytes.chunks_mut(share).zip((start..).step_by(share));
     let made = |(bytes, at)| read_run(plan, &sources, output, at, bytes);

@@ -135,7 +135,8 @@ impl<'a> Run<'a> {
         }
         let (readers, read_elsewhere) = readers(plan, &sizes, &blobs_of, &remaining);
         let checksums = Checksums::new(plan, memory.checksums);
-        let sources = Sources::new(plan, files, options.scratch_dir.clone(), checksums, memory.held);
+        let sources =
+            Sources::new(plan, files, options.scratch_dir.clone(), checksums, memory.held, Some(control));
         let releases = release::Releases::new(plan, &blobs_of, &sizes, &runs);
         control.total.store(runs.iter().map(|run| run.bytes(plan, &sizes)).sum(), Ordering::Relaxed);
         control.done.store(0, Ordering::Relaxed);
@@ -179,7 +180,7 @@ impl<'a> Run<'a> {
         if let Some(error) = lock(&self.failed).take() {
             return Err(error);
         }
-        if self.control.cancel.load(Ordering::Relaxed) {
+        if !self.control.is_running() {
             return Err(Finding::new(codes::INTERRUPTED, "stopped by the user")
                 .help("continue the run")
                 .run("--resume")
@@ -196,7 +197,7 @@ impl<'a> Run<'a> {
     }
 
     fn stopped(&self) -> bool {
-        self.control.cancel.load(Ordering::Relaxed) || lock(&self.failed).is_some()
+        !self.control.is_running() || lock(&self.failed).is_some()
     }
 
     fn fail(&self, error: Error) {

@@ -19,7 +19,7 @@ use crate::codes;
 use crate::error::{Finding, Result, Severity};
 use crate::kernel;
 use crate::plan::{PartAxis, Pieces, Plan, StoredTensor};
-use crate::standing::{each_blob, each_use, Standing, Use};
+use crate::standing::{digest_of, each_blob, each_use, Standing, Use};
 use crate::tensor::{c_strides, element_count};
 
 use contents::Contents;
@@ -41,6 +41,8 @@ const MIN_BYTES: u64 = 32;
 const RUNS: u64 = 16;
 /// Bytes compared at a time.
 pub(super) const CHUNK: usize = 256 << 10;
+/// Bytes of a sample.
+const SAMPLE: usize = 4 << 10;
 
 /// Adds what was found of whole files to what was found of their tensors, which is then told with it.
 pub(super) fn told_once(findings: &mut Vec<Finding>, files: Vec<Finding>) {
@@ -221,6 +223,19 @@ fn runs_of_part(stored: &StoredTensor, d: usize, times: u64, part: u64) -> impl 
     (0..outer).map(move |o| (o * n * inner + part * run, run))
 }
 
+/// Runs of elements, each as first and number, in which values are looked for: of a large tensor spread evenly over it,
+/// its first and its last elements among them.
+fn spread_runs(total: u64, item: usize) -> impl Iterator<Item = (u64, u64)> {
+    let each = (CHUNK / item) as u64;
+    let (runs, each) = if total <= RUNS * each { (1, total) } else { (RUNS, each) };
+    (0..runs).map(move |run| ((total - each) / (runs - 1).max(1) * run, each))
+}
+
+/// True if all elements are the same.
+fn is_constant(bytes: &[u8], item: usize) -> bool {
+    bytes.len() <= item || bytes[item..] == bytes[..bytes.len() - item]
+}
+
 struct Reader<'a, 'p> {
     sources: &'a Sources<'p>,
     scratch: Vec<u8>,
@@ -257,10 +272,31 @@ impl<'a, 'p> Reader<'a, 'p> {
         Ok(true)
     }
 
+    /// BLAKE3 of a tensor's elements, in C order.
+    fn hash(&mut self, stored: &StoredTensor) -> Result<[u8; 32]> {
+        self.sources.begin_comparison()?;
+        let mut hasher = blake3::Hasher::new();
+        for (at, bytes) in Self::chunks(stored) {
+            hasher.update(self.read(stored, at, bytes)?);
+        }
+        Ok(*hasher.finalize().as_bytes())
+    }
+
+    /// A digest of the middle of a tensor; none where that is constant.
+    fn sample(&mut self, stored: &StoredTensor) -> Result<Option<u64>> {
+        let item = stored.dtype.size();
+        let total = element_count(&stored.shape).unwrap_or(0);
+        let n = total.min((SAMPLE / item) as u64);
+        let bytes = self.read(stored, (total - n) / 2, n as usize * item)?;
+        Ok((!is_constant(bytes, item)).then(|| digest_of(bytes)))
+    }
+
     /// True if a tensor has too few different values for equality to say something.
     fn says_nothing(&mut self, stored: &StoredTensor) -> Result<bool> {
         let mut values = Values::default();
-        self.add_values(stored, 0, element_count(&stored.shape).unwrap_or(0), &mut values)?;
+        for (first, n) in spread_runs(element_count(&stored.shape).unwrap_or(0), stored.dtype.size()) {
+            self.add_values(stored, first, n, &mut values)?;
+        }
         Ok(!values.enough())
     }
 

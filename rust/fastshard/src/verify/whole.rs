@@ -8,6 +8,7 @@ use crate::codes;
 use crate::engine::Control;
 use crate::error::{Error, Finding, Result};
 use crate::hash::{hex, TileHasher, TileHashes};
+use crate::steps::Step;
 use crate::storage::SourceFile;
 
 /// Bytes that a thread hashes at a time; a power of two.
@@ -62,6 +63,7 @@ pub(super) fn hashes(files: Vec<(PathBuf, u64)>, threads: usize, control: &Contr
             let Some(part) = parts[..after].last().filter(|part| number < part.first + part.tiles) else {
                 return;
             };
+            control.reach(Step::Hash(number));
             if let Err(error) = part.take(number - part.first, &mut buffer, control) {
                 ended.store(true, Ordering::Relaxed);
                 lock(&failed).get_or_insert(error);
@@ -109,9 +111,7 @@ impl Part {
         let (mut at, end) = (index * TILE, ((index + 1) * TILE).min(self.size));
         let mut hasher = TileHasher::new(index, TILE, self.size);
         while at < end {
-            if control.cancel.load(Ordering::Relaxed) {
-                return Err(Finding::new(codes::INTERRUPTED, "stopped by the user").into());
-            }
+            control.check_running()?;
             let n = (end - at).min(CHUNK);
             buffer.resize(n as usize, 0);
             source.read_at(at, buffer)?;

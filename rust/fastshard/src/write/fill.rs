@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::arrays::Arrays;
 use super::frames::underlay;
 use super::sink::StagedSink;
-use super::{engine_options, frames, go_on, keeps, only_read, outcome, piece, records, Options};
+use super::{engine_options, frames, keeps, only_read, outcome, piece, records, Options};
 use crate::codes;
 use crate::distributed::parts::Prior;
 use crate::engine::{self, Control, Discard, Report};
@@ -146,7 +146,7 @@ impl Filling<'_> {
             if plan.outputs.is_empty() {
                 control.done.fetch_add(bytes, Ordering::Relaxed);
             }
-            go_on(control)
+            control.check_running()
         };
         for (i, file) in options.copies.iter().enumerate() {
             staging.copy_in(&file.name, &file.path, file.blake3.as_deref(), &copied)?;

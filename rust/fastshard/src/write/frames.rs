@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{go_on, CHUNK};
+use super::CHUNK;
 use crate::codes;
 use crate::engine::Control;
 use crate::error::{Finding, Result};
@@ -64,7 +64,7 @@ pub(super) fn underlay(
     let mut at = 0;
     for (lo, hi) in taken {
         while at < lo {
-            go_on(control)?;
+            control.check_running()?;
             let n = CHUNK.min(lo - at) as usize;
             source.read_at(at, &mut bytes[..n])?;
             out.write_all_at(at, &bytes[..n])?;

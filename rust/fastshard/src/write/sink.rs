@@ -130,7 +130,7 @@ impl<'a> StagedSink<'a> {
                 for (start, end) in sums.gaps(lo, hi) {
                     let mut at = start;
                     while at < end {
-                        super::go_on(control)?;
+                        control.check_running()?;
                         let mut bytes = vec![0; CHUNK.min(end - at) as usize];
                         file.read_at(at, &mut bytes)?;
                         sums.add(at, bytes.len() as u64, hash::crc32(&bytes));

@@ -78,7 +78,9 @@ def main():
     assert torch.backends.cpu.get_cpu_capability() == "DEFAULT", "set ATEN_CPU_CAPABILITY=default"
     rng = np.random.default_rng(20)
     f32, f64 = f32_patterns(rng), f64_patterns(rng)
-    nan64 = [p | s for p in (0x7FF0000000000001, 0x7FF4000000000000, 0x7FF8123456789ABC) for s in (0, 1 << 63)]
+    nan64 = [
+        p | s for p in (0x7FF0000000000001, 0x7FF4000000000000, 0x7FF8123456789ABC) for s in (0, 1 << 63)
+    ]
     half = [p for p in range(0, 0x10000, 97) if p & 0x7C00 != 0x7C00] + [0x7C00, 0xFC00]
     brain = [*range(0, 0x10000, 97), 0x7F80, 0xFF80]
     finite_brain = [p for p in brain if p & 0x7FFF <= 0x7F80]
@@ -101,7 +103,9 @@ def main():
             f'["{a:0{width[source]}x}", "{b:0{width[target]}x}"]'
             for a, b in zip(patterns, cast(source, target, patterns), strict=True)
         ]
-        lines.append(f'  {{"from": "{source}", "to": "{target}", "pairs": [\n    ' + ",\n    ".join(pairs) + "\n  ]}")
+        lines.append(
+            f'  {{"from": "{source}", "to": "{target}", "pairs": [\n    ' + ",\n    ".join(pairs) + "\n  ]}"
+        )
     text = f'{{"torch": "{torch.__version__}", "cases": [\n' + ",\n".join(lines) + "\n]}\n"
     json.loads(text)
     pathlib.Path(__file__).with_name("cast_golden.json").write_text(text)

@@ -3,16 +3,15 @@
 use std::collections::HashMap;
 
 use super::values::Values;
-use super::CHUNK;
+use super::{spread_runs, CHUNK, SAMPLE};
 use crate::engine::blocks::{sample_of, CONSTANT};
 use crate::engine::gather::Sources;
 use crate::error::Result;
 use crate::plan::Plan;
 use crate::standing::{digest_of, each_blob, mixed, Standing};
 
-/// Runs of a file without checksums that are looked at before all of it is, and bytes of each.
+/// Blobs of a file without checksums of which samples are looked at before those of all are.
 const SAMPLES: usize = 16;
-const SAMPLE: u64 = 4096;
 
 /// The contents of a plan's blobs, of those that something is made of.
 pub(super) struct Contents {
@@ -151,15 +150,17 @@ impl Contents {
             sources.decode(blob, |bytes| values.add(bytes, item))?;
             return Ok(values.enough());
         }
-        let mut buffer = vec![0; about.len.min(SAMPLE) as usize];
-        let mut at = 0;
-        while at < about.len && !values.enough() {
-            let n = (about.len - at).min(buffer.len() as u64) as usize;
-            sources.read_blob(blob, at, &mut buffer[..n])?;
-            values.add(&buffer[..n], item);
-            at += n as u64;
-            // Whoever has not told by then is long.
-            buffer.resize(CHUNK, 0);
+        let mut buffer = Vec::new();
+        for (first, n) in spread_runs(about.len / item as u64, item) {
+            let (mut at, end) = (first * item as u64, (first + n) * item as u64);
+            while at < end && !values.enough() {
+                // Whoever has not told by then is long.
+                let most = if buffer.is_empty() { SAMPLE } else { CHUNK };
+                buffer.resize((end - at).min(most as u64) as usize, 0);
+                sources.read_blob(blob, at, &mut buffer)?;
+                values.add(&buffer, item);
+                at += buffer.len() as u64;
+            }
         }
         Ok(values.enough())
     }
@@ -168,7 +169,7 @@ impl Contents {
 /// A digest of the middle of a blob.
 fn sample(plan: &Plan, sources: &Sources, blob: u32) -> Result<u64> {
     let len = plan.blobs[blob as usize].len;
-    let mut bytes = vec![0; len.min(SAMPLE) as usize];
+    let mut bytes = vec![0; len.min(SAMPLE as u64) as usize];
     sources.read_blob(blob, (len - bytes.len() as u64) / 2, &mut bytes)?;
     Ok(digest_of(&bytes))
 }

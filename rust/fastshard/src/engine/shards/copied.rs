@@ -1,5 +1,6 @@
 //! Files that are copies of other files: all that is taken of one is in another, where it stands for something else.
 
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use super::meant::Verdict;
@@ -46,7 +47,7 @@ pub(super) fn copied_files(equal: Equal) -> Result<Vec<Finding>> {
         });
         stands.insert(file, digest);
     }
-    let search = Search { equal, blobs, holders, stands };
+    let search = Search { equal, blobs, holders, stands, hashes: RefCell::default() };
     let mut elsewhere = HashSet::new();
     for &file in search.blobs.keys() {
         let shares = search.blobs[&file].iter().any(|blob| contents.class(*blob).is_some());
@@ -82,6 +83,8 @@ struct Search<'a, 'p> {
     holders: HashMap<u32, Vec<u32>>,
     /// File -> digest of what stands in it: replicas have the same.
     stands: HashMap<u32, u64>,
+    /// Blob -> its hash, as far as it was asked for.
+    hashes: RefCell<HashMap<u32, [u8; 32]>>,
 }
 
 impl Search<'_, '_> {
@@ -139,6 +142,7 @@ impl Search<'_, '_> {
         let originals: BTreeSet<u32> = fewest.iter().map(|blob| self.file(*blob)).collect();
         let mut found: Option<Copy> = None;
         for original in originals {
+            self.equal.sources.check_running()?;
             let same = original == file || self.stands[&original] == self.stands[&file];
             let copied = copies.contains(&original);
             if same || copied || !self.within(file, original) {
@@ -237,18 +241,28 @@ impl Search<'_, '_> {
         reader.repeats_along(&StoredTensor { pieces, shape, ..stored.clone() }, along)
     }
 
+    /// True if two blobs hold the same bytes.
     fn same_bytes(&self, a: u32, b: u32) -> Result<bool> {
-        let len = self.equal.plan.blobs[a as usize].len;
-        let (mut x, mut y) = (vec![0; CHUNK], vec![0; CHUNK]);
-        for at in (0..len).step_by(CHUNK) {
-            let n = (len - at).min(CHUNK as u64) as usize;
-            self.equal.sources.read_blob(a, at, &mut x[..n])?;
-            self.equal.sources.read_blob(b, at, &mut y[..n])?;
-            if x[..n] != y[..n] {
-                return Ok(false);
-            }
+        Ok(self.hash(a)? == self.hash(b)?)
+    }
+
+    /// BLAKE3 of a blob, read once however many it is compared with.
+    fn hash(&self, blob: u32) -> Result<[u8; 32]> {
+        if let Some(hash) = self.hashes.borrow().get(&blob) {
+            return Ok(*hash);
         }
-        Ok(true)
+        self.equal.sources.begin_comparison()?;
+        let len = self.equal.plan.blobs[blob as usize].len;
+        let mut hasher = blake3::Hasher::new();
+        let mut bytes = vec![0; len.min(CHUNK as u64) as usize];
+        for at in (0..len).step_by(CHUNK) {
+            let part = &mut bytes[..(len - at).min(CHUNK as u64) as usize];
+            self.equal.sources.read_blob(blob, at, part)?;
+            hasher.update(part);
+        }
+        let hash = *hasher.finalize().as_bytes();
+        self.hashes.borrow_mut().insert(blob, hash);
+        Ok(hash)
     }
 
     /// Layers that were all doubled are meant: no accident does that. Each of a kind is there equally often, and there

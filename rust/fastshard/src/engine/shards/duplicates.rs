@@ -1,6 +1,6 @@
 //! Files copied over others: shards, layers and pieces that hold the same bytes where they must not.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use super::{blobs_of, crc_of, Reader, MIN_BYTES};
 use crate::codes;
@@ -18,6 +18,8 @@ type Layer<'p> = &'p [u64];
 /// some ranks or layers only, of a tensor that no layer repeats (an embedding), or of everything that
 /// two ranks hold, is a file copied over another. What repeats inside its own rank (the experts of a model
 /// made of a dense one) tells nothing of other ranks.
+///
+/// Each shard is read once more at most. Of a shard that the run does not read, a sample is.
 pub(in crate::engine) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Vec<Finding>> {
     // (rule, index) -> shards
     let mut groups: BTreeMap<(u32, &[u64]), Vec<u32>> = BTreeMap::new();
@@ -30,24 +32,43 @@ pub(in crate::engine) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Ve
         plan,
         sources,
         reader: Reader::new(sources),
-        pairs: BTreeMap::new(),
-        rules: HashMap::new(),
+        is_read: plan.tensors_read(),
+        class_of: vec![NO_CLASS; plan.stored.len()],
+        classes: 0,
         repeats: HashMap::new(),
         equal: Vec::new(),
     };
     for ((rule, _), shards) in &groups {
-        compared.group(*rule, shards)?;
+        compared.sort_into_classes(*rule, shards)?;
     }
-    Ok(compared.findings())
+    if compared.equal.is_empty() {
+        return Ok(Vec::new());
+    }
+    let differing = compared.find_differing(groups.values())?;
+    compared.findings(&differing)
 }
 
+/// The class of a shard that is compared with none.
+const NO_CLASS: u32 = 0;
+
 /// What two files hold alike.
-#[derive(Default)]
 struct Alike {
-    /// Pairs of stored tensors.
-    equal: Vec<(u32, u32)>,
+    /// The first two stored tensors that are equal.
+    first: (u32, u32),
     /// True if one file is a copy that nobody meant.
     bad: bool,
+}
+
+/// Files of two ranks, and what they hold alike.
+type FilePairs = BTreeMap<(u32, u32), Alike>;
+
+/// What differs between ranks that hold something alike.
+#[derive(Default)]
+struct Differing {
+    /// Pairs of ranks of which a shard differs.
+    ranks: HashSet<(u64, u64)>,
+    /// Rules of which a shard differs on two ranks.
+    rules: HashSet<u32>,
 }
 
 /// Shards of one tensor on several ranks, compared with each other.
@@ -55,33 +76,96 @@ struct Compared<'a> {
     plan: &'a Plan,
     sources: &'a Sources<'a>,
     reader: Reader<'a, 'a>,
-    /// Pair of ranks -> (equal, different) shards that are not constant.
-    pairs: BTreeMap<(u64, u64), (u64, u64)>,
-    /// Rule -> pairs seen (equal, different).
-    rules: HashMap<u32, (u64, u64)>,
+    /// Whether the run reads a stored tensor.
+    is_read: Vec<bool>,
+    /// Stored tensor -> its class: those of one tensor in one class are the same, or not told apart.
+    class_of: Vec<u32>,
+    /// How many classes there are.
+    classes: u32,
     /// Rule -> tensors that it names.
     repeats: HashMap<u32, u64>,
-    /// Pairs of stored tensors that are equal.
-    equal: Vec<(u32, u32)>,
+    /// Stored tensors of each class that are proven to be equal, and not constant.
+    equal: Vec<Vec<u32>>,
+}
+
+/// By what shards are told apart before they are hashed.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+enum Look {
+    Checksum(u32),
+    /// None if it is constant.
+    Sample(Option<u64>),
 }
 
 impl Compared<'_> {
-    /// Compares the shards of one tensor, each with each.
-    fn group(&mut self, rule: u32, shards: &[u32]) -> Result<()> {
+    /// Sorts the shards of one tensor by what they hold.
+    fn sort_into_classes(&mut self, rule: u32, shards: &[u32]) -> Result<()> {
+        self.sources.check_running()?;
         *self.repeats.entry(rule).or_default() += 1;
         let sums: Vec<Option<u32>> =
             shards.iter().map(|&s| crc_of(self.sources, &self.plan.stored[s as usize])).collect();
         if self.is_made_of_one(shards, &sums)? {
             return Ok(());
         }
-        // checksum -> whether what has it tells nothing
-        let mut nothing: HashMap<u32, bool> = HashMap::new();
-        for a in 0..shards.len() {
-            for b in a + 1..shards.len() {
-                self.pair(rule, (shards[a], sums[a]), (shards[b], sums[b]), &mut nothing)?;
+        let all_known = sums.iter().all(Option::is_some);
+        let mut looks: BTreeMap<(&[u64], Look), Vec<u32>> = BTreeMap::new();
+        for (&shard, sum) in shards.iter().zip(&sums) {
+            let stored = &self.plan.stored[shard as usize];
+            let look = match sum {
+                Some(sum) if all_known => Look::Checksum(*sum),
+                _ => Look::Sample(self.reader.sample(stored)?),
+            };
+            looks.entry((&stored.shape, look)).or_default().push(shard);
+        }
+        for alike in looks.into_values() {
+            if !self.are_of_several_ranks(&alike) || !alike.iter().all(|&shard| self.is_read[shard as usize])
+            {
+                self.add_class(&alike);
+                continue;
+            }
+            // Content that tells nothing need not be read for each rank.
+            if all_known && self.reader.says_nothing(&self.plan.stored[alike[0] as usize])? {
+                self.add_class(&alike);
+                continue;
+            }
+            let mut contents: BTreeMap<[u8; 32], Vec<u32>> = BTreeMap::new();
+            for shard in alike {
+                let hash = self.reader.hash(&self.plan.stored[shard as usize])?;
+                contents.entry(hash).or_default().push(shard);
+            }
+            for same in contents.into_values() {
+                self.add_class(&same);
+                let tells = self.are_of_several_ranks(&same)
+                    && (all_known || !self.reader.says_nothing(&self.plan.stored[same[0] as usize])?);
+                if tells {
+                    self.equal.push(same);
+                }
             }
         }
         Ok(())
+    }
+
+    fn add_class(&mut self, shards: &[u32]) {
+        self.classes += 1;
+        shards.iter().for_each(|&shard| self.class_of[shard as usize] = self.classes);
+    }
+
+    fn rank(&self, stored: u32) -> u64 {
+        self.plan.stored[stored as usize].shard.unwrap_or(0)
+    }
+
+    fn are_of_several_ranks(&self, shards: &[u32]) -> bool {
+        shards.iter().any(|&shard| self.rank(shard) != self.rank(shards[0]))
+    }
+
+    /// Pairs of shards on different ranks, in their order.
+    fn pairs<'s>(&'s self, shards: &'s [u32]) -> impl Iterator<Item = (u32, u32)> + 's {
+        let after = move |n: usize| shards[n + 1..].iter().map(move |&b| (shards[n], b));
+        (0..shards.len()).flat_map(after).filter(|&(a, b)| self.rank(a) != self.rank(b))
+    }
+
+    fn rank_pair(&self, (a, b): (u32, u32)) -> (u64, u64) {
+        let (a, b) = (self.rank(a), self.rank(b));
+        (a.min(b), a.max(b))
     }
 
     /// True for experts that were made of one: they are the same on all ranks, or each part of them is on all that have it.
@@ -98,79 +182,90 @@ impl Compared<'_> {
         Ok(alike && (each > 2 || (each > 1 && self.reader.repeats(first)?)))
     }
 
-    /// Compares two shards, each given with its checksum where that is known.
-    fn pair(
-        &mut self,
-        rule: u32,
-        (a, a_sum): (u32, Option<u32>),
-        (b, b_sum): (u32, Option<u32>),
-        nothing: &mut HashMap<u32, bool>,
-    ) -> Result<()> {
-        let (x, y) = (&self.plan.stored[a as usize], &self.plan.stored[b as usize]);
-        let (Some(r), Some(s)) = (x.shard, y.shard) else { return Ok(()) };
-        if r == s || x.shape != y.shape {
-            return Ok(());
-        }
-        // Checksums that are known and differ settle it without reading.
-        let differ = matches!((a_sum, b_sum), (Some(p), Some(q)) if p != q);
-        let known = a_sum.filter(|_| a_sum == b_sum);
-        // Content that tells nothing need not be compared, nor be read for each rank.
-        if let Some(sum) = known {
-            let says_nothing = match nothing.get(&sum) {
-                Some(known) => *known,
-                None => *nothing.entry(sum).or_insert(self.reader.says_nothing(x)?),
+    /// Finds what differs between ranks that hold something alike, and which rules name it.
+    fn find_differing<'g>(&self, groups: impl Iterator<Item = &'g Vec<u32>>) -> Result<Differing> {
+        let ranks: HashSet<(u64, u64)> =
+            self.equal.iter().flat_map(|same| self.pairs(same)).map(|pair| self.rank_pair(pair)).collect();
+        let rules: HashSet<u32> =
+            self.equal.iter().map(|same| self.plan.stored[same[0] as usize].rule).collect();
+        let mut found = Differing::default();
+        for shards in groups {
+            self.sources.check_running()?;
+            let rule = self.plan.stored[shards[0] as usize].rule;
+            let differs = |&(a, b): &(u32, u32)| {
+                let classes = (self.class_of[a as usize], self.class_of[b as usize]);
+                classes.0 != classes.1
+                    && classes.0 != NO_CLASS
+                    && classes.1 != NO_CLASS
+                    && self.plan.stored[a as usize].shape == self.plan.stored[b as usize].shape
             };
-            if says_nothing {
-                return Ok(());
+            for pair in self.pairs(shards).filter(differs) {
+                if rules.contains(&rule) {
+                    found.rules.insert(rule);
+                }
+                let pair = self.rank_pair(pair);
+                if ranks.contains(&pair) {
+                    found.ranks.insert(pair);
+                }
             }
         }
-        let same = !differ && self.reader.equal(x, y)?;
-        if same && known.is_none() && self.reader.says_nothing(x)? {
-            return Ok(());
-        }
-        let of_pair = self.pairs.entry((r.min(s), r.max(s))).or_default();
-        let of_rule = self.rules.entry(rule).or_default();
-        if same {
-            of_pair.0 += 1;
-            of_rule.0 += 1;
-            self.equal.push((a, b));
-        } else {
-            of_pair.1 += 1;
-            of_rule.1 += 1;
-        }
-        Ok(())
+        Ok(found)
     }
 
     /// One finding for files that are copies of one another, naming the first tensor. Which is the copy they do not tell.
-    fn findings(&self) -> Vec<Finding> {
+    fn findings(&self, differing: &Differing) -> Result<Vec<Finding>> {
         let plan = self.plan;
-        let repeated = repeated_inside(plan, self.sources, self.equal.iter().map(|&(a, _)| a));
-        let mut pairs: BTreeMap<(u32, u32), Alike> = BTreeMap::new();
-        for &(a, b) in &self.equal {
-            let (x, y) = (&plan.stored[a as usize], &plan.stored[b as usize]);
-            let (r, s) = (x.shard.unwrap_or(0), y.shard.unwrap_or(0));
-            let symmetric = self.rules[&x.rule].1 == 0 && self.repeats[&x.rule] > 1;
-            let whole_rank = self.pairs[&(r.min(s), r.max(s))].1 == 0;
-            let alike = pairs.entry((file_of(plan, x), file_of(plan, y))).or_default();
-            alike.equal.push((a, b));
-            alike.bad |= (!symmetric || whole_rank) && !repeated.contains(&a);
+        let repeated = repeated_inside(plan, self.sources, self.equal.iter().flatten().copied());
+        let file = |stored: u32| file_of(plan, &plan.stored[stored as usize]);
+        let mut pairs = FilePairs::new();
+        for same in &self.equal {
+            self.sources.check_running()?;
+            let rule = plan.stored[same[0] as usize].rule;
+            let symmetric = !differing.rules.contains(&rule) && self.repeats[&rule] > 1;
+            for (a, b) in self.pairs(same) {
+                let whole_rank = !differing.ranks.contains(&self.rank_pair((a, b)));
+                let alike = pairs.entry((file(a), file(b))).or_insert(Alike { first: (a, b), bad: false });
+                alike.bad |= (!symmetric || whole_rank) && !repeated.contains(&a);
+            }
         }
         let mut found = Vec::new();
         for bad in [true, false] {
-            let like: Vec<_> = pairs.iter().filter(|(_, alike)| alike.bad == bad).collect();
-            for files in joined(like.iter().map(|(pair, _)| **pair)) {
-                let inside = like.iter().filter(|((a, _), _)| files.contains(a));
-                let equal: Vec<(u32, u32)> = inside.flat_map(|(_, alike)| &alike.equal).copied().collect();
-                found.push(self.copied(&files, &equal, bad));
+            let like = || pairs.iter().filter(move |(_, alike)| alike.bad == bad);
+            for files in joined(like().map(|(pair, _)| *pair)) {
+                self.sources.check_running()?;
+                let first = like().find(|((a, _), _)| files.contains(a)).map(|(_, alike)| alike.first);
+                let is_inside = |&(a, b): &(u32, u32)| {
+                    let pair = (file(a), file(b));
+                    files.contains(&pair.0) && pairs.get(&pair).is_some_and(|alike| alike.bad == bad)
+                };
+                let mut holders = BTreeSet::new();
+                let mut tensors: BTreeSet<(u32, Layer)> = BTreeSet::new();
+                for same in &self.equal {
+                    for (a, b) in self.pairs(same).filter(is_inside) {
+                        holders.extend([a, b]);
+                        let stored = &plan.stored[a as usize];
+                        tensors.insert((stored.rule, &stored.index));
+                    }
+                }
+                if let Some((_, copy)) = first {
+                    found.push(self.copied(&files, &holders, tensors.len() as u64, copy, bad));
+                }
             }
         }
-        found
+        Ok(found)
     }
 
-    fn copied(&self, files: &BTreeSet<u32>, equal: &[(u32, u32)], bad: bool) -> Finding {
+    /// `holders`: the shards that are the same, of `count` tensors; `copy`: one of them.
+    fn copied(
+        &self,
+        files: &BTreeSet<u32>,
+        holders: &BTreeSet<u32>,
+        count: u64,
+        copy: u32,
+        bad: bool,
+    ) -> Finding {
         let plan = self.plan;
         let code = if bad { codes::DUPLICATED_SHARD } else { codes::EQUAL_SHARDS };
-        let holders: BTreeSet<u32> = equal.iter().flat_map(|&(a, b)| [a, b]).collect();
         let ranks: BTreeSet<&str> =
             holders.iter().filter_map(|&s| plan.stored[s as usize].rank.as_deref()).collect();
         let ranks = match ranks.len() {
@@ -185,11 +280,6 @@ impl Compared<'_> {
             }
             _ => format!("{} ranks", files.len()),
         };
-        let tensors: BTreeSet<(u32, Layer)> = equal
-            .iter()
-            .map(|&(a, _)| (plan.stored[a as usize].rule, &plan.stored[a as usize].index[..]))
-            .collect();
-        let count = tensors.len() as u64;
         let what = if count == 1 { "shard".into() } else { format!("{count} shards") };
         let finding = Finding::new(code, format!("{ranks} hold the same {what}: one file is a copy of another"))
             .count(count)
@@ -197,7 +287,7 @@ impl Compared<'_> {
             .help("copy the files of these ranks again from the nodes that ran them; nothing here says which file is the copy; if they were copied on purpose, accept them")
             .run("--accept copies");
         // The later rank is what was written last, if ranks were copied in their order.
-        let mut finding = place(plan, equal[0].1, finding);
+        let mut finding = place(plan, copy, finding);
         finding.rank = None;
         finding.files = files.iter().map(|&file| plan.label(file)).collect();
         finding
@@ -206,16 +296,26 @@ impl Compared<'_> {
 
 /// Files that pairs join, directly or by way of others.
 fn joined(pairs: impl Iterator<Item = (u32, u32)>) -> Vec<BTreeSet<u32>> {
-    let mut sets: Vec<BTreeSet<u32>> = Vec::new();
-    for (a, b) in pairs {
-        let (with, mut others): (Vec<_>, Vec<_>) =
-            sets.into_iter().partition(|set| set.contains(&a) || set.contains(&b));
-        let mut one: BTreeSet<u32> = with.into_iter().flatten().collect();
-        one.extend([a, b]);
-        others.push(one);
-        sets = others;
+    let mut parents: BTreeMap<u32, u32> = BTreeMap::new();
+    fn root(parents: &mut BTreeMap<u32, u32>, file: u32) -> u32 {
+        let parent = *parents.entry(file).or_insert(file);
+        if parent == file {
+            return file;
+        }
+        let root = root(parents, parent);
+        parents.insert(file, root);
+        root
     }
-    sets
+    for (a, b) in pairs {
+        let (a, b) = (root(&mut parents, a), root(&mut parents, b));
+        parents.insert(a.max(b), a.min(b));
+    }
+    let files: Vec<u32> = parents.keys().copied().collect();
+    let mut sets: BTreeMap<u32, BTreeSet<u32>> = BTreeMap::new();
+    for file in files {
+        sets.entry(root(&mut parents, file)).or_default().insert(file);
+    }
+    sets.into_values().collect()
 }
 
 /// The file that a stored tensor begins in.

@@ -1,5 +1,7 @@
 //! Replicas that differ: which of them the others contradict.
 
+use std::collections::BTreeMap;
+
 use super::Reader;
 use crate::engine::gather::Sources;
 use crate::error::Result;
@@ -11,20 +13,17 @@ pub(in crate::engine) fn odd_ones(plan: &Plan, sources: &Sources, copies: &[u32]
         return Ok(Vec::new());
     }
     let mut reader = Reader::new(sources);
-    // Copies that are alike, each kind by its first one.
-    let mut kinds: Vec<Vec<u32>> = Vec::new();
-    'copies: for &copy in copies {
-        for kind in &mut kinds {
-            if reader.equal(&plan.stored[kind[0] as usize], &plan.stored[copy as usize])? {
-                kind.push(copy);
-                continue 'copies;
-            }
-        }
-        kinds.push(vec![copy]);
+    // Copies that are alike, by their hash.
+    let mut kinds: BTreeMap<[u8; 32], Vec<u32>> = BTreeMap::new();
+    for &copy in copies {
+        kinds.entry(reader.hash(&plan.stored[copy as usize])?).or_default().push(copy);
     }
+    let mut kinds: Vec<Vec<u32>> = kinds.into_values().collect();
     let Some(most) = kinds.iter().position(|kind| 2 * kind.len() > copies.len()) else {
         return Ok(Vec::new());
     };
     kinds.swap_remove(most);
-    Ok(kinds.into_iter().flatten().collect())
+    let mut odd: Vec<u32> = kinds.into_iter().flatten().collect();
+    odd.sort_unstable();
+    Ok(odd)
 }

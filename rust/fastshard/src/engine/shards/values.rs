@@ -2,6 +2,8 @@
 
 use std::collections::HashSet;
 
+use super::is_constant;
+
 /// Different values that equal contents must have at least: less is equal by chance or by construction.
 pub(crate) const MIN_VALUES: usize = 64;
 
@@ -26,8 +28,7 @@ impl Values {
     /// Takes note of elements of `item` bytes, up to 8.
     pub(in crate::engine) fn add(&mut self, bytes: &[u8], item: usize) {
         // Most of what tells nothing is one value throughout.
-        let is_constant = bytes.len() > item && bytes[item..] == bytes[..bytes.len() - item];
-        let bytes = if is_constant { &bytes[..item] } else { bytes };
+        let bytes = if is_constant(bytes, item) { &bytes[..bytes.len().min(item)] } else { bytes };
         for element in bytes.chunks_exact(item) {
             if self.enough() {
                 return;
