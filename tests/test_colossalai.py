@@ -171,7 +171,7 @@ def test_the_newer_of_two_steps_is_taken(tmp_path: Path) -> None:
         ran = cli("inspect", tmp_path / "run", *options)
         assert ran.doc["step"] == f"epoch-0_step-{taken}"
     (tmp_path / "run/epoch-0_step-20").rename(tmp_path / "run/best")
-    assert_refused(tmp_path / "run", tmp_path / "out", "FS106", exit=3)
+    assert_refused(tmp_path / "run", tmp_path / "out", "FS106", exit=2)
 
 
 SLICED = [(EMBED, 0), (HEAD, 0), ("model.layers.1.self_attn.k_proj.weight", 0), ("model.layers.2.mlp.down_proj.weight", 1),

@@ -311,7 +311,7 @@ def saved(folder: Path, fill: float, names: tuple[str, ...] = ("w",), prefix: st
 
 def test_directories_of_two_saves_are_not_mixed(tmp_path: Path) -> None:
     one, two = saved(tmp_path / "one", 1.0), saved(tmp_path / "two", 2.0)
-    assert_refused([one, two], tmp_path / "out", "FS106", exit=3)
+    assert_refused([one, two], tmp_path / "out", "FS106", exit=2)
     # Copies of one save are one save.
     again = copy(one, tmp_path / "again")
     assert cli("merge", one, again, tmp_path / "out").code == 0
@@ -330,7 +330,7 @@ def test_the_newest_step_is_taken_whatever_lies_below_it(tmp_path: Path) -> None
 def test_a_model_beside_its_optimizer_is_not_guessed(tmp_path: Path) -> None:
     saved(tmp_path / "run/model", 1.0)
     saved(tmp_path / "run/optim", 2.0, ("state.w.exp_avg",))
-    assert_refused(tmp_path / "run", tmp_path / "out", "FS106", exit=3, got="model, optim")
+    assert_refused(tmp_path / "run", tmp_path / "out", "FS106", exit=2, got="model, optim")
     assert cli("merge", tmp_path / "run/model", tmp_path / "out").code == 0
     # What lies within a checkpoint is not a step of it.
     saved(tmp_path / "outer", 1.0)
@@ -364,7 +364,7 @@ def test_a_name_like_that_of_a_chunk_is_refused(tmp_path: Path) -> None:
         metadata.storage_data[type(index)(other, index.offset)] = info
 
     change_metadata(root, change)
-    assert_refused(root, tmp_path / "out", "FS106", exit=3, tensor="[0,0]")
+    assert_refused(root, tmp_path / "out", "FS106", exit=2, tensor="[0,0]")
 
 
 def test_two_copies_of_a_model_are_not_guessed(tmp_path: Path) -> None:
@@ -373,7 +373,7 @@ def test_two_copies_of_a_model_are_not_guessed(tmp_path: Path) -> None:
     dcp.save(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
     (tmp_path / "ckpt/config.json").write_bytes((HF / "config.json").read_bytes())
     command = ("convert", "--to", "hf")
-    assert_refused(tmp_path / "ckpt", tmp_path / "out", "FS106", exit=3, command=command, got="module.*")
+    assert_refused(tmp_path / "ckpt", tmp_path / "out", "FS106", exit=2, command=command, got="module.*")
 
 
 def test_a_rank_shard_that_is_held_twice_is_compared(tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_a_rank_that_torch_does_not_count_is_refused(rank: str, tmp_path: Path) 
     root = copy(RANKS, tmp_path / "ckpt")
     first = next(root.glob("shard-00001-*"))
     (root / first.name.replace("shard-00001", f"shard-{rank}")).write_bytes(first.read_bytes())
-    assert_refused(root, tmp_path / "out", "FS106", exit=3, file=f"shard-{rank}")
+    assert_refused(root, tmp_path / "out", "FS106", exit=2, file=f"shard-{rank}")
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_tied", "llama", "qwen2"])

@@ -155,7 +155,7 @@ def test_a_prefix_that_is_not_certain_is_not_guessed(here: bool, tmp_path: Path)
     save_file({n: torch.zeros(2, 3) for n in names}, one)
     save_file({f"net.{more}{n}": torch.zeros(2, 3) for more in ("", "net.") for n in names}, two)
     ran = cli("inspect", *((two, "--like", one) if here else (one, "--like", two)))
-    assert [f["code"] for f in ran.errors] == ["FS106"], ran.findings
+    assert ran.code == 2 and [f["code"] for f in ran.errors] == ["FS106"], ran.findings
     assert "'net.'" in ran.errors[0]["got"] and "'net.net.'" in ran.errors[0]["got"]
     # One of them alone is certain.
     save_file({f"net.{n}": torch.zeros(2, 3) for n in names}, two)
@@ -707,7 +707,7 @@ def test_a_reference_that_is_no_other_checkpoint(phi: Path, tmp_path: Path) -> N
         no_dist=True,
     )
     ran = cli("verify", phi, "--like", twice)
-    assert ran.code != 0 and ran.errors[0]["code"] == "FS106" and "'ema.'" in ran.errors[0]["got"], (
+    assert ran.code == 2 and ran.errors[0]["code"] == "FS106" and "'ema.'" in ran.errors[0]["got"], (
         ran.findings
     )
 

@@ -194,7 +194,7 @@ def test_of_two_prefixes_that_fit_none_is_taken(
     source = flat(tmp_path / "in.safetensors", parts(*here))
     like = flat(tmp_path / "like.safetensors", parts(*there), 1)
     ran = cli("merge", source, tmp_path / "out", "--like", like)
-    assert [f["code"] for f in ran.errors] == ["FS106"] and ran.code == 3, ran.findings
+    assert [f["code"] for f in ran.errors] == ["FS106"] and ran.code == 2, ran.findings
     assert all(one in ran.errors[0]["got"] for one in got), ran.errors
     assert not (tmp_path / "out").exists()
 

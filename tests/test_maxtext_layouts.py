@@ -419,7 +419,7 @@ def test_an_axis_that_the_shapes_do_not_tell_is_asked_for(tmp_path: Path) -> Non
         unclear = fastshard_open(folder, config=LLAMA31)
         with pytest.raises(FastshardError) as error:
             converted(unclear, tmp_path / "out", "hf")
-        assert error.value.code == "FS106"
+        assert error.value.code == "FS106" and error.value.exit_code == 2
         assert "param_scan_axis" in str(error.value)
         # Names are enough for a merge.
         assert codes(unclear.findings) == []

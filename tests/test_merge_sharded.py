@@ -50,7 +50,7 @@ def test_without_layout_and_config_nothing_is_guessed(tmp_path: Path) -> None:
     (root / "config.json").unlink()
     (root / "layout.json").unlink()
     ran = cli("merge", root, tmp_path / "out")
-    assert ran.code == 3
+    assert ran.code == 2
     assert ran.having("FS106")
     assert not (tmp_path / "out").exists()
 

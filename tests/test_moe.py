@@ -318,7 +318,7 @@ def test_one_number_without_arguments_may_be_either(whole: dict[str, torch.Tenso
     for ep in range(2):
         edit_pt(rank_file(root, f"mp_rank_00_{ep:03d}"), lambda content: content.pop("args"))
     assert_refused(
-        root, tmp_path / "out", "FS106", exit=3, message="pipeline stage or an expert-parallel rank"
+        root, tmp_path / "out", "FS106", exit=2, message="pipeline stage or an expert-parallel rank"
     )
 
 

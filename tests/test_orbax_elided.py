@@ -80,7 +80,7 @@ def test_a_device_of_which_nothing_is_here_is_named() -> None:
 
 def test_plain_files_say_what_speaks_for_what() -> None:
     (finding,) = judged([WEIGHT, ZERO], ROWS, BOTH, present=set(), per_process=False).findings
-    assert finding.code == "FS106" and finding.severity == "error"
+    assert finding.code == "FS111" and finding.severity == "error"
     assert finding.got == "4 speak for zeros, since others are here of what wrote them"
     assert finding.help is not None and "the hosts that ran devices 0 to 3" in finding.help
     (finding,) = judged([WEIGHT, ZERO], ROWS, {}, present=set(), per_process=False).findings
@@ -222,7 +222,7 @@ def test_a_save_of_one_process_with_zeros_is_whole(tmp_path: Path) -> None:
 
 def test_plain_files_with_zeros_are_accepted_by_the_user_alone(tmp_path: Path) -> None:
     tree = stored(tmp_path / "3/items")
-    ran = assert_refused(tmp_path / "3/items", tmp_path / "out", "FS106", exit=3)
+    ran = assert_refused(tmp_path / "3/items", tmp_path / "out", "FS111", exit=3)
     assert "9 speak for zeros" in ran.errors[0]["got"]
     assert cli("merge", tmp_path / "3/items", tmp_path / "out", "--accept", "elided-zeros").code == 0
     have = load_file(tmp_path / "out/model.safetensors")
@@ -245,6 +245,6 @@ def test_what_orbax_saved_is_told_by_devices(tmp_path: Path) -> None:
     assert_refused(root, tmp_path / "out1", "FS111", exit=3)
     # Never merged: nothing names what the other host holds, and which devices are its own.
     node = renumbered(copy(BROKEN / "node0", tmp_path / "node0"))
-    ran = assert_refused(node, tmp_path / "out2", "FS106", exit=3)
+    ran = assert_refused(node, tmp_path / "out2", "FS111", exit=3)
     assert "8 for loss, since nothing is here that device 1 wrote" in ran.errors[0]["got"]
     assert cli("merge", node, BROKEN / "node1", tmp_path / "out3").code == 0

@@ -288,7 +288,7 @@ assert not loaded, loaded
 def test_models_side_by_side_are_chosen_by_name(tmp_path: Path) -> None:
     for step in (100, 1100):
         copy(HF, tmp_path / f"run/model-{step}")
-    assert_refused(tmp_path / "run", tmp_path / "out", "FS106", exit=3, got="model-100, model-1100")
+    assert_refused(tmp_path / "run", tmp_path / "out", "FS106", exit=2, got="model-100, model-1100")
     assert_refused(tmp_path / "run", tmp_path / "out", "FS501", exit=2, options=("--step", "10"))
     for step in ("100", "model-1100"):
         ran = cli("merge", tmp_path / "run", tmp_path / step, "--step", step)
@@ -297,7 +297,7 @@ def test_models_side_by_side_are_chosen_by_name(tmp_path: Path) -> None:
 
 def test_a_file_in_two_directories_is_ambiguous(tmp_path: Path) -> None:
     roots = [copy(HF, tmp_path / name) for name in ("one", "two")]
-    assert_refused(roots, tmp_path / "out", "FS106", exit=3, got="one")
+    assert_refused(roots, tmp_path / "out", "FS106", exit=2, got="one")
 
 
 def test_a_tied_head_that_is_stored_too_is_compared(tmp_path: Path) -> None:
@@ -344,7 +344,7 @@ def test_padding_that_is_taken_for_words_is_said(tmp_path: Path) -> None:
 def test_sets_of_shards_beside_each_other_are_ambiguous(tmp_path: Path) -> None:
     for name in ("model-00001-of-00002", "model-00002-of-00002", "head-00001-of-00001"):
         save_file({name: torch.zeros(2)}, tmp_path / f"{name}.safetensors")
-    assert_refused(tmp_path, tmp_path.parent / "out_of_shards", "FS106", exit=3, got="head-*-of-00001")
+    assert_refused(tmp_path, tmp_path.parent / "out_of_shards", "FS106", exit=2, got="head-*-of-00001")
 
 
 @pytest.mark.parametrize("length", [640, 896, 1152, 1408])

@@ -59,8 +59,8 @@ PAGES = {
         "The finding names the setting and both values. Look at the times of the files.",
     ),
     "FS111": Page(
-        "The processes of the job did not write to shared storage.",
-        "List the directory that the finding names on the host that ran the process.",
+        "The processes of the job did not write to shared storage. Or the writer leaves out chunks of zeros, and the files do not show which chunks it left out.",
+        "List the directory that the finding names on the host that ran the process. The finding says how many chunks speak for zeros.",
     ),
     "FS112": Page(
         "Training keeps several steps in one directory.",

@@ -113,7 +113,7 @@ class Source(TypedDict, total=False):
         Iterable[str],
         Option(
             "words",
-            "accept one kind of error: a save that was not committed; absent chunks (FS106) as zeros; an older step "
+            "accept one kind of error: a save that was not committed; absent chunks (FS111) as zeros; an older step "
             "where the newest cannot be used (FS104); files that were renamed on purpose (FS113); NaN and infinite values (FS306); more than 1 GiB of holes in a "
             "file, in the place of tensors (FS317); files, or those that copies=GLOB names, that were copied on purpose (FS303); a part of a checkpoint that is named alone (FS118). WHAT: "
             + ", ".join(ACCEPTABLE),

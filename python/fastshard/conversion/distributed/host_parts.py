@@ -69,8 +69,10 @@ def piece(
     try:
         checkpoint = open_checkpoint(source, threads=threads, **opening)
         listing, taken = checkpoint.listing, _of_it(checkpoint)
-    except IncompleteError:
-        # What is not here may be on other hosts, what commits it too.
+    except FastshardError as error:
+        # What is not here may be on other hosts: files, what commits them, and what tells several readings apart.
+        if not (isinstance(error, IncompleteError) or error.code == "FS106"):
+            raise
         listing = list_roots([source])
         taken = [file for file in listing.files if file.path != MANIFEST_NAME]
     told = gate.passed(listing.findings)

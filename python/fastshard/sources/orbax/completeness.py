@@ -290,7 +290,7 @@ def _ambiguous(
         "take absent chunks for zeros with --accept elided-zeros if the values are known to hold zeros"
     )
     return Finding.of(
-        "FS106",
+        "FS111",
         f"{_summary(arrays, verdict, verdict.missing)}: this writer leaves out chunks of zeros, and nothing proves that "
         "these are such and not lost",
         severity="warning" if accept_elided else None,

@@ -260,7 +260,7 @@ def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple
             got=", ".join(sorted(i or "the step's own directory" for i in items)),
             help="pass the directory of one item as CKPT",
         )
-    chosen = _one_of_each_root(listing, chosen)
+    chosen = _one_of_each_root(listing, chosen, options)
     if outer := next((place for place in chosen if place.within), None):
         raise FastshardError.of(
             "FS106",
@@ -317,17 +317,21 @@ def _refuse_other_steps(
             )
 
 
-def _one_of_each_root(listing: Listing, chosen: list[Place]) -> list[Place]:
+def _one_of_each_root(listing: Listing, chosen: list[Place], options: Options) -> list[Place]:
     """One directory at most for each root: a committed one beside what an earlier try left of the same step counts."""
     for root in range(len(listing.roots)):
         same = [p for p in chosen if p.root == root]
         if len(same) > 1 and len(settled := [p for p in same if p.committed]) == 1:
             chosen = [p for p in chosen if p.root != root or p is settled[0]]
         elif len(same) > 1:
+            # A save that is tried again may still be committed.
+            may_come = not settled and "uncommitted" not in options.accept
             raise FastshardError.of(
-                "FS106",
-                "several directories of this step",
+                "FS104" if may_come else "FS106",
+                "several directories of this step" + (", and none of them is committed" if may_come else ""),
                 got=", ".join(p.folder for p in same),
-                help="pass one of them as CKPT",
+                help="wait for the save, or pass one of them as CKPT"
+                if may_come
+                else "pass one of them as CKPT",
             )
     return chosen
