@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import datetime
 import hashlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import fastshard
 import pytest
@@ -166,6 +170,111 @@ def test_another_key_vouches_for_nothing(signed: Path, keys: Path) -> None:
     ran = cli("verify", signed, "--signature", signed / "model.sig", "--public-key", keys / "theirs.pub")
     (finding,) = ran.having("FS315")
     assert ran.code == 1 and "theirs.pub" in finding["expected"]
+    assert "made with another key" in finding["message"] and finding["help"].startswith(
+        "pass the signer's key"
+    )
+
+
+def signature_of(signed: Path) -> dict[str, Any]:
+    return json.loads((signed / "model.sig").read_text())  # type: ignore[no-any-return]
+
+
+def without_hint(signed: Path) -> None:
+    """As versions before 1.0 sign; the library prints a warning of it."""
+    content = signature_of(signed)
+    del content["verificationMaterial"]["publicKey"]["hint"]
+    (signed / "model.sig").write_text(json.dumps(content))
+
+
+def cut_short(signed: Path) -> None:
+    file = signed / "model.sig"
+    file.write_bytes(file.read_bytes()[:-40])
+
+
+def with_other_payload(signed: Path) -> None:
+    content = signature_of(signed)
+    payload = json.loads(base64.b64decode(content["dsseEnvelope"]["payload"]))
+    payload["predicate"]["resources"][0]["digest"] = "00" * 32
+    content["dsseEnvelope"]["payload"] = base64.b64encode(json.dumps(payload).encode()).decode()
+    (signed / "model.sig").write_text(json.dumps(content))
+
+
+def of_another_checkpoint(signed: Path) -> None:
+    for file in signed.iterdir():
+        if file.name != "model.sig":
+            file.write_bytes(file.read_bytes() + b" ")
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "message", "help_"),
+    [
+        (without_hint, "theirs.pub", "made with another key, or was changed since", "pass the signer's key, or copy"),
+        (cut_short, "ours.pub", "no signature of model-signing, or it is truncated", "copy the signature file again"),
+        (with_other_payload, "ours.pub", "the signature was changed since it was made", "copy the signature file"),
+        (of_another_checkpoint, "ours.pub", "of another checkpoint", "pass the signature of this checkpoint"),
+    ],
+)  # fmt: skip
+def test_each_cause_of_a_mismatch_is_named(
+    change: Callable[[Path], None], key: str, message: str, help_: str, signed: Path, keys: Path
+) -> None:
+    change(signed)
+    ran = cli("verify", signed, "--signature", signed / "model.sig", "--public-key", keys / key)
+    (finding,) = ran.having("FS315")
+    assert ran.code == 1 and message in finding["message"] and finding["help"].startswith(help_), finding
+
+
+def certificate(folder: Path, name: str) -> Path:
+    """A key and a certificate that it signed itself, which is its own chain; the certificate's file."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    (folder / f"{name}.key").write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    )
+    who = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    usage = [name == "digital_signature" for name in (
+        "digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
+        "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
+    )]  # fmt: skip
+    made = (
+        x509.CertificateBuilder(who, who, key.public_key(), 1)
+        .not_valid_before(datetime.datetime(2020, 1, 1))
+        .not_valid_after(datetime.datetime(2120, 1, 1))
+        .add_extension(x509.KeyUsage(*usage), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    (folder / f"{name}.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    return folder / f"{name}.pem"
+
+
+def test_a_signature_by_a_certificate_names_the_chain(result: Path, keys: Path, tmp_path: Path) -> None:
+    ours, theirs = certificate(tmp_path, "us"), certificate(tmp_path, "them")
+    signature = result / "model.sig"
+    done = model_signing(
+        "sign", "certificate", result, "--signature", signature, "--private_key", tmp_path / "us.key",
+        "--signing_certificate", ours, "--certificate_chain", ours,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    sig = ("verify", result, "--signature", signature)
+    assert cli(*sig, "--certificate-chain", ours).code == 0
+    (other,) = cli(*sig, "--certificate-chain", theirs).having("FS315")
+    assert "certificate of another chain" in other["message"] and "them.pem" in other["expected"]
+    (key,) = cli(*sig, "--public-key", keys / "ours.pub").having("FS315")
+    assert "made with a certificate, and a public key is passed" in key["message"]
+    assert "--certificate-chain FILE" in key["run"][0]
+
+
+def test_certificates_for_a_signature_by_a_key(signed: Path, tmp_path: Path) -> None:
+    chain = certificate(tmp_path, "us")
+    ran = cli("verify", signed, "--signature", signed / "model.sig", "--certificate-chain", chain)
+    (finding,) = ran.having("FS315")
+    assert "made with a key, and certificates are passed" in finding["message"]
+    assert "--public-key FILE" in finding["run"][0]
 
 
 @pytest.mark.parametrize(

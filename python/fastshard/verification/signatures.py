@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import ast
+import base64
 import contextlib
+import hashlib
+import importlib
+import io
+import os
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ..common import safe_files
+from ..common import json_text, safe_files
 from ..common.errors import FastshardError, Finding
 from ..common.optional_imports import imported
 
@@ -50,9 +57,11 @@ def check(
         told="signatures are verified by model-signing",
         extra="sign",
     )
-    for path in (signature, *_keys(public_key, certificates)):
-        # It is read again by the library, which waits for a pipe.
+    # The library reads them again, and would wait for a pipe.
+    content, *_ = (
         safe_files.read_bytes(path, _MAX_SIGNATURE, code="FS513")
+        for path in (signature, *_keys(public_key, certificates))
+    )
     config = library.verifying.Config()
     try:
         if public_key is not None:
@@ -69,21 +78,144 @@ def check(
             help="pass the PEM of a public key of an elliptic curve, or of certificates",
         ) from None
     try:
-        config.verify(folder, signature)
+        # It prints warnings.
+        with contextlib.redirect_stdout(io.StringIO()):
+            config.verify(folder, signature)
     except Exception as error:
         # The library raises what its parsers do: whatever it is, nothing is vouched for.
-        told = _readable(" ".join(str(error).split())) or type(error).__name__
-        return [
-            Finding.of(
-                "FS315",
-                "the signature does not match the files",
-                file=signature.name,
-                expected=f"files as they were signed, by the key of {' and '.join(p.name for p in _keys(public_key, certificates))}",
-                got=told,
-                help="copy the files again from whoever has signed them; if they were changed on purpose, have them signed again",
-            )
-        ]
+        return [_mismatch(error, content, folder, signature, public_key, certificates)]
     return []
+
+
+def _mismatch(
+    error: Exception,
+    content: bytes,
+    folder: Path,
+    signature: Path,
+    public_key: Path | None,
+    certificates: Sequence[Path],
+) -> Finding:
+    """Why nothing is vouched for: the signature file, the key, the chain, or the files.
+
+    Args:
+        error: what the library raised.
+        content: of the signature.
+        folder: what was signed.
+        signature: the signature.
+        public_key: PEM of the key that was passed.
+        certificates: PEMs of the chain that was passed.
+    """
+    found = _readable(" ".join(str(error).split())) or type(error).__name__
+
+    def finding(message: str, expected: str, help_: str, got: str = found, **more: Any) -> Finding:
+        return Finding.of(
+            "FS315", message, file=signature.name, expected=expected, got=got, help=help_, **more
+        )
+
+    signed = _Signed.of(content)
+    passed = " and ".join(path.name for path in _keys(public_key, certificates))
+    if signed is None:
+        return finding(
+            "the file is no signature of model-signing, or it is truncated",
+            "a signature (model.sig)",
+            "copy the signature file again from whoever has signed the files",
+        )
+    if signed.has_key != (public_key is not None):
+        made, option = (
+            ("key", "--public-key FILE") if signed.has_key else ("certificate", "--certificate-chain FILE")
+        )
+        return finding(
+            f"the signature is made with a {made}, and {'certificates are' if signed.has_key else 'a public key is'} passed",
+            f"the signer's {made if signed.has_key else 'certificate chain'}",
+            f"pass the signer's {'public key' if signed.has_key else 'certificates'} instead of {passed}",
+            passed,
+            run=[option],
+        )
+    if public_key is not None and signed.hint not in (None, _hint(public_key)):
+        return finding(
+            "the signature is made with another key",
+            f"a signature by the key of {passed}",
+            "pass the signer's key, if you trust it",
+            f"a key whose SHA-256 is {signed.hint}",
+            run=["--public-key FILE"],
+        )
+    if type(error).__name__ == "X509StoreContextError":
+        return finding(
+            "the signature is made with a certificate of another chain",
+            f"a certificate that belongs to {passed}",
+            "pass the signer's chain, if you trust it",
+            run=["--certificate-chain FILE"],
+        )
+    if type(error).__name__ == "InvalidSignature":
+        either = signed.hint is None and public_key is not None
+        return finding(
+            "the signature is made with another key, or was changed since"
+            if either
+            else "the signature was changed since it was made",
+            f"a signature by the key of {passed}",
+            "pass the signer's key, or copy the signature file again from whoever has signed the files"
+            if either
+            else "copy the signature file again from whoever has signed the files",
+            "a value that does not fit what it signs",
+        )
+    if signed.is_of_others(folder, str(error)):
+        return finding(
+            "the signature is of another checkpoint: no file is as it was signed",
+            f"files as they were signed, by the key of {passed}",
+            "pass the signature of this checkpoint",
+            run=["--signature FILE"],
+        )
+    return finding(
+        "the signature does not match the files",
+        f"files as they were signed, by the key of {passed}",
+        "copy the files again from whoever has signed them; if they were changed on purpose, have them signed again",
+    )
+
+
+@dataclass(frozen=True)
+class _Signed:
+    """What a signature says of itself; only its key proves that it is so."""
+
+    #: SHA-256 of the PEM of the signer's public key, in hexadecimal; None where it is not stated.
+    hint: str | None
+    #: True if a key signed, False if a certificate did.
+    has_key: bool
+    #: Names of the files; empty where parts of files are signed.
+    names: Sequence[str]
+
+    @classmethod
+    def of(cls, content: bytes) -> _Signed | None:
+        """Reads a signature; None for what is none."""
+        try:
+            bundle = json_text.load(content)
+            material, envelope = bundle["verificationMaterial"], bundle["dsseEnvelope"]
+            has_key = "publicKey" in material
+            if not (has_key or material["x509CertificateChain"]["certificates"][0]["rawBytes"]):
+                return None
+            hint = material["publicKey"].get("hint") if has_key else None
+            base64.b64decode(envelope["signatures"][0]["sig"], validate=True)
+            payload = json_text.load(base64.b64decode(envelope["payload"], validate=True))
+            # Versions before 1.0 list the files as subjects.
+            resources = payload["predicate"].get("resources") or payload["subject"]
+            of_files = payload["predicate"].get("serialization", {}).get("method", "files") == "files"
+            return cls(hint or None, has_key, [str(one["name"]) for one in resources] if of_files else [])
+        except (FastshardError, ValueError, KeyError, IndexError, TypeError, AttributeError):
+            return None
+
+    def is_of_others(self, folder: Path, found: str) -> bool:
+        """True if no file of a folder is as it was signed, by the differences that the library lists."""
+        if not self.names or not found.startswith("Signature mismatch"):
+            return False
+        kept = sum(os.path.lexists(folder / name) for name in self.names)
+        return kept == found.count("Hash mismatch for ")
+
+
+def _hint(public_key: Path) -> str:
+    """How a signature names a key."""
+    serialization = importlib.import_module("cryptography.hazmat.primitives.serialization")
+    key = serialization.load_pem_public_key(public_key.read_bytes())
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    return hashlib.sha256(key.public_bytes(serialization.Encoding.PEM, form)).hexdigest()
 
 
 #: A digest as the library's messages show it: by ``repr``, once or, inside of a list of texts, twice.
