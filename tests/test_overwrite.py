@@ -13,8 +13,8 @@ from pathlib import Path
 import fastshard
 import numpy as np
 import pytest
-from helpers import HF, NEOX, TP4, cli, read_result, state_of
-from holding import HANG
+from helpers import HF, NEOX, TP4, cli, read_result, spawn, state_of
+from holding import HANG, Steps, needs_steps
 from safetensors.numpy import save_file
 
 OLDER = {
@@ -129,6 +129,88 @@ def test_the_working_directory_is_never_replaced(name: str, tmp_path: Path) -> N
     done = run_in(out, "merge", TP4, name, "--overwrite")
     assert done.returncode == 2 and "FS504" in done.stderr, done
     assert state_of(out) == before
+
+
+def killed_at(place: str, out: Path, *options: str) -> None:
+    """A merge that is killed at a place of its publishing."""
+    with Steps(place) as steps:
+        process = spawn("merge", TP4, out, *options, env=steps.environment)
+        steps.wait(place)
+        process.kill()
+        process.communicate(timeout=HANG)
+
+
+@needs_steps
+@pytest.mark.parametrize(
+    ("place", "version", "words"),
+    [
+        ("sealed", "newer", "it holds the newer result; {out} is not replaced yet"),
+        ("published", "older", "it holds the older result; {out} is the newer one"),
+    ],
+)
+def test_clean_says_which_result_a_killed_run_left(
+    place: str, version: str, words: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    make("hf", out)
+    older = state_of(out)
+    killed_at(place, out, "--overwrite")
+    text = cli("clean", out, json_output=False).out
+    assert words.format(out=out) in text and "run the same command with --resume" in text
+    [left] = cli("clean", out).doc["leavings"]
+    [stored] = left["results"]
+    assert (left["fate"], stored["version"], stored["complete"]) == ("complete", version, True)
+    assert stored["command"] in text
+    at_out = state_of(out)
+    assert subprocess.run(["sh", "-c", stored["command"]], check=False).returncode == 0
+    apart = tmp_path / f"out-{version}"
+    assert state_of(out) == at_out
+    assert (state_of(out) == older) == (version == "newer")
+    assert (state_of(apart) == older) == (version == "older")
+    for folder in (out, apart):
+        ran = cli("verify", folder)
+        assert ran.code == 0, ran.out
+    # What is left then is the clean-up of the run, or nothing that anybody can go on with.
+    [left] = cli("clean", out, "--abandon", left["run"]).doc["leavings"]
+    assert (left["fate"], left["results"]) == ("removed", [])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", f"out-{version}"]
+
+
+@needs_steps
+@pytest.mark.parametrize("place", ["sealed", "published"])
+def test_a_killed_run_is_resumed_after_its_older_result_was_looked_at(place: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    make("hf", out)
+    killed_at(place, out, "--overwrite")
+    assert [left["fate"] for left in cli("clean", out).doc["leavings"]] == ["complete"]
+    assert cli("merge", TP4, out, "--overwrite", "--resume").code == 0
+    assert len(read_result(out)) == 21
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+@needs_steps
+def test_a_new_result_that_was_never_published_is_got_back(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    killed_at("sealed", out)
+    text = cli("clean", out, json_output=False).out
+    assert f"it holds the newer result; nothing is at {out}" in text
+    [[stored]] = [left["results"] for left in cli("clean", out).doc["leavings"]]
+    assert stored["command"].endswith(f" {out}")
+    assert subprocess.run(["sh", "-c", stored["command"]], check=False).returncode == 0
+    assert cli("verify", out).code == 0
+    assert "its result is in place" in cli("clean", out, json_output=False).out
+
+
+@needs_steps
+def test_a_part_of_an_older_result_is_not_called_the_result(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    make("hf", out)
+    killed_at("published", out, "--overwrite")
+    [data] = tmp_path.glob(".out.fastshard-*/data")
+    next(data.glob("*.safetensors")).unlink()
+    assert "it holds a part of the older result" in cli("clean", out, json_output=False).out
+    [[stored]] = [left["results"] for left in cli("clean", out).doc["leavings"]]
+    assert (stored["version"], stored["complete"], stored["command"]) == ("older", False, None)
 
 
 def test_an_empty_working_directory_is_filled(tmp_path: Path) -> None:

@@ -766,8 +766,9 @@ def commit(
 
 def collect(
     out: str | PathLike[str], abandon: str | None, patience: float, dry: bool
-) -> list[tuple[str, str | None, str, int]]:
-    """Removes what interrupted runs have left: path, run, fate and bytes of storage of each."""
+) -> list[tuple[str, str | None, str, int, list[tuple[str, str, bool]]]]:
+    """Removes what interrupted runs have left: path, run, fate and bytes of storage of each, and the results in it: path,
+    ``older`` or ``newer``, and whether all of it is there."""
 
 def storage_of(path: str | PathLike[str]) -> str:
     """The storage that a path lies on, for people: filesystem, what is mounted, and where."""

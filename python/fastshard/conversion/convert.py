@@ -415,7 +415,7 @@ def _left(out: StrPath) -> set[str] | None:
         found = _core.collect(os.fspath(out), None, 0.0, True)
     except _core.CoreError:
         return None
-    return {fate for _, _, fate, _ in found}
+    return {fate for _, _, fate, *_ in found}
 
 
 def _done(

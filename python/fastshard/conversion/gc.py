@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import os
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from .. import _core
 from ..common.errors import from_core
 from ..common.options import StrPath
 from .distributed import rendezvous
 
-__all__ = ["Leaving", "gc"]
+__all__ = ["Leaving", "StoredResult", "gc"]
+
+
+@dataclass(frozen=True)
+class StoredResult:
+    """A result in the folder of an interrupted run."""
+
+    path: str
+    #: ``older`` (what was at the destination before the run) or ``newer`` (what the run has made).
+    version: str
+    #: True if all of it is there.
+    complete: bool
+    #: A command that gets it back; None where ``--resume`` alone can.
+    command: str | None
 
 
 @dataclass(frozen=True)
@@ -21,10 +37,12 @@ class Leaving:
     #: Id of the run; None if nothing says it.
     run: str | None
     #: ``removed``, ``resumable`` (kept: ``--resume`` continues it), ``at_work``, ``complete`` (kept: it has only to be
-    #: published, or cleaned up) or ``foreign``.
+    #: published, or cleaned up; ``results`` are in it) or ``foreign``.
     fate: str
     #: Bytes of storage that it takes, or took.
     bytes: int
+    #: The newer result, the older one that it replaces, or both.
+    results: tuple[StoredResult, ...] = ()
 
 
 def gc(
@@ -49,4 +67,25 @@ def gc(
         found = _core.collect(os.fspath(out), abandon, patience, dry_run)
     except _core.CoreError as error:
         raise from_core(error) from None
-    return [Leaving(*leaving) for leaving in found]
+    return [
+        Leaving(path, run, fate, size, _stored(os.fspath(out), results))
+        for path, run, fate, size, results in found
+    ]
+
+
+def _stored(out: str, results: Sequence[tuple[str, str, bool]]) -> tuple[StoredResult, ...]:
+    """Results, the newer one first, each with a command that moves it to a place of its own."""
+    taken: set[str] = set()
+    stored = []
+    for path, version, complete in sorted(results, key=lambda result: result[1]):
+        target = out.rstrip("/") or out
+        for number in range(1, 1000):
+            if target not in taken and not os.path.lexists(target):
+                break
+            target = f"{out.rstrip('/')}-{version}" + (f"-{number}" if number > 1 else "")
+        # Within a destination that cannot be replaced there is no place beside it.
+        apart = not Path(path).is_relative_to(Path(out).resolve())
+        command = f"mv {shlex.quote(path)} {shlex.quote(target)}" if complete and apart else None
+        taken.add(target)
+        stored.append(StoredResult(path, version, complete, command))
+    return tuple(stored)

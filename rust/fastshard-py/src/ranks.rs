@@ -1,7 +1,7 @@
 //! Runs of several processes: ranks that meet, and parts that are made one by one.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -13,6 +13,7 @@ use fastshard::error::Finding;
 use fastshard::manifest::Manifest;
 use fastshard::publish::clock::Clock;
 use fastshard::publish::gc;
+use fastshard::publish::stored::{Stored as Result, Version};
 use fastshard::write;
 use pyo3::prelude::*;
 use serde_json::json;
@@ -240,8 +241,10 @@ pub(crate) fn commit(
     Ok((to_json(&manifest)?, findings::list(warnings)))
 }
 
-/// Path, run and fate of what a run has left, and the bytes that it takes up.
-type Left = (String, Option<String>, &'static str, u64);
+/// Path and version of a result, and whether all of it is there.
+type Stored = (String, &'static str, bool);
+/// Path, run and fate of what a run has left, the bytes that it takes up, and the results in it.
+type Left = (String, Option<String>, &'static str, u64, Vec<Stored>);
 
 /// Takes away what runs that are over have left.
 #[pyfunction]
@@ -264,8 +267,17 @@ pub(crate) fn collect(
         gc::Fate::Foreign => "foreign",
     };
     let left = collected.settle(None)?.into_iter();
+    let text = |path: &Path| path.to_string_lossy().into_owned();
+    let version = |version| match version {
+        Version::Older => "older",
+        Version::Newer => "newer",
+    };
+    let stored = |one: &Result| (text(&one.path), version(one.version), one.is_complete);
     Ok(left
-        .map(|left| (left.path.to_string_lossy().into_owned(), left.run, fate(left.fate), left.bytes))
+        .map(|left| {
+            let results = left.results.iter().map(stored).collect();
+            (text(&left.path), left.run, fate(left.fate), left.bytes, results)
+        })
         .collect())
 }
 

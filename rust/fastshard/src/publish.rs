@@ -61,6 +61,7 @@ pub(crate) mod process;
 mod rename;
 pub(crate) mod seal;
 mod staging;
+pub mod stored;
 #[cfg(test)]
 mod tests;
 

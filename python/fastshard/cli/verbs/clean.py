@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import asdict
 
-from ...conversion.gc import gc
+from ...conversion.gc import Leaving, gc
 from ..render import human
 from ..shared_arguments import add_common
 from ..verb import Outcome, Result, Verb
@@ -14,7 +15,7 @@ _TOLD = {
     "removed": "removed",
     "resumable": "kept: run the same command with --resume to continue it; --abandon RUN removes it",
     "at_work": "kept: a process is at work on it",
-    "complete": "kept: its result is complete; run the same command with --resume to publish it, or `fastshard commit`",
+    "complete": "kept: its result is in place; run the same command with --resume to end its clean-up",
     "foreign": "kept: it holds files that fastshard did not write; look into it",
 }
 
@@ -37,7 +38,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _run(a: argparse.Namespace) -> Outcome:
     found = gc(a.out, abandon=a.abandon, timeout=a.timeout, dry_run=a.dry_run)
     told = {**_TOLD, "removed": "would be removed"} if a.dry_run else _TOLD
-    lines = [f"{left.path} (run {left.run or '-'}): {told[left.fate]}" for left in found]
+    lines = []
+    for left in found:
+        words = _results(left, str(a.out)) if left.results else [told[left.fate]]
+        lines.append(f"{left.path} (run {left.run or '-'}): {words[0]}")
+        lines += [f"  {line}" for line in words[1:]]
     removed = [left for left in found if left.fate == "removed"]
     if removed:
         freed = human(sum(left.bytes for left in removed))
@@ -46,6 +51,33 @@ def _run(a: argparse.Namespace) -> Outcome:
         "\n".join(lines) or f"{a.out}: nothing was left",
         {"out": str(a.out), "leavings": [asdict(left) for left in found]},
     ), []
+
+
+def _results(left: Leaving, out: str) -> list[str]:
+    """Which results a folder holds, and how each is got back."""
+    held = {result.version: result for result in left.results}
+    is_there = os.path.lexists(out)
+    names = {
+        (version, complete): f"the {version} result" if complete else f"a part of the {version} result"
+        for version in ("older", "newer")
+        for complete in (True, False)
+    }
+    holds = " and ".join(names[result.version, result.complete] for result in reversed(left.results))
+    if "newer" not in held:
+        where = f"{out} is the newer one"
+    elif is_there:
+        where = f"{out} is not replaced yet" if held["newer"].complete else f"{out} is incomplete"
+    else:
+        where = f"nothing is at {out}"
+    lines = [f"kept: it holds {holds}; {where}"]
+    if "newer" in held:
+        lines.append("publish the newer result: run the same command with --resume, or `fastshard commit`")
+    for result in left.results:
+        if result.command is not None:
+            lines.append(f"get the {result.version} result back: {result.command}")
+    if "newer" not in held:
+        lines.append("remove the older result: run the same command with --resume")
+    return lines
 
 
 CLEAN = Verb(

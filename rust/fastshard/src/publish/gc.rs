@@ -8,7 +8,9 @@ use super::folder::{entries, is_data, refused_owner, remove_folder};
 use super::lock;
 use super::others;
 use super::place::Place;
+use super::rename::OLD;
 use super::seal::Seal;
+use super::stored::{self, Stored};
 use crate::codes;
 use crate::distributed::meeting;
 use crate::distributed::rounds::Shared;
@@ -23,7 +25,7 @@ pub enum Fate {
     Resumable,
     /// A process is at work on it.
     AtWork,
-    /// Its result is complete: `--resume` or `commit` publishes it, or ends its clean-up.
+    /// Its result is complete: `--resume` or `commit` publishes it, or ends its clean-up. The folder may hold an older one.
     Complete,
     /// It holds what is not this program's to remove.
     Foreign,
@@ -40,6 +42,8 @@ pub struct Leaving {
     pub fate: Fate,
     /// Bytes of storage that it takes, or took.
     pub bytes: u64,
+    /// Complete results in it, and what is left of such.
+    pub results: Vec<Stored>,
 }
 
 /// Takes away what runs towards `out` have left that nobody can go on with, and the run `abandon` (digits of its folder,
@@ -71,6 +75,7 @@ pub fn collect(
                 run: Some(digits),
                 fate: Fate::Foreign,
                 bytes: folder.stored_bytes(),
+                results: Vec::new(),
             });
             continue;
         }
@@ -86,7 +91,14 @@ pub fn collect(
             Some(shared) => !shared.alive(patience, go_on)?.is_empty(),
             None => false,
         };
-        let fate = fate_of(&folder, alive, is_abandoned)?;
+        // One that cannot be read proves nothing.
+        let seal = Seal::find(&folder).unwrap_or(None);
+        let fate = fate_of(&place, &folder, seal.as_ref(), alive, is_abandoned)?;
+        let results = match &seal {
+            // What a process is at work on changes meanwhile.
+            Some(seal) if fate == Fate::Complete => stored::results(&place, &folder, seal)?,
+            _ => Vec::new(),
+        };
         let bytes = folder.stored_bytes();
         if fate == Fate::Removed && !dry {
             let place = Place::find(out, &digits)?;
@@ -95,7 +107,7 @@ pub fn collect(
                 remove_folder(&place, &folder, &data, lock)?;
             }
         }
-        leavings.push(Leaving { path, run: Some(nonce.unwrap_or(digits)), fate, bytes });
+        leavings.push(Leaving { path, run: Some(nonce.unwrap_or(digits)), fate, bytes, results });
     }
     leavings.extend(meeting::collect(&place, patience, dry, go_on)?);
     if let (Some(run), false) = (abandon, found) {
@@ -104,20 +116,31 @@ pub fn collect(
     Ok(leavings)
 }
 
-/// What becomes of a run's folder. `alive`: one of its processes shows a sign of life.
-fn fate_of(folder: &Dir, alive: bool, is_abandoned: bool) -> Result<Fate> {
+/// What becomes of a run's folder. `seal`: that on the folder, if it can be read. `alive`: one of its
+/// processes shows a sign of life.
+fn fate_of(
+    place: &Place,
+    folder: &Dir,
+    seal: Option<&Seal>,
+    alive: bool,
+    is_abandoned: bool,
+) -> Result<Fate> {
     let held = entries(folder)?;
     let holds = |wanted: &[&str]| held.iter().any(|name| wanted.contains(&name.as_str()));
-    let is_empty = !held.iter().any(|name| is_data(name)) && !holds(&["plan", "old"]);
+    let is_empty = !held.iter().any(|name| is_data(name)) && !holds(&["plan", OLD]);
     // Without a lock file it has just been made, or its clean-up was cut short; where the filesystem knows no locks
     // whoever gives the run up must know.
     let is_held = holds(&["lock"]) && lock::is_held(folder)?.unwrap_or(!is_abandoned);
     Ok(if alive || is_held {
         Fate::AtWork
-    } else if Seal::is_on(folder)? {
-        // It may hold what was at the destination before.
-        Fate::Complete
-    } else if holds(&["old", "kept"]) {
+    } else if let Some(seal) = seal {
+        let is_bare = !held.iter().any(|name| is_data(name)) && !holds(&[OLD, "kept"]);
+        match is_bare && (is_abandoned || matches!(seal.has_appeared(place, folder), Ok(None))) {
+            // Somebody took the results out of it, so that nobody can go on with it.
+            true => Fate::Removed,
+            false => Fate::Complete,
+        }
+    } else if Seal::is_on(folder)? || holds(&[OLD, "kept"]) {
         Fate::Foreign
     } else if is_empty || is_abandoned {
         Fate::Removed

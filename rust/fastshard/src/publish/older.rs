@@ -95,6 +95,22 @@ pub(super) fn besides(directory: &Dir, except: Option<&OsStr>) -> Result<Besides
     Ok(walk.found)
 }
 
+/// True if a directory holds all files of the result that its manifest names.
+pub(super) fn is_complete(directory: &Dir) -> Result<bool> {
+    let Ok(files) = recorded(directory)? else { return Ok(false) };
+    for (name, file) in &files {
+        let path = directory.join(name);
+        let stat = match directory.folder_of(name, false) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(false),
+            found => found.and_then(|(folder, last)| folder.stat(last)).at(&path, "cannot stat")?,
+        };
+        if stat.is_none_or(|stat| stat.st_size as u64 != file.size) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
 /// Folders that hold files of the result.
 fn folders(files: &BTreeMap<String, ManifestFile>) -> BTreeSet<&str> {
     files.keys().flat_map(|name| name.match_indices('/').map(|(end, _)| &name[..end])).collect()

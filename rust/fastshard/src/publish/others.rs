@@ -8,6 +8,7 @@ use super::disk::{At, Dir};
 use super::lock;
 use super::place::Place;
 use super::seal::Seal;
+use super::stored::{self, Version};
 use crate::codes;
 use crate::error::{Finding, Result, Severity};
 
@@ -31,7 +32,7 @@ pub(super) fn left(place: &Place, version: Option<u32>) -> Vec<Finding> {
     folders
         .filter(|folder| matches!(lock::is_held(folder), Ok(Some(false))))
         .take(NAMED)
-        .filter_map(|folder| warning(&folder, version))
+        .filter_map(|folder| warning(place, &folder, version))
         .collect()
 }
 
@@ -48,7 +49,7 @@ pub(crate) fn folders(place: &Place) -> Result<Vec<OsString>> {
     Ok(names)
 }
 
-fn warning(folder: &Dir, version: Option<u32>) -> Option<Finding> {
+fn warning(place: &Place, folder: &Dir, version: Option<u32>) -> Option<Finding> {
     let plan = folder.read_small("plan", MAX_PLAN).ok()?;
     let plan: Option<serde_json::Value> = plan.and_then(|bytes| serde_json::from_slice(&bytes).ok());
     // Plans of the first version did not say so.
@@ -62,15 +63,29 @@ fn warning(folder: &Dir, version: Option<u32>) -> Option<Finding> {
     // Of a warning, people are told the message alone.
     let (what, help) = match Seal::is_on(folder).ok()? {
         true => (
-            "; its `data` is the complete result, or what was at the destination before: look before you remove it",
-            "run its command again with --resume to finish it",
+            format!("{}: look before you remove it", results_in(place, folder)),
+            "run its command again with --resume to finish it; `fastshard clean` shows how to get a result back",
         ),
         false => (
-            "; it takes up space until it is removed",
+            "; it takes up space until it is removed".to_string(),
             "run its command again with --resume to continue it, or remove it if it is not needed",
         ),
     };
     let told = format!("an interrupted run of another plan is not continued{why}{what}");
     let finding = Finding::new(codes::LEFTOVER_RUN, told).severity(Severity::Warning);
     Some(finding.file(folder.path()).help(help))
+}
+
+/// Which results a sealed folder holds, in words.
+fn results_in(place: &Place, folder: &Dir) -> String {
+    let seal = Seal::find(folder).ok().flatten();
+    let results = seal.and_then(|seal| stored::results(place, folder, &seal).ok()).unwrap_or_default();
+    let words = results.iter().map(|result| match result.version {
+        Version::Newer => "its result",
+        Version::Older => "what was at the destination before",
+    });
+    match words.collect::<Vec<_>>()[..] {
+        [] => "; it is sealed".into(),
+        ref words => format!("; it holds {}", words.join(" and ")),
+    }
 }

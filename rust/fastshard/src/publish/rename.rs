@@ -21,7 +21,7 @@ use crate::manifest::{Manifest, MANIFEST_NAME};
 use crate::steps::{self, Step};
 
 /// Where an older result goes that cannot be exchanged with the new one.
-const OLD: &str = "old";
+pub(super) const OLD: &str = "old";
 
 fn conflict(place: &Place, got: Option<String>) -> Error {
     let mut finding =

@@ -71,17 +71,28 @@ impl Seal {
         Ok(Some(Seal { data, inode, names: Vec::new(), pointers: 0, durable, boot, piecewise: false }))
     }
 
-    /// The seal of a folder, if it has one.
-    pub(super) fn read(folder: &Dir) -> Result<Option<Seal>> {
+    /// The seal of a folder, if it has one, of a result that may have been lost since.
+    pub(super) fn find(folder: &Dir) -> Result<Option<Seal>> {
         let Some(bytes) = folder.read_small(SEALED, MAX_OWN).at(&folder.join(SEALED), "cannot read")? else {
             return Ok(None);
         };
-        let seal: Seal = serde_json::from_slice(&bytes)
-            .map_err(|e| unclear(folder, &format!("its seal cannot be read ({e})")))?;
-        if !same_boot(seal.durable, seal.boot.as_bytes(), &boot_id()) {
-            return Err(unclear(folder, "the machine was restarted before its data was on disk"));
+        let unreadable = |e| unclear(folder, &format!("its seal cannot be read ({e})"));
+        serde_json::from_slice(&bytes).map(Some).map_err(unreadable)
+    }
+
+    /// The seal of a folder, if it has one.
+    pub(super) fn read(folder: &Dir) -> Result<Option<Seal>> {
+        match Self::find(folder)? {
+            Some(seal) if !seal.is_of_this_boot() => {
+                Err(unclear(folder, "the machine was restarted before its data was on disk"))
+            }
+            seal => Ok(seal),
         }
-        Ok(Some(seal))
+    }
+
+    /// False if the machine was restarted before the result was on disk.
+    pub(super) fn is_of_this_boot(&self) -> bool {
+        same_boot(self.durable, self.boot.as_bytes(), &boot_id())
     }
 
     /// Brings what `name` holds to disk and writes the seal.

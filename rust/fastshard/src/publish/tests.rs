@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::{fault, Options, Space, Staging};
+use super::stored::Version;
+use super::{fault, gc, Options, Space, Staging};
 use crate::codes::{self, Code};
 use crate::error::{Error, Finding, Result};
 

@@ -60,7 +60,7 @@ pub(crate) fn collect(
         folder => folder.at(&path, "cannot open")?,
     };
     let bytes = folder.stored_bytes();
-    let left = |fate| Some(Leaving { path: path.clone(), run: None, fate, bytes });
+    let left = |fate| Some(Leaving { path: path.clone(), run: None, fate, bytes, results: Vec::new() });
     if check_owner(place, &folder).is_err() {
         return Ok(left(Fate::Foreign));
     }

@@ -43,6 +43,17 @@ impl Kind {
 
     /// The scripted run of this kind.
     fn run(self, setting: &Setting, resume: bool, fsync: bool) -> Result<Vec<Finding>> {
+        self.lack();
+        let overwrite =
+            matches!(self, Kind::Overwrite | Kind::OverwriteWithoutExchange | Kind::OverwritePiecewise);
+        let done = run(&setting.out(), &setting.source(), &Options { overwrite, resume, fsync });
+        fault::lack(&[]);
+        let steps = |f: &Finding| matches!(self, Kind::OverwritePiecewise) && f.code == codes::IN_STEPS;
+        done.map(|warnings| warnings.into_iter().filter(|f| !steps(f)).collect())
+    }
+
+    /// Takes from the filesystem what this kind of it lacks.
+    fn lack(self) {
         fault::lack(match self {
             Kind::FreshWithoutNoReplace => &["noreplace"],
             Kind::OverwriteWithoutExchange => &["noreplace", "exchange"],
@@ -50,12 +61,34 @@ impl Kind {
             Kind::Inside => &["replacing"],
             _ => &[],
         });
-        let overwrite =
-            matches!(self, Kind::Overwrite | Kind::OverwriteWithoutExchange | Kind::OverwritePiecewise);
-        let done = run(&setting.out(), &setting.source(), &Options { overwrite, resume, fsync });
+    }
+
+    /// Each result in the folder of a run that is over is called by what it is; no whole one is passed over.
+    fn check_results(self, setting: &Setting, when: &str) {
+        self.lack();
+        let patience = std::time::Duration::from_secs(1).into();
+        let leavings = gc::collect(&setting.out(), None, &patience, true, &|| true).unwrap();
         fault::lack(&[]);
-        let steps = |f: &Finding| matches!(self, Kind::OverwritePiecewise) && f.code == codes::IN_STEPS;
-        done.map(|warnings| warnings.into_iter().filter(|f| !steps(f)).collect())
+        let results: Vec<_> = leavings.iter().flat_map(|leaving| &leaving.results).collect();
+        for result in &results {
+            let whole = match result.version {
+                Version::Older => old(),
+                Version::Newer => self::result(),
+            };
+            let is_whole = tree(&result.path) == Some(whole);
+            assert_eq!(result.is_complete, is_whole, "{self:?}, {when}: {result:?}");
+        }
+        for folder in setting.folders().iter().filter(|folder| folder.join("sealed").exists()) {
+            for path in ["data", "old"].map(|name| folder.join(name)) {
+                let version = match tree(&path) {
+                    Some(held) if held == old() => Version::Older,
+                    Some(held) if held == result() => Version::Newer,
+                    _ => continue,
+                };
+                let listed = results.iter().any(|r| r.path == path && r.version == version && r.is_complete);
+                assert!(listed, "{self:?}, {when}: {path:?} is not listed: {results:?}");
+            }
+        }
     }
 
     /// What an onlooker may see at any time.
@@ -144,6 +177,7 @@ fn any_call_may_fail() {
                 let done = kind.run(&setting, false, true);
                 fault::disarm();
                 kind.check(&setting, &when);
+                kind.check_results(&setting, &when);
                 match done {
                     Err(error) => {
                         for finding in error.findings() {
@@ -270,6 +304,7 @@ fn the_process_may_die() {
             assert!(!child.status.success(), "{kind:?}, {when}: it lived");
             deaths += 1;
             kind.check(&setting, &when);
+            kind.check_results(&setting, &when);
             kind.recover(&setting, &when);
         }
     }

@@ -65,7 +65,7 @@ fn runs_of_other_plans_are_named_and_left_alone() {
         assert!(found[0].message.contains("made by version 1 of the plan; this is version 2"));
         assert!(found[1..].iter().all(|f| !f.message.contains("version")));
         assert!(found[..3].iter().all(|f| f.message.contains("it takes up space")));
-        assert!(found[3].message.contains("look before you remove it"));
+        assert!(found[3].message.contains("it is sealed: look before you remove it"));
         staging.discard().unwrap();
     }
     assert!(first.join("plan").exists() && first.join("journal").exists() && sealed.join("sealed").exists());
