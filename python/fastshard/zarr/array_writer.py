@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import shutil
 import threading
 from collections import deque
@@ -16,6 +17,8 @@ from ..common.errors import FastshardError, Finding
 from .array_reader import library
 from .dtypes import ZARR2, ZARR3, fill
 
+#: What TensorStore says where the storage is full.
+_NO_SPACE = re.compile(r"\b(ENOSPC|EDQUOT)\b")
 #: Bytes that are encoded or on their way to the store at a time: each waits for one of its commits.
 _UNDER_WAY = 16 << 20
 #: Values up to this many bytes lie in the nodes of OCDBT's tree, as Orbax has them.
@@ -206,9 +209,8 @@ class StoreWriter:
             return error.findings
         except Exception as error:
             # TensorStore raises ValueError for what the system says of files.
-            finding = Finding.of(
-                "FS507", f"the store cannot be written: {error}", file=self._how.get("folder")
-            )
+            code = "FS503" if _NO_SPACE.search(str(error)) else "FS507"
+            finding = Finding.of(code, f"the store cannot be written: {error}", file=self._how.get("folder"))
             return [finding]
         return None
 

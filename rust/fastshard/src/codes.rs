@@ -132,7 +132,7 @@ codes! {
         "The metadata of two ranks disagree (degrees, sizes, layers): the files are from different runs."
         "Copy the file of the rank that differs from the run of the others."
     111 MISSING_CHUNKS Error Incomplete "Missing chunks"
-        "An array lacks chunks, because the process that wrote them saved to another disk, or the files do not say whether chunks are missing or are zeros that the writer left out. They would be read as zeros. As a note: the writer left out chunks that hold only zeros."
+        "An array lacks chunks: the process that wrote them saved to another disk, or the writer left out zeros and nothing in the files says so. They would be read as zeros. As a note: the writer left out chunks that hold only zeros."
         "Add that host's directory as another CKPT; a temporary one will do. If the chunks hold zeros: --accept elided-zeros."
     112 STEP_TAKEN Note Problem "Step chosen"
         "The checkpoint has several steps; the finding says which one is used and why: the one that was asked for, the tracker's, or the newest."

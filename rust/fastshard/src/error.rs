@@ -226,6 +226,23 @@ pub fn printable(text: &str) -> String {
         .collect()
 }
 
+/// What is needed and what is free, in bytes, as people read it: both in one unit, which is GB unless little is needed. What is
+/// needed is rounded up and what is free down, so that they never look alike where space is short.
+pub(crate) fn sizes(needed: u64, free: u64) -> (String, String) {
+    let units = [(1_000_000_000, "GB"), (1_000_000, "MB"), (1000, "kB")];
+    let (unit, name) = units.into_iter().find(|(unit, _)| needed.max(free) >= unit / 10).unwrap_or(units[2]);
+    let text = |tenths: u64| format!("{}.{} {name}", tenths / 10, tenths % 10);
+    (text(needed.div_ceil(unit / 10)), text(free / (unit / 10)))
+}
+
+/// What is free where `path` lies, or is to lie: bytes, and inodes if none is left.
+fn free_at(path: &Path) -> Option<String> {
+    let fs = path.ancestors().find_map(|path| rustix::fs::statvfs(path).ok())?;
+    let (_, free) = sizes(0, fs.f_bavail.saturating_mul(fs.f_frsize));
+    let inodes = if fs.f_files > 0 && fs.f_favail == 0 { ", and no inode" } else { "" };
+    Some(format!("{free} free{inodes}"))
+}
+
 impl Finding {
     /// What is wrong, and where: `<path>: <tensor>: <what> (<rank>)`, one line, control characters escaped.
     pub fn headline(&self) -> String {
@@ -326,7 +343,20 @@ impl Error {
                 _ => (codes::IO, "see the system's message; the storage may be failing"),
             },
         };
-        Finding::new(code, format!("{doing}: {error}")).file(path).help(help).into()
+        let mut finding = Finding::new(code, format!("{doing}: {error}")).help(help);
+        if error.kind() == K::StorageFull {
+            finding.got = free_at(path.as_ref());
+        }
+        finding.file(path).into()
+    }
+
+    /// The same error, where it is about space, with the bytes that were to be had.
+    #[must_use]
+    pub(crate) fn needing(mut self, bytes: u64) -> Self {
+        for finding in self.findings.iter_mut().filter(|f| f.code == codes::NO_SPACE) {
+            finding.expected = Some(format!("{} free", sizes(bytes, 0).0));
+        }
+        self
     }
 }
 

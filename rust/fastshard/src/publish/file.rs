@@ -36,7 +36,8 @@ impl OutFile {
         let meta = file.metadata().at(&path, "cannot stat")?;
         let kept = meta.len() == size && size > 0;
         if space == Space::Reserved {
-            disk::reserve(&file, &path, size).at(&path, &format!("cannot reserve {size} bytes"))?;
+            let reserved = disk::reserve(&file, &path, size).at(&path, "cannot reserve space for the file");
+            reserved.map_err(|error| error.needing(size))?;
         }
         if meta.len() != size {
             disk::set_len(&file, &path, size).at(&path, &format!("cannot set the size to {size} bytes"))?;

@@ -11,7 +11,7 @@ use super::mounts;
 use super::place::{self, Place};
 use super::{staging, Options};
 use crate::codes;
-use crate::error::{Error, Finding, Result};
+use crate::error::{sizes, Error, Finding, Result};
 
 /// What a run will need at its destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -105,10 +105,11 @@ fn space(place: &Place, needs: &Needs, options: &Options) -> Result<()> {
     let fs = rustix::fs::statvfs(base).at(base, "cannot ask for free space")?;
     let staged = if options.resume { staged(place) } else { (0, 0) };
     let mut findings = Vec::new();
-    let mut short = |what: &str, needed: u64, free: u64| {
+    let mut short = |what: &str, needed: u64, free: u64, (needs, has): (String, String)| {
         if free < needed {
+            let message = format!("not enough {what}: the result needs {needs}, {has} are free");
             findings.push(
-                Finding::new(codes::NO_SPACE, format!("not enough {what}"))
+                Finding::new(codes::NO_SPACE, message)
                     .file(base)
                     .expected(format!("{needed} free"), free)
                     .help(match options.overwrite {
@@ -120,10 +121,13 @@ fn space(place: &Place, needs: &Needs, options: &Options) -> Result<()> {
     };
     // FUSE and object stores answer zero blocks, several filesystems zero inodes: unlimited.
     if fs.f_blocks > 0 {
-        short("bytes", needs.bytes.saturating_sub(staged.0), fs.f_bavail.saturating_mul(fs.f_frsize));
+        let needed = needs.bytes.saturating_sub(staged.0);
+        let free = fs.f_bavail.saturating_mul(fs.f_frsize);
+        short("space", needed, free, sizes(needed, free));
     }
     if fs.f_files > 0 {
-        short("inodes", (needs.files + BOOKKEEPING).saturating_sub(staged.1), fs.f_favail);
+        let needed = (needs.files + BOOKKEEPING).saturating_sub(staged.1);
+        short("inodes", needed, fs.f_favail, (needed.to_string(), fs.f_favail.to_string()));
     }
     if findings.is_empty() {
         Ok(())

@@ -52,9 +52,18 @@ fn full_filesystem() {
         let text = both.to_string();
         assert_eq!(both.findings().len(), 2, "{text}");
         assert!(text.contains("expected 1048576 free, got 131072"), "{text}");
+        assert!(text.contains("not enough space: the result needs 1.1 MB, 0.1 MB are free"), "{text}");
+        assert!(text.contains("not enough inodes: the result needs "), "{text}");
 
         let staging = Staging::begin(&out, RUN, PLAN, &PLAIN).unwrap();
-        assert_eq!(refusal(staging.file("large", 1 << 20, Space::Reserved)), [codes::NO_SPACE]);
+        let large = staging.file("large", 1 << 20, Space::Reserved).unwrap_err();
+        let space = &large.findings()[0];
+        assert_eq!(
+            (space.code, space.expected.as_deref()),
+            (codes::NO_SPACE, Some("1.1 MB free")),
+            "{large}"
+        );
+        assert!(space.got.as_ref().is_some_and(|got| got.ends_with(" free")), "{large}");
         staging.discard().unwrap();
         let staging = Staging::begin(&out, RUN, PLAN, &PLAIN).unwrap();
         // Space reserved by the interrupted run counts as free to the one that resumes it.
@@ -67,6 +76,7 @@ fn full_filesystem() {
         let file = staging.file("sparse", 1 << 20, Space::Sparse).unwrap();
         let full = (0..16).find_map(|i| file.write_all_at(i << 16, &[1; 1 << 16]).err()).unwrap();
         assert_eq!(full.findings()[0].code, codes::NO_SPACE);
+        assert_eq!(full.findings()[0].got.as_deref(), Some("0.0 kB free"));
         assert!(!out.exists());
         fs::remove_file(file.path()).unwrap();
         fs::remove_file(staging.path().join("half")).unwrap();
