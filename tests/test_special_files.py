@@ -6,10 +6,12 @@ import ast
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fastshard
 import pytest
@@ -327,3 +329,57 @@ def test_a_file_of_gigabytes_is_refused_before_it_is_read(option: str, tmp_path:
     ran = cli("verify", HF, option, file)
     assert time.process_time() - started < 5
     assert ran.code == 2 and [f["got"] for f in ran.errors] == [f"{40 << 30} bytes"]
+
+
+#: A process of root reads whatever it likes, unless it has given that up.
+WITHOUT_ROOT = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+
+
+def without_root(*argv: object) -> dict[str, Any]:
+    """The document that a command prints which may read what its user may."""
+    command = [*WITHOUT_ROOT, sys.executable, "-m", "fastshard", *map(str, argv), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o600], ids=["neither listed nor entered", "not entered"])
+@pytest.mark.parametrize(
+    ("source", "folder"),
+    [
+        (HF, ""),
+        (HF, "."),
+        (NEOX, "global_step4"),
+        (FIXTURES / "sharded/megatron_legacy_tp2_pp2", "iter_0000010/mp_rank_01_001"),
+        (FIXTURES / "sharded/megatron_legacy_tp2_pp2", "iter_0000010"),
+        (FIXTURES / "orbax/mp2_shared_good_063_zarr3_elided_zeros", "checkpoints/4000/items"),
+    ],
+    ids=str,
+)
+def test_a_directory_without_rights_is_named(source: Path, folder: str, mode: int, tmp_path: Path) -> None:
+    """Not what it would have held: a file is not missing of which nobody could see whether it is there."""
+    root = copy(source, tmp_path / "above/ckpt")
+    closed = root / folder if folder else root.parent
+    before = closed.stat().st_mode
+    closed.chmod(mode)
+    try:
+        ran = without_root("verify", root)
+    finally:
+        closed.chmod(before)
+    errors = [f for f in ran["findings"] if f["severity"] == "error"]
+    assert ran["exit_code"] == 2, ran
+    assert [(f["code"], f["file"]) for f in errors] == [("FS502", str(closed))], errors
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o600])
+def test_a_destination_in_a_directory_without_rights(mode: int, tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    (closed / "within").mkdir(parents=True)
+    closed.chmod(mode)
+    try:
+        ran = without_root("merge", HF, closed / "within/out")
+    finally:
+        closed.chmod(0o700)
+    assert ran["exit_code"] == 2
+    assert [(f["code"], f["file"]) for f in ran["findings"] if f["severity"] == "error"] == [
+        ("FS502", str(closed))
+    ], ran

@@ -481,7 +481,8 @@ def test_error_after_publication_does_not_say_that_nothing_was(
 
 
 @pytest.mark.parametrize("error, code", [(ValueError("odd\nlines"), "FS520"), (MemoryError(), "FS512"),
-                                         (PermissionError(13, "Permission denied", "f"), "FS507"), (RecursionError(), "FS520")])  # fmt: skip
+                                         (PermissionError(13, "Permission denied", "f"), "FS502"),
+                                         (OSError(28, "No space left on device", "f"), "FS503"), (OSError(5, "Input/output error", "f"), "FS507"), (RecursionError(), "FS520")])  # fmt: skip
 def test_what_nobody_expected_is_a_finding(
     error: Exception, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

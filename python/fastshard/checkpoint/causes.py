@@ -188,6 +188,11 @@ def causes_of(
     lost = [
         f for f in errors if f.file and (f.file in unread or (not f.tensor and (refused or f.code in _LOST)))
     ]
+
+    def is_closed(finding: Finding) -> bool:
+        """True for a directory that may not be looked into: nobody knows what it holds."""
+        return finding.code == "FS502" and finding.file not in paths
+
     held = None
     files = [LostFile(f) for f in lost]
     if lost and not source.listed and any(unit.coords or unit.prefix for unit in source.units):
@@ -200,7 +205,7 @@ def causes_of(
         coords = {path: unit.coords for unit, path in units}
         files = [_lost(f, coords.get(f.file or ""), there) for f in lost if f.file not in of_state]
     return Causes(
-        of_all=[f for f in errors if f.code in _OF_ALL and not f.tensor],
+        of_all=[f for f in errors if not f.tensor and (f.code in _OF_ALL or is_closed(f))],
         tensors={f.tensor: f for f in reversed(errors) if f.tensor},
         files=files,
         named=dict(_all_names(source)) if source.listed else None,

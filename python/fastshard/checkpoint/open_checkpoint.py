@@ -69,7 +69,11 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
         found = detect(listing, said)
     except FastshardError as refused:
         if refused.code in _NOTHING_FOUND:
-            raise_errors([*others.values(), *hub_downloads.unfinished(listing)])
+            raise_errors([*listing.closed, *others.values(), *hub_downloads.unfinished(listing)])
+        if listing.closed:
+            known = {finding.file for finding in listing.closed}
+            others_left = [f for f in listing.without_hidden(refused.findings) if f.file not in known]
+            raise error_for([*listing.closed, *others_left]) from None
         raise
     found = replace(found, findings=hub_downloads.said_of_missing(listing, found.findings))
     for file in found.files:
@@ -139,7 +143,7 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
         found = replace(found, files=[*found.files, *further])
         lora.merge(source, adapted, found, listing, Contents(catalog, readable))
     findings += not_themselves
-    findings += source.findings
+    findings = listing.without_hidden([*findings, *source.findings])
     ranks = {unit.file: unit.rank for unit in source.units}
     # Leftovers are not read.
     left = {f.file for f in findings if f.code == "FS108"}

@@ -148,7 +148,7 @@ class Run:
     def _failed(self, error: Exception) -> int:
         """Something that no part of the program expected: still a finding and not a traceback."""
         if isinstance(error, OSError):
-            finding = Finding.of("FS507", error.strerror or str(error), file=_text(error.filename))
+            finding = safe_files.system_finding(error, _text(error.filename), "a call of the system failed")
         elif isinstance(error, MemoryError):
             finding = Finding.of("FS512", "the system has no memory left", help="lower --memory or --threads")
         else:

@@ -59,6 +59,9 @@ _STORE = ("_METADATA", "manifest.ocdbt")
 _NO_TENSORS = ("latest", "latest_universal", ".metadata", "_METADATA", "_sharding", ".zarray")
 _NO_TENSORS_ENDS = (".json", ".md", ".txt", ".yml", ".yaml", ".toml", ".jinja", ".ocdbt")
 
+#: That a save is unfinished, a step is missing, or nothing is there.
+_OF_SAVES = ("FS104", "FS105", "FS501", "FS513")
+
 #: Most files looked at below one root: a checkpoint directory, not a whole disk.
 MAX_FILES = 2_000_000
 
@@ -126,6 +129,28 @@ class Listing:
         """The file that was named, where a root is the folder of one; None for a folder."""
         path = self.named[root] if self.named else self.roots[root]
         return None if path is self.roots[root] else path
+
+    @cached_property
+    def closed(self) -> list[Finding]:
+        """Findings of directories that may not be looked into."""
+        return [finding for finding in self.findings if finding.code == "FS502"]
+
+    def without_hidden(self, findings: Iterable[Finding]) -> list[Finding]:
+        """Findings without those that only follow from a directory that may not be looked into.
+
+        What such a directory holds is not missing, and a save of which a part could not be seen is not unfinished.
+        """
+        closed = [finding.file for finding in self.closed if finding.file]
+
+        def is_hidden(file: str) -> bool:
+            return any((root / file).is_relative_to(folder) for root in self.roots for folder in closed)
+
+        def follows(finding: Finding) -> bool:
+            if finding.code in _OF_SAVES:
+                return bool(closed)
+            return finding.code == "FS101" and any(finding.files) and all(map(is_hidden, finding.files))
+
+        return [finding for finding in findings if finding.severity != "error" or not follows(finding)]
 
     @cached_property
     def _by_folder(self) -> dict[str, list[File]]:
@@ -369,7 +394,7 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
         except FileNotFoundError:
             raise _missing(path) from None
         except PermissionError:
-            raise FastshardError.of("FS502", "may not be read", file=str(path)) from None
+            raise error_for([safe_files.closed(safe_files.closed_folder(path) or path)]) from None
         except OSError as error:
             raise FastshardError.of("FS507", f"cannot open: {error.strerror}", file=str(path)) from None
         except ValueError as error:
@@ -426,13 +451,25 @@ def _missing(path: Path) -> FastshardError:
     return FastshardError.of("FS501", "no such file or directory", file=str(path), help=help_, run=run)
 
 
+def _may_enter(folder: str) -> bool:
+    return os.access(folder, os.X_OK, effective_ids=os.access in os.supports_effective_ids)
+
+
 def _walk(
     index: int, root: Path, within: tuple[Path, ...], files: list[File], findings: list[Finding]
 ) -> None:
     def unreadable(error: OSError) -> None:
-        findings.append(Finding.of("FS502", "may not be read", file=str(error.filename)))
+        if isinstance(error, PermissionError):
+            findings.append(safe_files.closed(error.filename))
+        else:
+            findings.append(safe_files.system_finding(error, str(error.filename), "cannot be listed"))
 
     for folder, subfolders, names in os.walk(root, onerror=unreadable):
+        if (subfolders or names) and not _may_enter(folder):
+            # Names can be listed there, and nothing else.
+            findings.append(safe_files.closed(folder))
+            subfolders.clear()
+            continue
         # Staging folders of interrupted runs are nobody's checkpoint.
         subfolders[:] = sorted(d for d in subfolders if ".fastshard-" not in d)
         for name in subfolders:

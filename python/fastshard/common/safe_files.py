@@ -307,7 +307,7 @@ def replace(path: Path, text: str) -> None:
     """Writes a small file beside its place and renames it there, on disk before it has the name.
 
     Raises:
-        FastshardError: ``FS502`` or ``FS507``; what was there is as it was.
+        FastshardError: ``FS502``, ``FS503`` or ``FS507``; what was there is as it was.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     # Nothing that is there already, no link either, is written to.
@@ -325,10 +325,8 @@ def replace(path: Path, text: str) -> None:
                 beside.unlink()
             raise
     except OSError as error:
-        code = "FS502" if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else "FS507"
-        raise FastshardError.of(
-            code, f"cannot write: {error.strerror}", file=str(path), help="choose another place with -o FILE"
-        ) from None
+        help_ = "choose another place with -o FILE"
+        raise error_for([system_finding(error, str(path), "cannot write", help_)]) from None
 
 
 def append(path: StrPath, text: str) -> None:
@@ -349,10 +347,60 @@ def _pieces(descriptor: int) -> Iterator[bytes]:
 def _cannot(error: OSError, name: str) -> FastshardError:
     if error.errno in (errno.ENXIO, errno.ENODEV):
         return error_for([unfit(name, "a socket or device")])
-    code = {errno.ENOENT: "FS501", errno.ENOTDIR: "FS501", errno.EACCES: "FS502", errno.EPERM: "FS502"}
-    found = code.get(error.errno or 0, "FS507")
-    help_ = path_help(name) if found == "FS501" else None
-    return FastshardError.of(found, f"cannot read: {error.strerror}", file=name, help=help_)
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return FastshardError.of("FS501", f"cannot read: {error.strerror}", file=name, help=path_help(name))
+    return error_for([system_finding(error, name)])
+
+
+#: Codes of what the system says of files.
+_OF_SYSTEM = {
+    errno.EACCES: "FS502",
+    errno.EPERM: "FS502",
+    errno.EROFS: "FS502",
+    errno.ENOSPC: "FS503",
+    errno.EDQUOT: "FS503",
+    errno.EMFILE: "FS511",
+    errno.ENFILE: "FS511",
+}
+
+
+def system_finding(
+    error: OSError, name: str | None, doing: str = "cannot read", help: str | None = None
+) -> Finding:
+    """What the system says of a file, as a finding; of a directory that may not be entered, it names the directory.
+
+    Args:
+        error: of the system.
+        name: how messages name the file.
+        doing: what was tried.
+        help: what to do, other than what its code says.
+    """
+    code = _OF_SYSTEM.get(error.errno or 0, "FS507")
+    path = error.filename if isinstance(error.filename, (str, os.PathLike)) else name
+    if code == "FS502" and path is not None and (folder := closed_folder(path)) is not None:
+        return closed(folder)
+    return Finding.of(code, f"{doing}: {error.strerror or error}", file=name, help=help)
+
+
+def closed_folder(path: StrPath) -> str | None:
+    """The uppermost directory on the way to a path that this user may not enter; None if there is none."""
+    for folder in reversed(Path(os.path.abspath(path)).parents):  # noqa: PTH100 - links stay
+        if folder.is_dir() and not os.access(
+            folder, os.X_OK, effective_ids=os.access in os.supports_effective_ids
+        ):
+            return os.fspath(folder)
+    return None
+
+
+def closed(folder: StrPath) -> Finding:
+    """That a directory may not be listed or entered."""
+    return Finding.of(
+        "FS502",
+        "this user may not read the directory",
+        file=os.fspath(folder),
+        expected="the rights to list it and to enter it (r and x)",
+        help="check the owner and the mode of the directory, and of what it lies in",
+    )
 
 
 def path_help(path: str) -> str:

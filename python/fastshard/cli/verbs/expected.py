@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ...common import json_text, safe_files
-from ...common.errors import FastshardError
+from ...common.errors import FastshardError, error_for
 from ...common.formatting import printable
 from ...expected.expected_list import from_document
 from ...expected.from_transformers import TIMEOUT, expected_tensors
@@ -40,7 +40,7 @@ def _run(a: argparse.Namespace) -> Outcome:
         try:
             Path(a.output).write_text(json_text.indented(document), "utf-8")
         except OSError as error:
-            raise FastshardError.of("FS507", f"cannot write: {error.strerror}", file=a.output) from None
+            raise error_for([safe_files.system_finding(error, a.output, "cannot write")]) from None
         return Result(f"{a.output}: {summary}", document, proof=False), []
     rows = [(t.name, t.dtype, " x ".join(map(str, t.shape)) or "()") for t in listed]
     width = max((len(name) for name, *_ in rows), default=0)
