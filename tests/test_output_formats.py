@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import junitparser
 import pytest
 from fastshard.cli import output_formats
 from fastshard.cli.output_formats import Told
+from fastshard.cli.verbs import VERBS
 from fastshard.common.errors import CODES, Finding
 from helpers import HF, NEOX, STEP, TP4, cli, copy, layer_file
 from sarif_pydantic import Sarif
@@ -242,3 +244,51 @@ def test_a_summary_is_appended_where_it_is_asked_for(tmp_path: Path) -> None:
     assert (tmp_path / "summary.md").read_text().count("### ✅ fastshard verify") == 2
     ran = cli("verify", HF, "--summary", tmp_path, json_output=False)
     assert ran.code == 2 and "cannot be written to" in ran.err
+
+
+#: What each verb is called with, so that it finds something or cannot run; None for one that takes no checkpoint.
+_FAILING: dict[str, tuple[object, ...] | None] = {
+    "completion": None,
+    "man": None,
+    "explain": ("FS999",),
+    "expected": ("nowhere/config.json",),
+    "commit": ("nowhere/out", "--run", "0" * 32),
+    "make-part": ("nowhere/out", "--part", "0", "--run", "0" * 32),
+    "clean": ("nowhere/out",),
+    "diff": ("nowhere", "nowhere"),
+    "trace": ("nowhere", "w"),
+}
+
+
+@pytest.mark.parametrize("name", [verb.name for verb in VERBS if _FAILING.get(verb.name, ()) is not None])
+def test_json_holds_all_findings_and_no_other_text_does(name: str, tmp_path: Path) -> None:
+    argv = _FAILING.get(name) or ("nowhere", *(("out",) if VERBS[name].publishes is not None else ()))
+    ran = cli(name, *argv)
+    assert ran.err == ""
+    assert ran.code == 2 and ran.doc["findings"], ran.out
+
+
+@pytest.mark.parametrize("name", ["verify", "inspect", "ls", "stats", "plan", "report", "merge", "manifest"])
+def test_several_findings_are_in_the_document_alone(name: str, tmp_path: Path) -> None:
+    root = copy(NEOX, tmp_path / "run")
+    for rank in (0, 1):
+        (root / STEP / layer_file(3, rank)).unlink()
+    (root / STEP / "leftover.safetensors").write_bytes(b"")
+    out = {
+        "merge": [tmp_path / "out"],
+        "report": ["-o", tmp_path / "page.html"],
+        "manifest": ["-o", tmp_path / "m.json"],
+    }
+    ran = cli(name, root, *out.get(name, []))
+    assert ran.err == "" and json.loads(ran.out)["findings"], ran.err
+
+
+def test_a_finding_that_is_shown_before_the_work_is_in_the_document_alone(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert cli("split", HF, out, "--parts", 2).code == 0
+    text = cli("merge", TP4, out, "--progress", "plain", json_output=False)
+    assert "an interrupted run of another plan" in text.err
+    shutil.rmtree(out)
+    ran = cli("merge", TP4, out, "--progress", "plain")
+    assert ran.code == 0 and ran.having("FS508", severity="warning"), ran.out
+    assert ran.err == ""

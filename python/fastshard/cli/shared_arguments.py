@@ -263,7 +263,10 @@ def opened(a: argparse.Namespace) -> Checkpoint:
 
 def progress(a: argparse.Namespace) -> str | bool:
     """How far a run is, told or not."""
-    return False if a.quiet or (a.output_format in DOCUMENTS and a.progress == "auto") else a.progress
+    if a.quiet or (a.output_format in DOCUMENTS and a.progress == "auto"):
+        return False
+    # The document has all findings.
+    return "figures" if a.output_format == "json" and a.progress == "plain" else a.progress
 
 
 def shape(a: argparse.Namespace) -> dict[str, Any]:

@@ -22,7 +22,8 @@ class Progress:
 
     Args:
         mode: False or ``none`` draws nothing; True or ``auto`` a bar if stderr is a terminal;
-            ``plain`` a line every ten seconds; a function is called with (bytes done, bytes in all).
+            ``plain`` a line every ten seconds, ``figures`` the same and no findings, which are printed elsewhere; a function
+            is called with (bytes done, bytes in all).
     """
 
     def __init__(self, mode: Report = False) -> None:
@@ -89,7 +90,7 @@ class Progress:
                     self._bar.update(task[0], completed=done, total=total)
 
             return drawn
-        if self._mode == "plain":
+        if self._mode in ("plain", "figures"):
             start = self._last = time.monotonic()
 
             def line(done: int, total: int) -> None:
