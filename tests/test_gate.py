@@ -10,6 +10,7 @@ from typing import Any
 
 import fastshard
 import pytest
+from fastshard.common.errors import exit_code
 from fastshard.common.gate import Gate
 from fastshard.errors import Finding
 from helpers import FIXTURES, HF, NEOX, STEP, TP4, Ran, cli, copy, layer_file
@@ -395,3 +396,9 @@ def test_findings_keep_their_schema(tmp_path: Path) -> None:
     for words in (("--error", "FS108"), ("--ignore", "FS108"), ("--fail-on", "warning")):
         jsonschema.validate(cli("verify", ckpt, *words).findings, schema)
     jsonschema.validate(cli("verify", copied(tmp_path / "copied"), "--accept", "copies").findings, schema)
+
+
+def test_what_a_user_must_decide_is_not_waited_for() -> None:
+    """A script waits while the exit code is 3: no file that comes answers a question."""
+    missing, question = (Finding.of(code, "m") for code in ("FS101", "FS106"))
+    assert [exit_code(found) for found in ([missing], [question], [missing, question])] == [3, 2, 2]

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import fastshard
 import pytest
+import torch
 from helpers import FIXTURES, NEOX, cli
+from safetensors.torch import save_file
 
 MANIFEST = "fastshard.manifest.json"
 
@@ -186,3 +188,15 @@ def test_parts_that_disagree_on_how_they_are_read(tmp_path: Path) -> None:
         assert ran.code == 1 and "FS110" in ran.out and "--config" in ran.out, ran.out
     assert not (tmp_path / "out2").exists()
     assert cli("merge", *hosts, tmp_path / "out2", *given, "--config", hosts[0] / "config.json").code == 0
+
+
+def test_a_part_in_which_another_host_decides_is_copied_whole(tmp_path: Path) -> None:
+    """The index that says which of two sets of shards counts is on another host."""
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("model-00001-of-00002", "head-00001-of-00001"):
+        save_file({name: torch.zeros(2)}, here / f"{name}.safetensors")
+    assert cli("verify", here).having("FS106")
+    ran = cli("copy-local", here, tmp_path / "part")
+    assert ran.code == 0, ran.out
+    assert {p.name for p in here.iterdir()} <= {p.name for p in (tmp_path / "part").iterdir()}
