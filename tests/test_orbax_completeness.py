@@ -159,6 +159,12 @@ def test_a_step_and_its_item_are_found(
     [
         (["9/a/manifest.ocdbt", "9/b/manifest.ocdbt"], None, "FS106"),
         (["9/a/manifest.ocdbt", "checkpoint_9/a/manifest.ocdbt"], None, "FS106"),
+        # A save that is tried again may still be committed.
+        (
+            ["9/a.orbax-checkpoint-tmp-1/manifest.ocdbt", "9/a.orbax-checkpoint-tmp-2/manifest.ocdbt"],
+            None,
+            "FS104",
+        ),
         (["9/a/manifest.ocdbt"], "8", "FS501"),
     ],
 )
