@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fastshard import _core
 from holding import HANG
 
 TRIALS = Path(__file__).parent / "trials"
@@ -22,7 +25,9 @@ import trees  # noqa: E402
 from intercept import Call, Fail, unavailable  # noqa: E402
 from judge import Before, Trial, judge  # noqa: E402
 from runner import Ended, Run, Zygote, default_program  # noqa: E402
+from torn import choose_cut  # noqa: E402
 from trees import Foreign  # noqa: E402
+from writes import Cut, Record  # noqa: E402
 
 OLD = {
     "config.json": b'{"old": 1}',
@@ -126,6 +131,66 @@ def test_kills() -> None:
 
 def test_faults() -> None:
     run_series("faults", "--count", 18, "--cases", "overwrite", "inside", "writer")
+
+
+def test_torn() -> None:
+    run_series("torn", "--count", 10, "--cases", "overwrite", "resume", "inside", "dcp", "writer")
+
+
+@pytest.mark.skipif(not _core.STEPS, reason="this build has no steps")
+def test_allocations() -> None:
+    said = run_series("allocations", "--count", 6, "--cases", "overwrite", "gather").splitlines()
+    names = next(line.split() for line in said if "violations" in line)
+    assert int(said[-3].split()[1 + names.index("aborted")]) > 0, said
+
+
+@pytest.fixture
+def recorded(zygote: Zygote, tmp_path: Path) -> Record:
+    """The record of a merge to a new destination."""
+    place = tmp_path / "place"
+    place.mkdir()
+    record = Record(place)
+    options = ("--max-shard-size", "600KB", "--threads", "1")
+    ended = zygote.run("merge", SOURCE, place / "out", *options, watch=[place], hook=record)
+    assert ended.code == 0, ended.said
+    record.check()
+    return record
+
+
+def cut_often(record: Record) -> set[str]:
+    """What 80 power cuts leave at OUT, and ``lost`` if that is not the result though the run had ended."""
+    new = trees.meaning(record.area / "out", trees.raw(record.area / "out") or {})
+    left = set()
+    for seed in range(80):
+        cut = choose_cut(record, random.Random(seed))
+        shutil.rmtree(record.area)
+        record.area.mkdir()
+        cut.make()
+        kind = trees.state(record.area / "out", {"new": new}, []).kind
+        left.add("lost" if cut.instant == len(record.events) and kind != "new" else kind)
+    return left
+
+
+def test_a_power_cut_leaves_all_of_a_result_or_nothing(recorded: Record) -> None:
+    assert cut_often(recorded) == {"absent", "new"}
+
+
+@pytest.mark.parametrize(
+    ("sync", "left"),
+    [(r"sync .*/data/", "mixed"), (r"fsync .*/data$", "partial"), (r"fsync \.$", "lost")],
+    ids=["files", "directory", "destination"],
+)
+def test_a_power_cut_shows_that_a_sync_is_missing(sync: str, left: str, recorded: Record) -> None:
+    assert recorded.forget(re.compile(sync)) > 0
+    assert left in cut_often(recorded)
+
+
+def test_a_power_cut_leaves_no_plan_without_the_seal_of_a_published_result(recorded: Record) -> None:
+    """``--resume`` would take it for a run that has made nothing yet, and the result for somebody's."""
+    for seed in range(80):
+        cut = Cut(recorded, len(recorded.events), random.Random(seed), ordered=False)
+        left = {path.rpartition("/")[2] for path, _ in cut.walk()}
+        assert "plan" not in left or "sealed" in left
 
 
 def test_changes() -> None:

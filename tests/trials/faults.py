@@ -11,29 +11,26 @@ invariants are in ``judge.py``.
 
 from __future__ import annotations
 
-import copy
 import errno
 import random
-import shutil
 import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import foreign
-import trees
-from harness import Report, Trials, drive, fixtures_of, fresh, options
+from cases import CASES, Case, Cases, add_cases
+from harness import Report, Trials, drive, options
 from intercept import Call, Fail, unavailable
 from judge import Before, Trial, judge, shown
 from runner import Ended, Run, Zygote
-from scenarios import Library, Scenario, staging
+from scenarios import staging
 
-_WRITER = Path(__file__).with_name("writer_run.py")
 _READING = ("EIO", "EACCES")
 #: Errors that a call may give, by its name; a ``+`` means from there on.
 ERRORS = {
@@ -68,47 +65,6 @@ _PAUSE = 0.05
 _CHANGES = ("added", "below", "edited", "replaced", "folder")
 
 
-@dataclass
-class Case:
-    """A command with the state that it finds."""
-
-    name: str
-    #: Of the commands of ``scenarios.py``, or the script.
-    command: str
-    #: OUT before: ``absent``, ``empty`` or ``old``.
-    there: str = "absent"
-    #: A run is killed before: half way (``begun``), or just after its result appeared (``sealed``).
-    interrupted: str = ""
-    #: OUT is a mount point.
-    mount: bool = False
-    #: The script to run instead of the program.
-    script: Path | None = None
-    shared: tuple[str, ...] = ()
-    scenario: Scenario = field(init=False)
-    calls: list[Call] = field(default_factory=list)
-    #: Of the calls, those that close a directory.
-    ending: set[Call] = field(default_factory=set)
-
-
-_REPLACING = ("--overwrite",)
-CASES = {
-    case.name: case
-    for case in (
-        Case("fresh", "merge-hf"),
-        Case("overwrite", "merge-hf", "old", shared=_REPLACING),
-        Case("resume", "merge-hf", "old", "begun", shared=_REPLACING),
-        Case("sealed", "merge-hf", "old", "sealed", shared=_REPLACING),
-        Case("no-fsync", "merge-hf", "empty", shared=("--fsync", "none")),
-        Case("inside", "merge-hf", "empty", mount=True),
-        Case("gather", "tp"),
-        Case("dcp", "dcp"),
-        Case("repair", "repair", "old", shared=_REPLACING),
-        Case("orbax", "orbax", "old", shared=_REPLACING),
-        Case("writer", "writer", "old", script=_WRITER, shared=_REPLACING),
-    )
-}
-
-
 @dataclass(frozen=True)
 class Point:
     """The k-th call of a kind in a case, and what happens there."""
@@ -138,93 +94,25 @@ class Faults:
 
     def __init__(self, zygote: Zygote, folder: Path, arguments: Any) -> None:
         self._zygote, self._arguments, self._folder = zygote, arguments, folder
-        self._area = folder / "t"
-        self._library = Library(folder, zygote, fixtures_of(arguments))
-        self._cases = {case.name: case for case in self._made(arguments.cases)}
+        self._prepared = Cases(zygote, folder, arguments)
+        self._library = self._prepared.library
+        self._cases = self._prepared.cases
         for case in self._cases.values():
             case.calls = self._record(case)
         self.points = [arguments.point] if arguments.point else self._chosen()
 
-    def _made(self, names: list[str]) -> list[Case]:
-        """The cases of these names that can be had here."""
-        # Each worker fills in copies of its own.
-        wanted = {name: copy.deepcopy(CASES[name]) for name in names}
-        found = self._library.chosen(*{case.command for case in wanted.values()})
-        scenarios = {s.name: self._library.measure(s, calls=True) for s in found}
-        if "writer" in wanted:
-            scenarios["writer"] = self._writer()
-        made = []
-        for name, case in wanted.items():
-            if case.command not in scenarios:
-                print(f"no case {name}: it needs TensorStore", file=sys.stderr)
-                continue
-            case.scenario = scenarios[case.command]
-            # Without the right to mount, the run fails before it has begun.
-            if case.mount and self._start(case, self._set_up(case), ()).finish(self._zygote).code:
-                print(f"no case {name}: mounting is not allowed here", file=sys.stderr)
-                continue
-            made.append(case)
-        return made
-
-    def _writer(self) -> Scenario:
-        scenario = Scenario("writer", ("OUT",))
-        out = fresh(self._area) / "out"
-        ended = self._zygote.run(out, script=_WRITER)
-        if ended.code:
-            raise SystemExit(f"the script failed: {ended.said}")
-        scenario.new = trees.meaning(out, trees.raw(out) or {})
-        return scenario
-
-    def _set_up(self, case: Case) -> Trial:
-        """The destination, and the interrupted run, of a case."""
-        trial = Trial(
-            fresh(self._area), self._library.known(case.scenario), "--overwrite" in case.shared, case.mount
-        )
-        if case.there == "old":
-            shutil.copytree(self._library.old, trial.out, symlinks=True)
-        elif case.there == "empty":
-            # Not the mode that a new directory gets, so that it has to be kept.
-            trial.out.mkdir()
-            trial.out.chmod(0o750)
-        if case.interrupted:
-            self._interrupt(case, trial)
-        return trial
-
-    def _interrupt(self, case: Case, trial: Trial) -> None:
-        """Kills a run before a call: when it has done part of its work, or the first after its result appeared."""
-        left = [call for call in case.scenario.calls if ".fastshard-" in call.path]
-        enough = left[len(left) * 6 // 10].index if left else 0
-        was = trial.out.stat().st_ino if trial.out.exists() else None
-
-        def hook(run: Run, call: Call) -> None:
-            appeared = trial.out.exists() and trial.out.stat().st_ino != was
-            if appeared if case.interrupted == "sealed" else call.index >= enough:
-                run.send(signal.SIGKILL)
-
-        command = case.scenario.command(trial.out, *case.shared, "--threads", "1")
-        ended = self._zygote.run(*command, watch=[self._library.sources, trial.area], hook=hook)
-        if ended.code != -signal.SIGKILL or not staging(trial.area):
-            raise SystemExit(f"{case.name}: the run was not interrupted: {ended}")
-
-    def _start(self, case: Case, trial: Trial, extra: tuple[str, ...], **more: Any) -> Run:
-        own = () if case.script else ("--threads", "1", *extra, *(("--resume",) if case.interrupted else ()))
-        command = case.scenario.command(trial.out, *case.shared, *own)
-        return self._zygote.start(
-            *command, script=case.script, mount=trial.out if case.mount else None, **more
-        )
-
     def _record(self, case: Case) -> list[Call]:
         """The calls of a run without faults."""
-        trial, seen = self._set_up(case), []
+        trial, seen = self._prepared.set_up(case), []
 
         def note(run: Run, call: Call) -> None:
             seen.append(call)
             if _closes_folder(call):
                 case.ending.add(call)
 
-        ended = self._start(case, trial, (), watch=[self._library.sources, trial.area], hook=note).finish(
-            self._zygote
-        )
+        ended = self._prepared.start(
+            case, trial, (), watch=[self._library.sources, trial.area], hook=note
+        ).finish(self._zygote)
         judge(trial, ended, Before(trial.look(), 0))
         if ended.code:
             raise SystemExit(f"{case.name}: a run without faults failed: {ended.said}")
@@ -269,7 +157,7 @@ class Faults:
         point = self.points[index]
         rng = random.Random(f"{self._arguments.seed}:{point}")
         case = self._cases[point.case]
-        trial = self._set_up(case)
+        trial = self._prepared.set_up(case)
         before = Before(trial.look(), 0, bool(case.interrupted), staging(trial.area), disturbed=True)
         happen = self._event(point, trial, before, rng)
         hit: list[Call] = []
@@ -288,7 +176,9 @@ class Faults:
         watch = [self._library.sources, trial.area]
         stdout = Path("/dev/full") if point.kind == "stdout" else None
         before.mute, before.stuck = stdout is not None, point.event.endswith("+")
-        ended = self._start(case, trial, extra, watch=watch, hook=hook, stdout=stdout).finish(self._zygote)
+        ended = self._prepared.start(case, trial, extra, watch=watch, hook=hook, stdout=stdout).finish(
+            self._zygote
+        )
         self._show(ended, trial)
         after = judge(trial, ended, before)
         story = f"{point.event} at {_where(hit[0], self._folder) if hit else point.kind} -> {ended.code} {after.kind}"
@@ -361,14 +251,7 @@ def _where(call: Call, folder: Path) -> str:
 def main() -> int:
     """The command line."""
     parser = options(__doc__ or "", 1000)
-    parser.add_argument(
-        "--cases",
-        nargs="+",
-        choices=CASES,
-        default=list(CASES),
-        metavar="CASE",
-        help=f"of {', '.join(CASES)} (default: all)",
-    )
+    add_cases(parser, CASES)
     parser.add_argument(
         "--point", type=Point.parse, metavar="POINT", help="this point alone, with what was printed"
     )

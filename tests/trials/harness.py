@@ -1,4 +1,4 @@
-"""What the three series share: options, workers that run trials side by side, and the report."""
+"""What the series share: options, workers that run trials side by side, and the report."""
 
 from __future__ import annotations
 

@@ -17,9 +17,10 @@ import socket
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 #: Calls that take paths or files, on x86-64: name -> (number, arguments). ``p`` is a path, ``d`` the directory
 #: that the path after it is relative to, ``f`` a file, ``.`` anything else.
@@ -130,9 +131,25 @@ class Call:
     #: How many watched calls came before, of all kinds and of this kind.
     index: int
     nth: int
+    #: Thread that calls, and the six arguments as they lie in its registers.
+    thread: int = field(default=0, compare=False)
+    arguments: tuple[int, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         return f"{self.kind} #{self.nth} {self.path}"
+
+    def paths(self) -> list[str]:
+        """All paths that it is about, before it is done."""
+        return list(_paths(self.thread, CALLS[self.kind][1], self.arguments))
+
+    def memory(self, address: int, size: int) -> bytes:
+        """Bytes of the caller's memory, before it is done."""
+        with Path(f"/proc/{self.thread}/mem").open("rb", buffering=0) as memory:
+            memory.seek(address)
+            found = b""
+            while len(found) < size:
+                found += memory.read(size - len(found)) or _gone(self.thread)
+        return found
 
 
 @dataclass(frozen=True)
@@ -191,7 +208,8 @@ class Supervisor:
         name, shape = _BY_NUMBER[number]
         path = self._watched(tid, shape, arguments)
         if path is not None:
-            call = Call(name, path, sum(self._seen.values()), self._seen[name])
+            counts = sum(self._seen.values()), self._seen[name]
+            call = Call(name, path, *counts, tid, tuple(arguments))
             self._seen[name] += 1
             outcome = self._hook(call)
             if outcome is not None:
@@ -204,27 +222,36 @@ class Supervisor:
 
     def _watched(self, tid: int, shape: str, arguments: list[int]) -> str | None:
         """The first path of a call that lies in a watched folder."""
-        base = _AT_FDCWD
         try:
-            for what, value in zip(shape, arguments, strict=False):
-                number = ctypes.c_int32(value & 0xFFFFFFFF).value
-                path = ""
-                if what == "d":
-                    base = number
-                elif what == "f":
-                    path = str(Path(f"/proc/{tid}/fd/{number}").readlink()) if number >= 0 else ""
-                elif what == "p":
-                    path = _text(tid, value)
-                    if not path.startswith("/"):
-                        held = "cwd" if base == _AT_FDCWD else f"fd/{base}"
-                        folder = Path(f"/proc/{tid}/{held}").readlink()
-                        path = os.path.normpath(folder / path)
+            for path in _paths(tid, shape, arguments):
                 if any(path == p or path.startswith(f"{p}/") for p in self._prefixes):
                     return path
         except OSError:
             # A file that is closed, or a caller that is gone.
             return None
         return None
+
+
+def _paths(tid: int, shape: str, arguments: Iterable[int]) -> Iterator[str]:
+    """The paths of a call; of a file that is open, where it lies now."""
+    base = _AT_FDCWD
+    for what, value in zip(shape, arguments, strict=False):
+        number = ctypes.c_int32(value & 0xFFFFFFFF).value
+        if what == "d":
+            base = number
+        elif what == "f":
+            yield str(Path(f"/proc/{tid}/fd/{number}").readlink()) if number >= 0 else ""
+        elif what == "p":
+            path = _text(tid, value)
+            if not path.startswith("/"):
+                link = "cwd" if base == _AT_FDCWD else f"fd/{base}"
+                folder = Path(f"/proc/{tid}/{link}").readlink()
+                path = os.path.normpath(folder / path)
+            yield path
+
+
+def _gone(tid: int) -> NoReturn:
+    raise ProcessLookupError(f"process {tid} is gone")
 
 
 def _text(tid: int, address: int) -> str:
@@ -235,9 +262,7 @@ def _text(tid: int, address: int) -> str:
             memory.seek(address + len(text))
             # Up to the page's end: the next one may not be there.
             read = memory.read(4096 - (address + len(text)) % 4096)
-            if not read:
-                raise ProcessLookupError(f"process {tid} is gone")
-            text += read
+            text += read or _gone(tid)
     return os.fsdecode(text.split(b"\0", 1)[0])
 
 

@@ -73,12 +73,12 @@ pub(super) fn remove_folder(place: &Place, folder: &Dir, data: &[String], lock: 
     for name in data {
         folder.remove_tree(OsStr::new(name)).at(&folder.join(name), "cannot remove")?;
     }
-    remove_bookkeeping(place, folder, lock)
+    remove_bookkeeping(place, folder, lock, false)
 }
 
 /// Removes a staging folder that holds no data any more: the seal last, as it tells that a clean-up was
-/// cut short.
-pub(super) fn remove_bookkeeping(place: &Place, folder: &Dir, lock: File) -> Result<()> {
+/// cut short. With `durable`, by a power failure too.
+pub(super) fn remove_bookkeeping(place: &Place, folder: &Dir, lock: File, durable: bool) -> Result<()> {
     let gone = |name: &str| folder.remove_file(name).at(&folder.join(name), "cannot remove");
     for name in entries(folder)?.iter().filter(|name| rounds::is_bookkeeping(name)) {
         gone(name)?;
@@ -88,6 +88,10 @@ pub(super) fn remove_bookkeeping(place: &Place, folder: &Dir, lock: File) -> Res
     }
     // NFS keeps a removed file in the directory as long as it is open.
     drop(lock);
+    if durable {
+        // A plan without a seal looks like a run that has made nothing yet.
+        folder.sync().at(folder.path(), "cannot bring to disk")?;
+    }
     gone("sealed")?;
     // As long as anything of the run is there it can be told what was kept.
     gone(KEPT)?;

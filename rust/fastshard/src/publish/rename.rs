@@ -284,7 +284,7 @@ fn clean_up(
     let warning = match kept {
         Ok(Some(all)) => {
             let mut warnings: Vec<Finding> = all.iter().map(aside).collect();
-            warnings.extend(remove_bookkeeping(place, folder, lock).err().map(failed));
+            warnings.extend(remove_bookkeeping(place, folder, lock, durable).err().map(failed));
             return warnings;
         }
         Ok(None) => left(
