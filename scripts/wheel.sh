@@ -30,7 +30,7 @@ else
 import sys, zipfile
 wheel = zipfile.ZipFile(sys.argv[1])
 (core,) = (wheel.read(name) for name in wheel.namelist() if name.endswith(".so"))
-for seam in (b"FASTSHARD_STEPS", b"FASTSHARD_CLOCK"):
+for seam in (b"FASTSHARD_STEPS", b"FASTSHARD_CLOCK", b"FASTSHARD_FAIL_ALLOCATION"):
     assert seam not in core, f"the released core knows {seam.decode()}"
 PYTHON
 fi

@@ -16,7 +16,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
-SEAMS = ("FASTSHARD_STEPS", "FASTSHARD_CLOCK")
+SEAMS = ("FASTSHARD_STEPS", "FASTSHARD_CLOCK", "FASTSHARD_FAIL_ALLOCATION")
 
 
 def test_a_build_that_asks_for_nothing_has_no_steps() -> None:
@@ -39,7 +39,7 @@ def test_what_tests_hold_a_run_by_is_compiled_for_them_alone() -> None:
         if path.suffix in (".rs", ".py", ".pyi") and any(f'"{seam}"' in path.read_text() for seam in SEAMS)
     }
     assert holders == {"rust/fastshard/src/steps.rs", "rust/fastshard/src/publish/clock.rs"}
-    for file, module in (("steps.rs", "held"), ("publish/clock.rs", "file")):
+    for file, module in (("steps.rs", "held"), ("steps.rs", "failing"), ("publish/clock.rs", "file")):
         text = (ROOT / "rust/fastshard/src" / file).read_text()
         assert re.search(rf'#\[cfg\(feature = "steps"\)\]\nmod {module} \{{.*"FASTSHARD_', text, re.S)
 

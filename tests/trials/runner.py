@@ -186,13 +186,17 @@ class Zygote(Reaper):
             run.supervisor = Supervisor(fds[0], watch or [], functools.partial(hook, run))
         return run
 
-    def execute(self, *argv: object) -> tuple[Run, Reaper]:
-        """Starts a run in a fresh interpreter, as a user does."""
+    def execute(self, *argv: object, environment: dict[str, str] | None = None) -> tuple[Run, Reaper]:
+        """Starts a run in a fresh interpreter, as a user does, with more in its environment."""
         streams = self._new_streams()
         arguments = tuple(map(str, argv))
         with streams[0].open("wb") as out, streams[1].open("wb") as err:
             process = subprocess.Popen(
-                [str(self.program), *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=err
+                [str(self.program), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=os.environ | (environment or {}),
             )
         # Waited for by the reaper, not by subprocess.
         process.returncode = 0

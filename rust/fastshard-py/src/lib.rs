@@ -45,6 +45,11 @@ use options::RunOptions;
 use plain::{object, told, Given};
 use plans::{with_files, Plan};
 
+/// Lets tests see what a run leaves that is denied memory.
+#[cfg(feature = "steps")]
+#[global_allocator]
+static ALLOCATOR: fastshard::steps::Failing = fastshard::steps::Failing::new();
+
 create_exception!(_core, CoreError, PyException, "Findings that stopped an operation, a list of them.");
 
 /// What writing came to: the manifest as JSON, which is its format, and findings.

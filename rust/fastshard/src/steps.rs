@@ -66,6 +66,90 @@ pub fn reach(_step: Step) {}
 pub use held::{reach, At};
 
 #[cfg(feature = "steps")]
+pub use failing::Failing;
+
+#[cfg(feature = "steps")]
+mod failing {
+    use std::alloc::{GlobalAlloc, Layout, System};
+    use std::ffi::CStr;
+    use std::ptr::null_mut;
+    use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
+
+    /// How many allocations are left, before the environment is read.
+    const UNREAD: i64 = i64::MAX;
+
+    /// The system's allocator. With `FASTSHARD_FAIL_ALLOCATION=N:SIZE` in the environment it fails once: at the N-th allocation
+    /// of at least SIZE bytes, counted from 1 over all threads.
+    #[derive(Debug)]
+    pub struct Failing {
+        /// Allocations until the one that fails, that one included; none fails once it is not positive.
+        left: AtomicI64,
+        least: AtomicUsize,
+    }
+
+    impl Failing {
+        /// The allocator of a process.
+        #[allow(clippy::new_without_default)]
+        pub const fn new() -> Failing {
+            Failing { left: AtomicI64::new(UNREAD), least: AtomicUsize::new(0) }
+        }
+
+        fn fails(&self, size: usize) -> bool {
+            if self.left.load(Ordering::Relaxed) == UNREAD {
+                let (left, least) = requested().unwrap_or((0, 0));
+                self.least.store(least, Ordering::Relaxed);
+                let _ = self.left.compare_exchange(UNREAD, left, Ordering::Relaxed, Ordering::Relaxed);
+            }
+            self.left.load(Ordering::Relaxed) > 0
+                && size >= self.least.load(Ordering::Relaxed)
+                && self.left.fetch_sub(1, Ordering::Relaxed) == 1
+        }
+    }
+
+    /// What the environment asks for; nothing here allocates.
+    #[allow(unsafe_code)]
+    fn requested() -> Option<(i64, usize)> {
+        // SAFETY: the name ends with a zero byte.
+        let value = unsafe { libc::getenv(c"FASTSHARD_FAIL_ALLOCATION".as_ptr()) };
+        if value.is_null() {
+            return None;
+        }
+        // SAFETY: what is found ends with a zero byte, and stays while nobody changes the environment.
+        let (left, least) = unsafe { CStr::from_ptr(value) }.to_str().ok()?.split_once(':')?;
+        Some((left.parse().ok()?, least.parse().ok()?))
+    }
+
+    // SAFETY: it passes all on to the system's allocator, or gives null, as an allocator may.
+    #[allow(unsafe_code)]
+    unsafe impl GlobalAlloc for Failing {
+        unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+            if self.fails(layout.size()) {
+                return null_mut();
+            }
+            System.alloc(layout)
+        }
+
+        unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+            if self.fails(layout.size()) {
+                return null_mut();
+            }
+            System.alloc_zeroed(layout)
+        }
+
+        unsafe fn realloc(&self, memory: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+            if self.fails(size) {
+                return null_mut();
+            }
+            System.realloc(memory, layout, size)
+        }
+
+        unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+            System.dealloc(memory, layout);
+        }
+    }
+}
+
+#[cfg(feature = "steps")]
 mod held {
     use std::env::var_os;
     use std::io::{Read, Write};
