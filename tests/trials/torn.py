@@ -159,11 +159,12 @@ def choose_cut(record: Record, rng: random.Random) -> Cut:
 def _instant(record: Record, rng: random.Random) -> int:
     """How many events are done: often all, or as many as lie around a rename or another one that is no write."""
     events = record.events
+    # A run that only cleans up renames nothing.
+    renames = [i for i, call in enumerate(record.calls) if call.startswith("rename")]
     chosen = rng.random()
     if chosen < 0.2:
         return len(events)
-    if chosen < 0.5:
-        renames = [i for i, call in enumerate(record.calls) if call.startswith("rename")]
+    if chosen < 0.5 and renames:
         return min(rng.choice(renames) + rng.randrange(_AROUND), len(events))
     if chosen < 0.8:
         rare = [i for i, event in enumerate(events) if not isinstance(event, Write)]
