@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -77,6 +78,10 @@ COMMANDS = {
     "manifest": ["manifest", "CKPT", "-o", "OUT"],
     "diff": ["diff", "CKPT", "CKPT"],
     "stats": ["stats", "CKPT"],
+    "inspect": ["inspect", "CKPT"],
+    "ls": ["ls", "CKPT"],
+    "trace": ["trace", "CKPT", "00000"],
+    "report": ["report", "CKPT", "-o", "OUT"],
 }
 
 
@@ -104,6 +109,22 @@ def test_what_is_held_meanwhile_is_within_the_budget_or_little_more(
     assert refused or code == 0
     assert refused != (tmp_path / "out").exists()
     assert beyond < memory * 1.25
+
+
+def test_tensors_of_many_files_are_refused_before_they_are_kept(tmp_path: Path) -> None:
+    """600,000 tensors of ten files, of which the plan alone takes a multiple of the budget; the finding counts them all."""
+    for f in range(10):
+        entries = ",".join(
+            f'"layers.{f}.experts.{i}.weight":{{"dtype":"U8","shape":[1],"data_offsets":[{i},{i + 1}]}}'
+            for i in range(60_000)
+        )
+        header = f"{{{entries}}}".encode()
+        file = tmp_path / f"model-{f + 1:05d}-of-00010.safetensors"
+        file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(60_000))
+    code, beyond, output = measured("inspect", str(tmp_path), "--memory", "256MiB")
+    (least,) = re.findall("at least ([0-9]+) MiB", output)
+    assert code == 2 and "FS512" in output and int(least) > 600
+    assert beyond < 110
 
 
 def in_300_files(folder: Path, each: int) -> Path:

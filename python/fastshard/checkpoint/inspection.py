@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..common import memory_budget
 from ..common.errors import Finding
 from ..common.formatting import human
 from . import manifest_files
@@ -92,11 +93,15 @@ class Inspection:
         )
 
 
-def inspect(source: CheckpointSource, **opening: Unpack[OpenOptions]) -> Inspection:
+@memory_budget.kept
+def inspect(
+    source: CheckpointSource, *, memory: str | int | None = None, **opening: Unpack[OpenOptions]
+) -> Inspection:
     """Describes a checkpoint by its headers: what wrote it, what it holds, and what is missing.
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
+        memory: as for :func:`fastshard.convert`.
         opening: as for :func:`fastshard.open`.
 
     Raises:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from ..common import memory_budget
 from ..common.byte_sizes import parse_size
 from ..common.dtypes import TORCH_NAMES
 from ..common.errors import FastshardError
@@ -75,6 +76,7 @@ def rows_of(plan: Plan) -> list[TensorRow]:
     ]
 
 
+@memory_budget.kept
 def ls(
     source: CheckpointSource,
     *,
@@ -82,6 +84,7 @@ def ls(
     dtype: Iterable[str] = (),
     layer: Iterable[int] = (),
     larger_than: str | int | None = None,
+    memory: str | int | None = None,
     **opening: Unpack[OpenOptions],
 ) -> list[TensorRow]:
     """Lists the full tensors of a checkpoint by its headers.
@@ -92,6 +95,7 @@ def ls(
         dtype: dtypes by safetensors' or torch's name; all if empty.
         layer: numbers of layers; all if empty.
         larger_than: bytes that a tensor exceeds, e.g. ``"1GiB"``.
+        memory: as for :func:`fastshard.convert`.
         opening: as for :func:`fastshard.open`.
 
     Raises:

@@ -71,8 +71,8 @@ def _how(option: Option) -> dict[str, Any]:
     return {"type": _TYPES.get(option.name, number), "default": option.default, "metavar": option.metavar}
 
 
-def add_common(parser: argparse.ArgumentParser, *, run: bool = True) -> None:
-    """What every run takes; without ``run``, what reads headers only."""
+def add_common(parser: argparse.ArgumentParser, *, run: bool = True, reads: bool = True) -> None:
+    """What every run takes; without ``run``, what reads headers only; without ``reads``, what reads no checkpoint."""
     group = parser.add_argument_group("common")
     add_format(group)
     group.add_argument("--color", choices=WHEN, default="auto", help="in the terminal (default: auto)")
@@ -83,6 +83,7 @@ def add_common(parser: argparse.ArgumentParser, *, run: bool = True) -> None:
         group.add_argument(
             "--progress", choices=("auto", "plain", "none"), default="auto", help="on stderr (default: auto)"
         )
+    if reads:
         add_options(group, Publishing, only=("memory",))
 
 

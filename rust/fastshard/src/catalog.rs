@@ -113,7 +113,8 @@ impl Catalog {
         let full = AtomicBool::new(false);
         raise_open_files(files.len() as u64);
         let next = AtomicUsize::new(0);
-        let slots: Vec<Mutex<Option<Result<CatalogFile>>>> = files.iter().map(|_| Mutex::new(None)).collect();
+        let slots: Vec<Mutex<Option<Result<Option<CatalogFile>>>>> =
+            files.iter().map(|_| Mutex::new(None)).collect();
         std::thread::scope(|scope| {
             for _ in 0..threads.clamp(1, files.len().max(1)) {
                 scope.spawn(|| loop {
@@ -133,7 +134,7 @@ impl Catalog {
         let mut opened = Vec::with_capacity(slots.len());
         for slot in slots {
             opened.push(match slot.into_inner().unwrap_or_else(PoisonError::into_inner) {
-                Some(Ok(file)) => Some(file),
+                Some(Ok(file)) => file,
                 // Nothing is wrong with the file.
                 Some(Err(error)) if beyond_memory(&error) => return Err(error),
                 Some(Err(error)) => {
@@ -145,6 +146,9 @@ impl Catalog {
                 }
                 None => None,
             });
+        }
+        if let Some(room) = &room {
+            room.plan_all()?;
         }
         let catalog =
             Catalog { roots, files: opened, findings, words: Arc::default(), room: Mutex::new(None) };
@@ -239,13 +243,14 @@ impl Catalog {
     }
 }
 
+/// Opens and parses a file; none where memory does not suffice for what its header says.
 fn open_one(
     roots: &[PathBuf],
     root: u32,
     path: &str,
     wanted: &Wanted,
     room: Option<&Arc<Room>>,
-) -> Result<CatalogFile> {
+) -> Result<Option<CatalogFile>> {
     let full = roots.get(root as usize).map_or_else(|| PathBuf::from(path), |r| r.join(Path::new(path)));
     let room = room.map(|room| Arc::new(HeaderRoom::of(room)));
     let mut source = SourceFile::open(&full)?.within(room.clone());
@@ -261,9 +266,12 @@ fn open_one(
     };
     if let Some(room) = room {
         let names = parsed.tensors.iter().flat_map(|t| &t.path).map(|key| key.len() as u64).sum();
-        room.keep(parsed.tensors.len() as u64, names);
+        // The others are counted all the same, so that the finding says what all of them need.
+        if !room.keep(parsed.tensors.len() as u64, names) {
+            return Ok(None);
+        }
     }
-    Ok(CatalogFile { root, path: path.to_string(), source: Arc::new(source.within(None)), parsed })
+    Ok(Some(CatalogFile { root, path: path.to_string(), source: Arc::new(source.within(None)), parsed }))
 }
 
 /// Raises the soft limit on open files towards the hard one, where more are needed.

@@ -15,8 +15,8 @@ use crate::kernel;
 const PLENTY: u64 = 256;
 /// Bytes that a header takes per byte of it while it is read: itself and what it says.
 const PER_HEADER_BYTE: u64 = 2;
-/// Bytes that are kept of a file per tensor, besides its name.
-const PER_TENSOR_KEPT: u64 = 200;
+/// Bytes that are kept of a file per tensor at least, besides its name: 300 were measured.
+const PER_TENSOR_KEPT: u64 = 250;
 /// Bytes that a plan takes at least per byte of the tensors' names, while it is made: no good plan is refused.
 const PER_NAME_BYTE: u64 = 4;
 /// Bytes that a plan takes at least per tensor besides: 1.5 to 5 KiB were measured.
@@ -41,6 +41,9 @@ pub struct Room {
     reading: AtomicU64,
     /// Bytes that are kept of those that were.
     kept: AtomicU64,
+    /// Tensors in the headers that were read, and bytes of their names.
+    tensors: AtomicU64,
+    names: AtomicU64,
 }
 
 /// Room for the header of one file; given back when it is read.
@@ -68,9 +71,17 @@ impl HeaderRoom {
         self.room.holds(need, "the headers of the files", Some(file))
     }
 
-    /// Counts what is kept of the file.
-    pub fn keep(&self, tensors: u64, names: u64) {
-        self.room.kept.fetch_add(names + tensors * PER_TENSOR_KEPT, Ordering::Relaxed);
+    /// Counts the tensors of the file, and the bytes of their names. True if these, and a plan of all that were counted, may
+    /// be kept; of a file for which it is false nothing is to be kept.
+    pub fn keep(&self, tensors: u64, names: u64) -> bool {
+        let room = &self.room;
+        room.tensors.fetch_add(tensors, Ordering::Relaxed);
+        room.names.fetch_add(names, Ordering::Relaxed);
+        let may_be_kept = room.plan_all().is_ok();
+        if may_be_kept {
+            room.kept.fetch_add(names + tensors * PER_TENSOR_KEPT, Ordering::Relaxed);
+        }
+        may_be_kept
     }
 }
 
@@ -84,7 +95,20 @@ impl Room {
     /// Room up to `limit` bytes, what the process holds already included.
     pub fn up_to(limit: u64) -> Room {
         kernel::trim();
-        Room { limit, baseline: anonymous_memory(), reading: AtomicU64::new(0), kept: AtomicU64::new(0) }
+        let [reading, kept, tensors, names] = [(); 4].map(|()| AtomicU64::new(0));
+        Room { limit, baseline: anonymous_memory(), reading, kept, tensors, names }
+    }
+
+    /// Asks for what the headers that were read take, and planning for all of their tensors.
+    ///
+    /// # Errors
+    /// `FS512` if it is beyond the limit.
+    pub fn plan_all(&self) -> Result<()> {
+        let (tensors, names) = (self.tensors.load(Ordering::Relaxed), self.names.load(Ordering::Relaxed));
+        let need = |per_name: u64, per_tensor: u64| {
+            names.saturating_mul(per_name).saturating_add(tensors.saturating_mul(per_tensor))
+        };
+        self.holds(need(1 + PER_NAME_BYTE, PER_TENSOR_KEPT + PER_TENSOR), "the names of the tensors", None)
     }
 
     /// Asks for what planning takes for `tensors` tensors with names of `names` bytes.

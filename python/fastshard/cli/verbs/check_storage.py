@@ -18,7 +18,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="DEST", help="the destination that a run would have")
     add_ranks(parser)
     parser.set_defaults(rank="auto")
-    add_common(parser, run=False)
+    add_common(parser, run=False, reads=False)
 
 
 def _run(a: argparse.Namespace) -> Outcome:

@@ -32,7 +32,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="say what would be removed, and remove nothing"
     )
-    add_common(parser, run=False)
+    add_common(parser, run=False, reads=False)
 
 
 def _run(a: argparse.Namespace) -> Outcome:

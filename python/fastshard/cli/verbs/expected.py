@@ -25,7 +25,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="for building the model (default: 60)",
     )
     parser.add_argument("--no-cache", action="store_true", help="make the list anew, and do not keep it")
-    add_common(parser, run=False)
+    add_common(parser, run=False, reads=False)
 
 
 def _run(a: argparse.Namespace) -> Outcome:

@@ -29,7 +29,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(a: argparse.Namespace) -> Outcome:
-    seen = inspect(a.ckpt, **opening(a))
+    seen = inspect(a.ckpt, memory=a.memory, **opening(a))
     document = seen.to_dict()
     rows = [
         ("framework", seen.framework),
