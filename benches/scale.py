@@ -136,7 +136,7 @@ def index(folder: Path) -> bool:
         entries = synthetic.sparse(source, files)
         for command in ("inspect", "plan"):
             start = time.perf_counter()
-            record = run(Side(command, "cli", {"command": [command, str(source)]}))
+            record = run(Side(command, "cli", {"command": [command, str(source), "--accept", "holes"]}))
             wall = time.perf_counter() - start
             print(
                 f"index: {command} of {entries:,} entries in {files} files: {wall:.2f} s with the "
@@ -162,7 +162,7 @@ def gpt3(folder: Path) -> bool:
         ["plan", str(neox), "--to", "hf"],
     ):
         start = time.perf_counter()
-        record = run(Side(command[0], "cli", {"command": command}))
+        record = run(Side(command[0], "cli", {"command": [*command, "--accept", "holes"]}))
         wall = time.perf_counter() - start
         what = " ".join([command[0], Path(command[1]).name, *command[2:]])
         print(
