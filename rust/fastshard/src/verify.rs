@@ -232,7 +232,7 @@ pub fn against(
     }
     findings.extend(report.findings);
     let told: HashSet<&str> = findings.iter().filter_map(|f| f.file.as_deref()).collect();
-    let others = between(manifest, &opened, &told)?;
+    let others = between(manifest, &opened, &told, control)?;
     findings.extend(others);
     Ok(findings)
 }
@@ -316,14 +316,19 @@ fn differing_tensors<'m>(
 
 /// Files whose headers and tensors are as they were, and other bytes of which are not: the padding and the records of an
 /// archive. A manifest has a hash of all bytes of small files alone.
-fn between(manifest: &Manifest, opened: &[&CatalogFile], told: &HashSet<&str>) -> Result<Vec<Finding>> {
+fn between(
+    manifest: &Manifest,
+    opened: &[&CatalogFile],
+    told: &HashSet<&str>,
+    control: &Control,
+) -> Result<Vec<Finding>> {
     let mut findings = Vec::new();
     for file in manifest.files.iter().filter(|f| f.holds_tensors() && !told.contains(f.name.as_str())) {
         let (Some(expected), Some(opened)) = (&file.blake3, opened.iter().find(|o| o.path == file.name))
         else {
             continue;
         };
-        let got = hash_of(&opened.source)?;
+        let got = hash_of(&opened.source, control)?;
         if got != *expected {
             findings.push(
                 Finding::new(codes::HASH, "bytes between its tensors differ from the manifest")
@@ -337,11 +342,12 @@ fn between(manifest: &Manifest, opened: &[&CatalogFile], told: &HashSet<&str>) -
 }
 
 /// BLAKE3 of all bytes of a file.
-fn hash_of(source: &SourceFile) -> Result<String> {
+fn hash_of(source: &SourceFile, control: &Control) -> Result<String> {
     let (size, mut at) = (source.size(), 0);
     let mut buffer = vec![0; size.min(1 << 20) as usize];
     let mut hasher = blake3::Hasher::new();
     while at < size {
+        control.check_running()?;
         let part = &mut buffer[..(size - at).min(1 << 20) as usize];
         source.read_at(at, part)?;
         hasher.update(part);

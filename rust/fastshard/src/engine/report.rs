@@ -13,7 +13,7 @@ use crate::tensor::element_count;
 use super::equal_layers::tells_of;
 use super::shards;
 use super::tile::Drift;
-use super::{lock, MemoryUse, OutputReport, Report, Run, MAX_FINDINGS_PER_CODE};
+use super::{lock, Control, MemoryUse, OutputReport, Report, Run, MAX_FINDINGS_PER_CODE};
 
 /// Tensors with NaN or infinite values of which it is looked up which shards hold them.
 const LOCATED: usize = 20;
@@ -41,7 +41,11 @@ impl Run<'_> {
             let hash = progress.hash.or_else(|| progress.hashes.finish());
             let hash = hash.expect("every tile is done");
             let seen = match self.stats.take(index, output) {
-                Seen::Nothing if self.may_be_zero(index) && zeros.has(output.nbytes(), &hash) => Seen::Zero,
+                Seen::Nothing
+                    if self.may_be_zero(index) && zeros.has(output.nbytes(), &hash, self.control)? =>
+                {
+                    Seen::Zero
+                }
                 seen => seen,
             };
             outputs.push(OutputReport { hash, non_finite: progress.non_finite, seen });
@@ -251,19 +255,25 @@ struct Zeros(HashMap<u64, [u8; 32]>);
 
 impl Zeros {
     /// True if that many bytes with this hash are zero.
-    fn has(&mut self, count: u64, hash: &[u8; 32]) -> bool {
-        let of_zeros = self.0.entry(count).or_insert_with(|| {
-            let mut hasher = blake3::Hasher::new();
-            let page = vec![0; 1 << 16];
-            let mut left = count;
-            while left > 0 {
-                let n = left.min(page.len() as u64);
-                hasher.update(&page[..n as usize]);
-                left -= n;
-            }
-            *hasher.finalize().as_bytes()
-        });
-        of_zeros == hash
+    ///
+    /// # Errors
+    /// `FS510` once the run is told to stop.
+    fn has(&mut self, count: u64, hash: &[u8; 32], control: &Control) -> Result<bool> {
+        if let Some(of_zeros) = self.0.get(&count) {
+            return Ok(of_zeros == hash);
+        }
+        let mut hasher = blake3::Hasher::new();
+        let page = vec![0; 1 << 16];
+        let mut left = count;
+        while left > 0 {
+            control.check_running()?;
+            let n = left.min(page.len() as u64);
+            hasher.update(&page[..n as usize]);
+            left -= n;
+        }
+        let of_zeros = *hasher.finalize().as_bytes();
+        self.0.insert(count, of_zeros);
+        Ok(of_zeros == *hash)
     }
 }
 
