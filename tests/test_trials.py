@@ -144,6 +144,15 @@ def test_allocations() -> None:
     assert int(said[-3].split()[1 + names.index("aborted")]) > 0, said
 
 
+@pytest.mark.skipif(not _core.STEPS, reason="this build has no steps")
+def test_no_large_allocation_aborts_a_run() -> None:
+    cases = ("overwrite", "gather", "dcp", "repair")
+    said = run_series("allocations", "--count", 16, "--least", 65536, "--cases", *cases).splitlines()
+    names = next(line.split() for line in said if "violations" in line)
+    # Some of them did fail.
+    assert int(said[-3].split()[2 + names.index("exit")]) > 0, said
+
+
 @pytest.fixture
 def recorded(zygote: Zygote, tmp_path: Path) -> Record:
     """The record of a merge to a new destination."""

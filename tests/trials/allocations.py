@@ -8,6 +8,7 @@ allocates, over all threads (``FASTSHARD_FAIL_ALLOCATION=N:SIZE``).
 
 ===========  =====================================================================================================
 m-code       neither death by SIGABRT, nor success, nor one of the errors that a lack of memory can come to
+m-abort      death by SIGABRT where an allocation of 64 KiB or more fails: that is `FS512`
 m-resume     ``--resume`` does not come to the new result
 m-verify     ``verify`` refuses a good checkpoint once it has memory
 ===========  =====================================================================================================
@@ -30,6 +31,8 @@ from scenarios import staging
 
 #: Smallest sizes that count, in bytes, each with about as many allocations as the cases make of it.
 _SIZES = {1: 100_000, 256: 5_000, 4096: 500, 65536: 60}
+#: Bytes from which on no allocation that fails may abort the process.
+_LARGE = 65536
 #: What a lack of memory may be called: too low a limit, an internal error.
 _CODES = ("FS512", "FS520")
 #: Cases that run the program, one of each kind.
@@ -48,7 +51,7 @@ class Allocations:
         rng = chance(self._arguments, index)
         cases = list(self._prepared.cases.values())
         case = cases[index // self._arguments.jobs % len(cases)]
-        size = rng.choice(list(_SIZES))
+        size = rng.choice([size for size in _SIZES if size >= self._arguments.least])
         # As many among the first as among the last: where little is allocated, too.
         place = int(_SIZES[size] ** rng.random())
         trial = self._prepared.set_up(case)
@@ -69,7 +72,7 @@ class Allocations:
         # The process ends itself, as if it had got that signal.
         before.sent, before.begun = signal.SIGABRT, True
         after = judge(trial, ended, before)
-        self._code(trial, ended, counts)
+        self._code(trial, ended, size, counts)
         if ended.code == 0:
             return
         before = Before(trial.look(), 0, True, staging(trial.area))
@@ -85,7 +88,7 @@ class Allocations:
 
     def _verify(self, trial: Trial, place: int, size: int, counts: Counter[str]) -> None:
         counts["verified"] += 1
-        self._code(trial, self._fail(trial, place, size, "verify", trial.out), counts)
+        self._code(trial, self._fail(trial, place, size, "verify", trial.out), size, counts)
         ended = self._zygote.run("verify", trial.out)
         if ended.code:
             trial.violated("m-verify", f"exit {ended.code}: {shown(ended)}")
@@ -97,8 +100,10 @@ class Allocations:
         self._show(ended)
         return ended
 
-    def _code(self, trial: Trial, ended: Ended, counts: Counter[str]) -> None:
+    def _code(self, trial: Trial, ended: Ended, size: int, counts: Counter[str]) -> None:
         counts["aborted" if ended.code == -signal.SIGABRT else f"exit {ended.code}"] += 1
+        if ended.code == -signal.SIGABRT and size >= _LARGE:
+            trial.violated("m-abort", f"an allocation of {size} bytes or more aborts: {shown(ended)}")
         is_named = ended.code == 2 and any(code in ended.said for code in _CODES)
         if ended.code not in (0, -signal.SIGABRT) and not is_named:
             trial.violated("m-code", f"exit {ended.code}: {shown(ended)}")
@@ -112,6 +117,14 @@ def main() -> int:
     """The command line."""
     parser = options(__doc__ or "", 200)
     add_cases(parser, _NAMES)
+    parser.add_argument(
+        "--least",
+        type=int,
+        choices=list(_SIZES),
+        default=1,
+        metavar="BYTES",
+        help="only allocations of so many bytes or more fail, of 1, 256, 4096 and 65536 (default: 1)",
+    )
     arguments = parser.parse_args()
     if not _core.STEPS:
         print("nothing can be tried: this build has no steps", file=sys.stderr)

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use fastshard::codes;
 use fastshard::engine::Control;
-use fastshard::error::{Finding, Result};
+use fastshard::error::{Error, Finding, Result};
 use fastshard::steps::{self, Step};
 use pyo3::prelude::*;
 
@@ -55,7 +55,7 @@ pub(crate) fn run_telling<T: Send + 'static>(
 ) -> Ended<T> {
     let control = Arc::new(Control::default());
     let slot: Arc<(Mutex<Option<Result<T>>>, Condvar)> = Arc::new((Mutex::new(None), Condvar::new()));
-    let thread = std::thread::spawn({
+    let thread = std::thread::Builder::new().spawn({
         let (control, slot) = (Arc::clone(&control), Arc::clone(&slot));
         move || {
             let _ending = Ending(&slot.1);
@@ -63,6 +63,10 @@ pub(crate) fn run_telling<T: Send + 'static>(
             *slot.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
         }
     });
+    let thread = match thread {
+        Ok(thread) => thread,
+        Err(error) => return Ended { result: Some(Err(Error::thread(&error))), stopped: None },
+    };
     let mut stopped: Option<PyErr> = None;
     loop {
         let ended = py.detach(|| {

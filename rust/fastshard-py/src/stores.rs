@@ -9,10 +9,11 @@ use std::sync::Arc;
 use fastshard::codes;
 use fastshard::error::{Error, Finding, Result};
 use fastshard::format::blocks::Store;
+use fastshard::memory;
 use fastshard::storage::{BlockBytes, BlockReader};
 use fastshard::tensor::Dtype;
 use fastshard::write::{Array, ArrayWriter};
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyMemoryError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyDict, PyMemoryView};
 
@@ -188,7 +189,10 @@ impl ArrayWriter for PythonWriter {
     fn write(&self, key: &str, index: &[u64], shape: &[u64], bytes: &[u8]) -> Result<()> {
         // A copy of its own, so that Python may go on with it after the tile is used again.
         self.call(key, |py| {
-            let bytes = PyBytes::new(py, bytes);
+            let bytes = PyBytes::new_with(py, bytes.len(), |copy| {
+                copy.copy_from_slice(bytes);
+                Ok(())
+            })?;
             self.writer.call_method1(py, "write", (key, index.to_vec(), shape.to_vec(), bytes))
         })
     }
@@ -207,7 +211,10 @@ impl ArrayWriter for PythonWriter {
 fn copied(py: Python<'_>, buffer: &PythonBytes) -> PyResult<Box<dyn BlockBytes>> {
     let view = PyMemoryView::from(buffer.owner.bind(py))?;
     let bytes = view.call_method0("tobytes")?.cast_into::<PyBytes>()?;
-    Ok(Box::new(bytes.as_bytes().to_vec()))
+    let bytes = bytes.as_bytes();
+    let mut own = memory::allocate(bytes.len()).map_err(|error| PyMemoryError::new_err(error.to_string()))?;
+    own.copy_from_slice(bytes);
+    Ok(Box::new(own))
 }
 
 /// What a callback came to: None, or findings, one at least.
@@ -231,6 +238,12 @@ fn no_room(key: &str, len: usize, error: &PyErr) -> Error {
 }
 
 fn failed(key: &str, error: &PyErr) -> Error {
+    if Python::attach(|py| error.is_instance_of::<PyMemoryError>(py)) {
+        return Finding::new(codes::MEMORY_BUDGET, "the system has no memory left for a block")
+            .tensor(key)
+            .help(memory::MORE_MEMORY)
+            .into();
+    }
     Finding::new(codes::IO, format!("a block could not be read or written: {error}"))
         .tensor(key)
         .help("check whether the store's own library reads it; if not, copy the file again")

@@ -3,13 +3,14 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::Builder;
 
 use crate::codes;
 use crate::distributed::elsewhere;
 use crate::error::{Error, Finding, Result};
 use crate::format::{self, stand_in, ParsedFile};
 use crate::hash;
-use crate::memory::{HeaderRoom, Room};
+use crate::memory::{self, HeaderRoom, Room};
 use crate::plan::PlanFile;
 use crate::storage::SourceFile;
 use crate::tensor::{c_strides, element_count};
@@ -115,20 +116,23 @@ impl Catalog {
         let next = AtomicUsize::new(0);
         let slots: Vec<Mutex<Option<Result<Option<CatalogFile>>>>> =
             files.iter().map(|_| Mutex::new(None)).collect();
-        std::thread::scope(|scope| {
-            for _ in 0..threads.clamp(1, files.len().max(1)) {
-                scope.spawn(|| loop {
-                    let i = next.fetch_add(1, Ordering::Relaxed);
-                    let Some((root, path, wanted)) = files.get(i) else { break };
-                    if full.load(Ordering::Relaxed) {
-                        break;
-                    }
-                    let opened = open_one(&roots, *root, path, wanted, room.as_ref());
-                    let refused = opened.as_ref().err().is_some_and(beyond_memory);
-                    full.fetch_or(refused, Ordering::Relaxed);
-                    *slots[i].lock().unwrap_or_else(PoisonError::into_inner) = Some(opened);
-                });
+        let work = || loop {
+            let i = next.fetch_add(1, Ordering::Relaxed);
+            let Some((root, path, wanted)) = files.get(i) else { break };
+            if full.load(Ordering::Relaxed) {
+                break;
             }
+            let opened = open_one(&roots, *root, path, wanted, room.as_ref());
+            let refused = opened.as_ref().err().is_some_and(beyond_memory);
+            full.fetch_or(refused, Ordering::Relaxed);
+            *slots[i].lock().unwrap_or_else(PoisonError::into_inner) = Some(opened);
+        };
+        std::thread::scope(|scope| {
+            for _ in 1..threads.clamp(1, files.len().max(1)) {
+                // Where the system starts no more threads, those that it has started do the work.
+                let _ = Builder::new().spawn_scoped(scope, work);
+            }
+            work();
         });
         let mut findings = Vec::new();
         let mut opened = Vec::with_capacity(slots.len());
@@ -229,15 +233,14 @@ impl Catalog {
             return Ok(whole.bytes()[start..start + len as usize].to_vec());
         }
         if blob.deflated {
-            let mut whole = Vec::with_capacity(blob.len as usize);
+            let mut whole = Vec::new();
             format::torch_zip::inflate(&file.source, blob, &mut |bytes| {
-                whole.extend_from_slice(bytes);
-                Ok(())
+                Ok(memory::append(&mut whole, bytes)?)
             })?;
             let start = tensor.offset as usize;
             return Ok(whole[start..start + len as usize].to_vec());
         }
-        let mut bytes = vec![0; len as usize];
+        let mut bytes = memory::allocate(len as usize)?;
         file.source.read_at(blob.offset + tensor.offset, &mut bytes)?;
         Ok(bytes)
     }

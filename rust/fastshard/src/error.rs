@@ -9,6 +9,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::codes::{self, Code, Exit};
+use crate::memory;
 
 pub use crate::codes::Severity;
 
@@ -337,6 +338,7 @@ impl Error {
             K::StorageFull | K::QuotaExceeded | K::FileTooLarge => {
                 (codes::NO_SPACE, "free space or choose another destination")
             }
+            K::OutOfMemory => (codes::MEMORY_BUDGET, memory::MORE_MEMORY),
             K::AlreadyExists => (codes::OUT_EXISTS, "choose another destination or pass --overwrite"),
             _ => match error.raw_os_error() {
                 Some(23 | 24) => (codes::TOO_MANY_FILES, "raise the open-file limit (ulimit -n)"),
@@ -348,6 +350,13 @@ impl Error {
             finding.got = free_at(path.as_ref());
         }
         finding.file(path).into()
+    }
+
+    /// The error of a thread that the system does not start.
+    pub fn thread(error: &std::io::Error) -> Self {
+        Finding::new(codes::MEMORY_BUDGET, format!("the system starts no further thread: {error}"))
+            .help("lower --threads, or raise the limits of the process (ulimit -v, ulimit -u, a cgroup)")
+            .into()
     }
 
     /// The same error, where it is about space, with the bytes that were to be had.

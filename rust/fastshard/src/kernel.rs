@@ -17,7 +17,7 @@ mod transpose;
 pub use codes::{by_blocks, f8_table, look_up, mini_float, unpack_column, unpack_lanes, unpack_row};
 pub use convert::{bytes, convert, e4m3_values, f8_value, from_f32, round, to_f32};
 pub use copy::{copy, StridedBox};
-pub use heap::trim;
+pub use heap::{allocate_zeros, trim};
 pub use low_rank::product;
 pub use recount::recount;
 pub use scan::{count_non_finite, filled, is_constant, is_zero};

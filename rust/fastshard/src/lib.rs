@@ -3,6 +3,7 @@
 //! See ARCHITECTURE.md in the repository for the ideas and the order of the modules.
 
 pub mod boxes;
+mod buffered;
 pub mod catalog;
 pub mod codes;
 pub mod compose;

@@ -6,11 +6,15 @@
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
+use std::{fmt, io, result};
 
 use crate::codes;
-use crate::error::{Finding, Result};
+use crate::error::{Error, Finding, Result};
 use crate::kernel;
 
+/// What helps where the system has no memory left.
+pub const MORE_MEMORY: &str =
+    "lower --memory or --threads, or raise the limit of the process (ulimit -v, a cgroup)";
 /// MiB that a help advises at least: what comes after the headers needs some, too.
 const PLENTY: u64 = 256;
 /// Bytes that a header takes per byte of it while it is read: itself and what it says.
@@ -21,6 +25,83 @@ const PER_TENSOR_KEPT: u64 = 250;
 const PER_NAME_BYTE: u64 = 4;
 /// Bytes that a plan takes at least per tensor besides: 1.5 to 5 KiB were measured.
 const PER_TENSOR: u64 = 1200;
+
+/// Says that the system has no memory left for a buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NoMemory {
+    bytes: usize,
+}
+
+impl fmt::Display for NoMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the system has no memory left for a buffer of {} MiB", self.bytes.div_ceil(1 << 20))
+    }
+}
+
+impl std::error::Error for NoMemory {}
+
+impl From<NoMemory> for Error {
+    fn from(error: NoMemory) -> Self {
+        Finding::new(codes::MEMORY_BUDGET, error.to_string()).help(MORE_MEMORY).into()
+    }
+}
+
+impl From<NoMemory> for io::Error {
+    fn from(error: NoMemory) -> Self {
+        io::Error::new(io::ErrorKind::OutOfMemory, error)
+    }
+}
+
+/// Allocates a buffer of `len` zero bytes. Whatever can be large is allocated here: elsewhere a lack of memory aborts the process.
+///
+/// # Errors
+/// [`NoMemory`] if the system has none left.
+pub fn allocate(len: usize) -> result::Result<Vec<u8>, NoMemory> {
+    kernel::allocate_zeros(len).ok_or(NoMemory { bytes: len })
+}
+
+/// Allocates `len` values, all the default.
+///
+/// # Errors
+/// [`NoMemory`] if the system has none left.
+pub fn allocate_values<T: Clone + Default>(len: usize) -> result::Result<Vec<T>, NoMemory> {
+    let mut values = Vec::new();
+    resize(&mut values, len)?;
+    Ok(values)
+}
+
+/// Gives a buffer `len` values: the first ones of those it has, and then the default.
+///
+/// # Errors
+/// [`NoMemory`] if the system has none left.
+pub fn resize<T: Clone + Default>(buffer: &mut Vec<T>, len: usize) -> result::Result<(), NoMemory> {
+    let more = len.saturating_sub(buffer.len());
+    let bytes = len.saturating_mul(size_of::<T>());
+    buffer.try_reserve_exact(more).map_err(|_| NoMemory { bytes })?;
+    buffer.resize(len, T::default());
+    Ok(())
+}
+
+/// Gives a buffer `len` values at least.
+///
+/// # Errors
+/// [`NoMemory`] if the system has none left.
+pub fn grow<T: Clone + Default>(buffer: &mut Vec<T>, len: usize) -> result::Result<(), NoMemory> {
+    if buffer.len() < len {
+        resize(buffer, len)?;
+    }
+    Ok(())
+}
+
+/// Appends `bytes` to a buffer.
+///
+/// # Errors
+/// [`NoMemory`] if the system has none left.
+pub fn append(buffer: &mut Vec<u8>, bytes: &[u8]) -> result::Result<(), NoMemory> {
+    buffer.try_reserve(bytes.len()).map_err(|_| NoMemory { bytes: buffer.len() + bytes.len() })?;
+    buffer.extend_from_slice(bytes);
+    Ok(())
+}
 
 /// Anonymous resident memory of this process, in bytes; 0 where the system does not tell.
 pub fn anonymous_memory() -> u64 {

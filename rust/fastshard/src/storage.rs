@@ -17,7 +17,7 @@ use rustix::fs::SeekFrom;
 use crate::codes;
 use crate::distributed::elsewhere::{self, Elsewhere, Rehearsal};
 use crate::error::{Error, Finding, Result, Severity};
-use crate::memory::HeaderRoom;
+use crate::memory::{self, HeaderRoom};
 
 /// Identity of a file's content as far as the filesystem tells without reading it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -338,7 +338,7 @@ impl SourceFile {
     /// Reads `len` bytes from `offset` into a fresh buffer. The caller has bounded `len`.
     pub fn read_vec(&self, offset: u64, len: usize) -> Result<Vec<u8>> {
         self.room_for(len as u64)?;
-        let mut buffer = vec![0; len];
+        let mut buffer = memory::allocate(len)?;
         self.read_at(offset, &mut buffer)?;
         Ok(buffer)
     }

@@ -12,6 +12,7 @@ use crate::engine::{self, Control, Discard, Options, Report};
 use crate::error::{Finding, Result, Severity};
 use crate::hash;
 use crate::manifest::{file_identity, Manifest, ManifestFile, ManifestTensor, INVENTORY};
+use crate::memory;
 use crate::plan::{Output, Pieces, Plan, PlanBlob, StoredTensor};
 use crate::storage::SourceFile;
 
@@ -344,7 +345,7 @@ fn between(
 /// BLAKE3 of all bytes of a file.
 fn hash_of(source: &SourceFile, control: &Control) -> Result<String> {
     let (size, mut at) = (source.size(), 0);
-    let mut buffer = vec![0; size.min(1 << 20) as usize];
+    let mut buffer = memory::allocate(size.min(1 << 20) as usize)?;
     let mut hasher = blake3::Hasher::new();
     while at < size {
         control.check_running()?;

@@ -11,6 +11,7 @@ use crate::format::safetensors::{self, entry_room, padded, HEADER_FIXED};
 use crate::hash;
 use crate::kernel;
 use crate::manifest::{file_identity, Manifest, ManifestTensor, MANIFEST_NAME};
+use crate::memory;
 use crate::publish::{self, Needs, Staging};
 use crate::stats::{self, Accumulator, ZeroSlab};
 use crate::tensor::{element_count, Dtype};
@@ -133,7 +134,7 @@ impl ResultWriter {
         let shard = self.open.as_mut().expect("opened above");
         let at = HEADER_ROOM as u64 + shard.bytes;
         let mut hasher = blake3::Hasher::new();
-        let mut own = vec![0; PIECE.min(bytes.len())];
+        let mut own = memory::allocate(PIECE.min(bytes.len()))?;
         let (mut non_finite, mut is_zero) = (0, !bytes.is_empty());
         let is_floating = dtype.is_float() || dtype.is_f8();
         let slabs = is_floating.then(|| Accumulator::of_slabs(dtype, shape));

@@ -15,6 +15,7 @@ use rustix::fs::FallocateFlags;
 
 use crate::codes;
 use crate::error::{Error, Finding, Result};
+use crate::memory;
 
 /// Bytes that are copied at a time.
 const CHUNK: usize = 1 << 20;
@@ -128,7 +129,7 @@ pub fn bring(path: &Path, lo: u64, hi: u64) -> Result<()> {
     let Some(file) = find(path)? else { return Ok(()) };
     let (out, meta) = stand_in(path)?;
     let hi = meta.len().min(hi);
-    let mut bytes = vec![0; CHUNK.min(hi.saturating_sub(lo) as usize)];
+    let mut bytes = memory::allocate(CHUNK.min(hi.saturating_sub(lo) as usize))?;
     let mut at = lo;
     while at < hi {
         let n = (CHUNK as u64).min(hi - at) as usize;

@@ -42,7 +42,7 @@ pub fn foresee(
     let rehearsed: Vec<Arc<SourceFile>> =
         files.iter().zip(&notes).map(|(file, note)| Arc::new(file.rehearsed(note.clone()))).collect();
     let sources = Sources::new(plan, &rehearsed, PathBuf::new(), Checksums::none(plan), 0, Some(control));
-    let mut ranges = Ranges { plan, files, notes: &notes, sources, work: Workspace::new(), pending: 0 };
+    let mut ranges = Ranges { plan, files, notes: &notes, sources, work: Workspace::new()?, pending: 0 };
     let mut whole =
         Whole { plan, files, sent: vec![false; plan.blobs.len()], reached: None, blocks: BTreeMap::new() };
     for run in &share.tiles {

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::rounds::{Shared, STATE};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
+use crate::memory;
 use crate::publish::clock::Clock;
 use crate::publish::disk::{self, At, Dir};
 use crate::publish::file::OutFile;
@@ -329,7 +330,7 @@ impl Log {
     ///
     /// Errors: what the system says.
     pub fn edge(&self, edge: &Edge) -> Result<Vec<u8>> {
-        let mut bytes = vec![0; edge.len as usize];
+        let mut bytes = memory::allocate(edge.len as usize)?;
         self.journal.bytes_at(edge.place, &mut bytes)?;
         Ok(bytes)
     }

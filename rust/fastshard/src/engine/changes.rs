@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::boxes::SubBox;
 use crate::error::Result;
 use crate::kernel;
+use crate::memory;
 use crate::plan::change::{Change, Extents, Form, Window};
 use crate::plan::{Part, PartAxis, Plan, StoredTensor};
 use crate::tensor::{c_strides, element_count};
@@ -68,7 +69,7 @@ impl Factors {
         sub: &SubBox,
         values: &mut [f32],
         sum: &mut Vec<f32>,
-    ) {
+    ) -> Result<()> {
         let strides = c_strides(&stored.shape);
         let inner = sub.len.last().copied().unwrap_or(1).max(1) as usize;
         let (dim, step) = part.axes.last().map_or((0, 0), |axis| (axis.dim as usize, axis.step));
@@ -87,7 +88,7 @@ impl Factors {
                 }
                 (Factors::Rows { values: rows, at }, _) => replace_rows(rows, at, &along, values),
                 (Factors::LowRank(product), Change::LowRank { form, scale, window, .. }) => {
-                    product.add(*form, *scale, *window, &along, values, sum);
+                    product.add(*form, *scale, *window, &along, values, sum)?;
                 }
                 _ => unreachable!("factors are those of their change"),
             }
@@ -99,6 +100,7 @@ impl Factors {
                 *i = 0;
             }
         }
+        Ok(())
     }
 }
 
@@ -150,7 +152,7 @@ impl Product {
         along: &Along,
         values: &mut [f32],
         sum: &mut Vec<f32>,
-    ) {
+    ) -> Result<()> {
         let (place, dim) = (along.place, along.dim);
         // Expert, output and input of the first value, and which of them each next one is further on.
         let (mut expert, out, input) = match form {
@@ -177,7 +179,7 @@ impl Product {
         for values in values.chunks_mut(each) {
             let a = &self.a[expert as usize * rank * inputs..][..rank * inputs];
             let b = &self.b[expert as usize * rank * outs..][..rank * outs];
-            sum.resize(sum.len().max(values.len()), 0.0);
+            memory::grow(sum, values.len())?;
             let sum = &mut sum[..values.len()];
             if by_output {
                 let scalars = (0..rank).map(|k| a[k * inputs + input]);
@@ -193,6 +195,7 @@ impl Product {
             }
             expert += along.step;
         }
+        Ok(())
     }
 }
 
@@ -263,7 +266,7 @@ impl Sources<'_> {
                     let own = form.extents(&tensor.shape).expect("a plan that was validated");
                     let (extents, rank) = (own.of_product(*window), *rank as usize);
                     let a = self.whole(*a, scratch)?;
-                    let b = turned(&self.whole(*b, scratch)?, extents, rank);
+                    let b = turned(&self.whole(*b, scratch)?, extents, rank)?;
                     let mut factors = Factors::LowRank(Product { extents, rank, a, b, norms: None });
                     if let Some(magnitude) = magnitude {
                         let mut wanted = self.whole(*magnitude, scratch)?;
@@ -282,10 +285,10 @@ impl Sources<'_> {
     /// All values of a stored tensor, C-ordered.
     fn whole(&self, index: u32, scratch: &mut [u8]) -> Result<Vec<f32>> {
         let tensor = &self.plan.stored[index as usize];
-        let mut bytes = vec![0; tensor.nbytes() as usize];
+        let mut bytes = memory::allocate(tensor.nbytes() as usize)?;
         let whole = SubBox::whole(&tensor.shape);
         self.read_box(tensor, &whole, &mut bytes, scratch)?;
-        let mut values = vec![0.0; element_count(&tensor.shape).unwrap_or(0) as usize];
+        let mut values = memory::allocate_values(element_count(&tensor.shape).unwrap_or(0) as usize)?;
         kernel::values(tensor.dtype, &bytes, &mut values);
         Ok(values)
     }
@@ -314,7 +317,7 @@ impl Sources<'_> {
         scratch: &mut [u8],
     ) -> Result<Vec<f32>> {
         let tensor = &self.plan.stored[stored as usize];
-        let mut squares = vec![0f64; (extents.experts * extents.out) as usize];
+        let mut squares = memory::allocate_values::<f64>((extents.experts * extents.out) as usize)?;
         let width = tensor.shape[1..].iter().product::<u64>().max(1);
         let rows = (ROWS / width).max(1);
         let part = Part {
@@ -331,11 +334,11 @@ impl Sources<'_> {
             sub.start[0] = first;
             sub.len[0] = rows.min(tensor.shape[0] - first);
             let n = sub.volume() as usize;
-            bytes.resize(n * tensor.dtype.size(), 0);
-            values.resize(n, 0.0);
+            memory::resize(&mut bytes, n * tensor.dtype.size())?;
+            memory::resize(&mut values, n)?;
             self.read_box(tensor, &sub, &mut bytes, scratch)?;
             kernel::values(tensor.dtype, &bytes, &mut values[..n]);
-            factors.apply(change, tensor, &part, &sub, &mut values[..n], &mut sum);
+            factors.apply(change, tensor, &part, &sub, &mut values[..n], &mut sum)?;
             for (row, run) in (first..).zip(values[..n].chunks(width as usize)) {
                 match form {
                     Form::Columns => {
@@ -358,9 +361,9 @@ fn axes_of(shape: &[u64]) -> Vec<PartAxis> {
 }
 
 /// `B`, `[out, rank, experts]`, as `[experts, rank, out]`.
-fn turned(b: &[f32], extents: Extents, rank: usize) -> Vec<f32> {
+fn turned(b: &[f32], extents: Extents, rank: usize) -> Result<Vec<f32>> {
     let (experts, outs) = (extents.experts as usize, extents.out as usize);
-    let mut turned = vec![0.0; b.len()];
+    let mut turned = memory::allocate_values(b.len())?;
     for (o, row) in b.chunks(rank * experts).enumerate() {
         for (k, column) in row.chunks(experts).enumerate() {
             for (e, value) in column.iter().enumerate() {
@@ -368,5 +371,5 @@ fn turned(b: &[f32], extents: Extents, rank: usize) -> Vec<f32> {
             }
         }
     }
-    turned
+    Ok(turned)
 }

@@ -6,6 +6,7 @@ use crate::boxes::SubBox;
 use crate::codes;
 use crate::error::{Finding, Result};
 use crate::kernel::{self, StridedBox};
+use crate::memory;
 use crate::plan::{Coded, Grid, Numbers, Packing, PartAxis, Plan, StoredTensor};
 use crate::tensor::{c_strides, Dtype};
 
@@ -215,7 +216,7 @@ impl Sources<'_> {
             }
             let mut narrow = std::mem::take(&mut buffers.narrow);
             let size = to.size();
-            narrow.resize(len.iter().product::<u64>() as usize * size, 0);
+            memory::resize(&mut narrow, len.iter().product::<u64>() as usize * size)?;
             let mut put = |at: usize, made: &[f32]| {
                 kernel::from_f32(to, made, &mut narrow[at * size..][..made.len() * size]);
             };
@@ -303,7 +304,7 @@ impl Sources<'_> {
         let zeros = zeros.transpose()?;
         let scales = self.scales_of(stored, coded, window, scratch)?;
         let Buffers { codes, values, .. } = buffers;
-        values.resize(RUN, 0.0);
+        memory::resize(values, RUN)?;
         for (row, codes) in codes.chunks(window.columns.max(1)).enumerate() {
             for (run, codes) in codes.chunks(RUN).enumerate() {
                 let (column, values) = (run * RUN, &mut values[..codes.len()]);
@@ -339,7 +340,7 @@ impl Sources<'_> {
     ) -> Result<()> {
         let codes = &self.plan.stored[coded.codes as usize];
         let Window { lead, row, rows, column, columns } = window;
-        buffers.codes.resize(rows * columns, 0);
+        memory::resize(&mut buffers.codes, rows * columns)?;
         let size = codes.dtype.size();
         let word = size as u64 * 8;
         // The words that hold `n` codes from the `first` on, and where in the first of them the first code begins.
@@ -355,7 +356,7 @@ impl Sources<'_> {
             Packing::Row { bits, lanes } => {
                 let (at, n, bit) = words(column, columns, *bits);
                 let each = n as usize * size;
-                buffers.bytes.resize(rows * each, 0);
+                memory::resize(&mut buffers.bytes, rows * each)?;
                 let len = [1, rows as u64, n];
                 self.read_whole(codes, [lead, row, at], len, &mut buffers.bytes, scratch)?;
                 let both = buffers.bytes.chunks(each.max(1)).zip(buffers.codes.chunks_mut(columns.max(1)));
@@ -368,7 +369,7 @@ impl Sources<'_> {
             }
             Packing::Column { bits } => {
                 let (at, n, bit) = words(row, rows, *bits);
-                buffers.bytes.resize(n as usize * columns * size, 0);
+                memory::resize(&mut buffers.bytes, n as usize * columns * size)?;
                 let len = [1, n, columns as u64];
                 self.read_whole(codes, [lead, at, column], len, &mut buffers.bytes, scratch)?;
                 for (k, out) in (0u64..).zip(buffers.codes.chunks_mut(columns.max(1))) {
@@ -435,7 +436,7 @@ impl Sources<'_> {
             _ => (0, 0, None),
         };
         let Some(groups) = of_groups else {
-            let mut values = vec![0.0; (high * wide) as usize];
+            let mut values = memory::allocate_values((high * wide) as usize)?;
             self.numbers(of, [lead, top, left], [1, high, wide], &mut values, scratch)?;
             let rows = (row..=last_row).map(|r| ((r / of_rows - top) * wide) as usize).collect();
             let columns = Columns::Blocks { len: of_columns, first: column % of_columns };
@@ -447,7 +448,7 @@ impl Sources<'_> {
             let mut known: Vec<u64> = named.clone();
             known.sort_unstable();
             known.dedup();
-            let mut values = vec![0.0; known.len() * wide as usize];
+            let mut values = memory::allocate_values(known.len() * wide as usize)?;
             for (group, values) in known.iter().zip(values.chunks_mut(wide as usize)) {
                 self.numbers(of, [lead, *group, left], [1, 1, wide], values, scratch)?;
             }
@@ -458,7 +459,7 @@ impl Sources<'_> {
         }
         let (low, most) = (named.iter().min().copied(), named.iter().max().copied());
         let (low, wide) = (low.unwrap_or(0), most.unwrap_or(0) - low.unwrap_or(0) + 1);
-        let mut values = vec![0.0; (high * wide) as usize];
+        let mut values = memory::allocate_values((high * wide) as usize)?;
         self.numbers(of, [lead, top, low], [1, high, wide], &mut values, scratch)?;
         let rows = (row..=last_row).map(|r| ((r / of_rows - top) * wide) as usize).collect();
         let columns = Columns::Groups(named.iter().map(|group| (group - low) as usize).collect());
@@ -476,7 +477,7 @@ impl Sources<'_> {
         scratch: &mut [u8],
     ) -> Result<Vec<u64>> {
         let tensor = &self.plan.stored[of as usize];
-        let mut bytes = vec![0; n * 4];
+        let mut bytes = memory::allocate(n * 4)?;
         self.read_whole(tensor, [0, 0, first], [1, 1, n as u64], &mut bytes, scratch)?;
         let read = |bytes: &[u8]| i32::from_le_bytes(bytes.try_into().expect("four bytes"));
         let named: Vec<i32> = bytes.chunks_exact(4).map(read).collect();
@@ -505,7 +506,7 @@ impl Sources<'_> {
             Numbers::Table(table) => {
                 let tensor = &self.plan.stored[table as usize];
                 let len: [u64; 3] = tensor.shape[..].try_into().expect("it was checked");
-                let mut values = vec![0.0; len.iter().product::<u64>() as usize];
+                let mut values = memory::allocate_values(len.iter().product::<u64>() as usize)?;
                 self.numbers(tensor, [0; 3], len, &mut values, scratch)?;
                 let mut table = [0.0; 256];
                 table[..values.len()].copy_from_slice(&values);
@@ -523,7 +524,7 @@ impl Sources<'_> {
         values: &mut [f32],
         scratch: &mut [u8],
     ) -> Result<()> {
-        let mut bytes = vec![0; values.len() * tensor.dtype.size()];
+        let mut bytes = memory::allocate(values.len() * tensor.dtype.size())?;
         self.read_whole(tensor, lo, len, &mut bytes, scratch)?;
         kernel::values(tensor.dtype, &bytes, values);
         Ok(())

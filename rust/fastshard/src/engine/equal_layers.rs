@@ -197,11 +197,11 @@ impl Run<'_> {
     fn has_values(&self, output: &Output) -> Result<bool> {
         let item = output.dtype.size();
         let mut values = Values::at_least((output.nbytes() as usize / item / 2).max(2));
-        let mut work = Workspace::new();
+        let mut work = Workspace::new()?;
         for start in (0..output.nbytes().min(MOST)).step_by(CHUNK) {
             let end = (start + CHUNK as u64).min(output.nbytes());
             tile::make(self.plan, &self.sources, output, start, end, Twins::Leave, &mut work)?;
-            values.add(work.tile_bytes((end - start) as usize), item);
+            values.add(work.tile_bytes((end - start) as usize)?, item);
             if values.enough() {
                 return Ok(true);
             }
@@ -230,7 +230,7 @@ impl Run<'_> {
 
     /// Finds layers of a stacked tensor that are equal: by their first values, and by all where these are equal.
     fn equal_slices<'p>(&self, one: &Stacked<'p>, equal: &mut Equal<'p>) -> Result<()> {
-        let mut work = Workspace::new();
+        let mut work = Workspace::new()?;
         let mut samples: BTreeMap<Vec<u8>, Vec<u64>> = BTreeMap::new();
         for layer in 0..one.layers {
             let mut sample = Vec::new();
@@ -284,7 +284,7 @@ impl Run<'_> {
             for start in (first..first + inner).step_by(CHUNK) {
                 let end = (start + CHUNK as u64).min(first + inner);
                 tile::make(self.plan, &self.sources, output, start, end, Twins::Leave, work)?;
-                if !each(work.tile_bytes((end - start) as usize)) {
+                if !each(work.tile_bytes((end - start) as usize)?) {
                     return Ok(());
                 }
             }

@@ -1,13 +1,14 @@
 //! Reads a range of one output, for whoever wants a tensor and no result.
 
 use std::sync::Arc;
+use std::thread::Builder;
 
 use super::checksums::Checksums;
 use super::gather::Sources;
 use super::tile::{self, Twins, Workspace};
 use super::{blobs_of, place, MIN_TILE};
 use crate::codes;
-use crate::error::{Finding, Result};
+use crate::error::{Error, Finding, Result};
 use crate::plan::{Combine, Plan};
 use crate::storage::SourceFile;
 
@@ -51,9 +52,13 @@ pub fn read(
     let made = |(bytes, at)| read_run(plan, &sources, output, at, bytes);
     let first = shares.next();
     std::thread::scope(|scope| {
-        let others: Vec<_> = shares.map(|other| scope.spawn(move || made(other))).collect();
+        let start = |other| Builder::new().spawn_scoped(scope, move || made(other));
+        let others: Vec<_> = shares.map(start).collect();
         let own = first.map_or(Ok(()), made);
-        let rest = others.into_iter().map(|other| other.join().expect("a read does not panic"));
+        let rest = others.into_iter().map(|other| match other {
+            Ok(other) => other.join().expect("a read does not panic"),
+            Err(error) => Err(Error::thread(&error)),
+        });
         std::iter::once(own).chain(rest).collect::<Result<()>>()
     })?;
     for blob in blobs_of(plan, about) {
@@ -65,7 +70,7 @@ pub fn read(
 /// Reads a run of bytes of one output on this thread.
 fn read_run(plan: &Plan, sources: &Sources<'_>, output: usize, start: u64, bytes: &mut [u8]) -> Result<()> {
     let about = &plan.outputs[output];
-    let mut work = Workspace::new();
+    let mut work = Workspace::new()?;
     let mut at = start;
     for chunk in bytes.chunks_mut(MIN_TILE as usize) {
         let seen = tile::make(plan, sources, about, at, at + chunk.len() as u64, Twins::Leave, &mut work)?;

@@ -263,7 +263,7 @@ impl Zeros {
             return Ok(of_zeros == hash);
         }
         let mut hasher = blake3::Hasher::new();
-        let page = vec![0; 1 << 16];
+        let page = [0; 1 << 14];
         let mut left = count;
         while left > 0 {
             control.check_running()?;

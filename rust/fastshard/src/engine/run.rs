@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::thread::Builder;
 
 use super::checksums::Checksums;
 use super::gather::Sources;
@@ -172,7 +173,8 @@ impl<'a> Run<'a> {
         self.control.reach(Step::Opened);
         std::thread::scope(|scope| {
             for _ in 1..memory.workers {
-                scope.spawn(|| self.work());
+                // Where the system starts no more threads, those that it has started do the work.
+                let _ = Builder::new().spawn_scoped(scope, || self.work());
             }
             self.work();
         });
@@ -210,7 +212,7 @@ impl<'a> Run<'a> {
 
     fn work(&self) {
         let all = || {
-            let mut work = Workspace::new();
+            let mut work = Workspace::new()?;
             self.work_tiles(&mut work).and_then(|()| self.work_pads(&mut work))
         };
         if let Err(error) = without_panic(all) {
@@ -287,7 +289,7 @@ impl<'a> Run<'a> {
         if (claim.index, claim.size) != (tile, size) {
             return Ok(None);
         }
-        let bytes = work.tile_bytes((end - start) as usize);
+        let bytes = work.tile_bytes((end - start) as usize)?;
         self.sink.read_back(index, start, bytes)?;
         if hash::tile_value(bytes, tile, size, output.nbytes()) != claim.value {
             return Ok(None);
@@ -300,7 +302,7 @@ impl<'a> Run<'a> {
     fn make(&self, index: usize, tile: u64, start: u64, end: u64, work: &mut Workspace) -> Result<()> {
         let (size, output) = (self.tiles[index], &self.plan.outputs[index]);
         let seen = tile::make(self.plan, &self.sources, output, start, end, Twins::Compare, work)?;
-        let bytes = work.tile_bytes((end - start) as usize);
+        let bytes = work.tile_bytes((end - start) as usize)?;
         let value = hash::tile_value(bytes, tile, size, output.nbytes());
         let non_finite = kernel::count_non_finite(output.dtype, bytes);
         let crc32 = self.sink.checksummed(index).then(|| hash::crc32(bytes));

@@ -18,6 +18,7 @@ use crate::boxes::SubBox;
 use crate::codes;
 use crate::error::{Finding, Result, Severity};
 use crate::kernel;
+use crate::memory;
 use crate::plan::{PartAxis, Pieces, Plan, StoredTensor};
 use crate::standing::{digest_of, each_blob, each_use, Standing, Use};
 use crate::tensor::{c_strides, element_count};
@@ -244,8 +245,9 @@ struct Reader<'a, 'p> {
 }
 
 impl<'a, 'p> Reader<'a, 'p> {
-    fn new(sources: &'a Sources<'p>) -> Self {
-        Reader { sources, scratch: vec![0; CHUNK], a: vec![0; CHUNK], b: vec![0; CHUNK] }
+    fn new(sources: &'a Sources<'p>) -> Result<Self> {
+        let [scratch, a, b] = [(); 3].map(|()| memory::allocate(CHUNK));
+        Ok(Reader { sources, scratch: scratch?, a: a?, b: b? })
     }
 
     fn chunks(stored: &StoredTensor) -> impl Iterator<Item = (u64, usize)> {
@@ -370,16 +372,16 @@ impl<'a, 'p> Reader<'a, 'p> {
         let item = stored.dtype.size();
         let total = element_count(&stored.shape).unwrap_or(0);
         let (runs, each) = if total <= most { (1, total) } else { (RUNS, (most / RUNS).max(1)) };
-        let mut all = Vec::with_capacity((runs * each) as usize);
+        let mut all = memory::allocate_values((runs * each) as usize)?;
+        let mut first = 0;
         for run in 0..runs {
             let (mut at, end) = (total / runs * run, total / runs * run + each);
             while at < end {
                 let n = ((CHUNK / item) as u64).min(end - at);
                 let bytes = &mut self.a[..n as usize * item];
                 read_range(self.sources, stored, at, bytes, &mut self.scratch)?;
-                let first = all.len();
-                all.resize(first + n as usize, 0.0);
-                kernel::to_f32(stored.dtype, bytes, &mut all[first..]);
+                kernel::to_f32(stored.dtype, bytes, &mut all[first..][..n as usize]);
+                first += n as usize;
                 at += n;
             }
         }

@@ -6,6 +6,7 @@ use crate::boxes::SubBox;
 use crate::codes;
 use crate::error::{Finding, Result};
 use crate::kernel::{self, StridedBox};
+use crate::memory;
 use crate::plan::{Combine, Fill, Op, Output, Part, Plan, StoredTensor};
 use crate::tensor::{c_strides, Dtype};
 
@@ -72,33 +73,33 @@ impl Workspace {
     }
 
     /// A workspace; buffers grow on use.
-    pub fn new() -> Self {
-        Workspace {
+    ///
+    /// # Errors
+    /// `FS512` if the system has no memory left.
+    pub fn new() -> Result<Self> {
+        Ok(Workspace {
             tile: Vec::new(),
-            span: vec![0; SPAN],
+            span: memory::allocate(SPAN)?,
             dense: Vec::new(),
             other: Vec::new(),
             twin: Vec::new(),
             sum: Vec::new(),
             term: Vec::new(),
-        }
+        })
     }
 
     /// The first `len` bytes of the tile.
-    pub fn tile_bytes(&mut self, len: usize) -> &mut [u8] {
-        self.tile.resize(self.tile.len().max(len), 0);
-        &mut self.tile[..len]
+    ///
+    /// # Errors
+    /// `FS512` if the system has no memory left.
+    pub fn tile_bytes(&mut self, len: usize) -> Result<&mut [u8]> {
+        memory::grow(&mut self.tile, len)?;
+        Ok(&mut self.tile[..len])
     }
 
     /// A buffer for reading what no view reads.
     pub fn span(&mut self) -> &mut [u8] {
         &mut self.span
-    }
-}
-
-impl Default for Workspace {
-    fn default() -> Self {
-        Workspace::new()
     }
 }
 
@@ -134,7 +135,7 @@ pub fn make(
 ) -> Result<Seen> {
     let item = output.dtype.size() as u64;
     let len = (end - start) as usize;
-    work.tile_bytes(len);
+    work.tile_bytes(len)?;
     let (lo, hi) = (start / item, end / item);
     match output.fill {
         Fill::None => {}
@@ -219,8 +220,8 @@ impl Piece<'_> {
     /// Makes the box and puts it at element `dst` of the tile's first `len` bytes.
     fn make(&self, dst: u64, len: usize, twins: Twins, work: &mut Workspace, seen: &mut Seen) -> Result<()> {
         let bytes = self.bytes();
-        work.dense.resize(work.dense.len().max(bytes), 0);
-        work.other.resize(work.other.len().max(bytes), 0);
+        memory::grow(&mut work.dense, bytes)?;
+        memory::grow(&mut work.other, bytes)?;
         self.read(0, &mut work.dense[..bytes], &mut work.span)?;
         if twins == Twins::Compare {
             self.compare_twins(work, seen)?;
@@ -239,7 +240,7 @@ impl Piece<'_> {
             self.convert(work)?;
         } else {
             self.change_values(in_sum, work)?;
-            work.other.resize(work.other.len().max(out), 0);
+            memory::grow(&mut work.other, out)?;
             kernel::from_f32(to, &work.sum[..self.n], &mut work.other[..out]);
         }
         let spread = self.part.dst();
@@ -270,13 +271,13 @@ impl Piece<'_> {
             for &other in &self.stored[s].twins {
                 let twin = &self.plan.stored[other as usize];
                 let wide = self.n * twin.dtype.size();
-                work.twin.resize(work.twin.len().max(wide), 0);
+                memory::grow(&mut work.twin, wide)?;
                 self.read_of(twin, &mut work.twin[..wide], &mut work.span)?;
                 if s > 0 {
                     self.read(s, &mut work.other[..bytes], &mut work.span)?;
                 }
                 let own = if s == 0 { &work.dense[..bytes] } else { &work.other[..bytes] };
-                let drift = twin_drift(self.from, own, twin.dtype, &work.twin[..wide]);
+                let drift = twin_drift(self.from, own, twin.dtype, &work.twin[..wide])?;
                 seen.twins.push(((index, other), drift));
             }
         }
@@ -287,8 +288,8 @@ impl Piece<'_> {
     fn add_up(&self, work: &mut Workspace, seen: &mut Seen) -> Result<bool> {
         let (n, bytes, from) = (self.n, self.bytes(), self.from);
         let is_mean = self.part.combine == Combine::Mean;
-        work.sum.resize(work.sum.len().max(n), 0.0);
-        work.term.resize(work.term.len().max(n), 0.0);
+        memory::grow(&mut work.sum, n)?;
+        memory::grow(&mut work.term, n)?;
         let numeric = from.is_float();
         if numeric {
             kernel::to_f32(from, &work.dense[..bytes], &mut work.sum[..n]);
@@ -342,12 +343,12 @@ impl Piece<'_> {
     fn change_values(&self, in_sum: bool, work: &mut Workspace) -> Result<()> {
         let (n, first) = (self.n, self.stored[0]);
         if !in_sum {
-            work.sum.resize(work.sum.len().max(n), 0.0);
+            memory::grow(&mut work.sum, n)?;
             kernel::values(self.from, &work.dense[..self.bytes()], &mut work.sum[..n]);
         }
         for change in &first.changes {
             let factors = self.sources.factors(self.part.sources[0], change, &mut work.span)?;
-            factors.apply(change, first, self.part, self.sub, &mut work.sum[..n], &mut work.term);
+            factors.apply(change, first, self.part, self.sub, &mut work.sum[..n], &mut work.term)?;
         }
         for op in &self.part.ops {
             match *op {
@@ -366,7 +367,7 @@ impl Piece<'_> {
             return Ok(());
         }
         let out = self.n * to.size();
-        work.other.resize(work.other.len().max(out), 0);
+        memory::grow(&mut work.other, out)?;
         let (held, made) = (&work.dense[..self.bytes()], &mut work.other[..out]);
         if !from.is_integer() {
             kernel::convert(from, held, to, made);
@@ -406,7 +407,7 @@ fn note_drift(dtype: Dtype, a: &[u8], b: &[u8], source: usize, drift: &mut Drift
 }
 
 /// How far a tensor is from its twin: the wider one rounded to the narrower one's dtype, bit by bit.
-fn twin_drift(dtype: Dtype, own: &[u8], twin: Dtype, other: &[u8]) -> Drift {
+fn twin_drift(dtype: Dtype, own: &[u8], twin: Dtype, other: &[u8]) -> Result<Drift> {
     let mut drift = Drift::default();
     let rounded;
     let (narrow, a, b) = if dtype == twin || !dtype.is_float() || !twin.is_float() {
@@ -414,7 +415,7 @@ fn twin_drift(dtype: Dtype, own: &[u8], twin: Dtype, other: &[u8]) -> Drift {
     } else {
         let (narrow, wide, bytes, same) =
             if twin.size() > dtype.size() { (dtype, twin, other, own) } else { (twin, dtype, own, other) };
-        let mut out = vec![0; same.len()];
+        let mut out = memory::allocate(same.len())?;
         kernel::convert(wide, bytes, narrow, &mut out);
         rounded = out;
         (narrow, same, &rounded[..])
@@ -422,7 +423,7 @@ fn twin_drift(dtype: Dtype, own: &[u8], twin: Dtype, other: &[u8]) -> Drift {
     if a != b {
         note_drift(narrow, a, b, 0, &mut drift);
     }
-    drift
+    Ok(drift)
 }
 
 fn fill_negative_zero(dtype: Dtype, bytes: &mut [u8]) {
@@ -459,7 +460,7 @@ pub fn check_pad(
         spread.cut(&whole, at, next, &mut |sub| found.push(sub.clone()));
         for sub in found {
             let bytes = (sub.volume() as usize) * stored.dtype.size();
-            work.dense.resize(work.dense.len().max(bytes), 0);
+            memory::grow(&mut work.dense, bytes)?;
             let strides = c_strides(&sub.len);
             let mut into = Into { bytes: &mut work.dense[..bytes], base: 0, strides: &strides };
             sources.read(stored, &pad.axes, &pad.src_base, &sub, &mut into, &mut work.span)?;

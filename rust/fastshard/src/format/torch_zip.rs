@@ -9,8 +9,10 @@ use std::io::Read;
 
 use super::zstd::Decoder;
 use super::{pickle, Blob, ParsedFile};
+use crate::buffered::Buffered;
 use crate::codes;
 use crate::error::{Error, Finding, Result};
+use crate::memory;
 use crate::storage::SourceFile;
 
 mod distributed;
@@ -165,10 +167,7 @@ fn read_member(file: &SourceFile, member: &Member, cap: u64) -> Result<Vec<u8>> 
     if blob.deflated {
         file.room_for(member.len)?;
         let mut content = Vec::new();
-        inflate(file, &blob, &mut |bytes| {
-            content.extend_from_slice(bytes);
-            Ok(())
-        })?;
+        inflate(file, &blob, &mut |bytes| Ok(memory::append(&mut content, bytes)?))?;
         return Ok(content);
     }
     let content = file.read_vec(blob.offset, blob.len as usize)?;
@@ -182,12 +181,12 @@ fn read_member(file: &SourceFile, member: &Member, cap: u64) -> Result<Vec<u8>> 
 /// checked at the end (`FS301`), so the pieces count only once this has returned.
 pub fn inflate(file: &SourceFile, blob: &Blob, sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
     let stored = Region::new(file, blob.offset, blob.stored_len);
-    let mut stored = std::io::BufReader::with_capacity(CHUNK, stored);
+    let mut stored = Buffered::new(CHUNK, stored)?;
     if let Some(zstd) = blob.zstd {
         return unstream(file, blob, zstd.start, Decoder::new(stored), sink);
     }
     let mut decoder = flate2::bufread::DeflateDecoder::new(&mut stored);
-    let mut buffer = vec![0; CHUNK];
+    let mut buffer = memory::allocate(CHUNK)?;
     let mut crc = crc32fast::Hasher::new();
     let mut len = 0u64;
     loop {
@@ -220,7 +219,7 @@ fn unstream(
     sink: &mut dyn FnMut(&[u8]) -> Result<()>,
 ) -> Result<()> {
     let end = start.saturating_add(blob.len);
-    let mut buffer = vec![0; CHUNK];
+    let mut buffer = memory::allocate(CHUNK)?;
     let mut crc = crc32fast::Hasher::new();
     let mut at = 0u64;
     loop {

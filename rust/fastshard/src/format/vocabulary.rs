@@ -8,7 +8,8 @@ use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess,
 use serde::Serialize;
 
 use crate::codes;
-use crate::error::{Finding, Result};
+use crate::error::{Error, Finding, Result};
+use crate::memory;
 use crate::storage::SourceFile;
 
 /// What a file of a vocabulary is.
@@ -41,7 +42,7 @@ pub struct Vocabulary {
 pub fn read(file: &SourceFile, kind: Kind, wanted: &[String]) -> Result<Vocabulary> {
     let wanted = wanted.iter().map(String::as_str).collect();
     let mut found = Found { wanted, vocabulary: Vocabulary::default() };
-    let mut reader = BufReader::with_capacity(64 << 10, Sequential { file, at: 0 });
+    let mut reader = BufReader::with_capacity(32 << 10, Sequential { file, at: 0 });
     let read = match kind {
         Kind::Tokenizers => json(&mut reader, Whole(&mut found)),
         Kind::Ids => json(&mut reader, Ids(&mut found)),
@@ -50,6 +51,9 @@ pub fn read(file: &SourceFile, kind: Kind, wanted: &[String]) -> Result<Vocabula
     };
     match read {
         Ok(()) => Ok(found.vocabulary),
+        Err(error) if error.kind() == io::ErrorKind::OutOfMemory => {
+            Err(Error::io(file.path(), "cannot read", &error))
+        }
         Err(error) => {
             Err(Finding::new(codes::BAD_VALUE, format!("not a vocabulary: {error}")).file(file.path()).into())
         }
@@ -282,7 +286,7 @@ impl<R: BufRead> Message<'_, R> {
         if len > self.left {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        let mut bytes = vec![0; len as usize];
+        let mut bytes = memory::allocate(len as usize)?;
         self.reader.read_exact(&mut bytes)?;
         self.left -= len;
         Ok(bytes)

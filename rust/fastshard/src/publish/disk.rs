@@ -18,6 +18,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use crate::error::{Error, Result};
+use crate::memory;
 
 #[cfg(test)]
 use super::fault::{gate, look};
@@ -444,7 +445,7 @@ pub(crate) fn copy(from: &File, to: &File, path: &Path, size: u64) -> io::Result
         return Ok(());
     }
     to.set_len(size)?;
-    let mut bytes = vec![0; COPIED];
+    let mut bytes = memory::allocate(COPIED)?;
     let mut at = 0;
     while at < size {
         let n = (COPIED as u64).min(size - at) as usize;

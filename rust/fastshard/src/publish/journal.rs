@@ -6,15 +6,17 @@
 
 use std::ffi::OsStr;
 use std::fs::File;
-use std::io::{self, BufReader, Read};
+use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use super::disk::{self, At, Dir};
+use crate::buffered::Buffered;
 use crate::codes;
 use crate::error::{Finding, Result};
+use crate::memory;
 
 const SESSION: u8 = 0;
 const RECORD: u8 = 1;
@@ -94,8 +96,7 @@ impl Journal {
     ) -> io::Result<u64> {
         let file = folder.read_only(name)?;
         let len = file.metadata()?.len();
-        let mut reader =
-            BufReader::with_capacity(64 << 10, Reading(&file, from).take(len.saturating_sub(from)));
+        let mut reader = Buffered::new(64 << 10, Reading(&file, from).take(len.saturating_sub(from)))?;
         let (mut at, mut payload) = (from, Vec::new());
         while frame(&mut reader, &mut payload)? {
             if payload[0] == RECORD {
@@ -187,7 +188,7 @@ impl Journal {
 /// Calls `each` with the records among the first `len` bytes that can be trusted and where they begin; the
 /// length in bytes of the part that is whole.
 fn replay(file: &File, len: u64, boot: &str, each: &mut dyn FnMut(u64, &[u8])) -> io::Result<u64> {
-    let mut reader = BufReader::with_capacity(1 << 20, Reading(file, 0).take(len));
+    let mut reader = Buffered::new(1 << 20, Reading(file, 0).take(len))?;
     let mut trusted = false;
     let mut good = 0;
     let mut payload = Vec::new();
@@ -228,7 +229,7 @@ fn frame(reader: &mut impl Read, payload: &mut Vec<u8>) -> io::Result<bool> {
     if length == 0 || length > MAX_PAYLOAD {
         return Ok(false);
     }
-    payload.resize(length, 0);
+    memory::resize(payload, length)?;
     let whole = filled(reader, payload)? && crc32fast::hash(payload) == crc;
     Ok(whole && (payload[0] != SESSION || length >= 2))
 }

@@ -15,6 +15,7 @@ use rustix::fs::{FileType, Stat};
 use super::disk::{At, Dir};
 use crate::error::Result;
 use crate::manifest::{Manifest, ManifestFile, MANIFEST_NAME};
+use crate::memory;
 
 /// Deepest folder looked into; what lies deeper was not written by this program.
 const MAX_DEPTH: usize = 64;
@@ -234,7 +235,7 @@ fn is_as_written(directory: &Dir, name: &OsStr, file: &ManifestFile, stat: &Stat
 /// BLAKE3 of a file's bytes, hexadecimal.
 pub(super) fn hash_of(mut file: File) -> io::Result<String> {
     let mut hasher = blake3::Hasher::new();
-    let mut buffer = vec![0; 256 << 10];
+    let mut buffer = memory::allocate(256 << 10)?;
     loop {
         match file.read(&mut buffer)? {
             0 => return Ok(hasher.finalize().to_hex().to_string()),

@@ -23,6 +23,7 @@ use crate::distributed::member::Member;
 use crate::distributed::rounds::{Claimed, Shared};
 use crate::error::{Finding, Result};
 use crate::manifest::{is_plain, ManifestFile};
+use crate::memory;
 
 /// A result being written. Locked against other processes as long as it lives; dropping it keeps
 /// the folder, so that a later run can resume.
@@ -378,7 +379,7 @@ impl Staging {
         let meta = from.metadata().at(source, "cannot stat")?;
         let (file, path) = self.small(name)?;
         let (mut hasher, mut copied) = (blake3::Hasher::new(), 0);
-        let mut buffer = vec![0; 256 << 10];
+        let mut buffer = memory::allocate(256 << 10)?;
         // One byte more than it had tells that it grew.
         while copied <= meta.len() {
             let n = match from.read(&mut buffer).at(source, "cannot read")? {

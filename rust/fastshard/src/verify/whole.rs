@@ -3,11 +3,13 @@
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::Builder;
 
 use crate::codes;
 use crate::engine::Control;
 use crate::error::{Error, Finding, Result};
 use crate::hash::{hex, TileHasher, TileHashes};
+use crate::memory;
 use crate::steps::Step;
 use crate::storage::SourceFile;
 
@@ -72,7 +74,8 @@ pub(super) fn hashes(files: Vec<(PathBuf, u64)>, threads: usize, control: &Contr
     };
     std::thread::scope(|scope| {
         for _ in 1..threads.clamp(1, first.max(1) as usize) {
-            scope.spawn(work);
+            // Where the system starts no more threads, those that it has started do the work.
+            let _ = Builder::new().spawn_scoped(scope, work);
         }
         work();
     });
@@ -113,7 +116,7 @@ impl Part {
         while at < end {
             control.check_running()?;
             let n = (end - at).min(CHUNK);
-            buffer.resize(n as usize, 0);
+            memory::resize(buffer, n as usize)?;
             source.read_at(at, buffer)?;
             hasher.update(buffer);
             control.done.fetch_add(n, Ordering::Relaxed);

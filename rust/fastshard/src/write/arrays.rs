@@ -3,13 +3,14 @@
 //! A block is a run of its array's C-ordered elements, so tiles come in the order of blocks, and only
 //! those between two tiles in flight are held.
 
-use std::collections::HashMap;
+use std::collections::hash_map::{Entry, HashMap};
 use std::fmt::Debug;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::codes;
 use crate::error::{Finding, Result};
+use crate::memory;
 use crate::plan::{Form, Output, Plan};
 
 /// An array to be written.
@@ -174,7 +175,7 @@ impl Arrays {
             let part = &bytes[(at - offset) as usize..(end - offset) as usize];
             if (at, end) == (run.start, run.end) {
                 self.writer.write(&grid.key, &run.index, &run.shape, part)?;
-            } else if let Some(whole) = self.collect(output, &run, at, part) {
+            } else if let Some(whole) = self.collect(output, &run, at, part)? {
                 self.writer.write(&grid.key, &run.index, &run.shape, &whole)?;
             }
             at = end;
@@ -183,16 +184,17 @@ impl Arrays {
     }
 
     /// Adds a part to its block; the block once it is whole.
-    fn collect(&self, output: usize, run: &Run, at: u64, part: &[u8]) -> Option<Vec<u8>> {
+    fn collect(&self, output: usize, run: &Run, at: u64, part: &[u8]) -> Result<Option<Vec<u8>>> {
         let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
-        let (block, filled) = pending
-            .entry((output, run.start))
-            .or_insert_with(|| (vec![0; (run.end - run.start) as usize], 0));
+        let (block, filled) = match pending.entry((output, run.start)) {
+            Entry::Occupied(block) => block.into_mut(),
+            Entry::Vacant(place) => place.insert((memory::allocate((run.end - run.start) as usize)?, 0)),
+        };
         let start = (at - run.start) as usize;
         block[start..start + part.len()].copy_from_slice(part);
         *filled += part.len() as u64;
         let whole = *filled == run.end - run.start;
-        whole.then(|| pending.remove(&(output, run.start)).map(|(block, _)| block)).flatten()
+        Ok(whole.then(|| pending.remove(&(output, run.start)).map(|(block, _)| block)).flatten())
     }
 
     /// True for an output that becomes an array.

@@ -8,6 +8,7 @@ use crate::engine::Control;
 use crate::error::{Finding, Result};
 use crate::files;
 use crate::format::{torch_zip, Frame, Member};
+use crate::memory;
 use crate::plan::{Form, Output, Plan};
 use crate::publish::OutFile;
 use crate::storage::SourceFile;
@@ -44,7 +45,8 @@ fn overlay(source: &SourceFile, outputs: &[&Output], zeros: &[(u64, u64)]) -> Re
             .into());
     }
     members.retain(|m| replaced.iter().any(|r| within(m, *r)));
-    let pieces = zeros.iter().map(|&(at, len)| (at, vec![0; len as usize])).collect();
+    let pieces =
+        zeros.iter().map(|&(at, len)| Ok((at, memory::allocate(len as usize)?))).collect::<Result<_>>()?;
     Ok(Frame { pieces, members, size: source.size() })
 }
 
@@ -60,7 +62,7 @@ pub(super) fn underlay(
     taken.extend(zeros.iter().map(|&(at, len)| (at, at + len)));
     taken.push((source.size(), source.size()));
     taken.sort_unstable();
-    let mut bytes = vec![0; CHUNK as usize];
+    let mut bytes = memory::allocate(CHUNK as usize)?;
     let mut at = 0;
     for (lo, hi) in taken {
         while at < lo {

@@ -11,6 +11,7 @@ use crate::engine::{Control, Sink, TileDone};
 use crate::error::Result;
 use crate::format::Frame;
 use crate::hash::{self, Segments};
+use crate::memory;
 use crate::plan::{Output, Plan};
 use crate::publish::{OutFile, Staging};
 
@@ -131,7 +132,7 @@ impl<'a> StagedSink<'a> {
                     let mut at = start;
                     while at < end {
                         control.check_running()?;
-                        let mut bytes = vec![0; CHUNK.min(end - at) as usize];
+                        let mut bytes = memory::allocate(CHUNK.min(end - at) as usize)?;
                         file.read_at(at, &mut bytes)?;
                         sums.add(at, bytes.len() as u64, hash::crc32(&bytes));
                         sums.join(at);

@@ -15,6 +15,7 @@ use crate::codes;
 use crate::distributed::elsewhere::{Elsewhere, Lender};
 use crate::distributed::meeting::Pauses;
 use crate::error::{Finding, Result};
+use crate::memory;
 use crate::publish::clock::Watched;
 use crate::publish::disk::At;
 use crate::steps::{self, Step};
@@ -120,7 +121,7 @@ impl Lent {
     fn checked(&self, first: u64, piece: Given) -> Result<Option<Vec<u8>>> {
         let clock = &self.shared.clock;
         let mut watched = Watched::begin(clock.now(), ARRIVAL);
-        let mut bytes = vec![0; piece.len as usize];
+        let mut bytes = memory::allocate(piece.len as usize)?;
         let mut pauses = Pauses::new(clock, LOOK);
         let mut again = false;
         loop {

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use super::{bytes_of, record, Ask, Listed, Ranges, Shared, Told, FILE, GIVEN, LISTED, ROOT};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
+use crate::memory;
 use crate::publish::disk::{self, At};
 use crate::storage::{SourceFile, Stamp};
 
@@ -155,7 +156,7 @@ impl Owner {
 
     /// Appends bytes of a file to those that are lent; what is to be said of them.
     fn write(&mut self, (number, lo, hi): Ask) -> Result<Vec<u8>> {
-        let mut bytes = vec![0; (hi - lo) as usize];
+        let mut bytes = memory::allocate((hi - lo) as usize)?;
         let file = self.file(number)?;
         file.read_at(lo, &mut bytes)?;
         file.untouched()?;

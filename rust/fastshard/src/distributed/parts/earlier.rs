@@ -9,6 +9,7 @@ use super::{Division, CHUNK};
 use crate::codes;
 use crate::error::{Finding, Result};
 use crate::hash::TileHasher;
+use crate::memory;
 use crate::plan::Plan;
 use crate::write::records;
 
@@ -91,7 +92,7 @@ pub(super) fn spot_check(
             tiles.push((output as usize, tile));
         }
     })?;
-    let mut buffer = vec![0; CHUNK];
+    let mut buffer = memory::allocate(CHUNK)?;
     for (output, tile) in tiles.into_iter().filter(|(output, tile)| tile.size == sizes[*output]) {
         let about = &plan.outputs[output];
         let (start, end) = (tile.index * tile.size, ((tile.index + 1) * tile.size).min(about.nbytes()));

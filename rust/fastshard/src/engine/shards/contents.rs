@@ -7,6 +7,7 @@ use super::{spread_runs, CHUNK, SAMPLE};
 use crate::engine::blocks::{sample_of, CONSTANT};
 use crate::engine::gather::Sources;
 use crate::error::Result;
+use crate::memory;
 use crate::plan::Plan;
 use crate::standing::{digest_of, each_blob, mixed, Standing};
 
@@ -156,7 +157,7 @@ impl Contents {
             while at < end && !values.enough() {
                 // Whoever has not told by then is long.
                 let most = if buffer.is_empty() { SAMPLE } else { CHUNK };
-                buffer.resize((end - at).min(most as u64) as usize, 0);
+                memory::resize(&mut buffer, (end - at).min(most as u64) as usize)?;
                 sources.read_blob(blob, at, &mut buffer)?;
                 values.add(&buffer, item);
                 at += buffer.len() as u64;

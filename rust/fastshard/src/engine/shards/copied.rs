@@ -8,6 +8,7 @@ use super::{Equal, Reader, CHUNK};
 use crate::codes;
 use crate::engine::place;
 use crate::error::{Finding, Result};
+use crate::memory;
 use crate::plan::{Pieces, Plan, StoredTensor};
 use crate::standing::{mixed, Use};
 use crate::tensor::c_strides;
@@ -227,7 +228,7 @@ impl Search<'_, '_> {
         if !plan.words.is_of_experts(&stored.name) || stored.name != *name {
             return Ok(false);
         }
-        let mut reader = Reader::new(self.equal.sources);
+        let mut reader = Reader::new(self.equal.sources)?;
         if original != own {
             return reader.repeats(stored);
         }
@@ -254,7 +255,7 @@ impl Search<'_, '_> {
         self.equal.sources.begin_comparison()?;
         let len = self.equal.plan.blobs[blob as usize].len;
         let mut hasher = blake3::Hasher::new();
-        let mut bytes = vec![0; len.min(CHUNK as u64) as usize];
+        let mut bytes = memory::allocate(len.min(CHUNK as u64) as usize)?;
         for at in (0..len).step_by(CHUNK) {
             let part = &mut bytes[..(len - at).min(CHUNK as u64) as usize];
             self.equal.sources.read_blob(blob, at, part)?;

@@ -31,7 +31,7 @@ pub(in crate::engine) fn duplicates(plan: &Plan, sources: &Sources) -> Result<Ve
     let mut compared = Compared {
         plan,
         sources,
-        reader: Reader::new(sources),
+        reader: Reader::new(sources)?,
         is_read: plan.tensors_read(),
         class_of: vec![NO_CLASS; plan.stored.len()],
         classes: 0,
@@ -348,7 +348,7 @@ fn repeated_inside(plan: &Plan, sources: &Sources, tensors: impl Iterator<Item =
 
 /// Pieces that two roots hold and that are not the same.
 pub(in crate::engine) fn copies(plan: &Plan, sources: &Sources) -> Result<Vec<Finding>> {
-    let mut reader = Reader::new(sources);
+    let mut reader = Reader::new(sources)?;
     let mut findings = Vec::new();
     for &(first, copy) in &plan.copies {
         let (a, b) = (&plan.stored[first as usize], &plan.stored[copy as usize]);
@@ -373,7 +373,7 @@ pub(in crate::engine) fn copies(plan: &Plan, sources: &Sources) -> Result<Vec<Fi
 /// All ranks of a layer alike are a copied layer, which can be meant (depth up-scaling) and warns; some
 /// ranks only are a file copied over another.
 pub(in crate::engine) fn repeated_layers(plan: &Plan, sources: &Sources) -> Result<Vec<Finding>> {
-    let mut reader = Reader::new(sources);
+    let mut reader = Reader::new(sources)?;
     let whole = plan.topology.values().all(|&degree| degree == 1);
     // (rule, rank, checksum, bytes) -> tensors of different layers
     let mut alike: BTreeMap<(u32, u64, u32, u64), Vec<u32>> = BTreeMap::new();

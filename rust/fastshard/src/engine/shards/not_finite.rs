@@ -16,7 +16,7 @@ pub(in crate::engine) fn not_finite(
     let mut all: Vec<u32> = output.parts.iter().flat_map(|part| &part.sources).copied().collect();
     all.sort_unstable();
     all.dedup();
-    let mut reader = Reader::new(sources);
+    let mut reader = Reader::new(sources)?;
     let mut found = Vec::new();
     for &i in &all {
         let stored = &plan.stored[i as usize];

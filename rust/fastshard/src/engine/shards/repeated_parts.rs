@@ -40,7 +40,7 @@ pub(in crate::engine) fn repeated_parts(
     sources: &Sources,
     standing: &Standing,
 ) -> Result<Option<Finding>> {
-    let mut search = Search { plan, sources, reader: Reader::new(sources) };
+    let mut search = Search { plan, sources, reader: Reader::new(sources)? };
     let mut found: Vec<Vec<Repeated>> = Vec::new();
     for matrices in groups(plan, standing) {
         let mut repeated = Vec::new();

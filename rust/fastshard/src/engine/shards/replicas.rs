@@ -12,7 +12,7 @@ pub(in crate::engine) fn odd_ones(plan: &Plan, sources: &Sources, copies: &[u32]
     if copies.len() < 3 {
         return Ok(Vec::new());
     }
-    let mut reader = Reader::new(sources);
+    let mut reader = Reader::new(sources)?;
     // Copies that are alike, by their hash.
     let mut kinds: BTreeMap<[u8; 32], Vec<u32>> = BTreeMap::new();
     for &copy in copies {

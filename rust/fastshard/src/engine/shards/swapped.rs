@@ -31,7 +31,7 @@ pub(in crate::engine) fn swapped(
             }
         }
     }
-    let mut reader = Reader::new(sources);
+    let mut reader = Reader::new(sources)?;
     let mut out = Vec::new();
     for parts in rules.values() {
         let any = plan

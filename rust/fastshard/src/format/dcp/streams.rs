@@ -3,13 +3,15 @@
 //! Of a stream its beginning and its end are looked at, where what describes the tensor lies; between them are the
 //! data, which are decoded where they are needed.
 
-use std::io::{BufReader, Read};
+use std::io::Read;
 
+use crate::buffered::Buffered;
 use crate::codes;
 use crate::error::{Error, Finding, Result};
 use crate::format::torch_zip::{self, Region};
 use crate::format::zstd::{self, Decoder, Zstd};
 use crate::format::ParsedFile;
+use crate::memory;
 use crate::storage::SourceFile;
 
 /// Bytes that are kept of each end of what a stream holds.
@@ -88,9 +90,9 @@ struct Stream<'a> {
 impl Stream<'_> {
     /// Decodes all of it; `take` is given each part with its place.
     fn decode(&mut self, mut take: impl FnMut(u64, &[u8]) -> Result<()>) -> Result<()> {
-        let stored = BufReader::with_capacity(CHUNK, Region::new(self.file, self.offset, self.len));
+        let stored = Buffered::new(CHUNK, Region::new(self.file, self.offset, self.len))?;
         let mut decoder = Decoder::new(stored);
-        let mut buffer = vec![0; CHUNK];
+        let mut buffer = memory::allocate(CHUNK)?;
         self.made = 0;
         loop {
             let n = decoder.read(&mut buffer).map_err(|e| self.damaged(e))?;
