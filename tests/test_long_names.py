@@ -216,3 +216,21 @@ def test_what_is_read_for_a_moment_is_given_back(tmp_path: Path) -> None:
     code, beyond, said = measured(*argv)
     assert code == 0, said
     assert beyond < 100
+
+
+@pytest.mark.parametrize(("command", "most"), [("manifest", 125), ("attest", 134)])
+def test_what_is_written_of_many_tensors_is_held_once(command: str, most: int, tmp_path: Path) -> None:
+    """A text takes several times its bytes while it is made as a whole, and a document as much again."""
+    count = 30_000
+    entries = {
+        f"t{i:05d}": {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i in range(count)
+    }
+    header = json.dumps(entries).encode()
+    content = struct.pack("<Q", len(header)) + header + struct.pack(f"<{count}f", *range(count))
+    (tmp_path / "model.safetensors").write_bytes(content)
+    argv = [command, str(tmp_path)]
+    if command == "attest":
+        fastshard.manifest(tmp_path)
+    code, beyond, said = measured(*argv, "--memory", "1GiB")
+    assert code == 0, said
+    assert beyond < most

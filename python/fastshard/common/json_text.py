@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from .errors import FastshardError
@@ -124,6 +124,12 @@ def object_in(
 def indented(document: Any, by: int = 1) -> str:
     """The text of a file that people read too."""
     return json.dumps(document, indent=by) + "\n"
+
+
+def indented_pieces(document: Any) -> Iterator[str]:
+    """The same text in short pieces: of many tensors it takes more than they do, and its pieces several times that."""
+    yield from json.JSONEncoder(indent=1).iterencode(document)
+    yield "\n"
 
 
 def compact(document: Any) -> str:

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -303,8 +303,8 @@ def replaceable(path: StrPath) -> Path:
     return target
 
 
-def replace(path: Path, text: str) -> None:
-    """Writes a small file beside its place and renames it there, on disk before it has the name.
+def replace(path: Path, pieces: Iterable[str]) -> None:
+    """Writes a text beside its place and renames it there, on disk before it has the name.
 
     Raises:
         FastshardError: ``FS502``, ``FS503`` or ``FS507``; what was there is as it was.
@@ -316,7 +316,7 @@ def replace(path: Path, text: str) -> None:
         descriptor = os.open(beside, flags, 0o666)
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
+                file.writelines(pieces)
                 file.flush()
                 os.fsync(file.fileno())
             beside.replace(path)

@@ -70,9 +70,8 @@ def attest(
         )
     # Before it is read: one that takes its place meanwhile is found.
     first = _stamp(root / MANIFEST_NAME)
-    manifest = read(root / MANIFEST_NAME)
+    names = sorted({*(file["name"] for file in read(root / MANIFEST_NAME)["files"]), MANIFEST_NAME})
     _target(root, out)
-    names = sorted({*(file["name"] for file in manifest["files"]), MANIFEST_NAME})
     for name in names:
         if name.startswith("/") or not {"", ".", ".."}.isdisjoint(name.split("/")):
             raise FastshardError.of("FS518", "the manifest names a file that leaves its folder", file=name)
@@ -81,6 +80,8 @@ def attest(
     if verify:
         verify_checkpoint(root, memory=memory, threads=threads, progress=progress).raise_for_errors()
     digests = _digests(files, thread_count(threads), progress)
+    # Again, so that it is not in memory twice while it is verified; the same file, as its stamp says.
+    manifest = read(root / MANIFEST_NAME)
     for name, file in files.items():
         if _stamp(file) != before[name]:
             raise FastshardError.of("FS506", "changed while it was read", file=name)
@@ -110,7 +111,7 @@ def attest(
         },
     }
     # What somebody has put there while all was read stays too.
-    safe_files.replace(_target(root, out), json_text.indented(statement))
+    safe_files.replace(_target(root, out), json_text.indented_pieces(statement))
     return statement
 
 

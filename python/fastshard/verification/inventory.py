@@ -78,6 +78,7 @@ def manifest(
     # What the plan takes nothing of is read here for the first time.
     findings = list(dict.fromkeys([*findings, *gate.passed(found)]))
     manifest = Manifest.written(made, findings)
+    del made
     document = manifest.document
     # What was decided holds for the files as they are now: `verify` takes it from there.
     decided = [f for f in findings if f.decided is not None]
@@ -87,5 +88,5 @@ def manifest(
         *(f.to_dict() for f in decided),
     ]
     document["files"] += manifest_files.companions(checkpoint)
-    safe_files.replace(path, json_text.indented(document))
+    safe_files.replace(path, json_text.indented_pieces(document))
     return manifest

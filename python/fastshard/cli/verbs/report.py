@@ -79,7 +79,7 @@ def _run(a: argparse.Namespace) -> Outcome:
     if path is None:
         return Result(text, proof=False, product=True), findings
     # What somebody has put there while all was read stays too.
-    safe_files.replace(_place(a) or path, text)
+    safe_files.replace(_place(a) or path, [text])
     size = len(text.encode())
     document = {
         "report": str(a.output),
