@@ -9,6 +9,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import fastshard
 import numpy as np
 import pytest
 from fastshard.checkpoint import code_blocks, stored_bytes
@@ -16,6 +17,7 @@ from fastshard.checkpoint.code_blocks import Blocks, count_lost
 from fastshard.checkpoint.stored_bytes import StoredBytes
 from fastshard.models.quantised import gptq_awq
 from fastshard.models.quantised.values import Asked
+from fastshard.sources.base import Contents
 from helpers import cli
 from test_long_names import measured
 
@@ -137,6 +139,23 @@ def test_no_piece_that_is_read_is_larger_than_a_window(
     assert cli("verify", fp8(tmp_path / "fp8"), "--transformers", "off").code == 0
     # The codes once, since a scale of zero is over them.
     assert sum(lengths) >= 128 * MIB and max(lengths) <= MIB
+
+
+def test_tensors_are_not_listed_to_learn_that_none_are_codes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second for each 100,000 of them, in which no signal was looked at."""
+    listed: list[int] = []
+
+    def tensors(contents: Contents, file: int) -> Any:
+        listed.append(file)
+        return contents._catalog.tensors(file)
+
+    monkeypatch.setattr(Contents, "tensors", tensors)
+    folder = write_sparse(tmp_path / "in", {}, {"a.weight": ("F32", [4])}, {})
+    (folder / "config.json").unlink()
+    assert list(fastshard.open(folder)) == ["a.weight"]
+    assert listed == []
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -1.0])

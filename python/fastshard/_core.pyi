@@ -390,6 +390,8 @@ class Catalog:
         """Bytes of a small tensor. Raises CoreError if it is larger than `limit` bytes or no plain run."""
     def names(self, file: int) -> list[str]:
         """Names of a file's tensors, keys joined by dots."""
+    def dtypes(self, file: int) -> set[str]:
+        """Dtypes of a file's tensors."""
     def packed(self, file: int, path: list[str]) -> dict[str, Any] | None:
         """An object that a file holds as bytes (a pickle inside a uint8 tensor or an io.BytesIO).
 

@@ -87,7 +87,7 @@ class Contents:
     def dtypes(self) -> set[str]:
         """Dtypes of all tensors of the files that can be read."""
         files = (i for i in range(len(self._readable)) if self.readable(i))
-        return {tensor["dtype"] for i in files for tensor in self.tensors(i)}
+        return {dtype for i in files for dtype in self._catalog.dtypes(i)}
 
     def bytes(self, file: int, tensor: int, limit: int) -> bytes:
         """Bytes of a small tensor.

@@ -15,7 +15,7 @@ mod rosters;
 mod stores;
 mod tables;
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -54,6 +54,9 @@ create_exception!(_core, CoreError, PyException, "Findings that stopped an opera
 
 /// What writing came to: the manifest as JSON, which is its format, and findings.
 type Written = (String, Vec<findings::Finding>);
+
+/// Tensors after which a handler of Python's gets to run while they are listed.
+const SIGNALS_EVERY: usize = 4096;
 
 fn to_json<T: serde::Serialize>(value: &T) -> PyResult<String> {
     serde_json::to_string(value).map_err(|error| PyValueError::new_err(error.to_string()))
@@ -140,7 +143,11 @@ impl Catalog {
     fn tensors<'py>(&self, py: Python<'py>, file: usize) -> PyResult<Bound<'py, PyList>> {
         let list = PyList::empty(py);
         if let Some(f) = self.inner.files.get(file).and_then(|f| f.as_ref()) {
-            for t in f.parsed.named() {
+            for (number, t) in f.parsed.named().enumerate() {
+                // A second and more of very many tensors.
+                if number % SIGNALS_EVERY == 0 {
+                    py.check_signals()?;
+                }
                 let blob = &f.parsed.blobs[t.blob as usize];
                 list.append(told(
                     py,
@@ -189,6 +196,11 @@ impl Catalog {
     fn names(&self, file: usize) -> Vec<String> {
         let file = self.inner.files.get(file).and_then(|f| f.as_ref());
         file.map_or_else(Vec::new, |f| f.parsed.named().map(|t| t.path.join(".")).collect())
+    }
+
+    fn dtypes(&self, file: usize) -> BTreeSet<String> {
+        let file = self.inner.files.get(file).and_then(|f| f.as_ref());
+        file.map_or_else(BTreeSet::new, |f| f.parsed.named().map(|t| t.value_dtype().to_string()).collect())
     }
 
     fn named(&self) -> (u64, u64) {
