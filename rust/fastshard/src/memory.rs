@@ -98,9 +98,18 @@ pub fn grow<T: Clone + Default>(buffer: &mut Vec<T>, len: usize) -> result::Resu
 /// # Errors
 /// [`NoMemory`] if the system has none left.
 pub fn append(buffer: &mut Vec<u8>, bytes: &[u8]) -> result::Result<(), NoMemory> {
-    buffer.try_reserve(bytes.len()).map_err(|_| NoMemory { bytes: buffer.len() + bytes.len() })?;
+    reserve(buffer, bytes.len())?;
     buffer.extend_from_slice(bytes);
     Ok(())
+}
+
+/// Makes room for `more` values at the end of a buffer.
+///
+/// # Errors
+/// [`NoMemory`] if the system has none left.
+pub fn reserve<T>(buffer: &mut Vec<T>, more: usize) -> result::Result<(), NoMemory> {
+    let bytes = (buffer.len().saturating_add(more)).saturating_mul(size_of::<T>());
+    buffer.try_reserve(more).map_err(|_| NoMemory { bytes })
 }
 
 /// Anonymous resident memory of this process, in bytes; 0 where the system does not tell.

@@ -5,6 +5,8 @@
 
 use serde_json::{json, Map};
 
+use crate::memory::{self, NoMemory};
+
 /// Index of a node in [`Values`].
 pub type Node = u32;
 
@@ -75,6 +77,14 @@ impl Budget {
 }
 
 impl Values {
+    /// Makes room for one more node.
+    ///
+    /// # Errors
+    /// [`NoMemory`] if the system has none left.
+    pub(crate) fn reserve(&mut self) -> Result<(), NoMemory> {
+        memory::reserve(&mut self.nodes, 1)
+    }
+
     /// Adds a node.
     pub fn push(&mut self, value: Value) -> Node {
         self.nodes.push(value);

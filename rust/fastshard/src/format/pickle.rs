@@ -14,6 +14,7 @@ use std::path::Path;
 
 use crate::codes;
 use crate::error::{Error, Finding, Result};
+use crate::memory;
 use crate::tensor::Dtype;
 use crate::value::{Node, Value, Values};
 
@@ -295,6 +296,8 @@ impl<'a> Machine<'a> {
         };
         self.limit("containers nested", depth.into(), self.limits.depth)?;
         self.spend(1 + references)?;
+        memory::reserve(&mut self.depth, 1)?;
+        self.values.reserve()?;
         self.depth.push(depth);
         Ok(self.values.push(value))
     }
@@ -309,6 +312,7 @@ impl<'a> Machine<'a> {
 
     fn push(&mut self, node: Node) -> Result<()> {
         self.limit("objects on the stack", self.stack.len() + 1, self.limits.stack)?;
+        memory::reserve(&mut self.stack, 1)?;
         self.stack.push(node);
         Ok(())
     }
@@ -348,6 +352,8 @@ impl<'a> Machine<'a> {
         // Every object takes a byte or more, so no writer's index can be ahead of the stream.
         self.limit("index into the memo", index, self.op_at)?;
         if index >= self.memo.len() {
+            let more = index + 1 - self.memo.len();
+            memory::reserve(&mut self.memo, more)?;
             self.memo.resize(index + 1, VACANT);
         }
         self.memo[index] = node;
@@ -368,7 +374,10 @@ impl<'a> Machine<'a> {
             self.attach(container, item)?;
         }
         match self.values.get_mut(container) {
-            Value::List(v) | Value::Set(v) => v.extend_from_slice(items),
+            Value::List(v) | Value::Set(v) => {
+                memory::reserve(v, items.len())?;
+                v.extend_from_slice(items);
+            }
             _ => return Err(self.refuse("the target is not a list or set")),
         }
         Ok(())
@@ -384,7 +393,10 @@ impl<'a> Machine<'a> {
             self.attach(container, item)?;
         }
         match self.values.get_mut(container) {
-            Value::Dict(entries) => entries.extend(items.chunks_exact(2).map(|kv| (kv[0], kv[1]))),
+            Value::Dict(entries) => {
+                memory::reserve(entries, items.len() / 2)?;
+                entries.extend(items.chunks_exact(2).map(|kv| (kv[0], kv[1])));
+            }
             _ => return Err(self.refuse("the target is not a dict")),
         }
         Ok(())
