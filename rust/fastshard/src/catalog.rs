@@ -123,7 +123,7 @@ impl Catalog {
                 break;
             }
             let opened = open_one(&roots, *root, path, wanted, room.as_ref());
-            let refused = opened.as_ref().err().is_some_and(beyond_memory);
+            let refused = opened.as_ref().err().is_some_and(Error::is_of_memory);
             full.fetch_or(refused, Ordering::Relaxed);
             *slots[i].lock().unwrap_or_else(PoisonError::into_inner) = Some(opened);
         };
@@ -140,7 +140,7 @@ impl Catalog {
             opened.push(match slot.into_inner().unwrap_or_else(PoisonError::into_inner) {
                 Some(Ok(file)) => file,
                 // Nothing is wrong with the file.
-                Some(Err(error)) if beyond_memory(&error) => return Err(error),
+                Some(Err(error)) if error.is_of_memory() => return Err(error),
                 Some(Err(error)) => {
                     // What keeps other hosts' files from coming is the same for all of them.
                     let new: Vec<_> =
@@ -168,10 +168,6 @@ impl Catalog {
 /// A root as messages name it: with its host, where the roots lie on several.
 fn name_of(root: &Path) -> String {
     elsewhere::name(root).unwrap_or_else(|| root.display().to_string())
-}
-
-fn beyond_memory(error: &Error) -> bool {
-    error.findings().iter().any(|f| f.code == codes::MEMORY_BUDGET)
 }
 
 impl Catalog {

@@ -312,6 +312,11 @@ impl Error {
         self.findings.iter().any(|f| f.code == codes::INTERRUPTED)
     }
 
+    /// True if memory did not suffice, which says nothing of a file.
+    pub fn is_of_memory(&self) -> bool {
+        self.findings.iter().any(|f| f.code == codes::MEMORY_BUDGET)
+    }
+
     /// True if the result was published before what this error tells of.
     pub fn is_after_publishing(&self) -> bool {
         self.findings.iter().any(|f| f.code == codes::PUBLISHED)

@@ -148,14 +148,14 @@ fn within(what: &str, got: u64, limit: u64, file: &str) -> Result<()> {
 fn pickled<'a>(tree: &Tree, stored: &dyn Fn(&str) -> Option<Stored<'a>>, file: &str) -> Result<Vec<u8>> {
     let bytes = pickle(tree, stored)?;
     within("bytes of the pickle", bytes.len() as u64, LIMITS.stream as u64, file)?;
-    parse_bytes(&bytes, Path::new(file)).map_err(|error| {
-        Finding::new(
-            codes::UNSUPPORTED,
-            format!("the pickle of the result is beyond what is read again: {error}"),
-        )
-        .file(file)
-    })?;
-    Ok(bytes)
+    match parse_bytes(&bytes, Path::new(file)) {
+        Ok(_) => Ok(bytes),
+        Err(error) if error.is_of_memory() => Err(error),
+        Err(error) => {
+            let message = format!("the pickle of the result is beyond what is read again: {error}");
+            Err(Finding::new(codes::UNSUPPORTED, message).file(file).into())
+        }
+    }
 }
 
 /// Findings for what goes with the files of a result and would be beyond what is read again: its index, its

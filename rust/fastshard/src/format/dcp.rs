@@ -86,6 +86,7 @@ pub fn metadata(file: &SourceFile) -> Result<Metadata> {
     let bytes = file.read_vec(0, len)?;
     let pickle = pickle::parse_bytes(&bytes, file.path()).map_err(|error| match bytes.last() {
         None | Some(&STOP) => error,
+        _ if error.is_of_memory() => error,
         Some(_) => Finding::new(codes::TRUNCATED, "the file is truncated")
             .file(file.path())
             .expected("a pickle that ends with STOP", format!("{len} bytes that end otherwise"))
