@@ -127,6 +127,29 @@ def test_tensors_of_many_files_are_refused_before_they_are_kept(tmp_path: Path) 
     assert beyond < 110
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify", "merge"])
+def test_a_model_of_very_many_tensors_is_planned_within_the_budget_or_refused(
+    command: str, tmp_path: Path
+) -> None:
+    """100,000 tensors, as a mixture of experts has: what planning takes of each is asked for, not of its name alone."""
+    entries = ",".join(
+        f'"model.layers.{i // 1000}.mlp.experts.{i % 1000}.weight":{{"dtype":"U8","shape":[1,1],"data_offsets":[{i},{i + 1}]}}'
+        for i in range(100_000)
+    )
+    header = f"{{{entries}}}".encode()
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(
+        struct.pack("<Q", len(header)) + header + bytes(range(256)) * 391
+    )
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(8 + len(header) + 100_000)
+    argv = [command, str(folder), *([str(tmp_path / "out")] if command == "merge" else [])]
+    code, beyond, output = measured(*argv, "--memory", "256MiB")
+    assert code == 2 and "FS512" in output and "for planning" in output
+    assert beyond < 256
+
+
 def in_300_files(folder: Path, each: int) -> Path:
     """So many long names in each file."""
     for f in range(300):

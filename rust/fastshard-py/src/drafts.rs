@@ -15,10 +15,18 @@ use crate::plans::{with_files, Plan};
 use crate::rosters::{compared, Roster};
 use crate::{findings, raise};
 
-/// Half as many bytes per byte of a name as placing a draft takes, as measured.
-const PLACED: u64 = 5;
-/// Half as many that what is told of a draft is held in until it is placed.
-const TOLD: u64 = 2;
+/// What a step takes of memory, as measured.
+struct Need {
+    /// Half as many bytes per byte of a name.
+    halves: u64,
+    /// Bytes per tensor besides.
+    per_tensor: u64,
+}
+
+/// What placing a draft takes.
+const PLACING: Need = Need { halves: 5, per_tensor: 800 };
+/// What listing its tensors takes, which is held until it is placed, and placing it.
+const LISTING: Need = Need { halves: 7, per_tensor: 1500 };
 
 /// How ranks cut a tensor, dimension by dimension: the dimension, the parallel one, and the parts.
 type Cut = (usize, String, Vec<u64>);
@@ -37,10 +45,11 @@ impl Draft {
         Draft { inner: Mutex::new(Some(draft)), catalog }
     }
 
-    /// Refuses to go on where the names of its tensors, so many times, are more than the memory that was stated. In halves.
-    fn room(&self, draft: &CoreDraft, halves: u64) -> PyResult<()> {
+    /// Refuses to go on where that takes more than the memory that was stated.
+    fn room(&self, draft: &CoreDraft, need: &Need) -> PyResult<()> {
         let names: u64 = draft.outputs.iter().map(|one| one.output.name.len() as u64).sum();
-        self.catalog.look(names.saturating_mul(halves) / 2).map_err(raise)
+        let tensors = draft.outputs.len() as u64 * need.per_tensor;
+        self.catalog.look(names.saturating_mul(need.halves) / 2 + tensors).map_err(raise)
     }
 
     fn with<T>(&self, look: impl FnOnce(&CoreDraft) -> T) -> PyResult<T> {
@@ -81,7 +90,7 @@ impl Draft {
     /// Each tensor once, whatever the ranks that hold it.
     fn tensors(&self) -> PyResult<Vec<Drafted>> {
         self.with(|draft| {
-            self.room(draft, TOLD + PLACED)?;
+            self.room(draft, &LISTING)?;
             let mut seen = HashSet::with_capacity(draft.outputs.len());
             let once = draft.outputs.iter().filter(|one| seen.insert(one.output.name.as_str()));
             let once = once.map(|one| {
@@ -131,7 +140,7 @@ impl Draft {
     fn place(&self, py: Python<'_>, placement: Given<Placement>) -> PyResult<Plan> {
         let draft = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
         let draft = draft.ok_or_else(|| PyValueError::new_err("the draft was placed"))?;
-        self.room(&draft, PLACED)?;
+        self.room(&draft, &PLACING)?;
         Ok(with_files(&self.catalog, py.detach(|| draft.placed(&self.catalog, placement.0))))
     }
 }
