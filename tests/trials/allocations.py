@@ -22,10 +22,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from cases import CASES, Case, Cases, add_cases
 from fastshard import _core
 from harness import Report, Trials, chance, drive, options
 from judge import Before, Trial, judge, shown
+from run_cases import CASES, Case, Cases, add_cases
 from runner import Ended, Zygote
 from scenarios import staging
 

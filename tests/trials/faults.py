@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import foreign
-from cases import CASES, Case, Cases, add_cases
 from harness import Report, Trials, drive, options
 from intercept import Call, Fail, unavailable
 from judge import Before, Trial, judge, shown
+from run_cases import CASES, Case, Cases, add_cases
 from runner import Ended, Run, Zygote
 from scenarios import staging
 

@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cases import CASES, Case, Cases, add_cases
 from harness import Report, Trials, chance, drive, fresh, options
 from intercept import unavailable
 from judge import Before, Trial, judge, shown
+from run_cases import CASES, Case, Cases, add_cases
 from runner import Ended, Zygote
 from scenarios import staging
 from trees import State

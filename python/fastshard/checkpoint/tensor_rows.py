@@ -76,7 +76,6 @@ def rows_of(plan: Plan) -> list[TensorRow]:
     ]
 
 
-@memory_budget.kept
 def ls(
     source: CheckpointSource,
     *,
@@ -101,8 +100,9 @@ def ls(
     Raises:
         FastshardError: ``FS515`` if a filter is not understood or leaves nothing.
     """
-    plan = make_plan(as_checkpoint(source, **opening).opened)
-    return matching(rows_of(plan), list(glob), list(dtype), list(layer), larger_than)
+    with memory_budget.of(memory):
+        plan = make_plan(as_checkpoint(source, **opening).opened)
+        return matching(rows_of(plan), list(glob), list(dtype), list(layer), larger_than)
 
 
 def matching(

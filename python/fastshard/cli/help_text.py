@@ -22,6 +22,7 @@ EXIT_CODES = (
     ("2", "could not run: usage, permission, no such path, no checkpoint, not supported"),
     ("3", "incomplete only: pieces are missing that may still arrive"),
     ("130, 143", "stopped by Ctrl-C or SIGTERM; how to resume is printed"),
+    ("134", "aborted: the system has no memory left for a small buffer; --resume continues"),
 )
 EXIT_NOTE = "Output that cannot be printed is a 2, unless its reader has closed the pipe. If the result was complete before the problem, its place is printed."
 SEE_ALSO = "`fastshard explain CODE` says what a finding means and what to do."

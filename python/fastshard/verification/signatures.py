@@ -213,7 +213,7 @@ class _Signed:
 def _hint(public_key: Path) -> str:
     """How a signature names a key."""
     serialization = importlib.import_module("cryptography.hazmat.primitives.serialization")
-    key = serialization.load_pem_public_key(public_key.read_bytes())
+    key = serialization.load_pem_public_key(safe_files.read_bytes(public_key, _MAX_SIGNATURE, code="FS513"))
     form = serialization.PublicFormat.SubjectPublicKeyInfo
     return hashlib.sha256(key.public_bytes(serialization.Encoding.PEM, form)).hexdigest()
 
