@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from fastshard import _core
-from harness import Report, Trials, chance, drive, options
 from judge import Before, Trial, judge, shown
 from run_cases import CASES, Case, Cases, add_cases
 from runner import Ended, Zygote
 from scenarios import staging
+from series import Report, Trials, chance, drive, options
 
 #: Smallest sizes that count, in bytes, each with about as many allocations as the cases make of it.
 _SIZES = {1: 100_000, 256: 5_000, 4096: 500, 65536: 60}

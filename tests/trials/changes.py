@@ -37,11 +37,11 @@ from typing import Any
 
 import sources
 import trees
-from harness import Report, Trials, chance, drive, fixtures_of, fresh, options
 from intercept import Call, unavailable
 from judge import TRACE, Violation, line, shown
 from runner import Ended, Run, Zygote
 from scenarios import staging
+from series import Report, Trials, chance, drive, fixtures_of, fresh, options
 
 #: The first of these that suffices is a command's budget: tiles are as small as they get.
 _MEMORY = ("64MiB", "96MiB", "128MiB", "192MiB", "256MiB", "512MiB")

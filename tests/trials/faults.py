@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import foreign
-from harness import Report, Trials, drive, options
 from intercept import Call, Fail, unavailable
 from judge import Before, Trial, judge, shown
 from run_cases import CASES, Case, Cases, add_cases
 from runner import Ended, Run, Zygote
 from scenarios import staging
+from series import Report, Trials, drive, options
 
 _READING = ("EIO", "EACCES")
 #: Errors that a call may give, by its name; a ``+`` means from there on.

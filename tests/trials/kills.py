@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import foreign
-from harness import Report, Trials, chance, drive, fixtures_of, fresh, options
 from intercept import Call, unavailable
 from judge import Before, Trial, judge
 from runner import Ended, Run, Zygote
 from scenarios import Library, Scenario, staging
+from series import Report, Trials, chance, drive, fixtures_of, fresh, options
 
 #: Runs of a trial that are disturbed, at most.
 _ROUNDS = 3

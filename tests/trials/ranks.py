@@ -49,10 +49,10 @@ import sources
 import trees
 from clock import Clock, Rank
 from fastshard import _core
-from harness import Report, Trials, chance, drive, fixtures_of, fresh, options
 from intercept import Call, unavailable
 from judge import TRACE, Violation, line
 from runner import Ended, Run, Zygote
+from series import Report, Trials, chance, drive, fixtures_of, fresh, options
 from trees import Tree
 
 _SCRIPT = Path(__file__).with_name("rank_run.py")

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import trees
-from harness import fixtures_of, fresh
 from intercept import Call
 from judge import Trial
 from runner import Run, Zygote
 from scenarios import Library, Scenario, staging
+from series import fixtures_of, fresh
 
 _WRITER = Path(__file__).with_name("writer_run.py")
 

@@ -27,12 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import Report, Trials, chance, drive, fresh, options
 from intercept import unavailable
 from judge import Before, Trial, judge, shown
 from run_cases import CASES, Case, Cases, add_cases
 from runner import Ended, Zygote
 from scenarios import staging
+from series import Report, Trials, chance, drive, fresh, options
 from trees import State
 from writes import Cut, Record, Write
 
