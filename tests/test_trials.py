@@ -139,18 +139,18 @@ def test_torn() -> None:
 
 @pytest.mark.skipif(not _core.STEPS, reason="this build has no steps")
 def test_allocations() -> None:
-    said = run_series("allocations", "--count", 6, "--cases", "overwrite", "gather").splitlines()
-    names = next(line.split() for line in said if "violations" in line)
-    assert int(said[-3].split()[1 + names.index("aborted")]) > 0, said
+    lines = run_series("allocations", "--count", 6, "--cases", "overwrite", "gather").splitlines()
+    names = next(line.split() for line in lines if "violations" in line)
+    assert int(lines[-3].split()[1 + names.index("aborted")]) > 0, lines
 
 
 @pytest.mark.skipif(not _core.STEPS, reason="this build has no steps")
 def test_no_large_allocation_aborts_a_run() -> None:
     cases = ("overwrite", "gather", "dcp", "repair")
-    said = run_series("allocations", "--count", 16, "--least", 65536, "--cases", *cases).splitlines()
-    names = next(line.split() for line in said if "violations" in line)
+    lines = run_series("allocations", "--count", 16, "--least", 65536, "--cases", *cases).splitlines()
+    names = next(line.split() for line in lines if "violations" in line)
     # Some of them did fail.
-    assert int(said[-3].split()[2 + names.index("exit")]) > 0, said
+    assert int(lines[-3].split()[2 + names.index("exit")]) > 0, lines
 
 
 @pytest.fixture

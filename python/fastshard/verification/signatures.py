@@ -121,12 +121,12 @@ def _mismatch(
             "copy the signature file again from whoever has signed the files",
         )
     if signed.has_key != (public_key is not None):
-        made, option = (
+        signer, option = (
             ("key", "--public-key FILE") if signed.has_key else ("certificate", "--certificate-chain FILE")
         )
         return finding(
-            f"the signature is made with a {made}, and {'certificates are' if signed.has_key else 'a public key is'} passed",
-            f"the signer's {made if signed.has_key else 'certificate chain'}",
+            f"the signature is made with a {signer}, and {'certificates are' if signed.has_key else 'a public key is'} passed",
+            f"the signer's {signer if signed.has_key else 'certificate chain'}",
             f"pass the signer's {'public key' if signed.has_key else 'certificates'} instead of {passed}",
             passed,
             run=[option],

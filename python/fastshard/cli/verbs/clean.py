@@ -55,7 +55,7 @@ def _run(a: argparse.Namespace) -> Outcome:
 
 def _results(left: Leaving, out: str) -> list[str]:
     """Which results a folder holds, and how each is got back."""
-    held = {result.version: result for result in left.results}
+    by_version = {result.version: result for result in left.results}
     is_there = os.path.lexists(out)
     names = {
         (version, complete): f"the {version} result" if complete else f"a part of the {version} result"
@@ -63,19 +63,19 @@ def _results(left: Leaving, out: str) -> list[str]:
         for complete in (True, False)
     }
     holds = " and ".join(names[result.version, result.complete] for result in reversed(left.results))
-    if "newer" not in held:
+    if "newer" not in by_version:
         where = f"{out} is the newer one"
     elif is_there:
-        where = f"{out} is not replaced yet" if held["newer"].complete else f"{out} is incomplete"
+        where = f"{out} is not replaced yet" if by_version["newer"].complete else f"{out} is incomplete"
     else:
         where = f"nothing is at {out}"
     lines = [f"kept: it holds {holds}; {where}"]
-    if "newer" in held:
+    if "newer" in by_version:
         lines.append("publish the newer result: run the same command with --resume, or `fastshard commit`")
     for result in left.results:
         if result.command is not None:
             lines.append(f"get the {result.version} result back: {result.command}")
-    if "newer" not in held:
+    if "newer" not in by_version:
         lines.append("remove the older result: run the same command with --resume")
     return lines
 

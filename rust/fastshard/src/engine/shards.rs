@@ -232,11 +232,6 @@ fn spread_runs(total: u64, item: usize) -> impl Iterator<Item = (u64, u64)> {
     (0..runs).map(move |run| ((total - each) / (runs - 1).max(1) * run, each))
 }
 
-/// True if all elements are the same.
-fn is_constant(bytes: &[u8], item: usize) -> bool {
-    bytes.len() <= item || bytes[item..] == bytes[..bytes.len() - item]
-}
-
 struct Reader<'a, 'p> {
     sources: &'a Sources<'p>,
     scratch: Vec<u8>,
@@ -290,7 +285,7 @@ impl<'a, 'p> Reader<'a, 'p> {
         let total = element_count(&stored.shape).unwrap_or(0);
         let n = total.min((SAMPLE / item) as u64);
         let bytes = self.read(stored, (total - n) / 2, n as usize * item)?;
-        Ok((!is_constant(bytes, item)).then(|| digest_of(bytes)))
+        Ok((!kernel::is_constant(bytes, item)).then(|| digest_of(bytes)))
     }
 
     /// True if a tensor has too few different values for equality to say something.

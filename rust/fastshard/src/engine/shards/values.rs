@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use super::is_constant;
+use crate::kernel;
 
 /// Different values that equal contents must have at least: less is equal by chance or by construction.
 pub(crate) const MIN_VALUES: usize = 64;
@@ -28,7 +28,8 @@ impl Values {
     /// Takes note of elements of `item` bytes, up to 8.
     pub(in crate::engine) fn add(&mut self, bytes: &[u8], item: usize) {
         // Most of what tells nothing is one value throughout.
-        let bytes = if is_constant(bytes, item) { &bytes[..bytes.len().min(item)] } else { bytes };
+        let bytes = &bytes[..bytes.len() / item * item];
+        let bytes = if kernel::is_constant(bytes, item) { &bytes[..bytes.len().min(item)] } else { bytes };
         for element in bytes.chunks_exact(item) {
             if self.enough() {
                 return;
