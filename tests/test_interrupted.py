@@ -108,6 +108,7 @@ def test_signal_stops_soon_and_resume_completes(
 
 #: What a thread begins, by verb: the place at which it is held, and the next one of its kind.
 LOOPS = {
+    "headers": (["inspect", "IN"], "file-1"),
     "verify": (["verify", "IN"], "tile-3"),
     "comparisons": (["verify", "ALIKE"], "compare-1"),
     "diff": (["diff", "IN", "IN"], "tile-3"),
@@ -149,6 +150,19 @@ def test_every_loop_stops_at_its_next_turn(
     assert process.returncode == 128 + number, stdout + stderr
     assert [f["code"] for f in json.loads(stdout)["findings"]] == ["FS510"]
     assert "Traceback" not in stderr and not (tmp_path / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("place", ["draft", "place"])
+def test_planning_need_not_end_for_a_signal(place: str, number: signal.Signals, ckpt: Path) -> None:
+    with Steps(place) as steps:
+        process = spawn("merge", ckpt, ckpt.parent / "out", "--json", env=steps.environment)
+        steps.wait(place, process)
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=HANG)
+    assert process.returncode == 128 + number, stdout + stderr
+    assert [f["code"] for f in json.loads(stdout)["findings"]] == ["FS510"]
+    assert "Traceback" not in stderr and [p.name for p in ckpt.parent.iterdir()] == [ckpt.name]
 
 
 def test_resumed_run_has_statistics_of_all_it_wrote(

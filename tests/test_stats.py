@@ -7,14 +7,18 @@ import math
 import sys
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fastshard
 import jsonschema
 import pytest
 import torch
+from fastshard import _core
 from fastshard.cli.stats_table import sparkline, stats_table
 from helpers import HF, NEOX, STEP, TP4, cli, copy, edit_pt, flip_payload, layer_file, load_file, save_file
+
+if TYPE_CHECKING:
+    from fastshard._core import RunOptions
 
 MEMORY = "2GiB"
 EDGES = torch.tensor(fastshard.HISTOGRAM_EDGES, dtype=torch.float64)
@@ -337,3 +341,17 @@ def test_overlap_tells_alike_from_shifted(tmp_path: Path) -> None:
     edit_pt(edited / STEP / layer_file(3, 1), lambda layer: layer["mlp.linear1.weight"].mul_(2))
     (found,) = fastshard.diff(NEOX, edited, memory=MEMORY)
     assert "overlap by" in found.distributions
+
+
+def test_memory_counts_the_statistics_of_each_tensor(tmp_path: Path) -> None:
+    count = 20_000
+    folder = checkpoint(tmp_path / "ckpt", **{f"t{i}": torch.ones(1) for i in range(count)})
+    plan = fastshard.open(folder)._plan
+    budget = (_core.anonymous_memory() >> 20) + 40
+    run: RunOptions = {"memory": budget << 20, "threads": 1, "scratch_dir": str(tmp_path)}
+    assert len(plan.core.check(run, None)[1]) == count
+    with pytest.raises(_core.CoreError) as refused:
+        plan.core.check({**run, "stats": "full"}, None)
+    (finding,) = refused.value.args[0]
+    assert finding.code == "FS512"
+    assert len(fastshard.stats(folder)) == count, "the default grows with the tensors"

@@ -382,8 +382,8 @@ class Catalog:
         """The files in the order given; None for those that could not be read."""
     def values(self, file: int) -> tuple[Any, bool]:
         """What a file holds besides tensors, as plain data, and whether that is all of it: it is bounded."""
-    def tensors(self, file: int) -> list[StoredTensor]:
-        """A file's tensors."""
+    def tensors(self, file: int) -> Sequence[StoredTensor]:
+        """A file's tensors; each is made when it is asked for."""
     def distributed(self, file: int) -> Distributed:
         """The tensors of which a file holds a rank's part, and the meshes; of a file that can be read."""
     def tensor_bytes(self, file: int, tensor: int, limit: int) -> bytes:

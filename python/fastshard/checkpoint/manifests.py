@@ -109,15 +109,18 @@ def tensor_files(document: dict[str, Any]) -> list[dict[str, Any]]:
 #: Default budget, and what is added to a process that holds more than that already (torch alone may).
 _DEFAULT_MEMORY = 256 << 20
 _HEADROOM = 128 << 20
-#: Bytes per byte of a name that headers, a manifest and its text take: twice what the core reckons with.
+#: Bytes that headers, a manifest and its text take per byte of a name, and that statistics take besides per tensor: twice
+#: what the core reckons with.
 _PER_NAME_BYTE = 8
+_PER_TENSOR = 6600
 
 
 def run_options(memory: str | int | None, threads: int | None, *catalogs: _core.Catalog) -> RunOptions:
-    """Options of an engine run, as the core takes them; the default budget grows with the names of the tensors."""
-    names = sum(catalog.named()[1] for catalog in catalogs)
+    """Options of an engine run, as the core takes them; the default budget grows with the tensors and their names."""
+    counts = [catalog.named() for catalog in catalogs]
+    needed = sum(tensors * _PER_TENSOR + name_bytes * _PER_NAME_BYTE for tensors, name_bytes in counts)
     budget = (
-        max(_DEFAULT_MEMORY, _core.anonymous_memory() + _HEADROOM) + names * _PER_NAME_BYTE
+        max(_DEFAULT_MEMORY, _core.anonymous_memory() + _HEADROOM) + needed
         if memory is None
         else parse_size(memory, "memory")
     )

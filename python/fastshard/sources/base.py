@@ -35,7 +35,6 @@ class Contents:
         self._readable = readable
         # Not functools.cache: it would hold the catalog, and its open files, as long as the class lives.
         self._values: dict[int, Any] = {}
-        self._tensors: dict[int, list[_core.StoredTensor]] = {}
         #: Files of which more values were asked for than are looked at.
         self.cut: set[int] = set()
 
@@ -53,11 +52,9 @@ class Contents:
         """False for a file that cannot be read, which is a finding already, and for those of an adapter, which come after these."""
         return file < len(self._readable) and self._readable[file] is not None
 
-    def tensors(self, file: int) -> list[_core.StoredTensor]:
-        """The tensors that a file lists, in its order."""
-        if file not in self._tensors:
-            self._tensors[file] = self._catalog.tensors(file)
-        return self._tensors[file]
+    def tensors(self, file: int) -> Sequence[_core.StoredTensor]:
+        """The tensors that a file lists, in its order; each is made when it is asked for."""
+        return self._catalog.tensors(file)
 
     def distributed(self, file: int) -> _core.Distributed:
         """Tensors of which the file holds a rank's part, and the meshes; none of a file that cannot be read."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
@@ -53,7 +53,7 @@ class ZeroSlab:
         return f"{what} {', '.join(shown)}{counted}" + (f" of dim {self.dim}" if rank != 2 else "")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorStats:
     """Statistics of the values of one tensor.
 
@@ -99,7 +99,7 @@ class TensorStats:
             for s in self.zero_slabs
         ]
         lists = {"shape": list(self.shape), "histogram": list(self.histogram), "zero_slabs": slabs}
-        return {**vars(self), **lists}
+        return {**{field.name: getattr(self, field.name) for field in fields(self)}, **lists}
 
     @property
     def zero_share(self) -> float:
@@ -254,8 +254,9 @@ def gather(
         findings, _, found = plan.core.check({**run, "stats": "full", "only": only}, progress)
     except _core.CoreError as error:
         raise from_core(error) from None
+    # Nothing is kept twice: of a million tensors it is much.
     gathered = Stats(
-        (name, TensorStats.from_dict(dtype, shape, found[name]))
+        (name, TensorStats.from_dict(dtype, shape, found.pop(name)))
         for name, dtype, shape, _, _ in plan.outputs
         if name in found
     )

@@ -2,7 +2,9 @@
 
 use std::path::Path;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::{sync_channel, RecvTimeoutError};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::Builder;
 use std::time::Duration;
 
 use fastshard::codes;
@@ -33,6 +35,28 @@ pub(crate) struct Ended<T> {
     stopped: Option<PyErr>,
 }
 
+/// Runs `work`, which changes nothing outside of its result, on a thread, and waits for its result.
+///
+/// A signal handler that raises ends the waiting at once: the thread goes on alone, and nobody gets its result.
+pub(crate) fn compute<T: Send + 'static>(
+    py: Python<'_>,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> PyResult<T> {
+    let (sender, mut receiver) = sync_channel(1);
+    let started = Builder::new().spawn(move || drop(sender.send(work())));
+    started.map_err(|error| crate::raise(Error::thread(&error)))?;
+    loop {
+        let received;
+        (received, receiver) = py.detach(move || (receiver.recv_timeout(POLL), receiver));
+        py.check_signals()?;
+        match received {
+            Ok(result) => return Ok(result),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return Err(crate::raise(panicked(None).into())),
+        }
+    }
+}
+
 /// Runs `work` on a thread and waits for its end.
 ///
 /// `progress` is called with (bytes done, bytes in all), at the end with all of them done. A signal
@@ -55,7 +79,7 @@ pub(crate) fn run_telling<T: Send + 'static>(
 ) -> Ended<T> {
     let control = Arc::new(Control::default());
     let slot: Arc<(Mutex<Option<Result<T>>>, Condvar)> = Arc::new((Mutex::new(None), Condvar::new()));
-    let thread = std::thread::Builder::new().spawn({
+    let thread = Builder::new().spawn({
         let (control, slot) = (Arc::clone(&control), Arc::clone(&slot));
         move || {
             let _ending = Ending(&slot.1);

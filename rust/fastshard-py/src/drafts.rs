@@ -8,9 +8,10 @@ use fastshard::draft::{Draft as CoreDraft, Placement};
 use fastshard::odd_dtypes::find_odd_dtypes;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyList};
 
-use crate::plain::Given;
+use crate::calls::compute;
+use crate::plain::{list, Given};
 use crate::plans::{with_files, Plan};
 use crate::rosters::{compared, Roster};
 use crate::{findings, raise};
@@ -88,12 +89,12 @@ impl Draft {
     }
 
     /// Each tensor once, whatever the ranks that hold it.
-    fn tensors(&self) -> PyResult<Vec<Drafted>> {
+    fn tensors<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         self.with(|draft| {
             self.room(draft, &LISTING)?;
             let mut seen = HashSet::with_capacity(draft.outputs.len());
             let once = draft.outputs.iter().filter(|one| seen.insert(one.output.name.as_str()));
-            let once = once.map(|one| {
+            let once = once.map(|one| -> Drafted {
                 let o = &one.output;
                 let cuts = one.cuts.as_ref().map(|cuts| {
                     cuts.iter().map(|cut| (cut.dim, cut.by.clone(), cut.parts.clone())).collect()
@@ -101,7 +102,7 @@ impl Draft {
                 let whole = one.whole.as_ref().unwrap_or(&o.shape).clone();
                 (o.name.clone(), o.dtype.to_string(), o.shape.clone(), o.nbytes(), whole, cuts)
             });
-            Ok(once.collect())
+            list(py, once)
         })?
     }
 
@@ -141,6 +142,8 @@ impl Draft {
         let draft = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
         let draft = draft.ok_or_else(|| PyValueError::new_err("the draft was placed"))?;
         self.room(&draft, &PLACING)?;
-        Ok(with_files(&self.catalog, py.detach(|| draft.placed(&self.catalog, placement.0))))
+        let catalog = Arc::clone(&self.catalog);
+        let planned = compute(py, move || draft.placed(&catalog, placement.0))?;
+        Ok(with_files(&self.catalog, planned))
     }
 }

@@ -35,12 +35,13 @@ use fastshard::writer::Ending;
 use fastshard::{publish, verify, write};
 use numpy::PyReadonlyArray1;
 use pyo3::create_exception;
-use pyo3::exceptions::{PyException, PyRuntimeWarning, PyValueError};
+use pyo3::exceptions::{PyException, PyIndexError, PyRuntimeWarning, PyValueError};
+use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyList;
+use pyo3::types::{PyDict, PyList};
 use serde_json::json;
 
-use calls::{run, run_telling};
+use calls::{compute, run, run_telling};
 use options::RunOptions;
 use plain::{object, told, Given};
 use plans::{with_files, Plan};
@@ -54,9 +55,6 @@ create_exception!(_core, CoreError, PyException, "Findings that stopped an opera
 
 /// What writing came to: the manifest as JSON, which is its format, and findings.
 type Written = (String, Vec<findings::Finding>);
-
-/// Tensors after which a handler of Python's gets to run while they are listed.
-const SIGNALS_EVERY: usize = 4096;
 
 fn to_json<T: serde::Serialize>(value: &T) -> PyResult<String> {
     serde_json::to_string(value).map_err(|error| PyValueError::new_err(error.to_string()))
@@ -105,7 +103,8 @@ impl Catalog {
             };
             parts.push((root, path, wanted));
         }
-        let opened = run(py, None, move |_| CoreCatalog::open_parts(roots, &parts, threads, memory));
+        let opened =
+            run(py, None, move |control| CoreCatalog::open_parts(roots, &parts, threads, memory, control));
         let words = words.map_or_else(Words::default, |words| words.0);
         Ok(Catalog { inner: Arc::new(opened.settle(None)?.told_by(words)) })
     }
@@ -140,26 +139,10 @@ impl Catalog {
         Ok((object(py, &value)?, whole))
     }
 
-    fn tensors<'py>(&self, py: Python<'py>, file: usize) -> PyResult<Bound<'py, PyList>> {
-        let list = PyList::empty(py);
-        if let Some(f) = self.inner.files.get(file).and_then(|f| f.as_ref()) {
-            for (number, t) in f.parsed.named().enumerate() {
-                // A second and more of very many tensors.
-                if number % SIGNALS_EVERY == 0 {
-                    py.check_signals()?;
-                }
-                let blob = &f.parsed.blobs[t.blob as usize];
-                list.append(told(
-                    py,
-                    &json!({
-                        "path": t.path, "dtype": t.value_dtype(), "torch_dtype": t.value_dtype().torch_name(), "shape": t.shape,
-                        "storage": t.blob, "offset": t.offset, "strides": t.strides,
-                        "storage_bytes": blob.len, "storage_crc32": blob.crc32,
-                    }),
-                )?)?;
-            }
-        }
-        Ok(list)
+    fn tensors(&self, file: usize) -> StoredTensors {
+        let opened = self.inner.files.get(file).and_then(|file| file.as_ref());
+        let count = opened.map_or(0, |file| file.parsed.named_count());
+        StoredTensors { catalog: Arc::clone(&self.inner), file, count }
     }
 
     fn distributed<'py>(&self, py: Python<'py>, file: usize) -> PyResult<Bound<'py, PyAny>> {
@@ -193,9 +176,9 @@ impl Catalog {
         packed.map(|packed| object(py, &packed.to_json())).transpose()
     }
 
-    fn names(&self, file: usize) -> Vec<String> {
+    fn names<'py>(&self, py: Python<'py>, file: usize) -> PyResult<Bound<'py, PyList>> {
         let file = self.inner.files.get(file).and_then(|f| f.as_ref());
-        file.map_or_else(Vec::new, |f| f.parsed.named().map(|t| t.path.join(".")).collect())
+        plain::list(py, file.into_iter().flat_map(|f| f.parsed.named()).map(|t| t.path.join(".")))
     }
 
     fn dtypes(&self, file: usize) -> BTreeSet<String> {
@@ -227,13 +210,16 @@ impl Catalog {
             side.layout = Some(Arc::clone(&table.inner));
         }
         let catalog = Arc::clone(&self.inner);
-        let draft = py.detach(|| fastshard::request::draft(&catalog, &request)).map_err(raise)?;
-        Ok(drafts::Draft::new(draft, catalog))
+        let drafted = compute(py, {
+            let catalog = Arc::clone(&catalog);
+            move || fastshard::request::draft(&catalog, &request)
+        })?;
+        Ok(drafts::Draft::new(drafted.map_err(raise)?, catalog))
     }
 
-    fn compare(&self, py: Python<'_>, request: Given<Request>) -> Plan {
+    fn compare(&self, py: Python<'_>, request: Given<Request>) -> PyResult<Plan> {
         let catalog = Arc::clone(&self.inner);
-        self.with_files(py.detach(move || fastshard::repair::compare(&catalog, &request.0)))
+        Ok(self.with_files(compute(py, move || fastshard::repair::compare(&catalog, &request.0))?))
     }
 
     fn repair(
@@ -243,9 +229,8 @@ impl Catalog {
         repair: Given<fastshard::repair::Repair>,
     ) -> PyResult<Plan> {
         let catalog = Arc::clone(&self.inner);
-        let planned =
-            py.detach(move || fastshard::repair::plan(&catalog, &request.0, &repair.0)).map_err(raise)?;
-        Ok(self.with_files(planned))
+        let planned = compute(py, move || fastshard::repair::plan(&catalog, &request.0, &repair.0))?;
+        Ok(self.with_files(planned.map_err(raise)?))
     }
 
     #[pyo3(signature = (options, progress=None))]
@@ -280,6 +265,42 @@ impl Catalog {
         })
         .settle(None)?;
         Ok(findings::list(found))
+    }
+}
+
+/// The tensors that a file lists, in its order. Each is made an object of when it is asked for: a file may have millions.
+#[pyclass(frozen, sequence, module = "fastshard._core")]
+struct StoredTensors {
+    catalog: Arc<CoreCatalog>,
+    file: usize,
+    count: usize,
+}
+
+#[pymethods]
+impl StoredTensors {
+    fn __len__(&self) -> usize {
+        self.count
+    }
+
+    fn __getitem__<'py>(&self, py: Python<'py>, number: usize) -> PyResult<Bound<'py, PyDict>> {
+        let file = self.catalog.files.get(self.file).and_then(|file| file.as_ref());
+        let Some(parsed) = file.filter(|_| number < self.count).map(|file| &file.parsed) else {
+            return Err(PyIndexError::new_err(number));
+        };
+        // Scales, which are no tensors of a model, are the last ones.
+        let tensor = &parsed.tensors[number];
+        let blob = &parsed.blobs[tensor.blob as usize];
+        let object = PyDict::new(py);
+        object.set_item(intern!(py, "path"), &tensor.path)?;
+        object.set_item(intern!(py, "dtype"), tensor.value_dtype().to_string())?;
+        object.set_item(intern!(py, "torch_dtype"), tensor.value_dtype().torch_name())?;
+        object.set_item(intern!(py, "shape"), &tensor.shape)?;
+        object.set_item(intern!(py, "storage"), tensor.blob)?;
+        object.set_item(intern!(py, "offset"), tensor.offset)?;
+        object.set_item(intern!(py, "strides"), &tensor.strides)?;
+        object.set_item(intern!(py, "storage_bytes"), blob.len)?;
+        object.set_item(intern!(py, "storage_crc32"), blob.crc32)?;
+        Ok(object)
     }
 }
 

@@ -313,6 +313,24 @@ pub(crate) fn told<'py, T: Serialize>(py: Python<'py>, record: &T) -> PyResult<B
     object(py, &value)
 }
 
+/// Items after which a handler of Python's gets to run.
+const SIGNALS_EVERY: usize = 4096;
+
+/// Makes a list of what may be millions of items; a signal handler that raises ends it.
+pub(crate) fn list<'py, T: IntoPyObject<'py>>(
+    py: Python<'py>,
+    items: impl IntoIterator<Item = T>,
+) -> PyResult<Bound<'py, PyList>> {
+    let list = PyList::empty(py);
+    for (number, item) in items.into_iter().enumerate() {
+        if number % SIGNALS_EVERY == 0 {
+            py.check_signals()?;
+        }
+        list.append(item)?;
+    }
+    Ok(list)
+}
+
 /// The object of Python's for a value.
 pub(crate) fn object<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
     Ok(match value {

@@ -17,11 +17,11 @@ use fastshard::{verify, write};
 use numpy::{PyArray1, PyArrayMethods};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyList};
 use serde_json::json;
 
 use crate::calls::{run, run_telling};
-use crate::plain::{told, Given};
+use crate::plain::{list, told, Given};
 use crate::{findings, raise, ranks, to_json, Paths, RunOptions, Written};
 
 /// A plan with the open files that it reads.
@@ -153,15 +153,12 @@ impl Plan {
     }
 
     /// (name, dtype, shape, bytes, pieces) of every output.
-    fn outputs(&self) -> Vec<(String, String, Vec<u64>, u64, usize)> {
-        self.plan
-            .outputs
-            .iter()
-            .map(|o| {
-                let pieces = o.parts.iter().map(|p| p.sources.len()).sum();
-                (o.name.clone(), o.dtype.to_string(), o.shape.clone(), o.nbytes(), pieces)
-            })
-            .collect()
+    fn outputs<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let outputs = self.plan.outputs.iter().map(|o| {
+            let pieces: usize = o.parts.iter().map(|p| p.sources.len()).sum();
+            (o.name.as_str(), o.dtype.to_string(), o.shape.as_slice(), o.nbytes(), pieces)
+        });
+        list(py, outputs)
     }
 
     /// (rank, file, local shape) of every stored tensor that an output is made of.

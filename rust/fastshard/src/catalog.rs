@@ -7,11 +7,13 @@ use std::thread::Builder;
 
 use crate::codes;
 use crate::distributed::elsewhere;
+use crate::engine::Control;
 use crate::error::{Error, Finding, Result};
 use crate::format::{self, stand_in, ParsedFile};
 use crate::hash;
 use crate::memory::{self, HeaderRoom, Room};
 use crate::plan::PlanFile;
+use crate::steps::{self, Step};
 use crate::storage::SourceFile;
 use crate::tensor::{c_strides, element_count};
 use crate::words::Words;
@@ -95,7 +97,8 @@ impl Catalog {
     /// Opens whole files, given by root and relative path; see [`Catalog::open_parts`].
     pub fn open(roots: Vec<PathBuf>, files: &[(u32, String)], threads: usize) -> Catalog {
         let files: Vec<_> = files.iter().map(|(root, path)| (*root, path.clone(), Wanted::Whole)).collect();
-        Self::open_parts(roots, &files, threads, None).expect("any amount of memory may be used")
+        Self::open_parts(roots, &files, threads, None, &Control::default())
+            .expect("any amount of memory may be used, and nobody stops it")
     }
 
     /// Opens files, given by root, relative path and what is wanted of them, and reads their headers on
@@ -103,12 +106,13 @@ impl Catalog {
     /// No payload byte is read. A file that cannot be read becomes a finding.
     ///
     /// # Errors
-    /// `FS512` if the headers take more than `memory` bytes, where it is given.
+    /// `FS512` if the headers take more than `memory` bytes, where it is given; `FS510` if the user stops it.
     pub fn open_parts(
         roots: Vec<PathBuf>,
         files: &[FilePart],
         threads: usize,
         memory: Option<u64>,
+        control: &Control,
     ) -> Result<Catalog> {
         let room = memory.map(|limit| Arc::new(Room::up_to(limit)));
         let full = AtomicBool::new(false);
@@ -119,9 +123,10 @@ impl Catalog {
         let work = || loop {
             let i = next.fetch_add(1, Ordering::Relaxed);
             let Some((root, path, wanted)) = files.get(i) else { break };
-            if full.load(Ordering::Relaxed) {
+            if full.load(Ordering::Relaxed) || !control.is_running() {
                 break;
             }
+            steps::reach(Step::File(i));
             let opened = open_one(&roots, *root, path, wanted, room.as_ref());
             let refused = opened.as_ref().err().is_some_and(Error::is_of_memory);
             full.fetch_or(refused, Ordering::Relaxed);
@@ -134,6 +139,7 @@ impl Catalog {
             }
             work();
         });
+        control.check_running()?;
         let mut findings = Vec::new();
         let mut opened = Vec::with_capacity(slots.len());
         for slot in slots {

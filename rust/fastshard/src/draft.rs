@@ -12,6 +12,7 @@ use crate::error::{Finding, Severity};
 use crate::files::{self, Constants, FileSide, Placed, INDEX_NAME};
 use crate::plan::{Metadata, Output, Plan};
 use crate::request::lookalikes;
+use crate::steps::{self, Step};
 use crate::tensor::Dtype;
 use crate::unwritten::{find_unwritten, Holes};
 
@@ -91,6 +92,7 @@ impl Draft {
 
     /// The plan, with every output in a file.
     pub fn placed(mut self, catalog: &Catalog, placement: Placement) -> Planned {
+        steps::reach(Step::Place);
         for Drafted { output, .. } in &mut self.outputs {
             // A counter in another integer type: its numbers are checked when they are read.
             let to =

@@ -223,7 +223,12 @@ pub struct ParsedFile {
 impl ParsedFile {
     /// The tensors that a model may have; scales belong to their codes.
     pub fn named(&self) -> impl Iterator<Item = &FileTensor> {
-        self.tensors.iter().filter(|tensor| tensor.role != Role::Scale)
+        self.tensors[..self.named_count()].iter()
+    }
+
+    /// How many tensors a model may have: the first ones.
+    pub fn named_count(&self) -> usize {
+        self.tensors.partition_point(|tensor| tensor.role != Role::Scale)
     }
 
     /// Tensors that are parts of larger ones, or of sums: whoever takes them for wholes is wrong.

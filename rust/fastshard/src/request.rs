@@ -24,6 +24,7 @@ use crate::layout::resolve::{self, generic_entry, Outside, Unknown};
 use crate::layout::sets::Sets;
 use crate::layout::table::Table;
 use crate::plan::{Plan, PLAN_VERSION};
+use crate::steps::{self, Step};
 use crate::tensor::Dtype;
 use crate::unwritten::Holes;
 
@@ -329,6 +330,7 @@ fn parsed<'de, D: Deserializer<'de>>(text: D) -> std::result::Result<Option<Arc<
 /// # Errors
 /// A layout table or pattern that cannot be used. What is wrong with the checkpoint comes as findings.
 pub fn draft(catalog: &Catalog, request: &Request) -> Result<Draft> {
+    steps::reach(Step::Draft);
     let (mut table, target_table) = tables(request)?;
     believable(request)?;
     let (include, exclude) = (globs(&request.include)?, globs(&request.exclude)?);

@@ -9,6 +9,12 @@ use std::fmt;
 /// A place of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
+    /// The header of this file is about to be read: its number among those of its checkpoint.
+    File(usize),
+    /// What a checkpoint holds is about to be put together.
+    Draft,
+    /// What was drafted is about to get its places in files.
+    Place,
     /// The sources are open, and no tile is made.
     Opened,
     /// This tile is about to be made: its number among those of this process.
@@ -40,6 +46,9 @@ pub enum Step {
 impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Step::File(number) => write!(f, "file-{number}"),
+            Step::Draft => f.write_str("draft"),
+            Step::Place => f.write_str("place"),
             Step::Opened => f.write_str("opened"),
             Step::Tile(number) => write!(f, "tile-{number}"),
             Step::Made => f.write_str("made"),

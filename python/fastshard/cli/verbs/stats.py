@@ -28,14 +28,13 @@ def _run(a: argparse.Namespace) -> Outcome:
     gathered, findings = stats_of(
         a.ckpt, include=a.include, exclude=a.exclude, memory=a.memory, progress=progress(a), **opening(a)
     )
-    document = {
-        "tensors": {name: tensor.to_dict() for name, tensor in gathered.items()},
-        "histogram_edges": list(HISTOGRAM_EDGES),
-    }
+    if a.output_format == "json":
+        tensors = {name: tensor.to_dict() for name, tensor in gathered.items()}
+        return Result(document={"tensors": tensors, "histogram_edges": list(HISTOGRAM_EDGES)}), findings
     columns = shutil.get_terminal_size().columns
     paint = styles.painter(sys.stdout, a.color)
     text = stats_table(gathered, wide=bool(a.verbose) or columns >= _WIDE, paint=paint)
-    return Result(text, document), findings
+    return Result(text), findings
 
 
 STATS = Verb(

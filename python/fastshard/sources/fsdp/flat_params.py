@@ -7,7 +7,7 @@ source: torch/distributed/fsdp/{_state_dict_utils,_flat_param}.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from ... import _core
@@ -26,7 +26,7 @@ def is_flat(told: Mapping[int, _core.Distributed]) -> bool:
 
 
 def pieces(
-    files: Mapping[int, int], listed: Mapping[int, list[_core.StoredTensor]]
+    files: Mapping[int, int], listed: Mapping[int, Sequence[_core.StoredTensor]]
 ) -> tuple[dict[str, list[Range]], set[str]]:
     """The pieces of each parameter by name, in the order of the ranks; and names of what is whole on each rank.
 

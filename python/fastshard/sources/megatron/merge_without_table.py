@@ -8,7 +8,7 @@ megatron/core/models (gpt, bert, T5, vision); before core: megatron/model/{langu
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -122,7 +122,7 @@ class Wholes:
         self.findings: list[Finding] = []
         self.left: list[str] = []
 
-    def read(self, places: list[Place], tensors: dict[int, list[_core.StoredTensor]]) -> None:
+    def read(self, places: list[Place], tensors: dict[int, Sequence[_core.StoredTensor]]) -> None:
         """Puts together what the files hold.
 
         Raises:
@@ -207,7 +207,7 @@ class Wholes:
         """Tensors of which a rank's part is nowhere."""
         return (name for name, t in self.found.items() if len(t.holders) != t.degree)
 
-    def _of(self, place: Place, tensors: list[_core.StoredTensor]) -> dict[str, tuple[int, list[int]]]:
+    def _of(self, place: Place, tensors: Sequence[_core.StoredTensor]) -> dict[str, tuple[int, list[int]]]:
         """Number and shape of each tensor of a model, by its name in the file."""
         own: dict[str, tuple[int, list[int]]] = {}
         for number, tensor in enumerate(tensors):

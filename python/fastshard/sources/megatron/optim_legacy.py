@@ -10,7 +10,7 @@ megatron/training/checkpointing.py (get_distributed_optimizer_checkpoint_name)
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -415,7 +415,7 @@ def _tensor(value: Any, most: int) -> int | None:
     return index if isinstance(index, int) and 0 <= index < most else None
 
 
-def _stepped(state: Any, tensors: list[_core.StoredTensor]) -> list[int] | None:
+def _stepped(state: Any, tensors: Sequence[_core.StoredTensor]) -> list[int] | None:
     """The shape of a parameter, by its moments."""
     shapes = [
         tensors[index]["shape"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from ... import _core
@@ -215,13 +216,13 @@ class Partitions:
         return [numbered[g] if g < len(numbered) else None for g in range(count)]
 
     @staticmethod
-    def _flat(file: int, tensors: list[_core.StoredTensor], value: Any) -> Flat | None:
+    def _flat(file: int, tensors: Sequence[_core.StoredTensor], value: Any) -> Flat | None:
         index = tensor_index(value)
         if index is None or index >= len(tensors):
             return None
         return Flat(file, index, math.prod(tensors[index]["shape"]))
 
-    def _steps_of(self, rank: Rank, tensors: list[_core.StoredTensor]) -> None:
+    def _steps_of(self, rank: Rank, tensors: Sequence[_core.StoredTensor]) -> None:
         steps = []
         for flat, number in rank.steps:
             if flat is not None and flat.numel == 1:

@@ -8,7 +8,7 @@ source: DeepSpeed runtime/fp16/{unfused,fused}_optimizer.py (state_dict), runtim
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,7 +208,7 @@ def _held(model: Model) -> Held | None:
     return Held(model, optimizer, None, vectors)
 
 
-def _stepped(states: dict[str, Any], number: int, tensors: list[_core.StoredTensor]) -> list[int] | None:
+def _stepped(states: dict[str, Any], number: int, tensors: Sequence[_core.StoredTensor]) -> list[int] | None:
     """Shape of a parameter by its state; None where that does not tell (no gradient came, or factored moments)."""
     entry = states.get(str(number))
     indices = [tensor_index(v) for k, v in entry.items() if k != "step"] if isinstance(entry, dict) else []

@@ -5,6 +5,7 @@ use crate::error::{Finding, Result};
 use crate::kernel;
 use crate::memory::anonymous_memory;
 use crate::plan::{Output, Plan, StoredTensor};
+use crate::stats::Level;
 
 use super::changes::Changes;
 use super::coded::Pool;
@@ -26,6 +27,10 @@ const DECODING: u64 = 2;
 const LIBRARY: u64 = 24 << 20;
 /// Bytes of memory per byte of a name of an output, for what is written of it: headers, a manifest and its text.
 const PER_NAME_BYTE: u64 = 4;
+/// Bytes of memory per output besides: its hash, and its entry in what is written of it. Some 800 were measured.
+const PER_OUTPUT: u64 = 800;
+/// The same for an output's statistics, as they are gathered and as Python has them: some 2500 were measured.
+const PER_STATISTICS: u64 = 2500;
 /// The same for encoding: what is handed over, the encoder's copy, and what waits until it is stored.
 const ENCODING: u64 = 4;
 /// Part of the memory that checksums of what is read out of order may take, and the most of it in bytes.
@@ -94,7 +99,9 @@ pub(crate) fn divide(plan: &Plan, options: &Options, fixed: Option<&[u64]>) -> R
     let coded = options.encodes > 0 || plan.blobs.iter().any(|b| b.encoded);
     let (coding, factors) = (Pool::memory(plan), Changes::memory(plan));
     let names = plan.outputs.iter().map(|o| o.name.len() as u64).sum::<u64>();
-    let own = factors.kept + if coded { LIBRARY } else { 0 } + names * PER_NAME_BYTE;
+    let per_output = PER_OUTPUT + if options.stats == Level::Full { PER_STATISTICS } else { 0 };
+    let outputs = names * PER_NAME_BYTE + plan.outputs.len() as u64 * per_output;
+    let own = factors.kept + if coded { LIBRARY } else { 0 } + outputs;
     let available = options.memory.saturating_sub(baseline + own);
     // A worker reads from one block while another may be decoded.
     let block = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.len).max().unwrap_or(0);
