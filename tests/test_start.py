@@ -87,20 +87,36 @@ def test_verbs_are_called_what_their_places_say() -> None:
     assert [VERBS[verb.name] for verb in VERBS] == list(VERBS)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize(
-    "module", ["fastshard.cli", "fastshard.cli.main", "fastshard.cli.parser", "fastshard._core"]
-)
-def test_a_signal_before_anything_has_begun_says_nothing(module: str, number: int) -> None:
-    """The signal comes when a module is imported that takes signals over, or one before it."""
+#: Modules that take signals over, or come before that.
+FIRST_MODULES = ["fastshard.cli", "fastshard.cli.main", "fastshard.cli.parser", "fastshard._core"]
+
+
+def start(module: str, when_imported: str) -> subprocess.CompletedProcess[str]:
+    """Starts the command line; a statement is carried out when a module is imported."""
     script = (
         "import os, runpy, signal, sys\n"
         "class Finder:\n"
         "    def find_spec(self, name, *_):\n"
-        f"        if name == {module!r}: os.kill(os.getpid(), {number})\n"
+        f"        if name == {module!r}: {when_imported}\n"
         "sys.meta_path.insert(0, Finder())\n"
         "sys.argv = ['fastshard', '--version']\n"
         "runpy.run_module('fastshard', run_name='__main__')\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("module", FIRST_MODULES)
+def test_a_signal_before_anything_has_begun_says_nothing(module: str, number: int) -> None:
+    done = start(module, f"os.kill(os.getpid(), {number})")
     assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", "")
+
+
+@pytest.mark.parametrize(
+    "error", ["MemoryError", "ImportError('_core.so: failed to map segment from shared object')"]
+)
+@pytest.mark.parametrize("module", FIRST_MODULES)
+def test_a_program_that_memory_does_not_hold_says_so(module: str, error: str) -> None:
+    done = start(module, f"raise {error}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error FS512: ") and "Traceback" not in done.stderr

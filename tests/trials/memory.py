@@ -148,16 +148,16 @@ def write_dcp(folder: Path) -> Input:
 
 def write_adapter(folder: Path) -> Input:
     folder.mkdir()
-    name, side = "model.layers.0.self_attn.q_proj", scaled(16384)
+    name, side = "model.layers.0.self_attn.q_proj", scaled(4096)
     write_plain(folder / "base", [side, 16384], f"{name}.weight")
     factors: quantised.Stored = {
-        f"base_model.{name}.lora_A.weight": ("F32", [256, 16384]),
-        f"base_model.{name}.lora_B.weight": ("F32", [side, 256]),
+        f"base_model.{name}.lora_A.weight": ("F32", [64, 16384]),
+        f"base_model.{name}.lora_B.weight": ("F32", [side, 64]),
     }
     write_sparse(folder / "adapter", {}, factors, {})
     (folder / "adapter/model.safetensors").rename(folder / "adapter/adapter_model.safetensors")
     (folder / "adapter/config.json").unlink()
-    config = {"peft_type": "LORA", "r": 256, "lora_alpha": 512, "target_modules": ["q_proj"]}
+    config = {"peft_type": "LORA", "r": 64, "lora_alpha": 128, "target_modules": ["q_proj"]}
     (folder / "adapter/adapter_config.json").write_text(json.dumps(config))
     return Input(folder / "base", f"{name}.weight", (*HOLES, "--adapter", str(folder / "adapter")))
 

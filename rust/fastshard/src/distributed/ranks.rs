@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread::Builder;
 use std::time::Duration;
 
 use super::meeting::{Meeting, Opened, Pauses, Seen};
@@ -168,7 +169,7 @@ impl Together<'_> {
         let ended = AtomicBool::new(false);
         let stopped: Mutex<Option<Error>> = Mutex::new(None);
         let made = std::thread::scope(|scope| {
-            scope.spawn(|| {
+            let watch = || {
                 let mut pauses = Pauses::new(meeting.clock(), LOOK);
                 while !ended.load(Ordering::Relaxed) {
                     if let Err(error) = meeting.watch(&|_| false) {
@@ -178,7 +179,8 @@ impl Together<'_> {
                     }
                     pauses.sleep();
                 }
-            });
+            };
+            Builder::new().spawn_scoped(scope, watch).map_err(|error| Error::thread(&error))?;
             let made = parts::make_part(plan, files, roots, out, shared, round, part, options, control);
             control.reach(Step::PartMade);
             ended.store(true, Ordering::Relaxed);
