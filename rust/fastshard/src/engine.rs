@@ -8,6 +8,7 @@ pub(crate) mod budget;
 mod changes;
 pub(crate) mod checksums;
 mod coded;
+mod deal;
 mod equal_layers;
 mod evidence;
 pub(crate) mod gather;

@@ -17,7 +17,7 @@ pub enum Step {
     Place,
     /// The sources are open, and no tile is made.
     Opened,
-    /// This tile is about to be made: its number among those of this process.
+    /// A tile is about to be made: how many this process has begun before.
     Tile(u64),
     /// All tiles of this process are made.
     Made,

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::Builder;
 
 use super::checksums::Checksums;
+use super::deal::{Deal, Hand};
 use super::gather::Sources;
 use super::tile::{self, Drift, Twins, Workspace};
 use super::{blobs_of, lock, place, release, shards, Control, MemoryUse, Options, Sink, TileDone};
@@ -14,7 +15,7 @@ use crate::distributed::share::{Share, TileRun};
 use crate::error::{without_panic, Error, Finding, Result, Severity};
 use crate::hash::{self, TileHashes};
 use crate::kernel;
-use crate::plan::{Output, Part, Plan};
+use crate::plan::{Form, Output, Part, Plan};
 use crate::stats::Gather;
 use crate::steps::Step;
 use crate::storage::SourceFile;
@@ -37,11 +38,10 @@ pub(super) struct Run<'a> {
     pub(super) control: &'a Control,
     /// Size of each output's tiles.
     pub(super) tiles: Vec<u64>,
-    /// What is made, in this order, and the number of tiles before each run.
-    pub(super) runs: Vec<TileRun>,
-    pub(super) first: Vec<u64>,
-    pub(super) total_tiles: u64,
-    pub(super) next: AtomicU64,
+    /// What is made, and by which worker.
+    deal: Deal,
+    /// Tiles that were begun.
+    begun: AtomicU64,
     /// Paddings that are looked at.
     pub(super) pads: Vec<u32>,
     pub(super) next_pad: AtomicU32,
@@ -99,6 +99,14 @@ fn readers(
     (readers.into_iter().map(AtomicU32::new).collect(), elsewhere)
 }
 
+/// True where tiles in another order would take more memory: blocks that are decoded, or put together, and bytes that another
+/// host was asked for ahead of time.
+fn is_made_in_order(plan: &Plan, files: &[Arc<SourceFile>]) -> bool {
+    plan.blobs.iter().any(|blob| blob.encoded)
+        || plan.files.iter().any(|file| matches!(file.form, Form::Arrays(_)))
+        || files.iter().any(|file| file.is_elsewhere() || file.blocks_apart().is_some())
+}
+
 /// All tiles of all outputs, in the order in which decoded blocks are needed for the shortest time.
 fn all_runs(plan: &Plan, sizes: &[u64], blobs_of: &[Vec<u32>]) -> Vec<TileRun> {
     let whole = |i: usize| TileRun { output: i as u32, first: 0, end: tiles_of(&plan.outputs[i], sizes[i]) };
@@ -127,13 +135,7 @@ impl<'a> Run<'a> {
             None => (all_runs(plan, &sizes, &blobs_of), (0..plan.pads.len() as u32).collect()),
         };
         let mut remaining = vec![0; plan.outputs.len()];
-        let mut first = Vec::with_capacity(runs.len());
-        let mut total_tiles = 0;
-        for run in &runs {
-            first.push(total_tiles);
-            total_tiles += run.end - run.first;
-            remaining[run.output as usize] += run.end - run.first;
-        }
+        runs.iter().for_each(|run| remaining[run.output as usize] += run.end - run.first);
         let (readers, read_elsewhere) = readers(plan, &sizes, &blobs_of, &remaining);
         let checksums = Checksums::new(plan, memory.checksums);
         let sources =
@@ -141,16 +143,19 @@ impl<'a> Run<'a> {
         let releases = release::Releases::new(plan, &blobs_of, &sizes, &runs);
         control.total.store(runs.iter().map(|run| run.bytes(plan, &sizes)).sum(), Ordering::Relaxed);
         control.done.store(0, Ordering::Relaxed);
+        let file_of = |output: usize| plan.outputs[output].file;
+        let file_of: Option<&dyn Fn(usize) -> u32> = match is_made_in_order(plan, files) {
+            true => None,
+            false => Some(&file_of),
+        };
         Run {
             plan,
             sources,
             releases,
             sink,
             control,
-            runs,
-            first,
-            total_tiles,
-            next: AtomicU64::new(0),
+            deal: Deal::new(runs, memory.workers, file_of),
+            begun: AtomicU64::new(0),
             pads,
             next_pad: AtomicU32::new(0),
             outputs: plan.outputs.iter().zip(&sizes).map(|(o, &size)| Progress::of(o, size)).collect(),
@@ -221,16 +226,10 @@ impl<'a> Run<'a> {
     }
 
     fn work_tiles(&self, work: &mut Workspace) -> Result<()> {
-        loop {
-            let global = self.next.fetch_add(1, Ordering::Relaxed);
-            if global >= self.total_tiles || self.stopped() {
-                break;
-            }
-            self.control.reach(Step::Tile(global));
-            // The last run that starts at or before this tile.
-            let place = self.first.partition_point(|f| *f <= global) - 1;
-            let run = self.runs[place];
-            self.tile(run.output as usize, run.first + global - self.first[place], work)?;
+        let mut hand = Hand::default();
+        while let Some((output, tile)) = self.deal.take(&mut hand).filter(|_| !self.stopped()) {
+            self.control.reach(Step::Tile(self.begun.fetch_add(1, Ordering::Relaxed)));
+            self.tile(output, tile, work)?;
         }
         Ok(())
     }
