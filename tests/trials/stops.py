@@ -58,7 +58,7 @@ def write_ranks(folder: Path) -> Input:
 def write_equal_ranks(folder: Path) -> Input:
     """Sixteen ranks of 64 MiB with one content: replicas, all of which are compared."""
     folder.mkdir()
-    (folder / "layout.json").write_text(json.dumps({"tp": 16, "tp_dim": {}}))
+    (folder / "layout.json").write_text(json.dumps({"tp": 16, "tp_dim": {f"w{i}": None for i in range(16)}}))
     numbers = np.random.default_rng(2)
     values = {f"w{i}": numbers.standard_normal((memory.scaled(1024), 1024), np.float32) for i in range(16)}
     for rank in range(16):

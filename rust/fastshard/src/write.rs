@@ -1,6 +1,7 @@
 //! Carries a plan out: preflight, staging, engine, manifest, publish.
 
 mod arrays;
+pub(crate) mod backlog;
 mod fill;
 mod frames;
 mod outcome;

@@ -1,6 +1,5 @@
 //! Where the tiles of one part of a shared run go: files opened and closed one after another, edges, a journal.
 
-use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -11,8 +10,9 @@ use crate::engine::{Sink, TileDone};
 use crate::error::Result;
 use crate::plan::Plan;
 use crate::publish::OutFile;
+use crate::write::backlog::Backlog;
 use crate::write::records::{self, Claims};
-use crate::write::sink::{JOURNAL_EVERY, WRITEBACK_EVERY};
+use crate::write::sink::WRITEBACK_EVERY;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -23,13 +23,6 @@ struct Slot {
     file: Option<Arc<OutFile>>,
     /// Bytes written since the system was asked to write them out.
     since: u64,
-}
-
-#[derive(Default)]
-struct Pending {
-    records: Vec<Vec<u8>>,
-    files: BTreeSet<u32>,
-    bytes: u64,
 }
 
 /// A part of a shared run, as the engine sees it.
@@ -43,8 +36,7 @@ pub(super) struct PartSink<'a> {
     slots: Vec<Mutex<Slot>>,
     /// Bytes of each file that this part has still to make.
     left: Vec<AtomicU64>,
-    pending: Mutex<Pending>,
-    flushing: Mutex<()>,
+    backlog: Backlog<'a>,
     sparse: bool,
 }
 
@@ -74,8 +66,7 @@ impl<'a> PartSink<'a> {
             checksummed,
             slots: plan.files.iter().map(|_| Mutex::default()).collect(),
             left: left.into_iter().map(AtomicU64::new).collect(),
-            pending: Mutex::default(),
-            flushing: Mutex::new(()),
+            backlog: Backlog::new(member.journal()),
             sparse,
         }
     }
@@ -91,19 +82,19 @@ impl<'a> PartSink<'a> {
         Ok(file)
     }
 
-    /// Brings data to disk, then says so: never the other way round.
+    /// Brings to disk and records what is written.
     pub(super) fn flush(&self) -> Result<()> {
-        let _one = lock(&self.flushing);
-        let Pending { records, files, .. } = std::mem::take(&mut *lock(&self.pending));
-        for &number in &files {
-            let file = lock(&self.slots[number as usize]).file.clone();
-            file.map_or(Ok(()), |file| file.sync())?;
-        }
-        records.iter().try_for_each(|record| self.member.journal().append(record))?;
-        if !records.is_empty() {
-            self.member.journal().sync()?;
-        }
-        Ok(())
+        self.backlog.flush(&|file| self.sync(file))
+    }
+
+    /// Does `work`, whose tiles are brought to disk meanwhile.
+    pub(super) fn flush_during<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.backlog.flush_during(&|file| self.sync(file), work)
+    }
+
+    fn sync(&self, number: u32) -> Result<()> {
+        let file = lock(&self.slots[number as usize]).file.clone();
+        file.map_or(Ok(()), |file| file.sync())
     }
 
     /// Lets go of all files; what was written of them and is not journalled is made again by whoever goes on.
@@ -156,22 +147,14 @@ impl Sink for PartSink<'_> {
         if slot.since >= WRITEBACK_EVERY {
             slot.since = 0;
             drop(slot);
-            let end = start + bytes.len() as u64;
-            file.start_writeback(end.saturating_sub(2 * WRITEBACK_EVERY), 2 * WRITEBACK_EVERY);
+            file.start_writeback();
         }
         Ok(())
     }
 
     fn done(&self, output: usize, tile: &TileDone) -> Result<()> {
-        let mut pending = lock(&self.pending);
-        pending.records.push(records::tile(output, tile));
-        pending.files.insert(self.plan.outputs[output].file);
-        pending.bytes += tile.size;
-        let full = pending.bytes >= JOURNAL_EVERY;
-        drop(pending);
-        if full {
-            self.flush()?;
-        }
+        let file = self.plan.outputs[output].file;
+        self.backlog.add(records::tile(output, tile), file, tile.size, &|file| self.sync(file))?;
         self.count(output, tile)
     }
 
@@ -186,7 +169,7 @@ impl Sink for PartSink<'_> {
 
     fn kept(&self, output: usize, tile: &TileDone) {
         // In this journal too: it tells of all that its part holds.
-        lock(&self.pending).records.push(records::tile(output, tile));
+        self.backlog.add_synced(records::tile(output, tile));
         let about = &self.plan.outputs[output];
         let bytes = ((tile.index + 1) * tile.size).min(about.nbytes()) - tile.index * tile.size;
         self.left[about.file as usize].fetch_sub(bytes, Ordering::AcqRel);

@@ -3,6 +3,7 @@
 use std::ffi::OsStr;
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::disk::{self, At, Dir};
 use crate::codes;
@@ -26,6 +27,8 @@ pub struct OutFile {
     kept: bool,
     /// Whether data is to reach the disk: asked for, or a filesystem that reports lost writes no earlier.
     synced: bool,
+    /// Whether it holds what was not brought there since.
+    dirty: AtomicBool,
 }
 
 impl OutFile {
@@ -43,7 +46,7 @@ impl OutFile {
             disk::set_len(&file, &path, size).at(&path, &format!("cannot set the size to {size} bytes"))?;
         }
         let synced = durable || disk::is_network(&file);
-        Ok(OutFile { file, path, size, kept, synced })
+        Ok(OutFile { file, path, size, kept, synced, dirty: AtomicBool::new(true) })
     }
 
     /// Opens `name`, which is there with exactly `size` bytes.
@@ -63,7 +66,7 @@ impl OutFile {
     fn of_size(file: File, path: PathBuf, size: u64) -> Result<Self> {
         let len = file.metadata().at(&path, "cannot stat")?.len();
         if len == size {
-            return Ok(OutFile { file, path, size, kept: true, synced: true });
+            return Ok(OutFile { file, path, size, kept: true, synced: true, dirty: AtomicBool::new(true) });
         }
         Err(Finding::new(codes::WRITTEN_DIFFERS, "a file of the result has another size than it was made with")
             .file(&path)
@@ -97,7 +100,10 @@ impl OutFile {
                 .expected(format!("at most {} bytes", self.size), format!("{} at {offset}", bytes.len()))
                 .into());
         }
-        disk::write_at(&self.file, &self.path, offset, bytes).at(&self.path, "cannot write")
+        let written = disk::write_at(&self.file, &self.path, offset, bytes).at(&self.path, "cannot write");
+        // Not before: a sync that came between would not cover these bytes.
+        self.dirty.store(true, Ordering::Release);
+        written
     }
 
     /// Reads back what was written at `offset`.
@@ -105,18 +111,46 @@ impl OutFile {
         disk::read_at(&self.file, &self.path, offset, bytes).at(&self.path, "cannot read back")
     }
 
-    /// Asks the system to start writing a range of `len` bytes out, without waiting for it. The
-    /// range leaves the page cache where it is clean. For ranges of many MiB: each call costs.
-    pub fn start_writeback(&self, offset: u64, len: u64) {
-        disk::start_writeback(&self.file, offset, len);
+    /// Asks the system to start writing out what was written, without waiting for it. What is on disk leaves the page cache.
+    /// For every so many MiB: each call costs.
+    pub fn start_writeback(&self) {
+        disk::start_writeback(&self.file, 0, self.size);
     }
 
     /// Waits until all bytes written are on disk; nothing with `fsync` off, but on network filesystems,
     /// where a write that failed is told by this or by nothing.
     pub fn sync(&self) -> Result<()> {
-        if !self.synced {
+        if !self.synced || !self.dirty.swap(false, Ordering::AcqRel) {
             return Ok(());
         }
-        disk::sync_data(&self.file, &self.path).at(&self.path, "cannot bring to disk")
+        let synced = disk::sync_data(&self.file, &self.path).at(&self.path, "cannot bring to disk");
+        if synced.is_err() {
+            self.dirty.store(true, Ordering::Release);
+        }
+        synced
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fault::{self, Fault};
+    use super::*;
+
+    #[test]
+    fn a_file_is_synced_once_for_what_was_written_and_again_where_that_failed() {
+        let folder = tempfile::tempdir().unwrap();
+        let dir = Dir::open(folder.path()).unwrap();
+        let file = OutFile::open(&dir, OsStr::new("data"), 8, Space::Sparse, true).unwrap();
+        let count_syncs = || fault::disarm().iter().filter(|(call, _)| *call == "sync").count();
+        count_syncs();
+        file.sync().unwrap();
+        file.sync().unwrap();
+        assert_eq!(count_syncs(), 1, "its size");
+        file.write_all_at(0, b"1234").unwrap();
+        fault::arm(0, Fault::Once(libc::EIO));
+        file.sync().unwrap_err();
+        file.sync().unwrap();
+        file.sync().unwrap();
+        assert_eq!(count_syncs(), 2);
     }
 }

@@ -98,7 +98,7 @@ fn fill(staging: &Staging, source: &Path) -> Result<()> {
             let (head, tail) = bytes.split_at(bytes.len() / 2);
             file.write_all_at(head.len() as u64, tail)?;
             file.write_all_at(0, head)?;
-            file.start_writeback(0, bytes.len() as u64);
+            file.start_writeback();
             file.sync()?;
             staging.journal().append(name.as_bytes())?;
             staging.journal().sync()?;

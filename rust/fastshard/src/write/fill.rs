@@ -1,9 +1,11 @@
 //! Fills a staging folder: what the engine makes, what goes along, and what is said of it.
 
-use std::sync::atomic::Ordering;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, Builder};
 
 use super::arrays::Arrays;
+use super::backlog::lock;
 use super::frames::underlay;
 use super::sink::StagedSink;
 use super::{engine_options, frames, keeps, only_read, outcome, piece, records, Options};
@@ -53,7 +55,7 @@ impl Filling<'_> {
         report.findings = options.gate.pass(report.findings)?;
         self.write_companions()?;
         // On the descriptors that wrote: others may not be told of a write that failed.
-        sink.files.iter().flatten().try_for_each(OutFile::sync)?;
+        sync_all(&sink.files, options.threads)?;
         let mut manifest = outcome::manifest(plan, &report, options);
         manifest.provenance = self.prior.map(|prior| prior.provenance.clone());
         let mut identities = outcome::identities(plan, &by_file, &frames, &sink.files, &report)?;
@@ -100,12 +102,12 @@ impl Filling<'_> {
     /// Has the engine make the tensors. Arrays are completed only if the result may be published.
     fn execute(&self, sink: &StagedSink, frames: &[Frame], with: &engine::Options) -> Result<Report> {
         let Filling { plan, files, options, control, .. } = *self;
-        let executed = match self.prior {
+        let executed = sink.flush_during(|| match self.prior {
             Some(Prior { sizes, evidence, .. }) => {
                 engine::conclude(plan, files, sink, with, sizes, evidence, control)
             }
             None => engine::execute(plan, files, sink, with, control),
-        };
+        });
         let done = executed.and_then(|report| sink.finish(frames, control).map(|()| report));
         let is_clean = |report: &Report| {
             let mut findings = report.findings.clone();
@@ -159,6 +161,26 @@ impl Filling<'_> {
             None => Ok(()),
         }
     }
+}
+
+/// Brings files to disk, several at once: a filesystem commits them together.
+fn sync_all(files: &[Option<OutFile>], threads: usize) -> Result<()> {
+    let (next, failed) = (AtomicUsize::new(0), Mutex::new(Ok(())));
+    let work = || {
+        while let Some(file) = files.get(next.fetch_add(1, Ordering::Relaxed)) {
+            if let Err(error) = file.as_ref().map_or(Ok(()), OutFile::sync) {
+                *lock(&failed) = Err(error);
+            }
+        }
+    };
+    thread::scope(|scope| {
+        for _ in 1..threads.min(files.len()) {
+            // Where the system starts no more threads, those that it has started do the work.
+            let _ = Builder::new().spawn_scoped(scope, work);
+        }
+        work();
+    });
+    failed.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Times that sources are read again because their status changed.

@@ -1,9 +1,9 @@
 //! Where the engine's tiles go: data files, arrays, the journal.
 
-use std::collections::BTreeSet;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 use super::arrays::Arrays;
+use super::backlog::{lock, Backlog};
 use super::records::{self, Claims, Told};
 use super::Options;
 use crate::distributed::parts::Prior;
@@ -15,21 +15,10 @@ use crate::memory;
 use crate::plan::{Output, Plan};
 use crate::publish::{OutFile, Staging};
 
-/// Bytes written between two records of what is done.
-pub(crate) const JOURNAL_EVERY: u64 = 256 << 20;
 /// Bytes read back at a time, for a checksum over what an earlier run has written.
 const CHUNK: u64 = 1 << 20;
 /// Bytes written to a file before the system is asked to start writing them out.
 pub(crate) const WRITEBACK_EVERY: u64 = 32 << 20;
-
-/// Tiles that are written and not yet journalled.
-#[derive(Default)]
-struct Pending {
-    records: Vec<Vec<u8>>,
-    /// Files that the records speak of.
-    files: BTreeSet<u32>,
-    bytes: u64,
-}
 
 /// A staging folder as the engine sees it.
 pub(super) struct StagedSink<'a> {
@@ -37,12 +26,9 @@ pub(super) struct StagedSink<'a> {
     /// Files by their place in the plan; none for a store of arrays.
     pub(super) files: Vec<Option<OutFile>>,
     pub(super) arrays: Option<Arrays>,
-    staging: &'a Staging,
     /// Tiles that earlier runs, or other processes of this one, have journalled.
     claims: Claims<'a>,
-    pending: Mutex<Pending>,
-    /// Held by the one who brings data to disk, so that the others go on writing meanwhile.
-    flushing: Mutex<()>,
+    backlog: Backlog<'a>,
     written: Vec<Mutex<u64>>,
     /// The member of its file that an output lies in, where that file names its checksum.
     member_of: Vec<Option<usize>>,
@@ -50,10 +36,6 @@ pub(super) struct StagedSink<'a> {
     sums: Vec<Vec<Mutex<Segments>>>,
     fsync: bool,
     sparse: bool,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<'a> StagedSink<'a> {
@@ -80,27 +62,27 @@ impl<'a> StagedSink<'a> {
             outputs,
             files,
             arrays,
-            staging,
-            pending: Mutex::default(),
-            flushing: Mutex::new(()),
+            backlog: Backlog::new(staging.journal()),
             fsync: options.publish.fsync,
             sparse: options.sparse,
         })
     }
 
-    /// Brings data to disk, then says so: never the other way round.
+    /// Brings to disk and records what is written.
     pub(super) fn flush(&self) -> Result<()> {
-        let _one = lock(&self.flushing);
-        // What is in these records was written before they were taken, so the syncs below cover it.
-        let Pending { records, files, .. } = std::mem::take(&mut *lock(&self.pending));
-        if records.is_empty() {
-            return Ok(());
+        self.backlog.flush(&|file| self.sync(file))
+    }
+
+    /// Does `work`, whose tiles are brought to disk meanwhile.
+    pub(super) fn flush_during<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.backlog.flush_during(&|file| self.sync(file), work)
+    }
+
+    fn sync(&self, file: u32) -> Result<()> {
+        match &self.files[file as usize] {
+            Some(file) if self.fsync => file.sync(),
+            _ => Ok(()),
         }
-        if self.fsync {
-            files.iter().try_for_each(|&f| self.files[f as usize].as_ref().map_or(Ok(()), OutFile::sync))?;
-        }
-        records.iter().try_for_each(|record| self.staging.journal().append(record))?;
-        self.staging.journal().sync()
     }
 
     /// True if the file of an output was there when this run began.
@@ -170,8 +152,7 @@ impl Sink for StagedSink<'_> {
             if *since >= WRITEBACK_EVERY {
                 *since = 0;
                 drop(since);
-                let end = about.offset + offset + bytes.len() as u64;
-                file.start_writeback(end.saturating_sub(2 * WRITEBACK_EVERY), 2 * WRITEBACK_EVERY);
+                file.start_writeback();
             }
         }
         Ok(())
@@ -183,15 +164,8 @@ impl Sink for StagedSink<'_> {
         if self.arrays.as_ref().is_some_and(|arrays| arrays.holds(output)) {
             return Ok(());
         }
-        let mut pending = lock(&self.pending);
-        pending.records.push(records::tile(output, tile));
-        pending.files.insert(self.outputs[output].file);
-        pending.bytes += tile.size;
-        if pending.bytes < JOURNAL_EVERY {
-            return Ok(());
-        }
-        drop(pending);
-        self.flush()
+        let file = self.outputs[output].file;
+        self.backlog.add(records::tile(output, tile), file, tile.size, &|file| self.sync(file))
     }
 
     fn claimed(&self, output: usize, index: u64, size: u64) -> Result<Option<TileDone>> {

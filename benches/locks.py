@@ -1,0 +1,113 @@
+"""Waits for locks of the kernel while shards are merged: what keeps more threads from helping, also where there are two cores.
+
+    python benches/locks.py                                   # 1 and 8 files, 2 and 8 threads, in memory and on disk
+    python benches/locks.py --size 4GiB --folders /dev/shm /data
+
+Needs ``perf`` and the right to trace. Prints, for each way of merging, how often threads waited for one kind of lock and how long
+in all: ``rwsem:W`` is the lock of a file that is written to. Times on a busy machine are longer, counts are about the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+from fastshard.common.byte_sizes import parse_size
+from safetensors.numpy import save_file
+
+RANKS, TENSORS, COLUMNS = 8, 64, 1024
+MILLISECONDS = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3, "m": 6e4}
+#: A line of ``perf lock contention``: how often, how long in all, and the kind of lock.
+WAITS = re.compile(r"\s*(\d+)\s+([\d.]+) (ns|us|ms|s|m)\s+\S+ \S+\s+\S+ \S+\s+(\S+)")
+
+
+def write_ranks(folder: Path, size: int) -> Path:
+    """Writes random shards of ``size`` bytes in all, divided along the rows."""
+    folder.mkdir()
+    (folder / "layout.json").write_text(
+        json.dumps({"tp": RANKS, "tp_dim": {f"w{i:02d}": 0 for i in range(TENSORS)}})
+    )
+    rows = size // (RANKS * TENSORS * COLUMNS * 4)
+    numbers = np.random.default_rng(0)
+    for rank in range(RANKS):
+        shards = {f"w{i:02d}": numbers.standard_normal((rows, COLUMNS), np.float32) for i in range(TENSORS)}
+        save_file(shards, folder / f"tp_rank_{rank:02d}.safetensors")
+    return folder
+
+
+def count_waits(command: list[str], record: Path) -> dict[str, tuple[int, float]]:
+    """Runs a command; returns how often and how many milliseconds its threads waited, by the kind of lock."""
+    subprocess.run(["perf", "lock", "record", "-o", record, "--", *command], check=True, capture_output=True)
+    shown = subprocess.run(
+        ["perf", "lock", "contention", "-E", "100000", "-i", record],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    waits: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+    for line in (shown.stdout + shown.stderr).splitlines():
+        if match := WAITS.match(line):
+            count, time, unit, kind = match.groups()
+            before = waits[kind]
+            waits[kind] = before[0] + int(count), before[1] + float(time) * MILLISECONDS[unit]
+    return waits
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", default="1GiB", help="bytes of tensors")
+    parser.add_argument("--folders", nargs="*", type=Path, default=[Path("/dev/shm"), Path.cwd()])
+    parser.add_argument("--files", nargs="*", type=int, default=[1, 8])
+    parser.add_argument("--threads", nargs="*", type=int, default=[2, 8])
+    options = parser.parse_args()
+    if shutil.which("perf") is None:
+        raise SystemExit("install perf, and allow tracing: sysctl kernel.perf_event_paranoid=-1")
+    size = parse_size(options.size, "size")
+    print("folder\tfiles\tthreads\tsynced\twaits for a file\tms\tother waits\tms")
+    for folder in options.folders:
+        with tempfile.TemporaryDirectory(dir=folder, prefix="locks-") as below:
+            source = write_ranks(Path(below, "in"), size)
+            for files in options.files:
+                for threads in options.threads:
+                    for fsync in ("none", "full"):
+                        out = Path(below, "out")
+                        command = [sys.executable, "-m", "fastshard", "merge", str(source), str(out), "-q"]
+                        command += [
+                            "--threads",
+                            str(threads),
+                            "--fsync",
+                            fsync,
+                            "--max-shard-size",
+                            str(-(-size // files)),
+                        ]
+                        os.sync()
+                        waits = count_waits(command, Path(below, "record"))
+                        shutil.rmtree(out)
+                        count, time = waits.pop("rwsem:W", (0, 0.0))
+                        others = sum(n for n, _ in waits.values()), sum(t for _, t in waits.values())
+                        print(
+                            folder,
+                            files,
+                            threads,
+                            fsync,
+                            count,
+                            f"{time:.1f}",
+                            others[0],
+                            f"{others[1]:.1f}",
+                            sep="\t",
+                            flush=True,
+                        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
