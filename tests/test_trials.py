@@ -134,7 +134,7 @@ def test_faults() -> None:
 
 
 def test_torn() -> None:
-    run_series("torn", "--count", 10, "--cases", "overwrite", "resume", "inside", "dcp", "writer")
+    run_series("torn", "--count", 12, "--cases", "overwrite", "resume", "inside", "dcp", "writer", "parts")
 
 
 @pytest.mark.skipif(not _core.STEPS, reason="this build has no steps")

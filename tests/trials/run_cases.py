@@ -20,6 +20,9 @@ from scenarios import Library, Scenario, staging
 from series import fixtures_of, fresh
 
 _WRITER = Path(__file__).with_name("writer_run.py")
+_PARTS = Path(__file__).with_name("parts_run.py")
+#: Scripts by the name of what they do, each with its arguments; ``@hf`` is a source.
+_SCRIPTS = {"writer": (_WRITER, ("OUT",)), "parts": (_PARTS, ("@hf", "OUT"))}
 
 
 @dataclass
@@ -59,6 +62,7 @@ CASES = {
         Case("repair", "repair", "old", shared=_REPLACING),
         Case("orbax", "orbax", "old", shared=_REPLACING),
         Case("writer", "writer", "old", script=_WRITER, shared=_REPLACING),
+        Case("parts", "parts", "old", script=_PARTS, shared=_REPLACING),
     )
 }
 
@@ -78,8 +82,7 @@ class Cases:
         wanted = {name: copy.deepcopy(CASES[name]) for name in names}
         found = self.library.chosen(*{case.command for case in wanted.values()})
         scenarios = {s.name: self.library.measure(s, calls=True) for s in found}
-        if "writer" in wanted:
-            scenarios["writer"] = self._writer()
+        scenarios |= {name: self._scripted(name) for name in _SCRIPTS if name in wanted}
         chosen = []
         for name, case in wanted.items():
             if case.command not in scenarios:
@@ -93,10 +96,12 @@ class Cases:
             chosen.append(case)
         return chosen
 
-    def _writer(self) -> Scenario:
-        scenario = Scenario("writer", ("OUT",))
+    def _scripted(self, name: str) -> Scenario:
+        script, words = _SCRIPTS[name]
+        source = str(self.library.sources / "hf")
+        scenario = Scenario(name, tuple(source if word == "@hf" else word for word in words))
         out = fresh(self._area) / "out"
-        ended = self._zygote.run(out, script=_WRITER)
+        ended = self._zygote.run(*scenario.command(out), script=script)
         if ended.code:
             raise SystemExit(f"the script failed: {ended.said}")
         scenario.new = trees.meaning(out, trees.raw(out) or {})

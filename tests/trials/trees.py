@@ -22,7 +22,7 @@ POINTERS = (
     ".metadata",
 )
 #: Fields of a manifest that are no property of the content.
-_VOLATILE = ("mtime", "ctime", "created", "written", "inode")
+_VOLATILE = ("mtime", "ctime", "created", "written", "inode", "provenance")
 
 
 def digest(data: bytes) -> str:
