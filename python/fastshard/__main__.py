@@ -5,6 +5,7 @@ import sys
 
 # `signal` takes milliseconds to import, in which Ctrl-C would print a traceback.
 from _signal import SIG_DFL, SIGINT, SIGTERM, default_int_handler, getsignal, signal  # type: ignore[import-not-found]
+from errno import ENOMEM
 
 
 def _end(number: int, frame: object) -> None:
@@ -18,15 +19,24 @@ for _number in (SIGINT, SIGTERM):
         signal(_number, _end)
 
 
+def _is_of_memory(error: Exception) -> bool:
+    """True where memory does not hold the program; of a module the loader says no more than these words."""
+    words = ("failed to map segment", "annot allocate memory", "cannot map zero-fill pages")
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == ENOMEM)
+        or (isinstance(error, ImportError) and any(part in str(error) for part in words))
+    )
+
+
 def main() -> int:
     """Runs the command line and returns its exit code: 2 too where memory does not hold the program."""
     try:
         from .cli import main as run
 
         return run()
-    except (MemoryError, ImportError) as error:
-        # Of a module that memory does not hold the loader says no more than this.
-        if isinstance(error, ImportError) and "failed to map segment" not in str(error):
+    except (MemoryError, ImportError, OSError) as error:
+        if not _is_of_memory(error):
             raise
     sys.stderr.write("error FS512: the system has no memory left to load fastshard\n")
     sys.stderr.write("  help      raise the limit of the process (ulimit -v, a cgroup)\n")

@@ -620,6 +620,8 @@ class Plan:
         """BLAKE3 of the plan, hexadecimal."""
     def to_json(self) -> str:
         """The whole plan."""
+    def named(self) -> tuple[int, int]:
+        """Number of outputs, and bytes of their names."""
     def names(self) -> list[str]:
         """A name for each output that no other has: its own, or FILE:KEY where ranks each have one of it."""
     def excerpt(self, output: int) -> str:

@@ -115,9 +115,11 @@ _PER_NAME_BYTE = 8
 _PER_TENSOR = 6600
 
 
-def run_options(memory: str | int | None, threads: int | None, *catalogs: _core.Catalog) -> RunOptions:
-    """Options of an engine run, as the core takes them; the default budget grows with the tensors and their names."""
-    counts = [catalog.named() for catalog in catalogs]
+def run_options(
+    memory: str | int | None, threads: int | None, *holders: _core.Catalog | _core.Plan
+) -> RunOptions:
+    """Options of an engine run, as the core takes them; the default budget grows with the tensors of ``holders`` and their names."""
+    counts = [holder.named() for holder in holders]
     needed = sum(tensors * _PER_TENSOR + name_bytes * _PER_NAME_BYTE for tensors, name_bytes in counts)
     budget = (
         max(_DEFAULT_MEMORY, _core.anonymous_memory() + _HEADROOM) + needed

@@ -331,7 +331,7 @@ def prepared(
     raise_errors(checkpoint.opened.gate.judged(quantised_values.damaged(checkpoint.opened)))
     copies_of_index = superseded_copies.compare_copies(checkpoint.opened, writes=True)
     # The default grows with what the plan takes.
-    run = run_options(memory, threads, checkpoint.opened.catalog)
+    run = run_options(memory, threads, checkpoint.opened.catalog, made.core)
     findings = checkpoint.opened.gate.passed(copies_of_index)
     findings += [] if share is None else compared(expected, checkpoint, made, run, bar, share)
     # What was compared with a manifest is where it belongs.

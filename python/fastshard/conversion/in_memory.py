@@ -114,7 +114,7 @@ class View(Tensors):
         Raises:
             FastshardError: with all findings that would keep a conversion from being published.
         """
-        run = run_options(memory, threads, self.checkpoint.opened.catalog)
+        run = run_options(memory, threads, self.checkpoint.opened.catalog, self.plan.core)
         with Progress(progress) as bar:
             found = compared(self._expected, self.checkpoint, self.plan, run, bar, (1, 1))
             try:

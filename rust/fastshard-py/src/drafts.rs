@@ -90,7 +90,7 @@ impl Draft {
 
     /// Each tensor once, whatever the ranks that hold it.
     fn tensors<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        self.with(|draft| {
+        let drafted = self.with(|draft| -> PyResult<Vec<Drafted>> {
             self.room(draft, &LISTING)?;
             let mut seen = HashSet::with_capacity(draft.outputs.len());
             let once = draft.outputs.iter().filter(|one| seen.insert(one.output.name.as_str()));
@@ -102,8 +102,9 @@ impl Draft {
                 let whole = one.whole.as_ref().unwrap_or(&o.shape).clone();
                 (o.name.clone(), o.dtype.to_string(), o.shape.clone(), o.nbytes(), whole, cuts)
             });
-            list(py, once)
-        })?
+            Ok(once.collect())
+        })??;
+        list(py, drafted)
     }
 
     /// Position of each output on the axes that its name counts, where it counts any.

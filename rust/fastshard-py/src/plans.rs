@@ -103,6 +103,12 @@ impl Plan {
         Ok(py.detach(move || plan.told()))
     }
 
+    /// Number of outputs, and bytes of their names.
+    fn named(&self) -> (u64, u64) {
+        let names = self.plan.outputs.iter().map(|output| output.name.len() as u64);
+        (self.plan.outputs.len() as u64, names.sum())
+    }
+
     /// A name for each output that no other has.
     fn names(&self) -> Vec<String> {
         self.plan.names()

@@ -96,6 +96,11 @@ pub trait Sink: Sync {
     fn checksummed(&self, _output: usize) -> bool {
         false
     }
+
+    /// True if threads that write to one file wait for one another.
+    fn locks_files(&self) -> bool {
+        false
+    }
 }
 
 /// A tile that is gathered, hashed and written.

@@ -8,7 +8,7 @@ import re
 import shlex
 from dataclasses import dataclass
 
-from ...checkpoint.manifests import MANIFEST_NAME, run_options
+from ...checkpoint.manifests import MANIFEST_NAME
 from ...common.errors import FastshardError
 from ...common.formatting import counted
 from ...conversion.distributed.split_runs import Run, begin, commit, run_part
@@ -64,12 +64,11 @@ def split(a: argparse.Namespace) -> Outcome:
         a.ckpt, a.out, a.to, parts=a.parts, expect=a.expect, tokenizer=a.tokenizer, memory=a.memory, resume=a.resume,
         overwrite=a.overwrite, sparse=a.sparse, stats=a.stats, check_hub=a.check_hub, **shape(a), **placing(a), **opening(a),
     )  # fmt: skip
-    memory = run_options(a.memory, a.threads)["memory"]
     if not re.fullmatch(r"(?:[0-9]{1,3}-)?[0-9]{1,3}:[0-9]{2}:[0-9]{2}", a.time):
         raise FastshardError.of("FS515", "--time", expected="HH:MM:SS", got=a.time)
     if a.cpus < 1:
         raise FastshardError.of("FS515", "--cpus", expected="1 or more", got=str(a.cpus))
-    text = emitted(run, a.emit, Job(a.time, a.cpus, memory))
+    text = emitted(run, a.emit, Job(a.time, a.cpus, run.memory))
     document = {"out": run.out, "run": run.id, "folder": run.folder, "parts": run.bytes, "emitted": text}
     return Result(text, document, proof=False), run.findings
 

@@ -43,6 +43,8 @@ class Run:
     bytes: list[int]
     #: What was noticed.
     findings: list[Finding]
+    #: Bytes of memory that a part may take.
+    memory: int
 
 
 @memory_budget.kept
@@ -101,7 +103,7 @@ def begin(
             _written(about),
             (job.copies, given),
         )
-    return Run(nonce, _absolute(out), folder, sizes, [*job.findings, *found])
+    return Run(nonce, _absolute(out), folder, sizes, [*job.findings, *found], job.run["memory"])
 
 
 #: The key of what stands in JSON for a name that is no text.

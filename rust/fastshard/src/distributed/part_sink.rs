@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::member::Member;
 use super::pages::Pages;
 use super::share::Share;
-use crate::engine::{Sink, TileDone};
+use crate::engine::{Control, Sink, TileDone};
 use crate::error::Result;
 use crate::plan::Plan;
 use crate::publish::OutFile;
@@ -88,8 +88,8 @@ impl<'a> PartSink<'a> {
     }
 
     /// Does `work`, whose tiles are brought to disk meanwhile.
-    pub(super) fn flush_during<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
-        self.backlog.flush_during(&|file| self.sync(file), work)
+    pub(super) fn flush_during<T>(&self, control: &Control, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.backlog.flush_during(&|file| self.sync(file), control, work)
     }
 
     fn sync(&self, number: u32) -> Result<()> {
@@ -177,5 +177,9 @@ impl Sink for PartSink<'_> {
 
     fn checksummed(&self, output: usize) -> bool {
         self.checksummed[output]
+    }
+
+    fn locks_files(&self) -> bool {
+        true
     }
 }

@@ -349,7 +349,9 @@ pub fn make_part(
     let engine_options = engine::Options { encodes: 0, ..engine_options(plan, options, shared.path()) };
     let made = foresee(plan, files, &sizes, share, control)
         .and_then(|()| {
-            sink.flush_during(|| engine::work(plan, files, &sink, &engine_options, &sizes, share, control))
+            sink.flush_during(control, || {
+                engine::work(plan, files, &sink, &engine_options, &sizes, share, control)
+            })
         })
         .and_then(|evidence| {
             files.iter().try_for_each(|f| f.unchanged())?;

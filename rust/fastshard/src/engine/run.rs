@@ -99,10 +99,11 @@ fn readers(
     (readers.into_iter().map(AtomicU32::new).collect(), elsewhere)
 }
 
-/// True where tiles in another order would take more memory: blocks that are decoded, or put together, and bytes that another
-/// host was asked for ahead of time.
+/// True where tiles in another order would take more memory or time: of what is decoded, unpacked, put together or changed by
+/// factors, of which few are held, and of bytes that another host was asked for ahead of time.
 fn is_made_in_order(plan: &Plan, files: &[Arc<SourceFile>]) -> bool {
-    plan.blobs.iter().any(|blob| blob.encoded)
+    plan.blobs.iter().any(|blob| blob.encoded || blob.deflated)
+        || plan.stored.iter().any(|stored| !stored.changes.is_empty())
         || plan.files.iter().any(|file| matches!(file.form, Form::Arrays(_)))
         || files.iter().any(|file| file.is_elsewhere() || file.blocks_apart().is_some())
 }
@@ -144,10 +145,11 @@ impl<'a> Run<'a> {
         control.total.store(runs.iter().map(|run| run.bytes(plan, &sizes)).sum(), Ordering::Relaxed);
         control.done.store(0, Ordering::Relaxed);
         let file_of = |output: usize| plan.outputs[output].file;
-        let file_of: Option<&dyn Fn(usize) -> u32> = match is_made_in_order(plan, files) {
-            true => None,
-            false => Some(&file_of),
-        };
+        let file_of: Option<&dyn Fn(usize) -> u32> =
+            match sink.locks_files() && !is_made_in_order(plan, files) {
+                true => Some(&file_of),
+                false => None,
+            };
         Run {
             plan,
             sources,

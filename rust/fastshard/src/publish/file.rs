@@ -4,10 +4,11 @@ use std::ffi::OsStr;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::OnceLock;
 
 use super::disk::{self, At, Dir};
 use crate::codes;
-use crate::error::{Finding, Result};
+use crate::error::{Error, Finding, Result};
 
 /// Whether a data file's bytes are reserved on disk before they are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,6 +30,8 @@ pub struct OutFile {
     synced: bool,
     /// Whether it holds what was not brought there since.
     dirty: AtomicBool,
+    /// What kept it from being brought there: the system says so once, and takes what was lost for written from then on.
+    failed: OnceLock<Error>,
 }
 
 impl OutFile {
@@ -46,7 +49,7 @@ impl OutFile {
             disk::set_len(&file, &path, size).at(&path, &format!("cannot set the size to {size} bytes"))?;
         }
         let synced = durable || disk::is_network(&file);
-        Ok(OutFile { file, path, size, kept, synced, dirty: AtomicBool::new(true) })
+        Ok(OutFile { file, path, size, kept, synced, dirty: AtomicBool::new(true), failed: OnceLock::new() })
     }
 
     /// Opens `name`, which is there with exactly `size` bytes.
@@ -66,7 +69,8 @@ impl OutFile {
     fn of_size(file: File, path: PathBuf, size: u64) -> Result<Self> {
         let len = file.metadata().at(&path, "cannot stat")?.len();
         if len == size {
-            return Ok(OutFile { file, path, size, kept: true, synced: true, dirty: AtomicBool::new(true) });
+            let (dirty, failed) = (AtomicBool::new(true), OnceLock::new());
+            return Ok(OutFile { file, path, size, kept: true, synced: true, dirty, failed });
         }
         Err(Finding::new(codes::WRITTEN_DIFFERS, "a file of the result has another size than it was made with")
             .file(&path)
@@ -118,16 +122,17 @@ impl OutFile {
     }
 
     /// Waits until all bytes written are on disk; nothing with `fsync` off, but on network filesystems,
-    /// where a write that failed is told by this or by nothing.
+    /// where a write that failed is told by this or by nothing. Not by several threads at once.
     pub fn sync(&self) -> Result<()> {
+        if let Some(error) = self.failed.get() {
+            return Err(error.clone());
+        }
         if !self.synced || !self.dirty.swap(false, Ordering::AcqRel) {
             return Ok(());
         }
-        let synced = disk::sync_data(&self.file, &self.path).at(&self.path, "cannot bring to disk");
-        if synced.is_err() {
-            self.dirty.store(true, Ordering::Release);
-        }
-        synced
+        disk::sync_data(&self.file, &self.path)
+            .at(&self.path, "cannot bring to disk")
+            .inspect_err(|error| drop(self.failed.set(error.clone())))
     }
 }
 
@@ -137,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_synced_once_for_what_was_written_and_again_where_that_failed() {
+    fn a_file_is_synced_once_for_what_was_written_and_never_after_that_failed() {
         let folder = tempfile::tempdir().unwrap();
         let dir = Dir::open(folder.path()).unwrap();
         let file = OutFile::open(&dir, OsStr::new("data"), 8, Space::Sparse, true).unwrap();
@@ -149,8 +154,8 @@ mod tests {
         file.write_all_at(0, b"1234").unwrap();
         fault::arm(0, Fault::Once(libc::EIO));
         file.sync().unwrap_err();
-        file.sync().unwrap();
-        file.sync().unwrap();
-        assert_eq!(count_syncs(), 2);
+        file.write_all_at(4, b"5678").unwrap();
+        file.sync().unwrap_err();
+        assert_eq!(count_syncs(), 1, "the system would say that all is well");
     }
 }

@@ -5,6 +5,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, Builder};
 use std::time::Duration;
 
+use crate::engine::Control;
 use crate::error::{Error, Result};
 use crate::publish::Journal;
 
@@ -101,18 +102,23 @@ impl<'a> Backlog<'a> {
         self.journal.sync()
     }
 
-    /// Does `work`, whose tiles a thread brings to disk meanwhile, now and then.
+    /// Does `work`, whose tiles a thread brings to disk meanwhile, now and then, until the run is stopped.
     ///
     /// # Errors
     /// What `work` says, or what keeps its tiles from being brought to disk.
-    pub(crate) fn flush_during<T>(&self, sync: Sync, work: impl FnOnce() -> Result<T>) -> Result<T> {
-        thread::scope(|scope| {
+    pub(crate) fn flush_during<T>(
+        &self,
+        sync: Sync,
+        control: &Control,
+        work: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        let done = thread::scope(|scope| {
             lock(&self.pending).has_thread = true;
             let ending = Ending(self);
             // Where the system starts no more threads, those that write do it.
             if Builder::new()
                 .name("fastshard-flush".into())
-                .spawn_scoped(scope, || self.flush_often(sync))
+                .spawn_scoped(scope, || self.flush_often(sync, control))
                 .is_err()
             {
                 drop(ending);
@@ -121,17 +127,22 @@ impl<'a> Backlog<'a> {
             let done = work();
             drop(ending);
             done
-        })
-        .and_then(|done| lock(&self.pending).failed.take().map_or(Ok(done), Err))
+        });
+        match (done, lock(&self.pending).failed.take()) {
+            (Ok(_), Some(failed)) => Err(failed),
+            // A run that was stopped would go on with what the disk has lost.
+            (Err(error), Some(failed)) if error.is_interrupt() => Err(failed),
+            (done, _) => done,
+        }
     }
 
-    fn flush_often(&self, sync: Sync) {
+    fn flush_often(&self, sync: Sync, control: &Control) {
         let _ending = Ending(self);
         loop {
             let waits = |pending: &mut Pending| pending.has_thread && pending.bytes < JOURNAL_EVERY;
             let waited = self.changed.wait_timeout_while(lock(&self.pending), FLUSH_AFTER, waits);
             let (pending, _) = waited.unwrap_or_else(PoisonError::into_inner);
-            let has_ended = !pending.has_thread;
+            let has_ended = !pending.has_thread || !control.is_running();
             drop(pending);
             if has_ended {
                 return;
@@ -194,7 +205,7 @@ mod tests {
             Ok(())
         };
         backlog
-            .flush_during(&sync, || {
+            .flush_during(&sync, &Control::default(), || {
                 (0..JOURNAL_EVERY / TILE).try_for_each(|i| backlog.add(vec![i as u8], 7, TILE, &sync))?;
                 assert_eq!(has_begun.recv().unwrap(), 7);
                 // Nobody waits for this file, up to the bound.
@@ -212,7 +223,7 @@ mod tests {
         let backlog = Backlog::new(staging.journal());
         let fails = |_: u32| Err(Finding::new(codes::IO, "the disk is gone").into());
         let add = || (0..4 * MOST_PENDING / TILE).try_for_each(|_| backlog.add(vec![1], 0, TILE, &fails));
-        let error = backlog.flush_during(&fails, add).unwrap_err();
+        let error = backlog.flush_during(&fails, &Control::default(), add).unwrap_err();
         assert_eq!(error.findings()[0].code, codes::IO);
         drop(staging);
         assert_eq!(find_recorded(folder.path()), Vec::<Vec<u8>>::new());

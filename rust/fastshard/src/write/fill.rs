@@ -102,7 +102,7 @@ impl Filling<'_> {
     /// Has the engine make the tensors. Arrays are completed only if the result may be published.
     fn execute(&self, sink: &StagedSink, frames: &[Frame], with: &engine::Options) -> Result<Report> {
         let Filling { plan, files, options, control, .. } = *self;
-        let executed = sink.flush_during(|| match self.prior {
+        let executed = sink.flush_during(control, || match self.prior {
             Some(Prior { sizes, evidence, .. }) => {
                 engine::conclude(plan, files, sink, with, sizes, evidence, control)
             }

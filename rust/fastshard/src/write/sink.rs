@@ -74,8 +74,8 @@ impl<'a> StagedSink<'a> {
     }
 
     /// Does `work`, whose tiles are brought to disk meanwhile.
-    pub(super) fn flush_during<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
-        self.backlog.flush_during(&|file| self.sync(file), work)
+    pub(super) fn flush_during<T>(&self, control: &Control, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.backlog.flush_during(&|file| self.sync(file), control, work)
     }
 
     fn sync(&self, file: u32) -> Result<()> {
@@ -198,6 +198,10 @@ impl Sink for StagedSink<'_> {
 
     fn checksummed(&self, output: usize) -> bool {
         self.member_of[output].is_some()
+    }
+
+    fn locks_files(&self) -> bool {
+        true
     }
 }
 
