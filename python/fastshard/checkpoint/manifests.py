@@ -122,7 +122,7 @@ def run_options(
     counts = [holder.named() for holder in holders]
     needed = sum(tensors * _PER_TENSOR + name_bytes * _PER_NAME_BYTE for tensors, name_bytes in counts)
     budget = (
-        max(_DEFAULT_MEMORY, _core.anonymous_memory() + _HEADROOM) + needed
+        max(_DEFAULT_MEMORY, _core.anonymous_memory() + _HEADROOM + needed)
         if memory is None
         else parse_size(memory, "memory")
     )
