@@ -10,7 +10,6 @@ in all: ``rwsem:W`` is the lock of a file that is written to. Times on a busy ma
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -20,28 +19,12 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-import numpy as np
-from fastshard.common.byte_sizes import parse_size
-from safetensors.numpy import save_file
+from synthetic import Spec, parse_size, tp_safetensors
 
 RANKS, TENSORS, COLUMNS = 8, 64, 1024
 MILLISECONDS = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3, "m": 6e4}
 #: A line of ``perf lock contention``: how often, how long in all, and the kind of lock.
 WAITS = re.compile(r"\s*(\d+)\s+([\d.]+) (ns|us|ms|s|m)\s+\S+ \S+\s+\S+ \S+\s+(\S+)")
-
-
-def write_ranks(folder: Path, size: int) -> Path:
-    """Writes random shards of ``size`` bytes in all, divided along the rows."""
-    folder.mkdir()
-    (folder / "layout.json").write_text(
-        json.dumps({"tp": RANKS, "tp_dim": {f"w{i:02d}": 0 for i in range(TENSORS)}})
-    )
-    rows = size // (RANKS * TENSORS * COLUMNS * 4)
-    numbers = np.random.default_rng(0)
-    for rank in range(RANKS):
-        shards = {f"w{i:02d}": numbers.standard_normal((rows, COLUMNS), np.float32) for i in range(TENSORS)}
-        save_file(shards, folder / f"tp_rank_{rank:02d}.safetensors")
-    return folder
 
 
 def count_waits(command: list[str], record: Path) -> dict[str, tuple[int, float]]:
@@ -71,41 +54,41 @@ def main() -> int:
     options = parser.parse_args()
     if shutil.which("perf") is None:
         raise SystemExit("install perf, and allow tracing: sysctl kernel.perf_event_paranoid=-1")
-    size = parse_size(options.size, "size")
+    size = parse_size(options.size)
+    rows = size // (TENSORS * COLUMNS * 4)
+    specs = [Spec(f"w{i:02d}", (rows, COLUMNS), 0, "F32") for i in range(TENSORS)]
     print("folder\tfiles\tthreads\tsynced\twaits for a file\tms\tother waits\tms")
     for folder in options.folders:
         with tempfile.TemporaryDirectory(dir=folder, prefix="locks-") as below:
-            source = write_ranks(Path(below, "in"), size)
+            source = Path(below, "in")
+            tp_safetensors(source, specs, RANKS)
             for files in options.files:
                 for threads in options.threads:
                     for fsync in ("none", "full"):
                         out = Path(below, "out")
-                        command = [sys.executable, "-m", "fastshard", "merge", str(source), str(out), "-q"]
-                        command += [
-                            "--threads",
-                            str(threads),
-                            "--fsync",
-                            fsync,
-                            "--max-shard-size",
-                            str(-(-size // files)),
-                        ]
+                        command = f"merge {source} {out} -q --threads {threads} --fsync {fsync}".split()
+                        command += ["--max-shard-size", str(-(-size // files))]
                         os.sync()
-                        waits = count_waits(command, Path(below, "record"))
+                        waits = count_waits(
+                            [sys.executable, "-m", "fastshard", *command], Path(below, "record")
+                        )
                         shutil.rmtree(out)
                         count, time = waits.pop("rwsem:W", (0, 0.0))
-                        others = sum(n for n, _ in waits.values()), sum(t for _, t in waits.values())
-                        print(
+                        others, other_time = (
+                            sum(n for n, _ in waits.values()),
+                            sum(t for _, t in waits.values()),
+                        )
+                        row = (
                             folder,
                             files,
                             threads,
                             fsync,
                             count,
                             f"{time:.1f}",
-                            others[0],
-                            f"{others[1]:.1f}",
-                            sep="\t",
-                            flush=True,
+                            others,
+                            f"{other_time:.1f}",
                         )
+                        print(*row, sep="\t", flush=True)
     return 0
 
 

@@ -94,7 +94,7 @@ impl Draft {
             self.room(draft, &LISTING)?;
             let mut seen = HashSet::with_capacity(draft.outputs.len());
             let once = draft.outputs.iter().filter(|one| seen.insert(one.output.name.as_str()));
-            let once = once.map(|one| -> Drafted {
+            let once = once.map(|one| {
                 let o = &one.output;
                 let cuts = one.cuts.as_ref().map(|cuts| {
                     cuts.iter().map(|cut| (cut.dim, cut.by.clone(), cut.parts.clone())).collect()

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::publish::Journal;
 
 /// Bytes written after which they are brought to disk and recorded.
-pub(crate) const JOURNAL_EVERY: u64 = 256 << 20;
+const JOURNAL_EVERY: u64 = 256 << 20;
 /// The same, in time: what a run that is killed makes again.
 const FLUSH_AFTER: Duration = Duration::from_secs(2);
 /// Bytes written and not recorded at which workers wait for the disk.
@@ -199,7 +199,7 @@ mod tests {
         let (go_on, may_go_on) = mpsc::channel::<()>();
         let may_go_on = Mutex::new(may_go_on);
         let sync = |file: u32| {
-            begun.clone().send(file).unwrap();
+            begun.send(file).unwrap();
             // Until the sender is gone.
             let _ = lock(&may_go_on).recv();
             Ok(())
