@@ -315,6 +315,8 @@ class WriteOptions(TypedDict, total=False):
     resume: bool
     fsync: bool
     sparse: bool
+    #: ``auto``, ``buffered`` or ``direct``.
+    io: str
     patience: float
     #: Which rank has each root of the sources on its own disk.
     near: list[int] | None

@@ -183,7 +183,7 @@ def add_writing(parser: argparse.ArgumentParser) -> None:
     add_options(group, Checked)
     add_options(group, Publishing, only=("resume", "overwrite"))
     group.add_argument("--fsync", choices=("full", "none"), default="full", help="durability (default: full)")
-    add_options(group, Publishing, only=("sparse", "stats"))
+    add_options(group, Publishing, only=("sparse", "io", "stats"))
     add_options(group, Comparing)
 
 

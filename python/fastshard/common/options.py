@@ -382,6 +382,16 @@ class Publishing(TypedDict, total=False):
     overwrite: Annotated[bool, Option("switch", "replace OUT if it is there", False)]
     fsync: Annotated[bool, Option("switch", "durability (default: full)", True)]
     sparse: Annotated[bool, Option("switch", "leave holes in files where they hold zeros", False)]
+    io: Annotated[
+        Literal["auto", "buffered", "direct"],
+        Option(
+            "choice",
+            "auto (default): files are written around the page cache (O_DIRECT) on ext4 and XFS, with --fsync full; buffered: never; "
+            "direct: always, or not at all",
+            "auto",
+            choices=("auto", "buffered", "direct"),
+        ),
+    ]
     stats: Annotated[
         bool, Option("switch", "statistics of each tensor into the manifest (see `fastshard stats`)", False)
     ]

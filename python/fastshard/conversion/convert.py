@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .. import _core
 from ..checkpoint import adapter_factors, downloaded_files, quantised_values, superseded_copies
@@ -158,6 +158,7 @@ def convert(
     overwrite: bool = False,
     fsync: bool = True,
     sparse: bool = False,
+    io: Literal["auto", "buffered", "direct"] = "auto",
     stats: bool = False,
     progress: Report = False,
     rank: int | str | None = None,
@@ -182,6 +183,8 @@ def convert(
         overwrite: replace ``out`` if it is there.
         fsync: bring everything to disk before it is published.
         sparse: leave holes in the result's files where they hold zeros, and reserve no space.
+        io: ``"auto"`` writes around the page cache (``O_DIRECT``) on ext4 and XFS with ``fsync``, ``"buffered"`` never,
+            ``"direct"`` always: ``FS515`` on a file system that cannot.
         stats: put statistics of each tensor into the manifest; with ``resume`` everything is made again.
         progress: True draws a bar on stderr; a function is called with (bytes done, bytes in all), at the
             end with all of them done. It may raise to stop the run.
@@ -244,6 +247,7 @@ def convert(
             "overwrite": overwrite,
             "fsync": fsync,
             "sparse": sparse,
+            "io": io,
             "stats": stats,
         }
         if this is not None:

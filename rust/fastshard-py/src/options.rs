@@ -27,6 +27,9 @@ pub(crate) struct RunOptions {
     pub(crate) fsync: bool,
     #[serde(default)]
     pub(crate) sparse: bool,
+    /// How data files are written.
+    #[serde(default)]
+    pub(crate) io: publish::Io,
     #[serde(default)]
     pub(crate) values: serde_json::Value,
     /// Of the files that go along those from above the checkpoint: where from, by name.
@@ -64,7 +67,12 @@ impl RunOptions {
         write::Options {
             threads: self.threads,
             memory: self.memory,
-            publish: publish::Options { overwrite: self.overwrite, resume: self.resume, fsync: self.fsync },
+            publish: publish::Options {
+                overwrite: self.overwrite,
+                resume: self.resume,
+                fsync: self.fsync,
+                io: self.io,
+            },
             copies: companions(copies),
             above: self.above,
             values: self.values,

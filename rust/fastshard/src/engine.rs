@@ -18,6 +18,7 @@ mod report;
 mod run;
 pub(crate) mod shards;
 pub(crate) mod tile;
+mod turns;
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -100,6 +101,11 @@ pub trait Sink: Sync {
     /// True if threads that write to one file wait for one another.
     fn locks_files(&self) -> bool {
         false
+    }
+
+    /// How many writes are worth waiting for the disk at a time, besides those of the threads that compute.
+    fn count_waiting(&self) -> u64 {
+        0
     }
 }
 
@@ -264,9 +270,9 @@ pub fn work(
     control: &Control,
 ) -> Result<Evidence> {
     plan.validate()?;
-    let (sizes, memory) = budget::divide(plan, options, Some(sizes))?;
-    let run = Run::new(plan, files, sink, options, sizes, &memory, Some(share), control);
-    run.make_all(files, &memory)?;
+    let (sizes, mut memory) = budget::divide(plan, options, Some(sizes))?;
+    let run = Run::new(plan, files, sink, options, sizes, &mut memory, Some(share), control);
+    run.make_all(files)?;
     Ok(run.evidence(&share.pads))
 }
 
@@ -296,16 +302,16 @@ fn run_whole(
     sink: &dyn Sink,
     options: &Options,
     sizes: Vec<u64>,
-    memory: MemoryUse,
+    mut memory: MemoryUse,
     evidence: &[Evidence],
     control: &Control,
 ) -> Result<Report> {
-    let mut run = Run::new(plan, files, sink, options, sizes, &memory, None, control);
+    let mut run = Run::new(plan, files, sink, options, sizes, &mut memory, None, control);
     for evidence in evidence {
         run.learn(evidence)?;
         run.pads.retain(|pad| !evidence.has_looked_at(*pad));
     }
-    run.make_all(files, &memory)?;
+    run.make_all(files)?;
     without_panic(|| run.report(memory))
 }
 

@@ -3,6 +3,7 @@
 //! The engine divides a budget among tiles and workers. Headers and names are there before it: what they take is
 //! reckoned from their bytes and refused before it is taken.
 
+use std::ops::{Deref, DerefMut};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
@@ -91,6 +92,55 @@ pub fn grow<T: Clone + Default>(buffer: &mut Vec<T>, len: usize) -> result::Resu
         resize(buffer, len)?;
     }
     Ok(())
+}
+
+/// A buffer whose first byte lies in a page of memory where a file has it in one of its pages.
+#[derive(Debug, Default)]
+pub struct PageBuffer {
+    memory: Vec<u8>,
+    /// Bytes before the buffer.
+    skipped: usize,
+}
+
+impl PageBuffer {
+    /// Bytes of memory besides those of the buffer.
+    pub const ROOM: usize = 4096;
+
+    /// Gives the buffer `len` bytes at least, for what goes to `offset` of a file. What was in it is lost.
+    ///
+    /// # Errors
+    /// [`NoMemory`] if the system has none left.
+    pub fn place(&mut self, len: usize, offset: u64) -> result::Result<(), NoMemory> {
+        grow(&mut self.memory, len.saturating_add(Self::ROOM))?;
+        let beyond = offset as usize % Self::ROOM;
+        self.skipped = (beyond + Self::ROOM - self.memory.as_ptr() as usize % Self::ROOM) % Self::ROOM;
+        Ok(())
+    }
+
+    /// Gives the buffer `len` bytes at least, where it has fewer: at the start of a page.
+    ///
+    /// # Errors
+    /// [`NoMemory`] if the system has none left.
+    pub fn grow(&mut self, len: usize) -> result::Result<(), NoMemory> {
+        match self.len() < len {
+            true => self.place(len, 0),
+            false => Ok(()),
+        }
+    }
+}
+
+impl Deref for PageBuffer {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.memory[self.skipped..]
+    }
+}
+
+impl DerefMut for PageBuffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.memory[self.skipped..]
+    }
 }
 
 /// Appends `bytes` to a buffer.

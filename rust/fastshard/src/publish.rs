@@ -43,6 +43,7 @@
 
 pub mod clock;
 mod content;
+pub(crate) mod direct;
 pub(crate) mod disk;
 #[cfg(test)]
 pub(crate) mod fault;
@@ -67,6 +68,7 @@ mod tests;
 
 pub use crate::manifest::is_plain;
 pub use content::hash_of_file;
+pub use direct::Io;
 pub use file::{OutFile, Space};
 pub use journal::Journal;
 pub use mounts::told as storage_of;
@@ -83,10 +85,12 @@ pub struct Options {
     pub resume: bool,
     /// Bring everything to disk before it appears; off, a power failure may lose a published result.
     pub fsync: bool,
+    /// How data files are written.
+    pub io: Io,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Options { overwrite: false, resume: false, fsync: true }
+        Options { overwrite: false, resume: false, fsync: true, io: Io::Auto }
     }
 }

@@ -57,7 +57,7 @@ def _write(a: argparse.Namespace, to: str | None) -> Outcome:
         shaping |= placing(a)
     options: dict[str, Any] = {
         "expect": a.expect, "tokenizer": a.tokenizer, "memory": a.memory, "resume": a.resume, "overwrite": a.overwrite,
-        "fsync": a.fsync == "full", "sparse": a.sparse, "stats": a.stats, "check_hub": a.check_hub, "progress": progress(a), **shaping, **opening(a),
+        "fsync": a.fsync == "full", "sparse": a.sparse, "io": a.io, "stats": a.stats, "check_hub": a.check_hub, "progress": progress(a), **shaping, **opening(a),
     }  # fmt: skip
     if a.ray is None:
         manifest = convert_checkpoint(a.ckpt, a.out, to, **options, **ranked(a), node_local=a.node_local)

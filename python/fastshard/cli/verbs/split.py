@@ -62,7 +62,7 @@ def split(a: argparse.Namespace) -> Outcome:
         )
     run = begin(
         a.ckpt, a.out, a.to, parts=a.parts, expect=a.expect, tokenizer=a.tokenizer, memory=a.memory, resume=a.resume,
-        overwrite=a.overwrite, sparse=a.sparse, stats=a.stats, check_hub=a.check_hub, **shape(a), **placing(a), **opening(a),
+        overwrite=a.overwrite, sparse=a.sparse, io=a.io, stats=a.stats, check_hub=a.check_hub, **shape(a), **placing(a), **opening(a),
     )  # fmt: skip
     if not re.fullmatch(r"(?:[0-9]{1,3}-)?[0-9]{1,3}:[0-9]{2}:[0-9]{2}", a.time):
         raise FastshardError.of("FS515", "--time", expected="HH:MM:SS", got=a.time)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ... import _core
 from ...checkpoint.manifests import Manifest
@@ -61,6 +61,7 @@ def begin(
     resume: bool = False,
     overwrite: bool = False,
     sparse: bool = False,
+    io: Literal["auto", "buffered", "direct"] = "auto",
     stats: bool = False,
     **options: Unpack[Writing],
 ) -> Run:
@@ -80,7 +81,7 @@ def begin(
         raise refused("parts", "an integer from 1 to 100000", parts)
     if isinstance(source, (str, os.PathLike)):
         source = [source]
-    writing: dict[str, Any] = {"overwrite": overwrite, "sparse": sparse, "stats": stats}
+    writing: dict[str, Any] = {"overwrite": overwrite, "sparse": sparse, "io": io, "stats": stats}
     about = {
         "source": [_absolute(path) for path in source],
         "to": to,

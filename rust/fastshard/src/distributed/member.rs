@@ -14,6 +14,7 @@ use crate::codes;
 use crate::error::{Error, Finding, Result};
 use crate::memory;
 use crate::publish::clock::Clock;
+use crate::publish::direct::Io;
 use crate::publish::disk::{self, At, Dir};
 use crate::publish::file::OutFile;
 use crate::publish::folder::MAX_OWN;
@@ -106,6 +107,11 @@ impl Member {
         &self.nonce
     }
 
+    /// True if its data files are written around the page cache.
+    pub fn is_direct(&self, io: Io) -> bool {
+        io.is_direct(&self.folder, true)
+    }
+
     /// Notes that data files will be written to, and looks whether they still may.
     ///
     /// Errors: `LOCKED` if another round has begun; what the system says.
@@ -122,14 +128,14 @@ impl Member {
     /// the round knows of every descriptor that may be left.
     ///
     /// Errors: `LOCKED` if another round has begun; what the system says.
-    pub fn open_file(&self, number: u32, name: &str, size: u64) -> Result<OutFile> {
+    pub fn open_file(&self, number: u32, name: &str, size: u64, io: Io) -> Result<OutFile> {
         self.note_open([number])?;
         let data = self.folder.sub(OsStr::new(&self.data));
         let (folder, last) = match data.and_then(|data| data.folder_of(name, false)) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(self.fenced()),
             found => found.at(&self.folder.join(&self.data), "cannot open")?,
         };
-        OutFile::existing(&folder, last, size)
+        OutFile::existing(&folder, last, size, io)
     }
 
     /// Brings a data file to disk, lets go of it, and says so.

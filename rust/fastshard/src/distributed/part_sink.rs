@@ -9,6 +9,7 @@ use super::share::Share;
 use crate::engine::{Control, Sink, TileDone};
 use crate::error::Result;
 use crate::plan::Plan;
+use crate::publish::direct::{Io, DEPTH};
 use crate::publish::OutFile;
 use crate::write::backlog::Backlog;
 use crate::write::records::{self, Claims};
@@ -38,6 +39,8 @@ pub(super) struct PartSink<'a> {
     left: Vec<AtomicU64>,
     backlog: Backlog<'a>,
     sparse: bool,
+    io: Io,
+    is_direct: bool,
 }
 
 impl<'a> PartSink<'a> {
@@ -51,7 +54,9 @@ impl<'a> PartSink<'a> {
         sizes: &[u64],
         share: &Share,
         sparse: bool,
+        io: Io,
     ) -> Self {
+        let io = if sparse && io == Io::Auto { Io::Buffered } else { io };
         let mut left = vec![0; plan.files.len()];
         for run in &share.tiles {
             let output = &plan.outputs[run.output as usize];
@@ -68,6 +73,8 @@ impl<'a> PartSink<'a> {
             left: left.into_iter().map(AtomicU64::new).collect(),
             backlog: Backlog::new(member.journal()),
             sparse,
+            io,
+            is_direct: member.is_direct(io),
         }
     }
 
@@ -77,7 +84,7 @@ impl<'a> PartSink<'a> {
             return Ok(Arc::clone(file));
         }
         let about = &self.plan.files[number as usize];
-        let file = Arc::new(self.member.open_file(number, &about.name, about.size)?);
+        let file = Arc::new(self.member.open_file(number, &about.name, about.size, self.io)?);
         slot.file = Some(Arc::clone(&file));
         Ok(file)
     }
@@ -181,5 +188,13 @@ impl Sink for PartSink<'_> {
 
     fn locks_files(&self) -> bool {
         true
+    }
+
+    fn count_waiting(&self) -> u64 {
+        if self.is_direct {
+            DEPTH
+        } else {
+            0
+        }
     }
 }

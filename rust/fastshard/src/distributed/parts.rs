@@ -345,7 +345,8 @@ pub fn make_part(
         logs.iter().filter(earlier).map(|log| Told { journal: &log.journal, adopted: false }).collect();
     let claims = Claims::of(told, plan.outputs.len(), &|output| plan.outputs[output].file)?;
     let sparse = options.sparse && is_fresh;
-    let sink = PartSink::new(plan, &member, &pages, claims, checksummed, &sizes, share, sparse);
+    let sink =
+        PartSink::new(plan, &member, &pages, claims, checksummed, &sizes, share, sparse, options.publish.io);
     let engine_options = engine::Options { encodes: 0, ..engine_options(plan, options, shared.path()) };
     let made = foresee(plan, files, &sizes, share, control)
         .and_then(|()| {

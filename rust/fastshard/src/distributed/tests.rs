@@ -74,7 +74,7 @@ impl Case {
         Options {
             threads: 1,
             memory: 1 << 30,
-            publish: publish::Options { resume, fsync: true, overwrite },
+            publish: publish::Options { resume, fsync: true, overwrite, io: publish::Io::Auto },
             copies: Vec::new(),
             above: BTreeMap::new(),
             values: serde_json::Value::Null,
@@ -260,7 +260,7 @@ fn prepare(case: &Case, overwrite: bool) -> Option<Tree> {
     if !overwrite {
         return None;
     }
-    let options = publish::Options { overwrite: false, resume: false, fsync: false };
+    let options = publish::Options { overwrite: false, resume: false, fsync: false, io: publish::Io::Auto };
     let mut older = crate::writer::ResultWriter::begin(&out, 64, 1 << 20, &options).unwrap();
     older.add("old", crate::tensor::Dtype::U8, &[64], &[7; 64]).unwrap();
     older.finish(crate::writer::Ending::default()).unwrap();

@@ -44,6 +44,10 @@ pub struct MemoryUse {
     pub baseline: u64,
     /// Workers that fit.
     pub workers: u64,
+    /// How many more would fit, to wait for a disk.
+    pub spare: u64,
+    /// What each of them takes.
+    pub each: u64,
     /// Largest tile.
     pub tile: u64,
     /// Checksums of what is read out of order.
@@ -78,6 +82,16 @@ fn wanted_tile(plan: &Plan, output: &Output) -> u64 {
 /// True if a tensor's elements have to be decoded.
 fn encoded(plan: &Plan, stored: &StoredTensor) -> bool {
     shards::first_blob(stored).is_some_and(|b| plan.blobs[b as usize].encoded)
+}
+
+impl MemoryUse {
+    /// Gives room to up to `waiting` workers more, which wait for a disk; how many there are then.
+    pub(super) fn make_room(&mut self, waiting: u64) -> u64 {
+        let more = waiting.min(self.spare);
+        self.spare -= more;
+        self.bound += more * self.each;
+        more
+    }
 }
 
 /// Checks that the memory budget holds what the plan needs, before anything is made for it.
@@ -156,11 +170,14 @@ pub(crate) fn divide(plan: &Plan, options: &Options, fixed: Option<&[u64]>) -> R
     let tiles: Vec<u64> = wanted.into_iter().map(|t| t.min(cap)).collect();
     let tile = tiles.iter().copied().max().unwrap_or(0);
     let all: u64 = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.len).sum();
-    let spare = left.saturating_sub(workers * Workspace::bytes(tile)).min(MAX_BLOCKS);
-    let held = (workers * block + spare).min(all).min(options.held.unwrap_or(u64::MAX));
+    let unused = left.saturating_sub(workers * Workspace::bytes(tile)).min(MAX_BLOCKS);
+    let held = (workers * block + unused).min(all).min(options.held.unwrap_or(u64::MAX));
     let blocks = held + workers * (decoding + streams);
     let encodes = workers * options.encodes * (1 + ENCODING);
     let tiled = workers * (Workspace::bytes(tile) + coding);
     let bound = baseline + own + checksums + tiled + blocks + encodes;
-    Ok((tiles, MemoryUse { baseline, workers, tile, checksums, held, blocks, bound }))
+    let each = Workspace::bytes(tile).saturating_add(per_worker);
+    // Decoded blocks are held for few.
+    let spare = if block > 0 { 0 } else { options.memory.saturating_sub(bound) / each };
+    Ok((tiles, MemoryUse { baseline, workers, spare, each, tile, checksums, held, blocks, bound }))
 }

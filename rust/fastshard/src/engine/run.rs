@@ -9,6 +9,7 @@ use super::checksums::Checksums;
 use super::deal::{Deal, Hand};
 use super::gather::Sources;
 use super::tile::{self, Drift, Twins, Workspace};
+use super::turns::Turns;
 use super::{blobs_of, lock, place, release, shards, Control, MemoryUse, Options, Sink, TileDone};
 use crate::codes;
 use crate::distributed::share::{Share, TileRun};
@@ -16,9 +17,13 @@ use crate::error::{without_panic, Error, Finding, Result, Severity};
 use crate::hash::{self, TileHashes};
 use crate::kernel;
 use crate::plan::{Form, Output, Part, Plan};
+use crate::publish::direct;
 use crate::stats::Gather;
 use crate::steps::Step;
 use crate::storage::SourceFile;
+
+/// Bytes to write for which a thread that waits for the disk is worth starting.
+const WORTH_WAITING: u64 = 8 << 20;
 
 /// What is known of an output while it is made.
 pub(super) struct Progress {
@@ -40,6 +45,9 @@ pub(super) struct Run<'a> {
     pub(super) tiles: Vec<u64>,
     /// What is made, and by which worker.
     deal: Deal,
+    /// Of the workers as many compute at a time as there are to be threads.
+    turns: Turns,
+    workers: u64,
     /// Tiles that were begun.
     begun: AtomicU64,
     /// Paddings that are looked at.
@@ -108,6 +116,17 @@ fn is_made_in_order(plan: &Plan, files: &[Arc<SourceFile>]) -> bool {
         || files.iter().any(|file| file.is_elsewhere() || file.blocks_apart().is_some())
 }
 
+/// How many workers more are worth having, to wait for a disk: few where there is little to write.
+fn count_waiting(plan: &Plan, sink: &dyn Sink, sizes: &[u64], runs: &[TileRun]) -> u64 {
+    let most = sink.count_waiting();
+    if most == 0 {
+        return 0;
+    }
+    let is_long = |run: &&TileRun| sizes[run.output as usize] >= direct::LEAST;
+    let bytes: u64 = runs.iter().filter(is_long).map(|run| run.bytes(plan, sizes)).sum();
+    most.min(bytes / WORTH_WAITING)
+}
+
 /// All tiles of all outputs, in the order in which decoded blocks are needed for the shortest time.
 fn all_runs(plan: &Plan, sizes: &[u64], blobs_of: &[Vec<u32>]) -> Vec<TileRun> {
     let whole = |i: usize| TileRun { output: i as u32, first: 0, end: tiles_of(&plan.outputs[i], sizes[i]) };
@@ -124,7 +143,7 @@ impl<'a> Run<'a> {
         sink: &'a dyn Sink,
         options: &Options,
         sizes: Vec<u64>,
-        memory: &MemoryUse,
+        memory: &mut MemoryUse,
         share: Option<&Share>,
         control: &'a Control,
     ) -> Run<'a> {
@@ -144,6 +163,7 @@ impl<'a> Run<'a> {
         let releases = release::Releases::new(plan, &blobs_of, &sizes, &runs);
         control.total.store(runs.iter().map(|run| run.bytes(plan, &sizes)).sum(), Ordering::Relaxed);
         control.done.store(0, Ordering::Relaxed);
+        let waiting = memory.make_room(count_waiting(plan, sink, &sizes, &runs));
         let file_of = |output: usize| plan.outputs[output].file;
         let file_of: Option<&dyn Fn(usize) -> u32> =
             match sink.locks_files() && !is_made_in_order(plan, files) {
@@ -156,7 +176,10 @@ impl<'a> Run<'a> {
             releases,
             sink,
             control,
+            // Those that wait help the others: what is written lies together.
             deal: Deal::new(runs, memory.workers, file_of),
+            turns: Turns::new(memory.workers),
+            workers: memory.workers + waiting,
             begun: AtomicU64::new(0),
             pads,
             next_pad: AtomicU32::new(0),
@@ -176,10 +199,10 @@ impl<'a> Run<'a> {
     }
 
     /// Makes all that is to be made, on as many threads as the budget allows, and looks at the sources once more.
-    pub(super) fn make_all(&self, files: &[Arc<SourceFile>], memory: &MemoryUse) -> Result<()> {
+    pub(super) fn make_all(&self, files: &[Arc<SourceFile>]) -> Result<()> {
         self.control.reach(Step::Opened);
         std::thread::scope(|scope| {
-            for _ in 1..memory.workers {
+            for _ in 1..self.workers {
                 // Where the system starts no more threads, those that it has started do the work.
                 let _ = Builder::new().spawn_scoped(scope, || self.work());
             }
@@ -219,6 +242,7 @@ impl<'a> Run<'a> {
 
     fn work(&self) {
         let all = || {
+            let _turn = self.turns.begin();
             let mut work = Workspace::new()?;
             self.work_tiles(&mut work).and_then(|()| self.work_pads(&mut work))
         };
@@ -302,6 +326,7 @@ impl<'a> Run<'a> {
     /// Makes a tile, hashes it and gives it to the sink.
     fn make(&self, index: usize, tile: u64, start: u64, end: u64, work: &mut Workspace) -> Result<()> {
         let (size, output) = (self.tiles[index], &self.plan.outputs[index]);
+        work.tile.place((end - start) as usize, output.offset + start)?;
         let seen = tile::make(self.plan, &self.sources, output, start, end, Twins::Compare, work)?;
         let bytes = work.tile_bytes((end - start) as usize)?;
         let value = hash::tile_value(bytes, tile, size, output.nbytes());
@@ -311,7 +336,7 @@ impl<'a> Run<'a> {
         if !self.filled[index].load(Ordering::Relaxed) && !kernel::is_zero(bytes) {
             self.filled[index].store(true, Ordering::Relaxed);
         }
-        self.sink.write(index, start, bytes)?;
+        self.turns.wait(|| self.sink.write(index, start, bytes))?;
         self.sink.done(index, &TileDone { index: tile, size, value, non_finite, crc32 })?;
         let mut progress = lock(&self.outputs[index]);
         if !self.is_share {

@@ -6,7 +6,7 @@ use crate::boxes::SubBox;
 use crate::codes;
 use crate::error::{Finding, Result};
 use crate::kernel::{self, StridedBox};
-use crate::memory;
+use crate::memory::{self, PageBuffer};
 use crate::plan::{Combine, Fill, Op, Output, Part, Plan, StoredTensor};
 use crate::tensor::{c_strides, Dtype};
 
@@ -54,7 +54,7 @@ mod bits {
 /// Buffers of one worker, reused from tile to tile.
 pub struct Workspace {
     /// The tile's bytes.
-    pub tile: Vec<u8>,
+    pub tile: PageBuffer,
     span: Vec<u8>,
     dense: Vec<u8>,
     other: Vec<u8>,
@@ -69,7 +69,7 @@ const SPAN: usize = 1 << 20;
 impl Workspace {
     /// Bytes that a workspace for tiles of `tile` bytes holds, at most.
     pub fn bytes(tile: u64) -> u64 {
-        tile + SPAN as u64 + CHUNK * (16 + 16 + 16 + 4 + 4)
+        tile + PageBuffer::ROOM as u64 + SPAN as u64 + CHUNK * (16 + 16 + 16 + 4 + 4)
     }
 
     /// A workspace; buffers grow on use.
@@ -78,7 +78,7 @@ impl Workspace {
     /// `FS512` if the system has no memory left.
     pub fn new() -> Result<Self> {
         Ok(Workspace {
-            tile: Vec::new(),
+            tile: PageBuffer::default(),
             span: memory::allocate(SPAN)?,
             dense: Vec::new(),
             other: Vec::new(),
@@ -93,7 +93,7 @@ impl Workspace {
     /// # Errors
     /// `FS512` if the system has no memory left.
     pub fn tile_bytes(&mut self, len: usize) -> Result<&mut [u8]> {
-        memory::grow(&mut self.tile, len)?;
+        self.tile.grow(len)?;
         Ok(&mut self.tile[..len])
     }
 

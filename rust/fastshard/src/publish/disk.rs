@@ -6,7 +6,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -81,6 +81,12 @@ pub(crate) struct Dir {
     fd: OwnedFd,
     /// What it was opened as, for messages.
     path: PathBuf,
+}
+
+impl AsFd for Dir {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
 }
 
 impl Dir {
@@ -233,6 +239,17 @@ impl Dir {
                 Err(io::Error::other("the file has another name too (a hard link), and is not written to"))
             }
             false => Ok(file),
+        }
+    }
+
+    /// Opens `file`, which is there as `name`, once more: to be written around the page cache.
+    pub(crate) fn open_direct(&self, name: &OsStr, file: &File) -> io::Result<File> {
+        gate("open", &self.join(name), || {})?;
+        let direct = self.file(name, OFlags::WRONLY | OFlags::DIRECT, 0)?;
+        let (same, other) = (fstat(file)?, fstat(&direct)?);
+        match (same.st_dev, same.st_ino) == (other.st_dev, other.st_ino) {
+            true => Ok(direct),
+            false => Err(io::Error::other("another file has taken its place")),
         }
     }
 
@@ -464,11 +481,21 @@ pub(crate) fn set_len(file: &File, path: &Path, size: u64) -> io::Result<()> {
     file.set_len(size)
 }
 
-/// Reserves `size` bytes on disk where the filesystem can; never changes content.
+/// Reserves `size` bytes on disk where the filesystem can; never changes content. In memory it looks whether they are free:
+/// to reserve them there takes one thread as long as several take to write.
 pub(crate) fn reserve(file: &File, path: &Path, size: u64) -> io::Result<()> {
     gate("reserve", path, || {})?;
     if size == 0 {
         return Ok(());
+    }
+    if is_in_memory(file) {
+        let fs = rustix::fs::fstatvfs(file)?;
+        let missing = size.saturating_sub(fstat(file)?.st_blocks as u64 * 512);
+        // Without a limit it has no blocks.
+        return match fs.f_blocks > 0 && missing > fs.f_bavail.saturating_mul(fs.f_frsize) {
+            true => Err(Errno::NOSPC.into()),
+            false => Ok(()),
+        };
     }
     let reserved =
         rustix::io::retry_on_intr(|| rustix::fs::fallocate(file, FallocateFlags::empty(), 0, size));
@@ -488,6 +515,12 @@ pub(crate) fn start_writeback(file: &File, offset: u64, len: u64) {
 pub(crate) fn sync_data(file: &File, path: &Path) -> io::Result<()> {
     gate("sync", path, || {})?;
     tolerate(file.sync_data())
+}
+
+/// True on a file system that keeps its files in memory.
+pub(crate) fn is_in_memory(file: impl AsFd) -> bool {
+    const TMPFS: u32 = 0x0102_1994;
+    rustix::fs::fstatfs(file).is_ok_and(|s| s.f_type as u32 == TMPFS)
 }
 
 /// True if errors of writing may come as late as the sync: filesystems behind a network.

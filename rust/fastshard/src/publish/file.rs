@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::OnceLock;
 
+use super::direct::{Direct, Io};
 use super::disk::{self, At, Dir};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
@@ -23,6 +24,8 @@ pub enum Space {
 #[derive(Debug)]
 pub struct OutFile {
     file: File,
+    /// The same file, where it is written around the page cache.
+    direct: Option<Direct>,
     path: PathBuf,
     size: u64,
     kept: bool,
@@ -36,7 +39,14 @@ pub struct OutFile {
 
 impl OutFile {
     /// Opens or creates `name` with exactly `size` bytes; content that is there stays.
-    pub(crate) fn open(folder: &Dir, name: &OsStr, size: u64, space: Space, durable: bool) -> Result<Self> {
+    pub(crate) fn open(
+        folder: &Dir,
+        name: &OsStr,
+        size: u64,
+        space: Space,
+        durable: bool,
+        io: Io,
+    ) -> Result<Self> {
         let path = folder.join(name);
         let file = folder.open_or_create(name).at(&path, "cannot create")?;
         let meta = file.metadata().at(&path, "cannot stat")?;
@@ -49,14 +59,19 @@ impl OutFile {
             disk::set_len(&file, &path, size).at(&path, &format!("cannot set the size to {size} bytes"))?;
         }
         let synced = durable || disk::is_network(&file);
-        Ok(OutFile { file, path, size, kept, synced, dirty: AtomicBool::new(true), failed: OnceLock::new() })
+        // Of a file with holes the system would look for space at each write.
+        let io = if space == Space::Sparse && io == Io::Auto { Io::Buffered } else { io };
+        let direct = open_direct(folder, name, &file, durable, io)?;
+        let (dirty, failed) = (AtomicBool::new(true), OnceLock::new());
+        Ok(OutFile { file, direct, path, size, kept, synced, dirty, failed })
     }
 
     /// Opens `name`, which is there with exactly `size` bytes.
-    pub(crate) fn existing(folder: &Dir, name: &OsStr, size: u64) -> Result<Self> {
+    pub(crate) fn existing(folder: &Dir, name: &OsStr, size: u64, io: Io) -> Result<Self> {
         let path = folder.join(name);
         let file = folder.open_existing(name).at(&path, "cannot open")?;
-        Self::of_size(file, path, size)
+        let direct = open_direct(folder, name, &file, true, io)?;
+        Ok(OutFile { direct, ..Self::of_size(file, path, size)? })
     }
 
     /// The same, for reading only.
@@ -70,7 +85,7 @@ impl OutFile {
         let len = file.metadata().at(&path, "cannot stat")?.len();
         if len == size {
             let (dirty, failed) = (AtomicBool::new(true), OnceLock::new());
-            return Ok(OutFile { file, path, size, kept: true, synced: true, dirty, failed });
+            return Ok(OutFile { file, direct: None, path, size, kept: true, synced: true, dirty, failed });
         }
         Err(Finding::new(codes::WRITTEN_DIFFERS, "a file of the result has another size than it was made with")
             .file(&path)
@@ -104,7 +119,11 @@ impl OutFile {
                 .expected(format!("at most {} bytes", self.size), format!("{} at {offset}", bytes.len()))
                 .into());
         }
-        let written = disk::write_at(&self.file, &self.path, offset, bytes).at(&self.path, "cannot write");
+        let written = match &self.direct {
+            Some(direct) => direct.write_at(&self.file, &self.path, offset, bytes),
+            None => disk::write_at(&self.file, &self.path, offset, bytes),
+        };
+        let written = written.at(&self.path, "cannot write");
         // Not before: a sync that came between would not cover these bytes.
         self.dirty.store(true, Ordering::Release);
         written
@@ -115,10 +134,17 @@ impl OutFile {
         disk::read_at(&self.file, &self.path, offset, bytes).at(&self.path, "cannot read back")
     }
 
-    /// Asks the system to start writing out what was written, without waiting for it. What is on disk leaves the page cache.
-    /// For every so many MiB: each call costs.
+    /// True if it is written around the page cache.
+    pub fn is_direct(&self) -> bool {
+        self.direct.is_some()
+    }
+
+    /// Asks the system to start writing out what the page cache has, without waiting for it. What is on disk leaves the page
+    /// cache. For every so many MiB: each call costs.
     pub fn start_writeback(&self) {
-        disk::start_writeback(&self.file, 0, self.size);
+        if !self.is_direct() {
+            disk::start_writeback(&self.file, 0, self.size);
+        }
     }
 
     /// Waits until all bytes written are on disk; nothing with `fsync` off, but on network filesystems,
@@ -136,6 +162,25 @@ impl OutFile {
     }
 }
 
+/// Opens `file`, which is `name`, once more to be written around the page cache, if it is to be.
+fn open_direct(folder: &Dir, name: &OsStr, file: &File, durable: bool, io: Io) -> Result<Option<Direct>> {
+    if !io.is_direct(file, durable) {
+        return Ok(None);
+    }
+    match folder.open_direct(name, file) {
+        Ok(direct) => Ok(Some(Direct::new(direct))),
+        Err(error) if io == Io::Direct => {
+            Err(Finding::new(codes::USAGE, "the file system does not write around its page cache")
+                .file(folder.join(name))
+                .expected("a file system with O_DIRECT", error)
+                .help("let the file system decide how files are written")
+                .run("--io auto")
+                .into())
+        }
+        Err(_) => Ok(None),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::fault::{self, Fault};
@@ -145,7 +190,7 @@ mod tests {
     fn a_file_is_synced_once_for_what_was_written_and_never_after_that_failed() {
         let folder = tempfile::tempdir().unwrap();
         let dir = Dir::open(folder.path()).unwrap();
-        let file = OutFile::open(&dir, OsStr::new("data"), 8, Space::Sparse, true).unwrap();
+        let file = OutFile::open(&dir, OsStr::new("data"), 8, Space::Sparse, true, Io::Auto).unwrap();
         let count_syncs = || fault::disarm().iter().filter(|(call, _)| *call == "sync").count();
         count_syncs();
         file.sync().unwrap();

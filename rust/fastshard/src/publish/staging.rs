@@ -326,7 +326,7 @@ impl Staging {
     /// Errors: `UNSAFE_PATH` unless `name` stays below the result; `NO_SPACE`; what the system says.
     pub fn file(&self, name: &str, size: u64, space: Space) -> Result<OutFile> {
         let (folder, last) = self.target(name)?;
-        OutFile::open(&folder, last, size, space, self.run.options.fsync)
+        OutFile::open(&folder, last, size, space, self.run.options.fsync, self.run.options.io)
     }
 
     /// Creates the file `name`, empty, and what its data is brought to disk by.

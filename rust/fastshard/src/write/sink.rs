@@ -13,6 +13,7 @@ use crate::format::Frame;
 use crate::hash::{self, Segments};
 use crate::memory;
 use crate::plan::{Output, Plan};
+use crate::publish::direct::DEPTH;
 use crate::publish::{OutFile, Staging};
 
 /// Bytes read back at a time, for a checksum over what an earlier run has written.
@@ -202,6 +203,14 @@ impl Sink for StagedSink<'_> {
 
     fn locks_files(&self) -> bool {
         true
+    }
+
+    fn count_waiting(&self) -> u64 {
+        if self.files.iter().flatten().any(OutFile::is_direct) {
+            DEPTH
+        } else {
+            0
+        }
     }
 }
 

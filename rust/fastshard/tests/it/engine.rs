@@ -70,7 +70,7 @@ fn write_out(
     let options = write::Options {
         threads,
         memory: AMPLE,
-        publish: publish::Options { resume, fsync: false, overwrite: false },
+        publish: publish::Options { resume, fsync: false, overwrite: false, io: publish::Io::Auto },
         copies: Vec::new(),
         above: Default::default(),
         values: serde_json::Value::Null,

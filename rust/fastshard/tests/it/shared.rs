@@ -83,7 +83,7 @@ impl Case {
         write::Options {
             threads: 2,
             memory: AMPLE,
-            publish: publish::Options { resume, fsync: true, overwrite: false },
+            publish: publish::Options { resume, fsync: true, overwrite: false, io: publish::Io::Auto },
             copies: Vec::new(),
             above: Default::default(),
             values: serde_json::Value::Null,

@@ -85,7 +85,7 @@ fn write_out(
     let options = write::Options {
         threads,
         memory: AMPLE,
-        publish: publish::Options { overwrite: false, resume, fsync: true },
+        publish: publish::Options { overwrite: false, resume, fsync: true, io: publish::Io::Auto },
         copies: Vec::new(),
         above: Default::default(),
         values: Json::Null,

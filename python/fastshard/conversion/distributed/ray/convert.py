@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ....checkpoint.checkpoint import Checkpoint
 from ....checkpoint.manifests import Manifest
@@ -52,6 +52,7 @@ def convert(
     overwrite: bool = False,
     fsync: bool = True,
     sparse: bool = False,
+    io: Literal["auto", "buffered", "direct"] = "auto",
     stats: bool = False,
     progress: Report = False,
     **options: Unpack[Writing],
@@ -104,14 +105,14 @@ def convert(
             arguments: dict[str, Any] = {
                 "source": [os.fspath(path) for path in paths], "out": os.fspath(out), "to": to, "expect": expect,
                 "tokenizer": tokenizer, "memory": memory, "resume": resume, "overwrite": overwrite, "sparse": sparse,
-                "stats": stats, **options,
+                "io": io, "stats": stats, **options,
             }  # fmt: skip
             with Progress(progress) as bar:
                 return on_own_disks(ray, nodes, arguments, cpus, threads, retries, bar.phase("writing"))
         tasks = Tasks(ray, nodes, cpus, retries, memory, threads)
         run = begin(
             source, out, to, parts=parts or len(nodes), expect=expect, tokenizer=tokenizer, memory=memory,
-            threads=tasks.most_threads, resume=resume, overwrite=overwrite, sparse=sparse, stats=stats, **options,
+            threads=tasks.most_threads, resume=resume, overwrite=overwrite, sparse=sparse, io=io, stats=stats, **options,
         )  # fmt: skip
         with Progress(progress) as bar:
             tasks.make(run, bar.phase("writing"))

@@ -6,7 +6,8 @@ use std::process::Command;
 use super::super::{preflight, Needs};
 use super::*;
 
-const OVERWRITE: Options = Options { overwrite: true, resume: false, fsync: false };
+const OVERWRITE: Options =
+    Options { overwrite: true, resume: false, fsync: false, io: crate::publish::Io::Auto };
 const RESUME: Options = Options { resume: true, ..OVERWRITE };
 const NEEDS: Needs = Needs { bytes: 1, files: 1, open_files: 1 };
 

@@ -7,7 +7,8 @@ use std::sync::Barrier;
 use super::super::{disk, preflight, Needs};
 use super::*;
 
-const PLAIN: Options = Options { overwrite: false, resume: false, fsync: false };
+const PLAIN: Options =
+    Options { overwrite: false, resume: false, fsync: false, io: crate::publish::Io::Auto };
 const RESUME: Options = Options { resume: true, ..PLAIN };
 const OVERWRITE: Options = Options { overwrite: true, ..PLAIN };
 

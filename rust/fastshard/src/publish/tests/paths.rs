@@ -6,7 +6,8 @@ use super::super::{preflight, Needs};
 use super::*;
 
 const SMALL: Needs = Needs { bytes: 1000, files: 3, open_files: 3 };
-const PLAIN: Options = Options { overwrite: false, resume: false, fsync: false };
+const PLAIN: Options =
+    Options { overwrite: false, resume: false, fsync: false, io: crate::publish::Io::Auto };
 const OVERWRITE: Options = Options { overwrite: true, ..PLAIN };
 
 fn check(setting: &Setting, out: &Path, options: &Options) -> Result<()> {
