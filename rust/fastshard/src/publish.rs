@@ -23,6 +23,19 @@
 //! | an older result, `overwrite` | one exchange, then the older result is removed; see below         |
 //! | a mount point, the working directory, or in a directory that may not be written | staged inside OUT: files are moved one by one, the pointer files last |
 //!
+//! What each sync is for, of a run that ends before it has recorded anything:
+//!
+//! | synced                      | or a power failure                                                   |
+//! |-----------------------------|----------------------------------------------------------------------|
+//! | each file, with its times   | leaves a complete result with other bytes, or that its manifest disowns |
+//! | the data directory          | leaves a result that lacks files                                       |
+//! | `sealed` and the folder     | leaves a result at OUT of which nobody knows that it is complete       |
+//! | the destination's directory | takes a result back whose run has ended well                           |
+//!
+//! Where something is at OUT the destination's directory is synced before the exchange too: the older result goes through
+//! the folder. A run that records what is done syncs plan and folder before its first record, then data, then the journal. The
+//! plan is removed with the sync of the seal: one that outlived it would look like that of a run that has made nothing yet.
+//!
 //! `overwrite` replaces an older result and nothing else: its manifest must account for all that is there,
 //! unedited ([`older`]). That is asked before anything is written, again before the exchange, and of each
 //! file that is removed afterwards; what came meanwhile is kept, and named ([`kept`]).

@@ -408,18 +408,22 @@ impl Dir {
 
     /// Writes a file that is there whole or not at all, even after a crash.
     pub(crate) fn write_whole(&self, name: &str, bytes: &[u8], durable: bool) -> Result<()> {
+        self.replace(name, bytes, durable)?;
+        match durable {
+            true => self.sync().at(&self.path, "cannot bring to disk"),
+            false => Ok(()),
+        }
+    }
+
+    /// The same, whose name is not brought to disk yet.
+    pub(crate) fn replace(&self, name: &str, bytes: &[u8], durable: bool) -> Result<()> {
         let (partial, path) = (format!("{name}.new"), self.join(name));
         let file = self.create(OsStr::new(&partial)).at(&self.join(&partial), "cannot create")?;
         write_at(&file, &self.join(&partial), 0, bytes).at(&self.join(&partial), "cannot write")?;
         if durable {
             sync_data(&file, &self.join(&partial)).at(&self.join(&partial), "cannot bring to disk")?;
         }
-        self.rename_over(OsStr::new(&partial), self, OsStr::new(name))
-            .at(&path, "cannot rename into place")?;
-        if durable {
-            self.sync().at(&self.path, "cannot bring to disk")?;
-        }
-        Ok(())
+        self.rename_over(OsStr::new(&partial), self, OsStr::new(name)).at(&path, "cannot rename into place")
     }
 
     /// Content of a small file of this program's own, at most `limit` bytes; `None` if it is not there.
@@ -515,6 +519,12 @@ pub(crate) fn start_writeback(file: &File, offset: u64, len: u64) {
 pub(crate) fn sync_data(file: &File, path: &Path) -> io::Result<()> {
     gate("sync", path, || {})?;
     tolerate(file.sync_data())
+}
+
+/// Brings content, size and times to disk.
+pub(crate) fn sync_all(file: &File, path: &Path) -> io::Result<()> {
+    gate("sync", path, || {})?;
+    tolerate(file.sync_all())
 }
 
 /// True on a file system that keeps its files in memory.

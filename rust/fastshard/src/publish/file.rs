@@ -147,6 +147,20 @@ impl OutFile {
         }
     }
 
+    /// The same as [`OutFile::sync`], with the file's times; after all that is written to it.
+    pub fn sync_with_times(&self) -> Result<()> {
+        if let Some(error) = self.failed.get() {
+            return Err(error.clone());
+        }
+        if !self.synced {
+            return Ok(());
+        }
+        self.dirty.store(false, Ordering::Release);
+        disk::sync_all(&self.file, &self.path)
+            .at(&self.path, "cannot bring to disk")
+            .inspect_err(|error| drop(self.failed.set(error.clone())))
+    }
+
     /// Waits until all bytes written are on disk; nothing with `fsync` off, but on network filesystems,
     /// where a write that failed is told by this or by nothing. Not by several threads at once.
     pub fn sync(&self) -> Result<()> {

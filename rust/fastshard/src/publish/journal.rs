@@ -42,6 +42,29 @@ pub struct Journal {
     end: Mutex<u64>,
     /// True once there is a record, of whatever session.
     holds_records: AtomicBool,
+    /// What has to be on disk before the first record is written; none once it is.
+    anchor: Mutex<Option<Anchor>>,
+}
+
+/// A plan that was written and not synced: a run that ends before its first record has nothing to be continued.
+#[derive(Debug)]
+pub(crate) struct Anchor {
+    /// The folder that the plan and the journal lie in.
+    pub(crate) folder: Dir,
+    /// The directory that the folder lies in.
+    pub(crate) base: Dir,
+}
+
+impl Anchor {
+    /// Brings plan, journal and folder to disk.
+    fn sync(&self) -> Result<()> {
+        let plan = self.folder.join("plan");
+        self.folder.sync_file(OsStr::new("plan")).at(&plan, "cannot bring to disk")?;
+        for directory in [&self.folder, &self.base] {
+            directory.sync().at(directory.path(), "cannot bring to disk")?;
+        }
+        Ok(())
+    }
 }
 
 impl Journal {
@@ -56,7 +79,8 @@ impl Journal {
             disk::set_len(&file, &path, good).at(&path, "cannot cut off a torn record")?;
         }
         let (end, holds_records) = (Mutex::new(good), AtomicBool::new(any));
-        let journal = Journal { path, durable, file, earlier: good, end, holds_records };
+        let journal =
+            Journal { path, durable, file, earlier: good, end, holds_records, anchor: Mutex::default() };
         let session = [&[SESSION, u8::from(durable)], boot_id().as_bytes()].concat();
         journal.write(&session)?;
         Ok(journal)
@@ -68,7 +92,34 @@ impl Journal {
         let file = folder.read_only(name).at(&path, "cannot open")?;
         let earlier = file.metadata().at(&path, "cannot stat")?.len();
         let (end, holds_records) = (Mutex::new(earlier), AtomicBool::new(false));
-        Ok(Journal { path, durable: true, file, earlier, end, holds_records })
+        Ok(Journal { path, durable: true, file, earlier, end, holds_records, anchor: Mutex::default() })
+    }
+
+    /// The same, whose first record waits until `anchor` is on disk.
+    pub(super) fn anchored(mut self, anchor: Anchor) -> Self {
+        self.anchor = Mutex::new(Some(anchor));
+        self
+    }
+
+    /// Brings to disk what has to be there before the first record: the plan, and the way to it.
+    ///
+    /// Errors: what the system says.
+    pub(super) fn secure(&self) -> Result<()> {
+        let mut anchor = self.anchor.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(unsynced) = &*anchor {
+            unsynced.sync()?;
+            *anchor = None;
+        }
+        Ok(())
+    }
+
+    /// True if the journal `name` is there and tells of anything that is done.
+    pub(super) fn has_records(folder: &Dir, name: &str) -> Result<bool> {
+        let mut any = false;
+        if folder.has(name).at(&folder.join(name), "cannot stat")? {
+            Journal::read_only(folder, name)?.replay(&mut |_, _| any = true)?;
+        }
+        Ok(any)
     }
 
     /// Calls `each` with the first records of the journal `name`; gives the last one if it is as long as those that end
@@ -150,6 +201,7 @@ impl Journal {
     /// Appends one record, at most 64 KiB long. If it says that work is done, the data it speaks of has
     /// been synced.
     pub fn append(&self, record: &[u8]) -> Result<()> {
+        self.secure()?;
         self.write(&[&[RECORD], record].concat())?;
         self.holds_records.store(true, Ordering::Relaxed);
         Ok(())

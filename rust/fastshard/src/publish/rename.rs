@@ -1,5 +1,6 @@
 //! Seal a complete result and make it appear.
 
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
@@ -68,10 +69,11 @@ fn in_between(place: &Place, error: Error) -> Error {
 
 /// Seals unless done, renames unless done, cleans up.
 ///
-/// `may_publish` is asked once the seal is there: from then on nobody may take the files over who has not before.
+/// Files of `synced` are on disk. `may_publish` is asked once the seal is there: from then on nobody may take the files over who has not before.
 pub(super) fn publish(
     run: Run,
     last: &[&str],
+    synced: &BTreeSet<String>,
     may_publish: &dyn Fn() -> Result<()>,
     go_on: &dyn Fn() -> bool,
 ) -> Result<Vec<Finding>> {
@@ -79,12 +81,16 @@ pub(super) fn publish(
     let mut seal = match seal {
         Some(seal) => seal,
         None => {
-            let seal = Seal::make(&folder, &data, last, options.fsync, go_on)?;
+            let seal = Seal::make(&folder, &data, last, options.fsync, synced, go_on)?;
             may_publish()?;
             seal
         }
     };
     steps::reach(Step::Sealed);
+    if options.fsync && !matches!(before, Occupied::Absent) {
+        // What was at the destination may go through the folder, which a power failure must not take.
+        place.base.sync().at(place.base.path(), "cannot bring the directory to disk")?;
+    }
     if !seal.is_published(&place, &folder)? {
         let done = if place.inside {
             move_in(&place, &folder, &seal)
@@ -179,7 +185,7 @@ fn of_another_layer(error: &io::Error) -> bool {
 /// can only go forward.
 fn begin_piecewise(place: &Place, folder: &Dir, seal: &mut Seal) -> Result<()> {
     seal.piecewise = true;
-    seal.write(folder)?;
+    seal.rewrite(folder)?;
     replace_piecewise(place, folder, seal)
 }
 

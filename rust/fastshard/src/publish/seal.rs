@@ -1,5 +1,6 @@
 //! The seal of a staging folder: its result is complete and on disk, and can only be published.
 
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::io;
 
@@ -11,6 +12,7 @@ use super::folder::{entries, is_data, DATA, MAX_OWN};
 use super::journal::{boot_id, same_boot};
 use super::place::Place;
 use crate::codes;
+use crate::distributed::rounds::Shared;
 use crate::error::{Error, Finding, Result};
 use crate::manifest::{Manifest, MANIFEST_NAME};
 
@@ -95,12 +97,13 @@ impl Seal {
         same_boot(self.durable, self.boot.as_bytes(), &boot_id())
     }
 
-    /// Brings what `name` holds to disk and writes the seal.
+    /// Brings what `name` holds to disk, but for the files of `synced`, which are there, and writes the seal.
     pub(super) fn make(
         folder: &Dir,
         name: &str,
         last: &[&str],
         durable: bool,
+        synced: &BTreeSet<String>,
         go_on: &dyn Fn() -> bool,
     ) -> Result<Seal> {
         let path = folder.join(name);
@@ -120,19 +123,35 @@ impl Seal {
         }
         names.sort_by_key(|name| (last.iter().position(|l| l == name).map_or(0, |i| i + 1), name.clone()));
         if durable {
-            sync_tree(&data, go_on)?;
+            sync_tree(&data, "", synced, go_on)?;
         }
         let inode = data.meta().at(&path, "cannot stat")?.st_ino;
         let pointers = last.len();
         let data = held.to_string();
         let seal = Seal { data, inode, names, pointers, durable, boot: boot_id(), piecewise: false };
-        seal.write(folder)?;
+        // Others enter a shared run by its plan. Of all else the plan has no use from here on; while it is there, whoever
+        // loses the seal takes it for that of a run that has made nothing yet.
+        seal.write(folder, Shared::find(folder)?.is_none())?;
         Ok(seal)
     }
 
-    pub(super) fn write(&self, folder: &Dir) -> Result<()> {
+    /// Writes the seal, and takes the plan away with it.
+    fn write(&self, folder: &Dir, ends_plan: bool) -> Result<()> {
         let bytes = serde_json::to_vec(self).map_err(|e| unclear(folder, &e.to_string()))?;
-        folder.write_whole(SEALED, &bytes, self.durable)
+        folder.replace(SEALED, &bytes, self.durable)?;
+        if ends_plan {
+            // One that cannot be removed now is removed with the folder.
+            let _ = folder.remove_file("plan");
+        }
+        match self.durable {
+            true => folder.sync().at(folder.path(), "cannot bring to disk"),
+            false => Ok(()),
+        }
+    }
+
+    /// Writes the seal anew.
+    pub(super) fn rewrite(&self, folder: &Dir) -> Result<()> {
+        self.write(folder, false)
     }
 
     /// True if the data folder is still the result's, whatever has been moved out of it.
@@ -214,7 +233,12 @@ fn unclear(folder: &Dir, why: &str) -> Error {
 }
 
 /// Brings a directory with all beneath it to disk, files before the directory that names them.
-fn sync_tree(directory: &Dir, go_on: &dyn Fn() -> bool) -> Result<()> {
+fn sync_tree(
+    directory: &Dir,
+    prefix: &str,
+    synced: &BTreeSet<String>,
+    go_on: &dyn Fn() -> bool,
+) -> Result<()> {
     for name in directory.entries().at(directory.path(), "cannot list")? {
         if !go_on() {
             return Err(Finding::new(codes::INTERRUPTED, "stopped by the user").into());
@@ -222,8 +246,9 @@ fn sync_tree(directory: &Dir, go_on: &dyn Fn() -> bool) -> Result<()> {
         let path = directory.join(&name);
         let stat = directory.stat(&name).at(&path, "cannot stat")?;
         if stat.is_some_and(|s| FileType::from_raw_mode(s.st_mode).is_dir()) {
-            sync_tree(&directory.sub(&name).at(&path, "cannot open")?, go_on)?;
-        } else {
+            let sub = directory.sub(&name).at(&path, "cannot open")?;
+            sync_tree(&sub, &format!("{prefix}{}/", name.to_string_lossy()), synced, go_on)?;
+        } else if !synced.contains(&format!("{prefix}{}", name.to_string_lossy())) {
             directory.sync_file(&name).at(&path, "cannot bring to disk")?;
         }
     }

@@ -12,7 +12,7 @@ use rustix::fs::{FileType, Stat};
 use super::disk::{self, At, Dir};
 use super::file::{OutFile, Space};
 use super::folder::{check_owner, entries, is_data, remove_folder, DATA, MAX_OWN};
-use super::journal::Journal;
+use super::journal::{Anchor, Journal};
 use super::place::{Occupied, Place};
 use super::preflight::in_steps;
 use super::rename::{self, Run};
@@ -37,6 +37,8 @@ pub struct Staging {
     resumed: bool,
     /// BLAKE3 of the small files written, by name.
     hashes: Mutex<BTreeMap<String, String>>,
+    /// Files of the result that are on disk with their times.
+    synced: Mutex<BTreeSet<String>>,
 }
 
 /// What is in a staging folder.
@@ -119,6 +121,7 @@ impl Staging {
                     member: None,
                     resumed,
                     hashes: Mutex::default(),
+                    synced: Mutex::default(),
                 }),
                 Err(error) => {
                     if fresh {
@@ -154,19 +157,19 @@ impl Staging {
             }
         }
         let path = folder.join("plan");
-        let mut resumed = seal.is_some();
+        // A power failure may have taken the plan of a run that has recorded nothing, or left a part of it.
+        let mut resumed = seal.is_some() || held.is_some();
         match folder.read_small("plan", MAX_OWN).at(&path, "cannot read")? {
             Some(found) if found == plan => resumed = true,
-            Some(_) => {
+            Some(_) if Journal::has_records(folder, "journal")? || Shared::find(folder)?.is_some() => {
                 return Err(Finding::new(codes::LEFTOVER_RUN, "the staging folder holds another plan")
                     .file(folder.path())
                     .help("start afresh by removing the folder; the sources or options changed since")
                     .into())
             }
             // A sealed run whose clean-up was cut short has no plan any more.
-            None if resumed => {}
-            // The plan comes before all data: without it nothing else is there.
-            None => folder.write_whole("plan", plan, options.fsync)?,
+            None if seal.is_some() => {}
+            _ => folder.write_whole("plan", plan, false)?,
         }
         if seal.is_none() && place.inside {
             if let Some(finding) = place.refused(&place.occupied()?, true)? {
@@ -179,11 +182,13 @@ impl Staging {
             folder.create_dir(OsStr::new(DATA), disk::BY_UMASK).at(&folder.join(DATA), "cannot create")?;
         }
         let journal = Journal::open(folder, "journal", options.fsync)?;
-        if options.fsync {
-            for directory in [folder, &place.base] {
-                directory.sync().at(directory.path(), "cannot bring to disk")?;
+        let journal = match options.fsync && seal.is_none() {
+            true => {
+                let again = |dir: &Dir| dir.again().at(dir.path(), "cannot open");
+                journal.anchored(Anchor { folder: again(folder)?, base: again(&place.base)? })
             }
-        }
+            false => journal,
+        };
         let data = sealed.or(held).unwrap_or_else(|| DATA.into());
         Ok(Found { data, journal, seal, resumed })
     }
@@ -199,6 +204,7 @@ impl Staging {
     ///
     /// Errors: what the system says.
     pub fn share(&self, files: Vec<(String, u64)>, work: serde_json::Value) -> Result<Shared> {
+        self.journal.secure()?;
         Shared::begin(&self.run.folder, files, work)
     }
 
@@ -342,14 +348,20 @@ impl Staging {
     /// Errors: what the system says.
     pub fn sync(&self, file: &File, path: &Path) -> Result<()> {
         match self.run.options.fsync || disk::is_network(file) {
-            true => disk::sync_data(file, path).at(path, "cannot bring to disk"),
+            true => disk::sync_all(file, path).at(path, "cannot bring to disk"),
             false => Ok(()),
         }
+    }
+
+    /// Takes note of a file of the result that was brought to disk with its times, after all that was written to it.
+    pub fn note_synced(&self, name: &str) {
+        self.synced.lock().unwrap_or_else(PoisonError::into_inner).insert(name.to_string());
     }
 
     /// Ends the writing of a small file: its data on disk, its hash noted for the manifest.
     fn written(&self, name: &str, file: &File, path: &Path, hash: blake3::Hash) -> Result<()> {
         self.sync(file, path)?;
+        self.note_synced(name);
         let mut hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
         hashes.insert(name.to_string(), hash.to_hex().to_string());
         Ok(())
@@ -433,8 +445,9 @@ impl Staging {
     pub fn publish(self, last: &[&str], go_on: &dyn Fn() -> bool) -> Result<Vec<Finding>> {
         drop(self.journal);
         let member = self.member;
+        let synced = self.synced.into_inner().unwrap_or_else(PoisonError::into_inner);
         let may_publish = || member.as_ref().map_or(Ok(()), Member::still_writes);
-        rename::publish(self.run, last, &may_publish, go_on)
+        rename::publish(self.run, last, &synced, &may_publish, go_on)
     }
 
     /// Removes the folder with all that was written, unless another process has taken the run over. Refused (`USAGE`)

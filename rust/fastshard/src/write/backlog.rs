@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::publish::Journal;
 
 /// Bytes written after which they are brought to disk and recorded.
-const JOURNAL_EVERY: u64 = 256 << 20;
+const JOURNAL_EVERY: u64 = 1 << 30;
 /// The same, in time: what a run that is killed makes again.
 const FLUSH_AFTER: Duration = Duration::from_secs(2);
 /// Bytes written and not recorded at which workers wait for the disk.

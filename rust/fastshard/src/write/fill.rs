@@ -56,6 +56,8 @@ impl Filling<'_> {
         self.write_companions()?;
         // On the descriptors that wrote: others may not be told of a write that failed.
         sync_all(&sink.files, options.threads)?;
+        let written = plan.files.iter().zip(&sink.files).filter(|(_, file)| file.is_some());
+        written.for_each(|(about, _)| staging.note_synced(&about.name));
         let mut manifest = outcome::manifest(plan, &report, options);
         manifest.provenance = self.prior.map(|prior| prior.provenance.clone());
         let mut identities = outcome::identities(plan, &by_file, &frames, &sink.files, &report)?;
@@ -168,7 +170,7 @@ fn sync_all(files: &[Option<OutFile>], threads: usize) -> Result<()> {
     let (next, failed) = (AtomicUsize::new(0), Mutex::new(Ok(())));
     let work = || {
         while let Some(file) = files.get(next.fetch_add(1, Ordering::Relaxed)) {
-            if let Err(error) = file.as_ref().map_or(Ok(()), OutFile::sync) {
+            if let Err(error) = file.as_ref().map_or(Ok(()), OutFile::sync_with_times) {
                 *lock(&failed) = Err(error);
             }
         }

@@ -5,6 +5,7 @@ use std::process::Command;
 use rustix::io::Errno;
 
 use super::*;
+use crate::manifest::MANIFEST_NAME;
 use fault::Fault;
 
 /// A destination, and what the filesystem under it lacks.
@@ -204,12 +205,79 @@ fn any_call_may_fail() {
     eprintln!("{cases} failures, each recovered from");
 }
 
+/// Each sync costs a disk's answer: what a short run waits for is told in `publish.rs`.
+#[test]
+fn a_short_run_syncs_six_times() {
+    let setting = Setting::in_memory();
+    fault::disarm();
+    let staging = Staging::begin(&setting.out(), RUN, PLAN, &Options::default()).unwrap();
+    let file = staging.file("model.safetensors", 8, Space::Reserved).unwrap();
+    file.write_all_at(0, b"12345678").unwrap();
+    file.sync_with_times().unwrap();
+    staging.note_synced("model.safetensors");
+    staging.write(MANIFEST_NAME, b"{}").unwrap();
+    staging.publish(&[MANIFEST_NAME], &|| true).unwrap();
+    let synced = |(call, path): (&str, PathBuf)| {
+        (call == "sync").then(|| path.strip_prefix(&setting.root).unwrap().display().to_string())
+    };
+    let syncs: Vec<String> = fault::disarm().into_iter().filter_map(synced).collect();
+    let folder = format!(".out.fastshard-{}", &RUN[..16]);
+    let data = |name: &str| format!("{folder}/data{name}");
+    let manifest = format!("/{MANIFEST_NAME}");
+    let want =
+        [data("/model.safetensors"), data(&manifest), data(""), format!("{folder}/sealed.new"), folder];
+    assert_eq!(syncs, [&want[..], &[String::new()]].concat());
+}
+
+/// The plan of a run that has recorded nothing is not on disk: a power failure may leave a part of it.
+#[test]
+fn a_torn_plan_of_a_run_that_recorded_nothing_is_written_anew() {
+    for plan in [&b""[..], &PLAN[..3]] {
+        let setting = Setting::in_memory();
+        let resuming = Options { resume: true, ..Options::default() };
+        let staging = Staging::begin(&setting.out(), RUN, PLAN, &resuming).unwrap();
+        staging.file("model-1.safetensors", 8, Space::Reserved).unwrap();
+        drop(staging);
+        let path = setting.folders()[0].join("plan");
+        fs::write(&path, plan).unwrap();
+        assert!(Staging::begin(&setting.out(), RUN, PLAN, &resuming).unwrap().resumed());
+        assert_eq!(fs::read(&path).unwrap(), PLAN);
+        // Once it has, another plan is another run's.
+        let staging = Staging::begin(&setting.out(), RUN, PLAN, &resuming).unwrap();
+        staging.journal().append(b"model-1.safetensors").unwrap();
+        drop(staging);
+        fs::write(&path, plan).unwrap();
+        let error = Staging::begin(&setting.out(), RUN, PLAN, &resuming).unwrap_err();
+        assert_eq!(error.findings()[0].code, codes::LEFTOVER_RUN);
+    }
+}
+
+#[test]
+fn the_plan_is_on_disk_before_anything_is_recorded() {
+    let setting = Setting::in_memory();
+    let staging = Staging::begin(&setting.out(), RUN, PLAN, &Options::default()).unwrap();
+    fault::disarm();
+    staging.journal().append(b"one").unwrap();
+    staging.journal().append(b"two").unwrap();
+    let calls = fault::disarm();
+    let folder = setting.folders().remove(0);
+    let want = [
+        ("sync", folder.join("plan")),
+        ("sync", folder.clone()),
+        ("sync", setting.root.clone()),
+        ("write", folder.join("journal")),
+        ("write", folder.join("journal")),
+    ];
+    assert_eq!(calls, want);
+}
+
 /// The last thing that a run removes is its folder, which is empty then.
 #[test]
 fn a_clean_up_that_failed_is_finished_with_resume() {
     for kind in KINDS {
         let calls = kind.calls();
-        let appeared = calls.iter().rposition(|(call, _)| call.starts_with("rename")).unwrap();
+        let appears = |call: &str| call.starts_with("rename") || call == "exchange";
+        let appeared = calls.iter().rposition(|(call, _)| appears(call)).unwrap();
         let removals = (appeared..calls.len()).filter(|at| calls[*at].0.starts_with("remove_"));
         for at in removals {
             for errno in [Errno::IO, Errno::ACCESS] {
