@@ -4,12 +4,12 @@ base is verified or written."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .. import _core
 from ..common.errors import FastshardError, Finding
 from ..common.formatting import counted, some
+from ..common.records import replace
 from ..layouts.declared_parts import StoredAdapter
 from ..sources.peft import tensor_names
 from ..sources.peft.missing_factors import PAIRS

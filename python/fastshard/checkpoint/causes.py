@@ -5,13 +5,13 @@ The cause is said and what follows from it is not. Nothing else is hidden: a ten
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..common.errors import Finding
 from ..common.formatting import without_numbers
+from ..common.records import dataclass, field
+from ..common.regex import compile_when_used
 from ..layouts.declaration import Source, Unit
 from ..models.tensor_roles import place_of
 
@@ -27,8 +27,8 @@ _LOST = (
 #: What is wrong with the whole checkpoint: its metadata, which files are of it, and its config.
 _OF_ALL = ("FS104", "FS106", "FS118", "FS211", "FS215")
 #: A rank, or ranks from one to another.
-_RANK = re.compile(r"\b([a-z]+) (\d+)(?: to (\d+))?")
-_DIGITS = re.compile(r"\d+")
+_RANK = compile_when_used(r"\b([a-z]+) (\d+)(?: to (\d+))?")
+_DIGITS = compile_when_used(r"\d+")
 
 #: Layer and role of a tensor.
 Place = tuple[int | None, str]

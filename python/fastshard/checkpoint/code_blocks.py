@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..common.dtypes import numpy_dtype
+from ..common.records import dataclass
 from ..models.quantised.forms import WINDOW, ceil_div
 from .stored_bytes import StoredBytes
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import _core
 from ..common.errors import Finding
 from ..common.formatting import counted
+from ..common.records import dataclass, field, replace
 from ..layouts.declaration import Source
 from ..models.quantised.forms import Weight
 from ..models.quantised.values import Asked, DamagedError, NoValuesError

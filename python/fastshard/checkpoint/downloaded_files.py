@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from .. import _core
 from ..common import hub_downloads
 from ..common.errors import Finding
 from ..common.formatting import counted
+from ..common.records import dataclass
 from . import manifest_files
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
@@ -12,6 +11,7 @@ from ..common import memory_budget
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.gate import Gate
 from ..common.listing import File
+from ..common.records import dataclass, field, replace
 from ..layouts import tables as layouts
 from ..layouts.declaration import Source
 from ..targets.base import Target

@@ -11,7 +11,6 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from ..common.dtypes import TORCH_FLOATS
 from ..common.errors import FastshardError, Finding, error_for
 from ..common.formatting import counted
 from ..common.listing import File
+from ..common.records import dataclass, replace
 from ..expected.missing_tensors import is_buffer
 from ..expected.promised_parts import promised
 from ..layouts.declaration import Source, Unit, is_state

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import PurePosixPath
 
 from ..common.errors import Finding
 from ..common.finding_facts import runs_of
 from ..common.formatting import natural, runs, without_numbers
+from ..common.records import dataclass, replace
+from ..common.regex import compile_when_used
 from .causes import ranks_of
 from .effects import effect_on, united
 
@@ -22,7 +22,7 @@ _RANKS = {
     "pp": "pipeline stage", "tp": "tensor-parallel rank", "ep": "expert-parallel rank", "dp": "data-parallel rank",
     "mp": "model-parallel rank", "rank": "rank", "process": "process",
 }  # fmt: skip
-_DIGITS = re.compile(r"\d+")
+_DIGITS = compile_when_used(r"\d+")
 #: Codes of which one may be said of each file, and about all files that have it in common.
 _OF_FILES = ("FS107", "FS110", "FS303", "FS312", "FS316", "FS601", "FS602", "FS604")
 #: Codes of which a file needs one: what makes another check say it again is the same cause.

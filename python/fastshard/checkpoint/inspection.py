@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..common import memory_budget
 from ..common.errors import Finding
 from ..common.formatting import human
+from ..common.records import dataclass
 from . import manifest_files
 from .manifests import beside, read
 from .open_checkpoint import CheckpointSource, as_checkpoint

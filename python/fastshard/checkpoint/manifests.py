@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +18,8 @@ from ..common.dtypes import item_size
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.gate import recorded
 from ..common.options import ACCEPTABLE, StrPath
+from ..common.records import dataclass
+from ..common.regex import compile_when_used
 from ..common.thread_counts import thread_count
 from . import manifest_files
 
@@ -209,7 +209,7 @@ def find_manifest(roots: Iterable[Path]) -> Path | None:
 
 
 #: What the manifest of a piece (:mod:`fastshard.conversion.distributed.host_parts`) says that it is.
-_PIECE = re.compile(rb'"kind"\s*:\s*"piece"')
+_PIECE = compile_when_used(rb'"kind"\s*:\s*"piece"')
 
 
 def is_piece(path: Path) -> bool:

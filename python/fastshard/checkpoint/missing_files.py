@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..common.errors import Finding
 from ..common.options import StrPath
+from ..common.records import dataclass, field
 
 __all__ = ["Absent", "absent"]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 from ..common.errors import Finding
 from ..common.formatting import counted, printable, some
+from ..common.records import dataclass
 from ..expected.promised_parts import Part, lacking, promised
 from ..layouts.declaration import Source, is_state
 from .effects import effect_on

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +15,7 @@ from ..common.formatting import some
 from ..common.gate import Gate
 from ..common.listing import File, Listing, holds_weights, list_roots, refuse_unprintable
 from ..common.options import OpenOptions, StrPath
+from ..common.records import replace
 from ..common.thread_counts import thread_count
 from ..layouts import tables
 from ..layouts.declaration import Source

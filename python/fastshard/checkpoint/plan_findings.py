@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
 
 from .. import _core
 from ..common.errors import FastshardError, Finding, raise_errors
 from ..common.formatting import counted
+from ..common.regex import compile_when_used
 from ..expected import heuristics
 from ..expected.promised_parts import LAYERS
 from ..layouts.declaration import Source, is_state
@@ -17,7 +17,7 @@ from ..targets.request import Request
 from .drafting import CoreRequest, Opened, draft_of
 
 #: What lies beside codes, by its name: in plain weights there is none of it.
-_COMPANION = re.compile(
+_COMPANION = compile_when_used(
     r"(\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|qweight|qzeros|scales|g_idx)|\.quant_state\..*"
     r"|\.comfy_quant|weight_(scale|scale_inv|scale_2|zero_point|packed|global_scale|shape|g_idx)|_(blocks|scales|scale_inv))$"
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
@@ -15,6 +14,7 @@ from ..common.dtypes import TORCH_FLOATS
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.formatting import counted
 from ..common.near_words import nearest
+from ..common.records import dataclass, replace
 from ..expected.from_config import holds_embedding
 from ..layouts.declaration import Source, is_state
 from ..models import config_json

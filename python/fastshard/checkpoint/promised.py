@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.errors import FastshardError, Finding
+from ..common.records import replace
 from ..layouts.declaration import is_state
 from ..layouts.wrapper_names import wrapped
 from ..models.config_json import QUANTISED

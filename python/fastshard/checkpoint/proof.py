@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..common.errors import UNPROVEN, Finding
+from ..common.records import asdict, dataclass, field
 
 __all__ = ["Checked", "checked", "listed_by", "not_checked", "not_proven"]
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ..common import safe_files
 from ..common.errors import FastshardError, Finding
+from ..common.records import dataclass, field
+from ..common.regex import compile_when_used
 from ..layouts.declaration import Source, is_state
 from ..models.config_json import QUANTISER_FILES
 from ..models.quantised import bitsandbytes
@@ -33,7 +33,7 @@ __all__ = ["QuantisedWeights", "found_in"]
 
 #: What scales of activations and of the cache of keys and values are called. source: vLLM model_loader/weight_utils.py, ModelOpt
 #: 0.47 torch/export, compressed-tensors 0.20 quantization/lifecycle/initialize.py, transformers 5.24 finegrained_fp8.py
-_OF_ACTIVATIONS = re.compile(
+_OF_ACTIVATIONS = compile_when_used(
     r"\.((input|output|activation|prob|prob_output|[kvq]|kv)_(scale|zero_point)|input_global_scale|qscale_act"
     r"|experts\.(gate_up|down)_proj_activation_scale)$"
 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from .. import _core
 from .._core import Rule
 from ..common.errors import FastshardError, Finding, from_core
+from ..common.records import replace
 from ..common.thread_counts import default_threads
 from ..expected.compare_reference import fit, judged
 from ..expected.expected_list import ExpectedTensors

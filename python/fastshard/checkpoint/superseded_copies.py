@@ -4,10 +4,10 @@ read."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ..common.errors import Finding
 from ..common.formatting import counted
+from ..common.records import replace
 from ..layouts.declaration import Source, Superseded, Unit
 from .drafting import Opened
 from .stored_bytes import StoredBytes

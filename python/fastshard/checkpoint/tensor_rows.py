@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from ..common.byte_sizes import parse_size
 from ..common.dtypes import TORCH_NAMES
 from ..common.errors import FastshardError
 from ..common.near_words import meant, nearest
+from ..common.records import dataclass
 from ..models.tensor_roles import layer_of, role_of
 from .dequantised import Logical
 from .open_checkpoint import CheckpointSource, as_checkpoint

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..common.errors import Finding
+from ..common.regex import compile_when_used
 from ..expected.comparison import HEAD, stated
 from ..expected.expected_list import ExpectedTensors
 from ..models.tensor_words import WORDS
@@ -16,8 +16,10 @@ from .reference_sides import Values
 __all__ = ["find_differing_head", "find_differing_ties"]
 
 #: Input embeddings, and output layers over the same vocabulary, outside all layers.
-_EMBEDDING = re.compile(rf"(?:[^.\d][^.]*\.)*(?:{'|'.join(WORDS['embedding_modules'])})\.weight")
-_HEAD = re.compile(r"(?:[^.\d][^.]*\.)*(?:lm_head|embed_out|output_projection|output_layer|output)\.weight")
+_EMBEDDING = compile_when_used(rf"(?:[^.\d][^.]*\.)*(?:{'|'.join(WORDS['embedding_modules'])})\.weight")
+_HEAD = compile_when_used(
+    r"(?:[^.\d][^.]*\.)*(?:lm_head|embed_out|output_projection|output_layer|output)\.weight"
+)
 _WIDE = ("F64", "F32", "F16", "BF16")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Sequence
 
@@ -10,6 +9,7 @@ from ..common.errors import CODES, Finding
 from ..common.finding_facts import effect_of, files_of
 from ..common.formatting import counted, printable
 from ..common.gate import accepted
+from ..common.regex import compile_when_used
 from .styles import Paint, plain
 
 __all__ = ["help_of", "lines"]
@@ -19,8 +19,8 @@ _INDENT = 12
 #: Names that are listed without -v.
 _NAMED = 3
 #: Sizes and hashes, as findings state them.
-_SIZE = re.compile(r"\b(\d{4,18}) bytes\b")
-_HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b")
+_SIZE = compile_when_used(r"\b(\d{4,18}) bytes\b")
+_HASH = compile_when_used(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b")
 _STYLES = {"error": "bad", "warning": "warn", "note": "note"}
 
 

@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
@@ -17,6 +16,7 @@ from ..common import json_text
 from ..common.errors import CODES, Finding
 from ..common.finding_facts import effect_of, files_of
 from ..common.gate import accepted, ignored
+from ..common.records import dataclass, field
 from .render import printable, shown
 
 if TYPE_CHECKING:

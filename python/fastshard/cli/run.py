@@ -8,12 +8,12 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ..checkpoint.proof import not_checked
 from ..common import memory_budget, safe_files
 from ..common.errors import UNPUBLISHED, FastshardError, Finding, error_for, exit_code, published
 from ..common.finding_facts import command_of
+from ..common.records import replace
 from . import output_formats, pager, render, settings, styles
 from .parser import UsageError, takes
 from .signals import Stopping

@@ -6,6 +6,8 @@ import os
 import re
 from collections.abc import Callable
 
+from ..common.regex import compile_when_used
+
 TYPE_CHECKING = False  # typing itself takes longer than the rest
 if TYPE_CHECKING:
     from typing import TextIO
@@ -15,8 +17,8 @@ WHEN = ("auto", "always", "never")
 _CODES = {"good": "32", "bad": "1;31", "warn": "33", "note": "34", "bold": "1", "dim": "2"}
 
 #: Headers of tables, and headings of help.
-_HEADER = re.compile(r"^(?:[A-Z][A-Z/% -]{8,}(?:NaN[A-Z/% -]*)?)$", re.MULTILINE)
-_HEADING = re.compile(
+_HEADER = compile_when_used(r"^(?:[A-Z][A-Z/% -]{8,}(?:NaN[A-Z/% -]*)?)$", re.MULTILINE)
+_HEADING = compile_when_used(
     r"^(?:[Uu]sage:|Examples|Exit codes|[A-Z][a-z]+(?: [a-z]+)*(?=\n  )|[a-z ]+:$)", re.MULTILINE
 )
 

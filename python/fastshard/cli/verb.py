@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from ..checkpoint.proof import not_proven
 from ..common.errors import Finding
+from ..common.records import dataclass, field
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import signal
 from collections.abc import Sequence
 from pathlib import PurePosixPath
@@ -12,6 +11,7 @@ from ..common.errors import VERDICTS, Finding, exit_code
 from ..common.finding_facts import files_of
 from ..common.formatting import counted, printable, some
 from ..common.gate import ignored
+from ..common.regex import compile_when_used
 from .render import alike
 
 __all__ = ["in_a_word", "subject", "verdict"]
@@ -21,7 +21,7 @@ _LONGEST = 70
 #: Paths that it names at most.
 _NAMED = 3
 #: What tells ranks and steps apart in names.
-_NUMBERED = re.compile(r"\d")
+_NUMBERED = compile_when_used(r"\d")
 _SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 

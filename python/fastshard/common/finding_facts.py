@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Sequence
 
 from .errors import Finding
 from .formatting import runs, some
+from .regex import compile_when_used
 
 __all__ = ["command_of", "effect_of", "files_of", "runs_of"]
 
@@ -16,8 +16,8 @@ _NAMED = 3
 #: Codes of what is missing; other causes make tensors unusable that are there.
 _ABSENT = ("FS101", "FS102", "FS103", "FS104", "FS111")
 #: The checkpoint, as a word of a command.
-_CKPT = re.compile(r"(?<!\S)CKPT(?!\S)")
-_NUMBER = re.compile(r"(\d+)")
+_CKPT = compile_when_used(r"(?<!\S)CKPT(?!\S)")
+_NUMBER = compile_when_used(r"(\d+)")
 
 
 def effect_of(finding: Finding) -> str | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-_DIGITS = re.compile(r"\d+")
+from .regex import compile_when_used
+
+_DIGITS = compile_when_used(r"\d+")
 
 
 def human(n: float) -> str:

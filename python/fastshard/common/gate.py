@@ -4,13 +4,13 @@ aside (``ignore``). An error is accepted by name alone (``accept``)."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from .. import _core
 from .errors import CODES, FastshardError, Finding, from_core, raise_errors
 from .near_words import meant
 from .options import FAIL_ON
+from .records import dataclass
 
 __all__ = ["Gate", "accepted", "ignored", "recorded"]
 

@@ -9,22 +9,22 @@ import base64
 import contextlib
 import hashlib
 import os
-import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from .. import _core
 from . import safe_files
 from .errors import FastshardError, Finding
 from .listing import Listing
+from .records import dataclass
+from .regex import compile_when_used
 
 __all__ = ["Record", "compared", "records", "said_of_missing", "unfinished"]
 
 #: Of a file in LFS its SHA-256, of another the SHA-1 of its git blob. Other etags say nothing.
-_DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
+_DIGEST = compile_when_used(r"[0-9a-f]{64}|[0-9a-f]{40}")
 #: Where ``--local-dir`` keeps its records.
 _LOCAL = Path(".cache", "huggingface", "download")
 _FINISH = "finish the download"

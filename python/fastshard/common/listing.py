@@ -7,13 +7,14 @@ import re
 import shlex
 import stat
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from . import file_digests, safe_files
 from .errors import FastshardError, Finding, error_for
 from .options import StrPath
+from .records import dataclass, field
+from .regex import compile_when_used
 
 #: Links of other names are nobody's shard: one that leads nowhere says nothing about the checkpoint.
 _RELEVANT = (
@@ -75,9 +76,9 @@ _SIDE_STATE = (
 
 #: `ORG/MODEL`.
 # source: huggingface_hub utils/_validators.py
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_HUB_ID = compile_when_used(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 #: `s3://bucket/folder` and the like.
-_ADDRESS = re.compile(r"^[a-z][a-z0-9+.-]*://")
+_ADDRESS = compile_when_used(r"^[a-z][a-z0-9+.-]*://")
 
 
 def holds_weights(name: str) -> bool:

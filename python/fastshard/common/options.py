@@ -4,8 +4,9 @@ and what it means. The checks of the API, `help()`, the command line and the pag
 import functools
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypedDict
+
+from .records import dataclass, replace
 
 #: A path as callers give it.
 StrPath = str | os.PathLike[str]

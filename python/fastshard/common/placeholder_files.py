@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import PurePosixPath
 
 from . import safe_files
 from .errors import Finding
 from .listing import File, Listing
+from .records import replace
 
 __all__ = ["is_known", "near", "sifted"]
 

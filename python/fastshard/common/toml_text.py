@@ -6,6 +6,8 @@ import re
 import sys
 from typing import Any
 
+from .regex import compile_when_used
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -14,7 +16,7 @@ else:
 #: Levels of lists and tables at most, and parts of a key.
 _MOST = 100
 #: Strings, comments, and the signs that open, close and divide; a quote alone is a string without an end.
-_SIGN = re.compile(
+_SIGN = compile_when_used(
     r'"""(?:[^\\]|\\.)*?"""|' r"'''.*?'''|" r'"(?:[^"\\\n]|\\.)*"|' r"'[^'\n]*'|#[^\n]*|[\[\]{}.=,\n\"']",
     re.DOTALL,
 )

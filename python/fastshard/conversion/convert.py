@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +30,7 @@ from ..common.errors import UNPROVEN, FastshardError, Finding, carry, from_core,
 from ..common.option_checks import checked
 from ..common.options import PLANNING, Comparing, Merging, Planned, StrPath, Writing, table
 from ..common.progress import Progress, Report
+from ..common.records import dataclass
 from ..layouts.declaration import Source as Declared
 from ..models import sidecar_files
 from ..models import tokenizer as tokenizers

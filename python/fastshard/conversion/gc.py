@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from .. import _core
 from ..common.errors import from_core
 from ..common.options import StrPath
+from ..common.records import dataclass
 from .distributed import rendezvous
 
 __all__ = ["Leaving", "StoredResult", "gc"]

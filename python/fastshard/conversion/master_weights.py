@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
@@ -16,6 +15,7 @@ from ..common.errors import FastshardError, Finding, from_core, raise_errors
 from ..common.listing import File, Folder, is_utf8
 from ..common.options import Opening, StrPath
 from ..common.progress import Progress, Report
+from ..common.records import dataclass, field
 from ..layouts.declaration import Optimizer
 from ..layouts.declaration import Source as Declaration
 from .companion_files import hash_copies

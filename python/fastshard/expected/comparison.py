@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from ..common.errors import Finding
+from ..common.records import dataclass
+from ..common.regex import compile_when_used
 from .reference import Reference
 from .reference_names import Met
 
@@ -18,12 +18,12 @@ __all__ = ["HEAD", "LAYER", "TOLD", "WORDS", "Comparison", "Missing", "extents",
 #: Findings of one kind that are told one by one.
 TOLD = 100
 #: The number of a layer: the first of a name.
-LAYER = re.compile(r"^((?:[A-Za-z_]\w*\.)*?)(\d+)\.(.+)$")
+LAYER = compile_when_used(r"^((?:[A-Za-z_]\w*\.)*?)(\d+)\.(.+)$")
 #: Tensors that have a row for each word, and that models tie. source: transformers models/*/modeling_*.py (_tied_weights_keys)
-HEAD = re.compile(
+HEAD = compile_when_used(
     r"(^|\.)(lm_head|embed_out|lm_head\.decoder|predictions\.decoder|output_projection)\.(weight|bias)$"
 )
-WORDS = re.compile(
+WORDS = compile_when_used(
     r"(^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|shared)\.weight$|(^|\.)(predictions|lm_head)\.bias$|"
     + HEAD.pattern
 )

@@ -7,7 +7,6 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from .. import _core
 from ..common import json_text
 from ..common.dtypes import TORCH_NAMES
 from ..common.errors import FastshardError
+from ..common.records import dataclass, field
 
 __all__ = [
     "ExpectedTensor", "ExpectedTensors", "Part", "document_of", "from_document", "patterns", "roster_of", "unexpected_allowed",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..common.errors import Finding
+from ..common.regex import compile_when_used
 from ..models.tensor_words import WORDS
 from .from_layers import Held, Stack, sliced
 
@@ -23,8 +23,8 @@ _LAYERS = frozenset(
 #: Of these, the ones that say what kind each layer is of.
 _KINDS = frozenset(("layer_types", "layers_block_type", "hybrid_override_pattern"))
 #: A module, or a kind of layer, that is an MLP, and modules that mix tokens.
-_MLP = re.compile(r"mlp|ffn|feed_forward|moe")
-_MIXER = re.compile(r"attn|attention|mixer|mamba|ssm|conv|rnn")
+_MLP = compile_when_used(r"mlp|ffn|feed_forward|moe")
+_MIXER = compile_when_used(r"attn|attention|mixer|mamba|ssm|conv|rnn")
 #: Layers behind the last one, which predict further tokens.
 _FURTHER = frozenset(
     ("num_nextn_predict_layers", "mtp_num_layers", "num_mtp_layers", "mtp_num_hidden_layers")

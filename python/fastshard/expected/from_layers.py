@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..common.errors import Finding
+from ..common.records import dataclass, field
+from ..common.regex import compile_when_used
 
 #: Shape and dtype of a whole tensor.
 Held = tuple[tuple[int, ...], str]
@@ -21,11 +22,11 @@ _LAYERS = frozenset(("layers", "layer", "blocks", "block", "h", "resblocks"))
 #: Words before numbers of experts.
 _EXPERTS = frozenset(("experts", "expert", "mlp_experts", "local_experts"))
 #: What adapters and quantisers add to some modules, as they are told to.
-_ADDED = re.compile(r"lora_|scale|zero|quant|absmax|g_idx|nested|SCB|amax|packed|qweight|base_layer")
+_ADDED = compile_when_used(r"lora_|scale|zero|quant|absmax|g_idx|nested|SCB|amax|packed|qweight|base_layer")
 #: What stages of layers hold: layers.
-_STAGE = re.compile(r"((blocks|layers|h)\.)?\d+\.")
+_STAGE = compile_when_used(r"((blocks|layers|h)\.)?\d+\.")
 #: Modules of transformers and of state spaces, which stacks of convolutions do not have.
-_BLOCK = re.compile(r"norm|ln_|attn|attention|mixer|mlp|mamba|ffn|feed_forward", re.IGNORECASE)
+_BLOCK = compile_when_used(r"norm|ln_|attn|attention|mixer|mlp|mamba|ffn|feed_forward", re.IGNORECASE)
 #: Sisters that must agree before the odd one out is wrong.
 _SISTERS = 3
 #: Sisters that must agree where nothing of the module is left, which could be meant.

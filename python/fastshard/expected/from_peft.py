@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
 from ..common.errors import FastshardError
 from ..common.formatting import printable
+from ..common.records import dataclass
 from . import transformers_process
 from .from_transformers import MEMORY, TIMEOUT, class_name, cleaned, installed_version
 

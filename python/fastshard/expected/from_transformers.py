@@ -7,7 +7,6 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from ..common.errors import FastshardError
 from ..common.formatting import printable
 from ..common.listing import Folder
 from ..common.options import StrPath
+from ..common.records import dataclass
 from ..models.config_json import QUANTISED
 from . import cached_lists, transformers_process
 from .expected_list import ExpectedTensors, document_of, from_document

@@ -7,11 +7,11 @@ seen, a warning where something could; what nothing speaks of is counted, not ju
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ..common.errors import Finding
 from ..common.formatting import printable, some
+from ..common.records import dataclass
 from . import from_config as by_config
 from .from_layers import Held, judged, repeated, stacks
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Set
-from dataclasses import dataclass
 
 from ..common.errors import Finding
+from ..common.records import dataclass
+from ..common.regex import compile_when_used
 from .comparison import HEAD, LAYER, TOLD, WORDS, Comparison, Missing, extents, more, number, stated
 from .expected_list import unexpected_allowed
 from .promised_parts import promised
@@ -17,14 +17,14 @@ __all__ = ["Unmatched", "further", "is_buffer", "missing", "unexplained"]
 #: Buffers that transformers computes itself, whatever is stored; with the dimensions that tell a mask from a bias.
 #: source: transformers 4 models/{gpt2,gpt_neo,gpt_neox,gptj,codegen,llama,bert}/modeling_*.py (register_buffer)
 _BUFFERS = (
-    (re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$"), None),
-    (re.compile(r"(^|\.)(attn|attention|self_attention)\.bias$"), 4),
-    (re.compile(r"(^|\.)(attn|attention|self_attention)\.masked_bias$"), 0),
-    (re.compile(r"(^|\.)embeddings\.position_ids$"), 2),
-    (re.compile(r"(^|\.)num_batches_tracked$"), 0),
+    (compile_when_used(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$"), None),
+    (compile_when_used(r"(^|\.)(attn|attention|self_attention)\.bias$"), 4),
+    (compile_when_used(r"(^|\.)(attn|attention|self_attention)\.masked_bias$"), 0),
+    (compile_when_used(r"(^|\.)embeddings\.position_ids$"), 2),
+    (compile_when_used(r"(^|\.)num_batches_tracked$"), 0),
 )  # fmt: skip
 #: Numbers of layers and the like.
-_UNNUMBERED = re.compile(r"(?<![^.])\d+(?![^.])")
+_UNNUMBERED = compile_when_used(r"(?<![^.])\d+(?![^.])")
 #: Keys by which configs state the layers.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers")
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .._core import Table
 from ..common.errors import FastshardError
+from ..common.records import dataclass, replace
+from ..common.regex import compile_when_used
 from .expected_list import ExpectedTensors, Part, patterns
 
 __all__ = ["are_in_memory", "tables_of"]
 
 #: What is no plain text in a pattern of names.
-_SPECIAL = re.compile(r"[(){}|]")
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_SPECIAL = compile_when_used(r"[(){}|]")
+_NUMBER = compile_when_used(r"(?<=\.)\d+(?=\.)")
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
+
+from ..common.records import dataclass
+from ..common.regex import compile_when_used
 
 __all__ = ["Kind", "Part", "lacking", "promised"]
 
@@ -20,7 +22,7 @@ def _component(
 ) -> re.Pattern[str]:
     """Names that have a component with one of these words, and with none that is of what stands between the parts."""
     # Nothing is gone back to once it is found: a name may be of any length.
-    return re.compile(rf"(?:^|\.)(?!\w*(?:{but}))(?=\w*(?:{'|'.join(words)}))\w+\.")
+    return compile_when_used(rf"(?:^|\.)(?!\w*(?:{but}))(?=\w*(?:{'|'.join(words)}))\w+\.")
 
 
 @dataclass(frozen=True)
@@ -45,20 +47,20 @@ class Kind:
     #: What may be it under another name, where nothing lists the model's tensors.
     may_be: re.Pattern[str] | None = None
     #: Classes whose config may be that of a larger model, so that the key promises nothing.
-    but: re.Pattern[str] = re.compile(r"For\w*(Classification|QuestionAnswering|Retrieval)\b")
+    but: re.Pattern[str] = compile_when_used(r"For\w*(Classification|QuestionAnswering|Retrieval)\b")
 
 
 #: Classes that have the language model alone.
-_TEXT = re.compile(r"ForCausalLM$|Text(Model|For)|For\w*(Classification|QuestionAnswering)$")
-_ENCODER = re.compile(r"(?:^|\.)(?:encoder|backbone|perception|tower)\.")
-_EXPERTS = re.compile(r"(?:^|\.)(?=experts\.|\w*moe)\w+\.")
+_TEXT = compile_when_used(r"ForCausalLM$|Text(Model|For)|For\w*(Classification|QuestionAnswering)$")
+_ENCODER = compile_when_used(r"(?:^|\.)(?:encoder|backbone|perception|tower)\.")
+_EXPERTS = compile_when_used(r"(?:^|\.)(?=experts\.|\w*moe)\w+\.")
 
 #: source: transformers 5.24 models/*/configuration_*.py and conversion_mapping.py; vLLM vllm/config/speculative.py (keys of MTP)
 KINDS = (
     Kind(
         "MTP layer", "MTP layers",
         ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers"),
-        re.compile(r"(?:^|\.)(?:mtp|nextn)\w*\.|(?:^|\.)layers\.\d+\.(?:enorm|hnorm|eh_proj|shared_head)\."),
+        compile_when_used(r"(?:^|\.)(?:mtp|nextn)\w*\.|(?:^|\.)layers\.\d+\.(?:enorm|hnorm|eh_proj|shared_head)\."),
         counted=True, left_out=True,
     ),
     Kind(
@@ -71,15 +73,15 @@ KINDS = (
         _component("audio", "speech", "sound", "conformer", "apm(?![a-z])"),
         may_be=_ENCODER, but=_TEXT,
     ),
-    Kind("talker", "", ("talker_config",), re.compile(r"(?:^|\.)talker\."), but=_TEXT),
+    Kind("talker", "", ("talker_config",), compile_when_used(r"(?:^|\.)talker\."), but=_TEXT),
     Kind(
-        "indexer", "", ("index_n_heads", "index_head_dim"), re.compile(r"(?:^|\.)(?=\w*indexer|index_)\w+\."), within=True,
+        "indexer", "", ("index_n_heads", "index_head_dim"), compile_when_used(r"(?:^|\.)(?=\w*indexer|index_)\w+\."), within=True,
     ),
     Kind(
         "shared experts", "shared experts",
         ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "shared_expert_intermediate_size",
          "moe_shared_expert_intermediate_size", "shared_intermediate_size"),
-        re.compile(r"(?:^|\.)(?:shared?_experts?|shared_mlp)\w*\."), within=True, beside=_EXPERTS,
+        compile_when_used(r"(?:^|\.)(?:shared?_experts?|shared_mlp)\w*\."), within=True, beside=_EXPERTS,
     ),
 )  # fmt: skip
 
@@ -96,9 +98,9 @@ _OTHERS = (
 #: Of configs in configs; no model has more.
 _DEEPEST = 6
 #: A layer of those that are counted: of a list that no tower has.
-_LAYER = re.compile(r"^((?:\w+\.)*?)(?:layers|h|blocks)\.(\d+)\.(.+)$")
+_LAYER = compile_when_used(r"^((?:\w+\.)*?)(?:layers|h|blocks)\.(\d+)\.(.+)$")
 #: A layer of MTP that is numbered apart.
-_OWN_LAYER = re.compile(r"(?:^|\.)(?:mtp|nextn)\w*\.(?:layers\.)?(\d+)\.(.+)$")
+_OWN_LAYER = compile_when_used(r"(?:^|\.)(?:mtp|nextn)\w*\.(?:layers\.)?(\d+)\.(.+)$")
 #: What joins the embedding to the state of the layer before, where a layer has any of these.
 _JOINS = ("enorm", "hnorm", "eh_proj")
 #: Layers that are told of many.

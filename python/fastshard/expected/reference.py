@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,8 @@ from ..common import safe_files
 from ..common.errors import FastshardError, Finding, error_for
 from ..common.listing import Folder, linked
 from ..common.options import StrPath
+from ..common.records import dataclass, field, replace
+from ..common.regex import compile_when_used
 from ..layouts.declaration import Source, is_state
 from ..layouts.wrapper_names import bare
 from ..models import config_json
@@ -25,7 +25,7 @@ __all__ = ["Reference", "Whole", "read"]
 #: What the name of an index ends with.
 _INDEX = ".index.json"
 #: A file that says itself that it is one of several.
-_SHARD = re.compile(r"-\d+-of-(\d+)\.(safetensors|bin)$")
+_SHARD = compile_when_used(r"-\d+-of-(\d+)\.(safetensors|bin)$")
 
 
 @dataclass(frozen=True)

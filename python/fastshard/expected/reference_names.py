@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass, field
 from functools import cached_property
 
 from .. import _core
 from ..common.errors import FastshardError
+from ..common.records import dataclass, field
 from ..layouts.declaration import Source, is_state
 from ..layouts.prefix_moves import Moved, moved
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 
 from ..common.dtypes import TORCH_FLOATS, item_size
 from ..common.errors import Finding
+from ..common.records import dataclass
 from .comparison import TOLD, WORDS, Comparison, extents, more, number
 from .reference_names import unequal
 

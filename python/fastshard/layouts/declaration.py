@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from .._core import Table
 from ..common.errors import FastshardError, Finding, raise_errors
 from ..common.listing import File, Folder
+from ..common.records import dataclass, field, replace
 from . import tables
 from .declared_model import Description, Dialect, Evidence
 from .declared_parts import (

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from .._core import Table
 from ..common.errors import FastshardError, Finding
 from ..common.listing import File
+from ..common.records import dataclass, field
 
 
 @dataclass

@@ -5,11 +5,11 @@ optimizer's moments beside them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Literal
 
 from .._core import Rule, Table
 from ..common.errors import FastshardError
+from ..common.records import dataclass, field
 
 #: How a table treats what is no weight: rules for it, none, or rules that leave it out.
 State = Literal["kept", "absent", "left out"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
+from ..common.records import replace
+from ..common.regex import compile_when_used
 from .jax_train_states import MOMENTS, Names
 
 #: dtype and shape by name.
@@ -16,7 +16,7 @@ Arrays = Mapping[str, tuple[str, Sequence[int]]]
 FILE = "maxtext_model.yml"
 DECLARED = "params.params."
 #: Optax numbers the states of its chain, MaxText's own adam_pax is alone. source: MaxText optimizers/optimizers.py
-MOMENT = re.compile(r"^(opt_state\.(?:\d+\.)*)(mu|nu)\.((?:params\.)*)(?:decoder|token_embedder)\.")
+MOMENT = compile_when_used(r"^(opt_state\.(?:\d+\.)*)(mu|nu)\.((?:params\.)*)(?:decoder|token_embedder)\.")
 
 
 def names_of(root: str, arrays: Arrays) -> Names:

@@ -5,12 +5,12 @@ computes, and which keys its ``config.json`` has for that. Conversions between f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from .._core import Table
 from ..common.config_text import shown
 from ..common.errors import FastshardError
+from ..common.records import dataclass, field
 
 #: Projections that may have a bias, in the order in which a model tells them: queries, keys and values; attention's output; the
 #: first projections of the MLP; its output.

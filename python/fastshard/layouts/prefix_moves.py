@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+
+from ..common.records import dataclass, field
 
 Parts = tuple[str, ...]
 #: Prefixes that are told at most.

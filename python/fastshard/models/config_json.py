@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from .. import _core
 from ..common.config_text import shown
 from ..common.errors import Finding, from_core
+from ..common.records import dataclass
 from ..layouts import tables
 from .repeated_settings import find_repeated_settings
 

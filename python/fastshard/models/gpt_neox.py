@@ -6,11 +6,11 @@ source: gpt-neox megatron/model, megatron/neox_arguments/neox_args.py, tools/ckp
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding
+from ..common.records import dataclass
 from ..layouts.declaration import Evidence
 from . import unsupported
 from .config_fields import positive_number, refused, whole_number

@@ -7,11 +7,11 @@ models/{llama2,mistral,gpt3}.py
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding
+from ..common.records import dataclass, replace
 from ..layouts.declaration import Evidence
 from . import huggingface, unsupported
 from .config_fields import flag, positive_number

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from ..common.errors import FastshardError, Finding, error_for
+from ..common.records import dataclass, field
 from ..layouts import model_classes
 from ..layouts.declaration import Evidence, Source
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -13,6 +11,8 @@ from .. import _core
 from ..common import json_text, safe_files
 from ..common.errors import FastshardError, Finding
 from ..common.listing import Folder, Listing, linked, refuse_unprintable
+from ..common.records import replace
+from ..common.regex import compile_when_used
 from . import tokenizer
 
 #: Besides the tokenizer's. source: transformers utils/__init__.py, processing_utils.py
@@ -29,7 +29,7 @@ _LOADED_FROM = ("_name_or_path", "name_or_path", "special_tokens_map_file", "tok
 #: source: sentence-transformers sentence_transformers/SentenceTransformer.py (_load_sbert_model)
 MODULES = "modules.json"
 #: What else it reads beside them.
-_OF_MODULES = re.compile(r"config_sentence_transformers\.json|sentence_\w+_config\.json")
+_OF_MODULES = compile_when_used(r"config_sentence_transformers\.json|sentence_\w+_config\.json")
 #: Code at most that a model brings along.
 _MAX_CODE = 64
 #: Files at most of the modules beside a model.

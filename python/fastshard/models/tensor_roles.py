@@ -5,9 +5,9 @@ A rule for people who look at a checkpoint, over all frameworks: nothing that is
 
 from __future__ import annotations
 
-import re
 from functools import lru_cache
 
+from ..common.regex import compile_when_used
 from .tensor_words import WORDS
 
 __all__ = ["layer_of", "order_of", "parts_of", "place_of", "role_of"]
@@ -15,7 +15,7 @@ __all__ = ["layer_of", "order_of", "parts_of", "place_of", "role_of"]
 #: Words before the number of a layer.
 _LAYERS = frozenset(("layers", "layer", "blocks", "block", "h", "x_layers"))
 #: The two joined, as MaxText and Paxml have them.
-_JOINED = re.compile(r"(layers?|blocks?|h|x_layers)_([0-9]{1,9})")
+_JOINED = compile_when_used(r"(layers?|blocks?|h|x_layers)_([0-9]{1,9})")
 #: Words before numbers that count something else.
 _COUNTED = frozenset(
     ("expert", "experts", "state", "head", "heads", "chunk", "chunks", "params", "param_groups", "groups")
@@ -24,7 +24,7 @@ _COUNTED = frozenset(
 _STACK = "repeat"
 #: Modules that make the logits. source: Hugging Face; Megatron-LM, GPT-NeoX, MaxText, Paxml
 _HEADS = frozenset((*WORDS["head_modules"], "output_layer", "final_linear", "logits_dense", "logits_ffn"))
-_WORD = re.compile(r"[^.\W_]+")
+_WORD = compile_when_used(r"[^.\W_]+")
 #: Words that say where a model begins, or that layers do; they tell no role.
 _WRAPPERS = frozenset(
     ("model", "module", "transformer", "language_model", "gpt_neox", "params", "lm", "decoder", "layers", "layer", "blocks",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from ..common import json_text, safe_files
 from ..common.errors import FastshardError, error_for
 from ..common.listing import Folder, is_utf8, refuse_unprintable
 from ..common.options import StrPath
+from ..common.records import dataclass
 from . import vocab_files
 
 #: Files that hold a vocabulary, and of what kind; the one that readers prefer first.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 
 from ..common.errors import FastshardError, Finding, error_for
+from ..common.records import dataclass
 from .model import Lack, Model
 
 #: No bias at all.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ..common.errors import Finding
+from ..common.regex import compile_when_used
 from ..layouts.declaration import Source
 from .tensor_words import WORDS
 from .tokenizer import Tokenizer
@@ -14,7 +14,7 @@ from .tokenizer import Tokenizer
 __all__ = ["find_ids_beyond_embedding", "padding", "words"]
 
 #: The weight of an embedding of words outside all layers, and its module.
-_EMBEDDING = re.compile(
+_EMBEDDING = compile_when_used(
     rf"((?:[^.\d][^.]*\.)*(?:{'|'.join(WORDS['embedding_modules'])}|embeddings?|token_embedding))"
     # source: transformers models/idefics (IdeficsDecoupledEmbedding)
     r"(?:\.additional_embedding)?\.weight"

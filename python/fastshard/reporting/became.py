@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint.plan import Plan
 from ..checkpoint.provenance import excerpt_of
+from ..common.records import dataclass
 from ..models.tensor_roles import layer_of, role_of
 
 __all__ = ["Became", "Made", "became"]

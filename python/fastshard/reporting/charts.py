@@ -14,6 +14,7 @@ from typing import Any
 from ..common.errors import Finding
 from ..common.formatting import human_memory, printable
 from ..common.optional_imports import imported
+from ..common.regex import compile_when_used
 from ..verification.stats import HISTOGRAM_EDGES
 from .densities import Steps
 
@@ -164,7 +165,7 @@ _ATTRIBUTES = frozenset(
      "font-size", "stroke-width", "stroke-dasharray", "opacity", "fill-opacity", "stroke-opacity")
 )  # fmt: skip
 #: Numbers of more digits than a screen has.
-_LONG = re.compile(r"-?[0-9]+\.[0-9]{3,}(?![0-9e])")
+_LONG = compile_when_used(r"-?[0-9]+\.[0-9]{3,}(?![0-9e])")
 _SVG = "{http://www.w3.org/2000/svg}"
 
 

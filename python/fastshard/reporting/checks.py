@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ..common.errors import Finding
 from ..common.formatting import counted
+from ..common.records import dataclass
 
 __all__ = ["FAILED", "NOT_CHECKED", "PASSED", "Check", "Read", "checks"]
 

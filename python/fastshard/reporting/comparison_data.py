@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.checkpoint import Checkpoint
@@ -11,6 +10,7 @@ from ..checkpoint.plan import Plan
 from ..checkpoint.planning import make_plan
 from ..common.errors import FastshardError, Finding
 from ..common.progress import Progress
+from ..common.records import dataclass, field
 from ..targets.request import Request
 from ..verification.stats import TensorStats
 from .became import Became, became

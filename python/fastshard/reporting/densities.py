@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from ..common.records import dataclass
 from ..verification.stats import HISTOGRAM_EDGES, TensorStats
 
 __all__ = ["Steps", "density", "joined"]

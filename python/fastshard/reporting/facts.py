@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.missing_files import Absent
 from ..checkpoint.plan import Plan
 from ..common.formatting import counted, human
+from ..common.records import dataclass
 
 __all__ = ["Counts", "Fact", "counts_of", "degrees", "facts_of", "turned"]
 

@@ -6,14 +6,14 @@ alike are one band and columns may stand for whole layers; a band or a column sh
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..common.errors import Finding
 from ..common.listing import store_of
+from ..common.records import dataclass
+from ..common.regex import compile_when_used
 from ..models.tensor_roles import layer_of, place_of
 from .grid_bands import cells_of, columns_of, fewer, joined_band, nowhere_last, order_of, problems_of
 from .grid_cells import (
@@ -52,15 +52,15 @@ _BY_CODE = {
 _ECHOES = ("FS102", "FS205")
 
 #: The part of a stored name that says which chunk of the tensor it is. source: DCP records as they are named here, zarr 3, zarr 2
-_CHUNK = re.compile(r"(?:\[[0-9,]*\]|/c(?:/[0-9/]+)?|/[0-9]+(?:\.[0-9]+)*)$")
-_DIGITS = re.compile(r"[0-9]+")
+_CHUNK = compile_when_used(r"(?:\[[0-9,]*\]|/c(?:/[0-9/]+)?|/[0-9]+(?:\.[0-9]+)*)$")
+_DIGITS = compile_when_used(r"[0-9]+")
 
 #: The axis of the layers.
 _LAYERS = "L"
 #: Layers of a run that are shown; no model has more.
 _MOST_LAYERS = 1 << 14
 #: The part of a rank in which ranks differ that hold the same tensors.
-_TENSOR_RANK = re.compile(r"\b(?:tp|mp) [0-9]+")
+_TENSOR_RANK = compile_when_used(r"\b(?:tp|mp) [0-9]+")
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.plan import Plan
 from ..common.listing import store_of
+from ..common.records import replace
 from ..models.tensor_roles import place_of
 from .grid import Grid, banded
 from .grid_cells import Key, Row

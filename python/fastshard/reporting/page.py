@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterable
 from importlib import resources
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from ..common import json_text
 from ..common.formatting import counted, human
 from ..common.optional_imports import imported
+from ..common.regex import compile_when_used
 from ..verification.stats import TensorStats
 from . import charts
 from .densities import density
@@ -42,7 +42,7 @@ LIMIT = 2_000_000
 
 
 #: Names that a link may lead to.
-_ANCHOR = re.compile(r"[\w./:-]{1,300}")
+_ANCHOR = compile_when_used(r"[\w./:-]{1,300}")
 #: Tried one after the other until the page is small enough.
 _LIMITS = (
     Limits(),

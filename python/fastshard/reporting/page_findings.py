@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ..common.errors import Finding
 from ..common.finding_facts import effect_of
 from ..common.formatting import counted
+from ..common.records import dataclass
 from .grid import state_of
 from .grid_cells import Band
 from .page_markup import Limits

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from ..common.formatting import counted, natural
 from ..common.listing import store_of
+from ..common.records import dataclass, replace
 from ..models.tensor_roles import order_of
 from .grid import Grid
 from .grid_cells import STATES, THERE, Band, Cell, Column, Problem

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from ..common.formatting import printable
+from ..common.records import dataclass
 
 #: Characters of a text that are shown, from both its ends.
 CLIP = 400

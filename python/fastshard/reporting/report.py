@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from ..common.errors import FastshardError
 from ..common.options import Opening, StrPath
 from ..common.progress import Progress
 from ..common.progress import Report as Told
+from ..common.records import replace
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from ..common.formatting import human
 from ..common.listing import list_roots
 from ..common.options import StrPath
 from ..common.progress import Progress
+from ..common.records import dataclass, field, replace
 from ..models.tensor_roles import parts_of, role_of
 from ..verification.stats import TensorStats
 from .checks import FAILED, Check, Read, checks

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from ..common.errors import CODES, VERDICTS, Finding, exit_code
 from ..common.finding_facts import command_of
 from ..common.formatting import counted, human
+from ..common.records import dataclass
 from .grid import state_of
 from .grid_cells import COPIED, DAMAGED
 from .report_data import Report

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -13,6 +12,7 @@ from ..common.errors import FastshardError, Finding, from_core
 from ..common.listing import File, Listing
 from ..common.near_words import meant
 from ..common.options import ACCEPTABLE, MAX_DEGREE, OpenOptions
+from ..common.records import dataclass, field
 from ..layouts.declaration import Blocks, Source
 
 

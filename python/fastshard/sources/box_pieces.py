@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from math import prod
 
+from ..common.records import dataclass, field
 from ..layouts.declaration import Assembled
 
 #: First index, extent, file, and the tensor in it.

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding, error_for
 from ..common.listing import File, Listing
+from ..common.records import dataclass, replace
+from ..common.regex import compile_when_used
 from .base import Options
 from .step_names import alike, bearing, is_step, matching, newer, numbers_of, part_of, plain
 from .step_trackers import TOLD, Step, folders_in, have, pointing_nowhere, tracked
 
 #: Folders of optimizer state that FSDP's writers put beside the model's. source: accelerate utils/fsdp_utils.py
-_OPTIMIZER = re.compile(r"^optimizer_\d+$")
+_OPTIMIZER = compile_when_used(r"^optimizer_\d+$")
 
 
 @dataclass(frozen=True)

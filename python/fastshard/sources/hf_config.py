@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,8 @@ from ..common import json_text, safe_files
 from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding, raise_errors
 from ..common.listing import Folder, Listing
+from ..common.records import replace
+from ..common.regex import compile_when_used
 from ..layouts import naming_schemes, tables
 from ..layouts.declaration import Source, is_state
 from ..layouts.wrapper_names import bare, wrapped
@@ -22,9 +22,9 @@ from ..models.overridden_settings import find_overridden_config, is_config_json
 from .base import Options
 
 #: What a layer's tensor is called, and what precedes the word.
-_LAYER = re.compile(r"^((?:[A-Za-z_]\w*\.)*?)layers\.\d+\.")
+_LAYER = compile_when_used(r"^((?:[A-Za-z_]\w*\.)*?)layers\.\d+\.")
 #: What critics and reward models have in the place of an output layer.
-_VALUE_HEAD = re.compile(r"(^|\.)(value_head|v_head|score)\.(\w+\.)*weight$")
+_VALUE_HEAD = compile_when_used(r"(^|\.)(value_head|v_head|score)\.(\w+\.)*weight$")
 #: Keys that tell a config of Hugging Face from others of the name.
 _TELLING = {"model_type", "architectures", "transformers_version"}
 #: Who says that code is missing.

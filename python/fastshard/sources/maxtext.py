@@ -12,6 +12,7 @@ from typing import Any
 
 from .._core import Table
 from ..common.errors import FastshardError, Finding
+from ..common.regex import compile_when_used
 from ..layouts import tables
 from ..layouts.declaration import Description, Optimizer, Source
 from ..layouts.jax_train_states import Rules, place, scanned
@@ -21,7 +22,7 @@ from ..models.config_fields import flag, integer
 
 #: Families in the order in which they are asked.
 FAMILIES = ("llama", "gpt3")
-_WEIGHT = re.compile(r"^((?:params\.)+)((?:decoder|token_embedder)\..*)$")
+_WEIGHT = compile_when_used(r"^((?:params\.)+)((?:decoder|token_embedder)\..*)$")
 #: Where a scan may have put the layers, likely ones first.
 _SCAN_AXES = (1, 0, -1, 2, 3)
 _STACKED = "decoder.layers."

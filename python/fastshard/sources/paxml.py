@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from ..common.errors import Finding
+from ..common.regex import compile_when_used
 from ..layouts import tables
 from ..layouts.declaration import Description, Optimizer, Source
 from ..layouts.jax_train_states import Names, Rules
@@ -21,7 +22,7 @@ ROOT = "mdl_vars.params.lm."
 _STACKED = "transformer.repeat.sub."
 #: Moments lie in groups of like prefixes of their shapes: `p#96#i-1_2` (96 layers stacked, the axis not
 #: sharded, state 2 of the optimizer's chain) and `no_prefix_2`.
-_MOMENT = re.compile(r"^(opt_states_\d+)\.(p#\d+#i-?\d+|no_prefix)_(\d+)\.([mv])\.params\.lm\.(.*)$")
+_MOMENT = compile_when_used(r"^(opt_states_\d+)\.(p#\d+#i-?\d+|no_prefix)_(\d+)\.([mv])\.params\.lm\.(.*)$")
 _SLOTS = {"mu": "m", "nu": "v"}
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from ..common.errors import FastshardError, raise_errors
 from ..common.formatting import some
 from ..common.listing import Listing
+from ..common.records import replace
 from .base import Adapter, Found, Options
 from .choose_step import no_steps
 from .colossalai.adapter import ColossalAI

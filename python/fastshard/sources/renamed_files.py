@@ -6,7 +6,6 @@ source: torch/serialization.py (_open_zipfile_writer_file, PyTorchStreamWriter)
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -14,9 +13,10 @@ from types import MappingProxyType
 from .. import _core
 from ..common import safe_files
 from ..common.errors import Finding
+from ..common.regex import compile_when_used
 
 #: What frameworks number in the names of their files: DeepSpeed, GPT-NeoX, Megatron-LM, ColossalAI, FSDP.
-_NUMBERED = re.compile(
+_NUMBERED = compile_when_used(
     r"(zero_pp_rank|mp_rank|tp_rank|pp_rank|dp_rank|ep_rank|expp_rank|rank|layer|model|stage|shard|expert)[_-]?(\d{1,18})"
 )
 #: Words that number parts and not places, unless another word stands beside them.

@@ -18,6 +18,7 @@ from .. import _core
 from ..common import json_text, memory_budget, safe_files
 from ..common.errors import FastshardError, Finding, error_for
 from ..common.listing import File, Listing, is_array
+from ..common.regex import compile_when_used
 from ..layouts import tables
 from ..layouts.declaration import is_state
 from ..models import config_json
@@ -27,19 +28,19 @@ from .unsupported_formats import find_unread_format
 __all__ = ["accept_part", "find_part", "fits_config", "make_part", "refuse_rank_folder", "refuse_unreadable"]
 
 #: Names that loaders take without being told. source: transformers utils/__init__.py, diffusers utils/constants.py
-_LOADED = re.compile(r"^(diffusion_)?(pytorch_)?model(\.[\w-]+)?\.(safetensors|bin)$")
+_LOADED = compile_when_used(r"^(diffusion_)?(pytorch_)?model(\.[\w-]+)?\.(safetensors|bin)$")
 #: A file of several by its name.
-_COUNTED = re.compile(r"-(\d+)-of-(\d+)(\.[\w-]+)*$")
+_COUNTED = compile_when_used(r"-(\d+)-of-(\d+)(\.[\w-]+)*$")
 #: Files of DeepSpeed and GPT-NeoX that hold a part of a model whatever the run was.
 #: source: DeepSpeed runtime/engine.py (_get_ckpt_name), runtime/pipe/module.py (ckpt_layer_path)
 _OF_DEEPSPEED = (
-    (re.compile(r"^layer_\d+(-model_\d+)?-model_states\.pt$"), "one layer of a pipeline"),
-    (re.compile(r"^(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt$"), "one rank's partition of the optimizer state"),
-    (re.compile(r"^expp_rank_\d+_mp_rank_\d+_optim_states\.pt$"), "one rank's partition of the optimizer state"),
-    (re.compile(r"^(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt$"), "one expert of a mixture"),
+    (compile_when_used(r"^layer_\d+(-model_\d+)?-model_states\.pt$"), "one layer of a pipeline"),
+    (compile_when_used(r"^(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt$"), "one rank's partition of the optimizer state"),
+    (compile_when_used(r"^expp_rank_\d+_mp_rank_\d+_optim_states\.pt$"), "one rank's partition of the optimizer state"),
+    (compile_when_used(r"^(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt$"), "one expert of a mixture"),
 )  # fmt: skip
 #: One tensor of a universal checkpoint: a folder of each below ``zero/``. source: DeepSpeed checkpoint/ds_to_universal.py
-_OF_UNIVERSAL = re.compile(r"/zero/([^/]+/(fp32|exp_avg|exp_avg_sq|step)|optimizer_state)\.pt$")
+_OF_UNIVERSAL = compile_when_used(r"/zero/([^/]+/(fp32|exp_avg|exp_avg_sq|step)|optimizer_state)\.pt$")
 #: What only an optimizer's partition has. source: DeepSpeed runtime/zero/{stage_1_and_2,stage3}.py, bf16_optimizer.py
 _PARTITION = ("single_partition_of_fp32_groups", "fp32_flat_groups", "partition_count", "fp32_groups_flat")
 #: Keys of training arguments that divide a model, and the dimension in the field's words. The number of data-parallel ranks
@@ -53,14 +54,14 @@ _DEGREES = {
 #: Where a file keeps them.
 _ARGUMENTS = ("args", "checkpoint_parallel_dimensions")
 #: A number that counts parts in a name: after a word that says what it counts, or at its end.
-_NUMBER = re.compile(
+_NUMBER = compile_when_used(
     r"(?:(?<![A-Za-z])(?P<word>(?:tp|mp|pp|ep)_rank|tp|mp|pp|rank|stage|shard|part)[_-]?|_|-(?=0))(?P<n>\d{1,6})(?=[._-]|$)",
     re.IGNORECASE,
 )
 #: Words of ranks each of which holds a part of the model.
 _DIVIDING = ("tp_rank", "mp_rank", "pp_rank", "ep_rank", "tp", "mp", "pp")
 #: A folder of one rank of Megatron-LM. source: Megatron-LM training/checkpointing.py (get_checkpoint_name)
-_RANK_FOLDER = re.compile(r"^mp_rank_\d+(_\d+){0,2}$")
+_RANK_FOLDER = compile_when_used(r"^mp_rank_\d+(_\d+){0,2}$")
 _MEGATRON = ("model_optim_rng.pt", "model_rng.pt", "distrib_optim.pt")
 #: Files that tell the folder of a store of arrays, and how far above one of its files that may lie.
 _STORE = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "commit_success.txt")

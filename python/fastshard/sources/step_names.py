@@ -5,17 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from ..common.regex import compile_when_used
+
 #: What writers put before or after the name of a folder that is being written.
-_TEMPORARY = re.compile(
+_TEMPORARY = compile_when_used(
     r"^(?:tmp[-_.]|\.tmp[-_.]?)|[-_.](?:orbax-checkpoint-tmp|tmp|partial|incomplete)(?:[-_.].*)?$"
 )
 
 
 #: Names that are numbered as steps are; other numbered folders may be anything.
-_NUMBERED = re.compile(r"^\d{1,18}$|(?:checkpoint|ckpt|step|iter|iteration|epoch)[-_=.]?\d", re.IGNORECASE)
+_NUMBERED = compile_when_used(
+    r"^\d{1,18}$|(?:checkpoint|ckpt|step|iter|iteration|epoch)[-_=.]?\d", re.IGNORECASE
+)
 
 
-_NUMBER = re.compile(r"\d{1,18}")
+_NUMBER = compile_when_used(r"\d{1,18}")
 
 
 def plain(name: str) -> str:

@@ -6,12 +6,13 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding, error_for
 from ..common.listing import File, Listing
+from ..common.records import dataclass, field
+from ..common.regex import compile_when_used
 from .step_names import matching, numbers_of
 
 #: Steps that messages name at most.
@@ -23,7 +24,7 @@ _TRACKERS = ("latest", "latest_universal", _MEGATRON)
 #: Those of runs whose steps may hold models that any framework reads.
 OF_RUNS = ("latest", _MEGATRON)
 #: A name that a shell takes as it is.
-_PLAIN = re.compile(r"[\w.-]+", re.ASCII)
+_PLAIN = compile_when_used(r"[\w.-]+", re.ASCII)
 
 
 @dataclass

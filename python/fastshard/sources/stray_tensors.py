@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..common.errors import Finding
 from ..common.formatting import counted, some
+from ..common.records import dataclass, field
 
 #: Files named in a message.
 _NAMED = 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from ..common.listing import Listing
+from ..common.regex import compile_when_used
 
 #: Pattern of a file's name, what such files are, and what to do with them.
 _KNOWN = (
@@ -19,7 +20,9 @@ _KNOWN = (
     (r".*\.tar(\.\w+)?$|.*\.(zip|tgz)$", "an archive", "unpack it"),
 )  # fmt: skip
 #: Formats that no reader opens, by the ending of a file's name.
-_UNREAD = re.compile(r"\.(gguf|ggml|onnx|engine|plan|tflite|pb|npz|npy|msgpack|h5|nemo|tar(\.\w+)?|tgz)$")
+_UNREAD = compile_when_used(
+    r"\.(gguf|ggml|onnx|engine|plan|tflite|pb|npz|npy|msgpack|h5|nemo|tar(\.\w+)?|tgz)$"
+)
 _GGUF = b"GGUF"
 
 

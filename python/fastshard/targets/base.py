@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from .. import _core
 from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding
 from ..common.options import MAX_DEGREE, Option
+from ..common.records import dataclass, field
 from ..layouts import tables
 from ..layouts.declaration import Source
 from ..models.model import Model

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import _core
 from ..common.config_text import shown
 from ..common.errors import FastshardError
+from ..common.records import dataclass, field, replace
 from ..common.target_options import STACKED_EXPERTS, TP
 from ..layouts import naming_schemes, tables
 from ..layouts.dcp_names import METADATA, chunk_name

@@ -7,11 +7,11 @@ read: stages 1 and 2 want ``{"param": tensor}``, stage 3 takes it since 0.18), r
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import _core
 from ..common.errors import FastshardError, Finding
+from ..common.records import dataclass, replace
 from ..common.target_options import STACKED_EXPERTS
 from ..layouts.declaration import Source
 from .base import Bound, Completed, Target

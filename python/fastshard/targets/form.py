@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from .._core import Table
+from ..common.records import dataclass, field
 
 __all__ = ["Form"]
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from .. import _core
 from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding
+from ..common.records import dataclass
+from ..common.regex import compile_when_used
 from ..common.target_options import MULTIPLE, PP, TP
 from ..layouts.declaration import Source
 from ..models import gpt_neox
@@ -51,7 +52,7 @@ _PRECISION: dict[str, dict[str, Any]] = {
     "float32": {"precision": "fp32"},
 }
 
-_NORM = re.compile(
+_NORM = compile_when_used(
     r"^(input_layernorm|post_attention_layernorm|attention\.qk_layernorm|norm)\.(weight|scale|g|norm\.weight|bias|offset|norm\.bias)$"
 )
 #: Norm -> names of its weight and bias. source: gpt-neox megatron/model/norms.py

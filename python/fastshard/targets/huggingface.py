@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from .._core import Table
 from ..common import config_text
 from ..common.errors import FastshardError, Finding
+from ..common.records import dataclass
+from ..common.regex import compile_when_used
 from ..common.target_options import CARD
 from ..layouts import tables
 from ..layouts.declaration import Description, Source, is_state
@@ -29,7 +29,7 @@ _HOLDERS = {
     "wrapped", "inner_model",
 }  # fmt: skip
 #: What a whole model has at its top, below another key.
-_WHOLE_BELOW = re.compile(r"model\.(lm_head|embed_out|model|transformer|score)\.")
+_WHOLE_BELOW = compile_when_used(r"model\.(lm_head|embed_out|model|transformer|score)\.")
 
 
 @dataclass

@@ -7,10 +7,10 @@ common/checkpointing.py
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from ..common.errors import FastshardError, Finding
+from ..common.records import dataclass, field
 from ..common.target_options import FUSED_QKV, MULTIPLE, ROPE_TYPE, SCAN_AXIS
 from ..layouts import jax_train_states, tables
 from ..layouts.declaration import Source

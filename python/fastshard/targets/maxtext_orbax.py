@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
+from ..common.records import dataclass, replace
 from ..common.target_options import FUSED_QKV, MULTIPLE, ROPE_TYPE, SCAN_AXIS, ZARR2
 from ..layouts.declaration import Source
 from .base import Bound, Completed, Target

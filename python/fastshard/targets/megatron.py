@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import _core
 from ..common.errors import FastshardError, Finding
+from ..common.records import dataclass, replace
 from ..common.target_options import MULTIPLE, PP, TP
 from ..layouts.declaration import Source
 from ..models import megatron

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from ..common.regex import compile_when_used
 from ..layouts.declaration import Source
 from ..models import sidecar_files
 from .base import Bound
@@ -16,8 +16,8 @@ __all__ = ["CARD_NAME", "drafted", "has_card"]
 #: Where the Hub looks for the card. source: huggingface.co/docs/hub/model-cards
 CARD_NAME = "README.md"
 #: A repository on the Hub, as far as a name shows it: a local folder may be called the same.
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-_WORD = re.compile(r"\w{1,96}")
+_REPOSITORY = compile_when_used(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_WORD = compile_when_used(r"\w{1,96}")
 
 
 def has_card(source: Source) -> bool:

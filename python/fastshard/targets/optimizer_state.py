@@ -7,10 +7,10 @@ gathered here, or named as not carried.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from ..common.errors import FastshardError, Finding
+from ..common.records import dataclass, field
 from ..layouts.declaration import Group, Source
 
 #: Slots of Adam, which targets have. source: torch/optim/adam.py

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 from .. import _core
 from ..common.errors import FastshardError, Finding
+from ..common.records import dataclass, field
 from ..common.target_options import ZARR2
 from ..layouts.declaration import Source
 from ..zarr.dtypes import HELD

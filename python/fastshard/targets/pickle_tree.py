@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Any
+
+from ..common.records import dataclass
 
 
 class TensorOf(str):

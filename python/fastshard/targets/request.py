@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 from ..common.byte_sizes import parse_size
 from ..common.errors import FastshardError
 from ..common.options import Option
+from ..common.records import dataclass, field
 from ..common.target_options import OPTIONS
 from ..models.tokenizer import Tokenizer
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import _core
 from ..common import json_text
 from ..common.errors import FastshardError
+from ..common.records import dataclass, replace
 from ..common.target_options import MULTIPLE, TP
 from ..layouts.declaration import Source
 from .base import Bound, Completed, Drafted, Target, padded_rows, positive

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.tensor import Tensor
 from ..common.errors import FastshardError
+from ..common.records import dataclass
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
@@ -18,6 +17,7 @@ from ..common.errors import Finding, from_core, raise_errors
 from ..common.formatting import counted
 from ..common.options import Opening
 from ..common.progress import Progress, Report
+from ..common.records import asdict, dataclass, replace
 from ..targets.request import Request
 from .closeness import Tolerance, distance
 from .stats import TensorStats, gather

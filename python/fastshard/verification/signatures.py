@@ -11,13 +11,14 @@ import io
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..common import json_text, safe_files
 from ..common.errors import FastshardError, Finding
 from ..common.optional_imports import imported
+from ..common.records import dataclass
+from ..common.regex import compile_when_used
 
 __all__ = ["check"]
 
@@ -219,7 +220,9 @@ def _hint(public_key: Path) -> str:
 
 
 #: A digest as the library's messages show it: by ``repr``, once or, inside of a list of texts, twice.
-_DIGEST = re.compile(r"""Digest\(algorithm=\\?'(\w+)\\?', digest_value=(b\\?'.{0,400}?\\?'|b".{0,400}?")\)""")
+_DIGEST = compile_when_used(
+    r"""Digest\(algorithm=\\?'(\w+)\\?', digest_value=(b\\?'.{0,400}?\\?'|b".{0,400}?")\)"""
+)
 
 
 def _readable(told: str) -> str:

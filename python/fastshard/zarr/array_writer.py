@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 import shutil
 import threading
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..common.dtypes import numpy_dtype
 from ..common.errors import FastshardError, Finding
+from ..common.records import dataclass
+from ..common.regex import compile_when_used
 from .array_reader import library
 from .dtypes import ZARR2, ZARR3, fill
 
 #: What TensorStore says where the storage is full.
-_NO_SPACE = re.compile(r"\b(ENOSPC|EDQUOT)\b")
+_NO_SPACE = compile_when_used(r"\b(ENOSPC|EDQUOT)\b")
 #: Bytes that are encoded or on their way to the store at a time: each waits for one of its commits.
 _UNDER_WAY = 16 << 20
 #: Values up to this many bytes lie in the nodes of OCDBT's tree, as Orbax has them.

@@ -8,11 +8,11 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from .. import _core
 from ..common.errors import from_core
+from ..common.records import dataclass, field
 from .ocdbt_index import Place
 
 #: What an OCDBT database's manifests are called. source: tensorstore/kvstore/ocdbt/index.rst

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import groupby
 
 from ...common.options import Ranked
+from ...common.records import asdict
 from ...conversion.distributed.rendezvous import SeenRank, probe, rank_of
 from ..render import table
 from ..shared_arguments import add_common, add_ranks, given

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import asdict
 
+from ...common.records import asdict
 from ...conversion.gc import Leaving, gc
 from ..render import human
 from ..shared_arguments import add_common

@@ -6,11 +6,11 @@ import argparse
 import os
 import re
 import shlex
-from dataclasses import dataclass
 
 from ...checkpoint.manifests import MANIFEST_NAME
 from ...common.errors import FastshardError
 from ...common.formatting import counted
+from ...common.records import dataclass
 from ...conversion.distributed.split_runs import Run, begin, commit, run_part
 from ..render import human
 from ..shared_arguments import (

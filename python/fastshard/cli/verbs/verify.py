@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import asdict
 from typing import Any
 
 from ...checkpoint.missing_files import absent
 from ...common.errors import FastshardError
 from ...common.gate import ignored
+from ...common.records import asdict
 from ...verification.verify import verify
 from ..shared_arguments import add_choosing, add_common, add_exit_zero, add_source, opening, progress
 from ..verb import Outcome, Result, Verb

@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from ...common.errors import FastshardError, Finding
+from ...common.records import dataclass
 
 __all__ = ["Rank", "detect", "is_alone"]
 

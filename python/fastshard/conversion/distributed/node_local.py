@@ -12,7 +12,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from ...common import json_text
 from ...common.errors import FastshardError, Finding, from_core, raise_errors
 from ...common.listing import File, Listing, is_utf8, list_roots, refuse_unprintable
 from ...common.options import StrPath
+from ...common.records import dataclass
 from ...zarr.remote_ranges import forget
 from .rendezvous import Meeting
 

@@ -7,13 +7,13 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ... import _core
 from ...common.errors import FastshardError, Finding, from_core
 from ...common.option_checks import checked, refused
 from ...common.options import StrPath
+from ...common.records import dataclass
 from .launcher_env import Rank, detect, is_alone
 
 __all__ = ["Meeting", "probe"]

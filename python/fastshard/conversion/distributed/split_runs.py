@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +15,7 @@ from ...common.errors import FastshardError, Finding, from_core
 from ...common.option_checks import refused
 from ...common.options import StrPath
 from ...common.progress import Progress, Report
+from ...common.records import dataclass
 from ...zarr import array_writer
 from ..convert import carrying, prepared
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ...common import json_text
 from ...common.patterns import PatternBudget
+from ...common.records import dataclass
 from .forms import FLOATS, Companion, Form, Sizes, Weight, ceil_div, matrix
 from .settings import ImpossibleSettingError, Settings
 from .values import Asked, Coded, DamagedError, NoValuesError, Values, operand, scale, view

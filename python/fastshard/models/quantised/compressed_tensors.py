@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 from ...common.patterns import PatternBudget, PatternList
+from ...common.records import dataclass, replace
 from ..tensor_words import WORDS
 from .forms import (
     E4M3,

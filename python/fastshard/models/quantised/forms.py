@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from ...common.patterns import PatternBudget, PatternList
+from ...common.records import dataclass, field
 from .sizes import Sizes, Stored, ceil_div
 from .values import Asked, NoValuesError, Values
 

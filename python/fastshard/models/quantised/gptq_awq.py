@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...common.patterns import PatternBudget, PatternList
+from ...common.records import dataclass
 from .forms import FLOATS, Companion, Form, Sizes, Weight, ceil_div
 from .settings import Settings
 from .values import Asked, Coded, NoValuesError, Values, operand, scale, view

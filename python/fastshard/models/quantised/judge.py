@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 
 from ...common.errors import Finding
 from ...common.patterns import PatternBudget
+from ...common.records import replace
+from ...common.regex import compile_when_used
 from .forms import F8, FLOATS, Companion, Form, Sizes, Stored, Weight
 from .settings import ImpossibleSettingError
 from .stated import KNOWN, Stated
@@ -17,7 +17,7 @@ from .stated import KNOWN, Stated
 __all__ = ["CODES", "Weight", "judged"]
 
 Tensors = Mapping[str, Stored]
-_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
+_NUMBERS = compile_when_used(r"(?<=\.)\d+(?=\.)")
 #: Tensors of one kind that are told one by one.
 _TOLD = 20
 #: Dtypes in which no plain weight is stored.

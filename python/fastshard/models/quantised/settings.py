@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ...common.config_text import shown
+from ...common.records import dataclass
+from ...common.regex import compile_when_used
 
 __all__ = ["ImpossibleSettingError", "Settings"]
 
@@ -17,7 +17,7 @@ LARGEST = (1 << 31) - 1
 #: The largest number that float32 holds.
 _FLOAT32 = (2 - 2**-23) * 2.0**127
 #: Extents of a block as a text: ``128x128``.
-_AS_TEXT = re.compile(r"[0-9]{1,9}x[0-9]{1,9}")
+_AS_TEXT = compile_when_used(r"[0-9]{1,9}x[0-9]{1,9}")
 _MISSING = "missing"
 
 

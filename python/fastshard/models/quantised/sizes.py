@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+from ...common.records import dataclass
 
 __all__ = ["Sizes", "Stored", "ceil_div"]
 

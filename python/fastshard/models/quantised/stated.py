@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ...common import json_text
 from ...common.errors import FastshardError
 from ...common.patterns import PatternBudget
+from ...common.records import dataclass
 from ..config_json import QUANTISED
 from . import bitsandbytes, compressed_tensors, fp8, gptq_awq, mlx, modelopt, mxfp4
 from .forms import Form, ListedModules

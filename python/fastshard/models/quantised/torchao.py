@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ...common import json_text
 from ...common.errors import FastshardError, Finding
+from ...common.records import dataclass
 from .settings import ImpossibleSettingError, Settings
 from .sizes import Stored
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from ...common.errors import Finding
+from ...common.records import dataclass
 from .sizes import Sizes, ceil_div
 
 __all__ = [

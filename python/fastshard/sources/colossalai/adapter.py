@@ -12,7 +12,6 @@ source: colossalai/checkpoint_io/{hybrid_parallel_checkpoint_io,moe_checkpoint,i
 from __future__ import annotations
 
 import math
-import re
 import zlib
 from collections.abc import Iterable
 from itertools import islice
@@ -20,6 +19,7 @@ from typing import Any
 
 from ...common.errors import Finding
 from ...common.listing import File, Listing
+from ...common.regex import compile_when_used
 from ...layouts import tables
 from ...layouts.declaration import Assembled, Description, Source, Unit
 from ...models import huggingface
@@ -42,13 +42,13 @@ from .missing_shards import (
 )
 from .save_files import ColossalFiles
 
-_INDEX = re.compile(
+_INDEX = compile_when_used(
     r"^(?:model\.(safetensors)|pytorch_model\.(bin))\.index(?:\.[^.]+?)?(-stage-\d{5}(?:-\d{5})?)?\.json$"
 )
 #: Storages up to this size are checked for being zeros before they are called copies.
 _CONSTANT_BYTES = 1 << 30
-_LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_LAYER = compile_when_used(r"\.(?:layers|h)\.(\d+)\.")
+_EXPERT = compile_when_used(r"\.experts\.(\d+)\.")
 #: Keys of configs that tell the number of experts. source: transformers models/mixtral, deepseek_v3, qwen3_moe
 _EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 #: By name: file, number of the tensor in it and shape, for each directory that holds it.

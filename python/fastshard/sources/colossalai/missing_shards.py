@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
-
 from ...common.errors import Finding
 from ...common.listing import File
+from ...common.regex import compile_when_used
 from ..base import Options, lacking, missing, unexpected
 from .index import PARTIAL, join, rank_of
 
 #: Names of shards of a model.
-SHARD = re.compile(
+SHARD = compile_when_used(
     r"^(?:model|pytorch_model)(?:\.[^.]+)?(?:-stage-(?P<stage>\d{5})(?:-(?P<ep>\d{5}))?-shard)?-\d{5}"
     r"\.(?P<kind>safetensors|bin)$"
 )

@@ -8,12 +8,12 @@ utils/safetensors.py (async: ``state.<number>.<name>``)
 from __future__ import annotations
 
 import math
-import re
-from dataclasses import dataclass, replace
 from typing import Any
 
 from ...common.errors import Finding
 from ...common.listing import File, Listing
+from ...common.records import dataclass, replace
+from ...common.regex import compile_when_used
 from ...layouts.declaration import Assembled, Optimizer, Source
 from ..base import Contents, Found, missing
 from ..match_by_order import by_shape
@@ -22,15 +22,15 @@ from ..zero.flat_state import ints, scalar
 from .index import PARTIAL, join, rank_of, read_indexes
 from .save_files import ColossalFiles, OptimFiles
 
-_INDEX = re.compile(
+_INDEX = compile_when_used(
     r"^(?:pytorch_optim\.bin|optimizer\.safetensors)\.index(?:\.[^.]+?)?(-stage-\d{5}(?:-\d{5})?)?\.json$"
 )
-_SHARD = re.compile(
+_SHARD = compile_when_used(
     r"^(?:pytorch_optim|optimizer)(?:\.[^.]+)?(?:-stage-(?P<stage>\d{5})(?:-(?P<ep>\d{5}))?-shard)?-\d{5}"
     r"\.(?:safetensors|bin)$"
 )
-_GROUPS = re.compile(r"^pytorch_optim_group(?:\.[^.]+)?\.bin$")
-_STATE = re.compile(r"^(?:state\.)?(\d+)\.(\w+)$")
+_GROUPS = compile_when_used(r"^pytorch_optim_group(?:\.[^.]+)?\.bin$")
+_STATE = compile_when_used(r"^(?:state\.)?(\d+)\.(\w+)$")
 _STEP = "step"
 #: States with the parameter's shape, of Adam, LAMB and SGD.
 _SLOTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}

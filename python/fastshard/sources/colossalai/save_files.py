@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from ...common.errors import Finding
 from ...common.listing import File
+from ...common.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from ...common.errors import FastshardError, Finding
 from ...common.formatting import some
 from ...common.listing import File, Listing
+from ...common.records import dataclass, field, replace
+from ...common.regex import compile_when_used
 from ...layouts.dcp_names import METADATA, chunk_name
 from ...layouts.declaration import Assembled, Source
 from .. import hf_config, model_prefix
@@ -40,7 +41,7 @@ def _known(transforms: list[str]) -> bool:
 
 
 #: What a module keeps beside its parameters (``get_extra_state``): Transformer Engine's FP8 scales and the like.
-_EXTRA_STATE = re.compile(r"(^|\.)_extra_state(\.|$)")
+_EXTRA_STATE = compile_when_used(r"(^|\.)_extra_state(\.|$)")
 #: Names that a finding gives at most.
 _TOLD = 8
 #: Records that are looked into at most: those that hold tensors are the largest.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+from ...common.records import dataclass
 from .metadata import Told
 from .optim import Objects
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import re
 from collections.abc import Collection, Iterable
 from typing import Any, TypedDict
 
@@ -17,14 +16,15 @@ from ...common import safe_files
 from ...common.dtypes import TORCH_NAMES, item_size
 from ...common.errors import FastshardError, Finding, from_core
 from ...common.listing import File, Listing
+from ...common.regex import compile_when_used
 from ...layouts.dcp_names import METADATA
 from ..base import lacking, missing
 from ..index_files import safe_relative
 
 #: Metadata of a rank that saved for itself.
-OF_RANK = re.compile(r"^__(\d{1,9})\.metadata$")
+OF_RANK = compile_when_used(r"^__(\d{1,9})\.metadata$")
 #: Records of a rank.
-_RECORDS = re.compile(r"^__(\d{1,9})_\d+\.distcp$")
+_RECORDS = compile_when_used(r"^__(\d{1,9})_\d+\.distcp$")
 #: safetensors name by torch dtype.
 _SAFETENSORS = {theirs: name for name, theirs in TORCH_NAMES.items()}
 

@@ -7,21 +7,21 @@ source: torch/distributed/checkpoint/state_dict.py (_get_optim_state_dict, _flat
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ... import _core
 from ...common import json_text
 from ...common.errors import Finding, from_core
+from ...common.records import dataclass, replace
+from ...common.regex import compile_when_used
 from ...layouts.declaration import Group, Moments, Source
 from ..base import Contents
 from ..zero.flat_state import scalar
 
 #: ``optim.state.model.norm.weight.exp_avg``. Slots of torch's optimizers have no dots, names of parameters may.
-_MOMENT = re.compile(r"^(?P<top>(?:.*\.)?optim[a-z_]*\.)?state\.(?P<name>.+)\.(?P<slot>[a-z_]+)$")
+_MOMENT = compile_when_used(r"^(?P<top>(?:.*\.)?optim[a-z_]*\.)?state\.(?P<name>.+)\.(?P<slot>[a-z_]+)$")
 _STEP = "step"
 
 #: A record that is no tensor: file, offset and bytes by name.

@@ -6,13 +6,13 @@ source: DeepSpeed runtime/engine.py (_get_ckpt_name, _get_zero_ckpt_name), runti
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
+from ...common.records import dataclass, field, replace
+from ...common.regex import compile_when_used
 from ...layouts.declaration import Source, Unit
 from .. import hf_config
 from ..base import Contents, Found, Options, as_dict, counted, lacking, missing
@@ -27,14 +27,14 @@ from . import autotp, experts
 from .step_files import DeepSpeedFiles
 
 #: A pipe topology without a model axis leaves out ``-model_TT``.
-_LAYER = re.compile(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")
-_RANK = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
-_ZERO3 = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
-_OPTIM = re.compile(r"^(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
-_EXPERT = re.compile(r"^layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt$")
-_EXPERTS_STATE = re.compile(r"^expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
+_LAYER = compile_when_used(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")
+_RANK = compile_when_used(r"^mp_rank_(\d+)_model_states\.pt$")
+_ZERO3 = compile_when_used(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
+_OPTIM = compile_when_used(r"^(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
+_EXPERT = compile_when_used(r"^layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt$")
+_EXPERTS_STATE = compile_when_used(r"^expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 #: Before DeepSpeed 0.6, without layers.
-_OLD_EXPERT = re.compile(r"^expert_\d+_mp_rank_\d+_model_states\.pt$")
+_OLD_EXPERT = compile_when_used(r"^expert_\d+_mp_rank_\d+_model_states\.pt$")
 
 
 def steps_of(listing: Listing) -> dict[str, Step]:

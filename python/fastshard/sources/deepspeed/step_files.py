@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from ...common.records import dataclass
 from ..zero.zero_files import ZeroFiles
 
 

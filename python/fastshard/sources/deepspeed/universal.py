@@ -7,13 +7,13 @@ tensor; the model files are copied beside them, and tell shapes, frozen paramete
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...common.errors import Finding
 from ...common.listing import File, Listing
+from ...common.records import dataclass, field, replace
+from ...common.regex import compile_when_used
 from ...layouts.declaration import Assembled, Optimizer, Source, Unit
 from .. import hf_config
 from ..base import Contents, Found, Options, as_dict, counted, missing
@@ -24,9 +24,9 @@ from ..zero import stage3
 from ..zero.flat_state import Model, name_list, scalar, tensor_index
 from ..zero.zero_files import ZeroFiles
 
-_PARAMETER = re.compile(r"^(?:(.*)/)?zero/([^/]+)/([^/]+)\.pt$")
+_PARAMETER = compile_when_used(r"^(?:(.*)/)?zero/([^/]+)/([^/]+)\.pt$")
 #: Stage 3 has a model file per data-parallel rank.
-_MODEL = re.compile(r"^(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt$")
+_MODEL = compile_when_used(r"^(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt$")
 #: The parameter itself among the files of a parameter's folder.
 _VALUES = "fp32"
 _STEP = "step"

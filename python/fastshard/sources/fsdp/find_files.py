@@ -8,21 +8,22 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
+from ...common.records import dataclass, field, replace
+from ...common.regex import compile_when_used
 from ..base import Options, counted
 from ..choose_step import folder_of, within_this
 from ..dcp.metadata import one_of
 from ..step_names import is_step
 
 #: Of each rank: the model, and beside it the optimizer and the rest of the trainer's state. verl, SkyRL
-_WORLD = re.compile(r"^(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt$")
+_WORLD = compile_when_used(r"^(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt$")
 #: accelerate, where it does not use torch.distributed.checkpoint.
-_ACCELERATE = re.compile(r"^(pytorch_model_fsdp|optimizer)(?:_(\d+))?_rank_?(\d+)\.bin$")
+_ACCELERATE = compile_when_used(r"^(pytorch_model_fsdp|optimizer)(?:_(\d+))?_rank_?(\d+)\.bin$")
 #: Any other trainer's.
-_ANY = re.compile(r"^(.*?[._-])?rank[_-]?(\d+)\.(?:pt|pth|bin)$")
+_ANY = compile_when_used(r"^(.*?[._-])?rank[_-]?(\d+)\.(?:pt|pth|bin)$")
 _KINDS = {"pytorch_model_fsdp": "model", "optimizer": "optim"}
 #: source: verl trainer; Megatron-LM has the same name for it
 _TRACKERS = ("latest_checkpointed_iteration.txt",)

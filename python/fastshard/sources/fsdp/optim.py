@@ -8,11 +8,11 @@ source: torch/optim/optimizer.py (state_dict), verl utils/checkpoint/fsdp_checkp
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from math import prod
 from typing import Any
 
 from ...common.errors import Finding
+from ...common.records import replace
 from ...layouts.declaration import Assembled, Optimizer, Source
 from ..base import Contents, Found, as_dict
 from ..box_pieces import Boxes

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 from ... import _core
 from ...common.errors import FastshardError, Finding
+from ...common.records import dataclass, field
 from ..base import Contents, Found, lacking, missing, unexpected
 from ..renamed_files import places
 from .find_files import FsdpFiles

@@ -5,7 +5,6 @@ source: gpt-neox megatron/checkpointing.py, DeepSpeed runtime/engine.py and pipe
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from ...common.errors import FastshardError, Finding
 from ...common.formatting import runs
 from ...common.listing import Listing
 from ...common.options import MAX_DEGREE
+from ...common.regex import compile_when_used
 from ...layouts.declaration import Source, Unit
 from ..base import Contents, Found, Options, as_dict, missing, unexpected
 from ..rank_values import differing
@@ -27,7 +27,7 @@ from . import features
 #: Files that are missed one after another are told one by one up to here; of more, the first and last.
 _ONE_BY_ONE = 16
 
-_STEP = re.compile(r"^(?:global_step)?(\d+)$")
+_STEP = compile_when_used(r"^(?:global_step)?(\d+)$")
 
 
 def _blocks(layers: Iterable[int]) -> int:

@@ -7,13 +7,13 @@ stored one. source: gpt-neox megatron/neox_arguments, megatron/checkpointing.py
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ...common.config_text import parse_yaml, shown
 from ...common.errors import FastshardError, Finding
 from ...common.listing import Listing
 from ...common.options import MAX_DEGREE
+from ...common.records import dataclass, field
 from ...models import config_json, gpt_neox
 from ...models.config_fields import count
 from ...models.overridden_settings import find_missing_rows, find_overridden_settings, is_config_json

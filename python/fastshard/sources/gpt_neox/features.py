@@ -7,13 +7,13 @@ source: gpt-neox megatron/model/{transformer,norms,transformer_engine}.py
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...common.config_text import shown
 from ...common.errors import FastshardError, Finding, error_for
+from ...common.records import asdict, dataclass, field
+from ...common.regex import compile_when_used
 from ...layouts.declaration import Description, Source, Unit
 from ...models import gpt_neox
 from ...models.gpt_neox import GATED, Features
@@ -21,7 +21,7 @@ from ..base import Contents, Found
 from . import fp8_state, unread_blocks
 from .config import Model
 
-_NUMBERED = re.compile(r"^\d+\.(.+)$")
+_NUMBERED = compile_when_used(r"^\d+\.(.+)$")
 _IN = ("mlp.linear1.weight", "mlp.dense_h_to_4h.weight", "mlp.fc1_weight")
 _OUT = ("mlp.linear2.weight", "mlp.dense_4h_to_h.weight", "mlp.fc2_weight")
 _QKV = ("attention.query_key_value.weight", "attention.qkv.weight")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,8 @@ from ...common import safe_files
 from ...common.config_text import shown
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
+from ...common.records import dataclass, field, replace
+from ...common.regex import compile_when_used
 from ...layouts.declaration import Description, Source, Superseded, Unit
 from ...models import huggingface, sidecar_files
 from .. import hf_config, model_prefix, single_files
@@ -28,7 +29,7 @@ _FORMS = [
     ("model.safetensors.index.json", "model.safetensors"),
     ("pytorch_model.bin.index.json", "pytorch_model.bin"),
 ]
-_SHARD = re.compile(r"^(.+)-(\d+)-of-(\d+)\.(safetensors|bin)$")
+_SHARD = compile_when_used(r"^(.+)-(\d+)-of-(\d+)\.(safetensors|bin)$")
 
 
 def _weight_map(content: Any, path: str) -> dict[str, str]:

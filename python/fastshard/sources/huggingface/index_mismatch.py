@@ -5,19 +5,19 @@ What transformers makes of each is told in docs/guides/index_files.md.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from ...common import safe_files
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
+from ...common.regex import compile_when_used
 from ...models.tensor_words import WORDS
 from ..base import Contents, lacking
 from ..index_files import read_json
 
 #: Names that say how many files there are.
-_SHARD = re.compile(r"^(.+)-(\d+)-of-(\d+)\.(safetensors|bin)$")
+_SHARD = compile_when_used(r"^(.+)-(\d+)-of-(\d+)\.(safetensors|bin)$")
 #: The most that a name may count to here; further numbers are no files'.
 _MOST = 100_000
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
+from ...common.records import replace
+from ...common.regex import compile_when_used
 from ...layouts import tables
 from ...layouts.declaration import Description, Source
 from ...models import config_json, huggingface
@@ -25,7 +26,7 @@ from ..step_names import is_step
 from .adapter import slices_as_wholes
 from .shard_offsets import INFO, offsets
 
-_SHARD = re.compile(r"^shard-(\d+)-(.+)-(\d+)-of-(\d+)\.safetensors$")
+_SHARD = compile_when_used(r"^shard-(\d+)-(.+)-(\d+)-of-(\d+)\.safetensors$")
 #: Beyond any run.
 _MAX_RANKS = 100_000
 

@@ -5,19 +5,19 @@ source: torch/distributed/checkpoint/{_hf_utils,filesystem,_consolidate_hf_safet
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from ...common import json_text
 from ...common.errors import Finding
 from ...common.listing import File, Listing
+from ...common.regex import compile_when_used
 from ..base import Contents
 
 #: The key of a safetensors file's metadata.
 INFO = "DCP_SHARDING_INFO"
 #: Where the writer keeps what it consolidates.
-_SHARDED = re.compile(r"(^|/)sharded/shard-\d+-[^/]+\.safetensors$")
+_SHARDED = compile_when_used(r"(^|/)sharded/shard-\d+-[^/]+\.safetensors$")
 #: Bytes at most of one element.
 _ELEMENT = 16
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ..._core import Rule, Table
@@ -12,6 +10,8 @@ from ...common.config_text import shown
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
 from ...common.options import MAX_DEGREE
+from ...common.records import dataclass
+from ...common.regex import compile_when_used
 from ...layouts.declaration import Source, Unit
 from .. import hf_config
 from ..base import Contents, Found, Options, counted, lacking, missing, unexpected
@@ -20,11 +20,11 @@ from ..index_files import read_json
 from ..step_names import is_step
 from .adapter import slices_as_wholes
 
-_RANK = re.compile(r"^(.*?)(?:tp_rank|rank|mp_rank|tp)[_-]?(\d+)\.safetensors$")
+_RANK = compile_when_used(r"^(.*?)(?:tp_rank|rank|mp_rank|tp)[_-]?(\d+)\.safetensors$")
 _KNOWN_KEYS = {"tp", "tp_dim", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by", "pad_value"}
 #: Beyond any run.
 #: Tensors whose rows are the vocabulary, in the frameworks that write such directories.
-_VOCABULARY = re.compile(
+_VOCABULARY = compile_when_used(
     r"(^|\.)(embed_tokens|embed_in|word_embeddings|wte|lm_head|embed_out|output_layer|final_linear)\.weight$"
 )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
+from ...common.regex import compile_when_used
 from ...layouts import tables
 from ...layouts.declaration import Assembled, Source, Unit
 from ...models import megatron
@@ -25,16 +26,18 @@ from . import arguments, of_ranks, table_match
 from .rank_folders import DISTRIBUTED_OPTIMIZER, MegatronFiles
 from .rank_grid import RankGrid
 
-_RANK = re.compile(r"^(?:(.*)/)?mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/(?:model_optim_rng|model_rng)\.pt$")
+_RANK = compile_when_used(
+    r"^(?:(.*)/)?mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/(?:model_optim_rng|model_rng)\.pt$"
+)
 #: Before it the rows of `linear_qkv` lay in another order. source: checkpointing.py, fix_query_key_value_ordering
 _ROWS_BY_GROUP = 2.0
 _TRACKER = "latest_checkpointed_iteration.txt"
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"\.mlp\.experts\.(?:local_experts\.(\d+)\.|linear_fc1\.weight(\d+)$)")
-_FLAT = re.compile(r"^decoder\.layers\.(\d+)\.mlp\.experts\.weight([12])$")
+_LAYER = compile_when_used(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = compile_when_used(r"\.mlp\.experts\.(?:local_experts\.(\d+)\.|linear_fc1\.weight(\d+)$)")
+_FLAT = compile_when_used(r"^decoder\.layers\.(\d+)\.mlp\.experts\.weight([12])$")
 #: Missing files that are named one by one.
 _NAMED = 100
-_MODEL = re.compile(r"^model(\d*)$")
+_MODEL = compile_when_used(r"^model(\d*)$")
 
 
 class Megatron:

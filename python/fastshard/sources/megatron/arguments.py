@@ -7,10 +7,10 @@ transformers models/{llama,mistral,qwen2,qwen3,mixtral,qwen3_moe}
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from ...common.errors import FastshardError, Finding
+from ...common.records import dataclass, replace
 from ...layouts.declaration import Description, Evidence, Source
 from ...models import config_json, megatron
 from ...models.model import Lack, Model

@@ -9,25 +9,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any
 
 from ... import _core
 from ...common.errors import FastshardError, Finding
+from ...common.records import dataclass, field
+from ...common.regex import compile_when_used
 from ...layouts.declaration import Assembled
 from ...models import megatron
 
 #: The first count of layers in a name.
-_LAYER = re.compile(r"^((?:[^.]+\.)*?layers\.)(\d{1,9})\.")
-_EXPERT = re.compile(r"(\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)(?=\d)))(\d{1,9})(?!\d)")
+_LAYER = compile_when_used(r"^((?:[^.]+\.)*?layers\.)(\d{1,9})\.")
+_EXPERT = compile_when_used(
+    r"(\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)(?=\d)))(\d{1,9})(?!\d)"
+)
 #: What counts further than any model.
-_ENDLESS = re.compile(r"(\d{10,})")
+_ENDLESS = compile_when_used(r"(\d{10,})")
 #: Scales of FP8, which each rank has of its own, and what is computed from the config.
-_NO_WEIGHTS = re.compile(r"(?:\._extra_state|\.inv_freq)$")
+_NO_WEIGHTS = compile_when_used(r"(?:\._extra_state|\.inv_freq)$")
 #: What each rank has whole.
-_ALIKE = re.compile(
+_ALIKE = compile_when_used(
     r"(?:norm\.(?:weight|bias)|layer_?norm_(?:weight|bias)|(?:^|\.)ln_(?:pre|post)\.(?:weight|bias)"
     r"|\.router\.(?:weight|bias|expert_bias)|(?:position|tokentype)_embeddings\.weight|\.gate_weight"
     r"|(?:linear_proj|linear_fc2|attention\.dense|dense_4h_to_h)\.bias|\.linear_fc2\.bias\d*"
@@ -36,7 +39,7 @@ _ALIKE = re.compile(
 )
 #: How a module's ranks divide it: name, dimension, and the sum that it is long as a whole.
 _DIVIDED = [
-    (re.compile(rf"(?:^|\.){name}$"), dimension, extent)
+    (compile_when_used(rf"(?:^|\.){name}$"), dimension, extent)
     for name, dimension, extent in (
         (r"word_embeddings\.weight|output_layer\.(?:weight|bias)", 0, "words"),
         (r"(?:linear_qkv|query_key_value)\.(?:weight|bias)", 0, "heads"),
@@ -58,7 +61,7 @@ _DIVIDED = [
 ]  # fmt: skip
 #: No model has as many layers for further tokens.
 _MOST = 1 << 16
-_FIRST = re.compile(r"(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)\d*$")
+_FIRST = compile_when_used(r"(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)\d*$")
 
 
 @dataclass(frozen=True)

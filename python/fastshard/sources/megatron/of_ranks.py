@@ -11,18 +11,18 @@ source: megatron/core/models/gpt/gpt_model.py (pre_process), transformer/transfo
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from ...common.errors import Finding
+from ...common.regex import compile_when_used
 from ...layouts.declaration import Source
 from ..base import Found
 
 #: (tp, pp, ep) of a file by its name.
 _Place = tuple[int, int, int]
 _EMBEDDING = "embedding.word_embeddings.weight"
-_FINAL_NORM = re.compile(r"(decoder|encoder)\.final_(layer)?norm\.weight")
+_FINAL_NORM = compile_when_used(r"(decoder|encoder)\.final_(layer)?norm\.weight")
 #: Tensors of multi-token prediction, whose stage embeds tokens too.
 _MTP = "mtp."
 #: Stage, number in :attr:`Found.files`, and names of the tensors of each model chunk.

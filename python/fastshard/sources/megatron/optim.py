@@ -10,12 +10,12 @@ source: megatron/core/optimizer/{optimizer,distrib_optimizer}.py (`sharded_state
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...common.errors import Finding
+from ...common.records import dataclass, field, replace
+from ...common.regex import compile_when_used
 from ...layouts.declaration import Assembled, Optimizer, Source
 from ..base import as_dict
 from ..dcp.metadata import Told
@@ -26,9 +26,9 @@ from .optim_flat import UnknownPlaces
 from .optim_order import BUFFERS, Weights
 
 #: Several optimizers are counted: chained_0, chained_1, ...
-_STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
-_SLOT = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.([A-Za-z0-9_]+)\.(.+)$")
-_PICKLED = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.param_state/")
+_STATE = compile_when_used(r"^(?:chained_\d+\.)?optimizer\.")
+_SLOT = compile_when_used(r"^(?:chained_\d+\.)?optimizer\.state\.([A-Za-z0-9_]+)\.(.+)$")
+_PICKLED = compile_when_used(r"^(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.param_state/")
 #: What fp32 master weights are called. source: optimizer.py (fp32_param), distrib_optimizer.py (fp32_param, later param)
 MASTERS = ("param", "fp32_param")
 #: Groups of parameters are looked for as deep as several optimizers nest them.

@@ -8,15 +8,15 @@ source: megatron/core/optimizer/distrib_optimizer.py (sharded_param_state_dp_res
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field
 from typing import Any
 
+from ...common.records import dataclass, field
+from ...common.regex import compile_when_used
 from ...layouts.declaration import Assembled
 from .optim_flat import Part, Place, UnknownPlaces, in_buckets, pieces
 from .optim_order import Kind, Ranks, Weights, kinds
 
-KEY = re.compile(
+KEY = compile_when_used(
     r"^(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)"
     r"\.dtype_\(torch\.(?P<dtype>\w+), torch\.\w+\)\.bucket_idx_(?P<bucket>\d+)\.(?P<slot>\w+)$"
 )

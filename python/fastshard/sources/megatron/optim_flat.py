@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
+
+from ...common.records import dataclass, field
 
 #: Elements that the start of a parameter is a multiple of.
 ALIGNED = 64

@@ -9,14 +9,14 @@ megatron/training/checkpointing.py (get_distributed_optimizer_checkpoint_name)
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from ... import _core
 from ...common.errors import Finding
+from ...common.records import dataclass, field
+from ...common.regex import compile_when_used
 from ...layouts.declaration import Assembled, Optimizer, Source, Unit
 from ..base import Contents, Found, as_dict, as_list, missing
 from ..match_by_order import by_shape
@@ -26,7 +26,7 @@ from .optim_flat import Part, Place, UnknownPlaces, in_vector
 from .optim_order import BUFFERS, count
 from .rank_folders import DISTRIBUTED_OPTIMIZER, MegatronFiles
 
-_EXPERT = re.compile(r"\.mlp\.experts\.")
+_EXPERT = compile_when_used(r"\.mlp\.experts\.")
 #: source: megatron/core/distributed/distributed_data_parallel.py
 _BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from ...common.errors import FastshardError
+from ...common.records import dataclass
+from ...common.regex import compile_when_used
 from ...models import megatron
 from .optim_flat import Part, UnknownPlaces
 
 #: What no optimizer steps.
-BUFFERS = re.compile(r"(\.router\.expert_bias|\.inv_freq|_extra_state)$")
+BUFFERS = compile_when_used(r"(\.router\.expert_bias|\.inv_freq|_extra_state)$")
 
 _ATTENTION = ("self_attention.q_layernorm.weight", "self_attention.q_layernorm.bias",
               "self_attention.k_layernorm.weight", "self_attention.k_layernorm.bias")  # fmt: skip

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from ...common.records import dataclass
 
 #: The file of the distributed optimizer, beside a rank file.
 DISTRIBUTED_OPTIMIZER = "distrib_optim.pt"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
 from ...common.errors import FastshardError
 from ...common.options import MAX_DEGREE
+from ...common.records import dataclass
 from ...models import megatron
 from ..base import Found
 from .rank_folders import MegatronFiles

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from ..._core import Rule, Table
+from ...common.records import replace
+from ...common.regex import compile_when_used
 from ...layouts.declaration import Source
 from ...models import megatron
 from ...models.model import Lack
 from . import arguments
 
 #: Layers that may differ are numbered from the first of all. source: transformer_block.py (non_homogeneous_layers)
-_LAYER = re.compile(r"^decoder\.layers\.(?:(\d+)\.)?(.+)$")
+_LAYER = compile_when_used(r"^decoder\.layers\.(?:(\d+)\.)?(.+)$")
 #: What every block of the tables has, by its spellings.
 _BLOCK = (
     ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
@@ -30,7 +30,9 @@ _ENDS = (
     ("decoder.final_layernorm.weight", "decoder.final_norm.weight"),
 )
 #: What may have a row for each word, or is a moment of it. source: megatron/core/models (LanguageModelEmbedding, output_layer, lm_head)
-_WORDS = re.compile(r"(?:^|\.)(?:word_embeddings\.weight|output_layer\.(?:weight|bias))(?:\.[a-z_]+)?$")
+_WORDS = compile_when_used(
+    r"(?:^|\.)(?:word_embeddings\.weight|output_layer\.(?:weight|bias))(?:\.[a-z_]+)?$"
+)
 #: Axes that shapes alone do not tell.
 _HEADS = {"g": "num_query_groups", "r": "num_attention_heads", "d": "kv_channels"}
 #: Biases that a table has in all such layers or in none.

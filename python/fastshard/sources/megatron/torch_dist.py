@@ -5,11 +5,11 @@ source: megatron/core/dist_checkpointing (strategies/torch.py)
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from ...common import json_text
 from ...common.listing import Listing
+from ...common.regex import compile_when_used
 from ...layouts import tables
 from ...layouts.declaration import Source
 from ...models.model import Lack
@@ -21,7 +21,7 @@ from . import arguments, optim, table_match
 #: source: megatron/core/dist_checkpointing/serialization.py (load_common_state_dict), 0.19
 _COMMON = "common_state/shard_0_1"
 #: The model of a state, or a virtual stage's.
-_MODEL = re.compile(r"^model\d*\.")
+_MODEL = compile_when_used(r"^model\d*\.")
 
 
 class TorchDist:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from ...common import json_text
 from ...common.config_text import parse_yaml
 from ...common.errors import FastshardError, Finding, error_for
 from ...common.listing import File, Listing
+from ...common.records import dataclass, replace
 from ...layouts.declaration import Assembled, Blocks, Source, TreeInfo
 from ...layouts.maxtext_names import FILE as MODEL_FILE
 from ...models import maxtext_sizes

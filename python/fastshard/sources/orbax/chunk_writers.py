@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, field
 
 from ...common.formatting import some
+from ...common.records import dataclass, field
 from .metadata import Sharding
 from .zarr_metadata import Array
 

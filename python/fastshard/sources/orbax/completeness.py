@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
 from typing import Any
 
 from ...common.errors import Finding
 from ...common.formatting import natural
+from ...common.records import dataclass, field
 from .chunk_writers import Writers, named
 from .metadata import Sharding, processes_of
 from .zarr_metadata import Array

@@ -5,28 +5,28 @@ source: orbax/checkpoint/_src/path/{atomicity,step}.py, .../serialization/ocdbt_
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
+from ...common.records import dataclass, field
+from ...common.regex import compile_when_used
 from .. import choose_step, step_names
 from ..base import Options
 from ..step_trackers import Step
 from .zarr_metadata import METADATA
 
 #: A folder that is being written: ``4000.orbax-checkpoint-tmp-0``, ``items.orbax-checkpoint-tmp``, ``checkpoint_1.tmp_2``.
-_TEMPORARY = re.compile(r"\.(?:orbax-checkpoint-tmp|tmp)(?:[-_.].*)?$")
+_TEMPORARY = compile_when_used(r"\.(?:orbax-checkpoint-tmp|tmp)(?:[-_.].*)?$")
 #: A step's folder: a number, with or without a prefix.
-_STEP = re.compile(r"^(?:.*[_-])?(\d{1,18})$")
+_STEP = compile_when_used(r"^(?:.*[_-])?(\d{1,18})$")
 #: The same without prefixes that a host's folder may have as well (``node_1``).
-_PLAIN_STEP = re.compile(r"^(?:(?:checkpoint|ckpt|step)[_-])?\d{1,18}$")
+_PLAIN_STEP = compile_when_used(r"^(?:(?:checkpoint|ckpt|step)[_-])?\d{1,18}$")
 #: The store of one process, or of what it wrote of replicated arrays.
-_PROCESS = re.compile(r"^ocdbt\.process_(?:replica_)?([A-Za-z0-9]{1,64})$")
+_PROCESS = compile_when_used(r"^ocdbt\.process_(?:replica_)?([A-Za-z0-9]{1,64})$")
 #: Below an array's folder: a chunk of zarr v2 or v3, with either separator.
-_CHUNK = re.compile(r"^(?:c(?:[./]\d+)*|\d+(?:[./]\d+)*)$")
+_CHUNK = compile_when_used(r"^(?:c(?:[./]\d+)*|\d+(?:[./]\d+)*)$")
 
 
 @dataclass(frozen=True)

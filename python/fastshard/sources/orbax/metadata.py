@@ -9,11 +9,11 @@ import base64
 import binascii
 import math
 import re
-from dataclasses import dataclass, field
 from typing import Any
 
 from ...common.config_text import parse_json
 from ...common.errors import FastshardError
+from ...common.records import dataclass, field
 
 #: Devices of two CPU processes are at least so far apart. source: jax, measured: 2048 and 131072
 _LEAST_STRIDE = 1024

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 import threading
 from collections.abc import Iterable, Set
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,15 @@ from ...common import safe_files
 from ...common.dtypes import item_size
 from ...common.errors import FastshardError, Finding, error_for
 from ...common.listing import Listing
+from ...common.records import dataclass, field
+from ...common.regex import compile_when_used
 from ...zarr import array_reader
 from ...zarr.remote_ranges import send
 from .find_items import Place, Process
 from .zarr_metadata import MAX_CHUNKS, MAX_METADATA, METADATA, Array, fill_bytes, parse
 
 #: Keys of chunks, of either version and with either separator.
-_CHUNK = re.compile(r"(.+?)/(?:c(?:[./]\d+)*|\d+(?:[./]\d+)*)$")
+_CHUNK = compile_when_used(r"(.+?)/(?:c(?:[./]\d+)*|\d+(?:[./]\d+)*)$")
 
 
 @dataclass

@@ -9,13 +9,13 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from ...common.config_text import parse_json
 from ...common.dtypes import item_size, numpy_dtype
 from ...common.errors import FastshardError
+from ...common.records import dataclass, replace
 from ...zarr.dtypes import HELD, WIDER, ZARR2, ZARR3
 
 #: Version by the name of an array's metadata file.

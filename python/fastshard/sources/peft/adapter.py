@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ...common.listing import File, Listing
+from ...common.records import dataclass
 from ...layouts.declaration import Description, Source, Unit
 from ...layouts.declared_parts import StoredAdapter
 from ..base import Contents, Found, Options

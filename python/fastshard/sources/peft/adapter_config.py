@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -17,6 +16,7 @@ from ...common import json_text, safe_files
 from ...common.config_text import shown
 from ...common.errors import FastshardError
 from ...common.patterns import PatternBudget, PatternList
+from ...common.records import dataclass, field
 
 FILE = "adapter_config.json"
 #: Keys that change what is computed, and the values with which they do not.

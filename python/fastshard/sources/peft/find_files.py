@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from ...common import safe_files
 from ...common.errors import FastshardError
 from ...common.listing import Folder, refuse_unprintable
 from ...common.options import StrPath
+from ...common.records import dataclass
 from . import adapter_config
 
 #: As peft looks for them. source: peft utils/constants.py (SAFETENSORSWEIGHTS_NAME, WEIGHTS_NAME)

@@ -6,12 +6,12 @@ source: peft tuners/lora/layer.py (get_delta_weight, merge), tuners/lora/dora.py
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
 from itertools import count, product
 from math import prod
 from typing import Any
 
 from ...common.errors import FastshardError, Finding
+from ...common.records import dataclass, replace
 from ...layouts.declaration import Source
 from ...layouts.declared_parts import Adapted, Change, LowRank, Rows, Vector, Window
 from ...models.tensor_words import WORDS

@@ -6,7 +6,6 @@ source: peft tuners/tuners_utils.py (inject_adapter, check_target_module_exists)
 from __future__ import annotations
 
 import itertools
-import re
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from ...common.errors import Finding
 from ...common.formatting import counted, some
 from ...common.listing import Folder
+from ...common.regex import compile_when_used
 from ...models.tensor_words import WORDS
 from .adapter_config import Config
 from .tensor_names import OUTER, Module, Told
@@ -26,7 +26,7 @@ _ONE_OF = (
     frozenset(WORDS["embedding_modules"]),
     frozenset(WORDS["head_modules"]),
 )
-_LAYER = re.compile(r"^(?P<before>(?:[^.\d]+\.)+)(?P<layer>\d+)(?P<after>\.[^\d].*)$")
+_LAYER = compile_when_used(r"^(?P<before>(?:[^.\d]+\.)+)(?P<layer>\d+)(?P<after>\.[^\d].*)$")
 _COPY = "copy the adapter again from the host that saved it"
 #: Names that a finding gives at most.
 _MOST = 3

@@ -7,18 +7,19 @@ source: peft utils/save_and_load.py (get_peft_model_state_dict), tuners/lora/lay
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+
+from ...common.records import dataclass, field
+from ...common.regex import compile_when_used
 
 OUTER = "base_model.model."
 #: Factor by the word for it; what follows the adapter's own name.
-_FACTORS = re.compile(
+_FACTORS = compile_when_used(
     r"^(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
     r"(?:\.(?P<adapter>(?!weight$|bias$)\w+))?(?:\.(?P<part>weight|bias))?$"
 )
-_TOKENS = re.compile(r"^(?P<module>.+)\.token_adapter\.trainable_tokens_delta(?:\.(?P<adapter>\w+))?$")
-_SAVED = re.compile(r"^(?P<module>.+?)\.modules_to_save\.(?P<adapter>\w+)\.(?P<rest>.+)$")
+_TOKENS = compile_when_used(r"^(?P<module>.+)\.token_adapter\.trainable_tokens_delta(?:\.(?P<adapter>\w+))?$")
+_SAVED = compile_when_used(r"^(?P<module>.+?)\.modules_to_save\.(?P<adapter>\w+)\.(?P<rest>.+)$")
 #: Parts of names that a live model's base is behind.
 _BEHIND = ("base_layer", "original_module", "token_adapter")
 

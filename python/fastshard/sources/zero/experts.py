@@ -9,13 +9,14 @@ utils/groups.py (_create_expert_and_data_parallel), moe/{layer,experts}.py
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import TypeVar
 
+from ...common.records import dataclass, field
+from ...common.regex import compile_when_used
+
 _Rank = TypeVar("_Rank")
-_NAME = re.compile(r"^((?:.*\.)?deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)$")
+_NAME = compile_when_used(r"^((?:.*\.)?deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)$")
 
 
 def is_expert(name: str) -> bool:

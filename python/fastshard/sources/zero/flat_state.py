@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from ...common.errors import Finding
+from ...common.records import dataclass, field
 from ...layouts.declaration import Assembled
 from ..base import Contents, Found, missing
 from .experts import Experts

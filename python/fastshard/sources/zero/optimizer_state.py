@@ -10,10 +10,10 @@ utils/zero_to_fp32.py, utils/tensor_fragment.py
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...common.errors import Finding
+from ...common.records import dataclass, field, replace
 from ...layouts.declaration import Assembled, Group, Optimizer, Source, StateFile
 from ..base import Contents, Found, lacking, missing
 from ..param_groups import joined

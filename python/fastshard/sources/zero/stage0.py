@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ... import _core
 from ...common.errors import Finding
+from ...common.records import dataclass, field
 from ...layouts.declaration import Assembled, Group, StateFile
 from ..match_by_order import by_shape, by_size
 from ..param_groups import listed

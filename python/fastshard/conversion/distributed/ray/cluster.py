@@ -10,11 +10,11 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from ....common.errors import FastshardError
 from ....common.optional_imports import imported
+from ....common.records import dataclass
 from ....common.thread_counts import default_threads
 
 __all__ = [

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from dataclasses import dataclass, replace
 from typing import Any
 
 from ....common.errors import UNPUBLISHED, FastshardError, Finding, carry, error_for
 from ....common.progress import Callback, Report
+from ....common.records import dataclass, replace
 from ..split_runs import Run, run_part
 from .cluster import Node, called, end, library, line_of, living, on, told_by, wait
 

@@ -1,0 +1,36 @@
+"""Regular expressions that are compiled when they are first used: a run uses few of those that its modules have."""
+
+from __future__ import annotations
+
+import re
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, AnyStr
+
+_MEMBERS = (
+    "match", "search", "fullmatch", "sub", "subn", "split", "findall", "finditer", "pattern", "flags", "groups", "groupindex",
+)  # fmt: skip
+
+
+def compile_when_used(pattern: AnyStr, flags: int = 0) -> re.Pattern[AnyStr]:
+    """Returns what stands for ``re.compile(pattern, flags)`` and has its members."""
+    return _Late(pattern, flags)  # type: ignore[return-value]
+
+
+class _Late:
+    """A pattern that is compiled when it is first asked for anything."""
+
+    __slots__ = ("_source", *_MEMBERS)
+
+    def __init__(self, pattern: Any, flags: int) -> None:
+        self._source = pattern, flags
+
+    def __getattr__(self, name: str) -> Any:
+        # Called for what no slot holds yet; from then on the slots are found without it.
+        if name not in _MEMBERS:
+            raise AttributeError(name)
+        compiled = re.compile(*self._source)
+        for member in _MEMBERS:
+            setattr(self, member, getattr(compiled, member))
+        return getattr(compiled, name)
