@@ -14,7 +14,7 @@ from fastshard.cli.shared_arguments import add_common, add_source, opened
 from fastshard.cli.verb import Outcome, Result, Verb
 from fastshard.cli.verbs import VERBS
 from fastshard.errors import FastshardError, Finding
-from fastshard.sources.registry import ADAPTERS
+from fastshard.sources.registry import load_adapters
 from helpers import NEOX, TP4, cli
 
 
@@ -117,4 +117,4 @@ def test_a_verb_that_publishes_says_so_of_bad_usage_too() -> None:
 
 def test_the_formats_that_are_explained_are_those_that_are_read() -> None:
     text = cli("explain", "FS513", json_output=False).out
-    assert f"fastshard reads: {', '.join(adapter.name for adapter in ADAPTERS)}." in text
+    assert f"fastshard reads: {', '.join(adapter.name for adapter in load_adapters())}." in text

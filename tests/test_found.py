@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from fastshard.sources.base import Adapter, Found
-from fastshard.sources.registry import ADAPTERS
+from fastshard.sources.registry import load_adapters
 
+ADAPTERS = load_adapters()
 #: What may be changed in place, or says nothing of what it holds.
 LOOSE = (Any, dict, list, set)
 

@@ -1,50 +1,145 @@
-"""All adapters, in the order in which they are asked."""
+"""All adapters, in the order in which they are asked; each is imported where a name says that it may find something."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Collection
 from typing import Any
 
 from ..common.errors import FastshardError, raise_errors
 from ..common.formatting import some
 from ..common.listing import Listing
-from ..common.records import replace
+from ..common.records import dataclass, replace
+from ..common.regex import compile_when_used
 from .base import Adapter, Found, Options
 from .choose_step import no_steps
-from .colossalai.adapter import ColossalAI
-from .dcp.adapter import Dcp
-from .deepspeed.adapter import DeepSpeed
-from .deepspeed.universal import Universal
-from .fsdp.adapter import FsdpRanks
-from .gpt_neox.adapter import GptNeox
 from .huggingface.adapter import HuggingFace
-from .huggingface.rank_shards import HfRankShards
-from .huggingface.tp_safetensors import TpSafetensors
-from .megatron.adapter import Megatron
-from .megatron.torch_dist import TorchDist
-from .orbax import Orbax
-from .orbax.partial_stores import refuse_parts
-from .peft.adapter import PeftAdapter
 from .single_files import refuse_rank_folder
 from .step_trackers import refuse_lone_trackers, warn_of_lone_trackers
-from .unsupported_formats import looks_like
 
-__all__ = ["ADAPTERS", "detect"]
+__all__ = ["detect", "load_adapters"]
+
+
+def _load_universal() -> Adapter[Any]:
+    from .deepspeed.universal import Universal
+
+    return Universal()
+
+
+def _load_deepspeed() -> Adapter[Any]:
+    from .deepspeed.adapter import DeepSpeed
+    from .gpt_neox.adapter import GptNeox
+
+    return DeepSpeed([GptNeox()])
+
+
+def _load_dcp() -> Adapter[Any]:
+    from .dcp.adapter import Dcp
+    from .megatron.torch_dist import TorchDist
+
+    return Dcp([TorchDist()])
+
+
+def _load_fsdp_ranks() -> Adapter[Any]:
+    from .fsdp.adapter import FsdpRanks
+
+    return FsdpRanks()
+
+
+def _load_any_ranks() -> Adapter[Any]:
+    from .fsdp.adapter import FsdpRanks
+
+    return FsdpRanks("any_ranks", any_name=True)
+
+
+def _load_megatron() -> Adapter[Any]:
+    from .megatron.adapter import Megatron
+
+    return Megatron()
+
+
+def _load_orbax() -> Adapter[Any]:
+    from .orbax.adapter import Orbax
+
+    return Orbax()
+
+
+def _load_tp_safetensors() -> Adapter[Any]:
+    from .huggingface.tp_safetensors import TpSafetensors
+
+    return TpSafetensors()
+
+
+def _load_rank_shards() -> Adapter[Any]:
+    from .huggingface.rank_shards import HfRankShards
+
+    return HfRankShards()
+
+
+def _load_colossalai() -> Adapter[Any]:
+    from .colossalai.adapter import ColossalAI
+
+    return ColossalAI()
+
+
+def _load_peft() -> Adapter[Any]:
+    from .peft.adapter import PeftAdapter
+
+    return PeftAdapter()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An adapter, and the names without which it neither finds nor refuses anything."""
+
+    load: Callable[[], Adapter[Any]]
+    #: Matches the name of a file, or of a folder on its path; None for an adapter that is always asked.
+    mark: re.Pattern[str] | None = None
+
+    def may_find(self, names: Collection[str]) -> bool:
+        """Whether there is a name for which the adapter has to be asked."""
+        return self.mark is None or any(map(self.mark.match, names))
+
+
+def _marked(pattern: str) -> re.Pattern[str]:
+    # A name may hold a line break, too.
+    return compile_when_used(pattern, re.DOTALL)
+
 
 #: In the order in which they are asked: the more telling names first.
-ADAPTERS: list[Adapter[Any]] = [
-    Universal(),
-    DeepSpeed([GptNeox()]),
-    Dcp([TorchDist()]),
-    FsdpRanks(),
-    Megatron(),
-    Orbax(),
-    TpSafetensors(),
-    HfRankShards(),
-    ColossalAI(),
-    HuggingFace(),
-    PeftAdapter(),
-    FsdpRanks("any_ranks", any_name=True),
+_ENTRIES: list[Entry] = [
+    Entry(_load_universal, _marked(r"fp32\.pt$")),
+    Entry(_load_deepspeed, _marked(r".*(?:model|optim)_states\.pt$")),
+    Entry(_load_dcp, _marked(r".*\.(?:metadata|distcp)$")),
+    Entry(_load_fsdp_ranks, _marked(r".*_rank_?\d+\.(?:pt|bin)$")),
+    Entry(_load_megatron, _marked(r"model_(?:optim_)?rng\.pt$")),
+    # Chunks of arrays may be all that there is.
+    Entry(
+        _load_orbax,
+        _marked(
+            r"(?:_METADATA|_CHECKPOINT_METADATA|manifest\.ocdbt|\.zarray|zarr\.json|c(?:\.\d+)*|\d+(?:\.\d+)*)$"
+        ),
+    ),
+    Entry(_load_tp_safetensors, _marked(r".*(?:rank|tp)[_-]?\d+\.safetensors$")),
+    Entry(_load_rank_shards, _marked(r"shard-.*\.safetensors$")),
+    Entry(
+        _load_colossalai,
+        _marked(r".*tmp_index_files$|(?:pytorch_)?model(?:\..*|-stage-.*)?-\d{5}\.(?:safetensors|bin)$"),
+    ),
+    Entry(HuggingFace),
+    Entry(_load_peft, _marked(r"adapter_config\.json$")),
+    Entry(_load_any_ranks, _marked(r"(?:.*[._-])?rank[_-]?\d+\.(?:pt|pth|bin)$")),
 ]
+
+
+def load_adapters() -> list[Adapter[Any]]:
+    """Loads all adapters, in the order in which they are asked."""
+    return [entry.load() for entry in _ENTRIES]
+
+
+def _ask(entry: Entry, names: Collection[str], listing: Listing, options: Options) -> Found[Any] | None:
+    """Asks an adapter for a checkpoint if its mark is there."""
+    return entry.load().detect(listing, options) if entry.may_find(names) else None
 
 
 def detect(listing: Listing, options: Options) -> Found[Any]:
@@ -56,13 +151,18 @@ def detect(listing: Listing, options: Options) -> Found[Any]:
     """
     if listing.single and options.step is not None:
         raise no_steps(options.step)
-    for adapter in ADAPTERS:
-        found = adapter.detect(listing, options)
+    names = {name for file in listing.files for name in file.path.split("/")}
+    for entry in _ENTRIES:
+        found = _ask(entry, names, listing, options)
         if found is not None:
             if found.step is None and not listing.single:
                 warnings = warn_of_lone_trackers(listing, found.folder)
                 found = replace(found, findings=[*found.findings, *warnings])
             return found
+    # What follows knows what a folder is that holds no checkpoint.
+    from .orbax.partial_stores import refuse_parts
+    from .unsupported_formats import looks_like
+
     refuse_parts(listing)
     refuse_lone_trackers(listing)
     refuse_rank_folder(listing)

@@ -6,7 +6,6 @@ import argparse
 import textwrap
 
 from ...common.errors import CODES, Code, FastshardError
-from ...sources.registry import ADAPTERS
 from ..code_pages import PAGES
 from ..render import table
 from ..shared_arguments import add_format
@@ -30,7 +29,9 @@ def _run(a: argparse.Namespace) -> Outcome:
         )
     text = _page(row)
     if row.code == "FS513":
-        text += f"\n\nfastshard reads: {', '.join(adapter.name for adapter in ADAPTERS)}."
+        from ...sources.registry import load_adapters
+
+        text += f"\n\nfastshard reads: {', '.join(adapter.name for adapter in load_adapters())}."
     return Result(text, row._asdict()), []
 
 
