@@ -52,11 +52,7 @@ def test_signature_and_fields_are_those_of_a_dataclass() -> None:
     ours, theirs = made(records.dataclass, records.field), made(dataclasses.dataclass, dataclasses.field)
     # Before any instance is made, and after.
     for _ in range(2):
-        assert (
-            str(inspect.signature(ours)).replace(" -> None", "")
-            == "(name, folder='y', files=<factory>, digest='', step=None)"
-        )
-        assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters)
+        assert str(inspect.signature(ours)) == str(inspect.signature(theirs))
         mine, others = dataclasses.fields(ours), dataclasses.fields(theirs)
         assert [(f.name, f.type, f.repr, f.compare) for f in mine] == [
             (f.name, f.type, f.repr, f.compare) for f in others

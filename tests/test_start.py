@@ -99,7 +99,7 @@ def start(module: str, when_imported: str) -> subprocess.CompletedProcess[str]:
         "    def find_spec(self, name, *_):\n"
         f"        if name == {module!r}: {when_imported}\n"
         "sys.meta_path.insert(0, Finder())\n"
-        "sys.argv = ['fastshard', '--version']\n"
+        "sys.argv = ['fastshard', 'explain']\n"
         "runpy.run_module('fastshard', run_name='__main__')\n"
     )
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

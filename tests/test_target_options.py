@@ -27,7 +27,7 @@ def test_each_option_is_typed_and_has_a_flag() -> None:
             parser.flags(parser.subparsers(parser.build())[command])
         )
     assert {option for target in TARGETS.values() for option in target.options} == set(OPTIONS)
-    assert all(name in target.names for name, target in TARGETS.items())
+    assert [*TARGETS] == [name for target in dict.fromkeys(TARGETS.values()) for name in target.names]
 
 
 @pytest.mark.parametrize("to", [None, *TARGETS])

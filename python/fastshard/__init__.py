@@ -139,8 +139,12 @@ def __getattr__(name: str) -> object:
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
+    from sys import modules
 
     module = import_module(f".{home}", __name__)
+    if (checks := modules.get(f"{__name__}.common.option_checks")) is not None:
+        # For `help()`: the command line, which starts without this, has no use for it.
+        checks.describe_options()
     # From now on it is found without this function.
     value = globals()[name] = module if name == home else getattr(module, name)
     return value

@@ -29,9 +29,24 @@ def _is_of_memory(error: Exception) -> bool:
     )
 
 
+def _print_version() -> bool:
+    """Prints the version without the command line; False where that has to say why it cannot be printed."""
+    from . import _core
+
+    try:
+        sys.stdout.write(f"fastshard {_core.__version__}\n")
+        sys.stdout.flush()
+    except (AttributeError, OSError, ValueError):
+        # A shell has closed it, its reader has gone, or its disk is full.
+        return False
+    return True
+
+
 def main() -> int:
     """Runs the command line and returns its exit code: 2 too where memory does not hold the program."""
     try:
+        if sys.argv[1:2] == ["--version"] and _print_version():
+            return 0
         from .cli import main as run
 
         return run()

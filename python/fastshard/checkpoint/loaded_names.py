@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from ..common.errors import Finding
 from ..common.formatting import counted
-from ..expected.expected_list import ExpectedTensors, patterns
-from ..expected.from_transformers import LoadReport
 from ..layouts import tables
 from ..models import config_json
 
 if TYPE_CHECKING:
+    from ..expected.expected_list import ExpectedTensors
+    from ..expected.from_transformers import LoadReport
     from ..layouts.declaration import Description
     from ..targets.request import Request
 
@@ -37,6 +37,9 @@ def is_named_as_listed(
         names: of the stored tensors.
         stored_as: names of what is stored in another form, by those of the list.
     """
+    # What lists tensors is loaded where there is a list.
+    from ..expected.expected_list import patterns
+
     optional = patterns(listed.may_be_missing)
     ties: dict[str, set[str]] = {}
     for group in listed.ties:

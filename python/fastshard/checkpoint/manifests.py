@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -119,6 +118,9 @@ def run_options(
     memory: str | int | None, threads: int | None, *holders: _core.Catalog | _core.Plan
 ) -> RunOptions:
     """Options of an engine run, as the core takes them; the default budget grows with the tensors of ``holders`` and their names."""
+    # Not needed where headers alone are read.
+    import tempfile
+
     counts = [holder.named() for holder in holders]
     needed = sum(tensors * _PER_TENSOR + name_bytes * _PER_NAME_BYTE for tensors, name_bytes in counts)
     budget = (

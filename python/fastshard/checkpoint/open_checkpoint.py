@@ -23,10 +23,9 @@ from ..models import sidecar_files, tensor_words
 from ..sources import accepted_copies, hf_config, single_files, stray_tensors
 from ..sources.base import Contents, Found, Options
 from ..sources.index_files import disagreeing
-from ..sources.peft import lora
 from ..sources.registry import detect
 from ..sources.renamed_files import renamed
-from . import filled_parts, quantised_weights, source_options
+from . import quantised_weights, source_options
 from .checkpoint import Checkpoint
 from .drafting import Opened, full_tensors
 from .manifests import find_manifest
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..expected.reference import Reference, Whole
+    from ..sources.peft.find_files import Files as AdapterFiles
+    from .filled_parts import Filled
 
 __all__ = ["CheckpointSource", "as_checkpoint", "open"]
 
@@ -81,7 +82,7 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
     if reference is not None:
         held = [listing.roots[file.root] / file.path for file in _behind(found)]
         reference.refuse_itself(listing.roots, held, listing.single)
-    adapted = None if adapter is None else lora.find(adapter)
+    adapted = None if adapter is None else _find_adapter(adapter)
     filled = _filled(paths, options, reference)
     roots = [*listing.roots, *([adapted.folder] if adapted else [])]
     # Adapters of frameworks see their own files alone.
@@ -141,6 +142,8 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
         source = hf_config.by_own_table(source, tables.parse(said.layout), contents.names())
     if adapted is not None:
         found = replace(found, files=[*found.files, *further])
+        from ..sources.peft import lora
+
         lora.merge(source, adapted, found, listing, Contents(catalog, readable))
     findings += not_themselves
     findings = listing.without_hidden([*findings, *source.findings])
@@ -180,6 +183,8 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
         lost={**source.lost, **unreadable, **strays.lost},
     )
     if filled is not None:
+        from . import filled_parts
+
         source, told = filled_parts.add(source, filled, len(found.files))
         findings += told
         found = replace(found, files=[*found.files, *filling])
@@ -206,9 +211,7 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
 _opened = open
 
 
-def _filled(
-    paths: tuple[StrPath, ...], options: OpenOptions, reference: Reference | None
-) -> filled_parts.Filled | None:
+def _filled(paths: tuple[StrPath, ...], options: OpenOptions, reference: Reference | None) -> Filled | None:
     """What is taken from the model of ``--fill-from``, where it is given.
 
     Raises:
@@ -225,7 +228,15 @@ def _filled(
     base = _opened(*paths, **{**said, "transformers": "off", "fail_on": None, "error": ()})  # type: ignore[arg-type]
     original = _opened(path, threads=options.get("threads"))
     listed = None if reference is None else reference.listed
+    from . import filled_parts
+
     return filled_parts.find(base, original, os.fspath(path), only, listed)
+
+
+def _find_adapter(path: StrPath) -> AdapterFiles:
+    from ..sources.peft import lora
+
+    return lora.find(path)
 
 
 def _read_reference(path: StrPath, threads: int | None) -> Reference:

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from .. import _core
 from .help_text import SUMMARY, Overview, Short, examples, overview, usage
@@ -42,6 +42,13 @@ def _in_front(word: str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
+    #: Columns of what argparse formats to check each argument that is added; None for those of the terminal.
+    columns: int | None = 80
+
+    def _get_formatter(self) -> argparse.HelpFormatter:
+        formatter: Callable[..., argparse.HelpFormatter] = self.formatter_class
+        return formatter(prog=self.prog, width=self.columns)
+
     def error(self, message: str) -> NoReturn:
         """Raised, not printed: it may have to be JSON."""
         # argparse lists the choices and leaves the near one to be found.
@@ -140,7 +147,8 @@ def build(verbs: Verbs = VERBS, needed: Iterable[Verb] | None = None) -> argpars
     parser.add_argument("--version", action="version", version=f"fastshard {_core.__version__}")
     # A verb may do without the flags; what went wrong is told by them all the same.
     parser.set_defaults(output_format="text")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    # Without `prog` argparse would format a usage for it.
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, prog=parser.prog)
     for verb in verbs if needed is None else needed:
         own = commands.add_parser(
             verb.name,
@@ -156,4 +164,6 @@ def build(verbs: Verbs = VERBS, needed: Iterable[Verb] | None = None) -> argpars
         group.add_argument("-h", action=Short, verb=verb, help="show the most used options and exit")
         group.add_argument("--help", action="help", help="show all options and exit")
         own.usage = usage(own, own.prog)
+        own.columns = None
+    parser.columns = None
     return parser

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import textwrap
 from collections import Counter
@@ -60,9 +59,11 @@ def print_findings(
     paint: Paint = plain,
 ) -> None:
     """Prints findings, errors first, on ``file`` or stderr; what several of them advise is printed once."""
+    if not findings:
+        return
     file = file or sys.stderr
     # Where there is no terminal, as in a log, lines are as wide as most are.
-    width = min(shutil.get_terminal_size().columns, _WIDEST)
+    width = min(_columns(), _WIDEST)
     helped: set[object] = set()
     groups = alike(_for_people(findings, verbose, quiet))
     hidden: dict[str, int] = {}
@@ -135,12 +136,19 @@ def table(rows: Sequence[tuple[str, ...]], indent: str = "  ", right: Collection
     )
 
 
+def _columns() -> int:
+    """Columns of the terminal; 80 without one."""
+    import shutil
+
+    return shutil.get_terminal_size().columns
+
+
 def fields(rows: Sequence[tuple[str, str]]) -> str:
     """Values behind their names; in a terminal what is longer than a line goes on below."""
     if not sys.stdout.isatty():
         return table(rows, indent="")
     label = max((len(name) for name, _ in rows), default=0) + 2
-    width = max(shutil.get_terminal_size().columns, 2 * label)
+    width = max(_columns(), 2 * label)
     return "\n".join(
         textwrap.fill(
             printable(value),

@@ -105,18 +105,18 @@ def _untrusted(arguments: Namespace) -> list[Path]:
 
 def _section(path: Path) -> dict[str, Any] | None:
     """The settings in a file; None if it has none."""
-    content = _parsed(path)
+    try:
+        text = safe_files.read_text(path, _LARGEST, code="FS515")
+        if path.name != "fastshard.toml" and "fastshard" not in text:
+            # Most projects': reading TOML takes as long as much else.
+            return None
+        content = toml_text.load(text)
+    except ValueError as error:
+        raise _wrong(path, f"not TOML: {error}", None) from None
     if path.name == "fastshard.toml":
         return content
     section = content.get("tool", {}).get("fastshard") if isinstance(content.get("tool"), dict) else None
     return section if isinstance(section, dict) else None
-
-
-def _parsed(path: Path) -> dict[str, Any]:
-    try:
-        return toml_text.load(safe_files.read_text(path, _LARGEST, code="FS515"))
-    except ValueError as error:
-        raise _wrong(path, f"not TOML: {error}", None) from None
 
 
 def _wrong(path: Path, what: str, expected: str | None, got: str | None = None) -> FastshardError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 
 from .errors import FastshardError
 
@@ -18,15 +17,16 @@ def parse_size(text: str | int, name: str = "size") -> int:
         FastshardError: ``FS515`` if it is not one.
     """
     if isinstance(text, int) and not isinstance(text, bool):
-        size: int | Fraction = text
+        size = text
     else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-        unit = match and _UNITS.get(match[2].upper())
+        match = re.fullmatch(r"\s*(\d+)(?:\.(\d+))?\s*([A-Za-z]*)\s*", str(text))
+        unit = match and _UNITS.get(match[3].upper())
         if not match or unit is None:
             raise FastshardError.of(
                 "FS515", f"{name}: {text!r} is not a size", expected="a size like 5GB or 256MiB"
             )
-        size = Fraction(match[1]) * unit
+        part = match[2] or ""
+        size = int(match[1] + part) * unit // 10 ** len(part)
     if size < 1 or size >= 1 << 63:
         expected = "more than 0 bytes" if size < 1 else "less than 8 EiB"
         raise FastshardError.of("FS515", f"{name}", expected=expected, got=repr(text))

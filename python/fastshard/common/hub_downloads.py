@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import hashlib
 import os
 import shlex
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from .. import _core
@@ -88,6 +86,10 @@ def compared(
     Raises:
         FastshardError: if a file cannot be read, ``FS506`` if it changes meanwhile.
     """
+    # Of what is opened little is a download.
+    import hashlib
+    from concurrent.futures import ThreadPoolExecutor
+
     found, tensors = list(found), set(weights)
     total = sum(record.path.stat().st_size for record in found)
     done = 0
@@ -240,6 +242,8 @@ def _said(listing: Listing, finding: Finding) -> Finding:
 
 def _begun(path: Path, bases: Iterable[Path]) -> list[Path]:
     """What is there of the download of a file into a folder."""
+    import hashlib
+
     for base in bases:
         inside = path.absolute().relative_to(base)
         folder = base / _LOCAL / inside.parent

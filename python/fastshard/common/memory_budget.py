@@ -15,7 +15,7 @@ from .. import _core
 from . import file_digests
 from .byte_sizes import parse_size
 from .errors import FastshardError
-from .option_checks import checked
+from .option_checks import checked, describe_later
 
 _STATED: ContextVar[int | None] = ContextVar("stated", default=None)
 
@@ -60,6 +60,7 @@ def kept(function: Callable[P, T]) -> Callable[P, T]:
         with of(kwargs.get("memory")), file_digests.kept():  # type: ignore[arg-type]
             return called(*args, **kwargs)
 
+    describe_later(within)
     return within
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 from . import options as _options
@@ -19,6 +19,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+#: Functions of which ``help()`` does not show the options yet.
+_undescribed: list[Callable[..., Any]] = []
+
+
 def checked(function: Callable[P, T]) -> Callable[P, T]:
     """A function whose options are looked at before it is called. Lists become tuples: they may be read twice.
 
@@ -26,12 +30,12 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
         TypeError: for an option that it does not have.
         FastshardError: ``FS515`` or ``FS211`` for a value that no such option has, naming the option.
     """
-    # Once: this runs when the package is imported.
-    signature = inspect.signature(function)
-    known = _taken(signature)
-    parameters = signature.parameters.values()
-    listed = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    needed = {p.name for p in parameters if p.name in listed and p.default is p.empty}
+    # Once: this runs when the package is imported, and `inspect` would take a tenth of every start.
+    plain = _unwrap(function)
+    code = plain.__code__
+    known = taken(plain)
+    listed = code.co_varnames[code.co_posonlyargcount : code.co_argcount]
+    needed = listed[: len(listed) - len(plain.__defaults__ or ())]
 
     def fitting(name: str, given: Any) -> Any:
         if given is None and name in needed:
@@ -48,39 +52,55 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
             fitting(name, given)
         return function(*args, **{name: fitting(name, given) for name, given in kwargs.items()})
 
-    _say(called, signature)
+    describe_later(called)
     return called
 
 
-def _say(called: Callable[..., Any], signature: inspect.Signature) -> None:
-    """Has ``help()`` show the options that a function takes by their type as those that it lists."""
-    listed = {name: p for name, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
-    more = [ALL[name] for name in _unpacked(signature) if name not in listed]
-    if not more:
-        return
-    by_name = [inspect.Parameter(o.name, inspect.Parameter.KEYWORD_ONLY, default=o.default) for o in more]
-    called.__signature__ = signature.replace(parameters=[*listed.values(), *by_name])  # type: ignore[attr-defined]
-    told = "".join(f"\n        {option.name}: {option.help}" for option in more)
-    called.__doc__ = f"{(called.__doc__ or '').rstrip()}\n\n    Options:{told}\n    "
+def describe_later(called: Callable[..., Any]) -> None:
+    """Notes a function whose options :func:`describe_options` is to describe: a checked one, or what wraps it."""
+    _undescribed.append(called)
 
 
-def _unpacked(signature: inspect.Signature) -> list[str]:
+def describe_options() -> None:
+    """Has ``help()`` show the options that functions take by their type as those that they list."""
+    import inspect
+
+    while _undescribed:
+        called = _undescribed.pop()
+        signature = inspect.signature(called)
+        listed = {name: p for name, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
+        more = [ALL[name] for name in _unpacked(_unwrap(called)) if name not in listed]
+        if not more:
+            continue
+        by_name = [inspect.Parameter(o.name, inspect.Parameter.KEYWORD_ONLY, default=o.default) for o in more]
+        called.__signature__ = signature.replace(parameters=[*listed.values(), *by_name])  # type: ignore[attr-defined]
+        told = "".join(f"\n        {option.name}: {option.help}" for option in more)
+        called.__doc__ = f"{(called.__doc__ or '').rstrip()}\n\n    Options:{told}\n    "
+
+
+def _unwrap(function: Callable[..., Any]) -> FunctionType:
+    """The function that decorators have wrapped."""
+    while (inner := getattr(function, "__wrapped__", None)) is not None:
+        function = inner
+    assert isinstance(function, FunctionType)
+    return function
+
+
+def _unpacked(function: FunctionType) -> list[str]:
     """Names of the options that a function takes by their type."""
     names: list[str] = []
-    for parameter in signature.parameters.values():
-        if found := re.fullmatch(r"Unpack\[(\w+)\]", str(parameter.annotation)):
+    for annotation in function.__annotations__.values():
+        if found := re.fullmatch(r"Unpack\[(\w+)\]", str(annotation)):
             names += table(getattr(_options, found[1]))
     return names
 
 
 def taken(function: Callable[..., Any]) -> frozenset[str]:
     """Names of the options that a function takes: those it lists, and those of the type that it unpacks."""
-    return _taken(inspect.signature(function))
-
-
-def _taken(signature: inspect.Signature) -> frozenset[str]:
-    listed = [name for name, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY]
-    return frozenset({*listed, *_unpacked(signature)})
+    plain = _unwrap(function)
+    code = plain.__code__
+    listed = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+    return frozenset({*listed, *_unpacked(plain)})
 
 
 def _hint(option: str, function: str, known: Iterable[str]) -> str:

@@ -118,8 +118,16 @@ else:
         exec(f"def __init__({', '.join(parameters)}):\n    {body}", values)
         made = cls.__init__ = values["__init__"]
         made.__qualname__, made.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
+        made.__annotations__ = {**_hints(cls), "return": None}
         if "__signature__" in cls.__dict__:
             del cls.__signature__
+
+    def _hints(cls):
+        """The annotations of the fields."""
+        every = {}
+        for base in cls.__mro__[::-1]:
+            every |= getattr(base, "__annotations__", {})
+        return {name: every[name] for name in cls.__record__}
 
     def _values_of(names):
         """The function that takes the values of fields from a record, as a tuple."""
@@ -176,11 +184,7 @@ else:
         def __get__(self, record, owner):
             import dataclasses
 
-            every = {}
-            for base in self.cls.__mro__[::-1]:
-                every |= getattr(base, "__annotations__", {})
-            hints = {name: every[name] for name in self.cls.__record__}
-            known = {"__module__": self.cls.__module__, "__annotations__": hints}
+            known = {"__module__": self.cls.__module__, "__annotations__": _hints(self.cls)}
             for name, options in self.cls.__record__.items():
                 given = {"repr": options.repr, "compare": options.compare}
                 if options.factory is not _MISSING:

@@ -8,11 +8,6 @@ from typing import Any
 
 from .regex import compile_when_used
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 #: Levels of lists and tables at most, and parts of a key.
 _MOST = 100
 #: Strings, comments, and the signs that open, close and divide; a quote alone is a string without an end.
@@ -28,6 +23,11 @@ def load(text: str) -> dict[str, Any]:
     Raises:
         ValueError: for a text that is damaged, too deep, or has a key of too many parts: Python's own reader does not end.
     """
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+
     level = parts = 0
     for match in _SIGN.finditer(text):
         sign = match[0]

@@ -36,7 +36,6 @@ from ..models import sidecar_files
 from ..models import tokenizer as tokenizers
 from ..models.tokenizer import Tokenizer
 from ..targets.request import Request
-from ..zarr import array_writer
 from .companion_files import CopiedFile, along, find_left_out, from_above, hash_copies
 from .distributed import host_parts, rendezvous
 from .distributed import node_local as lending
@@ -259,7 +258,7 @@ def convert(
                 os.fspath(out),
                 job.options(**writing),
                 bar.phase("writing"),
-                array_writer.writer() if job.made.writes_arrays else None,
+                _find_array_writer(job.made),
                 (job.copies, job.checkpoint.read_from),
                 bar.tell,
                 meeting=meeting.core if meeting else None,
@@ -370,6 +369,15 @@ def _part_before(checkpoint: Checkpoint) -> Finding:
         help="merge the checkpoint that it is a part of; to take the part as it is, accept it",
         run=["--accept part"],
     )
+
+
+def _find_array_writer(made: Plan) -> Any:
+    """Returns what writes the arrays of a plan; None for one that has none."""
+    if not made.writes_arrays:
+        return None
+    from ..zarr import array_writer
+
+    return array_writer.writer()
 
 
 def compared(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -106,6 +105,8 @@ class ExpectedTensors:
     @property
     def authority(self) -> str:
         """Class, version and digest: a run that another list began is not gone on with."""
+        import hashlib
+
         digest = hashlib.sha256(json_text.canonical(self.to_document()).encode()).hexdigest()
         return f"{self.model_class} of transformers {self.transformers}, sha256:{digest}"
 

@@ -2,27 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, ClassVar
+
 from ..common.errors import FastshardError
 from ..common.near_words import meant
 from ..layouts.declaration import Source
-from .base import Target
-from .dcp import DcpTarget
-from .deepspeed_universal import UniversalTarget
-from .gpt_neox import NeoxTarget
-from .huggingface import HfTarget
-from .maxtext_orbax import MaxTextStore
-from .megatron import MegatronTarget
-from .orbax import OrbaxTarget
 from .request import Request
-from .tp_safetensors import TpTarget
+
+if TYPE_CHECKING:
+    from .base import Target
 
 __all__ = ["TARGETS", "check", "keeps_all", "target_of"]
 
-_CLASSES: tuple[type[Target], ...] = (
-    HfTarget, NeoxTarget, MegatronTarget, TpTarget, DcpTarget, UniversalTarget, MaxTextStore, OrbaxTarget,
-)  # fmt: skip
+#: Module and class of each target, with the names of ``--to`` that it has.
+_PLACES: dict[tuple[str, str], tuple[str, ...]] = {
+    ("huggingface", "HfTarget"): ("hf",),
+    ("gpt_neox", "NeoxTarget"): ("gpt_neox", "gpt_neox:pipeline", "gpt_neox:sequential"),
+    ("megatron", "MegatronTarget"): (
+        "megatron",
+        "megatron:legacy",
+        "megatron:legacy-local",
+        "megatron:torch_dist",
+    ),
+    ("tp_safetensors", "TpTarget"): ("tp-safetensors",),
+    ("dcp", "DcpTarget"): ("dcp", "dcp:torchtitan", "dcp:olmo_core"),
+    ("deepspeed_universal", "UniversalTarget"): ("universal",),
+    ("maxtext_orbax", "MaxTextStore"): ("maxtext", "maxtext:scan", "maxtext:unscan"),
+    ("orbax", "OrbaxTarget"): ("orbax",),
+}
+
+
+class _Targets(Mapping[str, "type[Target]"]):
+    """Targets by the names of ``--to``, in the order of their help; one is loaded when it is asked for."""
+
+    _places: ClassVar = {name: place for place, names in _PLACES.items() for name in names}
+
+    def __getitem__(self, name: str) -> type[Target]:
+        module, target = self._places[name]
+        found: type[Target] = getattr(import_module(f".{module}", __package__), target)
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
 #: Targets that are written.
-TARGETS: dict[str, type[Target]] = {name: target for target in _CLASSES for name in target.names}
+TARGETS = _Targets()
 
 
 #: Other names of what a target writes.

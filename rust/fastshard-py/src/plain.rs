@@ -61,9 +61,10 @@ fn text<'a>(given: &'a Bound<'_, PyString>) -> Result<&'a str, Unusable> {
     given.to_str().map_err(|_| Unusable("a text that is no UTF-8".into()))
 }
 
-/// True for an object whose attributes are read.
+/// True for an object whose attributes are read: a dataclass, whose `__dataclass_fields__` Python makes late.
 fn is_record(given: &Bound<'_, PyAny>) -> PyResult<bool> {
-    Ok(!given.is_instance_of::<PyDict>() && given.hasattr(intern!(given.py(), "__dataclass_fields__"))?)
+    let is_collection = given.is_instance_of::<PyDict>() || given.is_instance_of::<PyTuple>();
+    Ok(!is_collection && given.hasattr(intern!(given.py(), "__match_args__"))?)
 }
 
 /// A value of Python's, read as serde asks for it.

@@ -12,7 +12,6 @@ from ...checkpoint.manifests import MANIFEST_NAME, Manifest
 from ...common.formatting import counted
 from ...conversion.convert import convert as convert_checkpoint
 from ...conversion.distributed.node_local import LENT
-from ...conversion.distributed.ray.convert import convert as convert_on_ray
 from ..render import human
 from ..shared_arguments import (
     add_common,
@@ -62,6 +61,8 @@ def _write(a: argparse.Namespace, to: str | None) -> Outcome:
     if a.ray is None:
         manifest = convert_checkpoint(a.ckpt, a.out, to, **options, **ranked(a), node_local=a.node_local)
     else:
+        from ...conversion.distributed.ray.convert import convert as convert_on_ray
+
         options |= {**spread(a), "node_local": a.node_local}
         # What Ray has to say of workers and nodes that die it prints on stdout, which is for the result.
         with contextlib.redirect_stdout(sys.stderr):

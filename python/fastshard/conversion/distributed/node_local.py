@@ -7,10 +7,7 @@ read what they stand for.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,6 @@ from ...common.errors import FastshardError, Finding, from_core, raise_errors
 from ...common.listing import File, Listing, is_utf8, list_roots, refuse_unprintable
 from ...common.options import StrPath
 from ...common.records import dataclass
-from ...zarr.remote_ranges import forget
 from .rendezvous import Meeting
 
 __all__ = ["LENT", "Lent", "lent", "own_files"]
@@ -107,6 +103,8 @@ def asked(words: Mapping[str, Any], listing: Listing) -> str:
         for f in listing.files
         if is_utf8(f.path)
     ]
+    import hashlib
+
     text = json_text.canonical([_core.__version__, what, sorted(files)])
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -134,6 +132,12 @@ def lent(meeting: Meeting | None, source: Sequence[StrPath] | Any, node_local: b
     ]
     for root in roots:
         refuse_unprintable(root["folder"] or "")
+    # Most runs borrow nothing.
+    import shutil
+    import tempfile
+
+    from ...zarr.remote_ranges import forget
+
     folder = tempfile.mkdtemp(prefix="fastshard-")
     try:
         try:
