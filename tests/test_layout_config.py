@@ -165,3 +165,16 @@ def test_sizes_that_are_none_and_heads_that_do_not_divide(change: dict[str, Any]
     with pytest.raises(FastshardError, match=wanted) as caught:
         config_json.described({"model_type": "llama"} | config | change, "some/config.json")
     assert (caught.value.code, caught.value.findings[0].file) == ("FS211", "some/config.json")
+
+
+def test_no_table_is_passed_over() -> None:
+    """Only tables whose text has the model type are parsed: they are all that are for it."""
+    kinds = {kind for name in tables.names() for kind in re.findall(r"[\w.-]+", tables.get(name))}
+    for name in tables.names():
+        states = "\nmodel_type = " in tables.get(name)
+        assert bool(tables._model_types(name)) == states, name
+        found = {kind for kind in kinds if tables.table(name).is_for(json.dumps({"model_type": kind}))}
+        # A table with a condition is for some of its types.
+        assert found <= set(tables._model_types(name)), name
+        assert found or not states or "\nwhen = " in tables.get(name), name
+    assert tables.of_config('{"model_type": "ll\\u0061ma"}') == "hf.llama"

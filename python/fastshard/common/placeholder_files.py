@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 
@@ -15,17 +14,18 @@ __all__ = ["is_known", "near", "sifted"]
 
 #: Indices, configs and files of tokenizers, which readers take by name. Tests hold this against the modules that do.
 _NAMES = (
-    "*.index.json", "config.json", "adapter_config.json", "layout.json", "generation_config.json",
+    "config.json", "adapter_config.json", "layout.json", "generation_config.json",
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
     "tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
-    "tiktoken.model", "tekken.json", "*.tiktoken", "merges.txt", "tokenizer_config.json", "special_tokens_map.json",
+    "tiktoken.model", "tekken.json", "merges.txt", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+_ENDS = (".index.json", ".tiktoken")
 
 
 def is_known(name: str) -> bool:
     """True for the name of a file of text that readers of a checkpoint take by name."""
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _NAMES)
+    return name in _NAMES or name.endswith(_ENDS)
 
 
 def sifted(listing: Listing) -> tuple[Listing, dict[str, Finding]]:

@@ -7,6 +7,8 @@ for the rule language.
 from __future__ import annotations
 
 import os
+import re
+from functools import cache
 from pathlib import Path
 
 from .. import _core
@@ -153,7 +155,8 @@ def of_config(config: str, file: str | None = None) -> str | None:
     """
     try:
         found = [name for name in sorted(_registered) if table(name).is_for(config, file)]
-        found = found or [name for name in names() if table(name).is_for(config, file)]
+        # Parsing all of them would take longer than most of what reads a small checkpoint.
+        found = found or [n for n in names() if _may_be_for(n, config) and table(n).is_for(config, file)]
     except _core.CoreError as error:
         raise from_core(error) from None
     if len(found) > 1:
@@ -163,7 +166,26 @@ def of_config(config: str, file: str | None = None) -> str | None:
     return found[0] if found else None
 
 
+def _may_be_for(name: str, config: str) -> bool:
+    """Whether a config has a word that a table is for. No table inherits those of another."""
+    is_escaped = "\\u00" in config
+    return is_registered(name) or is_escaped or any(f'"{kind}"' in config for kind in _model_types(name))
+
+
+@cache
+def _model_types(name: str) -> tuple[str, ...]:
+    """The values of ``model_type`` that a built-in table is for, by its text."""
+    stated = re.findall(r"^model_type = \[(.*)\]$", get(name), re.MULTILINE)
+    return tuple(kind for listed in stated for kind in re.findall(r'"([^"]*)"', listed))
+
+
+@cache
+def _built_in() -> frozenset[str]:
+    return frozenset(
+        file.name.removesuffix(".toml") for file in _FOLDER.iterdir() if file.name.endswith(".toml")
+    )
+
+
 def names() -> list[str]:
     """Names of all tables."""
-    built_in = {file.name.removesuffix(".toml") for file in _FOLDER.iterdir() if file.name.endswith(".toml")}
-    return sorted(built_in | set(_registered))
+    return sorted(_built_in() | set(_registered))
