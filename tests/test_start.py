@@ -12,6 +12,8 @@ from pathlib import Path
 import fastshard
 import pytest
 from fastshard.cli.verbs import VERBS
+from fastshard.targets.registry import _PLACES
+from helpers import FIXTURES
 
 
 def loaded(script: str) -> set[str]:
@@ -44,10 +46,37 @@ def test_the_command_line_loads_what_it_was_asked_for(argv: list[str]) -> None:
         }
 
 
-def test_a_description_by_headers_needs_no_arrays() -> None:
-    from helpers import NEOX
+#: Checkpoints, and the one package of ``sources`` besides Hugging Face's whose adapter reads them.
+OWN_FRAMEWORK = {
+    "sharded/hf_sharded": set(),
+    "sharded/megatron_legacy_tp2_pp2": {"megatron", "dcp"},
+    "deepspeed/zero1_bf16_dp2": {"deepspeed", "zero", "gpt_neox"},
+    "sharded/dcp_fsdp2": {"dcp", "megatron", "zero"},
+}
+#: What looking at a small checkpoint has no use for.
+USELESS = {
+    "concurrent.futures", "dataclasses", "hashlib", "inspect", "numpy", "shutil", "subprocess", "tempfile", "tomllib", "yaml",
+}  # fmt: skip
 
-    assert "numpy" not in loaded(f"from fastshard.cli import main; main(['inspect', {str(NEOX)!r}])")
+
+@pytest.mark.parametrize("path", OWN_FRAMEWORK)
+def test_a_look_at_a_checkpoint_loads_what_reads_it(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Here are no settings.
+    monkeypatch.chdir(tmp_path)
+    more = loaded(f"from fastshard.cli import main; main(['inspect', {str(FIXTURES / path)!r}])")
+    folders = {file.name for file in (Path(fastshard.__file__).parent / "sources").iterdir() if file.is_dir()}
+    frameworks = {name.split(".")[2] for name in more if name.startswith("fastshard.sources.")} & folders
+    assert frameworks <= {"huggingface", *OWN_FRAMEWORK[path]}
+    if not OWN_FRAMEWORK[path]:
+        # Newer versions of Python load more of their own for a parser.
+        of_parser = loaded(
+            "import argparse; argparse.ArgumentParser(prog='x').add_subparsers(prog='x').add_parser('y')"
+        )
+        assert not more & (USELESS - of_parser)
+        targets = {name for name in more if name.startswith("fastshard.targets.")}
+        assert not targets & {f"fastshard.targets.{module}" for module, _ in _PLACES}
 
 
 def test_every_public_name_is_there_and_in_its_home() -> None:
