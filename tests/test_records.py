@@ -86,6 +86,15 @@ def test_instances_are_those_of_a_dataclass(kind: Any) -> None:
     assert hash(kind("a", files=())) == hash(kind("a", files=(), digest="of no account"))
 
 
+def test_records_within_records_become_dicts() -> None:
+    inner = OURS("a")
+    nested = OURS({"of": (inner, [inner])}, files=[1])
+    plain = {"name": "a", "folder": "y", "files": [], "digest": "", "step": 1}
+    whole = {**plain, "name": {"of": (plain, [plain])}, "files": [1]}
+    assert records.asdict(nested) == dataclasses.asdict(nested) == whole
+    assert records.asdict(nested)["files"] is not nested.files
+
+
 def test_a_record_that_changes_has_no_hash() -> None:
     @records.dataclass
     class Counted:

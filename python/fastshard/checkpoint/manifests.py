@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -118,9 +119,6 @@ def run_options(
     memory: str | int | None, threads: int | None, *holders: _core.Catalog | _core.Plan
 ) -> RunOptions:
     """Options of an engine run, as the core takes them; the default budget grows with the tensors of ``holders`` and their names."""
-    # Not needed where headers alone are read.
-    import tempfile
-
     counts = [holder.named() for holder in holders]
     needed = sum(tensors * _PER_TENSOR + name_bytes * _PER_NAME_BYTE for tensors, name_bytes in counts)
     budget = (
@@ -128,7 +126,20 @@ def run_options(
         if memory is None
         else parse_size(memory, "memory")
     )
-    return {"memory": budget, "threads": thread_count(threads), "scratch_dir": tempfile.gettempdir()}
+    return {"memory": budget, "threads": thread_count(threads), "scratch_dir": _find_scratch_folder()}
+
+
+def _find_scratch_folder() -> str:
+    """Returns the folder for temporary files. `tempfile` finds it too, and loads OpenSSL for random numbers when it is imported."""
+    if "tempfile" not in sys.modules:
+        named = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
+        for folder in filter(None, (*named, "/tmp", "/var/tmp", "/usr/tmp")):
+            path = Path(folder)
+            if path.is_dir() and os.access(path, os.W_OK | os.X_OK):
+                return os.fspath(path.absolute())
+    import tempfile
+
+    return tempfile.gettempdir()
 
 
 def is_manifest(path: Path) -> bool:

@@ -86,11 +86,13 @@ def compared(
     Raises:
         FastshardError: if a file cannot be read, ``FS506`` if it changes meanwhile.
     """
+    found, tensors = list(found), set(weights)
+    if not found:
+        return []
     # Of what is opened little is a download.
     import hashlib
     from concurrent.futures import ThreadPoolExecutor
 
-    found, tensors = list(found), set(weights)
     total = sum(record.path.stat().st_size for record in found)
     done = 0
 

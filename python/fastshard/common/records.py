@@ -46,10 +46,20 @@ else:
         return record.__class__(**changes)
 
     def asdict(record):
-        """As :func:`dataclasses.asdict`."""
-        import dataclasses
+        """As :func:`dataclasses.asdict`; what is neither a record nor a collection is not copied."""
+        return {name: _plain(getattr(record, name)) for name in record.__match_args__}
 
-        return dataclasses.asdict(record)
+    def _plain(value):
+        """A value with dicts in the place of records."""
+        if hasattr(type(value), "__record__"):
+            return asdict(value)
+        if hasattr(value, "_fields"):
+            return type(value)(*map(_plain, value))
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(_plain, value))
+        if isinstance(value, dict):
+            return type(value)((_plain(key), _plain(one)) for key, one in value.items())
+        return value
 
     def fields(record):
         """As :func:`dataclasses.fields`."""
