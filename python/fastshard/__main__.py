@@ -52,7 +52,10 @@ def main() -> int:
             return 0
         from .cli import main as run
 
-        return run()
+        code = run()
+        # At its end Python would look through everything once more, for nothing.
+        gc.freeze()
+        return code
     except (MemoryError, ImportError, OSError) as error:
         if not _is_of_memory(error):
             raise
