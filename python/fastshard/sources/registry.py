@@ -137,9 +137,20 @@ def load_adapters() -> list[Adapter[Any]]:
     return [entry.load() for entry in _ENTRIES]
 
 
-def _ask(entry: Entry, names: Collection[str], listing: Listing, options: Options) -> Found[Any] | None:
-    """Asks an adapter for a checkpoint if its mark is there."""
-    return entry.load().detect(listing, options) if entry.may_find(names) else None
+def names_of(listing: Listing) -> set[str]:
+    """Returns the names of all files, and of the folders on their paths."""
+    return {name for file in listing.files for name in file.path.split("/")}
+
+
+def _in_order(listing: Listing) -> list[Entry]:
+    """Returns the entries whose marks are there, and after them all others: these are asked before anything is refused."""
+    names = names_of(listing)
+    return sorted(_ENTRIES, key=lambda entry: not entry.may_find(names))
+
+
+def _ask(entry: Entry, listing: Listing, options: Options) -> Found[Any] | None:
+    """Asks an adapter for a checkpoint."""
+    return entry.load().detect(listing, options)
 
 
 def detect(listing: Listing, options: Options) -> Found[Any]:
@@ -151,9 +162,8 @@ def detect(listing: Listing, options: Options) -> Found[Any]:
     """
     if listing.single and options.step is not None:
         raise no_steps(options.step)
-    names = {name for file in listing.files for name in file.path.split("/")}
-    for entry in _ENTRIES:
-        found = _ask(entry, names, listing, options)
+    for entry in _in_order(listing):
+        found = _ask(entry, listing, options)
         if found is not None:
             if found.step is None and not listing.single:
                 warnings = warn_of_lone_trackers(listing, found.folder)
