@@ -14,8 +14,8 @@ mod scan;
 mod tally;
 mod transpose;
 
-pub use codes::{by_blocks, f8_table, look_up, mini_float, unpack_column, unpack_lanes, unpack_row};
-pub use convert::{bytes, convert, e4m3_values, f8_value, from_f32, round, to_f32};
+pub use codes::{by_blocks, look_up, mini_float, unpack_column, unpack_lanes, unpack_row};
+pub use convert::{bytes, convert, f8_value, f8_values, from_f32, round, to_f32};
 pub use copy::{copy, StridedBox};
 pub use heap::{allocate_zeros, trim};
 pub use low_rank::product;
@@ -25,10 +25,8 @@ pub use tally::{count_bytes, float_block, FloatBlock};
 
 /// Elements of any float dtype, 8-bit ones included, as f32.
 pub fn values(dtype: crate::tensor::Dtype, bytes: &[u8], out: &mut [f32]) {
-    if dtype == crate::tensor::Dtype::F8E4m3 {
-        e4m3_values(bytes, out);
-    } else if dtype.is_f8() {
-        look_up(f8_table(dtype), bytes, out);
+    if dtype.is_f8() {
+        f8_values(dtype, bytes, out);
     } else {
         to_f32(dtype, bytes, out);
     }

@@ -1,10 +1,5 @@
 //! Codes of quantised weights: taken out of the words that they are packed in, and made numbers of.
 
-use std::sync::OnceLock;
-
-use super::convert::f8_value;
-use crate::tensor::Dtype;
-
 /// Takes codes of `bits` (1 to 8) out of a row in which they lie one after another, the lowest bits first.
 ///
 /// # Panics
@@ -85,22 +80,6 @@ pub fn unpack_column(words: &[u8], size: usize, first: u64, bits: u32, out: &mut
         let both = at(low, c) >> shift | at(high, c) << (word as u32 - shift);
         *code = (both & mask) as u8;
     }
-}
-
-/// The values of all codes of an 8-bit float.
-///
-/// # Panics
-/// If `dtype` is none.
-pub fn f8_table(dtype: Dtype) -> &'static [f32; 256] {
-    static TABLES: [OnceLock<[f32; 256]>; 5] = [const { OnceLock::new() }; 5];
-    let at = match dtype {
-        Dtype::F8E4m3 => 0,
-        Dtype::F8E5m2 => 1,
-        Dtype::F8E4m3fnuz => 2,
-        Dtype::F8E5m2fnuz => 3,
-        _ => 4,
-    };
-    TABLES[at].get_or_init(|| std::array::from_fn(|byte| f8_value(dtype, byte as u8)))
 }
 
 /// The values of the codes of E2M1 (4 bits) or E2M3 (6 bits), of which the highest is the sign.
@@ -215,16 +194,6 @@ mod tests {
         assert_eq!(mini_float(4, false)[8].to_bits(), 0);
         let e2m3 = mini_float(6, true);
         assert_eq!((e2m3[1], e2m3[7], e2m3[8], e2m3[31], e2m3[63]), (0.125, 0.875, 1.0, 7.5, -7.5));
-    }
-
-    #[test]
-    fn e4m3_has_the_values_of_its_table() {
-        let codes: Vec<u8> = (0..=255).collect();
-        let mut out = vec![0.0; 256];
-        crate::kernel::e4m3_values(&codes, &mut out);
-        for (value, want) in out.iter().zip(f8_table(Dtype::F8E4m3)) {
-            assert!(value.to_bits() == want.to_bits() || (value.is_nan() && want.is_nan()), "{value} {want}");
-        }
     }
 
     #[test]

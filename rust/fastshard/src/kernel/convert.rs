@@ -30,35 +30,30 @@ pub fn to_f32(dtype: Dtype, src: &[u8], out: &mut [f32]) {
     convert(dtype, src, Dtype::F32, bytes_mut(out));
 }
 
-/// The value of an 8-bit float.
+/// The value of a code of an 8-bit float.
 ///
 /// # Panics
-/// If `dtype` is not one.
-pub fn f8_value(dtype: Dtype, byte: u8) -> f32 {
-    let (exponent_bits, bias, finite) = match dtype {
-        // "fn": no infinities, NaN is all ones; "fnuz": no negative zero either, its bits are NaN.
-        Dtype::F8E4m3 => (4, 7, byte & 0x7f != 0x7f),
-        Dtype::F8E5m2 => (5, 15, byte & 0x7f <= 0x7c),
-        Dtype::F8E4m3fnuz => (4, 8, byte != 0x80),
-        Dtype::F8E5m2fnuz => (5, 16, byte != 0x80),
-        Dtype::F8E8m0 => {
-            return if byte == 0xff { f32::NAN } else { (f64::from(byte) - 127.0).exp2() as f32 }
-        }
+/// If `dtype` is none.
+pub fn f8_value(dtype: Dtype, code: u8) -> f32 {
+    let mut value = [0.0];
+    f8_values(dtype, &[code], &mut value);
+    value[0]
+}
+
+/// The values of codes of an 8-bit float. All of its NaN become one.
+///
+/// # Panics
+/// If `dtype` is none, or the two slices do not have one length.
+pub fn f8_values(dtype: Dtype, codes: &[u8], out: &mut [f32]) {
+    assert_eq!(codes.len(), out.len());
+    let out = bytes_mut(out);
+    match dtype {
+        Dtype::F8E4m3 => e4m3_to_f32(codes, out),
+        Dtype::F8E5m2 => e5m2_to_f32(codes, out),
+        Dtype::F8E4m3fnuz => e4m3fnuz_to_f32(codes, out),
+        Dtype::F8E5m2fnuz => e5m2fnuz_to_f32(codes, out),
+        Dtype::F8E8m0 => e8m0_to_f32(codes, out),
         other => panic!("{other} is no 8-bit float"),
-    };
-    if !finite {
-        return f32::NAN;
-    }
-    let mantissa_bits = 7 - exponent_bits;
-    let exponent = i32::from(byte >> mantissa_bits & ((1 << exponent_bits) - 1));
-    let mantissa = f32::from(byte & ((1 << mantissa_bits) - 1)) / f32::from(1u8 << mantissa_bits);
-    let sign = if byte & 0x80 != 0 { -1.0 } else { 1.0 };
-    if dtype == Dtype::F8E5m2 && byte & 0x7f == 0x7c {
-        return sign * f32::INFINITY;
-    }
-    match exponent {
-        0 => sign * mantissa * 2f32.powi(1 - bias),
-        _ => sign * (1.0 + mantissa) * 2f32.powi(exponent - bias),
     }
 }
 
@@ -142,8 +137,13 @@ macro_rules! conversion {
 conversion!(f32_to_bf16, |x| bf16_bits(u32::from_le_bytes(x)).to_le_bytes());
 conversion!(bf16_to_f32, |x| (u32::from(u16::from_le_bytes(x)) << 16).to_le_bytes());
 conversion!(f32_to_f64, |x| f64::from(f32::from_le_bytes(x)).to_le_bytes());
-conversion!(e4m3_to_f32, |[byte]: [u8; 1]| e4m3(byte).to_le_bytes());
 conversion!(f64_to_f32, |x| (f64::from_le_bytes(x) as f32).to_le_bytes());
+// "fn" (E4M3): no infinities, and NaN is all ones; "fnuz": no negative zero either, its bits are NaN.
+conversion!(e4m3_to_f32, |[x]: [u8; 1]| nan_if(x & 0x7f == 0x7f, widen::<3, 7>(x)).to_le_bytes());
+conversion!(e4m3fnuz_to_f32, |[x]: [u8; 1]| nan_if(x == 0x80, widen::<3, 8>(x)).to_le_bytes());
+conversion!(e5m2fnuz_to_f32, |[x]: [u8; 1]| nan_if(x == 0x80, widen::<2, 16>(x)).to_le_bytes());
+conversion!(e5m2_to_f32, |[x]: [u8; 1]| e5m2(x).to_le_bytes());
+conversion!(e8m0_to_f32, |[x]: [u8; 1]| e8m0(x).to_le_bytes());
 
 fn f32_to_f16(src: &[u8], dst: &mut [u8]) {
     let done = arch::f32_to_f16(src, dst);
@@ -155,26 +155,44 @@ fn f16_to_f32(src: &[u8], dst: &mut [u8]) {
     map(&src[done * 2..], &mut dst[done * 4..], |x| f16::from_le_bytes(x).to_f32().to_le_bytes());
 }
 
-/// The values of codes in E4M3, the one 8-bit float that whole models are stored in.
+/// The bits of the f32 that a byte of sign, exponent and `FRACTION` bits stands for.
 ///
-/// # Panics
-/// If the two do not have one length.
-pub fn e4m3_values(codes: &[u8], out: &mut [f32]) {
-    assert_eq!(codes.len(), out.len());
-    e4m3_to_f32(codes, bytes_mut(out));
+/// No operand is a denormal, which costs many processors over a hundred cycles. A number with an exponent is `normal`; one
+/// without is made as if it had the least, less the power of two that this begins with. Either is the lesser of the two.
+#[inline(always)]
+fn widen<const FRACTION: u32, const BIAS: u32>(byte: u8) -> u32 {
+    let bits = u32::from(byte);
+    let (sign, magnitude) = ((bits & 0x80) << 24, (bits & 0x7f) << (23 - FRACTION));
+    let normal = magnitude + ((127 - BIAS) << 23);
+    let least = (128 - BIAS) << 23;
+    let small = f32::from_bits(magnitude + least) - f32::from_bits(least);
+    sign | normal.min(small.to_bits())
 }
 
-/// The bits of exponent and fraction where f32 has its own, which are then 120 powers of two too low: also those without
-/// an exponent.
+/// The bits of a NaN if `is_nan`, else `bits`.
 #[inline(always)]
-fn e4m3(byte: u8) -> f32 {
-    let bits = u32::from(byte);
-    let value = f32::from_bits((bits & 0x80) << 24 | (bits & 0x7f) << 20) * f32::from_bits((120 + 127) << 23);
-    if bits & 0x7f == 0x7f {
-        f32::NAN
+fn nan_if(is_nan: bool, bits: u32) -> u32 {
+    if is_nan {
+        f32::NAN.to_bits()
     } else {
-        value
+        bits
     }
+}
+
+/// The bits of the f32 that a code of E5M2 stands for, which has infinities as f16 has them.
+#[inline(always)]
+fn e5m2(byte: u8) -> u32 {
+    let sign = u32::from(byte & 0x80) << 24;
+    let bits = if byte & 0x7f == 0x7c { sign | f32::INFINITY.to_bits() } else { widen::<2, 15>(byte) };
+    nan_if(byte & 0x7f > 0x7c, bits)
+}
+
+/// The bits of the f32 that a code of E8M0 stands for: an exponent alone.
+#[inline(always)]
+fn e8m0(byte: u8) -> u32 {
+    // The least of f32's exponents has no normal number.
+    let bits = if byte == 0 { 1 << 22 } else { u32::from(byte) << 23 };
+    nan_if(byte == 0xff, bits)
 }
 
 /// Rounds the bits of an f32 to those of a bf16.
@@ -269,4 +287,51 @@ pub fn bytes(values: &[f32]) -> &[u8] {
 fn bytes_mut(values: &mut [f32]) -> &mut [u8] {
     // SAFETY: as above, and every bit pattern is an f32.
     unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), size_of_val(values)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The value of a code by the definition of its format.
+    fn f8_by_definition(dtype: Dtype, byte: u8) -> f32 {
+        let (exponent_bits, bias, finite) = match dtype {
+            // "fn": no infinities, NaN is all ones; "fnuz": no negative zero either, its bits are NaN.
+            Dtype::F8E4m3 => (4, 7, byte & 0x7f != 0x7f),
+            Dtype::F8E5m2 => (5, 15, byte & 0x7f <= 0x7c),
+            Dtype::F8E4m3fnuz => (4, 8, byte != 0x80),
+            Dtype::F8E5m2fnuz => (5, 16, byte != 0x80),
+            Dtype::F8E8m0 => {
+                return if byte == 0xff { f32::NAN } else { (f64::from(byte) - 127.0).exp2() as f32 }
+            }
+            other => panic!("{other} is no 8-bit float"),
+        };
+        if !finite {
+            return f32::NAN;
+        }
+        let mantissa_bits = 7 - exponent_bits;
+        let exponent = i32::from(byte >> mantissa_bits & ((1 << exponent_bits) - 1));
+        let mantissa = f32::from(byte & ((1 << mantissa_bits) - 1)) / f32::from(1u8 << mantissa_bits);
+        let sign = if byte & 0x80 != 0 { -1.0 } else { 1.0 };
+        if dtype == Dtype::F8E5m2 && byte & 0x7f == 0x7c {
+            return sign * f32::INFINITY;
+        }
+        match exponent {
+            0 => sign * mantissa * 2f32.powi(1 - bias),
+            _ => sign * (1.0 + mantissa) * 2f32.powi(exponent - bias),
+        }
+    }
+
+    #[test]
+    fn all_codes_of_8_bits_have_their_values() {
+        let codes: Vec<u8> = (0..=255).collect();
+        for dtype in [Dtype::F8E4m3, Dtype::F8E5m2, Dtype::F8E4m3fnuz, Dtype::F8E5m2fnuz, Dtype::F8E8m0] {
+            let mut values = vec![1.0; 256];
+            f8_values(dtype, &codes, &mut values);
+            for (code, value) in codes.iter().zip(values) {
+                let want = f8_by_definition(dtype, *code);
+                assert_eq!(value.to_bits(), want.to_bits(), "{dtype} {code:#04x}: {value}, not {want}");
+            }
+        }
+    }
 }
