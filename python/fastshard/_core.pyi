@@ -840,6 +840,9 @@ def manifest_files(
 def anonymous_memory() -> int:
     """Anonymous resident memory of this process, in bytes."""
 
+def crc32_of_constant(pattern: bytes, length: int) -> int:
+    """CRC32 of the first ``length`` bytes of ``pattern``, which must not be empty, again and again. No such bytes are made."""
+
 def histogram_edges() -> list[float]:
     """The 63 edges between the bins of a histogram, ascending; the first and the last bin are open."""
 

@@ -491,6 +491,12 @@ fn histogram_edges() -> Vec<f64> {
     stats::edges()
 }
 
+/// CRC32 of the first `length` bytes of `pattern`, again and again.
+#[pyfunction]
+fn crc32_of_constant(pattern: &[u8], length: u64) -> u32 {
+    fastshard::hash::crc32_of_constant(pattern, length)
+}
+
 /// Anonymous resident memory of this process, in bytes.
 #[pyfunction]
 fn anonymous_memory() -> u64 {
@@ -540,6 +546,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(stands_in, m)?)?;
     m.add_function(wrap_pyfunction!(vocabulary, m)?)?;
     m.add_function(wrap_pyfunction!(anonymous_memory, m)?)?;
+    m.add_function(wrap_pyfunction!(crc32_of_constant, m)?)?;
     m.add_class::<Hasher>()?;
     m.add_function(wrap_pyfunction!(histogram_edges, m)?)?;
     Ok(())

@@ -131,6 +131,28 @@ pub fn crc32(bytes: &[u8]) -> u32 {
     crc32fast::hash(bytes)
 }
 
+/// CRC32 of the first `len` bytes of `pattern`, again and again. It takes as many steps as `len` has digits.
+///
+/// # Panics
+/// If `pattern` is empty.
+pub fn crc32_of_constant(pattern: &[u8], len: u64) -> u32 {
+    assert!(!pattern.is_empty(), "nothing, again and again");
+    let mut times = len / pattern.len() as u64;
+    let mut doubled = crc32fast::Hasher::new();
+    doubled.update(pattern);
+    let mut all = crc32fast::Hasher::new();
+    while times > 0 {
+        if times % 2 == 1 {
+            all.combine(&doubled);
+        }
+        let same = doubled.clone();
+        doubled.combine(&same);
+        times /= 2;
+    }
+    all.update(&pattern[..(len % pattern.len() as u64) as usize]);
+    all.finalize()
+}
+
 /// CRC32 of a range of bytes, gathered from segments that come in any order.
 #[derive(Debug, Default, Clone)]
 pub struct Segments {
@@ -262,6 +284,14 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn constants_have_the_checksum_of_their_bytes(
+            pattern in proptest::collection::vec(any::<u8>(), 1..9), len in 0usize..5000,
+        ) {
+            let bytes: Vec<u8> = pattern.iter().copied().cycle().take(len).collect();
+            prop_assert_eq!(crc32_of_constant(&pattern, len as u64), crc32(&bytes));
+        }
+
         #[test]
         fn tiles_in_any_order(total in 0u64..70_000, seed in any::<u64>()) {
             let bytes: Vec<u8> = (0..total).map(|i| (i * i % 251) as u8).collect();

@@ -12,11 +12,11 @@ source: colossalai/checkpoint_io/{hybrid_parallel_checkpoint_io,moe_checkpoint,i
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
+from ... import _core
 from ...common.errors import Finding
 from ...common.listing import File, Listing
 from ...common.regex import compile_when_used
@@ -45,8 +45,6 @@ from .save_files import ColossalFiles
 _INDEX = compile_when_used(
     r"^(?:model\.(safetensors)|pytorch_model\.(bin))\.index(?:\.[^.]+?)?(-stage-\d{5}(?:-\d{5})?)?\.json$"
 )
-#: Storages up to this size are checked for being zeros before they are called copies.
-_CONSTANT_BYTES = 1 << 30
 _LAYER = compile_when_used(r"\.(?:layers|h)\.(\d+)\.")
 _EXPERT = compile_when_used(r"\.experts\.(\d+)\.")
 #: Keys of configs that tell the number of experts. source: transformers models/mixtral, deepseek_v3, qwen3_moe
@@ -365,7 +363,7 @@ def _copied(
         for rank, (file, number, _) in enumerate(places):
             tensor = contents.tensors(file)[number]
             crc, size = tensor.get("storage_crc32"), tensor["storage_bytes"]
-            if crc is None or size > _CONSTANT_BYTES or crc == zlib.crc32(bytes(size)):
+            if crc is None or crc == _core.crc32_of_constant(b"\0", size):
                 continue
             if (first := seen.setdefault(view_of(tensor), rank)) != rank:
                 findings.append(

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import struct
-import zlib
 from typing import Any
 
+from ... import _core
 from ...common.errors import Finding
 from ..base import Contents, Found, view_of
 from ..rank_values import differing
 from .flat_state import state_of, tensor_index
 from .zero_files import ZeroFiles
-
-#: Storages up to this size are checked for being constant before they are called copies.
-_CONSTANT_BYTES = 256 << 20
 
 
 def copied_files(found: Found[ZeroFiles], contents: Contents) -> list[Finding]:
@@ -30,7 +27,7 @@ def copied_files(found: Found[ZeroFiles], contents: Contents) -> list[Finding]:
             if (t := tensor_index(value)) is not None
         ]
         views = tuple(view_of(tensors[t]) for t in indices)
-        if not views or None in [crc for crc, *_ in views] or all(_constant(*view[:2]) for view in views):
+        if not views or None in [crc for crc, *_ in views] or all(_is_constant(*view[:2]) for view in views):
             continue
         first = seen.setdefault(views, (dp, mp, file))
         if first[:2] != (dp, mp):
@@ -48,11 +45,9 @@ def copied_files(found: Found[ZeroFiles], contents: Contents) -> list[Finding]:
     return findings
 
 
-def _constant(crc: int, size: int) -> bool:
+def _is_constant(crc: int, size: int) -> bool:
     """True if a float32 storage of this checksum is all zeros or all ones."""
-    if size > _CONSTANT_BYTES:
-        return False
-    return any(zlib.crc32(struct.pack("<f", value) * (size // 4)) == crc for value in (0.0, 1.0))
+    return any(_core.crc32_of_constant(struct.pack("<f", value), size) == crc for value in (0.0, 1.0))
 
 
 def same_step(found: Found[ZeroFiles], states: list[dict[str, Any]], word: str) -> list[Finding]:
