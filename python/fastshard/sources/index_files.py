@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -23,14 +24,17 @@ def read_json(listing: Listing, file: File, limit: int = safe_files.MAX_TEXT) ->
 
 def safe_relative(name: object) -> bool:
     """True if a name of an index stays below its folder: relative, no ``..``, no control characters."""
-    if not isinstance(name, str) or not name or len(name) > 4096:
-        return False
-    parts = PurePosixPath(name).parts
+    return isinstance(name, str) and 0 < len(name) <= 4096 and _stays_below(name)
+
+
+# An index names a file for each of its tensors.
+@lru_cache(maxsize=1024)
+def _stays_below(name: str) -> bool:
     return not (
         name.startswith("/")
         or "\\" in name
         or any(ord(c) < 32 or c == "\x7f" for c in name)
-        or ".." in parts
+        or ".." in PurePosixPath(name).parts
         or (len(name) > 1 and name[1] == ":")
     )
 
