@@ -28,6 +28,9 @@ const LAST: usize = 34;
 /// Largest payload, in bytes: what is longer was not written by this program.
 const MAX_PAYLOAD: usize = 64 << 10;
 
+/// Bytes of records that are written at a time.
+const MOST_WRITTEN: usize = 1 << 20;
+
 /// Append-only list of records that survives the process. Shared between threads.
 ///
 /// Records stay on disk: a run of many terabytes has millions of them.
@@ -82,7 +85,7 @@ impl Journal {
         let journal =
             Journal { path, durable, file, earlier: good, end, holds_records, anchor: Mutex::default() };
         let session = [&[SESSION, u8::from(durable)], boot_id().as_bytes()].concat();
-        journal.write(&session)?;
+        journal.write(&journal.frame_of(&session)?)?;
         Ok(journal)
     }
 
@@ -201,8 +204,25 @@ impl Journal {
     /// Appends one record, at most 64 KiB long. If it says that work is done, the data it speaks of has
     /// been synced.
     pub fn append(&self, record: &[u8]) -> Result<()> {
+        self.append_all(&[record])
+    }
+
+    /// Appends records, as [`Journal::append`], in few writes.
+    ///
+    /// Errors: what the system says; the first of them may be there then.
+    pub fn append_all(&self, records: &[impl AsRef<[u8]>]) -> Result<()> {
+        if records.is_empty() {
+            return Ok(());
+        }
         self.secure()?;
-        self.write(&[&[RECORD], record].concat())?;
+        let mut frames = Vec::new();
+        for (number, record) in records.iter().enumerate() {
+            memory::append(&mut frames, &self.frame_of(&[&[RECORD], record.as_ref()].concat())?)?;
+            if frames.len() >= MOST_WRITTEN || number + 1 == records.len() {
+                self.write(&frames)?;
+                frames.clear();
+            }
+        }
         self.holds_records.store(true, Ordering::Relaxed);
         Ok(())
     }
@@ -220,7 +240,7 @@ impl Journal {
         disk::sync_data(&self.file, &self.path).at(&self.path, "cannot bring to disk")
     }
 
-    fn write(&self, payload: &[u8]) -> Result<()> {
+    fn frame_of(&self, payload: &[u8]) -> Result<Vec<u8>> {
         if payload.len() > MAX_PAYLOAD {
             return Err(Finding::new(codes::INTERNAL, "journal record too long")
                 .file(&self.path)
@@ -228,11 +248,14 @@ impl Journal {
                 .into());
         }
         let length = payload.len() as u32;
-        let frame = [&length.to_le_bytes(), &crc32fast::hash(payload).to_le_bytes(), payload].concat();
-        // The offset moves only on success: a frame written in part is overwritten by the next.
+        Ok([&length.to_le_bytes(), &crc32fast::hash(payload).to_le_bytes(), payload].concat())
+    }
+
+    fn write(&self, frames: &[u8]) -> Result<()> {
+        // The offset moves only on success: what was written in part is overwritten by the next.
         let mut end = self.end.lock().unwrap_or_else(PoisonError::into_inner);
-        disk::write_at(&self.file, &self.path, *end, &frame).at(&self.path, "cannot write")?;
-        *end += frame.len() as u64;
+        disk::write_at(&self.file, &self.path, *end, frames).at(&self.path, "cannot write")?;
+        *end += frames.len() as u64;
         Ok(())
     }
 }
@@ -359,6 +382,21 @@ mod tests {
         }
         let zeros = [bytes.clone(), vec![0; 4096]].concat();
         assert_eq!(replayed(&zeros, ""), (all, bytes.len()));
+    }
+
+    #[test]
+    fn many_records_are_those_that_one_after_another_would_be() {
+        let (dir, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let all: Vec<Vec<u8>> = (0..70_000u32).map(|i| i.to_le_bytes().repeat(1 + i as usize % 7)).collect();
+        let (one, many) = (open(dir.path(), true), open(other.path(), true));
+        all.iter().for_each(|record| one.append(record).unwrap());
+        super::super::fault::disarm();
+        many.append_all(&all).unwrap();
+        many.append_all(&Vec::<Vec<u8>>::new()).unwrap();
+        let writes = super::super::fault::disarm().len();
+        let read = |dir: &tempfile::TempDir| std::fs::read(dir.path().join("journal")).unwrap();
+        assert!(read(&dir) == read(&other));
+        assert_eq!(writes, read(&other).len().div_ceil(MOST_WRITTEN));
     }
 
     #[test]

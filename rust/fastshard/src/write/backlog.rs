@@ -98,7 +98,7 @@ impl<'a> Backlog<'a> {
         }
         // What is in these records was written before they were taken, so these syncs cover it.
         files.into_iter().try_for_each(sync)?;
-        records.iter().try_for_each(|record| self.journal.append(record))?;
+        self.journal.append_all(&records)?;
         self.journal.sync()
     }
 

@@ -177,7 +177,7 @@ impl Owner {
         if disk::is_network(&self.bytes) {
             disk::sync_data(&self.bytes, &self.path).at(&self.path, "cannot bring to disk")?;
         }
-        records.iter().try_for_each(|record| self.shared.journal.append(record))?;
+        self.shared.journal.append_all(records)?;
         self.shared.journal.show()
     }
 
