@@ -265,11 +265,13 @@ def _manners(trial: Trial, ended: Ended, before: Before) -> None:
         trial.violated("f-code", f"{name}: {shown(ended)}")
     # A signal that comes while the interpreter starts or ends is answered by Python, not by the program.
     pythons = before.sent == signal.SIGINT and (not before.begun or "Exception ignored in: <module" in said)
+    # Until the command line takes signals over, the program ends without a word.
+    early = before.sent is not None and code == 128 + before.sent and not said.strip() and not before.holding
     if (trace := TRACE.search(said)) and not pythons:
         trial.violated("f-traceback", f"exit {code}: {line(said[trace.start() :])}")
     elif code in (1, 2, 3) and "FS510" not in said and not (pythons or _names_path(trial, said)):
         trial.violated("f-path", f"exit {code}: {shown(ended)}")
-    if "--json" in ended.argv and code in DOCUMENTED and not (pythons or before.mute):
+    if "--json" in ended.argv and code in DOCUMENTED and not (pythons or early or before.mute):
         _object(trial, ended)
     if code == 0:
         mine = {trial.out, *(trial.out / f.path for f in trial.foreign)}
