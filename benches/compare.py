@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import re
 import shutil
 import sys
@@ -168,8 +169,12 @@ class Bench:
             return f"**{middle:.2f}** ({ordered[0]:.2f} to {ordered[-1]:.2f})"
 
         facts = ", ".join(f"{k} {v}" for k, v in machine(self.folder).items())
+        loads = [record["load"] for r in self.results for side in r.records.values() for record in side]
+        # A core of which others have a tenth is no idle one.
+        busy = sum(load > 0.1 * len(os.sched_getaffinity(0)) for load in loads)
+        state = "idle" if not busy else f"LOADED: others had cores before {busy} of {len(loads)} runs"
         lines = [
-            f"{facts}; {self.rounds} interleaved rounds, {THREADS} threads", "",
+            f"{facts}; {self.rounds} interleaved rounds, {THREADS} threads; {state}", "",
             "| case | bytes | against | target | wall ratio: median (min to max) | CPU ratio "
             "| GB/s ours / theirs | CPU s ours / theirs | peak resident ours / theirs, MiB |",
             "|---|---|---|---|---|---|---|---|---|",

@@ -14,6 +14,7 @@ import statistics
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,7 +147,8 @@ def compare(
             touch(result.nbytes if out else 256 << 20)
             if chill:
                 cold(source)
-            record = run(side)
+            load = find_load()
+            record = run(side) | {"load": load}
             result.records.setdefault(side.label, []).append(record)
             speed = result.nbytes / record["wall"] / 1e9
             print(f"  {result.case} {side.label}: {record['wall']:.2f} s, {speed:.2f} GB/s", file=sys.stderr)
@@ -186,6 +188,20 @@ def file_digest(path: Path, offset: int = 0, nbytes: int | None = None) -> str:
             digest.update(block)
             left -= len(block)
     return digest.hexdigest()
+
+
+def find_load(seconds: float = 0.3) -> float:
+    """How many cores other processes have had of late: of this machine, counted over some time."""
+
+    def count() -> tuple[int, int]:
+        fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+        return sum(fields[:8]), fields[3] + fields[4]
+
+    before = count()
+    time.sleep(seconds)
+    after = count()
+    passed = max(1, after[0] - before[0])
+    return round((1 - (after[1] - before[1]) / passed) * (os.cpu_count() or 1), 2)
 
 
 def machine(folder: Path) -> dict[str, str]:
