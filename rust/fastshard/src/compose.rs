@@ -265,7 +265,7 @@ impl TargetRanks<'_> {
             let Some(shape) = self.shape(entry, &self.local) else { continue };
             let named = entry.name.format(&want.index, self.extents, self.sets, &want.choices);
             let Some(name) = named else { continue };
-            let present = boxes.iter().any(|b| !builder.index.candidates(b).is_empty());
+            let present = boxes.iter().any(|b| builder.index.has_like(b));
             // Of a parameter that the optimizer keeps nothing of there is no part: that others are lacking was found above.
             if !present && (entry.optional || may_lack) {
                 continue;

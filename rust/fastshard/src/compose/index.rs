@@ -16,11 +16,63 @@ pub(super) struct Index<'a> {
     pub(super) source: &'a Source<'a>,
     /// canonical tensor -> tied owner
     alias: HashMap<u32, u32>,
-    /// Per key: the axis bound by names, if all its holders bind it.
-    name_axis: HashMap<u32, Option<usize>>,
-    held: HashMap<(u32, u64), Vec<Held>>,
-    /// Per key, the first that holds a part of it.
-    first: HashMap<u32, Held>,
+    holders: HashMap<u32, Holders>,
+}
+
+/// What holds parts of a canonical tensor, of which there is one at least.
+struct Holders {
+    /// Axes bound by names, as far as all holders bind the same ones.
+    axes: Vec<usize>,
+    /// Sorted by the positions on these axes.
+    held: Vec<Held>,
+}
+
+impl Holders {
+    /// Takes one that binds other axes, perhaps.
+    fn add(&mut self, held: Held, bound: &[usize]) {
+        let same = self.axes.iter().zip(bound).take_while(|(a, b)| a == b).count();
+        self.axes.truncate(same);
+        self.held.push(held);
+    }
+
+    fn sort<'b>(&mut self, start_of: impl Fn(Held) -> &'b [u64]) {
+        let axes = &self.axes;
+        let compare = |a: &Held, b: &Held| {
+            let (a, b) = (start_of(*a), start_of(*b));
+            axes.iter().map(|&axis| a[axis]).cmp(axes.iter().map(|&axis| b[axis]))
+        };
+        self.held.sort_by(compare);
+    }
+}
+
+/// Finds those whose positions on `axes`, by which they are sorted, lie between `lo` and `hi`.
+fn find_between<'b>(
+    held: &[Held],
+    axes: &[usize],
+    (lo, hi): (&[u64], &[u64]),
+    start_of: &impl Fn(Held) -> &'b [u64],
+    found: &mut Vec<Held>,
+) {
+    let [axis, others @ ..] = axes else { return found.extend(held) };
+    let mut rest = between(held, *axis, (lo, hi), start_of);
+    while let Some(first) = rest.first() {
+        let at = start_of(*first)[*axis];
+        let (here, after) = rest.split_at(rest.partition_point(|h| start_of(*h)[*axis] == at));
+        find_between(here, others, (lo, hi), start_of, found);
+        rest = after;
+    }
+}
+
+/// Those whose position on the axis by which they are sorted lies between `lo` and `hi`.
+fn between<'b, 'h>(
+    held: &'h [Held],
+    axis: usize,
+    (lo, hi): (&[u64], &[u64]),
+    start_of: &impl Fn(Held) -> &'b [u64],
+) -> &'h [Held] {
+    let before = |end: u64| held.partition_point(|h| start_of(*h)[axis] < end);
+    let (first, end) = (before(lo[axis]), before(hi[axis]));
+    &held[first..end.max(first)]
 }
 
 /// What outputs took of the source.
@@ -31,8 +83,6 @@ pub(super) struct Ledger {
     /// See [`Composed::copies`].
     pub(super) copies: Vec<(u32, u32)>,
 }
-
-pub(super) const WHOLE: u64 = u64::MAX;
 
 impl<'a> Index<'a> {
     pub(super) fn new(source: &'a Source<'a>, registry: &Registry) -> Index<'a> {
@@ -46,34 +96,18 @@ impl<'a> Index<'a> {
                 }
             }
         }
-        let mut index =
-            Index { source, alias, name_axis: HashMap::new(), held: HashMap::new(), first: HashMap::new() };
-        let each = |visit: &mut dyn FnMut(u32, u32, &AtomBox)| {
-            for (i, instance) in source.resolved.instances.iter().enumerate() {
-                for (b, held) in instance.boxes.iter().enumerate() {
-                    visit(i as u32, b as u32, held);
-                }
+        let mut index = Index { source, alias, holders: HashMap::new() };
+        let mut holders: HashMap<u32, Holders> = HashMap::new();
+        for (i, instance) in source.resolved.instances.iter().enumerate() {
+            for (b, held) in instance.boxes.iter().enumerate() {
+                let places = held.atom.places.iter().enumerate();
+                let bound: Vec<usize> = places.filter(|(_, at)| at.is_none()).map(|(axis, _)| axis).collect();
+                let new = || Holders { axes: bound.clone(), held: Vec::new() };
+                holders.entry(index.key(held.atom.key)).or_insert_with(new).add((i as u32, b as u32), &bound);
             }
-        };
-        let mut name_axis: HashMap<u32, Option<usize>> = HashMap::new();
-        each(&mut |_, _, held| {
-            let bound = held.atom.places.iter().position(Option::is_none);
-            let slot = name_axis.entry(index.key(held.atom.key)).or_insert(bound);
-            if *slot != bound {
-                *slot = None;
-            }
-        });
-        index.name_axis = name_axis;
-        let mut all: HashMap<(u32, u64), Vec<Held>> = HashMap::new();
-        let mut first: HashMap<u32, Held> = HashMap::new();
-        each(&mut |i, b, held| {
-            let key = index.key(held.atom.key);
-            first.entry(key).or_insert((i, b));
-            let at = index.name_axis[&key].map_or(WHOLE, |axis| held.lo[axis]);
-            all.entry((key, at)).or_default().push((i, b));
-        });
-        index.held = all;
-        index.first = first;
+        }
+        holders.values_mut().for_each(|all| all.sort(|held| index.start_of(held)));
+        index.holders = holders;
         index
     }
 
@@ -86,21 +120,35 @@ impl<'a> Index<'a> {
         (instance, &instance.boxes[held.1 as usize])
     }
 
+    /// Where a box begins on each canonical axis.
+    fn start_of(&self, held: Held) -> &'a [u64] {
+        &self.get(held).1.lo
+    }
+
     /// Something that holds a part of the wanted canonical tensor.
     pub(super) fn any(&self, wanted: &AtomBox) -> Option<Held> {
-        self.first.get(&self.key(wanted.atom.key)).copied()
+        self.holders.get(&self.key(wanted.atom.key))?.held.first().copied()
+    }
+
+    /// True if something holds a part of the wanted canonical tensor, in the same layer if names have layers.
+    pub(super) fn has_like(&self, wanted: &AtomBox) -> bool {
+        self.holders.get(&self.key(wanted.atom.key)).is_some_and(|all| match all.axes.first() {
+            None => true,
+            Some(&axis) => {
+                let range = (&wanted.lo[..], &wanted.hi[..]);
+                !between(&all.held, axis, range, &|held| self.start_of(held)).is_empty()
+            }
+        })
     }
 
     /// Everything that may overlap the box.
     pub(super) fn candidates(&self, wanted: &AtomBox) -> Vec<Held> {
-        let key = self.key(wanted.atom.key);
-        let Some(&axis) = self.name_axis.get(&key) else { return Vec::new() };
-        match axis {
-            None => self.held.get(&(key, WHOLE)).cloned().unwrap_or_default(),
-            Some(axis) => (wanted.lo[axis]..wanted.hi[axis])
-                .flat_map(|at| self.held.get(&(key, at)).into_iter().flatten().copied())
-                .collect(),
+        let mut found = Vec::new();
+        if let Some(all) = self.holders.get(&self.key(wanted.atom.key)) {
+            let range = (&wanted.lo[..], &wanted.hi[..]);
+            find_between(&all.held, &all.axes, range, &|held| self.start_of(held), &mut found);
         }
+        found
     }
 }
 
@@ -160,4 +208,55 @@ pub(super) fn one_per_rank(source: &Source, held: &[Held]) -> (Vec<Held>, Vec<(H
         }
     }
     (kept, again)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const RANK: usize = 3;
+
+    fn range() -> impl Strategy<Value = (u64, u64)> {
+        (0u64..5, 0u64..4).prop_map(|(lo, n)| (lo, lo + n))
+    }
+
+    proptest! {
+        /// Against a look at each of them: what is found is what lies between on the axes that all bind.
+        #[test]
+        fn what_may_overlap_is_found(
+            boxes in prop::collection::vec((prop::collection::vec(range(), RANK), 0usize..8), 1..40),
+            bound in 0usize..8,
+            wanted in prop::collection::vec(range(), RANK),
+        ) {
+            let axes_of = |bits: usize| (0..RANK).filter(|axis| bits >> axis & 1 == 1).collect::<Vec<_>>();
+            let starts: Vec<Vec<u64>> =
+                boxes.iter().map(|(ranges, _)| ranges.iter().map(|range| range.0).collect()).collect();
+            let start_of = |held: Held| &starts[held.0 as usize][..];
+            let mut all = Holders { axes: axes_of(bound), held: Vec::new() };
+            // Most bind the same ones.
+            for (i, (_, bits)) in (0u32..).zip(&boxes) {
+                all.add((i, 0), &axes_of(bound | (bits & bits >> 1)));
+            }
+            all.sort(start_of);
+            let (lo, hi): (Vec<u64>, Vec<u64>) = wanted.iter().copied().unzip();
+            let mut found = Vec::new();
+            find_between(&all.held, &all.axes, (&lo, &hi), &start_of, &mut found);
+            found.sort_unstable();
+            let inside = |start: &[u64]| all.axes.iter().all(|&axis| (lo[axis]..hi[axis]).contains(&start[axis]));
+            let naive: Vec<Held> =
+                (0..boxes.len() as u32).map(|i| (i, 0)).filter(|held| inside(start_of(*held))).collect();
+            prop_assert_eq!(found, naive);
+        }
+    }
+
+    #[test]
+    fn axes_are_those_that_all_bind_in_order() {
+        let mut all = Holders { axes: vec![0, 1, 2], held: Vec::new() };
+        all.add((0, 0), &[0, 1, 2]);
+        all.add((1, 0), &[0, 2]);
+        assert_eq!(all.axes, [0]);
+        all.add((2, 0), &[1]);
+        assert!(all.axes.is_empty());
+    }
 }
