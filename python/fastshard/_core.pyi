@@ -36,6 +36,7 @@ __all__ = [
     "codes_table",
     "collect",
     "commit",
+    "crc32_of_constant",
     "dcp_metadata",
     "dcp_object",
     "exit_code",

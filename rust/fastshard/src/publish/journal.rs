@@ -85,7 +85,7 @@ impl Journal {
         let journal =
             Journal { path, durable, file, earlier: good, end, holds_records, anchor: Mutex::default() };
         let session = [&[SESSION, u8::from(durable)], boot_id().as_bytes()].concat();
-        journal.write(&journal.frame_of(&session)?)?;
+        journal.write(&journal.frame_of_payload(&session)?)?;
         Ok(journal)
     }
 
@@ -215,15 +215,24 @@ impl Journal {
             return Ok(());
         }
         self.secure()?;
-        let mut frames = Vec::new();
+        let mut together = Vec::new();
+        let mut first = 0;
         for (number, record) in records.iter().enumerate() {
-            memory::append(&mut frames, &self.frame_of(&[&[RECORD], record.as_ref()].concat())?)?;
-            if frames.len() >= MOST_WRITTEN || number + 1 == records.len() {
-                self.write(&frames)?;
-                frames.clear();
+            memory::append(&mut together, &self.frame_of(record.as_ref())?)?;
+            if together.len() < MOST_WRITTEN && number + 1 < records.len() {
+                continue;
             }
+            if self.write(&together).is_err() {
+                // A full disk may have room for some of them, by which the run can be continued.
+                for record in &records[first..=number] {
+                    self.write(&self.frame_of(record.as_ref())?)?;
+                    self.holds_records.store(true, Ordering::Relaxed);
+                }
+            }
+            self.holds_records.store(true, Ordering::Relaxed);
+            together.clear();
+            first = number + 1;
         }
-        self.holds_records.store(true, Ordering::Relaxed);
         Ok(())
     }
 
@@ -240,7 +249,11 @@ impl Journal {
         disk::sync_data(&self.file, &self.path).at(&self.path, "cannot bring to disk")
     }
 
-    fn frame_of(&self, payload: &[u8]) -> Result<Vec<u8>> {
+    fn frame_of(&self, record: &[u8]) -> Result<Vec<u8>> {
+        self.frame_of_payload(&[&[RECORD], record].concat())
+    }
+
+    fn frame_of_payload(&self, payload: &[u8]) -> Result<Vec<u8>> {
         if payload.len() > MAX_PAYLOAD {
             return Err(Finding::new(codes::INTERNAL, "journal record too long")
                 .file(&self.path)
@@ -382,6 +395,21 @@ mod tests {
         }
         let zeros = [bytes.clone(), vec![0; 4096]].concat();
         assert_eq!(replayed(&zeros, ""), (all, bytes.len()));
+    }
+
+    #[test]
+    fn a_disk_with_room_for_some_of_the_records_keeps_these() {
+        use super::super::fault::{arm, disarm, Fault};
+        let dir = tempfile::tempdir().unwrap();
+        let journal = open(dir.path(), true);
+        // The first write takes all records, and does not fit; the others fit one by one.
+        arm(0, Fault::Once(libc::ENOSPC));
+        journal.append_all(&[b"one", b"two"]).unwrap();
+        arm(0, Fault::Gone);
+        journal.append_all(&[b"three"]).unwrap_err();
+        disarm();
+        assert!(journal.holds_records());
+        assert_eq!(earlier(&open(dir.path(), true)), [b"one".to_vec(), b"two".to_vec()]);
     }
 
     #[test]
