@@ -178,6 +178,7 @@ pub(crate) fn divide(plan: &Plan, options: &Options, fixed: Option<&[u64]>) -> R
     let bound = baseline + own + checksums + tiled + blocks + encodes;
     let each = Workspace::bytes(tile).saturating_add(per_worker);
     // Decoded blocks are held for few.
-    let spare = if block > 0 { 0 } else { options.memory.saturating_sub(bound) / each };
+    let unused = options.memory.saturating_sub(bound + workers.saturating_mul(factors.each));
+    let spare = if block > 0 { 0 } else { unused / each };
     Ok((tiles, MemoryUse { baseline, workers, spare, each, tile, checksums, held, blocks, bound }))
 }

@@ -73,12 +73,18 @@ pub(super) fn remove_folder(place: &Place, folder: &Dir, data: &[String], lock: 
     for name in data {
         folder.remove_tree(OsStr::new(name)).at(&folder.join(name), "cannot remove")?;
     }
-    remove_bookkeeping(place, folder, lock, false)
+    remove_bookkeeping(place, folder, lock, false, false)
 }
 
 /// Removes a staging folder that holds no data any more: the seal last, as it tells that a clean-up was
-/// cut short. With `durable`, by a power failure too.
-pub(super) fn remove_bookkeeping(place: &Place, folder: &Dir, lock: File, durable: bool) -> Result<()> {
+/// cut short. With `durable`, by a power failure too, where something was `replaced` or a plan is left.
+pub(super) fn remove_bookkeeping(
+    place: &Place,
+    folder: &Dir,
+    lock: File,
+    durable: bool,
+    replaced: bool,
+) -> Result<()> {
     let has_plan = folder.has("plan").at(&folder.join("plan"), "cannot stat")?;
     let gone = |name: &str| folder.remove_file(name).at(&folder.join(name), "cannot remove");
     for name in entries(folder)?.iter().filter(|name| rounds::is_bookkeeping(name)) {
@@ -89,8 +95,8 @@ pub(super) fn remove_bookkeeping(place: &Place, folder: &Dir, lock: File, durabl
     }
     // NFS keeps a removed file in the directory as long as it is open.
     drop(lock);
-    if durable && has_plan {
-        // A plan without a seal looks like a run that has made nothing yet.
+    if durable && (replaced || has_plan) {
+        // An older result without a seal looks like one that is being made. A plan without a seal looks like a run that has made nothing yet.
         folder.sync().at(folder.path(), "cannot bring to disk")?;
     }
     gone("sealed")?;

@@ -113,7 +113,8 @@ pub(super) fn publish(
         synced.map_err(|error| error.after_publishing(&place.out))?;
     }
     let steps = seal.piecewise.then(|| in_steps(&place));
-    let left = clean_up(&place, &folder, &seal.data, lock, options.fsync, go_on);
+    let replaced = !matches!(before, Occupied::Absent);
+    let left = clean_up(&place, &folder, &seal.data, lock, (options.fsync, replaced), go_on);
     Ok(steps.into_iter().chain(left).collect())
 }
 
@@ -256,7 +257,11 @@ fn move_names(place: &Place, data: &Dir, out: &Dir, seal: &Seal) -> Result<()> {
             }
         }
     }
-    Ok(())
+    match seal.durable {
+        // The last of them too: nothing else brings it to disk.
+        true => out.sync().at(out.path(), "cannot bring to disk"),
+        false => Ok(()),
+    }
 }
 
 /// Removes the older result and the folder; what stays behind is a warning, not an error.
@@ -265,7 +270,7 @@ fn clean_up(
     folder: &Dir,
     data: &str,
     lock: File,
-    durable: bool,
+    (durable, replaced): (bool, bool),
     go_on: &dyn Fn() -> bool,
 ) -> Vec<Finding> {
     let left = |what: String, at: &dyn AsRef<Path>, help: &str| {
@@ -290,7 +295,7 @@ fn clean_up(
     let warning = match kept {
         Ok(Some(all)) => {
             let mut warnings: Vec<Finding> = all.iter().map(aside).collect();
-            warnings.extend(remove_bookkeeping(place, folder, lock, durable).err().map(failed));
+            warnings.extend(remove_bookkeeping(place, folder, lock, durable, replaced).err().map(failed));
             return warnings;
         }
         Ok(None) => left(

@@ -182,6 +182,7 @@ impl Staging {
             folder.create_dir(OsStr::new(DATA), disk::BY_UMASK).at(&folder.join(DATA), "cannot create")?;
         }
         let journal = Journal::open(folder, "journal", options.fsync)?;
+        resumed |= journal.holds_records();
         let journal = match options.fsync && seal.is_none() {
             true => {
                 let again = |dir: &Dir| dir.again().at(dir.path(), "cannot open");
