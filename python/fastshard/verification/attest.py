@@ -151,7 +151,7 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 def _digests(files: dict[str, Path], threads: int, progress: Report) -> dict[str, str]:
     """SHA-256 of each file, on several threads: hashing lets go of the interpreter."""
-    done, total = 0, sum(path.stat().st_size for path in files.values())
+    done, total, is_stopped = 0, sum(path.stat().st_size for path in files.values()), False
     with Progress(progress) as bar, ThreadPoolExecutor(threads) as pool:
         report = bar.phase("SHA-256")
 
@@ -159,7 +159,7 @@ def _digests(files: dict[str, Path], threads: int, progress: Report) -> dict[str
             nonlocal done
             hasher = hashlib.sha256()
             with safe_files.opened(path) as descriptor:
-                while chunk := os.read(descriptor, _CHUNK):
+                while not is_stopped and (chunk := os.read(descriptor, _CHUNK)):
                     hasher.update(chunk)
                     done += len(chunk)
             return hasher.hexdigest()
@@ -167,10 +167,15 @@ def _digests(files: dict[str, Path], threads: int, progress: Report) -> dict[str
         largest_first = sorted(files, key=lambda name: -files[name].stat().st_size)
         running = {name: pool.submit(read, files[name]) for name in largest_first}
         found = {}
-        for name, one in running.items():
-            found[name] = one.result()
-            if report is not None:
-                report(done, total)
+        try:
+            for name, one in running.items():
+                found[name] = one.result()
+                if report is not None:
+                    report(done, total)
+        except BaseException:
+            # The pool waits for its threads: they have to end before their files do.
+            is_stopped = True
+            raise
         if report is not None:
             report(total, total)
     return found
