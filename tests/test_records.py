@@ -18,7 +18,7 @@ from fastshard.common import records, regex
 PACKAGE = Path(fastshard.__file__).parent
 
 
-def made(decorate: Any, field: Any) -> Any:
+def make_class(decorate: Any, field: Any) -> Any:
     """A frozen class and one made of it, as a decorator makes them."""
 
     @decorate(frozen=True)
@@ -44,12 +44,15 @@ def made(decorate: Any, field: Any) -> Any:
     return Sub
 
 
-OURS = made(records.dataclass, records.field)
-THEIRS = made(dataclasses.dataclass, dataclasses.field)
+OURS = make_class(records.dataclass, records.field)
+THEIRS = make_class(dataclasses.dataclass, dataclasses.field)
 
 
 def test_signature_and_fields_are_those_of_a_dataclass() -> None:
-    ours, theirs = made(records.dataclass, records.field), made(dataclasses.dataclass, dataclasses.field)
+    ours, theirs = (
+        make_class(records.dataclass, records.field),
+        make_class(dataclasses.dataclass, dataclasses.field),
+    )
     # Before any instance is made, and after.
     for _ in range(2):
         assert str(inspect.signature(ours)) == str(inspect.signature(theirs))

@@ -126,9 +126,9 @@ else:
             lines.append("self.__post_init__()")
         body = "\n    ".join(lines or ["pass"])
         exec(f"def __init__({', '.join(parameters)}):\n    {body}", values)
-        made = cls.__init__ = values["__init__"]
-        made.__qualname__, made.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
-        made.__annotations__ = {**_hints(cls), "return": None}
+        init = cls.__init__ = values["__init__"]
+        init.__qualname__, init.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
+        init.__annotations__ = {**_hints(cls), "return": None}
         if "__signature__" in cls.__dict__:
             del cls.__signature__
 

@@ -175,8 +175,8 @@ def _may_be_for(name: str, config: str) -> bool:
 @cache
 def _model_types(name: str) -> tuple[str, ...]:
     """The values of ``model_type`` that a built-in table is for, by its text."""
-    stated = re.findall(r"^model_type = \[(.*)\]$", get(name), re.MULTILINE)
-    return tuple(kind for listed in stated for kind in re.findall(r'"([^"]*)"', listed))
+    lists = re.findall(r"^model_type = \[(.*)\]$", get(name), re.MULTILINE)
+    return tuple(kind for each in lists for kind in re.findall(r'"([^"]*)"', each))
 
 
 @cache
