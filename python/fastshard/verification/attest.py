@@ -165,17 +165,18 @@ def _digests(files: dict[str, Path], threads: int, progress: Report) -> dict[str
             return hasher.hexdigest()
 
         largest_first = sorted(files, key=lambda name: -files[name].stat().st_size)
-        running = {name: pool.submit(read, files[name]) for name in largest_first}
-        found = {}
+        digests = {}
         try:
+            running = {name: pool.submit(read, files[name]) for name in largest_first}
             for name, one in running.items():
-                found[name] = one.result()
+                digests[name] = one.result()
                 if report is not None:
                     report(done, total)
         except BaseException:
             # The pool waits for its threads: they have to end before their files do.
             is_stopped = True
+            pool.shutdown(wait=False, cancel_futures=True)
             raise
         if report is not None:
             report(total, total)
-    return found
+    return digests
