@@ -14,15 +14,18 @@ Processes that come to other places go on at once; all places are noted in the o
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -237,3 +240,42 @@ class Steps:
                 assert not ended and time.monotonic() < end, f"{otherwise()}; came to: {self._reached[-20:]}"
                 # Woken when somebody comes; the time is for a process that ends without.
                 self._changed.wait(0.1)
+
+
+@contextmanager
+def interrupted_hashing(monkeypatch: pytest.MonkeyPatch, limit: int = 20_000) -> Iterator[None]:
+    """Sends SIGINT when the first bytes are hashed by ``hashlib``, and asserts that most bytes are not hashed any more.
+
+    The reader's pieces are to be so small that the files have more than ``limit`` of them.
+    """
+    is_signalled, updates = threading.Event(), 0
+
+    class Hasher:
+        def __init__(self, *_data: bytes, **_options: bool) -> None:
+            pass
+
+        def update(self, _piece: bytes) -> None:
+            nonlocal updates
+            updates += 1
+            if updates == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+            is_signalled.wait()
+            if updates < limit:
+                time.sleep(0.001)
+
+        def hexdigest(self) -> str:
+            return ""
+
+    def raise_interrupt(_number: int, _frame: object) -> None:
+        is_signalled.set()
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, raise_interrupt)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(hashlib, "sha256", Hasher)
+            patch.setattr(hashlib, "sha1", Hasher)
+            yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert 1 <= updates < limit

@@ -7,11 +7,8 @@ import datetime
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ import pytest
 import torch
 from blake3 import blake3
 from helpers import NEOX, cli
+from holding import interrupted_hashing
 from safetensors import safe_open
 
 ROOT = Path(__file__).parents[1]
@@ -75,35 +73,9 @@ def test_what_differs_from_its_manifest_is_not_attested(result: Path) -> None:
 
 
 def test_a_signal_ends_the_hashing_of_files(result: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread does not read its file to the end: each is read byte by byte here, and most bytes stay unread."""
-    is_signalled, updates, limit = threading.Event(), 0, 20_000
-
-    class Hasher:
-        def update(self, _chunk: bytes) -> None:
-            nonlocal updates
-            updates += 1
-            if updates == 1:
-                os.kill(os.getpid(), signal.SIGINT)
-            is_signalled.wait()
-            if updates < limit:
-                time.sleep(0.001)
-
-        def hexdigest(self) -> str:
-            return ""
-
-    def raise_interrupt(_number: int, _frame: object) -> None:
-        is_signalled.set()
-        raise KeyboardInterrupt
-
     monkeypatch.setattr("fastshard.verification.attest._CHUNK", 1)
-    previous = signal.signal(signal.SIGINT, raise_interrupt)
-    try:
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr("fastshard.verification.attest.hashlib.sha256", Hasher)
-            fastshard.attest(result, verify=False, threads=2)
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    assert 1 <= updates < limit
+    with interrupted_hashing(monkeypatch), pytest.raises(KeyboardInterrupt):
+        fastshard.attest(result, verify=False, threads=2)
     assert not (result / "fastshard.intoto.json").exists()
 
 

@@ -13,6 +13,7 @@ import fastshard
 import pytest
 import torch
 from helpers import HF, NEOX, cli, copy, flip_bit
+from holding import interrupted_hashing
 from safetensors.torch import save_file
 
 SHARD = "model-00002-of-00004.safetensors"
@@ -101,6 +102,12 @@ def test_a_bit_that_changed_is_found(request: pytest.FixtureRequest, place: str,
     assert found["got"] == f"{kind} {etag(root / name)}"
     repository = "org/name" if place == "cached" else "REPO"
     assert f"hf download {repository} {name}" in found["run"][0]
+
+
+def test_a_signal_ends_the_hashing_of_files(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastshard.common.hub_downloads._PIECE", 1)
+    with interrupted_hashing(monkeypatch), pytest.raises(KeyboardInterrupt):
+        fastshard.verify(local)
 
 
 def test_a_text_that_was_edited_since_is_a_warning(local: Path) -> None:

@@ -18,6 +18,7 @@ from .errors import FastshardError, Finding
 from .listing import Listing
 from .records import dataclass
 from .regex import compile_when_used
+from .thread_pools import stoppable_pool
 
 __all__ = ["Record", "compared", "records", "said_of_missing", "unfinished"]
 
@@ -91,7 +92,6 @@ def compared(
         return []
     # Of what is opened little is a download.
     import hashlib
-    from concurrent.futures import ThreadPoolExecutor
 
     total = sum(record.path.stat().st_size for record in found)
     done = 0
@@ -105,7 +105,7 @@ def compared(
             else:
                 hasher = hashlib.sha1(b"blob %d\0" % before.st_size, usedforsecurity=False)
             try:
-                while piece := os.read(descriptor, _PIECE):
+                while not is_stopped.is_set() and (piece := os.read(descriptor, _PIECE)):
                     hasher.update(piece)
                     done += len(piece)
             except OSError as error:
@@ -116,7 +116,7 @@ def compared(
         return hasher.hexdigest()
 
     findings = []
-    with ThreadPoolExecutor(max(1, threads)) as pool:
+    with stoppable_pool(threads) as (pool, is_stopped):
         running = [pool.submit(read, record) for record in found]
         for record, one in zip(found, running, strict=True):
             got = one.result()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from ..common.errors import FastshardError
 from ..common.options import StrPath
 from ..common.progress import Progress, Report
 from ..common.thread_counts import thread_count
+from ..common.thread_pools import stoppable_pool
 from .verify import verify as verify_checkpoint
 
 __all__ = ["PREDICATE", "STATEMENT_NAME", "attest"]
@@ -150,33 +150,26 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 
 def _digests(files: dict[str, Path], threads: int, progress: Report) -> dict[str, str]:
-    """SHA-256 of each file, on several threads: hashing lets go of the interpreter."""
-    done, total, is_stopped = 0, sum(path.stat().st_size for path in files.values()), False
-    with Progress(progress) as bar, ThreadPoolExecutor(threads) as pool:
+    """Hashes files with SHA-256 on several threads: hashing lets go of the interpreter."""
+    done, total, digests = 0, sum(path.stat().st_size for path in files.values()), {}
+    with Progress(progress) as bar, stoppable_pool(threads) as (pool, is_stopped):
         report = bar.phase("SHA-256")
 
         def read(path: Path) -> str:
             nonlocal done
             hasher = hashlib.sha256()
             with safe_files.opened(path) as descriptor:
-                while not is_stopped and (chunk := os.read(descriptor, _CHUNK)):
+                while not is_stopped.is_set() and (chunk := os.read(descriptor, _CHUNK)):
                     hasher.update(chunk)
                     done += len(chunk)
             return hasher.hexdigest()
 
         largest_first = sorted(files, key=lambda name: -files[name].stat().st_size)
-        digests = {}
-        try:
-            running = {name: pool.submit(read, files[name]) for name in largest_first}
-            for name, one in running.items():
-                digests[name] = one.result()
-                if report is not None:
-                    report(done, total)
-        except BaseException:
-            # The pool waits for its threads: they have to end before their files do.
-            is_stopped = True
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        running = {name: pool.submit(read, files[name]) for name in largest_first}
+        for name, one in running.items():
+            digests[name] = one.result()
+            if report is not None:
+                report(done, total)
         if report is not None:
             report(total, total)
     return digests

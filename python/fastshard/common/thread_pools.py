@@ -1,0 +1,32 @@
+"""Threads that end when the work is given up: a signal does not wait for what they do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+
+__all__ = ["stoppable_pool"]
+
+
+@contextmanager
+def stoppable_pool(threads: int) -> Iterator[tuple[ThreadPoolExecutor, threading.Event]]:
+    """Opens a pool of threads, and an event that is set when the block ends with an exception.
+
+    A pool waits for its threads: each looks at the event between two pieces of its work. What has not begun is cancelled.
+    """
+    # Few runs need it, and importing it takes its time.
+    from concurrent.futures import ThreadPoolExecutor
+
+    is_stopped = threading.Event()
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        try:
+            yield pool, is_stopped
+        except BaseException:
+            is_stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
