@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 from fastshard import FastshardError
+from fastshard.zarr.array_writer import StoreWriter
 from helpers import FIXTURES, cli
 from jax_maker import (
     STEP,
@@ -72,6 +74,37 @@ def test_the_greatest_step_that_fits(tmp_path: Path) -> None:
     tree = paxml_state(SIZE) | {"step": np.array(2**31 - 1, np.uint32)}
     have, _ = converted(saved_paxml(tree, tmp_path / "paxml"), tmp_path / "out", "maxtext")
     assert (have["step"].dtype, have["step"]) == (np.int32, 2**31 - 1)
+
+
+@pytest.mark.parametrize("are_shared", [False, True])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_buffers_that_are_used_again_hold_one_block_at_a_time(
+    mapped: bool, are_shared: bool, paxml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A buffer that somebody looks at still, as the store's library may, is not written to again."""
+    want, _ = converted(paxml, tmp_path / "want", "maxtext")
+    views: list[tuple[memoryview, bytes]] = []
+    spares = []
+
+    class Writer(StoreWriter):
+        def take_spare(self, size: int) -> bytearray | mmap.mmap | None:
+            spare: bytearray | mmap.mmap | None = super().take_spare(size)
+            if spare is None and mapped:
+                spare = mmap.mmap(-1, size)
+            elif spare is not None:
+                spares.append(size)
+                if are_shared:
+                    views.append((memoryview(spare), bytes(spare)))
+            return spare
+
+    # Every block waits for its own commit, and is a spare from then on.
+    monkeypatch.setattr("fastshard.zarr.array_writer._UNDER_WAY", 0)
+    monkeypatch.setattr("fastshard.zarr.array_writer.StoreWriter", Writer)
+    have, _ = converted(paxml, tmp_path / "have", "maxtext")
+    assert_same(have, want)
+    assert spares
+    for view, content in views:
+        assert bytes(view) == content
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])

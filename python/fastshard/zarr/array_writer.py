@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
 import shutil
 import threading
 from collections import deque
@@ -95,8 +96,9 @@ class StoreWriter:
         self._lock = threading.Lock()
         self._arrays: dict[str, Array] = {}
         self._open: dict[str, Any] = {}
-        self._under_way: deque[tuple[int, Any]] = deque()
+        self._under_way: deque[tuple[bytearray | mmap.mmap, Any]] = deque()
         self._bytes = 0
+        self._spare: list[bytearray | mmap.mmap] = []
         self._how: dict[str, Any] = {}
         self._context: Any = None
 
@@ -152,28 +154,46 @@ class StoreWriter:
             "config": {"max_inline_value_bytes": _INLINE, "max_decoded_node_bytes": _NODE},
         }
 
-    def write(self, key: str, index: list[int], shape: list[int], data: bytes) -> list[Finding] | None:
-        """Stores the block at ``index``: ``data`` holds its elements in C order."""
+    def take_spare(self, size: int) -> bytearray | mmap.mmap | None:
+        """Returns a buffer of ``size`` bytes that was written before, if there is one: fresh memory is dear.
+
+        TensorStore may refer to it still: the core takes it only if nobody does.
+        """
+        with self._lock:
+            for number, spare in enumerate(self._spare):
+                if len(spare) == size:
+                    return self._spare.pop(number)
+            # Blocks of another array come now.
+            self._spare.clear()
+        return None
+
+    def write(
+        self, key: str, index: list[int], shape: list[int], data: bytearray | mmap.mmap
+    ) -> list[Finding] | None:
+        """Stores the block at ``index``: ``data`` holds its elements in C order, and nobody changes it any more."""
         return self._told(lambda: self._write(key, index, shape, data))
 
-    def _write(self, key: str, index: list[int], shape: list[int], data: bytes) -> None:
+    def _write(self, key: str, index: list[int], shape: list[int], data: bytearray | mmap.mmap) -> None:
         import numpy as np
 
         array = self._arrays[key]
         block = np.frombuffer(data, numpy_dtype(array.dtype)).reshape(shape)
         place = tuple(slice(i * b, i * b + n) for i, b, n in zip(index, array.block, shape, strict=True))
-        future = self._open[key][place].write(block) if place else self._open[key].write(block)
+        target = self._open[key][place] if place else self._open[key]
+        # Encoded where it lies: no copy is taken of it.
+        future = target.write(block, can_reference_source_data_indefinitely=True)
         future.copy.result()
         done = []
         with self._lock:
-            self._under_way.append((len(data), future.commit))
+            self._under_way.append((data, future.commit))
             self._bytes += len(data)
             while self._bytes > _UNDER_WAY:
-                size, commit = self._under_way.popleft()
-                self._bytes -= size
-                done.append(commit)
-        for commit in done:
+                done.append(self._under_way.popleft())
+                self._bytes -= len(done[-1][0])
+        for _, commit in done:
             commit.result()
+        with self._lock:
+            self._spare += [written for written, _ in done]
 
     def finish(self) -> list[Finding] | None:
         """Waits for all that is under way; every key that must be there is looked up."""

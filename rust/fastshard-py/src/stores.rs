@@ -12,7 +12,7 @@ use fastshard::format::blocks::Store;
 use fastshard::memory;
 use fastshard::storage::{BlockBytes, BlockReader};
 use fastshard::tensor::Dtype;
-use fastshard::write::{Array, ArrayWriter};
+use fastshard::write::{Array, ArrayWriter, BlockBuffer};
 use pyo3::exceptions::{PyMemoryError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyDict, PyMemoryView};
@@ -70,7 +70,7 @@ const MAPPED: usize = 1 << 20;
 #[derive(Debug)]
 struct PythonBytes {
     owner: Py<PyAny>,
-    at: *const u8,
+    at: *mut u8,
     len: usize,
 }
 
@@ -97,34 +97,59 @@ fn settled(py: Python<'_>, key: &str, returned: PyResult<Py<PyAny>>) -> Result<(
     error_of(told.map_err(|error| failed(key, &error))?).map_or(Ok(()), Err)
 }
 
-impl PythonReader {
-    /// A writable buffer of `len` bytes, initialised: a spare one, or a new one.
-    fn buffer(py: Python<'_>, len: usize, spare: Option<Box<dyn BlockBytes>>) -> PyResult<PythonBytes> {
-        let spare = spare.and_then(|spare| (spare as Box<dyn Any>).downcast::<PythonBytes>().ok());
-        if let Some(spare) = spare.filter(|spare| spare.len == len) {
-            return Ok(*spare);
+impl BlockBuffer for PythonBytes {
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above; the buffer is writable.
+        #[allow(unsafe_code)]
+        unsafe {
+            std::slice::from_raw_parts_mut(self.at, self.len)
         }
+    }
+}
+
+impl PythonBytes {
+    /// A writable buffer of `len` bytes, initialised.
+    fn new(py: Python<'_>, len: usize) -> PyResult<PythonBytes> {
         if len < MAPPED {
             let owner = PyByteArray::new_with(py, len, |_| Ok(()))?;
-            return Ok(PythonBytes { at: owner.data(), len, owner: owner.into_any().unbind() });
+            return Self::of(owner.into_any(), len);
         }
         let mmap = py.import("mmap")?;
         // Private, so that it counts as the anonymous memory that it is.
         let flags = mmap.getattr("MAP_PRIVATE")?.bitor(mmap.getattr("MAP_ANONYMOUS")?)?;
         let options = PyDict::new(py);
         options.set_item("flags", flags)?;
-        let owner = mmap.call_method("mmap", (-1, len), Some(&options))?;
-        let ctypes = py.import("ctypes")?;
+        Self::of(mmap.call_method("mmap", (-1, len), Some(&options))?, len)
+    }
+
+    /// The buffer of `len` bytes that `owner` is, to which nobody else refers.
+    fn of(owner: Bound<'_, PyAny>, len: usize) -> PyResult<PythonBytes> {
+        if let Ok(bytes) = owner.cast::<PyByteArray>() {
+            return Ok(PythonBytes { at: bytes.data(), len, owner: owner.unbind() });
+        }
+        let ctypes = owner.py().import("ctypes")?;
         let first = ctypes.getattr("c_char")?.call_method1("from_buffer", (&owner,))?;
         let at: usize = ctypes.call_method1("addressof", (first,))?.extract()?;
-        Ok(PythonBytes { at: std::ptr::with_exposed_provenance(at), len, owner: owner.unbind() })
+        Ok(PythonBytes { at: std::ptr::with_exposed_provenance_mut(at), len, owner: owner.unbind() })
     }
+}
+
+/// True if somebody else refers to a buffer: whatever looks at it, through however many views, does.
+fn is_shared(owner: &Bound<'_, PyAny>) -> bool {
+    // SAFETY: the object lives, and the GIL is held.
+    #[allow(unsafe_code)]
+    let references = unsafe { pyo3::ffi::Py_REFCNT(owner.as_ptr()) };
+    references > 1
 }
 
 impl BlockReader for PythonReader {
     fn read(&self, key: &str, len: usize, spare: Option<Box<dyn BlockBytes>>) -> Result<Box<dyn BlockBytes>> {
         Python::attach(|py| {
-            let buffer = Self::buffer(py, len, spare).map_err(|error| no_room(key, len, &error))?;
+            let spare = spare.and_then(|spare| (spare as Box<dyn Any>).downcast::<PythonBytes>().ok());
+            let buffer = match spare.filter(|spare| spare.len == len) {
+                Some(spare) => *spare,
+                None => PythonBytes::new(py, len).map_err(|error| no_room(key, len, &error))?,
+            };
             let view = PyMemoryView::from(buffer.owner.bind(py)).map_err(|error| failed(key, &error))?;
             let told = self.read.call1(py, (key, &view));
             drop(view);
@@ -132,12 +157,9 @@ impl BlockReader for PythonReader {
             if let Some(error) = error_of(told.map_err(|error| failed(key, &error))?) {
                 return Err(error);
             }
-            // Whatever looks at the buffer, through however many views, refers to it. What is looked at still
-            // may be written to later, or by a thread that does not hold the GIL: then the copy counts.
-            // SAFETY: the object lives, and the GIL is held.
-            #[allow(unsafe_code)]
-            let references = unsafe { pyo3::ffi::Py_REFCNT(buffer.owner.as_ptr()) };
-            if references > 1 {
+            // What is looked at still may be written to later, or by a thread that does not hold the GIL: then the copy
+            // counts.
+            if is_shared(buffer.owner.bind(py)) {
                 return copied(py, &buffer).map_err(|error| failed(key, &error));
             }
             Ok(Box::new(buffer) as Box<dyn BlockBytes>)
@@ -186,14 +208,22 @@ impl ArrayWriter for PythonWriter {
         })
     }
 
-    fn write(&self, key: &str, index: &[u64], shape: &[u64], bytes: &[u8]) -> Result<()> {
-        // A copy of its own, so that Python may go on with it after the tile is used again.
+    fn buffer(&self, len: usize) -> Result<Box<dyn BlockBuffer>> {
+        Python::attach(|py| {
+            let spare = self.writer.call_method1(py, "take_spare", (len,))?.into_bound(py);
+            match spare.is_none() || is_shared(&spare) {
+                true => PythonBytes::new(py, len),
+                false => PythonBytes::of(spare, len),
+            }
+        })
+        .map(|buffer| Box::new(buffer) as Box<dyn BlockBuffer>)
+        .map_err(|error| failed("a block", &error))
+    }
+
+    fn write(&self, key: &str, index: &[u64], shape: &[u64], block: Box<dyn BlockBuffer>) -> Result<()> {
+        let block = (block as Box<dyn Any>).downcast::<PythonBytes>().expect("a buffer of this writer");
         self.call(key, |py| {
-            let bytes = PyBytes::new_with(py, bytes.len(), |copy| {
-                copy.copy_from_slice(bytes);
-                Ok(())
-            })?;
-            self.writer.call_method1(py, "write", (key, index.to_vec(), shape.to_vec(), bytes))
+            self.writer.call_method1(py, "write", (key, index.to_vec(), shape.to_vec(), block.owner))
         })
     }
 

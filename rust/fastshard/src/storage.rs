@@ -379,7 +379,8 @@ impl SourceFile {
         self.map.get()
     }
 
-    /// Runs `work` on bytes `lo..hi` of the file as they lie in a map, whose pages are let go of afterwards.
+    /// Runs `work` on bytes `lo..hi` of the file as they lie in a map, whose pages are let go of afterwards, but for those of
+    /// a temporary file: what reads on in there would fault them in anew.
     /// False if that cannot be, or if a page was not there any more, as in a file that was cut short:
     /// then what `work` saw is worth nothing, and [`SourceFile::read_at`] gives the bytes or the reason.
     ///
@@ -394,7 +395,9 @@ impl SourceFile {
         let window = self.map().and_then(|map| map.get(lo as usize..hi as usize));
         let Some(window) = window else { return Ok(false) };
         let whole = guard::read(window, &self.faulted, work);
-        self.forget(lo, hi - lo);
+        if !self.own {
+            self.forget(lo, hi - lo);
+        }
         Ok(whole)
     }
 

@@ -27,7 +27,7 @@ use crate::stats::Level;
 use crate::storage::SourceFile;
 
 pub use crate::files::INDEX_NAME;
-pub use arrays::{Array, ArrayWriter};
+pub use arrays::{Array, ArrayWriter, BlockBuffer};
 use fill::Filling;
 pub(crate) use frames::frames;
 pub use piece::write_piece;

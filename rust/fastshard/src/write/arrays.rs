@@ -3,6 +3,7 @@
 //! A block is a run of its array's C-ordered elements, so tiles come in the order of blocks, and only
 //! those between two tiles in flight are held.
 
+use std::any::Any;
 use std::collections::hash_map::{Entry, HashMap};
 use std::fmt::Debug;
 use std::path::Path;
@@ -10,7 +11,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::codes;
 use crate::error::{Finding, Result};
-use crate::memory;
 use crate::plan::{Form, Output, Plan};
 
 /// An array to be written.
@@ -26,6 +26,12 @@ pub struct Array {
     pub block: Vec<u64>,
 }
 
+/// A buffer that a writer takes a block in.
+pub trait BlockBuffer: Debug + Send + Sync + Any {
+    /// The block's elements in C order, little-endian. What was there before is of no meaning.
+    fn bytes_mut(&mut self) -> &mut [u8];
+}
+
 /// Encodes and stores blocks of arrays.
 pub trait ArrayWriter: Debug + Send + Sync {
     /// Makes the store in `folder`, which is there and may hold what an interrupted run left of it.
@@ -34,12 +40,18 @@ pub trait ArrayWriter: Debug + Send + Sync {
     /// What keeps it from being made.
     fn begin(&self, folder: &Path, how: &serde_json::Value, arrays: &[Array]) -> Result<()>;
 
-    /// Stores the block at `index` (counted in blocks): its elements in C order, little-endian, clipped
-    /// to the array. Called from several threads.
+    /// A buffer of `len` bytes for the next block. Called from several threads.
+    ///
+    /// # Errors
+    /// `FS512` if the system has no memory left.
+    fn buffer(&self, len: usize) -> Result<Box<dyn BlockBuffer>>;
+
+    /// Stores the block at `index` (counted in blocks), clipped to the array, which lies in a buffer of
+    /// [`ArrayWriter::buffer`]. Called from several threads.
     ///
     /// # Errors
     /// What keeps it from being stored.
-    fn write(&self, key: &str, index: &[u64], shape: &[u64], bytes: &[u8]) -> Result<()>;
+    fn write(&self, key: &str, index: &[u64], shape: &[u64], block: Box<dyn BlockBuffer>) -> Result<()>;
 
     /// Completes the store: every block is there.
     ///
@@ -119,7 +131,7 @@ impl Grid {
 }
 
 /// Blocks by output and first byte: what is there of them, and how much.
-type Pending = HashMap<(usize, u64), (Vec<u8>, u64)>;
+type Pending = HashMap<(usize, u64), (Box<dyn BlockBuffer>, u64)>;
 
 /// The outputs that become blocks of arrays.
 #[derive(Debug)]
@@ -173,10 +185,15 @@ impl Arrays {
             let run = grid.run(at);
             let end = run.end.min(offset + bytes.len() as u64);
             let part = &bytes[(at - offset) as usize..(end - offset) as usize];
-            if (at, end) == (run.start, run.end) {
-                self.writer.write(&grid.key, &run.index, &run.shape, part)?;
-            } else if let Some(whole) = self.collect(output, &run, at, part)? {
-                self.writer.write(&grid.key, &run.index, &run.shape, &whole)?;
+            let block = if (at, end) == (run.start, run.end) {
+                let mut block = self.writer.buffer(part.len())?;
+                block.bytes_mut().copy_from_slice(part);
+                Some(block)
+            } else {
+                self.collect(output, &run, at, part)?
+            };
+            if let Some(block) = block {
+                self.writer.write(&grid.key, &run.index, &run.shape, block)?;
             }
             at = end;
         }
@@ -184,14 +201,20 @@ impl Arrays {
     }
 
     /// Adds a part to its block; the block once it is whole.
-    fn collect(&self, output: usize, run: &Run, at: u64, part: &[u8]) -> Result<Option<Vec<u8>>> {
+    fn collect(
+        &self,
+        output: usize,
+        run: &Run,
+        at: u64,
+        part: &[u8],
+    ) -> Result<Option<Box<dyn BlockBuffer>>> {
         let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
         let (block, filled) = match pending.entry((output, run.start)) {
             Entry::Occupied(block) => block.into_mut(),
-            Entry::Vacant(place) => place.insert((memory::allocate((run.end - run.start) as usize)?, 0)),
+            Entry::Vacant(place) => place.insert((self.writer.buffer((run.end - run.start) as usize)?, 0)),
         };
         let start = (at - run.start) as usize;
-        block[start..start + part.len()].copy_from_slice(part);
+        block.bytes_mut()[start..start + part.len()].copy_from_slice(part);
         *filled += part.len() as u64;
         let whole = *filled == run.end - run.start;
         Ok(whole.then(|| pending.remove(&(output, run.start)).map(|(block, _)| block)).flatten())
