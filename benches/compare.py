@@ -1,231 +1,276 @@
-"""Fastshard against what people use: a markdown table of paired ratios.
+"""Merges, casts and verify, against what people use: P1 to P7, P10 and P11.
 
-    python benches/compare.py [--size 4GiB] [--rounds 5] [--only P1,P3] [--dir DIR] [--save]
+    python benches/compare.py [--size 2GiB] [--rounds 5] [--only P1,P3] ...     # the options of all_bars.py
 
-Each side runs in a process of its own, imports done before the clock starts; sides take turns, round
-by round, on the same bytes; outputs are compared by hash once per case.
+P1 and P2 are whole processes, their start included; of the others imports are done before the clock starts.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import os
-import re
-import shutil
 import sys
-import tempfile
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import synthetic
-from measure import Result, Side, compare, digests, file_digest, files, machine, remove, run, touch, workplace
+from measure import (
+    RANKS,
+    THREADS,
+    Place,
+    Result,
+    Side,
+    Target,
+    compare,
+    digests,
+    expect_same,
+    find_file_system,
+    find_lack,
+    find_load,
+    remove,
+    run,
+    show_size,
+    touch,
+    warm,
+)  # fmt: skip
 
-THREADS = 2
-MIB = 1 << 20
+GIB = 1 << 30
+#: Small results have targets of their own at a quarter of the size.
+QUARTER = 4
+NO_DISK = "needs a disk: files in memory are never cold"
 
 
-class Bench:
-    def __init__(self, folder: Path, size: int, rounds: int) -> None:
-        self.folder, self.size, self.rounds = folder, size, rounds
-        self.out = folder / "out"
-        self.results: list[Result] = []
-        self.memory: list[tuple[str, int, int, float, int]] = []
-        self.notes: list[str] = []
+def build_command(*arguments: object) -> list[str]:
+    """A command of fastshard as a process of its own."""
+    return [sys.executable, "-m", "fastshard", *map(str, arguments)]
 
-    def source(self, kind: str) -> tuple[Path, int]:
-        """A checkpoint of four ranks; made on first use."""
-        folder = self.folder / kind
-        specs = synthetic.model(self.size, kind)
-        if not folder.exists():
-            synthetic.tp_safetensors(folder, specs, 4)
-        return folder, sum(s.nbytes() for s in specs)
 
-    def ours(self, source: Path, **more: object) -> Side:
-        arguments = {"src": str(source), "out": str(self.out), "threads": THREADS, "memory": "256MiB", **more}
-        return Side("fastshard", "fastshard", arguments)
+def merge_by_command(source: Path, out: Path, *more: object, label: str = "fastshard") -> Side:
+    command = build_command("merge", source, out, "-q", "--threads", THREADS, "--memory", "256MiB", *more)
+    return Side(label, "command", {"command": command})
 
-    def peer(self, label: str, run: str, source: Path, **more: object) -> Side:
-        return Side(label, run, {"src": str(source), "out": str(self.out), "threads": THREADS, **more})
 
-    def case(self, name: str, bar: str, source: Path, nbytes: int, ours: Side, peer: Side) -> Result:
-        """Ours against a peer that writes the same tensors (or, cp, the same files)."""
-        seen: dict[str, dict[str, str]] = {}
+def merge(source: Path, out: Path, label: str = "fastshard", **more: object) -> Side:
+    """A merge by the library, not synced."""
+    arguments = {"src": str(source), "out": str(out), "threads": THREADS, "memory": "256MiB", "fsync": False}
+    return Side(label, "fastshard", {**arguments, **more})
 
-        def check(side: Side, out: Path | None) -> None:
-            assert out is not None
-            if side.run == "copy":
-                want = {p.relative_to(source): file_digest(p) for p in files(source)}
-                assert want == {p.relative_to(out): file_digest(p) for p in files(out)}, "the copy differs"
-                return
-            seen[side.label] = digests(out)
 
-        result = Result(name, ours.label, peer.label, bar, nbytes)
-        compare(result, [peer, ours], self.rounds, source=source, out=self.out, check=check)
-        if peer.label in seen:
-            assert seen[peer.label] == seen[ours.label], f"{name}: outputs differ"
-        else:
-            self.check_merged(source, seen[ours.label])
-        self.results.append(result)
-        return result
+def peer(label: str, run: str, source: Path, out: Path, **more: object) -> Side:
+    return Side(label, run, {"src": str(source), "out": str(out), "threads": THREADS, **more})
 
-    def check_merged(self, source: Path, got: dict[str, str]) -> None:
-        """Compares with tensors merged by numpy, from the data's seeds."""
-        import hashlib
 
-        specs = synthetic.model(self.size, source.name)
-        assert got == {s.name: hashlib.sha256(synthetic.whole(s, 4).tobytes()).hexdigest() for s in specs}
+def compute_hashes(size: int, kind: str) -> dict[str, str]:
+    """The SHA-256 of merged tensors, from the data's seeds and without the product."""
+    return {spec.name: synthetic.whole_digest(spec, RANKS) for spec in synthetic.model(size, kind)}
 
-    def p1(self) -> None:
-        """Durable row merge against cp and fsync."""
-        source, n = self.source("row")
-        cp = self.peer("cp + fsync", "copy", source, fsync=True)
-        self.case("P1 row merge, durable", "wall <= 1.00", source, n, self.ours(source), cp)
 
-    def p2(self) -> None:
-        """Row merge against cp, both without fsync."""
-        source, n = self.source("row")
-        cp = self.peer("cp", "copy", source, fsync=False)
-        self.case("P2 row merge", "wall <= 1.15", source, n, self.ours(source, fsync=False), cp)
+def measure_copy(place: Place, case: str, base: Path, size: int, targets: tuple[Target, ...], *, fsync: bool, chill: bool = False) -> Result:  # fmt: skip
+    """A row merge against ``cp`` of the same bytes, below a folder."""
+    source, nbytes = place.source("row", size)
+    if base != place.disk:
+        copied = base / source.name
+        if not copied.exists():
+            synthetic.tp_safetensors(copied, synthetic.model(size, "row"), RANKS)
+        source = copied
+    out = base / "out"
+    ours = merge_by_command(source, out, "--fsync", "full" if fsync else "none")
+    theirs = peer("cp + fsync" if fsync else "cp", "copy", source, out, fsync=fsync)
+    check = expect_same(digests, compute_hashes(size, "row"), skip=theirs.label)
+    result = Result(case, ours.label, theirs.label, targets, nbytes)
+    compare(result, [theirs, ours], place.rounds, source=source, out=out, check=check, chill=chill)
+    if base != place.disk:
+        remove(source)
+    return result
 
-    def p3(self) -> None:
-        """Row merge against DCP's consolidation."""
-        source, n = self.source("row")
-        dcp = self.peer("DCP consolidate", "consolidate", source)
-        self.case("P3 row merge", "wall, CPU <= 0.25", source, n, self.ours(source, fsync=False), dcp)
 
-    def p4(self) -> None:
-        """Column merge against DCP's consolidation."""
-        source, n = self.source("column")
-        dcp = self.peer("DCP consolidate", "consolidate", source)
-        self.case("P4 column merge", "CPU <= 0.17", source, n, self.ours(source, fsync=False), dcp)
+def measure_p1(place: Place) -> Iterator[Result]:
+    """Durable row merge against cp and fsync."""
+    cpu = Target("cpu_seconds_per_gb", 0.48, least_bytes=2 * GIB)
+    small, disk = place.size // QUARTER, place.disk
+    wall = Target("wall_ratio", 0.30, least_bytes=2 * GIB)
+    yield measure_copy(place, "row merge, durable", disk, place.size, (wall, cpu), fsync=True)
+    wall = Target("wall_ratio", 0.70, least_bytes=GIB // 2)
+    yield measure_copy(place, "row merge, durable, small", disk, small, (wall,), fsync=True)
+    if find_file_system(disk) == "tmpfs":
+        yield Result("row merge, durable, cold", "fastshard", "cp + fsync", (), 0, reason=NO_DISK)
+        return
+    wall = Target("wall_ratio", 0.40, least_bytes=2 * GIB)
+    yield measure_copy(place, "row merge, durable, cold", disk, place.size, (wall,), fsync=True, chill=True)
 
-    def p5(self) -> None:
-        """Row merge against the script everybody writes."""
-        source, n = self.source("row")
-        script = self.peer("load + cat + save", "script", source)
-        self.case(
-            "P5 row merge", "wall <= 0.25, memory <= 1/16", source, n, self.ours(source, fsync=False), script
+
+def measure_p2(place: Place) -> Iterator[Result]:
+    """Row merge against cp, both without fsync."""
+    large, small = (
+        Target("wall_ratio", 0.70, least_bytes=2 * GIB),
+        Target("wall_ratio", 1.0, least_bytes=GIB // 2),
+    )
+    for base in (place.disk, place.memory):
+        where = "" if base == place.disk else ", in memory"
+        yield measure_copy(place, f"row merge{where}", base, place.size, (large,), fsync=False)
+        yield measure_copy(
+            place, f"row merge{where}, small", base, place.size // QUARTER, (small,), fsync=False
         )
 
-    def p6(self) -> None:
-        """Peak anonymous memory of a transposing, casting convert."""
-        for size, single in ((self.size // 4, False), (self.size, False), (self.size, True)):
-            source = self.folder / "transposed"
-            specs = synthetic.llama(source, size, single=single)
-            n = sum(s.nbytes() for s in specs)
-            largest = max(s.nbytes() for s in specs)
-            label = f"one tensor of {largest:,} bytes" if single else f"largest tensor {largest:,} bytes"
-            touch(n)
-            side = self.ours(
-                source, to="hf", dtype="bf16", layout=str(source / "transposed.toml"),
-                config=str(source / "config.json"),
-            )  # fmt: skip
-            record = run(side)
-            got = digests(self.out)
-            for spec in specs[:2]:
-                assert got[spec.name] == synthetic.transposed_bf16(spec, 4), spec.name
-            self.memory.append((label, n, int(record["anonymous"]), record["wall"], int(record["rss"])))
-            print(f"  P6 {label}: {record['anonymous'] / MIB:.0f} MiB", file=sys.stderr)
-            remove(self.out)
-            remove(source)
 
-    def p7(self) -> None:
-        """Verify against b3sum and sha256sum."""
-        source, n = self.source("row")
-        merged = self.folder / "merged"
-        if not merged.exists():
-            run(Side("fastshard", "fastshard", {"src": str(source), "out": str(merged), "threads": THREADS}))
-        ours = Side("fastshard verify", "verify", {"src": str(merged), "threads": THREADS})
-        names = [str(p) for p in sorted(merged.glob("*.safetensors"))]
-        b3sum = shutil.which("b3sum")
-        if b3sum is None:
-            self.notes.append("P7 against b3sum: not installed")
-        else:
-            command = {"command": [b3sum, "--num-threads", str(THREADS), *names]}
-            for chill in (False, True):
-                name = f"P7 verify, {'cold' if chill else 'warm'}"
-                result = Result(name, ours.label, "b3sum", "wall <= 1.05", n)
-                peer = Side("b3sum", "command", command)
-                compare(result, [peer, ours], self.rounds, source=merged, out=None, chill=chill)
-                self.results.append(result)
-        result = Result("P7 verify, warm", ours.label, "sha256sum", "wall <= 0.10", n)
-        peer = Side("sha256sum", "command", {"command": ["sha256sum", *names]})
-        compare(result, [peer, ours], self.rounds, source=merged, out=None)
-        self.results.append(result)
-        remove(merged)
-
-    def table(self) -> str:
-        """Everything measured, as markdown."""
-
-        def spread(values: list[float]) -> str:
-            ordered = sorted(values)
-            middle = ordered[len(ordered) // 2]
-            if len(ordered) % 2 == 0:
-                middle = (middle + ordered[len(ordered) // 2 - 1]) / 2
-            return f"**{middle:.2f}** ({ordered[0]:.2f} to {ordered[-1]:.2f})"
-
-        facts = ", ".join(f"{k} {v}" for k, v in machine(self.folder).items())
-        loads = [record["load"] for r in self.results for side in r.records.values() for record in side]
-        # A core of which others have a tenth is no idle one.
-        busy = sum(load > 0.1 * len(os.sched_getaffinity(0)) for load in loads)
-        state = "idle" if not busy else f"LOADED: others had cores before {busy} of {len(loads)} runs"
-        lines = [
-            f"{facts}; {self.rounds} interleaved rounds, {THREADS} threads; {state}", "",
-            "| case | bytes | against | target | wall ratio: median (min to max) | CPU ratio "
-            "| GB/s ours / theirs | CPU s ours / theirs | peak resident ours / theirs, MiB |",
-            "|---|---|---|---|---|---|---|---|---|",
-        ]  # fmt: skip
-        for r in self.results:
-            speed = [r.nbytes / r.median(s, "wall") / 1e9 for s in (r.ours, r.peer)]
-            cpu = [r.median(s, "cpu") for s in (r.ours, r.peer)]
-            peak = [max(r.median(s, k) for k in ("rss", "children")) / MIB for s in (r.ours, r.peer)]
-            ratios = " | ".join(spread(r.ratios(key)) for key in ("wall", "cpu"))
-            lines.append(
-                f"| {r.case} | {r.nbytes:,} | {r.peer} | {r.bar} | {ratios} "
-                f"| {speed[0]:.2f} / {speed[1]:.2f} | {cpu[0]:.2f} / {cpu[1]:.2f} "
-                f"| {peak[0]:.0f} / {peak[1]:.0f} |"
-            )
-        if self.memory:
-            lines += ["", "| P6 transpose + cast to bf16 | input bytes | peak anonymous | GB/s read |"]
-            lines.append("|---|---|---|---|")
-            for label, n, anonymous, wall, _ in self.memory:
-                lines.append(f"| {label} | {n:,} | {anonymous / MIB:.1f} MiB | {n / wall / 1e9:.2f} |")
-            peaks = [m[2] for m in self.memory]
-            flat = (max(peaks) - min(peaks)) / MIB
-            lines.append(f"\n--memory 256MiB; flat within {flat:.1f} MiB (target: 32)")
-        return "\n".join([*lines, *(f"\n{note}" for note in self.notes)])
+def measure_p3(place: Place) -> Iterator[Result]:
+    """Row merge against DCP's consolidation."""
+    targets = (
+        Target("wall_ratio", 0.15, least_bytes=2 * GIB), Target("cpu_ratio", 0.17, least_bytes=2 * GIB),
+        Target("wall_ratio", 0.07, least_bytes=2 * GIB, least_cores=16),
+    )  # fmt: skip
+    yield measure_consolidation(place, "row", targets)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", default="4GiB")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="P1,P2,P3,P4,P5,P6,P7", help="cases, separated by commas")
-    parser.add_argument("--dir", type=workplace, default=None, help="a folder on the filesystem to measure")
-    parser.add_argument("--save", action="store_true", help="write results/DATE.json too")
-    args = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="fastshard-bench-", dir=args.dir))
-    try:
-        bench = Bench(folder, synthetic.parse_size(args.size), args.rounds)
-        try:
-            for name in re.split(r"\s*,\s*", args.only.lower()):
-                getattr(bench, name)()
-        except KeyboardInterrupt:
-            bench.notes.append("interrupted: the cases that were finished")
-        print(bench.table())
-        if args.save:
-            path = Path(__file__).parent / "results" / f"{datetime.date.today()}.json"
-            path.parent.mkdir(exist_ok=True)
-            results = [asdict(r) for r in bench.results]
-            document = {"machine": machine(folder), "results": results, "memory": bench.memory}
-            path.write_text(json.dumps(document, indent=1) + "\n")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def measure_p4(place: Place) -> Iterator[Result]:
+    """Column merge against DCP's consolidation, and against our row merge."""
+    yield measure_consolidation(place, "column", (Target("cpu_ratio", 0.17, least_bytes=2 * GIB),))
+    (row, _), (column, nbytes) = place.source("row"), place.source("column")
+    out = place.disk / "out"
+    ours, theirs = merge(column, out), merge(row, out, "own row merge")
+    warm(row)
+    result = Result("column merge", ours.label, theirs.label, (Target("wall_ratio", 1.05, least_bytes=2 * GIB),), nbytes)  # fmt: skip
+    yield compare(result, [theirs, ours], place.rounds, source=column, out=out)
+
+
+def measure_consolidation(place: Place, kind: str, targets: tuple[Target, ...]) -> Result:
+    source, nbytes = place.source(kind)
+    out = place.disk / "out"
+    ours, theirs = merge(source, out), peer("DCP consolidate", "consolidate", source, out)
+    result = Result(f"{kind} merge", ours.label, theirs.label, targets, nbytes)
+    return compare(result, [theirs, ours], place.rounds, source=source, out=out, check=expect_same(digests))
+
+
+def measure_p5(place: Place) -> Iterator[Result]:
+    """Row merge against the script everybody writes."""
+    source, nbytes = place.source("row")
+    out = place.disk / "out"
+    ours, theirs = merge(source, out), peer("load + cat + save", "script", source, out)
+    targets = (
+        Target("wall_ratio", 0.15, least_bytes=2 * GIB), Target("memory_ratio", 0.01, least_bytes=2 * GIB),
+    )  # fmt: skip
+    result = Result("row merge", ours.label, theirs.label, targets, nbytes)
+    yield compare(result, [theirs, ours], place.rounds, source=source, out=out, check=expect_same(digests))
+
+
+def measure_p6(place: Place) -> Iterator[Result]:
+    """Peak anonymous memory of a transposing, casting convert, and of a merge, within a budget of 256 MiB."""
+    peaks, limit = list[float](), Target("peak_mib", 64)
+    source, out = place.disk / "transposed", place.disk / "out"
+    for times, single in ((0.5, False), (2, False), (8, False), (4, True)):
+        size = int(times * place.size)
+        specs = synthetic.llama(source, size, single=single)
+        side = merge(
+            source, out, to="hf", dtype="bf16", layout=str(source / "transposed.toml"), config=str(source / "config.json"),
+        )  # fmt: skip
+        largest = max(spec.nbytes() for spec in specs)
+        result = Result(f"transpose + cast, largest tensor {show_size(largest)}", side.label, "", (limit,), sum(s.nbytes() for s in specs))  # fmt: skip
+        measure_once(result, side, out)
+        found = digests(out)
+        for spec in specs[:2]:
+            assert found[spec.name] == synthetic.transposed_bf16(spec, RANKS), spec.name
+        peaks.append(result.figures()["peak_mib"])
+        result.more["spread_mib"] = max(peaks) - min(peaks)
+        if single:
+            result.targets += (Target("spread_mib", 16),)
+        yield result
+        remove(out)
+        remove(source)
+    size = place.size * 4
+    specs = synthetic.model(size, "mixed", size // 2)
+    nbytes = synthetic.tp_safetensors(source, specs, RANKS)
+    side = merge(source, out)
+    result = Result("merge, half of it one tensor", side.label, "", (limit,), nbytes)
+    yield measure_once(result, side, out)
+    assert digests(out) == {spec.name: synthetic.whole_digest(spec, RANKS) for spec in specs}
+    remove(out)
+    remove(source)
+
+
+def measure_once(result: Result, side: Side, out: Path | None) -> Result:
+    """One run without a peer, whose output stays."""
+    result.state = find_file_system(out.parent) if out else ""
+    os.sync()
+    touch(result.nbytes)
+    load = find_load()
+    result.records[side.label] = [run(side) | {"load": load}]
+    print(f"  {result.case}: {result.records[side.label][0]['wall']:.3f} s", file=sys.stderr)
+    return result
+
+
+def measure_p7(place: Place) -> Iterator[Result]:
+    """Verify against b3sum and sha256sum."""
+    source, nbytes = place.source("row")
+    merged = place.disk / "merged"
+    run(merge(source, merged))
+    names = [str(path) for path in sorted(merged.glob("*.safetensors"))]
+    ours = Side("fastshard verify", "verify", {"src": str(merged), "threads": THREADS})
+    b3sum = Side("b3sum", "command", {"command": ["b3sum", "--num-threads", str(THREADS), *names]})
+    sha256sum = Side("sha256sum", "command", {"command": ["sha256sum", *names]})
+    in_memory = find_file_system(merged) == "tmpfs"
+    large = 2 * GIB
+    for side, chill, targets in (
+        (b3sum, False, (Target("wall_ratio", 0.90, least_bytes=large),)),
+        (b3sum, True, (Target("wall_ratio", 1.0, least_bytes=large),)),
+        (sha256sum, False, (
+            Target("wall_ratio", 0.07, least_bytes=large),
+            Target("gb_per_second", 20, at_least=True, least_bytes=large, least_cores=16),
+        )),
+    ):  # fmt: skip
+        result = Result(f"verify, {'cold' if chill else 'warm'}", ours.label, side.label, targets, nbytes)
+        result.reason = find_lack(program=side.label)
+        if chill and in_memory:
+            result.reason = NO_DISK
+        yield result if result.reason else compare(result, [side, ours], place.rounds, source=merged, out=None, chill=chill)  # fmt: skip
+    remove(merged)
+
+
+def find_kernel_bench() -> Path | None:
+    """The program that times the core's kernels, where it is built."""
+    target = Path(os.environ.get("CARGO_TARGET_DIR", Path(__file__).parents[1] / "target"))
+    program = target / "release/examples/kernel_bench"
+    return program if program.exists() else None
+
+
+def measure_kernel(place: Place, case: str, work: str, dtype: str, name: str, shape: tuple[int, int], limit: float) -> Result:  # fmt: skip
+    """A kernel on one thread against torch or numpy."""
+    nbytes = shape[0] * shape[1] * {"bfloat16": 2, "float32": 4}[dtype]
+    targets = (Target("wall_ratio", limit),)
+    result = Result(case, "fastshard", work.partition(" ")[0], targets, nbytes)
+    program = find_kernel_bench()
+    if program is None:
+        result.reason = "needs cargo build --release -p fastshard --example kernel_bench"
+        return result
+    ours = Side(result.ours, "program_speed", {"program": str(program), "filter": name, "nbytes": nbytes})
+    theirs = Side(result.peer, "kernel", {"work": work, "dtype": dtype, "shape": shape, "threads": 1})
+    result.state = "in memory"
+    return compare(result, [theirs, ours], place.rounds, source=Path(__file__), out=None)
+
+
+def measure_p10(place: Place) -> Iterator[Result]:
+    """The transpose of bfloat16 on one thread."""
+    for work, limit in (("torch transpose", 0.20), ("numpy transpose", 0.05)):
+        name, shape = "transpose 2 B 4096x12288", (4096, 12288)
+        yield measure_kernel(place, "bf16 transpose, 1 thread", work, "bfloat16", name, shape, limit)
+
+
+def measure_p11(place: Place) -> Iterator[Result]:
+    """float32 to bfloat16: the kernel, and merged."""
+    name, shape = f"convert F32 BF16 {1 << 26}", (1 << 13, 1 << 13)
+    yield measure_kernel(place, "f32 to bf16, 1 thread", "torch cast", "float32", name, shape, 1.0)
+    source, out = place.memory / "float32", place.memory / "out"
+    specs = synthetic.model(place.size, "row", dtype="F32")
+    nbytes = synthetic.tp_safetensors(source, specs, RANKS)
+    ours = merge(source, out, dtype="bf16")
+    for theirs, limits, check in (
+        (merge(source, out, "own merge without a cast"), (Target("wall_ratio", 1.05, least_bytes=2 * GIB),), None),
+        (peer("load + cat + bfloat16 + save", "cast_script", source, out), (), expect_same(digests)),
+    ):  # fmt: skip
+        result = Result("f32 to bf16, merged", ours.label, theirs.label, limits, nbytes)
+        yield compare(result, [theirs, ours], place.rounds, source=source, out=out, check=check)
+    remove(source)
 
 
 if __name__ == "__main__":
-    main()
+    from all_bars import main
+
+    sys.exit(main(["--only", "P1,P2,P3,P4,P5,P6,P7,P10,P11", *sys.argv[1:]]))

@@ -1,6 +1,5 @@
-"""torch's distributed checkpoints, against torch's own tools: paired ratios, and what each side accepts of damage.
+"""torch's distributed checkpoints, against torch's own tools: part of P17 of all_bars.py, and what each side accepts of damage.
 
-    python benches/dcp.py [--size 4GiB] [--rounds 5] [--world 4] [--dir DIR]
     python benches/dcp.py damage
 
 Makes a DCP and a directory of rank shards (HuggingFaceStorageWriter, save_distributed) of a Llama in bf16 by
@@ -19,22 +18,23 @@ import io
 import json
 import pickle
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import torch
-from measure import Result, Side, compare, digests, machine, workplace
-from synthetic import parse_size
+from compare import merge, peer
+from measure import THREADS, Place, Result, Target, compare, digests, expect_same, remove, workplace
 
-MIB = 1 << 20
-THREADS = 2
+WORLD = 4
+#: Also those of rank files of FSDP.
+TARGETS = (
+    Target("wall_ratio", 0.10, least_bytes=2 << 30),
+    Target("memory_ratio", 1 / 64, least_bytes=2 << 30),
+)
 SHARDED, RANKS = "DCP", "rank shards"
 
 
@@ -125,48 +125,25 @@ def mapping(size: int, extra: bool = False, parts: int = THREADS) -> dict[str, i
     return {name: i * parts // len(names) + 1 for i, name in enumerate(names)}
 
 
-def measure(folder: Path, form: str, size: int, rounds: int) -> Result:
-    """Both sides on one directory; their outputs must be the same tensors."""
-    source, out = folder / f"{form}-1", folder / "out"
-    nbytes = 2 * sum(torch.Size(s).numel() for s in llama(size)[1].values())
-    common = {"src": str(source), "out": str(out), "threads": THREADS}
-    ours = Side("fastshard", "fastshard", {**common, "fsync": False, "memory": "256MiB"})
-    name, run = (
-        ("dcp_to_torch_save", "torch_save") if form == SHARDED else ("consolidate", "consolidate_ranks")
-    )
-    theirs = Side(name, run, {**common, "index": mapping(size)})
-    seen: dict[str, dict[str, str]] = {}
-
-    def check(side: Side, written: Path | None) -> None:
-        assert written is not None
-        seen[side.label] = contents(written)
-        if len(seen) == 2:
-            assert seen[ours.label] == seen[theirs.label], "the two results differ"
-            assert set(seen[ours.label]) == set(llama(size)[1])
-
-    result = Result(f"{form} against {name}", ours.label, theirs.label, "", nbytes)
-    return compare(result, [theirs, ours], rounds, source=source, out=out, check=check)
-
-
-def table(results: list[Result], folder: Path, rounds: int) -> str:
-    def spread(ratios: list[float]) -> str:
-        return f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f})"
-
-    facts = ", ".join(f"{k} {v}" for k, v in machine(folder).items())
-    lines = [
-        f"{facts}, torch {torch.__version__}; {rounds} interleaved rounds, {THREADS} threads", "",
-        "| case | bytes | wall ratio: median (min to max) | CPU ratio | wall s ours / theirs "
-        "| peak resident ours / theirs, MiB | peak anonymous, MiB |",
-        "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    for r in results:
-        wall, rss, own = ([r.median(s, k) for s in (r.ours, r.peer)] for k in ("wall", "rss", "anonymous"))
-        lines.append(
-            f"| {r.case} | {r.nbytes:,} | {spread(r.ratios('wall'))} | {spread(r.ratios('cpu'))} "
-            f"| {wall[0]:.2f} / {wall[1]:.2f} | {rss[0] / MIB:.0f} / {rss[1] / MIB:.0f} "
-            f"| {own[0] / MIB:.0f} / {own[1] / MIB:.0f} |"
+def measure_p17(place: Place) -> Iterator[Result]:
+    """Both sides on each form; their outputs must be the same tensors."""
+    # Each rank is a process that imports torch.
+    world = WORLD if place.full else 2
+    write(place.disk, place.size, world, 1)
+    out = place.disk / "out"
+    nbytes = 2 * sum(torch.Size(s).numel() for s in llama(place.size)[1].values())
+    for form, name, run in (
+        (SHARDED, "dcp_to_torch_save", "torch_save"), (RANKS, "DCP consolidate", "consolidate_ranks"),
+    ):  # fmt: skip
+        source = place.disk / f"{form}-1"
+        ours = merge(source, out)
+        theirs = peer(name, run, source, out, index=mapping(place.size))
+        targets = TARGETS if form == SHARDED else ()
+        result = Result(f"{form}, {world} ranks", ours.label, theirs.label, targets, nbytes)
+        yield compare(
+            result, [theirs, ours], place.rounds, source=source, out=out, check=expect_same(contents)
         )
-    return "\n".join(lines)
+        remove(source)
 
 
 # --- damage ---
@@ -342,25 +319,14 @@ def damage(folder: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("mode", nargs="?", choices=("speed", "damage"), default="speed")
-    parser.add_argument("--size", default="4GiB")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--world", type=int, default=4)
-    parser.add_argument("--dir", type=workplace, default=None, help="a folder on the filesystem to measure")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="fastshard-bench-", dir=args.dir) as name:
-        folder = Path(name)
-        if args.mode == "damage":
-            print(damage(folder))
-            return
-        size = parse_size(args.size)
-        write(folder, size, args.world, 1)
-        results = []
-        for form in (SHARDED, RANKS):
-            results.append(measure(folder, form, size, args.rounds))
-            shutil.rmtree(folder / f"{form}-1")
-        print(table(results, folder, args.rounds))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("damage",))
+    parser.add_argument("--dir", type=workplace, default=None, help="a folder for the checkpoints")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="fastshard-bench-", dir=options.dir) as name:
+        print(damage(Path(name)))
 
 
 if __name__ == "__main__":

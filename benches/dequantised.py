@@ -1,15 +1,14 @@
-"""Values of quantised weights: fp8 blocks against compressed-tensors' dequantizer (P20), and each form on one thread.
+"""Values of quantised weights: fp8 blocks against compressed-tensors' dequantizer (P20 of all_bars.py), and each form on one thread.
 
-    python benches/dequantised.py [speed|forms] [--size 4GiB] [--rounds 5] [--dir DIR]
+    python benches/dequantised.py forms [--size 4GiB] [--rounds 5] [--dir DIR]
 
-``speed`` needs compressed-tensors. Both sides read the same files and write the same tensors without fsync, which is checked by hash.
+Both sides of P20 read the same files and write the same tensors without fsync, which is checked by hash.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -20,7 +19,19 @@ from pathlib import Path
 
 import fastshard
 import torch
-from measure import Result, Side, compare, digests, machine, workplace
+from compare import merge, peer
+from measure import (
+    Place,
+    Result,
+    Target,
+    compare,
+    digests,
+    expect_same,
+    find_lack,
+    machine,
+    remove,
+    workplace,
+)
 from safetensors.torch import save_file
 from synthetic import parse_size
 
@@ -28,7 +39,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from dequantised_oracle import ORACLES
 from quantised_maker import FORMS
 
-THREADS = len(os.sched_getaffinity(0))
 ROWS, COLUMNS = 4096, 4096
 STATED = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
@@ -57,21 +67,24 @@ def write(folder: Path, size: int) -> Path:
     return source
 
 
-def speed(folder: Path, size: int, rounds: int) -> Result:
+def measure_p20(place: Place) -> Iterator[Result]:
     """Both sides on one checkpoint; their results must be the same tensors."""
-    source, out = write(folder, size), folder / "out"
-    common = {"src": str(source), "out": str(out), "threads": THREADS}
-    ours = Side("fastshard", "fastshard", {**common, "dtype": "bf16", "fsync": False, "memory": "256MiB"})
-    theirs = Side("compressed-tensors", "fp8_dequantizer", common)
-    seen: dict[str, dict[str, str]] = {}
-
-    def check(side: Side, written: Path | None) -> None:
-        assert written is not None
-        seen[side.label] = digests(written)
-        assert len(seen) < 2 or seen[ours.label] == seen[theirs.label], "the two results differ"
-
-    result = Result("P20 fp8 blocks to bf16", ours.label, theirs.label, "wall <= 0.10", size, {})
-    return compare(result, [theirs, ours], rounds, source=source, out=out, check=check)
+    # Bytes of values: those of the result.
+    nbytes = 2 * max(1, place.size // 2 // (ROWS * COLUMNS)) * ROWS * COLUMNS
+    targets = (
+        Target("wall_ratio", 0.10, least_bytes=2 << 30), Target("memory_ratio", 1 / 64, least_bytes=2 << 30),
+        Target("gb_per_second", 8, at_least=True, least_bytes=2 << 30, least_cores=16),
+    )  # fmt: skip
+    result = Result("fp8 blocks to bf16", "fastshard", "compressed-tensors", targets, nbytes)
+    if reason := find_lack("compressed_tensors"):
+        result.reason = reason
+        yield result
+        return
+    source, out = write(place.memory, place.size // 2), place.memory / "out"
+    ours = merge(source, out, dtype="bf16")
+    theirs = peer(result.peer, "fp8_dequantizer", source, out)
+    yield compare(result, [theirs, ours], place.rounds, source=source, out=out, check=expect_same(digests))
+    remove(source)
 
 
 def forms(folder: Path, size: int, rounds: int) -> Iterator[str]:
@@ -106,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", choices=("speed", "forms"), default="speed")
+    parser.add_argument("what", choices=("forms",))
     parser.add_argument("--size", default="4GiB", type=parse_size)
     parser.add_argument("--rounds", default=5, type=int)
     parser.add_argument("--dir", default=None, type=workplace)
@@ -114,18 +127,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="fastshard-dequantised-", dir=a.dir))
     try:
         print(machine(folder))
-        if a.what == "forms":
-            for line in forms(folder, a.size, a.rounds):
-                print(line, flush=True)
-            return
-        result = speed(folder, a.size, a.rounds)
-        for key in ("wall", "cpu", "rss", "anonymous"):
-            ratios = result.ratios(key)
-            print(f"{key}: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
-        for label in (result.ours, result.peer):
-            print(
-                f"{label}: {result.median(label, 'wall'):.2f} s, {result.median(label, 'rss') / (1 << 20):.0f} MiB"
-            )
+        for line in forms(folder, a.size, a.rounds):
+            print(line, flush=True)
     finally:
         shutil.rmtree(folder)
 

@@ -1,6 +1,5 @@
-"""Rank files of FSDP, against verl's own merger: paired ratios, and what each side accepts of damage.
+"""Rank files of FSDP, against verl's own merger: part of P17 of all_bars.py, and what each side accepts of damage.
 
-    python benches/fsdp.py [--size 2GiB] [--rounds 5] [--world 4] [--dir DIR]
     python benches/fsdp.py damage
 
 verl must be importable (``pip install --no-deps verl==0.9.1`` and what its merger imports: ray, tensordict, omegaconf, hydra-core,
@@ -19,16 +18,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import torch
-from dcp import THREADS, cut, flip, judged, llama, table
-from measure import Result, Side, compare, digests, workplace
-from synthetic import parse_size
+from compare import merge, peer
+from dcp import TARGETS, WORLD, cut, flip, judged, llama
+from measure import Place, Result, compare, digests, expect_same, find_lack, remove, workplace
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -79,22 +76,18 @@ def write(folder: Path, size: int, world: int, seed: int) -> Path:
     return out
 
 
-def measure(folder: Path, size: int, world: int, rounds: int) -> Result:
+def measure_p17(place: Place) -> Iterator[Result]:
     """Both sides on one save; their results must be the same tensors."""
-    source, out = write(folder, size, world, 1), folder / "out"
-    nbytes = 2 * sum(torch.Size(s).numel() for s in llama(size)[1].values())
-    common = {"src": str(source), "out": str(out), "threads": THREADS}
-    ours = Side("fastshard", "fastshard", {**common, "to": "hf", "fsync": False, "memory": "256MiB"})
-    theirs = Side("verl", "verl_merge", common)
-    seen: dict[str, dict[str, str]] = {}
-
-    def check(side: Side, written: Path | None) -> None:
-        assert written is not None
-        seen[side.label] = digests(written)
-        assert len(seen) < 2 or seen[ours.label] == seen[theirs.label], "the two results differ"
-
-    result = Result("rank files against verl's merger", ours.label, theirs.label, "", nbytes)
-    return compare(result, [theirs, ours], rounds, source=source, out=out, check=check)
+    nbytes = 2 * sum(torch.Size(s).numel() for s in llama(place.size)[1].values())
+    result = Result(f"rank files of FSDP, {WORLD} ranks", "fastshard", "verl's merger", TARGETS, nbytes)
+    if reason := find_lack("verl"):
+        result.reason = reason
+        yield result
+        return
+    source, out = write(place.disk, place.size, WORLD, 1), place.disk / "out"
+    ours, theirs = merge(source, out, to="hf"), peer(result.peer, "verl_merge", source, out)
+    yield compare(result, [theirs, ours], place.rounds, source=source, out=out, check=expect_same(digests))
+    remove(source)
 
 
 def plain_first(root: Path, files: list[Path]) -> None:
@@ -195,20 +188,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", choices=("speed", "damage"), default="speed")
-    parser.add_argument("--size", default="2GiB", type=parse_size)
-    parser.add_argument("--rounds", default=5, type=int)
-    parser.add_argument("--world", default=4, type=int)
+    parser.add_argument("what", choices=("damage",))
     parser.add_argument("--dir", default=None, type=workplace)
-    a = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="fastshard-fsdp-", dir=a.dir))
-    try:
-        if a.what == "damage":
-            print(damage(folder))
-        else:
-            print(table([measure(folder, a.size, a.world, a.rounds)], folder, a.rounds))
-    finally:
-        shutil.rmtree(folder)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="fastshard-fsdp-", dir=options.dir) as name:
+        print(damage(Path(name)))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ in all: ``rwsem:W`` is the lock of a file that is written to. Times on a busy ma
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import shutil
@@ -17,8 +18,12 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+from compare import build_command
+from measure import find_file_system
 from synthetic import Spec, parse_size, tp_safetensors
 
 RANKS, TENSORS, COLUMNS = 8, 64, 1024
@@ -45,50 +50,44 @@ def count_waits(command: list[str], record: Path) -> dict[str, tuple[int, float]
     return waits
 
 
+def measure_locks(
+    folder: Path, size: int, counts: Iterable[int], threads: Iterable[int]
+) -> Iterator[dict[str, Any]]:
+    """Merges by the number of files and threads, synced or not: how often and how many milliseconds threads waited."""
+    rows = size // (TENSORS * COLUMNS * 4)
+    specs = [Spec(f"w{i:02d}", (rows, COLUMNS), 0, "F32") for i in range(TENSORS)]
+    with tempfile.TemporaryDirectory(dir=folder, prefix="locks-") as below:
+        source, out = Path(below, "in"), Path(below, "out")
+        tp_safetensors(source, specs, RANKS)
+        for files, count, fsync in itertools.product(counts, threads, ("none", "full")):
+            shard = -(-size // files)
+            command = build_command(
+                "merge", source, out, "-q", "--threads", count, "--fsync", fsync, "--max-shard-size", shard
+            )
+            os.sync()
+            waits = count_waits(command, Path(below, "record"))
+            shutil.rmtree(out)
+            number, time = waits.pop("rwsem:W", (0, 0.0))
+            yield {
+                "file_system": find_file_system(folder), "files": files, "threads": count, "fsync": fsync,
+                "waits": number, "ms": round(time, 1), "other_waits": sum(n for n, _ in waits.values()),
+                "other_ms": round(sum(t for _, t in waits.values()), 1),
+            }  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", default="1GiB", help="bytes of tensors")
+    parser.add_argument("--size", default="1GiB", type=parse_size, help="bytes of tensors")
     parser.add_argument("--folders", nargs="*", type=Path, default=[Path("/dev/shm"), Path.cwd()])
     parser.add_argument("--files", nargs="*", type=int, default=[1, 8])
     parser.add_argument("--threads", nargs="*", type=int, default=[2, 8])
     options = parser.parse_args()
     if shutil.which("perf") is None:
         raise SystemExit("install perf, and allow tracing: sysctl kernel.perf_event_paranoid=-1")
-    size = parse_size(options.size)
-    rows = size // (TENSORS * COLUMNS * 4)
-    specs = [Spec(f"w{i:02d}", (rows, COLUMNS), 0, "F32") for i in range(TENSORS)]
-    print("folder\tfiles\tthreads\tsynced\twaits for a file\tms\tother waits\tms")
+    print("file system\tfiles\tthreads\tsynced\twaits for a file\tms\tother waits\tms")
     for folder in options.folders:
-        with tempfile.TemporaryDirectory(dir=folder, prefix="locks-") as below:
-            source = Path(below, "in")
-            tp_safetensors(source, specs, RANKS)
-            for files in options.files:
-                for threads in options.threads:
-                    for fsync in ("none", "full"):
-                        out = Path(below, "out")
-                        command = f"merge {source} {out} -q --threads {threads} --fsync {fsync}".split()
-                        command += ["--max-shard-size", str(-(-size // files))]
-                        os.sync()
-                        waits = count_waits(
-                            [sys.executable, "-m", "fastshard", *command], Path(below, "record")
-                        )
-                        shutil.rmtree(out)
-                        count, time = waits.pop("rwsem:W", (0, 0.0))
-                        others, other_time = (
-                            sum(n for n, _ in waits.values()),
-                            sum(t for _, t in waits.values()),
-                        )
-                        row = (
-                            folder,
-                            files,
-                            threads,
-                            fsync,
-                            count,
-                            f"{time:.1f}",
-                            others,
-                            f"{other_time:.1f}",
-                        )
-                        print(*row, sep="\t", flush=True)
+        for row in measure_locks(folder, options.size, options.files, options.threads):
+            print(*row.values(), sep="\t", flush=True)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The scaling curve of this machine: merges, verify and codes by the number of threads, beside as many copies at once.
+"""The scaling curve of this machine: merges, verify and codes by the number of threads, beside as many copies at once (P0).
 
     python benches/many_cores.py                                    # 8 GiB in memory and on the disk of the current folder
     python benches/many_cores.py --size 1GiB --threads 1 2 --seconds 60 --save curve.json
@@ -23,8 +23,24 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from measure import find_load, machine, remove, warm, workplace
-from synthetic import model, parse_size, tp_safetensors
+from compare import build_command
+from measure import (
+    THREADS,
+    Place,
+    Result,
+    Side,
+    Target,
+    compare,
+    digests,
+    expect_same,
+    find_lack,
+    find_load,
+    machine,
+    remove,
+    warm,
+    workplace,
+)  # fmt: skip
+from synthetic import model, parse_size, tp_safetensors, whole_digest
 
 RANKS = 8
 #: Files that are copied at a time, as a shell would with xargs.
@@ -101,6 +117,65 @@ def list_cases(memory: Path, disk: Path, size: int, cores: int) -> Iterator[Case
     source = write(memory, size // 2)
     quick = ["merge", "--fsync", "none", "--dtype", "bf16", *many]
     yield Case("fp8 blocks to bf16, many files", source, size, quick, memory / "out")
+
+
+def measure_p0(place: Place) -> Iterator[Result]:
+    """Merges of many files and of one in memory, against copies at once and against one thread."""
+    yield from measure_merges(place, place.memory, 4 * place.size, durable=False)
+
+
+def measure_durable(place: Place) -> Iterator[Result]:
+    """The durable merge of many files against copies at once: part of P1."""
+    yield from measure_merges(place, place.disk, place.size, durable=True)
+
+
+def measure_merges(place: Place, base: Path, size: int, *, durable: bool) -> Iterator[Result]:
+    """Merges by whole processes, of as many shards as copies run at a time."""
+    source, out = base / "shards", base / "out"
+    specs = model(size, "row")
+    nbytes = sum(spec.nbytes() for spec in specs)
+    threads, large = THREADS, 2 << 30
+    many = ("--max-shard-size", max(1 << 20, size // (2 * threads)))
+    fsync = "full" if durable else "none"
+    sync = f" && sync {out}/* {out}" if durable else ""
+    script = (
+        f"mkdir {out} && ls {source}/*.safetensors | xargs -P {COPIES} -I @ cp --reflink=never @ {out}/{sync}"
+    )
+    copies = Side(
+        f"{COPIES} cp{' + sync' if durable else ''}", "command", {"command": ["bash", "-c", script]}
+    )
+
+    def merge(label: str, threads: int, *more: object) -> Side:
+        command = build_command("merge", source, out, "-q", "--threads", threads, "--fsync", fsync, *more)
+        return Side(label, "command", {"command": command})
+
+    # Of the copies' speed on 16 cores.
+    share = Target("wall_ratio", 1 / (0.95 if durable else 0.70), least_bytes=large, least_cores=16)
+    cases: list[tuple[str, Side, Side, tuple[Target, ...]]] = [
+        (f"{threads} threads, many files", merge("fastshard", threads, *many), copies, (share,))
+    ]
+    if not durable:
+        fast = Target("gb_per_second", 3.0, at_least=True, least_bytes=large, least_cores=16)
+        cases += [
+            (f"{threads} threads, one file", merge("fastshard", threads), copies, (fast,)),
+            (
+                f"{threads} threads, many files",
+                merge("fastshard", threads, *many),
+                merge("one thread", 1, *many),
+                (),
+            ),
+        ]
+    kind = "row merge, durable" if durable else "row merge"
+    reason = "" if durable else find_lack(memory=3 * nbytes)
+    if not reason:
+        tp_safetensors(source, specs, RANKS)
+    for about, ours, theirs, targets in cases:
+        result = Result(f"{kind}, {about}", ours.label, theirs.label, targets, nbytes, reason=reason)
+        if not reason:
+            check = expect_same(digests, {s.name: whole_digest(s, RANKS) for s in specs}, skip=copies.label)
+            compare(result, [theirs, ours], place.rounds, source=source, out=out, check=check)
+        yield result
+    remove(source)
 
 
 def find_hashes(out: Path) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.util
 import json
 import mmap
 import os
@@ -20,7 +21,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import synthetic
+
 SIDES = Path(__file__).with_name("sides.py")
+MIB = 1 << 20
+#: Ranks of the checkpoints that `Place` makes.
+RANKS = 4
+THREADS = len(os.sched_getaffinity(0))
+#: More cores than these, taken by other processes, make a machine loaded.
+IDLE = 0.2
+
+Check = Callable[["Side", Path | None], None]
 
 
 @dataclass(frozen=True)
@@ -32,16 +43,46 @@ class Side:
     arguments: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Target:
+    """A limit of one of :meth:`Result.figures`."""
+
+    figure: str
+    limit: float
+    at_least: bool = False
+    #: The limit is stated for results of so many bytes or more, and for machines of so many cores or more.
+    least_bytes: int = 0
+    least_cores: int = 0
+
+    def judge(self, figures: dict[str, float], nbytes: int, cores: int) -> str:
+        """Compares a figure with the limit, where the limit is stated for such a run."""
+        if cores < self.least_cores:
+            return f"needs {self.least_cores} cores"
+        if nbytes < 0.9 * self.least_bytes:
+            return f"needs {show_size(self.least_bytes)}"
+        if self.figure not in figures:
+            return "not measured"
+        value = figures[self.figure]
+        return "reached" if (value >= self.limit if self.at_least else value <= self.limit) else "missed"
+
+
 @dataclass
 class Result:
     """Figures of one case: per side, one record per round."""
 
     case: str
     ours: str
+    #: Empty where a limit is no ratio.
     peer: str
-    bar: str
+    targets: tuple[Target, ...]
     nbytes: int
     records: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    #: Figures that no record has.
+    more: dict[str, float] = field(default_factory=dict)
+    #: Where and how: the file system, and inputs in memory or not.
+    state: str = ""
+    #: Why the case was not run.
+    reason: str = ""
 
     def ratios(self, key: str) -> list[float]:
         """Ours over the peer's, round by round."""
@@ -50,6 +91,74 @@ class Result:
 
     def median(self, label: str, key: str) -> float:
         return statistics.median(r[key] for r in self.records[label])
+
+    def loads(self) -> list[float]:
+        """Cores that other processes had before each run."""
+        return [r["load"] for records in self.records.values() for r in records]
+
+    def figures(self) -> dict[str, float]:
+        """Everything that a limit can be stated for: ratios are ours over the peer's, others are ours or `peer_`."""
+        if not self.records:
+            return {}
+        found = dict(self.more)
+        if self.peer:
+            for name, key in (("wall", "wall"), ("cpu", "cpu"), ("memory", "anonymous")):
+                ratios = self.ratios(key)
+                found[f"{name}_ratio"] = statistics.median(ratios)
+                found[f"{name}_ratio_min"], found[f"{name}_ratio_max"] = min(ratios), max(ratios)
+            found["above_ms"] = 1e3 * (self.median(self.ours, "wall") - self.median(self.peer, "wall"))
+        for label, prefix in ((self.ours, ""), (self.peer, "peer_")):
+            if label:
+                wall, cpu = self.median(label, "wall"), self.median(label, "cpu")
+                found |= {f"{prefix}seconds": wall, f"{prefix}cpu_seconds": cpu}
+                found[f"{prefix}imports"] = self.median(label, "imports")
+                found[f"{prefix}peak_mib"] = self.median(label, "anonymous") / MIB
+                if self.nbytes:
+                    found[f"{prefix}gb_per_second"] = self.nbytes / wall / 1e9
+                    found[f"{prefix}cpu_seconds_per_gb"] = cpu / self.nbytes * 1e9
+        return found
+
+
+@dataclass
+class Place:
+    """Where bars are measured, and how large: checkpoints are made on first use and kept for the bars that follow."""
+
+    disk: Path
+    memory: Path
+    size: int
+    rounds: int
+
+    def source(self, kind: str, size: int = 0) -> tuple[Path, int]:
+        """Four ranks' shards of matrices divided by rows or columns, on the disk; and the bytes of its tensors."""
+        size = size or self.size
+        folder = self.disk / f"{kind}-{size}"
+        specs = synthetic.model(size, kind)
+        if not folder.exists():
+            synthetic.tp_safetensors(folder, specs, RANKS)
+        return folder, sum(spec.nbytes() for spec in specs)
+
+    @property
+    def full(self) -> bool:
+        """Whether cases whose size is none of bytes (layers, names) take their full one."""
+        return self.size >= 1 << 30
+
+
+def find_lack(package: str = "", program: str = "", memory: int = 0) -> str:
+    """What is missing for a case: a package, a program or free memory; empty if nothing is."""
+    if package and importlib.util.find_spec(package) is None:
+        return f"needs {package}"
+    if program and shutil.which(program) is None:
+        return f"needs {program}"
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    return f"needs {show_size(memory)} of memory" if available < memory else ""
+
+
+def show_size(nbytes: float) -> str:
+    """Bytes as people write them."""
+    units = ("bytes", "KiB", "MiB", "GiB", "TiB")
+    power = max(0, min(len(units) - 1, (int(nbytes).bit_length() - 1) // 10))
+    return f"{nbytes / (1 << 10 * power):.4g} {units[power]}"
 
 
 def workplace(folder: str) -> Path:
@@ -61,6 +170,8 @@ def workplace(folder: str) -> Path:
 
 def touch(nbytes: int) -> None:
     """Has the system fault `nbytes` in, so that no run pays for memory that the host took back."""
+    if not nbytes:
+        return
     count = -(-nbytes // (4 << 20))
     code = f"import mmap; b = b'1' * {4 << 20}; m = mmap.mmap(-1, {count} * len(b)); [m.write(b) for _ in range({count})]"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -134,28 +245,46 @@ def compare(
     *,
     source: Path,
     out: Path | None,
-    check: Callable[[Side, Path | None], None] | None = None,
+    check: Check | None = None,
     chill: bool = False,
 ) -> Result:
-    """Runs sides in turn, `rounds` times; `check` looks at each side's first output."""  # fmt: skip
+    """Runs sides in turn, `rounds` times; `check` looks at each side's first output."""
+    result.state = f"{find_file_system(source)}, {'cold' if chill else 'warm'}"
     if not chill:
         warm(source)
+    load, looked = 0.0, 0.0
     for number in range(rounds):
         for side in sides:
             remove(out)
             os.sync()
-            touch(result.nbytes if out else 256 << 20)
+            touch(result.nbytes if out else min(result.nbytes, 256 << 20))
             if chill:
                 cold(source)
-            load = find_load()
+            # Once a second is enough where runs are short.
+            if time.monotonic() - looked > 1:
+                load, looked = find_load(), time.monotonic()
             record = run(side) | {"load": load}
             result.records.setdefault(side.label, []).append(record)
-            speed = result.nbytes / record["wall"] / 1e9
-            print(f"  {result.case} {side.label}: {record['wall']:.2f} s, {speed:.2f} GB/s", file=sys.stderr)
+            print(f"  {result.case}, {side.label}: {record['wall']:.3f} s", file=sys.stderr)
             if number == 0 and check:
                 check(side, out)
     remove(out)
     return result
+
+
+def expect_same(
+    read: Callable[[Path], dict[str, str]], expected: dict[str, str] | None = None, skip: str = ""
+) -> Check:
+    """A check that all sides write the same tensors: those expected, or the first side's; one side may be skipped."""
+    known = [] if expected is None else [expected]
+
+    def check(side: Side, out: Path | None) -> None:
+        assert out is not None
+        if side.label != skip:
+            known.append(read(out))
+            assert known[0] == known[-1], f"{side.label}: other tensors than expected"
+
+    return check
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, Path, int, int]]:
@@ -204,14 +333,18 @@ def find_load(seconds: float = 0.3) -> float:
     return round((1 - (after[1] - before[1]) / passed) * (os.cpu_count() or 1), 2)
 
 
+def find_file_system(path: Path) -> str:
+    """The kind of file system that holds a path."""
+    found = subprocess.run(["findmnt", "-no", "FSTYPE", "-T", str(path)], capture_output=True, text=True)
+    return found.stdout.partition("\n")[0] or "unknown"
+
+
 def machine(folder: Path) -> dict[str, str]:
     """What the figures belong to."""
     models = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory = int(Path("/proc/meminfo").read_text().split()[1]) / (1 << 20)
-    found = subprocess.run(["stat", "-f", "-c", "%T", str(folder)], capture_output=True, text=True)
-    kind = found.stdout.strip()
     return {
         "cpu": models[0] if models else platform.processor(), "cores": str(len(os.sched_getaffinity(0))),
-        "memory": f"{memory:.0f} GiB", "kernel": platform.release(), "filesystem": kind,
+        "memory": f"{memory:.0f} GiB", "kernel": ".".join(platform.release().split(".")[:2]), "filesystem": find_file_system(folder),
         "python": platform.python_version(),
     }  # fmt: skip

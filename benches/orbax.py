@@ -1,6 +1,4 @@
-"""Paxml GPT-3 to MaxText, against a plain script of tensorstore and numpy: a markdown table of paired ratios.
-
-    python benches/orbax.py [--size 4GiB] [--rounds 3] [--dir DIR]
+"""Paxml GPT-3 to MaxText, against a plain script of tensorstore and numpy: P16 of all_bars.py.
 
 A scanned checkpoint of random float32 in zstd chunks is transposed to MaxText's order of axes and written as
 OCDBT + zarr v3. The script reads one array after another whole, as MaxText's own converter does. fastshard proves
@@ -9,24 +7,17 @@ the chunks complete and hashes what it writes besides. Nothing is brought to dis
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
-import statistics
-import sys
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import numpy as np
 import tensorstore as ts
-from measure import Result, Side, compare, machine, workplace
-from synthetic import parse_size
+from compare import merge, peer
+from measure import Place, Result, Target, compare, expect_same, remove
 
-MIB = 1 << 20
-THREADS = 2
 STACK = "transformer.repeat.sub.x_layers_0."
 #: Paxml's name -> MaxText's, and the order of axes. source: MaxText convert_gpt3_ckpt_from_paxml.py
 MAPPING: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -112,63 +103,30 @@ def write(folder: Path, size: int) -> int:
     return total
 
 
-def digests(item: Path) -> dict[str, str]:
-    """SHA-256 of every array of an OCDBT store, but the step."""
+def digests(out: Path) -> dict[str, str]:
+    """SHA-256 of every array of a checkpoint's OCDBT store, but the step."""
+    item = next(out.glob("*/items"))
     base = {"driver": "ocdbt", "base": f"file://{item}/"}
     keys = ts.KvStore.open(base).result().list().result()
     names = [k.decode().removesuffix("/zarr.json") for k in keys if k.endswith(b"/zarr.json")]
-    out = {}
+    found = {}
     for name in sorted(set(names) - {"step"}):
         array = ts.open({"driver": "zarr3", "kvstore": {**base, "path": f"{name}/"}}).result()
-        out[name] = hashlib.sha256(array.read().result().tobytes()).hexdigest()
-    return out
+        found[name] = hashlib.sha256(array.read().result().tobytes()).hexdigest()
+    return found
 
 
-def measure(folder: Path, size: int, rounds: int) -> Result:
+def measure_p16(place: Place) -> Iterator[Result]:
     """Both sides on one checkpoint; their results must be the same arrays."""
-    source, out = folder / "paxml", folder / "out"
-    nbytes = write(source, size)
-    common = {"src": str(source), "out": str(out), "threads": THREADS}
-    ours = Side("fastshard", "fastshard", {**common, "to": "maxtext", "fsync": False, "memory": "256MiB"})
-    theirs = Side("script", "paxml_script", {**common, "mapping": MAPPING})
-    seen: dict[str, dict[str, str]] = {}
-
-    def check(side: Side, written: Path | None) -> None:
-        assert written is not None
-        seen[side.label] = digests(next(written.glob("*/items")))
-        if len(seen) == 2:
-            assert seen[ours.label] == seen[theirs.label], "the two results differ"
-            assert len(seen[ours.label]) == len(MAPPING)
-
-    result = Result("Paxml -> MaxText", ours.label, theirs.label, "", nbytes)
-    return compare(result, [theirs, ours], rounds, source=source, out=out, check=check)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", default="4GiB")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dir", type=workplace, default=None, help="a folder on the filesystem to measure")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="fastshard-bench-", dir=args.dir) as name:
-        folder = Path(name)
-        r = measure(folder, parse_size(args.size), args.rounds)
-        facts = ", ".join(f"{k} {v}" for k, v in machine(folder).items())
-
-        def spread(ratios: list[float]) -> str:
-            return f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f})"
-
-        wall, own = ([r.median(s, k) for s in (r.ours, r.peer)] for k in ("wall", "anonymous"))
-        print(f"{facts}; {args.rounds} interleaved rounds, {THREADS} threads\n")
-        print(
-            "| case | bytes | wall ratio: median (min to max) | CPU ratio | wall s ours / script | peak anonymous, MiB |"
-        )
-        print("|---|---|---|---|---|---|")
-        print(
-            f"| {r.case} | {r.nbytes:,} | {spread(r.ratios('wall'))} | {spread(r.ratios('cpu'))} "
-            f"| {wall[0]:.2f} / {wall[1]:.2f} | {own[0] / MIB:.0f} / {own[1] / MIB:.0f} |"
-        )
-
-
-if __name__ == "__main__":
-    main()
+    source, out = place.disk / "paxml", place.disk / "out"
+    targets = tuple(
+        Target(figure, limit, least_bytes=2 << 30)
+        for figure, limit in (("wall_ratio", 0.75), ("cpu_ratio", 0.85), ("memory_ratio", 1 / 16))
+    )
+    result = Result(
+        "Paxml to MaxText", "fastshard", "tensorstore + numpy", targets, write(source, place.size)
+    )
+    ours = merge(source, out, to="maxtext")
+    theirs = peer(result.peer, "paxml_script", source, out, mapping=MAPPING)
+    yield compare(result, [theirs, ours], place.rounds, source=source, out=out, check=expect_same(digests))
+    remove(source)

@@ -1,7 +1,6 @@
-"""A run of several processes against one of one: time, bytes read, and how evenly 175B divides.
+"""A run of several processes against one of one (P14 of all_bars.py), and how evenly 175B divides.
 
-python benches/parts.py two --size 2GiB --rounds 5      # two ranks of one thread each against one of one thread
-python benches/parts.py divided --parts 64              # GPT-3 175B of holes: each share's bytes, seconds, memory
+python benches/parts.py divided --parts 64      # GPT-3 175B of holes: each share's bytes, seconds, memory
 """
 
 from __future__ import annotations
@@ -9,21 +8,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
-import statistics
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import sparse_gpt3
 import synthetic
-from fastshard.common.byte_sizes import parse_size
-
-MIB = 1 << 20
+from compare import build_command
+from measure import MIB, RANKS, Place, Result, Side, Target, compare, digests, expect_same, remove, run
 
 #: Runs a command of fastshard and prints what it took.
 _MEASURED = """
@@ -60,51 +57,39 @@ def timed(commands: Sequence[Sequence[object]]) -> tuple[float, list[dict[str, A
     return time.perf_counter() - start, [ended(process) for process in processes]
 
 
-def remove(*paths: Path) -> None:
-    for path in paths:
-        shutil.rmtree(path, ignore_errors=True)
+def measure_p14(place: Place) -> Iterator[Result]:
+    """Two ranks with a thread each against one process with one.
 
-
-def two(folder: Path, size: int, rounds: int) -> None:
-    """Two ranks with a thread each against one process with one, in turns.
-
-    What is read is told without what the same commands read of a source of 1 MiB: Python's modules, mostly.
+    What is read is without what the same commands read of a source of 1 MiB: Python's modules, mostly.
     """
-    tiny, source = folder / "tiny", folder / "in"
-    least = synthetic.tp_safetensors(tiny, synthetic.model(MIB, "mixed", 0), 4)
-    payload = synthetic.tp_safetensors(source, synthetic.model(size, "mixed", 0), 4)
+    source, out = place.memory / "parts", place.memory / "out"
 
-    def run(side: str, path: Path) -> tuple[float, list[dict[str, Any]]]:
-        out = folder / side
-        command = ["merge", path, out, "--threads", 1, "--memory", "256MiB", "-q"]
-        ranks = [[*command, "--rank", r, "--world", 2] for r in range(2)] if side == "two" else [command]
-        start = time.perf_counter()
-        _, records = timed(ranks)
-        took = time.perf_counter() - start
+    def build_sides() -> list[Side]:
+        merge = shlex.join(build_command("merge", source, out, "--threads", 1, "--memory", "256MiB", "-q"))
+        both = f"{merge} --rank 0 --world 2 & a=$!; {merge} --rank 1 --world 2 & wait $! && wait $a"
+        commands = {"one process": merge, "two processes": both}
+        return [Side(label, "command", {"command": ["bash", "-c", text]}) for label, text in commands.items()]
+
+    specs = synthetic.model(MIB, "mixed")
+    least = synthetic.tp_safetensors(source, specs, RANKS)
+    before: dict[str, float] = {}
+    for side in build_sides():
+        before[side.label] = run(side)["read_bytes"]
         remove(out)
-        return took, records
-
-    def read(records: list[dict[str, Any]]) -> int:
-        return sum(record["read"] for record in records)
-
-    ratios, cpus = [], []
-    extra: dict[str, list[float]] = {"one": [], "two": []}
-    started_with = {side: read(run(side, tiny)[1]) for side in extra}
-    for i in range(rounds):
-        results = {side: run(side, source) for side in (("one", "two") if i % 2 else ("two", "one"))}
-        ratios.append(results["two"][0] / results["one"][0])
-        cpus.append(sum(r["cpu"] for r in results["two"][1]) / results["one"][1][0]["cpu"])
-        for side, (_, records) in results.items():
-            extra[side].append((read(records) - started_with[side]) / (payload - least))
-        print(
-            f"two: round {i + 1}: {results['two'][0]:.2f} s against {results['one'][0]:.2f} s, ratio {ratios[-1]:.3f}; "
-            f"read {extra['two'][-1]:.4f} of the payload (one process: {extra['one'][-1]:.4f})"
-        )
-    print(
-        f"two: {payload / MIB:.0f} MiB, {rounds} rounds: median ratio {statistics.median(ratios):.3f} (wall), "
-        f"{statistics.median(cpus):.3f} (CPU); read {statistics.median(extra['two']):.4f} of the payload"
+    remove(source)
+    specs = synthetic.model(place.size, "mixed")
+    nbytes = synthetic.tp_safetensors(source, specs, RANKS)
+    check = expect_same(digests, {spec.name: synthetic.whole_digest(spec, RANKS) for spec in specs})
+    targets = (
+        Target("wall_ratio", 0.60, least_bytes=2 << 30),
+        Target("read_share", 1.01, least_bytes=2 << 30),
     )
-    remove(tiny, source)
+    result = Result("two processes of one thread", "two processes", "one process", targets, nbytes)
+    compare(result, build_sides(), place.rounds, source=source, out=out, check=check)
+    read = result.median("two processes", "read_bytes") - before["two processes"]
+    result.more["read_share"] = read / (nbytes - least)
+    yield result
+    remove(source)
 
 
 def divided(folder: Path, parts: int, at_once: int) -> None:
@@ -140,25 +125,21 @@ def divided(folder: Path, parts: int, at_once: int) -> None:
         f"divided: committed in {time.perf_counter() - start:.1f} s, RSS {record['rss'] / MIB:.0f} MiB, "
         f"read {record['read'] / sum(shares):.4f} of the payload"
     )
-    remove(source, out)
+    remove(source)
+    remove(out)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("case", choices=("two", "divided"))
-    parser.add_argument("--size", default="2GiB")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("case", choices=("divided",))
     parser.add_argument("--parts", type=int, default=64)
     parser.add_argument("--at-once", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--dir", type=Path, default=None)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
-        if args.case == "two":
-            two(Path(folder), parse_size(args.size, "size"), args.rounds)
-        else:
-            divided(Path(folder), args.parts, args.at_once)
+        divided(Path(folder), args.parts, args.at_once)
 
 
 if __name__ == "__main__":

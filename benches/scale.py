@@ -1,8 +1,8 @@
-"""What must hold at scale, not in a few megabytes: memory, kills and resumes, 74,000 shard entries.
+"""What must hold at scale, not in a few megabytes: models of 175 billion parameters and more (P13 of all_bars.py), kills and resumes.
 
-    python benches/scale.py [memory] [kills] [index] [gpt3] [gpt3-whole] [--size 8GiB] [--kill-size 1GiB] [--kills 50] [--dir DIR]
+    python benches/scale.py [kills] [gpt3-whole] [--kill-size 1GiB] [--kills 50] [--dir DIR]
 
-Exits with 1 if something does not hold. Times are printed and decide only for `index` and `gpt3`.
+Exits with 1 if something does not hold.
 """
 
 from __future__ import annotations
@@ -11,45 +11,23 @@ import argparse
 import hashlib
 import json
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import sparse_gpt3
 import synthetic
-from measure import Side, digests, remove, run, workplace
-
-MIB = 1 << 20
-BUDGET = 256 * MIB
+from measure import MIB, Place, Result, Side, Target, digests, find_load, remove, run, show_size, workplace
+from report import experts as write_experts
 
 
 def expected(specs: list[synthetic.Spec], tp: int) -> dict[str, str]:
     """SHA-256 of every merged tensor, from the data's seeds and without the product."""
     return {s.name: synthetic.whole_digest(s, tp) for s in specs}
-
-
-def memory(folder: Path, size: int) -> bool:
-    """A merge of row and column shards, half of it one tensor, within --memory 256MiB."""
-    source, out = folder / "source", folder / "out"
-    specs = synthetic.model(size, "mixed", size // 2)
-    n = synthetic.tp_safetensors(source, specs, 4)
-    arguments = {"src": str(source), "out": str(out), "threads": 2, "memory": "256MiB"}
-    record = run(Side("fastshard", "fastshard", arguments))
-    same = digests(out) == expected(specs, 4)
-    print(
-        f"memory: {n:,} bytes, largest tensor {max(s.nbytes() for s in specs):,}: peak RssAnon "
-        f"{record['anonymous'] / MIB:.1f} MiB, VmHWM {record['rss'] / MIB:.1f} MiB, {record['wall']:.1f} s, "
-        f"{'hashes as expected' if same else 'HASHES DIFFER'}"
-    )
-    remove(source)
-    remove(out)
-    return same and max(record["anonymous"], record["rss"]) <= BUDGET
 
 
 def merge(source: Path, out: Path, *more: str) -> list[str]:
@@ -128,51 +106,42 @@ def kills(folder: Path, size: int, count: int, seed: int = 0) -> bool:
     return not bad
 
 
-def index(folder: Path) -> bool:
-    """inspect and plan of 74,000 entries within 5 s and 256 MiB each."""
-    fine = True
-    for files in (512, 64):
-        source = folder / "sparse"
-        entries = synthetic.sparse(source, files)
-        for command in ("inspect", "plan"):
-            start = time.perf_counter()
-            record = run(Side(command, "cli", {"command": [command, str(source), "--accept", "holes"]}))
-            wall = time.perf_counter() - start
-            print(
-                f"index: {command} of {entries:,} entries in {files} files: {wall:.2f} s with the "
-                f"interpreter's start, {record['wall']:.2f} s without, VmHWM {record['rss'] / MIB:.0f} MiB"
-            )
-            fine &= wall <= 5 and record["rss"] <= BUDGET
+def measure_p13(place: Place) -> Iterator[Result]:
+    """GPT-3 175B as Paxml with optimizer state and as GPT-NeoX, and models of many experts: opened, proven and planned."""
+    source = place.disk / "sparse"
+    layers, mesh = (96, sparse_gpt3.MESH) if place.full else (2, (8, 4))
+    limits: Mapping[str, float] = {"seconds": 1, "peak_mib": 128}
+
+    def measure(what: str, limits: Mapping[str, float], verb: str, *more: str) -> Result:
+        targets = tuple(Target(name, limit) for name, limit in limits.items()) if place.full else ()
+        return measure_command(f"{verb} of {what}", source, targets, verb, *more)
+
+    size, _ = sparse_gpt3.paxml(source, layers, optimizer=True, mesh=mesh)
+    about = f"GPT-3, {layers} layers, Paxml, {show_size(size)}"
+    yield measure(about, limits, "inspect")
+    yield measure(f"{about}, to MaxText", limits, "plan", "--to", "maxtext", "--optimizer")
+    remove(source)
+    size, _ = sparse_gpt3.neox(source, layers)
+    about = f"GPT-3, {layers} layers, GPT-NeoX, {show_size(size)}"
+    yield measure(about, limits, "inspect")
+    yield measure(f"{about}, to Hugging Face", limits, "plan", "--to", "hf")
+    remove(source)
+    for experts, blocks, limits in ((384, 61, {"seconds": 5, "peak_mib": 512}), (896, 93, {"seconds": 15})):
+        if not place.full:
+            experts, blocks = 8, 2
+        count = write_experts(source, blocks, experts)
+        yield measure(f"{count:,} tensors, {blocks} layers of {experts} experts", limits, "plan")
         remove(source)
-    return fine
 
 
-def gpt3(folder: Path) -> bool:
-    """GPT-3 175B in Paxml's form, with optimizer state, and in GPT-NeoX's: opened and planned within 2 s and 256 MiB."""
-    paxml, neox = folder / "paxml", folder / "neox"
-    size, chunks = sparse_gpt3.paxml(paxml, optimizer=True)
-    print(f"gpt3: Paxml, {size:,} bytes in {chunks:,} chunks")
-    other, files = sparse_gpt3.neox(neox)
-    print(f"gpt3: GPT-NeoX, {other:,} bytes in {files:,} files")
-    fine = True
-    for command in (
-        ["inspect", str(paxml)],
-        ["plan", str(paxml), "--to", "maxtext", "--optimizer"],
-        ["inspect", str(neox)],
-        ["plan", str(neox), "--to", "hf"],
-    ):
-        start = time.perf_counter()
-        record = run(Side(command[0], "cli", {"command": [*command, "--accept", "holes"]}))
-        wall = time.perf_counter() - start
-        what = " ".join([command[0], Path(command[1]).name, *command[2:]])
-        print(
-            f"gpt3: {what}: {wall:.2f} s with the interpreter's start, {record['wall']:.2f} s without, "
-            f"anonymous {record['anonymous'] / MIB:.0f} MiB, VmHWM {record['rss'] / MIB:.0f} MiB"
-        )
-        fine &= record["wall"] <= 2 and record["anonymous"] <= BUDGET
-    remove(paxml)
-    remove(neox)
-    return fine
+def measure_command(case: str, source: Path, targets: tuple[Target, ...], verb: str, *more: str) -> Result:  # fmt: skip
+    """One command on a checkpoint of holes, its start not included."""
+    side = Side(verb, "cli", {"command": [verb, str(source), *more, "--accept", "holes"]})
+    result = Result(case, side.label, "", targets, 0, state="headers of sparse files, warm")
+    load = find_load()
+    result.records[side.label] = [run(side) | {"load": load}]
+    print(f"  {case}: {result.records[side.label][0]['wall']:.3f} s", file=sys.stderr)
+    return result
 
 
 def gpt3_whole(folder: Path) -> bool:
@@ -192,27 +161,22 @@ def gpt3_whole(folder: Path) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("check", nargs="*", help="memory, kills, index, gpt3 (default: these), gpt3-whole")
-    parser.add_argument("--size", default="8GiB")
-    parser.add_argument("--kill-size", default="1GiB")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("check", nargs="*", help="kills (default), gpt3-whole")
+    parser.add_argument("--kill-size", default="1GiB", type=synthetic.parse_size)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--dir", type=workplace, default=None)
     args = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="fastshard-scale-", dir=args.dir))
-    checks = {
-        "memory": lambda: memory(folder, synthetic.parse_size(args.size)),
-        "kills": lambda: kills(folder, synthetic.parse_size(args.kill_size), args.kills),
-        "index": lambda: index(folder),
-        "gpt3": lambda: gpt3(folder),
-        "gpt3-whole": lambda: gpt3_whole(folder),
-    }
-    try:
-        held = {name: checks[name]() for name in args.check or [c for c in checks if c != "gpt3-whole"]}
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    print(", ".join(f"{name}: {'holds' if ok else 'MISSED'}" for name, ok in held.items()))
-    return 0 if all(held.values()) else 1
+    with tempfile.TemporaryDirectory(prefix="fastshard-scale-", dir=args.dir) as name:
+        checks = {
+            "kills": lambda: kills(Path(name), args.kill_size, args.kills),
+            "gpt3-whole": lambda: gpt3_whole(Path(name)),
+        }
+        fine = {name: checks[name]() for name in args.check or ["kills"]}
+    print(", ".join(f"{name}: {'holds' if ok else 'MISSED'}" for name, ok in fine.items()))
+    return 0 if all(fine.values()) else 1
 
 
 if __name__ == "__main__":

@@ -1,31 +1,60 @@
 """One side of a comparison, in a process of its own: `python benches/sides.py SIDE JSON`.
 
 Imports are done before the clock starts. Prints one JSON object: wall and CPU seconds (children
-included) and the peaks of resident and anonymous memory that the process reads of itself.
+included), the peaks of resident and anonymous memory that the process reads of itself (or, while it waits
+for programs, of those), calls that read and write, and their bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import os
 import resource
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Job = Callable[[], object]
+#: What is measured; it may return figures that it took itself.
+Job = Callable[[], "dict[str, float] | None"]
+#: The names of files that are opened before and after a job, for who reads a trace.
+BEGIN, END = "/dev/null/job-begins", "/dev/null/job-ends"
 
 
-def status(key: str) -> int:
-    """A field of /proc/self/status, in bytes."""
-    text = Path("/proc/self/status").read_text()
+def status(key: str, process: str = "self") -> int:
+    """A field of a process's status, in bytes."""
+    text = Path(f"/proc/{process}/status").read_text()
     return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(key)), 0)
+
+
+def list_children(process: str) -> list[str]:
+    """The processes that a process began, and that those began."""
+    found = []
+    for file in Path(f"/proc/{process}/task").glob("*/children"):
+        for child in file.read_text().split():
+            found += [child, *list_children(child)]
+    return found
+
+
+def count_io() -> dict[str, float]:
+    """Calls that read and write, and their bytes: of this process and of the children it has waited for."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    fields = {name: int(value) for name, value in (line.split(":") for line in lines)}
+    names = {"reads": "syscr", "writes": "syscw", "read_bytes": "rchar", "written_bytes": "wchar"}
+    return {name: fields[field] for name, field in names.items()}
+
+
+def mark(path: str) -> None:
+    """Leaves a line in a trace."""
+    with contextlib.suppress(OSError):
+        os.open(path, os.O_RDONLY)
 
 
 def cpu() -> float:
@@ -35,16 +64,26 @@ def cpu() -> float:
 
 
 class Peak:
-    """Peak of the anonymous memory, sampled: the system keeps a high-water mark only of all of it."""
+    """Peak of the anonymous memory of this process, or of the programs that it waits for.
 
-    def __init__(self) -> None:
+    It is sampled: the system keeps a high-water mark only of all memory.
+    """
+
+    def __init__(self, programs: bool) -> None:
         self.anonymous = 0
+        self._programs = programs
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
+    def _look(self) -> None:
+        # A program may end while it is looked at.
+        with contextlib.suppress(OSError):
+            processes = list_children("self") if self._programs else ["self"]
+            self.anonymous = max(self.anonymous, sum(status("RssAnon:", process) for process in processes))
+
     def _watch(self) -> None:
         while not self._stop.wait(0.02):
-            self.anonymous = max(self.anonymous, status("RssAnon:"))
+            self._look()
 
     def __enter__(self) -> Peak:
         self._thread.start()
@@ -53,7 +92,7 @@ class Peak:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        self.anonymous = max(self.anonymous, status("RssAnon:"))
+        self._look()
 
 
 def fsync(path: Path) -> None:
@@ -70,11 +109,28 @@ def fastshard(a: dict[str, Any]) -> Job:
     options = {
         k: a[k] for k in ("threads", "fsync", "memory", "dtype", "layout", "config", "weights") if k in a
     }
-    return lambda: fs.convert(a["src"], a["out"], a.get("to"), **options)
+
+    # Adapters, targets and what plans are imported when they are first used: before the clock starts.
+    fs.plan(
+        a["src"],
+        a.get("to"),
+        **{k: v for k, v in options.items() if k in ("dtype", "layout", "config", "weights")},
+    )
+
+    def job() -> None:
+        fs.convert(a["src"], a["out"], a.get("to"), **options)
+
+    return job
 
 
 def verify(a: dict[str, Any]) -> Job:
     import fastshard as fs
+
+    # What verify imports when it is called.
+    fixture = Path(__file__).parents[1] / "tests/fixtures/sharded/hf_sharded"
+    with tempfile.TemporaryDirectory() as folder:
+        fs.merge(fixture, Path(folder, "out"), fsync=False)
+        fs.verify(Path(folder, "out"), threads=a["threads"])
 
     def job() -> None:
         errors = [f for f in fs.verify(a["src"], threads=a["threads"]) if f.severity == "error"]
@@ -120,6 +176,8 @@ def script(a: dict[str, Any]) -> Job:
         for name, dim in dims.items():
             parts = [rank[name] for rank in ranks]
             merged[name] = parts[0] if dim is None else torch.cat(parts, dim=dim)
+            if a.get("cast"):
+                merged[name] = merged[name].to(torch.bfloat16)
         Path(a["out"]).mkdir()
         save_file(merged, str(Path(a["out"]) / "model.safetensors"), metadata={"format": "pt"})
 
@@ -128,6 +186,9 @@ def script(a: dict[str, Any]) -> Job:
 
 def zero_to_fp32(a: dict[str, Any]) -> Job:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # What it imports when it is called.
+    for module in ("huggingface_hub.serialization._torch", "safetensors.torch", "torch.distributed.tensor"):
+        importlib.import_module(module)
     from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 
     def job() -> None:
@@ -192,7 +253,58 @@ def fp8_dequantizer(a: dict[str, Any]) -> Job:
 
 
 def command(a: dict[str, Any]) -> Job:
-    return lambda: subprocess.run(a["command"], check=True, stdout=subprocess.DEVNULL)
+    """Any program, its start included."""
+
+    def job() -> None:
+        subprocess.run(a["command"], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    return job
+
+
+def program_speed(a: dict[str, Any]) -> Job:
+    """A kernel of the core, by a program that times it itself and prints GB/s."""
+
+    def job() -> dict[str, float]:
+        ran = subprocess.run([a["program"], a["filter"]], check=True, capture_output=True, text=True)
+        seconds = a["nbytes"] / float(ran.stdout.split()[-2]) / 1e9
+        return {"wall": seconds, "cpu": seconds}
+
+    return job
+
+
+def kernel(a: dict[str, Any]) -> Job:
+    """The same of torch or numpy on one thread, after a first run."""
+    import numpy as np
+    import torch
+
+    rows, columns = a["shape"]
+    source: Any = torch.ones(rows, columns, dtype=getattr(torch, a["dtype"]))
+    # Results are touched before the clock starts, as those of the core's program are.
+    out: Any = torch.ones(
+        source.t().shape if "transpose" in a["work"] else source.shape, dtype=torch.bfloat16
+    )
+    work: dict[str, Callable[[], object]] = {
+        "torch transpose": lambda: out.copy_(source.t()),
+        "numpy transpose": lambda: np.copyto(
+            out.view(torch.int16).numpy(), source.view(torch.int16).numpy().T
+        ),
+        "torch cast": lambda: out.copy_(source),
+    }
+
+    def job() -> dict[str, float]:
+        seconds = []
+        for _ in range(4):
+            begun = time.perf_counter()
+            work[a["work"]]()
+            seconds.append(time.perf_counter() - begun)
+        return {"wall": min(seconds[1:]), "cpu": min(seconds[1:])}
+
+    return job
+
+
+def cast_script(a: dict[str, Any]) -> Job:
+    """Load every rank, concatenate, round to bfloat16, save."""
+    return script({**a, "cast": True})
 
 
 def paxml_script(a: dict[str, Any]) -> Job:
@@ -238,7 +350,8 @@ def cli(a: dict[str, Any]) -> Job:
     from fastshard.cli import main as fastshard_main
 
     def job() -> None:
-        with contextlib.redirect_stdout(io.StringIO()):
+        code: str | int | None
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             try:
                 code = fastshard_main(a["command"])
             except SystemExit as stop:
@@ -271,34 +384,31 @@ SIDES = {
     f.__name__: f
     for f in (
         fastshard, verify, copy, consolidate, consolidate_ranks, torch_save, script, zero_to_fp32, command, cli,
-        paxml_script, model, verl_merge, fp8_dequantizer,
+        paxml_script, model, verl_merge, fp8_dequantizer, program_speed, kernel, cast_script,
     )
 }  # fmt: skip
+#: Sides whose work is done by other programs.
+PROGRAMS = ("copy", "command", "program_speed")
 
 
 def main() -> None:
     name, arguments = sys.argv[1], json.loads(sys.argv[2])
     job = SIDES[name](arguments)
-    threads = arguments.get("threads")
-    if name in (
-        "consolidate",
-        "consolidate_ranks",
-        "torch_save",
-        "script",
-        "zero_to_fp32",
-        "verl_merge",
-        "fp8_dequantizer",
-    ):
-        import torch
-
-        torch.set_num_threads(threads)
-    with Peak() as peak:
-        before, wall = cpu(), time.perf_counter()
-        job()
+    if "torch" in sys.modules and "threads" in arguments:
+        sys.modules["torch"].set_num_threads(arguments["threads"])
+    with Peak(programs=name in PROGRAMS) as peak:
+        mark(BEGIN)
+        modules = len(sys.modules)
+        calls, before, wall = count_io(), cpu(), time.perf_counter()
+        more = job() or {}
         wall, spent = time.perf_counter() - wall, cpu() - before
+        calls = {name: count - calls[name] for name, count in count_io().items()}
+        mark(END)
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     figures = {"wall": wall, "cpu": spent, "rss": status("VmHWM:"), "anonymous": peak.anonymous}
-    print(json.dumps({**figures, "children": children}))
+    print(
+        json.dumps({**figures, "children": children, "imports": len(sys.modules) - modules, **calls, **more})
+    )
 
 
 if __name__ == "__main__":

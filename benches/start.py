@@ -1,25 +1,20 @@
 """How long it takes to start: `import fastshard`, `fastshard --version`, and looking at small checkpoints, above bare Python.
 
-    python benches/start.py [--rounds 20] [--names N]
+    python benches/start.py [--rounds 20]     # P9 of all_bars.py, and its options
 
-Rounds are interleaved. Printed are medians of the time that passed and of the processor's time, which other work on the machine
-changes less, each above bare Python's, and the bar. `--names` adds a checkpoint of so many tensors.
+Rounds are interleaved. Names: a checkpoint of very many tensors is planned (P18).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import resource
-import statistics
 import struct
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
+
+import synthetic
+from measure import Place, Result, Side, Target, compare, remove
 
 ROOT = Path(__file__).parents[1]
 #: Small checkpoints of the tests, by what they are.
@@ -31,7 +26,7 @@ CHECKPOINTS = {
     "DCP": "sharded/dcp_fsdp2",
 }
 #: Milliseconds above bare Python that a side may take.
-BARS = {"import": 5, "--version": 10, "inspect": 60, "verify": 70}
+BARS = {"import": 3, "--version": 10, "inspect": 60, "verify": 70}
 
 
 def write_names(folder: Path, count: int) -> None:
@@ -44,69 +39,71 @@ def write_names(folder: Path, count: int) -> None:
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4 * count))
 
 
-def sides(names: Path | None) -> dict[str, list[str]]:
-    """The arguments of Python by what is measured; the first is bare Python."""
+def list_sides() -> dict[str, Side]:
+    """What is measured, each a process of its own; the first is bare Python."""
     run = ["-m", "fastshard"]
     found = {
         "bare Python": ["-c", "pass"],
-        "import fastshard": ["-c", "import fastshard"],
+        "import": ["-c", "import fastshard"],
         "--version": [*run, "--version"],
     }
     for verb in ("inspect", "verify"):
         for name, path in CHECKPOINTS.items():
             found[f"{verb} {name}"] = [*run, verb, str(ROOT / "tests/fixtures" / path)]
-    return found | ({} if names is None else {"many names": [*run, "inspect", str(names)]})
-
-
-def run_once(arguments: Sequence[str], folder: str) -> tuple[float, float]:
-    """Runs Python; returns the seconds that passed, and those of the processor."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    subprocess.run([sys.executable, *arguments], check=True, capture_output=True, cwd=folder, env=environment)
-    passed, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
-    return passed, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-def measure(rounds: int, names: int) -> dict[str, tuple[float, float]]:
-    """Median seconds of each side: passed, and the processor's."""
-    with tempfile.TemporaryDirectory() as folder:
-        many = None
-        if names:
-            many = Path(folder) / "names"
-            many.mkdir()
-            write_names(many, names)
-        commands = sides(many)
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
-        for turn in range(rounds + 1):
-            for name, arguments in commands.items():
-                taken = run_once(arguments, folder)
-                # The first round fills caches.
-                if turn:
-                    times[name].append(taken)
     return {
-        name: (statistics.median(p for p, _ in taken), statistics.median(c for _, c in taken))
-        for name, taken in times.items()
+        name: Side(name, "command", {"command": [sys.executable, *command]})
+        for name, command in found.items()
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--names", type=int, default=0, metavar="N")
-    arguments = parser.parse_args()
-    figures = measure(arguments.rounds, arguments.names)
-    bare = figures.pop("bare Python")
-    print(f"bare Python: {bare[0] * 1e3:.1f} ms, {bare[1] * 1e3:.1f} of the processor\n")
-    print(f"{'ms above it':<24}{'passed':>8}{'processor':>11}{'bar':>6}")
-    for name, (passed, processor) in figures.items():
-        bar = BARS.get(name.split()[0])
-        verdict = "" if bar is None else "reached" if (passed - bare[0]) * 1e3 <= bar else "missed"
-        shown = "" if bar is None else str(bar)
-        above = f"{(passed - bare[0]) * 1e3:>8.1f}{(processor - bare[1]) * 1e3:>11.1f}"
-        print(f"{name:<24}{above}{shown:>6}  {verdict}".rstrip())
+def measure_p9(place: Place) -> Iterator[Result]:
+    """Every start above bare Python's, and a plan of an index of 175B."""
+    bare, *others = list_sides().values()
+    rounds = 4 * place.rounds if place.full else place.rounds
+    both = Result("all starts", "", "", (), 0)
+    compare(both, [bare, *others], rounds, source=Path(__file__), out=None)
+    for side in others:
+        records = {label: both.records[label] for label in (side.label, bare.label)}
+        targets = (Target("above_ms", BARS[side.label.split()[0]]),)
+        yield Result(side.label, side.label, bare.label, targets, 0, records, state="warm")
+    source = place.memory / "index"
+    entries = synthetic.sparse(source, 512)
+    for verb in ("inspect", "plan"):
+        side = Side(verb, "cli", {"command": [verb, str(source), "--accept", "holes"]})
+        result = Result(
+            f"{verb} of 175B, {entries:,} entries in 512 files",
+            side.label,
+            "",
+            (Target("seconds", 0.150),),
+            0,
+        )
+        yield compare(result, [side], place.rounds, source=source / "layout.json", out=None)
+    remove(source)
+
+
+def measure_p18(place: Place) -> Iterator[Result]:
+    """Names: opened, resolved and planned, a quarter of them and all."""
+    count = 1_000_000 if place.full else 20_000
+    source, seconds = place.memory / "names", 0.0
+    for names in (count // 4, count):
+        source.mkdir()
+        write_names(source, names)
+        command = ["plan", str(source), "--memory", "4GiB"]
+        side = Side("plan", "cli", {"command": command})
+        result = Result(f"plan of {names:,} names", side.label, "", (), 0)
+        compare(result, [side], 1, source=source, out=None)
+        if names == count:
+            result.more["growth"] = result.figures()["seconds"] / seconds
+            # Four times the names in at most five times the time: linear, with room for noise.
+            result.targets = (Target("growth", 5),)
+            if place.full:
+                result.targets += (Target("seconds", 10), Target("peak_mib", 512))
+        seconds = result.figures()["seconds"]
+        yield result
+        remove(source)
 
 
 if __name__ == "__main__":
-    main()
+    from all_bars import main
+
+    sys.exit(main(["--only", "P9", *sys.argv[1:]]))

@@ -1,34 +1,26 @@
-"""ZeRO checkpoints to safetensors, against DeepSpeed's own zero_to_fp32: a markdown table of paired ratios.
-
-    python benches/zero.py [--size 4GiB] [--rounds 5] [--stages 1,3] [--world 4] [--dir DIR]
+"""ZeRO checkpoints to safetensors, against DeepSpeed's own zero_to_fp32: P12 of all_bars.py.
 
 Needs DeepSpeed (see CONTRIBUTING.md). The checkpoints are made here, without training, with fp32 master weights
-of `--size` bytes and no moments; they are deleted afterwards. Neither side brings its output to disk
-(fsync): zero_to_fp32 cannot. fastshard proves the partitions whole, checks their checksums, hashes what
-it writes and, for ZeRO-1, compares every master with the bf16 parameter; zero_to_fp32 does none of that.
+and no moments; they are deleted afterwards. Neither side brings its output to disk (fsync): zero_to_fp32 cannot.
+fastshard proves the partitions whole, checks their checksums, hashes what it writes and, for ZeRO-1, compares
+every master with the bf16 parameter; zero_to_fp32 does none of that.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
-import statistics
-import sys
-import tempfile
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import torch
-from measure import Result, Side, compare, digests, machine, workplace
-from synthetic import parse_size
+from compare import merge, peer
+from measure import Place, Result, Target, compare, digests, expect_same, find_lack, remove
 
 TAG = "global_step10"
-MIB = 1 << 20
-THREADS = 2
+WORLD = 4
 
 
 def shapes(nbytes: int) -> OrderedDict[str, torch.Size]:
@@ -116,66 +108,23 @@ def write(folder: Path, size: int, stage: int, world: int) -> int:
     return 4 * total
 
 
-def measure(folder: Path, stage: int, size: int, world: int, rounds: int) -> Result:
-    """Both sides on one checkpoint; their outputs must be the same tensors."""
-    source, out = folder / f"zero{stage}", folder / "out"
-    nbytes = write(source, size, stage, world)
-    common = {"src": str(source), "out": str(out), "threads": THREADS}
-    ours = Side(
-        "fastshard", "fastshard", {**common, "weights": "masters", "fsync": False, "memory": "256MiB"}
-    )
-    theirs = Side("zero_to_fp32", "zero_to_fp32", common)
-    seen: dict[str, dict[str, str]] = {}
-
-    def check(side: Side, written: Path | None) -> None:
-        assert written is not None
-        seen[side.label] = digests(written)
-        if len(seen) == 2:
-            assert seen[ours.label] == seen[theirs.label], "the two results differ"
-            assert len(seen[ours.label]) == len(shapes(size))
-
-    result = Result(f"P12 ZeRO-{stage}, {world} ranks", ours.label, theirs.label, "wall <= 0.20", nbytes)
-    return compare(result, [theirs, ours], rounds, source=source, out=out, check=check)
-
-
-def table(results: list[Result], folder: Path, rounds: int) -> str:
-    def spread(ratios: list[float]) -> str:
-        return f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f})"
-
-    facts = ", ".join(f"{k} {v}" for k, v in machine(folder).items())
-    lines = [
-        f"{facts}; {rounds} interleaved rounds, {THREADS} threads", "",
-        "| case | bytes | wall ratio: median (min to max), target 0.20 | CPU ratio | wall s ours / theirs "
-        "| peak resident ours / theirs, MiB | peak anonymous, MiB | anonymous ratio, target 0.06 |",
-        "|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    for r in results:
-        wall, rss, own = ([r.median(s, k) for s in (r.ours, r.peer)] for k in ("wall", "rss", "anonymous"))
-        lines.append(
-            f"| {r.case} | {r.nbytes:,} | {spread(r.ratios('wall'))} | {spread(r.ratios('cpu'))} "
-            f"| {wall[0]:.2f} / {wall[1]:.2f} | {rss[0] / MIB:.0f} / {rss[1] / MIB:.0f} "
-            f"| {own[0] / MIB:.0f} / {own[1] / MIB:.0f} | {own[0] / own[1]:.3f} |"
+def measure_p12(place: Place) -> Iterator[Result]:
+    """Both sides on one checkpoint of each stage; their outputs must be the same tensors."""
+    out = place.disk / "out"
+    for stage in (1, 3):
+        targets = (
+            Target("wall_ratio", 0.12, least_bytes=2 << 30), Target("memory_ratio", 1 / 64, least_bytes=2 << 30),
+        )  # fmt: skip
+        result = Result(f"ZeRO-{stage}, {WORLD} ranks", "fastshard", "zero_to_fp32", targets, 0)
+        if reason := find_lack("deepspeed"):
+            result.reason = reason
+            yield result
+            continue
+        source = place.disk / f"zero{stage}"
+        result.nbytes = write(source, place.size, stage, WORLD)
+        ours = merge(source, out, weights="masters")
+        theirs = peer(result.peer, "zero_to_fp32", source, out)
+        yield compare(
+            result, [theirs, ours], place.rounds, source=source, out=out, check=expect_same(digests)
         )
-    return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", default="4GiB")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--stages", default="1,3", help="separated by commas")
-    parser.add_argument("--world", type=int, default=4)
-    parser.add_argument("--dir", type=workplace, default=None, help="a folder on the filesystem to measure")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="fastshard-bench-", dir=args.dir) as name:
-        folder = Path(name)
-        results = []
-        for stage in map(int, args.stages.split(",")):
-            results.append(measure(folder, stage, parse_size(args.size), args.world, args.rounds))
-            for path in sorted((folder / f"zero{stage}").rglob("*.pt")):
-                path.unlink()
-        print(table(results, folder, args.rounds))
-
-
-if __name__ == "__main__":
-    main()
+        remove(source)
