@@ -7,6 +7,7 @@ P1 and P2 are whole processes, their start included; of the others imports are d
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -59,9 +60,10 @@ def peer(label: str, run: str, source: Path, out: Path, **more: object) -> Side:
     return Side(label, run, {"src": str(source), "out": str(out), "threads": THREADS, **more})
 
 
-def compute_hashes(size: int, kind: str) -> dict[str, str]:
+@functools.cache
+def compute_hashes(size: int, kind: str, ranks: int = RANKS) -> dict[str, str]:
     """The SHA-256 of merged tensors, from the data's seeds and without the product."""
-    return {spec.name: synthetic.whole_digest(spec, RANKS) for spec in synthetic.model(size, kind)}
+    return {spec.name: synthetic.whole_digest(spec, ranks) for spec in synthetic.model(size, kind)}
 
 
 def measure_copy(place: Place, case: str, base: Path, size: int, targets: tuple[Target, ...], *, fsync: bool, chill: bool = False) -> Result:  # fmt: skip

@@ -149,9 +149,13 @@ def find_lack(package: str = "", program: str = "", memory: int = 0) -> str:
         return f"needs {package}"
     if program and shutil.which(program) is None:
         return f"needs {program}"
+    return f"needs {show_size(memory)} of free memory" if find_free_memory() < memory else ""
+
+
+def find_free_memory() -> int:
+    """Bytes that programs can have."""
     lines = Path("/proc/meminfo").read_text().splitlines()
-    available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    return f"needs {show_size(memory)} of memory" if available < memory else ""
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
 
 
 def show_size(nbytes: float) -> str:
@@ -169,7 +173,8 @@ def workplace(folder: str) -> Path:
 
 
 def touch(nbytes: int) -> None:
-    """Has the system fault `nbytes` in, so that no run pays for memory that the host took back."""
+    """Has the system fault `nbytes` in, half of its free memory at most, so that no run pays for what the host took back."""
+    nbytes = min(nbytes, find_free_memory() // 2)
     if not nbytes:
         return
     count = -(-nbytes // (4 << 20))
