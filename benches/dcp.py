@@ -40,7 +40,8 @@ SHARDED, RANKS = "DCP", "rank shards"
 
 def llama(nbytes: int) -> tuple[dict[str, Any], dict[str, list[int]]]:
     """config.json and shapes of a Llama of about `nbytes` in bf16; rows of the vocabulary divide unevenly."""
-    hidden, vocab = (2048, 32003) if nbytes >= 1 << 30 else (512, 4099) if nbytes >= 64 << 20 else (64, 515)
+    sizes = ((1 << 30, 2048, 32003), (64 << 20, 512, 4099), (8 << 20, 256, 2051), (0, 64, 515))
+    hidden, vocab = next((hidden, vocab) for least, hidden, vocab in sizes if nbytes >= least)
     wide, shapes = hidden * 5 // 2, {"model.embed_tokens.weight": [vocab, hidden]}
     layers = 0
     while layers < 2 or 2 * sum(torch.Size(s).numel() for s in shapes.values()) < nbytes - 2 * vocab * hidden:

@@ -110,7 +110,9 @@ def fastshard(a: dict[str, Any]) -> Job:
         k: a[k] for k in ("threads", "fsync", "memory", "dtype", "layout", "config", "weights") if k in a
     }
 
-    # Adapters, targets and what plans are imported when they are first used: before the clock starts.
+    # Adapters, targets, what plans, and numpy for some casts are imported when they are first used: before the clock starts.
+    if "dtype" in a:
+        importlib.import_module("numpy")
     fs.plan(
         a["src"],
         a.get("to"),
@@ -224,6 +226,13 @@ def verl_merge(a: dict[str, Any]) -> Job:
     """verl's merger of FSDP's rank files, which writes what transformers saves."""
     from verl.model_merger.base_model_merger import ModelMergerConfig
     from verl.model_merger.fsdp_model_merger import FSDPModelMerger
+
+    # What it imports when it is called: a model's and a tokenizer's classes, and what transformers finds installed.
+    for module in (
+        "transformers.models.llama.modeling_llama", "transformers.tokenization_utils_tokenizers", "deepspeed", "accelerate",
+    ):  # fmt: skip
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
 
     def job() -> None:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
