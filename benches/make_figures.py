@@ -114,7 +114,7 @@ def build_bars(document: dict[str, Any]) -> Iterator[str]:
     )  # fmt: skip
     left_out = [[bar["bar"], bar["about"], bar["reason"]] for bar in document["bars"] if bar["reason"]]
     left_out += [
-        [bar["bar"], f"{case['case']}, against {case['peer']}", case["reason"]]
+        [bar["bar"], ", against ".join(filter(None, (case["case"], case["peer"]))), case["reason"]]
         for bar, case in list_cases(document)
         if case["reason"]
     ]

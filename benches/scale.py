@@ -132,6 +132,7 @@ def measure_p13(place: Place) -> Iterator[Result]:
         count = write_experts(source, blocks, experts)
         yield measure(f"{count:,} tensors, {blocks} layers of {experts} experts", limits, "plan")
         remove(source)
+    yield Result("verify of the manifest of GPT-3", "verify", "", (), 0, reason="no case is written yet")
 
 
 def measure_command(case: str, source: Path, targets: tuple[Target, ...], verb: str, *more: str) -> Result:  # fmt: skip
