@@ -116,16 +116,19 @@ fn missing(source: &Source) -> Vec<Missing> {
             continue;
         }
         let wanted = holders(source, entry);
+        let dimensions: Vec<&String> =
+            wanted.first().map(|coords| coords.keys().collect()).unwrap_or_default();
         let spared = LazyCell::new(|| {
             let names = excused.iter().copied().chain(source.absent);
             named_by(&entry.name, names, resolved)
         });
         for position in positions {
             let key = (e, position.values().copied().collect::<Vec<u64>>());
-            let here = present.get(&key);
+            // By their ranks on these dimensions: there may be hundreds of both.
+            let ranks = |at: &&Coords| dimensions.iter().map(|d| rank_on(at, d)).collect::<Vec<u64>>();
+            let here: HashSet<_> = present.get(&key).into_iter().flatten().map(ranks).collect();
             for coords in &wanted {
-                let found = here.is_some_and(|all| all.iter().any(|at| lies_within(at, coords)));
-                if !found && !spared.contains(&key.1) {
+                if !here.contains(&ranks(&coords)) && !spared.contains(&key.1) {
                     let choices = spellings.choices(e, &position);
                     let name = entry.name.format(&position, &resolved.extents, &resolved.sets, choices);
                     if let Some(name) = name {
@@ -167,9 +170,14 @@ fn holders(source: &Source, entry: &Entry) -> Vec<Coords> {
     holders
 }
 
-/// True if a unit at `at` is one of the ranks `coords`; a dimension that it does not name has one rank.
+/// The rank of a unit at `at` on a dimension: one that it does not name has one rank.
+fn rank_on(at: &Coords, dimension: &str) -> u64 {
+    at.get(dimension).copied().unwrap_or(0)
+}
+
+/// True if a unit at `at` is one of the ranks `coords`.
 fn lies_within(at: &Coords, coords: &Coords) -> bool {
-    coords.iter().all(|(d, r)| at.get(d).copied().unwrap_or(0) == *r)
+    coords.iter().all(|(dimension, rank)| rank_on(at, dimension) == *rank)
 }
 
 /// Layers of which nothing is there: each is one finding.
