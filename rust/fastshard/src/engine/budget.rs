@@ -71,7 +71,8 @@ fn wanted_tile(plan: &Plan, output: &Output) -> u64 {
         if inner.is_some_and(|k| steps[k] > 1) {
             if let Some(run) = part.axes.iter().zip(&steps).find_map(|(a, &s)| (s == 1).then_some(a)) {
                 let least = if encoded(plan, stored) { MIN_RUN_IN_MEMORY } else { MIN_RUN };
-                let rows = (least / item).clamp(1, run.n);
+                // A wide type that becomes a narrow one needs no longer runs.
+                let rows = (least / item.max(stored.dtype.size() as u64)).clamp(1, run.n);
                 wanted = wanted.max((rows * run.dst * item).next_power_of_two());
             }
         }
