@@ -144,16 +144,17 @@ SECTIONS = {"CALLS": run_calls, "LOCKS": run_locks}
 
 
 def find_revision() -> str:
-    """The revision of the package that is measured; a plus stands for changes."""
-    folder = Path(fastshard.__file__).parent
+    """The revision of the package that is measured, or of this file where it is installed; a plus stands for changes."""
 
-    def run_git(*arguments: str) -> str:
+    def run_git(folder: Path, *arguments: str) -> str:
         return subprocess.run(
             ["git", "-C", str(folder), *arguments], capture_output=True, text=True
         ).stdout.strip()
 
-    revision = run_git("rev-parse", "--short=8", "HEAD")
-    return revision + ("+" if revision and run_git("status", "--porcelain", "-uno") else "")
+    for folder in (Path(fastshard.__file__).parent, Path(__file__).parent):
+        if revision := run_git(folder, "rev-parse", "--short=8", "HEAD"):
+            return revision + ("+" if run_git(folder, "status", "--porcelain", "-uno") else "")
+    return ""
 
 
 def find_profile() -> str:
@@ -208,9 +209,29 @@ def run_bars(place: Place, names: list[str]) -> dict[str, Any]:
         if section in SECTIONS:
             print(section, file=sys.stderr)
             document[section.lower()] = SECTIONS[section](place)
-    cases = [case for bar in document["bars"] for case in bar["cases"]]
-    document["loaded"] = load > IDLE or any(case["loaded"] for case in cases)
     return document
+
+
+def keep_others(document: dict[str, Any], before: dict[str, Any]) -> None:
+    """Adds what was measured before and is not measured anew.
+
+    Raises:
+        ValueError: if it was measured otherwise.
+    """
+    for name in ("machine", "core", "size", "rounds"):
+        if document[name] != before[name]:
+            raise ValueError(f"{name} was {before[name]}, and is {document[name]}")
+    bars = {bar["bar"]: bar for bar in (*before["bars"], *document["bars"])}
+    document["bars"] = [bars[name] for name in BARS if name in bars]
+    for section in map(str.lower, SECTIONS):
+        if section in before:
+            document.setdefault(section, before[section])
+
+
+def is_loaded(document: dict[str, Any]) -> bool:
+    """True if other processes ran beside any of the cases."""
+    cases = [case for bar in document["bars"] for case in bar["cases"]]
+    return document["load"] > IDLE or any(case["loaded"] for case in cases)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -218,6 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--keep", action="store_true", help="keep what --out has of other bars")
     parser.add_argument("--size", default="2GiB", help="bytes of tensors of most cases (default: 2GiB)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="4 MiB and one round")
@@ -236,6 +258,9 @@ def main(arguments: list[str] | None = None) -> int:
         tempfile.TemporaryDirectory(prefix="fastshard-bench-", dir=options.memory) as memory,
     ):
         document = run_bars(Place(Path(disk), Path(memory), size, rounds), names)
+    if options.keep:
+        keep_others(document, json.loads(options.out.read_text()))
+    document["loaded"] = is_loaded(document)
     if options.out:
         options.out.write_text(json.dumps(document, indent=1) + "\n")
     print(build_page(document))
