@@ -1,6 +1,6 @@
 """Merges, casts and verify, against what people use: P1 to P7, P10 and P11.
 
-    python benches/compare.py [--size 2GiB] [--rounds 5] [--only P1,P3] ...     # the options of all_bars.py
+    python benches/all_bars.py --only P1,P3
 
 P1 and P2 are whole processes, their start included; of the others imports are done before the clock starts.
 """
@@ -272,9 +272,3 @@ def measure_p11(place: Place) -> Iterator[Result]:
         result = Result("f32 to bf16, merged", ours.label, theirs.label, limits, nbytes)
         yield compare(result, [theirs, ours], place.rounds, source=source, out=out, check=check)
     remove(source)
-
-
-if __name__ == "__main__":
-    from all_bars import main
-
-    sys.exit(main(["--only", "P1,P2,P3,P4,P5,P6,P7,P10,P11", *sys.argv[1:]]))

@@ -1,6 +1,6 @@
 """How long it takes to start: `import fastshard`, `fastshard --version`, and looking at small checkpoints, above bare Python.
 
-    python benches/start.py [--rounds 20]     # P9 of all_bars.py, and its options
+    python benches/all_bars.py --only P9,P18
 
 Rounds are interleaved. Names: a checkpoint of very many tensors is planned (P18).
 """
@@ -101,9 +101,3 @@ def measure_p18(place: Place) -> Iterator[Result]:
         seconds = result.figures()["seconds"]
         yield result
         remove(source)
-
-
-if __name__ == "__main__":
-    from all_bars import main
-
-    sys.exit(main(["--only", "P9", *sys.argv[1:]]))
