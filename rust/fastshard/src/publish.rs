@@ -58,6 +58,7 @@ pub mod clock;
 mod content;
 pub(crate) mod direct;
 pub(crate) mod disk;
+mod extents;
 #[cfg(test)]
 pub(crate) mod fault;
 pub(crate) mod file;

@@ -11,6 +11,7 @@ use rustix::io::Errno;
 use serde::Deserialize;
 
 use super::disk;
+use super::extents::find_extents;
 
 /// Bytes that offsets, lengths and addresses of direct writes are multiples of: a page, and the block of any disk.
 pub const ALIGNMENT: u64 = 4096;
@@ -54,11 +55,28 @@ pub(super) struct Direct {
     file: File,
     /// Whether the file system has refused such a write.
     is_refused: AtomicBool,
+    /// Where its extents begin: a write into two of them takes ext4 the lock of the file, for which all other writes have to
+    /// end.
+    extents: Vec<u64>,
 }
 
 impl Direct {
+    /// A file whose blocks are reserved.
     pub(super) fn new(file: File) -> Self {
-        Direct { file, is_refused: AtomicBool::new(false) }
+        let extents = find_extents(&file);
+        Direct { file, is_refused: AtomicBool::new(false), extents }
+    }
+
+    /// Writes whole pages to `offset`, each extent's apart.
+    fn write_pages(&self, path: &Path, offset: u64, pages: &[u8]) -> io::Result<()> {
+        let (mut at, end) = (offset, offset + pages.len() as u64);
+        let first = self.extents.partition_point(|start| *start <= offset);
+        let inside = self.extents[first..].iter().copied().take_while(|start| *start < end);
+        for stop in inside.filter(|start| start.is_multiple_of(ALIGNMENT)).chain([end]) {
+            disk::write_at(&self.file, path, at, &pages[(at - offset) as usize..(stop - offset) as usize])?;
+            at = stop;
+        }
+        Ok(())
     }
 
     /// Writes all of `bytes` to where `buffered`, the same file, has `offset`: whole pages around the page cache, what is
@@ -72,7 +90,7 @@ impl Direct {
         let (first, rest) = bytes.split_at(head);
         let (pages, last) = rest.split_at(len);
         let at = offset + head as u64;
-        match disk::write_at(&self.file, path, at, pages) {
+        match self.write_pages(path, at, pages) {
             // Some file systems open a file so, and refuse to write so; what a full disk cuts short is no whole block either.
             Err(error) if error.raw_os_error() == Some(Errno::INVAL.raw_os_error()) => {
                 self.is_refused.store(true, Ordering::Relaxed);
@@ -126,6 +144,21 @@ mod tests {
                 assert!((pages as u64).is_multiple_of(ALIGNMENT) && rest < ALIGNMENT as usize);
             }
         }
+    }
+
+    #[test]
+    fn a_write_into_several_extents_is_one_for_each() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("data");
+        let file = File::create_new(&path).unwrap();
+        let extents = vec![0, 2 * LEAST, 2 * LEAST + 512, 3 * LEAST, 9 * LEAST];
+        let direct = Direct { file, is_refused: AtomicBool::new(false), extents };
+        let bytes: Vec<u8> = (0..4 * LEAST).map(|i| (i / 251) as u8).collect();
+        fault::disarm();
+        direct.write_pages(&path, LEAST, &bytes).unwrap();
+        let writes = fault::disarm().iter().filter(|(call, _)| *call == "write").count();
+        assert_eq!(writes, 3, "no page is cut");
+        assert_eq!(std::fs::read(&path).unwrap()[LEAST as usize..], bytes);
     }
 
     /// Writes numbers in pieces of which some begin in the midst of a page; what lies in the file then, and the number of
