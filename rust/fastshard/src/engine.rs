@@ -13,6 +13,7 @@ mod equal_layers;
 mod evidence;
 pub(crate) mod gather;
 mod read;
+mod reads;
 pub(crate) mod release;
 mod report;
 mod run;

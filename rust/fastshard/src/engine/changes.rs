@@ -7,10 +7,11 @@ use crate::error::Result;
 use crate::kernel;
 use crate::memory;
 use crate::plan::change::{Change, Extents, Form, Window};
-use crate::plan::{Part, PartAxis, Plan, StoredTensor};
+use crate::plan::{Part, Plan, StoredTensor};
 use crate::tensor::{c_strides, element_count};
 
-use super::gather::{Into, Sources};
+use super::gather::Sources;
+use super::reads::axes_of;
 
 /// Bytes of factors that are kept for the next tile, or the largest.
 const KEPT: u64 = 64 << 20;
@@ -202,6 +203,24 @@ impl Product {
 /// What factors are kept under: the stored tensors that they are, and the one whose norms they hold.
 type Key = (Vec<u32>, Option<u32>);
 
+/// What the factors of a stored tensor's change are kept under.
+fn key_of(stored: u32, change: &Change) -> Key {
+    let has_norms = matches!(change, Change::LowRank { magnitude: Some(_), .. });
+    (change.needs(), has_norms.then_some(stored))
+}
+
+/// Rows of a tensor that are looked at together for their norms.
+fn blocks_of_rows(shape: &[u64]) -> impl Iterator<Item = SubBox> + '_ {
+    let width = shape[1..].iter().product::<u64>().max(1);
+    let rows = (ROWS / width).max(1);
+    (0..shape[0]).step_by(rows as usize).map(move |first| {
+        let mut sub = SubBox::whole(shape);
+        sub.start[0] = first;
+        sub.len[0] = rows.min(shape[0] - first);
+        sub
+    })
+}
+
 /// Factors, those used last at the end: experts share them.
 #[derive(Default)]
 pub struct Changes(Mutex<Vec<(Key, Arc<Factors>)>>);
@@ -252,8 +271,7 @@ impl Changes {
 impl Sources<'_> {
     /// The factors of a stored tensor's change.
     pub fn factors(&self, stored: u32, change: &Change, scratch: &mut [u8]) -> Result<Arc<Factors>> {
-        let has_norms = matches!(change, Change::LowRank { magnitude: Some(_), .. });
-        self.changes.get((change.needs(), has_norms.then_some(stored)), || {
+        self.changes.get(key_of(stored, change), || {
             let tensor = &self.plan.stored[stored as usize];
             Ok(match change {
                 Change::Vector { of, .. } => Factors::Vector(self.whole(*of, scratch)?),
@@ -293,19 +311,6 @@ impl Sources<'_> {
         Ok(values)
     }
 
-    fn read_box(
-        &self,
-        tensor: &StoredTensor,
-        sub: &SubBox,
-        bytes: &mut [u8],
-        scratch: &mut [u8],
-    ) -> Result<()> {
-        let axes = axes_of(&tensor.shape);
-        let strides = c_strides(&sub.len);
-        let mut into = Into { bytes, base: 0, strides: &strides };
-        self.read(tensor, &axes, &vec![0; tensor.shape.len()], sub, &mut into, scratch)
-    }
-
     /// The norm of each output's row after the change, summed in double precision.
     fn norms(
         &self,
@@ -319,7 +324,6 @@ impl Sources<'_> {
         let tensor = &self.plan.stored[stored as usize];
         let mut squares = memory::allocate_values::<f64>((extents.experts * extents.out) as usize)?;
         let width = tensor.shape[1..].iter().product::<u64>().max(1);
-        let rows = (ROWS / width).max(1);
         let part = Part {
             axes: axes_of(&tensor.shape),
             dst_base: 0,
@@ -329,17 +333,14 @@ impl Sources<'_> {
             ops: Vec::new(),
         };
         let (mut bytes, mut values, mut sum) = (Vec::new(), Vec::new(), Vec::new());
-        for first in (0..tensor.shape[0]).step_by(rows as usize) {
-            let mut sub = SubBox::whole(&tensor.shape);
-            sub.start[0] = first;
-            sub.len[0] = rows.min(tensor.shape[0] - first);
+        for sub in blocks_of_rows(&tensor.shape) {
             let n = sub.volume() as usize;
             memory::resize(&mut bytes, n * tensor.dtype.size())?;
             memory::resize(&mut values, n)?;
             self.read_box(tensor, &sub, &mut bytes, scratch)?;
             kernel::values(tensor.dtype, &bytes, &mut values[..n]);
             factors.apply(change, tensor, &part, &sub, &mut values[..n], &mut sum)?;
-            for (row, run) in (first..).zip(values[..n].chunks(width as usize)) {
+            for (row, run) in (sub.start[0]..).zip(values[..n].chunks(width as usize)) {
                 match form {
                     Form::Columns => {
                         squares.iter_mut().zip(run).for_each(|(s, x)| *s += f64::from(*x) * f64::from(*x));
@@ -353,11 +354,6 @@ impl Sources<'_> {
         }
         Ok(squares.into_iter().map(|s| s.sqrt() as f32).collect())
     }
-}
-
-fn axes_of(shape: &[u64]) -> Vec<PartAxis> {
-    let strides = c_strides(shape);
-    (0..shape.len()).map(|d| PartAxis { n: shape[d], dst: strides[d], dim: d as u32, step: 1 }).collect()
 }
 
 /// `B`, `[out, rank, experts]`, as `[experts, rank, out]`.

@@ -7,10 +7,11 @@ use crate::codes;
 use crate::error::{Finding, Result};
 use crate::kernel::{self, StridedBox};
 use crate::memory;
-use crate::plan::{Coded, Grid, Numbers, Packing, PartAxis, Plan, StoredTensor};
+use crate::plan::{Coded, Grid, Groups, Numbers, Packing, PartAxis, Plan, StoredTensor};
 use crate::tensor::{c_strides, Dtype};
 
 use super::gather::{Into, Sources};
+use super::reads::shift;
 
 /// Elements whose codes are read at a time, at most.
 const MOST: u64 = 128 << 10;
@@ -62,6 +63,58 @@ struct Window {
     rows: usize,
     column: u64,
     columns: usize,
+}
+
+impl Window {
+    /// The box of `codes` that holds the window's, and the bit of its first word in which the first code of a row or column
+    /// begins.
+    fn codes(&self, packing: &Packing, codes: &StoredTensor) -> (SubBox, u64) {
+        let Window { lead, row, rows, column, columns } = *self;
+        let word = codes.dtype.size() as u64 * 8;
+        // The words that hold `n` codes from the `first` on, and where in the first of them the first code begins.
+        let words = |first: u64, n: usize, bits: u32| {
+            let (at, end) = (first * u64::from(bits), (first + n as u64) * u64::from(bits));
+            (at / word, end.div_ceil(word) - at / word, at % word)
+        };
+        match *packing {
+            Packing::None => (box_of([lead, row, column], [1, rows as u64, columns as u64]), 0),
+            Packing::Row { bits, .. } => {
+                let (at, n, bit) = words(column, columns, bits);
+                (box_of([lead, row, at], [1, rows as u64, n]), bit)
+            }
+            Packing::Column { bits } => {
+                let (at, n, bit) = words(row, rows, bits);
+                (box_of([lead, at, column], [1, n, columns as u64]), bit)
+            }
+        }
+    }
+
+    /// The last row and column.
+    fn last(&self) -> (u64, u64) {
+        let last = |first: u64, n: usize| (first + n as u64).max(1) - 1;
+        (last(self.row, self.rows), last(self.column, self.columns))
+    }
+
+    /// The box of the numbers of the blocks that the window lies in.
+    fn cells(&self, grid: &Grid) -> SubBox {
+        let [of_lead, of_rows, of_columns] = grid.block;
+        let (last_row, last_column) = self.last();
+        let blocks = |first: u64, last: u64, block: u64| (first / block, last / block - first / block + 1);
+        let (top, high) = blocks(self.row, last_row, of_rows);
+        let (left, wide) = blocks(self.column, last_column, of_columns);
+        box_of([self.lead / of_lead, top, left], [1, high, wide])
+    }
+
+    /// The groups that the numbers `of` are of, if they are: the first row or column, and how many there are.
+    fn groups<'c>(&self, coded: &'c Coded, of: &StoredTensor) -> Option<(&'c Groups, u64, usize)> {
+        let groups = coded.groups.as_ref()?;
+        // What one number stands for has no groups.
+        let (count, first, n) = match groups.rows {
+            true => (of.shape[1], self.row, self.rows),
+            false => (of.shape[2], self.column, self.columns),
+        };
+        (count > 1).then_some((groups, first, n))
+    }
 }
 
 /// Numbers of the blocks that a window lies in.
@@ -170,6 +223,101 @@ impl Runs {
     }
 }
 
+/// Calls `visit` with boxes that make up the box `part` of `axes`, each with the box of the tensor that it reaches over, which
+/// has few enough codes.
+fn for_each_box(
+    stored: &StoredTensor,
+    coded: &Coded,
+    axes: &[PartAxis],
+    src_base: &[u64],
+    part: &SubBox,
+    visit: &mut dyn FnMut(&SubBox, &SubBox) -> Result<()>,
+) -> Result<()> {
+    let steps = coded.strides(&stored.shape);
+    let mut ahead = vec![part.clone()];
+    while let Some(mut sub) = ahead.pop() {
+        if sub.len.contains(&0) {
+            continue;
+        }
+        let (mut lo, mut len) = (src_base.to_vec(), vec![1u64; stored.shape.len()]);
+        for ((axis, start), n) in axes.iter().zip(&sub.start).zip(&sub.len) {
+            lo[axis.dim as usize] += start * axis.step;
+            len[axis.dim as usize] += (n - 1) * axis.step;
+        }
+        if len.iter().product::<u64>() <= MOST || sub.volume() <= 1 {
+            visit(&sub, &SubBox { start: lo, len })?;
+            continue;
+        }
+        let far = |k: &usize| (sub.len[*k] - 1) * axes[*k].step * steps[axes[*k].dim as usize];
+        let axis = (0..axes.len()).filter(|&k| sub.len[k] > 1).max_by_key(far).unwrap_or(0);
+        let mut after = sub.clone();
+        sub.len[axis] /= 2;
+        after.start[axis] += sub.len[axis];
+        after.len[axis] -= sub.len[axis];
+        ahead.extend([after, sub]);
+    }
+    Ok(())
+}
+
+/// Calls `visit` with the windows that make up a box of a tensor's values: the place of its first value, and the window.
+fn for_each_window(
+    shape: &[u64],
+    coded: &Coded,
+    over: &SubBox,
+    visit: &mut dyn FnMut(usize, Window) -> Result<()>,
+) -> Result<()> {
+    let SubBox { start: lo, len } = over;
+    let count = over.volume() as usize;
+    let rank = shape.len();
+    let strides = c_strides(shape);
+    // What lies around a window: all indices before its rows, or before what is read in one run.
+    let mut outer = rank.saturating_sub(2);
+    if coded.flat {
+        outer = rank.saturating_sub(1);
+        while outer > 0 && len[outer] == shape[outer] {
+            outer -= 1;
+        }
+    }
+    let each: usize = len[outer..].iter().product::<u64>() as usize;
+    let mut at = vec![0u64; outer];
+    for begin in (0..count).step_by(each.max(1)) {
+        let first = |to: usize| -> u64 {
+            (0..to).map(|d| (lo[d] + at.get(d).copied().unwrap_or(0)) * strides[d]).sum()
+        };
+        let window = if coded.flat {
+            Window { lead: 0, row: 0, rows: 1, column: first(rank), columns: each }
+        } else {
+            let matrix: u64 = shape[outer..].iter().product();
+            let of = |d: usize| (lo.get(d).copied().unwrap_or(0), len.get(d).copied().unwrap_or(1));
+            let (mut row, mut column) = if rank < 2 { ((0, 1), of(0)) } else { (of(outer), of(outer + 1)) };
+            if coded.turned {
+                std::mem::swap(&mut row, &mut column);
+            }
+            let lead = first(outer) / matrix.max(1);
+            let (rows, columns) = (row.1 as usize, column.1 as usize);
+            Window { lead, row: row.0, rows, column: column.0, columns }
+        };
+        visit(begin, window)?;
+        for (i, n) in at.iter_mut().zip(&len[..outer]).rev() {
+            *i += 1;
+            if *i < *n {
+                break;
+            }
+            *i = 0;
+        }
+    }
+    Ok(())
+}
+
+/// The box of the group indices of `n` rows or columns from the `first` on.
+fn groups_box(first: u64, n: usize) -> SubBox {
+    box_of([0, 0, first], [1, 1, n as u64])
+}
+
+fn box_of(lo: [u64; 3], len: [u64; 3]) -> SubBox {
+    SubBox { start: lo.to_vec(), len: len.to_vec() }
+}
+
 impl Sources<'_> {
     /// Reads the box `part` of `axes` of the values that codes stand for, which are float32, as `to`.
     #[allow(clippy::too_many_arguments)]
@@ -184,48 +332,28 @@ impl Sources<'_> {
         into: &mut Into,
         scratch: &mut [u8],
     ) -> Result<()> {
-        let steps = coded.strides(&stored.shape);
         let mut buffers = self.coded.taken();
-        let mut ahead = vec![part.clone()];
-        while let Some(mut sub) = ahead.pop() {
-            if sub.len.contains(&0) {
-                continue;
-            }
-            let (mut lo, mut len) = (src_base.to_vec(), vec![1u64; stored.shape.len()]);
-            for ((axis, start), n) in axes.iter().zip(&sub.start).zip(&sub.len) {
-                lo[axis.dim as usize] += start * axis.step;
-                len[axis.dim as usize] += (n - 1) * axis.step;
-            }
-            if len.iter().product::<u64>() > MOST && sub.volume() > 1 {
-                let far = |k: &usize| (sub.len[*k] - 1) * axes[*k].step * steps[axes[*k].dim as usize];
-                let axis = (0..axes.len()).filter(|&k| sub.len[k] > 1).max_by_key(far).unwrap_or(0);
-                let mut after = sub.clone();
-                sub.len[axis] /= 2;
-                after.start[axis] += sub.len[axis];
-                after.len[axis] -= sub.len[axis];
-                ahead.extend([after, sub]);
-                continue;
-            }
-            let own = coded.strides(&len);
-            let dst = into.shifted(part, &sub).base;
-            if let Some(runs) = Runs::of(axes, &sub, &own, into) {
+        for_each_box(stored, coded, axes, src_base, part, &mut |sub, over| {
+            let own = coded.strides(&over.len);
+            let dst = into.base + shift(part, sub, into.strides);
+            if let Some(runs) = Runs::of(axes, sub, &own, into) {
                 let bytes = &mut *into.bytes;
                 let mut put = |at: usize, made: &[f32]| runs.put(at as u64, made, to, dst, bytes);
-                self.make_box(stored, coded, &lo, &len, &mut buffers, scratch, &mut put)?;
-                continue;
+                return self.make_box(stored, coded, over, &mut buffers, scratch, &mut put);
             }
             let mut narrow = std::mem::take(&mut buffers.narrow);
             let size = to.size();
-            memory::resize(&mut narrow, len.iter().product::<u64>() as usize * size)?;
+            memory::resize(&mut narrow, over.volume() as usize * size)?;
             let mut put = |at: usize, made: &[f32]| {
                 kernel::from_f32(to, made, &mut narrow[at * size..][..made.len() * size]);
             };
-            self.make_box(stored, coded, &lo, &len, &mut buffers, scratch, &mut put)?;
+            self.make_box(stored, coded, over, &mut buffers, scratch, &mut put)?;
             let strides: Vec<u64> = axes.iter().map(|axis| axis.step * own[axis.dim as usize]).collect();
             let shape = StridedBox { extents: &sub.len, src_strides: &strides, dst_strides: into.strides };
             kernel::copy(&narrow, 0, into.bytes, dst, &shape, size);
             buffers.narrow = narrow;
-        }
+            Ok(())
+        })?;
         self.coded.put(buffers);
         Ok(())
     }
@@ -236,55 +364,16 @@ impl Sources<'_> {
         &self,
         stored: &StoredTensor,
         coded: &Coded,
-        lo: &[u64],
-        len: &[u64],
+        over: &SubBox,
         buffers: &mut Buffers,
         scratch: &mut [u8],
         put: &mut dyn FnMut(usize, &[f32]),
     ) -> Result<()> {
-        let count = len.iter().product::<u64>() as usize;
-        let (shape, rank) = (&stored.shape, stored.shape.len());
-        let strides = c_strides(shape);
         let table = self.table(&coded.numbers, scratch)?;
-        // What lies around a window: all indices before its rows, or before what is read in one run.
-        let mut outer = rank.saturating_sub(2);
-        if coded.flat {
-            outer = rank.saturating_sub(1);
-            while outer > 0 && len[outer] == shape[outer] {
-                outer -= 1;
-            }
-        }
-        let each: usize = len[outer..].iter().product::<u64>() as usize;
-        let mut at = vec![0u64; outer];
-        for begin in (0..count).step_by(each.max(1)) {
-            let first = |to: usize| -> u64 {
-                (0..to).map(|d| (lo[d] + at.get(d).copied().unwrap_or(0)) * strides[d]).sum()
-            };
-            let window = if coded.flat {
-                Window { lead: 0, row: 0, rows: 1, column: first(rank), columns: each }
-            } else {
-                let matrix: u64 = shape[outer..].iter().product();
-                let of = |d: usize| (lo.get(d).copied().unwrap_or(0), len.get(d).copied().unwrap_or(1));
-                let (mut row, mut column) =
-                    if rank < 2 { ((0, 1), of(0)) } else { (of(outer), of(outer + 1)) };
-                if coded.turned {
-                    std::mem::swap(&mut row, &mut column);
-                }
-                let lead = first(outer) / matrix.max(1);
-                let (rows, columns) = (row.1 as usize, column.1 as usize);
-                Window { lead, row: row.0, rows, column: column.0, columns }
-            };
+        for_each_window(&stored.shape, coded, over, &mut |begin, window| {
             let mut place = |at: usize, made: &[f32]| put(begin + at, made);
-            self.make_window(stored, coded, window, &table, buffers, scratch, &mut place)?;
-            for (i, n) in at.iter_mut().zip(&len[..outer]).rev() {
-                *i += 1;
-                if *i < *n {
-                    break;
-                }
-                *i = 0;
-            }
-        }
-        Ok(())
+            self.make_window(stored, coded, window, &table, buffers, scratch, &mut place)
+        })
     }
 
     /// Makes the values of a window, run by run.
@@ -339,26 +428,19 @@ impl Sources<'_> {
         scratch: &mut [u8],
     ) -> Result<()> {
         let codes = &self.plan.stored[coded.codes as usize];
-        let Window { lead, row, rows, column, columns } = window;
+        let Window { rows, columns, .. } = window;
+        let (sub, bit) = window.codes(&coded.packing, codes);
         memory::resize(&mut buffers.codes, rows * columns)?;
+        if coded.packing == Packing::None {
+            return self.read_box(codes, &sub, &mut buffers.codes, scratch);
+        }
         let size = codes.dtype.size();
-        let word = size as u64 * 8;
-        // The words that hold `n` codes from the `first` on, and where in the first of them the first code begins.
-        let words = |first: u64, n: usize, bits: u32| {
-            let (at, end) = (first * u64::from(bits), (first + n as u64) * u64::from(bits));
-            (at / word, end.div_ceil(word) - at / word, at % word)
-        };
+        memory::resize(&mut buffers.bytes, sub.volume() as usize * size)?;
+        self.read_box(codes, &sub, &mut buffers.bytes, scratch)?;
         match &coded.packing {
-            Packing::None => {
-                let len = [1, rows as u64, columns as u64];
-                self.read_whole(codes, [lead, row, column], len, &mut buffers.codes, scratch)?;
-            }
+            Packing::None => {}
             Packing::Row { bits, lanes } => {
-                let (at, n, bit) = words(column, columns, *bits);
-                let each = n as usize * size;
-                memory::resize(&mut buffers.bytes, rows * each)?;
-                let len = [1, rows as u64, n];
-                self.read_whole(codes, [lead, row, at], len, &mut buffers.bytes, scratch)?;
+                let each = sub.len[2] as usize * size;
                 let both = buffers.bytes.chunks(each.max(1)).zip(buffers.codes.chunks_mut(columns.max(1)));
                 for (bytes, out) in both {
                     match lanes.is_empty() {
@@ -368,10 +450,6 @@ impl Sources<'_> {
                 }
             }
             Packing::Column { bits } => {
-                let (at, n, bit) = words(row, rows, *bits);
-                memory::resize(&mut buffers.bytes, n as usize * columns * size)?;
-                let len = [1, n, columns as u64];
-                self.read_whole(codes, [lead, at, column], len, &mut buffers.bytes, scratch)?;
                 for (k, out) in (0u64..).zip(buffers.codes.chunks_mut(columns.max(1))) {
                     kernel::unpack_column(&buffers.bytes, size, bit + k * u64::from(*bits), *bits, out);
                 }
@@ -420,27 +498,19 @@ impl Sources<'_> {
         scratch: &mut [u8],
     ) -> Result<Cells> {
         let of = &self.plan.stored[grid.of as usize];
-        let [of_lead, of_rows, of_columns] = grid.block;
-        let Window { lead, row, rows, column, columns } = window;
-        let lead = lead / of_lead;
-        let (last_row, last_column) = ((row + rows as u64).max(1) - 1, (column + columns as u64).max(1) - 1);
-        let blocks = |first: u64, last: u64, block: u64| (first / block, last / block - first / block + 1);
-        let (top, high) = blocks(row, last_row, of_rows);
-        let (left, wide) = blocks(column, last_column, of_columns);
-        let (first, n, of_groups) = match &coded.groups {
-            // What one number stands for has no groups.
-            Some(groups) if of.shape[if groups.rows { 1 } else { 2 }] > 1 => match groups.rows {
-                true => (row, rows, Some(groups)),
-                false => (column, columns, Some(groups)),
-            },
-            _ => (0, 0, None),
+        let [_, of_rows, of_columns] = grid.block;
+        let sub = window.cells(grid);
+        let (lead, top, left, high, wide) =
+            (sub.start[0], sub.start[1], sub.start[2], sub.len[1], sub.len[2]);
+        let column = window.column;
+        let places = |wide: u64| -> Vec<usize> {
+            (window.row..=window.last().0).map(|r| ((r / of_rows - top) * wide) as usize).collect()
         };
-        let Some(groups) = of_groups else {
+        let Some((groups, first, n)) = window.groups(coded, of) else {
             let mut values = memory::allocate_values((high * wide) as usize)?;
-            self.numbers(of, [lead, top, left], [1, high, wide], &mut values, scratch)?;
-            let rows = (row..=last_row).map(|r| ((r / of_rows - top) * wide) as usize).collect();
+            self.numbers(of, &sub, &mut values, scratch)?;
             let columns = Columns::Blocks { len: of_columns, first: column % of_columns };
-            return Ok(Cells { values, width: wide as usize, rows, columns });
+            return Ok(Cells { values, width: wide as usize, rows: places(wide), columns });
         };
         let count = of.shape[if groups.rows { 1 } else { 2 }];
         let named = self.groups(groups.of, first, n, count, stored, scratch)?;
@@ -450,7 +520,7 @@ impl Sources<'_> {
             known.dedup();
             let mut values = memory::allocate_values(known.len() * wide as usize)?;
             for (group, values) in known.iter().zip(values.chunks_mut(wide as usize)) {
-                self.numbers(of, [lead, *group, left], [1, 1, wide], values, scratch)?;
+                self.numbers(of, &box_of([lead, *group, left], [1, 1, wide]), values, scratch)?;
             }
             let place = |group| known.binary_search(group).unwrap_or(0) * wide as usize;
             let columns = Columns::Blocks { len: of_columns, first: column % of_columns };
@@ -460,10 +530,9 @@ impl Sources<'_> {
         let (low, most) = (named.iter().min().copied(), named.iter().max().copied());
         let (low, wide) = (low.unwrap_or(0), most.unwrap_or(0) - low.unwrap_or(0) + 1);
         let mut values = memory::allocate_values((high * wide) as usize)?;
-        self.numbers(of, [lead, top, low], [1, high, wide], &mut values, scratch)?;
-        let rows = (row..=last_row).map(|r| ((r / of_rows - top) * wide) as usize).collect();
+        self.numbers(of, &box_of([lead, top, low], [1, high, wide]), &mut values, scratch)?;
         let columns = Columns::Groups(named.iter().map(|group| (group - low) as usize).collect());
-        Ok(Cells { values, width: wide as usize, rows, columns })
+        Ok(Cells { values, width: wide as usize, rows: places(wide), columns })
     }
 
     /// The groups of `n` rows or columns from the `first` on, of `count`.
@@ -478,7 +547,7 @@ impl Sources<'_> {
     ) -> Result<Vec<u64>> {
         let tensor = &self.plan.stored[of as usize];
         let mut bytes = memory::allocate(n * 4)?;
-        self.read_whole(tensor, [0, 0, first], [1, 1, n as u64], &mut bytes, scratch)?;
+        self.read_box(tensor, &groups_box(first, n), &mut bytes, scratch)?;
         let read = |bytes: &[u8]| i32::from_le_bytes(bytes.try_into().expect("four bytes"));
         let named: Vec<i32> = bytes.chunks_exact(4).map(read).collect();
         if let Some(outside) = named.iter().find(|group| !(0..count as i64).contains(&i64::from(**group))) {
@@ -506,9 +575,9 @@ impl Sources<'_> {
             Numbers::E2m3 => kernel::mini_float(6, true),
             Numbers::Table(table) => {
                 let tensor = &self.plan.stored[table as usize];
-                let len: [u64; 3] = tensor.shape[..].try_into().expect("it was checked");
-                let mut values = memory::allocate_values(len.iter().product::<u64>() as usize)?;
-                self.numbers(tensor, [0; 3], len, &mut values, scratch)?;
+                let whole = SubBox::whole(&tensor.shape);
+                let mut values = memory::allocate_values(whole.volume() as usize)?;
+                self.numbers(tensor, &whole, &mut values, scratch)?;
                 let mut table = [0.0; 256];
                 table[..values.len()].copy_from_slice(&values);
                 table
@@ -516,36 +585,17 @@ impl Sources<'_> {
         })
     }
 
-    /// A box of a tensor of three dimensions, as float32.
+    /// A box of a tensor, as float32.
     fn numbers(
         &self,
         tensor: &StoredTensor,
-        lo: [u64; 3],
-        len: [u64; 3],
+        sub: &SubBox,
         values: &mut [f32],
         scratch: &mut [u8],
     ) -> Result<()> {
         let mut bytes = memory::allocate(values.len() * tensor.dtype.size())?;
-        self.read_whole(tensor, lo, len, &mut bytes, scratch)?;
+        self.read_box(tensor, sub, &mut bytes, scratch)?;
         kernel::values(tensor.dtype, &bytes, values);
         Ok(())
-    }
-
-    /// The bytes of a box of a tensor of three dimensions.
-    fn read_whole(
-        &self,
-        tensor: &StoredTensor,
-        lo: [u64; 3],
-        len: [u64; 3],
-        bytes: &mut [u8],
-        scratch: &mut [u8],
-    ) -> Result<()> {
-        let strides = c_strides(&len);
-        let axes: Vec<PartAxis> = (0..3usize)
-            .map(|d| PartAxis { n: tensor.shape[d], dst: strides[d], dim: d as u32, step: 1 })
-            .collect();
-        let part = SubBox { start: lo.to_vec(), len: len.to_vec() };
-        let mut into = Into { bytes, base: 0, strides: &strides };
-        self.read(tensor, &axes, &[0; 3], &part, &mut into, scratch)
     }
 }

@@ -1,28 +1,25 @@
-//! Reads a box of a stored tensor into memory: pieces found, runs read, checksums taken on the way.
+//! Reads a box of a stored tensor into memory, as `reads` decides, and takes checksums on the way.
 
 use std::ops::Deref;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::boxes::{Spread, SubBox};
+use crate::boxes::SubBox;
 use crate::error::Result;
 use crate::format::{torch_zip, Blob};
 use crate::kernel::{self, StridedBox};
-use crate::plan::{PartAxis, Pieces, Plan, PlanBlob, StoredTensor};
+use crate::plan::{PartAxis, Plan, PlanBlob, StoredTensor};
 use crate::steps::Step;
 use crate::storage::SourceFile;
-use crate::tensor::c_strides;
 
 use super::blocks::{Block, Blocks};
 use super::changes::Changes;
 use super::checksums::{Checksums, Note};
 use super::coded::Pool;
 use super::evidence::Segment;
+use super::reads::{self, Axis, BlobBox, Read, Way};
 use super::Control;
-
-/// Runs at least this long are read straight to where they belong; shorter ones by way of a span or a map.
-const LONG_RUN: u64 = 32 << 10;
 
 /// The source files of a plan, with the state that reading them builds up.
 pub struct Sources<'p> {
@@ -231,120 +228,36 @@ impl<'p> Sources<'p> {
         scratch: &mut [u8],
     ) -> Result<()> {
         self.check_running()?;
-        let item = stored.dtype.size();
-        match &stored.pieces {
-            Pieces::Coded(coded) => {
-                self.read_coded(stored, coded, axes, src_base, part, stored.dtype, into, scratch)
-            }
-            Pieces::View { blob, offset, strides } => {
-                let steps: Vec<u64> = axes.iter().map(|a| a.step * strides[a.dim as usize]).collect();
-                let base = src_base.iter().zip(strides).map(|(i, s)| i * s).sum();
-                let spread = Spread::new(base, steps);
-                self.copy(*blob, *offset, item, &spread, part, into, scratch)
-            }
-            Pieces::Ranges(pieces) => {
-                let strides = c_strides(&stored.shape);
-                let steps: Vec<u64> = axes.iter().map(|a| a.step * strides[a.dim as usize]).collect();
-                let base = src_base.iter().zip(&strides).map(|(i, s)| i * s).sum();
-                let spread = Spread::new(base, steps.clone());
-                if part.len.contains(&0) {
-                    return Ok(());
-                }
-                let (first, end) = (spread.first(part), spread.end(part));
-                let from = pieces.partition_point(|p| p.start + p.len <= first);
-                for piece in pieces[from..].iter().take_while(|p| p.start < end) {
-                    let mut found = Vec::new();
-                    spread
-                        .cut(part, piece.start, piece.start + piece.len, &mut |sub| found.push(sub.clone()));
-                    for sub in found {
-                        // Positions count from the piece's first element.
-                        let inside = Spread::new(0, steps.clone());
-                        let shift = spread.first(&sub) - piece.start;
-                        let local = SubBox { start: vec![0; sub.len.len()], len: sub.len.clone() };
-                        let offset = piece.offset + shift * item as u64;
-                        let mut rest = into.shifted(part, &sub);
-                        self.copy(piece.blob, offset, item, &inside, &local, &mut rest, scratch)?;
-                    }
-                }
-                Ok(())
-            }
-            Pieces::Boxes(pieces) => {
-                let rank = stored.shape.len();
-                let dims: Vec<Spread> = (0..rank)
-                    .map(|d| {
-                        let steps =
-                            axes.iter().map(|a| if a.dim as usize == d { a.step } else { 0 }).collect();
-                        Spread::new(src_base[d], steps)
-                    })
-                    .collect();
-                if part.len.contains(&0) {
-                    return Ok(());
-                }
-                for piece in pieces {
-                    let outside = (0..rank).any(|d| {
-                        dims[d].first(part) >= piece.lo[d] + piece.len[d] || dims[d].end(part) <= piece.lo[d]
-                    });
-                    if outside || piece.len.contains(&0) {
-                        continue;
-                    }
-                    let mut found = vec![part.clone()];
-                    for (d, dim) in dims.iter().enumerate() {
-                        let mut next = Vec::new();
-                        for sub in &found {
-                            let (lo, hi) = (piece.lo[d], piece.lo[d] + piece.len[d]);
-                            dim.cut(sub, lo, hi, &mut |s| next.push(s.clone()));
-                        }
-                        found = next;
-                    }
-                    let strides =
-                        if piece.strides.is_empty() { c_strides(&piece.len) } else { piece.strides.clone() };
-                    let steps: Vec<u64> = axes.iter().map(|a| a.step * strides[a.dim as usize]).collect();
-                    for sub in found {
-                        let shift: u64 =
-                            (0..rank).map(|d| (dims[d].first(&sub) - piece.lo[d]) * strides[d]).sum();
-                        let inside = Spread::new(0, steps.clone());
-                        let local = SubBox { start: vec![0; sub.len.len()], len: sub.len.clone() };
-                        let offset = piece.offset + shift * item as u64;
-                        let mut rest = into.shifted(part, &sub);
-                        self.copy(piece.blob, offset, item, &inside, &local, &mut rest, scratch)?;
-                    }
-                }
-                Ok(())
-            }
+        if let Some(coded) = stored.coded() {
+            return self.read_coded(stored, coded, axes, src_base, part, stored.dtype, into, scratch);
         }
+        let Into { bytes, base, strides } = into;
+        reads::for_each_blob_box(stored, axes, src_base, part, *base, strides, &mut |found| {
+            self.read_blob_box(found, bytes, scratch)
+        })
     }
 
-    /// Copies a box that lies in one blob.
-    #[allow(clippy::too_many_arguments)]
-    fn copy(
+    /// Reads a box of all axes of a stored tensor, in C order.
+    pub fn read_box(
         &self,
-        blob: u32,
-        offset: u64,
-        item: usize,
-        spread: &Spread,
-        part: &SubBox,
-        into: &mut Into,
+        tensor: &StoredTensor,
+        sub: &SubBox,
+        bytes: &mut [u8],
         scratch: &mut [u8],
     ) -> Result<()> {
-        let item64 = item as u64;
-        let mut axes: Vec<Axis> = part
-            .len
-            .iter()
-            .zip(spread.strides())
-            .zip(into.strides)
-            .filter(|((n, _), _)| **n != 1)
-            .map(|((&n, &src), &dst)| Axis { n, src, dst })
-            .collect();
-        if axes.iter().any(|a| a.n == 0) {
-            return Ok(());
-        }
-        coalesce(&mut axes);
-        let first = offset + spread.first(part) * item64;
+        let (axes, base, strides) = reads::dense_box(tensor, sub);
+        let mut into = Into { bytes, base: 0, strides: &strides };
+        self.read(tensor, &axes, &base, sub, &mut into, scratch)
+    }
+
+    /// Reads a box that lies in one blob.
+    fn read_blob_box(&self, found: &BlobBox, bytes: &mut [u8], scratch: &mut [u8]) -> Result<()> {
+        let (blob, item) = (found.blob, found.item);
         let about = &self.plan.blobs[blob as usize];
         let (file, data) = if about.encoded {
             match self.blocks.get(self.plan, blob, &self.files[about.file as usize])? {
-                Block::Held(bytes) => {
-                    scatter(&bytes.bytes()[first as usize..], 0, into.bytes, into.base, &axes, item);
+                Block::Held(block) => {
+                    scatter(&block.bytes()[found.offset as usize..], bytes, found.dst, &found.axes, item);
                     return Ok(());
                 }
                 Block::Aside(file, place) => (Located::Source(file), place),
@@ -352,130 +265,35 @@ impl<'p> Sources<'p> {
         } else {
             self.locate(blob)?
         };
-        self.copy_axes(Place { file: &file, data, blob, item }, first, &axes, into.base, into.bytes, scratch)
-    }
-
-    fn copy_axes(
-        &self,
-        place: Place,
-        first: u64,
-        axes: &[Axis],
-        dst: u64,
-        bytes: &mut [u8],
-        scratch: &mut [u8],
-    ) -> Result<()> {
-        let item = place.item as u64;
-        let run = match axes.last() {
-            None => 1,
-            Some(a) if a.src == 1 && a.dst == 1 => a.n,
-            Some(_) => 0,
-        };
-        let outer = &axes[..axes.len() - usize::from(run > 0 && !axes.is_empty())];
-        if run > 0 && (outer.is_empty() || run * item >= LONG_RUN) {
-            return self.read_runs(&place, first, outer, run, dst, bytes);
-        }
-        let volume: u64 = axes.iter().map(|a| a.n).product();
-        let span: u64 = axes.iter().map(|a| (a.n - 1) * a.src).sum::<u64>() + 1;
-        if span <= 2 * volume && span * item <= scratch.len() as u64 {
-            let buffer = &mut scratch[..(span * item) as usize];
-            place.file.read_at(place.data + first, buffer)?;
-            if span == volume {
-                self.checksums.add(place.blob, first, buffer, Note::Spare);
+        found.for_each_read(scratch.len() as u64, &mut |Read { offset, len, dst, way }| {
+            let at = data + offset;
+            match way {
+                Way::Run => {
+                    let target = &mut bytes[dst as usize * item..][..len as usize];
+                    file.read_at(at, target)?;
+                    self.checksums.add(blob, offset, target, Note::Spare);
+                }
+                Way::Span { axes, is_dense } => {
+                    let buffer = &mut scratch[..len as usize];
+                    file.read_at(at, buffer)?;
+                    if is_dense {
+                        self.checksums.add(blob, offset, buffer, Note::Spare);
+                    }
+                    scatter(buffer, bytes, dst, axes, item);
+                }
+                Way::Sparse { axes } => {
+                    return file.mapped(at, at + len, |window| scatter(window, bytes, dst, axes, item))
+                }
             }
-            scatter(buffer, 0, bytes, dst, axes, place.item);
-            return Ok(());
-        }
-        if span > 2 * volume {
-            // Sparse: a map gathers without reading what lies between.
-            let (lo, hi) = (place.data + first, place.data + first + span * item);
-            let gather = |window: &[u8]| scatter(window, 0, bytes, dst, axes, place.item);
-            if place.file.mapped(lo, hi, gather)? {
-                return Ok(());
-            }
-        }
-        // Too much at a time: halve the axis that reaches furthest in the source.
-        let widest = (0..axes.len()).filter(|&k| axes[k].n > 1).max_by_key(|&k| axes[k].src * axes[k].n);
-        let k = widest.expect("one element is no span");
-        let half = axes[k].n / 2;
-        let mut part = axes.to_vec();
-        for (skip, n) in [(0, half), (half, axes[k].n - half)] {
-            part[k].n = n;
-            let first = first + skip * axes[k].src * item;
-            let dst = dst + skip * axes[k].dst;
-            let trimmed: Vec<Axis> = part.iter().copied().filter(|a| a.n != 1).collect();
-            self.copy_axes(place, first, &trimmed, dst, bytes, scratch)?;
-        }
-        Ok(())
-    }
-
-    /// Reads runs of `run` elements, one per position on `outer`, straight to where they belong.
-    fn read_runs(
-        &self,
-        place: &Place,
-        first: u64,
-        outer: &[Axis],
-        run: u64,
-        dst: u64,
-        bytes: &mut [u8],
-    ) -> Result<()> {
-        let item = place.item as u64;
-        if let Some((axis, inner)) = outer.split_first() {
-            for i in 0..axis.n {
-                self.read_runs(place, first + i * axis.src * item, inner, run, dst + i * axis.dst, bytes)?;
-            }
-            return Ok(());
-        }
-        let (start, len) = ((dst * item) as usize, (run * item) as usize);
-        let target = &mut bytes[start..start + len];
-        place.file.read_at(place.data + first, target)?;
-        self.checksums.add(place.blob, first, target, Note::Spare);
-        Ok(())
+            Ok(true)
+        })
     }
 }
 
-impl Into<'_> {
-    /// The same destination for a sub-box of `part`.
-    pub(super) fn shifted(&mut self, part: &SubBox, sub: &SubBox) -> Into<'_> {
-        let shift: u64 =
-            sub.start.iter().zip(&part.start).zip(self.strides).map(|((s, p), d)| (s - p) * d).sum();
-        Into { bytes: self.bytes, base: self.base + shift, strides: self.strides }
-    }
-}
-
-#[derive(Clone, Copy)]
-struct Place<'a> {
-    file: &'a SourceFile,
-    data: u64,
-    blob: u32,
-    item: usize,
-}
-
-#[derive(Clone, Copy)]
-struct Axis {
-    n: u64,
-    src: u64,
-    dst: u64,
-}
-
-/// Orders axes by destination and merges those that are one run on both sides.
-fn coalesce(axes: &mut Vec<Axis>) {
-    axes.sort_by_key(|a| (std::cmp::Reverse(a.dst), std::cmp::Reverse(a.src)));
-    let mut out: Vec<Axis> = Vec::with_capacity(axes.len());
-    for axis in axes.drain(..) {
-        match out.last_mut() {
-            Some(last) if last.src == axis.src * axis.n && last.dst == axis.dst * axis.n => {
-                *last = Axis { n: last.n * axis.n, src: axis.src, dst: axis.dst };
-            }
-            _ => out.push(axis),
-        }
-    }
-    *axes = out;
-}
-
-fn scatter(src: &[u8], src_base: u64, dst: &mut [u8], dst_base: u64, axes: &[Axis], item: usize) {
+fn scatter(src: &[u8], dst: &mut [u8], dst_base: u64, axes: &[Axis], item: usize) {
     let extents: Vec<u64> = axes.iter().map(|a| a.n).collect();
     let src_strides: Vec<u64> = axes.iter().map(|a| a.src).collect();
     let dst_strides: Vec<u64> = axes.iter().map(|a| a.dst).collect();
     let shape = StridedBox { extents: &extents, src_strides: &src_strides, dst_strides: &dst_strides };
-    kernel::copy(src, src_base, dst, dst_base, &shape, item);
+    kernel::copy(src, 0, dst, dst_base, &shape, item);
 }

@@ -1,8 +1,10 @@
 //! Makes one tile of an output tensor: gathers its parts, combines replicas, applies value ops.
 
+use std::borrow::Cow;
+
 use serde::{Deserialize, Serialize};
 
-use crate::boxes::SubBox;
+use crate::boxes::{Spread, SubBox};
 use crate::codes;
 use crate::error::{Finding, Result};
 use crate::kernel::{self, StridedBox};
@@ -11,6 +13,7 @@ use crate::plan::{Combine, Fill, Op, Output, Part, Plan, StoredTensor};
 use crate::tensor::{c_strides, Dtype};
 
 use super::gather::{Into, Sources};
+use super::reads::SPAN;
 
 /// Elements that a part with several sources or value ops is worked through at a time.
 const CHUNK: u64 = 64 << 10;
@@ -62,9 +65,6 @@ pub struct Workspace {
     sum: Vec<f32>,
     term: Vec<f32>,
 }
-
-/// Bytes read at a time where runs are short.
-const SPAN: usize = 1 << 20;
 
 impl Workspace {
     /// Bytes that a workspace for tiles of `tile` bytes holds, at most.
@@ -133,10 +133,8 @@ pub fn make(
     twins: Twins,
     work: &mut Workspace,
 ) -> Result<Seen> {
-    let item = output.dtype.size() as u64;
     let len = (end - start) as usize;
     work.tile_bytes(len)?;
-    let (lo, hi) = (start / item, end / item);
     match output.fill {
         Fill::None => {}
         Fill::Zero => work.tile[..len].fill(0),
@@ -144,7 +142,25 @@ pub fn make(
         Fill::Number(number) => fill_number(output.dtype, number, &mut work.tile[..len]),
     }
     let mut seen = Seen::default();
-    for (p, part) in output.parts.iter().enumerate() {
+    for_each_piece(plan, output, start, end, twins, &mut |piece| match piece.is_alone {
+        true => piece.read_alone(sources, &mut work.tile[..len], &mut work.span),
+        false => piece.make(sources, len, twins, work, &mut seen),
+    })?;
+    Ok(seen)
+}
+
+/// Calls `visit` with the pieces that bytes `start..end` of an output are made of, in their order.
+fn for_each_piece(
+    plan: &Plan,
+    output: &Output,
+    start: u64,
+    end: u64,
+    twins: Twins,
+    visit: &mut dyn FnMut(&Piece) -> Result<()>,
+) -> Result<()> {
+    let item = output.dtype.size() as u64;
+    let (lo, hi) = (start / item, end / item);
+    for (index, part) in output.parts.iter().enumerate() {
         if part.volume() == 0 {
             continue;
         }
@@ -155,38 +171,25 @@ pub fn make(
         }
         let first = &plan.stored[part.sources[0] as usize];
         let coded = first.coded().filter(|_| output.dtype.is_float());
-        if is_alone(part, first, twins) && (first.dtype == output.dtype || coded.is_some()) {
-            let mut found = Vec::new();
+        let is_alone = is_alone(part, first, twins) && (first.dtype == output.dtype || coded.is_some());
+        let mut found = Vec::new();
+        if is_alone {
             spread.cut(&whole, lo, hi, &mut |sub| found.push(sub.clone()));
-            for sub in found {
-                let mut into = Into {
-                    bytes: &mut work.tile[..len],
-                    base: spread.first(&sub) - lo,
-                    strides: spread.strides(),
-                };
-                let (axes, base, to) = (&part.axes, &part.src_base, output.dtype);
-                match coded {
-                    Some(coded) => {
-                        sources.read_coded(first, coded, axes, base, &sub, to, &mut into, &mut work.span)?
-                    }
-                    None => sources.read(first, axes, base, &sub, &mut into, &mut work.span)?,
-                }
-            }
         } else {
             // Across the source first: what lies together there is read together, also transposed.
             let steps = first.steps(&part.axes);
-            let mut found = Vec::new();
             spread.cut(&whole, lo, hi, &mut |sub| sub.divide(&steps, CHUNK, &mut found));
-            for sub in found {
-                let stored: Vec<_> = part.sources.iter().map(|&s| &plan.stored[s as usize]).collect();
-                let (from, n, strides) = (first.dtype, sub.volume() as usize, c_strides(&sub.len));
-                let piece =
-                    Piece { plan, sources, output, index: p, part, sub: &sub, stored, strides, n, from };
-                piece.make(spread.first(&sub) - lo, len, twins, work, &mut seen)?;
-            }
+        }
+        for sub in &found {
+            let strides = match is_alone {
+                true => Cow::Borrowed(spread.strides()),
+                false => Cow::Owned(c_strides(&sub.len)),
+            };
+            let dst = spread.first(sub) - lo;
+            visit(&Piece { plan, output, index, part, spread: &spread, sub, dst, is_alone, strides })?;
         }
     }
-    Ok(seen)
+    Ok(())
 }
 
 /// True if the part is one stored tensor whose values do not change, and nothing has to be compared.
@@ -198,95 +201,139 @@ fn is_alone(part: &Part, first: &StoredTensor, twins: Twins) -> bool {
         && !matches!(part.combine, Combine::Zero(_))
 }
 
-/// A box of a part that is made of several tensors, or whose values change: small enough to be held several times.
+/// A box of a part. One that is made of several tensors, or whose values change, is small enough for memory to have several.
 struct Piece<'a> {
     plan: &'a Plan,
-    sources: &'a Sources<'a>,
     output: &'a Output,
     /// Index of the part.
     index: usize,
     part: &'a Part,
+    /// Where the part's elements lie in the output.
+    spread: &'a Spread,
     sub: &'a SubBox,
-    stored: Vec<&'a StoredTensor>,
-    /// C strides of the box.
-    strides: Vec<u64>,
-    /// Number of its elements.
-    n: usize,
-    /// Type of the sources' elements.
-    from: Dtype,
+    /// The box's first element in the tile.
+    dst: u64,
+    /// True if it is read straight into the tile.
+    is_alone: bool,
+    /// Strides of what its sources are read into: the tile, or a buffer that has the box alone, in C order.
+    strides: Cow<'a, [u64]>,
 }
 
 impl Piece<'_> {
-    /// Makes the box and puts it at element `dst` of the tile's first `len` bytes.
-    fn make(&self, dst: u64, len: usize, twins: Twins, work: &mut Workspace, seen: &mut Seen) -> Result<()> {
+    /// A source of the part.
+    fn stored(&self, source: usize) -> &StoredTensor {
+        &self.plan.stored[self.part.sources[source] as usize]
+    }
+
+    /// Number of its elements.
+    fn n(&self) -> usize {
+        self.sub.volume() as usize
+    }
+
+    /// Type of the sources' elements.
+    fn from(&self) -> Dtype {
+        self.stored(0).dtype
+    }
+
+    /// Twins of its sources: the source, by its place in the part, and the twin.
+    fn twins(&self) -> impl Iterator<Item = (usize, u32)> + '_ {
+        (0..self.part.sources.len()).flat_map(|s| self.stored(s).twins.iter().map(move |twin| (s, *twin)))
+    }
+
+    /// Reads the box into the tile.
+    fn read_alone(&self, sources: &Sources, tile: &mut [u8], span: &mut [u8]) -> Result<()> {
+        let (stored, axes, base, to) =
+            (self.stored(0), &self.part.axes, &self.part.src_base, self.output.dtype);
+        let mut into = Into { bytes: tile, base: self.dst, strides: &self.strides };
+        match stored.coded() {
+            Some(coded) => sources.read_coded(stored, coded, axes, base, self.sub, to, &mut into, span),
+            None => sources.read(stored, axes, base, self.sub, &mut into, span),
+        }
+    }
+
+    /// Makes the box and puts it into the tile, which is `len` bytes long.
+    fn make(
+        &self,
+        sources: &Sources,
+        len: usize,
+        twins: Twins,
+        work: &mut Workspace,
+        seen: &mut Seen,
+    ) -> Result<()> {
         let bytes = self.bytes();
         memory::grow(&mut work.dense, bytes)?;
         memory::grow(&mut work.other, bytes)?;
-        self.read(0, &mut work.dense[..bytes], &mut work.span)?;
+        self.read(sources, 0, &mut work.dense[..bytes], &mut work.span)?;
         if twins == Twins::Compare {
-            self.compare_twins(work, seen)?;
+            self.compare_twins(sources, work, seen)?;
         }
         let in_sum = match self.part.combine {
-            _ if self.stored.len() == 1 => false,
-            Combine::Mean | Combine::Sum => self.add_up(work, seen)?,
+            _ if self.part.sources.len() == 1 => false,
+            Combine::Mean | Combine::Sum => self.add_up(sources, work, seen)?,
             _ => {
-                self.compare_copies(work, seen)?;
+                self.compare_copies(sources, work, seen)?;
                 false
             }
         };
-        let (first, to) = (self.stored[0], self.output.dtype);
-        let out = self.n * to.size();
+        let (first, to, n) = (self.stored(0), self.output.dtype, self.n());
+        let out = n * to.size();
         if !in_sum && first.changes.is_empty() && self.part.ops.is_empty() {
             self.convert(work)?;
         } else {
-            self.change_values(in_sum, work)?;
+            self.change_values(sources, in_sum, work)?;
             memory::grow(&mut work.other, out)?;
-            kernel::from_f32(to, &work.sum[..self.n], &mut work.other[..out]);
+            kernel::from_f32(to, &work.sum[..n], &mut work.other[..out]);
         }
-        let spread = self.part.dst();
-        let shape =
-            StridedBox { extents: &self.sub.len, src_strides: &self.strides, dst_strides: spread.strides() };
-        kernel::copy(&work.other[..out], 0, &mut work.tile[..len], dst, &shape, to.size());
+        let shape = StridedBox {
+            extents: &self.sub.len,
+            src_strides: &self.strides,
+            dst_strides: self.spread.strides(),
+        };
+        kernel::copy(&work.other[..out], 0, &mut work.tile[..len], self.dst, &shape, to.size());
         Ok(())
     }
 
     /// Bytes of the box as its sources have it.
     fn bytes(&self) -> usize {
-        self.n * self.from.size()
+        self.n() * self.from().size()
     }
 
-    fn read(&self, source: usize, buffer: &mut [u8], span: &mut [u8]) -> Result<()> {
-        self.read_of(self.stored[source], buffer, span)
+    fn read(&self, sources: &Sources, source: usize, buffer: &mut [u8], span: &mut [u8]) -> Result<()> {
+        self.read_of(sources, self.stored(source), buffer, span)
     }
 
-    fn read_of(&self, stored: &StoredTensor, buffer: &mut [u8], span: &mut [u8]) -> Result<()> {
+    fn read_of(
+        &self,
+        sources: &Sources,
+        stored: &StoredTensor,
+        buffer: &mut [u8],
+        span: &mut [u8],
+    ) -> Result<()> {
         let mut into = Into { bytes: buffer, base: 0, strides: &self.strides };
-        self.sources.read(stored, &self.part.axes, &self.part.src_base, self.sub, &mut into, span)
+        sources.read(stored, &self.part.axes, &self.part.src_base, self.sub, &mut into, span)
     }
 
     /// Compares the sources with their twins.
-    fn compare_twins(&self, work: &mut Workspace, seen: &mut Seen) -> Result<()> {
+    fn compare_twins(&self, sources: &Sources, work: &mut Workspace, seen: &mut Seen) -> Result<()> {
         let bytes = self.bytes();
-        for (s, &index) in self.part.sources.iter().enumerate() {
-            for &other in &self.stored[s].twins {
-                let twin = &self.plan.stored[other as usize];
-                let wide = self.n * twin.dtype.size();
-                memory::grow(&mut work.twin, wide)?;
-                self.read_of(twin, &mut work.twin[..wide], &mut work.span)?;
-                if s > 0 {
-                    self.read(s, &mut work.other[..bytes], &mut work.span)?;
-                }
-                let own = if s == 0 { &work.dense[..bytes] } else { &work.other[..bytes] };
-                let drift = twin_drift(self.from, own, twin.dtype, &work.twin[..wide])?;
-                seen.twins.push(((index, other), drift));
+        for (s, other) in self.twins() {
+            let twin = &self.plan.stored[other as usize];
+            let wide = self.n() * twin.dtype.size();
+            memory::grow(&mut work.twin, wide)?;
+            self.read_of(sources, twin, &mut work.twin[..wide], &mut work.span)?;
+            if s > 0 {
+                self.read(sources, s, &mut work.other[..bytes], &mut work.span)?;
             }
+            let own = if s == 0 { &work.dense[..bytes] } else { &work.other[..bytes] };
+            let drift = twin_drift(self.from(), own, twin.dtype, &work.twin[..wide])?;
+            seen.twins.push(((self.part.sources[s], other), drift));
         }
         Ok(())
     }
 
     /// Adds the sources up in `work.sum`. True if the result is there; false if it is the first source as it is.
-    fn add_up(&self, work: &mut Workspace, seen: &mut Seen) -> Result<bool> {
-        let (n, bytes, from) = (self.n, self.bytes(), self.from);
+    fn add_up(&self, sources: &Sources, work: &mut Workspace, seen: &mut Seen) -> Result<bool> {
+        let (n, bytes, from) = (self.n(), self.bytes(), self.from());
         let is_mean = self.part.combine == Combine::Mean;
         memory::grow(&mut work.sum, n)?;
         memory::grow(&mut work.term, n)?;
@@ -295,8 +342,8 @@ impl Piece<'_> {
             kernel::to_f32(from, &work.dense[..bytes], &mut work.sum[..n]);
         }
         let mut drift = Drift::default();
-        for s in 1..self.stored.len() {
-            self.read(s, &mut work.other[..bytes], &mut work.span)?;
+        for s in 1..self.part.sources.len() {
+            self.read(sources, s, &mut work.other[..bytes], &mut work.span)?;
             if is_mean {
                 note_drift(from, &work.dense[..bytes], &work.other[..bytes], s, &mut drift);
             }
@@ -311,7 +358,7 @@ impl Piece<'_> {
         // Equal copies keep their bits: a mean would round them.
         let is_averaged = drift.differing > 0 && numeric;
         if is_averaged {
-            let count = self.stored.len() as f32;
+            let count = self.part.sources.len() as f32;
             work.sum[..n].iter_mut().for_each(|x| *x /= count);
         }
         seen.drift.push((self.index, drift));
@@ -319,12 +366,12 @@ impl Piece<'_> {
     }
 
     /// Compares the first source with the others, which must be equal, or all zero.
-    fn compare_copies(&self, work: &mut Workspace, seen: &mut Seen) -> Result<()> {
+    fn compare_copies(&self, sources: &Sources, work: &mut Workspace, seen: &mut Seen) -> Result<()> {
         let bytes = self.bytes();
         let mut drift = Drift::default();
-        for s in 1..self.stored.len() {
-            self.read(s, &mut work.other[..bytes], &mut work.span)?;
-            note_drift(self.from, &work.dense[..bytes], &work.other[..bytes], s, &mut drift);
+        for s in 1..self.part.sources.len() {
+            self.read(sources, s, &mut work.other[..bytes], &mut work.span)?;
+            note_drift(self.from(), &work.dense[..bytes], &work.other[..bytes], s, &mut drift);
             if matches!(self.part.combine, Combine::Zero(_)) && !kernel::is_zero(&work.other[..bytes]) {
                 drift.differing += 1;
             }
@@ -340,14 +387,14 @@ impl Piece<'_> {
     }
 
     /// Applies changes and value ops in `work.sum`, which holds the values already if `in_sum`.
-    fn change_values(&self, in_sum: bool, work: &mut Workspace) -> Result<()> {
-        let (n, first) = (self.n, self.stored[0]);
+    fn change_values(&self, sources: &Sources, in_sum: bool, work: &mut Workspace) -> Result<()> {
+        let (n, first) = (self.n(), self.stored(0));
         if !in_sum {
             memory::grow(&mut work.sum, n)?;
-            kernel::values(self.from, &work.dense[..self.bytes()], &mut work.sum[..n]);
+            kernel::values(self.from(), &work.dense[..self.bytes()], &mut work.sum[..n]);
         }
         for change in &first.changes {
-            let factors = self.sources.factors(self.part.sources[0], change, &mut work.span)?;
+            let factors = sources.factors(self.part.sources[0], change, &mut work.span)?;
             factors.apply(change, first, self.part, self.sub, &mut work.sum[..n], &mut work.term)?;
         }
         for op in &self.part.ops {
@@ -361,12 +408,12 @@ impl Piece<'_> {
 
     /// Puts the elements of `work.dense` into `work.other`, in the output's type.
     fn convert(&self, work: &mut Workspace) -> Result<()> {
-        let (from, to) = (self.from, self.output.dtype);
+        let (from, to) = (self.from(), self.output.dtype);
         if from == to {
             std::mem::swap(&mut work.dense, &mut work.other);
             return Ok(());
         }
-        let out = self.n * to.size();
+        let out = self.n() * to.size();
         memory::grow(&mut work.other, out)?;
         let (held, made) = (&work.dense[..self.bytes()], &mut work.other[..out]);
         if !from.is_integer() {
