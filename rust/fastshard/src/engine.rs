@@ -6,12 +6,12 @@
 mod blocks;
 pub(crate) mod budget;
 mod changes;
-pub(crate) mod checksums;
+mod checksums;
 mod coded;
 mod deal;
 mod equal_layers;
 mod evidence;
-pub(crate) mod gather;
+mod gather;
 mod read;
 mod reads;
 pub(crate) mod release;

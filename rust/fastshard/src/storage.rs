@@ -15,7 +15,7 @@ use memmap2::Mmap;
 use rustix::fs::SeekFrom;
 
 use crate::codes;
-use crate::distributed::elsewhere::{self, Elsewhere, Rehearsal};
+use crate::distributed::elsewhere::{self, Elsewhere};
 use crate::error::{Error, Finding, Result, Severity};
 use crate::memory::{self, HeaderRoom};
 
@@ -188,7 +188,7 @@ impl SourceFile {
     }
 
     /// A file on another host, of which `stamp` is known.
-    fn at(path: &Path, stamp: Stamp, bytes: Arc<dyn Elsewhere>) -> Self {
+    pub(crate) fn at(path: &Path, stamp: Stamp, bytes: Arc<dyn Elsewhere>) -> Self {
         SourceFile {
             path: path.to_path_buf(),
             bytes: Bytes::Elsewhere(bytes),
@@ -201,11 +201,6 @@ impl SourceFile {
             blocks: None,
             room: None,
         }
-    }
-
-    /// A file of this name and size that is read to no effect but what `rehearsal` notes.
-    pub(crate) fn rehearsed(&self, rehearsal: Arc<Rehearsal>) -> Self {
-        Self::at(&self.path, self.stamp, rehearsal)
     }
 
     /// True for a file on another host.

@@ -7,7 +7,7 @@ use std::fmt::Debug;
 use std::fs::{File, Metadata, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
+use std::sync::{Arc, PoisonError, RwLock, Weak};
 use std::thread::ThreadId;
 use std::time::{Duration, SystemTime};
 
@@ -202,44 +202,4 @@ pub fn interrupt(by: ThreadId) {
     let all: Vec<_> = FOLDERS.read().unwrap_or_else(PoisonError::into_inner).clone();
     let stopped = all.iter().filter(|folder| folder.by == by).filter_map(|folder| folder.lender.upgrade());
     stopped.for_each(|lender| lender.interrupt());
-}
-
-/// Takes note of what is read, and reads nothing.
-#[derive(Debug, Default)]
-pub(crate) struct Rehearsal {
-    ranges: Mutex<Vec<(u64, u64)>>,
-    /// False for a file whose reads nobody asks for.
-    noted: bool,
-}
-
-impl Rehearsal {
-    pub(crate) fn new(noted: bool) -> Rehearsal {
-        Rehearsal { ranges: Mutex::default(), noted }
-    }
-
-    /// What was read since this was asked last, in that order; ranges that follow on one another are one.
-    pub(crate) fn take(&self) -> Vec<(u64, u64)> {
-        std::mem::take(&mut *self.ranges.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-}
-
-impl Elsewhere for Rehearsal {
-    fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<()> {
-        bytes.fill(0);
-        self.will_read(&[(offset, offset + bytes.len() as u64)], true)
-    }
-
-    fn will_read(&self, ranges: &[(u64, u64)], _: bool) -> Result<()> {
-        if !self.noted {
-            return Ok(());
-        }
-        let mut all = self.ranges.lock().unwrap_or_else(PoisonError::into_inner);
-        for &(lo, hi) in ranges {
-            match all.last_mut() {
-                Some(last) if last.1 == lo => last.1 = hi,
-                _ => all.push((lo, hi)),
-            }
-        }
-        Ok(())
-    }
 }

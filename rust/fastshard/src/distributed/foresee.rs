@@ -1,27 +1,22 @@
 //! Sends for what a share needs of other hosts' disks, before it is needed.
 //!
-//! The share is made once without reading: what its tiles would read is noted, and no byte is looked at. So what is sent
-//! for is what will be read, whatever the layout; what this leaves out is sent for when it is read.
+//! The engine lists what the tiles of a share read, as it decides that when it makes them. So what is sent for is what will
+//! be read, whatever the layout; what a list leaves out is sent for when it is read.
 
-use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use super::elsewhere::Rehearsal;
-use super::share::Share;
-use super::share::{reaches, Reach};
-use crate::engine::checksums::Checksums;
-use crate::engine::gather::Sources;
-use crate::engine::tile::{self, Twins, Workspace};
+use super::share::{reaches, Reach, Share, TileRun};
+use crate::engine::tile::{self, Twins};
 use crate::engine::{blobs_of, Control};
 use crate::error::Result;
-use crate::plan::{Output, Plan};
+use crate::plan::Plan;
 use crate::storage::SourceFile;
 
-/// Bytes of a tile that are rehearsed at a time.
-const STEP: u64 = 1 << 20;
 /// Ranges that are sent for together.
-const TOGETHER: usize = 1024;
+const RANGES: usize = 64 << 10;
+/// Blocks that are sent for together.
+const BLOCKS: usize = 1024;
 
 /// Sends for what `share` reads of files that lie on other hosts.
 ///
@@ -37,28 +32,31 @@ pub fn foresee(
     if !files.iter().any(|file| lies_apart(file)) {
         return Ok(());
     }
-    let notes: Vec<Arc<Rehearsal>> =
-        files.iter().map(|file| Arc::new(Rehearsal::new(file.is_elsewhere()))).collect();
-    let rehearsed: Vec<Arc<SourceFile>> =
-        files.iter().zip(&notes).map(|(file, note)| Arc::new(file.rehearsed(note.clone()))).collect();
-    let sources = Sources::new(plan, &rehearsed, PathBuf::new(), Checksums::none(plan), 0, Some(control));
-    let mut ranges = Ranges { plan, files, notes: &notes, sources, work: Workspace::new()?, pending: 0 };
+    let mut ranges = Ranges { files, found: vec![Vec::new(); files.len()], count: 0 };
+    let mut factors = BTreeSet::new();
     let mut whole =
         Whole { plan, files, sent: vec![false; plan.blobs.len()], reached: None, blocks: BTreeMap::new() };
     for run in &share.tiles {
         if !control.is_running() {
             return Ok(());
         }
-        let output = &plan.outputs[run.output as usize];
-        let (start, end) = run.span(sizes[run.output as usize], output.nbytes());
+        let (output, size) = (&plan.outputs[run.output as usize], sizes[run.output as usize]);
         let blobs = blobs_of(plan, output);
         if !blobs.iter().any(|b| lies_apart(&files[plan.blobs[*b as usize].file as usize])) {
             continue;
         }
         if blobs.iter().any(|b| is_compressed(plan, *b)) {
-            whole.rehearse(run.output, start, end)?;
+            let (start, end) = run.span(size, output.nbytes());
+            whole.find(run.output, start, end)?;
         } else {
-            ranges.rehearse(output, start, end, control)?;
+            for tile in (run.first..run.end).take_while(|_| control.is_running()) {
+                let (start, end) = TileRun { first: tile, end: tile + 1, ..*run }.span(size, output.nbytes());
+                let twins = Twins::Compare;
+                tile::list_reads(plan, output, start, end, twins, &mut factors, &mut |blob, offset, len| {
+                    let blob = &plan.blobs[blob as usize];
+                    ranges.add(blob.file as usize, blob.offset + offset, len)
+                })?;
+            }
         }
     }
     if !control.is_running() {
@@ -78,38 +76,36 @@ fn is_compressed(plan: &Plan, blob: u32) -> bool {
     blob.deflated || blob.encoded
 }
 
-/// Ranges of files, noted while tiles are made without reading.
+/// Ranges of files that are to be sent for.
 struct Ranges<'a> {
-    plan: &'a Plan,
     files: &'a [Arc<SourceFile>],
-    notes: &'a [Arc<Rehearsal>],
-    /// The files, which note what is read of them.
-    sources: Sources<'a>,
-    work: Workspace,
-    /// Steps since ranges were sent for.
-    pending: usize,
+    /// Those of each file, in the order in which they are read, and the number of all.
+    found: Vec<Vec<(u64, u64)>>,
+    count: usize,
 }
 
 impl Ranges<'_> {
-    /// Rehearses bytes `start..end` of an output.
-    fn rehearse(&mut self, output: &Output, start: u64, end: u64, control: &Control) -> Result<()> {
-        let mut at = start;
-        while at < end && control.is_running() {
-            let next = (at + STEP).min(end);
-            // Whatever is wrong with values that are none is wrong with this alone.
-            let _ = tile::make(self.plan, &self.sources, output, at, next, Twins::Compare, &mut self.work);
-            self.pending += 1;
-            if self.pending >= TOGETHER {
-                self.send()?;
+    /// Adds `len` bytes of a file, if it lies on another host; ranges that follow on one another are one.
+    fn add(&mut self, file: usize, lo: u64, len: u64) -> Result<()> {
+        if !self.files[file].is_elsewhere() {
+            return Ok(());
+        }
+        match self.found[file].last_mut() {
+            Some(last) if last.1 == lo => last.1 += len,
+            _ => {
+                if self.count >= RANGES {
+                    self.send()?;
+                }
+                self.found[file].push((lo, lo + len));
+                self.count += 1;
             }
-            at = next;
         }
         Ok(())
     }
 
     fn send(&mut self) -> Result<()> {
-        self.pending = 0;
-        self.files.iter().zip(self.notes).try_for_each(|(file, note)| match note.take() {
+        self.count = 0;
+        self.files.iter().zip(&mut self.found).try_for_each(|(file, found)| match std::mem::take(found) {
             ranges if ranges.is_empty() => Ok(()),
             ranges => file.will_read(&ranges),
         })
@@ -129,8 +125,8 @@ struct Whole<'a> {
 }
 
 impl Whole<'_> {
-    /// Sends for what bytes `start..end` of an output take.
-    fn rehearse(&mut self, output: u32, start: u64, end: u64) -> Result<()> {
+    /// Finds what bytes `start..end` of an output take, and sends for it.
+    fn find(&mut self, output: u32, start: u64, end: u64) -> Result<()> {
         let plan = self.plan;
         if self.reached.as_ref().is_none_or(|(reached, _)| *reached != output) {
             self.reached = Some((output, reaches(plan, &plan.outputs[output as usize])));
@@ -146,7 +142,7 @@ impl Whole<'_> {
                     .will_read(&[(about.offset, about.offset + about.stored_len)])?,
             }
         }
-        if self.blocks.values().map(Vec::len).sum::<usize>() >= TOGETHER {
+        if self.blocks.values().map(Vec::len).sum::<usize>() >= BLOCKS {
             self.send_blocks()?;
         }
         Ok(())
@@ -159,3 +155,8 @@ impl Whole<'_> {
         })
     }
 }
+
+#[cfg(test)]
+pub(crate) mod recorded;
+#[cfg(test)]
+mod tests;

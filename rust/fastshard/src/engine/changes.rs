@@ -201,12 +201,29 @@ impl Product {
 }
 
 /// What factors are kept under: the stored tensors that they are, and the one whose norms they hold.
-type Key = (Vec<u32>, Option<u32>);
+pub type Key = (Vec<u32>, Option<u32>);
 
 /// What the factors of a stored tensor's change are kept under.
-fn key_of(stored: u32, change: &Change) -> Key {
+pub fn key_of(stored: u32, change: &Change) -> Key {
     let has_norms = matches!(change, Change::LowRank { magnitude: Some(_), .. });
     (change.needs(), has_norms.then_some(stored))
+}
+
+/// Calls `visit` with each box that is read for the factors of a stored tensor's change, which is all of them.
+pub fn for_each_source_box(
+    plan: &Plan,
+    stored: u32,
+    change: &Change,
+    visit: &mut dyn FnMut(&StoredTensor, &SubBox) -> Result<()>,
+) -> Result<()> {
+    let (needs, norms_of) = key_of(stored, change);
+    for index in needs {
+        let tensor = &plan.stored[index as usize];
+        visit(tensor, &SubBox::whole(&tensor.shape))?;
+    }
+    let Some(index) = norms_of else { return Ok(()) };
+    let tensor = &plan.stored[index as usize];
+    blocks_of_rows(&tensor.shape).try_for_each(|sub| visit(tensor, &sub))
 }
 
 /// Rows of a tensor that are looked at together for their norms.

@@ -309,6 +309,34 @@ fn for_each_window(
     Ok(())
 }
 
+/// Calls `visit` with each box of other tensors that the box `part` of `axes` of a coded tensor is made of, in the order in
+/// which they are read, but for numbers that group indices choose.
+pub(super) fn for_each_source_box(
+    plan: &Plan,
+    stored: &StoredTensor,
+    coded: &Coded,
+    axes: &[PartAxis],
+    src_base: &[u64],
+    part: &SubBox,
+    visit: &mut dyn FnMut(&StoredTensor, &SubBox) -> Result<()>,
+) -> Result<()> {
+    let of = |index: u32| &plan.stored[index as usize];
+    for_each_box(stored, coded, axes, src_base, part, &mut |_, over| {
+        if let Numbers::Table(table) = coded.numbers {
+            visit(of(table), &SubBox::whole(&of(table).shape))?;
+        }
+        for_each_window(&stored.shape, coded, over, &mut |_, window| {
+            let codes = of(coded.codes);
+            visit(codes, &window.codes(&coded.packing, codes).0)?;
+            let scales = coded.scales.iter().map(|scale| &scale.grid);
+            coded.zero.iter().chain(scales).try_for_each(|grid| match window.groups(coded, of(grid.of)) {
+                Some((groups, first, n)) => visit(of(groups.of), &groups_box(first, n)),
+                None => visit(of(grid.of), &window.cells(grid)),
+            })
+        })
+    })
+}
+
 /// The box of the group indices of `n` rows or columns from the `first` on.
 fn groups_box(first: u64, n: usize) -> SubBox {
     box_of([0, 0, first], [1, 1, n as u64])

@@ -2,8 +2,10 @@
 
 use crate::boxes::{Spread, SubBox};
 use crate::error::Result;
-use crate::plan::{PartAxis, Pieces, StoredTensor};
+use crate::plan::{PartAxis, Pieces, Plan, StoredTensor};
 use crate::tensor::c_strides;
+
+use super::coded;
 
 /// Bytes read at a time where runs are short.
 pub const SPAN: usize = 1 << 20;
@@ -54,8 +56,11 @@ pub enum Way<'a> {
 /// Is called with reads in their order; false refuses a sparse one, and smaller reads of the same elements follow.
 pub type Visit<'a> = &'a mut dyn FnMut(Read) -> Result<bool>;
 
-/// Calls `visit` with the boxes that the box `part` of `axes` of a stored tensor is made of, whose elements go to `dst`
-/// and on from there with `strides`, in elements. Codes have none: those of [`super::coded`] do.
+/// Is called with the blob, first byte and length of reads in their order.
+pub type VisitRange<'a> = &'a mut dyn FnMut(u32, u64, u64) -> Result<()>;
+
+/// Calls `visit` with the boxes of blobs that make up the box `part` of `axes` of a stored tensor, whose first element goes to
+/// `dst` and the others on from there with `strides`. A coded tensor has none of its own ([`coded::for_each_source_box`]).
 pub fn for_each_blob_box(
     stored: &StoredTensor,
     axes: &[PartAxis],
@@ -219,6 +224,36 @@ impl BlobBox {
     }
 }
 
+/// Lists what reading the box `part` of `axes` of a stored tensor takes, of files that have no map, into a buffer in which
+/// elements lie with `strides`. Left out are scales and zero points that group indices choose.
+pub fn list_box(
+    plan: &Plan,
+    stored: &StoredTensor,
+    axes: &[PartAxis],
+    src_base: &[u64],
+    part: &SubBox,
+    strides: &[u64],
+    visit: VisitRange,
+) -> Result<()> {
+    if let Some(coded) = stored.coded() {
+        return coded::for_each_source_box(plan, stored, coded, axes, src_base, part, &mut |tensor, sub| {
+            list_dense_box(plan, tensor, sub, visit)
+        });
+    }
+    for_each_blob_box(stored, axes, src_base, part, 0, strides, &mut |found| {
+        found.for_each_read(SPAN as u64, &mut |read| match read.way {
+            Way::Sparse { .. } => Ok(false),
+            _ => visit(found.blob, read.offset, read.len).map(|()| true),
+        })
+    })
+}
+
+/// Lists what [`super::gather::Sources::read_box`] takes.
+pub fn list_dense_box(plan: &Plan, tensor: &StoredTensor, sub: &SubBox, visit: VisitRange) -> Result<()> {
+    let (axes, base, strides) = dense_box(tensor, sub);
+    list_box(plan, tensor, &axes, &base, sub, &strides, visit)
+}
+
 /// How a box of all axes of a tensor is read in C order: axes, base and strides.
 pub fn dense_box(tensor: &StoredTensor, sub: &SubBox) -> (Vec<PartAxis>, Vec<u64>, Vec<u64>) {
     let strides = c_strides(&sub.len);
@@ -230,3 +265,6 @@ pub fn axes_of(shape: &[u64]) -> Vec<PartAxis> {
     let strides = c_strides(shape);
     (0..shape.len()).map(|d| PartAxis { n: shape[d], dst: strides[d], dim: d as u32, step: 1 }).collect()
 }
+
+#[cfg(test)]
+mod tests;

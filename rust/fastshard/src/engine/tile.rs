@@ -1,6 +1,7 @@
-//! Makes one tile of an output tensor: gathers its parts, combines replicas, applies value ops.
+//! Makes one tile of an output tensor: gathers its parts, combines replicas, applies value ops. Or lists what that reads.
 
 use std::borrow::Cow;
+use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
@@ -12,8 +13,9 @@ use crate::memory::{self, PageBuffer};
 use crate::plan::{Combine, Fill, Op, Output, Part, Plan, StoredTensor};
 use crate::tensor::{c_strides, Dtype};
 
+use super::changes::{self, Key};
 use super::gather::{Into, Sources};
-use super::reads::SPAN;
+use super::reads::{self, VisitRange, SPAN};
 
 /// Elements that a part with several sources or value ops is worked through at a time.
 const CHUNK: u64 = 64 << 10;
@@ -149,6 +151,34 @@ pub fn make(
     Ok(seen)
 }
 
+/// Lists what [`make`] reads, of files that have no map: the blob, first byte and length of each read, in their order. Left out
+/// are scales that group indices choose, and factors that `factors` names, which takes the names of those listed.
+pub fn list_reads(
+    plan: &Plan,
+    output: &Output,
+    start: u64,
+    end: u64,
+    twins: Twins,
+    factors: &mut BTreeSet<Key>,
+    visit: VisitRange,
+) -> Result<()> {
+    for_each_piece(plan, output, start, end, twins, &mut |piece| {
+        let (axes, base) = (&piece.part.axes, &piece.part.src_base);
+        piece.for_each_read_tensor(twins, &mut |stored| {
+            reads::list_box(plan, stored, axes, base, piece.sub, &piece.strides, visit)
+        })?;
+        let first = piece.part.sources[0];
+        for change in &piece.stored(0).changes {
+            if factors.insert(changes::key_of(first, change)) {
+                changes::for_each_source_box(plan, first, change, &mut |tensor, sub| {
+                    reads::list_dense_box(plan, tensor, sub, visit)
+                })?;
+            }
+        }
+        Ok(())
+    })
+}
+
 /// Calls `visit` with the pieces that bytes `start..end` of an output are made of, in their order.
 fn for_each_piece(
     plan: &Plan,
@@ -170,8 +200,8 @@ fn for_each_piece(
             continue;
         }
         let first = &plan.stored[part.sources[0] as usize];
-        let coded = first.coded().filter(|_| output.dtype.is_float());
-        let is_alone = is_alone(part, first, twins) && (first.dtype == output.dtype || coded.is_some());
+        let is_made = first.coded().is_some() && output.dtype.is_float();
+        let is_alone = is_alone(part, first, twins) && (first.dtype == output.dtype || is_made);
         let mut found = Vec::new();
         if is_alone {
             spread.cut(&whole, lo, hi, &mut |sub| found.push(sub.clone()));
@@ -238,6 +268,22 @@ impl Piece<'_> {
     /// Twins of its sources: the source, by its place in the part, and the twin.
     fn twins(&self) -> impl Iterator<Item = (usize, u32)> + '_ {
         (0..self.part.sources.len()).flat_map(|s| self.stored(s).twins.iter().map(move |twin| (s, *twin)))
+    }
+
+    /// Calls `visit` with the tensors of which the box is read, in the order in which [`Self::make`] reads them.
+    fn for_each_read_tensor(
+        &self,
+        twins: Twins,
+        visit: &mut dyn FnMut(&StoredTensor) -> Result<()>,
+    ) -> Result<()> {
+        visit(self.stored(0))?;
+        for (s, twin) in self.twins().filter(|_| twins == Twins::Compare) {
+            visit(&self.plan.stored[twin as usize])?;
+            if s > 0 {
+                visit(self.stored(s))?;
+            }
+        }
+        (1..self.part.sources.len()).try_for_each(|s| visit(self.stored(s)))
     }
 
     /// Reads the box into the tile.
