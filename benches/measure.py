@@ -166,8 +166,8 @@ def show_size(nbytes: float) -> str:
 
 
 def workplace(folder: str) -> Path:
-    """The folder of that name, made if it is not there: what ``--dir`` names."""
-    path = Path(folder)
+    """The folder of that name, made if it is not there: what ``--dir`` names. Sides run in other folders, so it is absolute."""
+    path = Path(folder).resolve()
     path.mkdir(parents=True, exist_ok=True)
     return path
 

@@ -102,7 +102,7 @@ impl Plan {
     /// BLAKE3 of the plan's JSON form, hexadecimal: the run's id and its resume key.
     pub fn digest(&self) -> String {
         // A call of the hasher for each word of the text would take longer than the text.
-        let mut text = BufWriter::with_capacity(64 << 10, blake3::Hasher::new());
+        let mut text = BufWriter::with_capacity(32 << 10, blake3::Hasher::new());
         serde_json::to_writer(&mut text, self).expect("a plan is plain data");
         let hasher = text.into_inner().expect("a hasher takes all bytes");
         hasher.finalize().to_hex().to_string()
