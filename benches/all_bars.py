@@ -228,6 +228,18 @@ def keep_others(document: dict[str, Any], before: dict[str, Any]) -> None:
             document.setdefault(section, before[section])
 
 
+def add_left_out(document: dict[str, Any]) -> None:
+    """Adds bars that were not asked for, so that the page names them."""
+    measured = {bar["bar"]: bar for bar in document["bars"]}
+    left_out = {"failed": False, "seconds": 0.0, "cases": []}
+    document["bars"] = [
+        measured.get(name)
+        or {"bar": name, "about": bar.about, "limit": bar.limit, **left_out}
+        | {"reason": "not run: left out" if bar.parts else "not built"}
+        for name, bar in BARS.items()
+    ]
+
+
 def is_loaded(document: dict[str, Any]) -> bool:
     """True if other processes ran beside any of the cases."""
     cases = [case for bar in document["bars"] for case in bar["cases"]]
@@ -260,6 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
         document = run_bars(Place(Path(disk), Path(memory), size, rounds), names)
     if options.keep:
         keep_others(document, json.loads(options.out.read_text()))
+    add_left_out(document)
     document["loaded"] = is_loaded(document)
     if options.out:
         options.out.write_text(json.dumps(document, indent=1) + "\n")
