@@ -201,7 +201,7 @@ def build_few(document: dict[str, Any]) -> str:
     ]
     for bar, case, peer, text in FEW:
         figures, small = cases[bar, case, peer], cases.get((bar, f"{case}, small", peer))
-        also = f"; {small['wall_ratio']:.2f}x of a quarter of the size" if small else ""
+        also = f"; {small['wall_ratio']:.2f}x at a quarter of the size" if small else ""
         lines.append(
             f"| {text} | **{figures['wall_ratio']:.2f}x**{also} | {show_pair(figures, 'peak_mib')} |"
         )
