@@ -203,6 +203,7 @@ class StoreWriter:
         while self._under_way:
             self._under_way.popleft()[1].result()
         self._open.clear()
+        self._spare.clear()
         store = self._ts.KvStore.open(self._kvstore(""), context=self._context).result()
         there = {key.decode() for key in store.list().result()}
         for array in self._arrays.values():
