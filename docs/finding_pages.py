@@ -17,7 +17,7 @@ from types import ModuleType
 
 from fastshard.cli import main
 from fastshard.cli.code_pages import PAGES
-from fastshard.common.errors import CODES
+from fastshard.common.codes import CODES
 
 ROOT = Path(__file__).parent.parent
 _EXITS = {1: "1, a problem", 2: "2, could not run", 3: "3, incomplete"}

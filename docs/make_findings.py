@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fastshard.common.errors import CODES
+from fastshard.common.codes import CODES
 
 GROUPS = {
     "1": "Completeness",

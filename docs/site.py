@@ -15,7 +15,7 @@ import fastshard
 from fastshard.cli.help_text import EXIT_CODES, EXIT_NOTE
 from fastshard.cli.parser import build
 from fastshard.cli.verbs import VERBS
-from fastshard.common.errors import CODES
+from fastshard.common.codes import CODES
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig

@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 from fastshard.cli.code_pages import PAGES
 from fastshard.cli.verbs import VERBS
-from fastshard.common.errors import CODES
+from fastshard.common.codes import CODES
 from helpers import FIXTURES, HF, NEOX, STEP, TP4, cli, copy, layer_file, spawn
 from holding import HANG
 

@@ -17,7 +17,8 @@ import pytest
 from fastshard.cli import output_formats
 from fastshard.cli.output_formats import Told
 from fastshard.cli.verbs import VERBS
-from fastshard.common.errors import CODES, Finding
+from fastshard.common.codes import CODES
+from fastshard.common.errors import Finding
 from helpers import HF, NEOX, STEP, TP4, cli, copy, layer_file
 from sarif_pydantic import Sarif
 

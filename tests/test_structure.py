@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from fastshard import _core
+from fastshard.common import codes
 
 SCRIPT = Path(__file__).parent.parent / "scripts/structure.py"
 
@@ -22,7 +25,7 @@ def structure() -> ModuleType:
 
 def test_nothing_reads_meaning_from_a_message(structure: ModuleType) -> None:
     """What a finding says in words it says in fields: a better sentence must not change what is done."""
-    assert structure.from_messages(structure.python(), structure.rust()) == []
+    assert structure.find_parsed_sentences(structure.read_python(), structure.read_rust(), ["message"]) == []
 
 
 @pytest.mark.parametrize(
@@ -37,12 +40,12 @@ def test_nothing_reads_meaning_from_a_message(structure: ModuleType) -> None:
     ],
 )
 def test_reading_meaning_from_a_message_is_seen(structure: ModuleType, text: str) -> None:
-    assert structure.from_messages({structure.ROOT / "a.py": text}, {}) == ["a.py:1"]
+    assert structure.find_parsed_sentences({structure.ROOT / "a.py": text}, {}) == ["a.py:1"]
 
 
 def test_words_in_names_stand_in_one_list(structure: ModuleType) -> None:
     """A word that one place knows and another does not makes a tensor an embedding here and none there."""
-    (place,) = structure.name_lists(structure.python(), structure.rust())
+    (place,) = structure.find_name_lists(structure.read_python(), structure.read_rust())
     assert place.startswith("python/fastshard/models/tensor_words.py:")
 
 
@@ -52,9 +55,58 @@ def test_words_in_names_stand_in_one_list(structure: ModuleType) -> None:
 )
 def test_another_list_is_seen(structure: ModuleType, file: str, text: str) -> None:
     texts = {structure.ROOT / file: text}
-    assert len(structure.name_lists(*((texts, {}) if file.endswith(".py") else ({}, texts)))) == 1
+    assert len(structure.find_name_lists(*((texts, {}) if file.endswith(".py") else ({}, texts)))) == 1
 
 
 def test_reading_meaning_from_a_message_is_seen_in_the_core(structure: ModuleType) -> None:
     text = 'if finding.message.starts_with("missing") {'
-    assert structure.from_messages({}, {structure.ROOT / "a.rs": text}) == ["a.rs:1"]
+    assert structure.find_parsed_sentences({}, {structure.ROOT / "a.rs": text}) == ["a.rs:1"]
+
+
+def parse(structure: ModuleType) -> dict[Path, ast.Module]:
+    texts = structure.read_python()
+    return {file: ast.parse(text) for file, text in texts.items() if file.suffix == ".py"}
+
+
+def test_codes_have_names(structure: ModuleType) -> None:
+    """A code is written by its name, so that a reader need not know its number."""
+    assert structure.find_numerals(parse(structure)) == []
+    assert all(getattr(codes, row.name) == code for code, row in codes.CODES.items())
+
+
+def test_sets_of_codes_stand_in_the_table(structure: ModuleType) -> None:
+    """Whoever adds a code sees in its row what it has in common with others."""
+    assert structure.find_code_sets(parse(structure), structure.read_rust()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("_LOST = (codes.MISSING_FILE, codes.RENAMED)", 1),
+        ("f.code in {codes.MISSING_FILE, *MORE}", 1),
+        ("_LOST = ['FS101', 'FS113']", 1),
+        ("row = ('missing_keys', codes.MISSING_TENSOR)", 0),
+        ("finding.code == codes.MISSING_TENSOR", 0),
+    ],
+)
+def test_another_set_of_codes_is_seen(structure: ModuleType, text: str, count: int) -> None:
+    assert len(structure.find_code_sets({structure.ROOT / "a.py": ast.parse(text)}, {})) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("let lost = [codes::MISSING_FILE, codes::RENAMED];", 1),
+        ("matches!(code, codes::MISSING_FILE | codes::RENAMED)", 1),
+        ("Finding::new(codes::MISSING_FILE, message)", 0),
+    ],
+)
+def test_another_set_of_codes_is_seen_in_the_core(structure: ModuleType, text: str, count: int) -> None:
+    assert len(structure.find_code_sets({}, {structure.ROOT / "a.rs": text})) == count
+
+
+def test_kinds_are_known_by_name() -> None:
+    assert _core.Finding.of(codes.MISSING_TENSOR, "").is_a("unproven", "missing_tensor")
+    assert not _core.Finding.of(codes.MISSING_TENSOR, "").is_a()
+    with pytest.raises(ValueError, match="no kind of codes: missing"):
+        _core.Finding.of(codes.MISSING_TENSOR, "").is_a("missing")  # type: ignore[arg-type]

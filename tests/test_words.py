@@ -11,7 +11,7 @@ from typing import Any
 
 import fastshard
 import pytest
-from fastshard.common.errors import CODES
+from fastshard.common.codes import CODES
 
 ROOT = Path(__file__).parents[1]
 #: Phrases, each with a plainer one. CONTRIBUTING lists the terms.

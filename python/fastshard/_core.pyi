@@ -5,7 +5,7 @@ A record that holds what no option can be (a number that is too large or none, a
 
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Any, TypedDict, final, type_check_only
+from typing import Any, Literal, TypeAlias, TypedDict, final, type_check_only
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,6 +101,28 @@ class Effect:
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
+#: What findings of several codes have in common; `Kind` in rust/fastshard/src/codes.rs says what each means.
+_Kind: TypeAlias = Literal[
+    "missing_file",
+    "missing_tensor",
+    "incomplete",
+    "misfit",
+    "misplaced",
+    "swapped",
+    "unreadable",
+    "damaged",
+    "lost_file",
+    "whole_checkpoint",
+    "consequence",
+    "comparison",
+    "unproven",
+    "nothing_found",
+    "per_file",
+    "once_per_file",
+    "content",
+    "reportable",
+]
+
 @final
 class Finding:
     """One observation about a checkpoint: what, where, expected, got, what to do. It does not change.
@@ -122,6 +144,8 @@ class Finding:
     def replace(self, **changes: Any) -> Finding:
         """The same finding with other fields; None takes one away."""
     def __replace__(self, **changes: Any) -> Finding: ...
+    def is_a(self, *kinds: _Kind) -> bool:
+        """Tells whether the table of codes has its code under one of some kinds."""
     @property
     def code(self) -> str:
         """Stable code, e.g. ``FS101`` (``fastshard explain CODE``)."""
@@ -805,8 +829,8 @@ def will_read(ranges: Sequence[tuple[PathLike[str], int, int]]) -> None:
 def shared_run(out: str | PathLike[str], nonce: str) -> dict[str, Any]:
     """What is written of a run: ``run``, ``folder``, ``about``, ``parts``, ``missing``."""
 
-def codes_table() -> list[tuple[str, str, str, int, str, str, str]]:
-    """The table of finding codes, in order: code, name, severity, exit code of an error, title, meaning, help."""
+def codes_table() -> list[tuple[str, str, str, int, str, str, str, str]]:
+    """The table of finding codes, in order: code, name, severity, exit code of an error, title, meaning, help, check of a report."""
 
 def exit_code(findings: list[Finding]) -> int:
     """The exit code that findings stand for."""

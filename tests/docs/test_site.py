@@ -20,7 +20,7 @@ from blocks import PAGES, ROOT
 from fastshard.cli.parser import build
 from fastshard.cli.verbs import VERBS
 from fastshard.common import options
-from fastshard.common.errors import CODES
+from fastshard.common.codes import CODES
 
 
 def loaded(name: str) -> ModuleType:

@@ -11,7 +11,7 @@ from typing import Any
 import fastshard
 import pytest
 from fastshard import Finding
-from fastshard.common.errors import CODES
+from fastshard.common.codes import CODES
 from fastshard.reporting import page
 from fastshard.reporting.checks import FAILED, NOT_CHECKED, PASSED, Check, Read, checks
 from fastshard.reporting.facts import Counts, Fact

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from .. import _core
+from ..common import codes
 from ..common.errors import FastshardError, Finding
 from ..common.formatting import counted, some
 from ..common.records import replace
@@ -58,7 +59,7 @@ def _find_zero_update(opened: Opened, adapter: StoredAdapter) -> list[Finding]:
     which = "lora_B" if all(_is_zero(stored, b) for _, b in products) else "lora_A"
     return [
         Finding.of(
-            "FS313", f"the adapter changes nothing: every {which} is zero throughout", severity="warning", file=adapter.file,
+            codes.ZERO_SLAB, f"the adapter changes nothing: every {which} is zero throughout", severity="warning", file=adapter.file,
             tensor=products[0][1 if which == "lora_B" else 0], expected="factors that were trained",
             got=f"{counted(len(products), 'product')} of value zero",
             help="save the adapter again after training; lora_B is zero before the first step",
@@ -117,7 +118,7 @@ def _list_missing(adapter: StoredAdapter, own: tensor_names.Told, listed: Adapte
     states = bool(adapter.config.get("peft_version"))
     return [
         Finding.of(
-            "FS102", f"the adapter lacks {counted(len(names), 'tensor')} that {listed.by} saves of it: {some(names, 3)}",
+            codes.MISSING_TENSOR, f"the adapter lacks {counted(len(names), 'tensor')} that {listed.by} saves of it: {some(names, 3)}",
             severity="error" if states else "warning", file=adapter.file, tensor=names[0],
             expected=f"{counted(len(_list_parts(saved)), 'tensor')} by {adapter.path}", got=f"{len(names)} of them missing",
             help="copy the adapter again from the host that saved it, or pass the adapter_config.json that was saved with it",
@@ -137,7 +138,7 @@ def _list_parts(told: tensor_names.Told) -> set[tuple[str, str]]:
 def _note_unchecked(adapter: StoredAdapter, why: str) -> Finding:
     """That nothing says which modules the adapter has, and why."""
     return Finding.of(
-        "FS109",
+        codes.NOT_PROVABLE,
         f"not checked: {_UNNOTICED} ({why})",
         severity="note",
         file=adapter.path,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 
+from ..common import codes
 from ..common.errors import Finding
 from ..common.formatting import without_numbers
 from ..common.records import dataclass, field
@@ -17,15 +18,6 @@ from ..models.tensor_roles import place_of
 
 __all__ = ["Causes", "LostFile", "causes_of"]
 
-#: What may follow from another finding.
-_ECHOES = ("FS101", "FS102", "FS103", "FS205", "FS207", "FS515")
-#: A file that is missing, cannot be read, is of another step, holds another file's or is not named, so that what is asked for
-#: is not there.
-_LOST = (
-    "FS101", "FS103", "FS105", "FS107", "FS113", "FS115", "FS303", "FS312", "FS316", "FS502", "FS506", "FS507", "FS511", "FS601", "FS602", "FS603", "FS604",
-)  # fmt: skip
-#: What is wrong with the whole checkpoint: its metadata, which files are of it, and its config.
-_OF_ALL = ("FS104", "FS106", "FS118", "FS211", "FS215")
 #: A rank, or ranks from one to another.
 _RANK = compile_when_used(r"\b([a-z]+) (\d+)(?: to (\d+))?")
 _DIGITS = compile_when_used(r"\d+")
@@ -78,9 +70,9 @@ class Causes:
 
     def of(self, finding: Finding) -> Finding | None:
         """The finding that accounts for one, if one does."""
-        if finding.code not in _ECHOES:
+        if not finding.is_a("consequence"):
             return None
-        if finding.code == "FS515":
+        if finding.code == codes.USAGE:
             return self._first() if self.broken else None
         if self.of_all:
             return self.of_all[0]
@@ -91,7 +83,7 @@ class Causes:
             named = [name for name in self.tensors if place_of(name)[0] in finding.layers]
             if len(named) >= finding.count:
                 return self.tensors[named[0]]
-        if finding.code == "FS207" and finding.file and finding.tensor:
+        if finding.code == codes.UNKNOWN_TENSOR and finding.file and finding.tensor:
             # It is there.
             return None
         return self._by_file(finding) if self.files else None
@@ -152,7 +144,7 @@ class Causes:
 
 
 #: What is said where an error is of neither kind.
-_ANY = Finding("FS102", "error", "the checkpoint has errors")
+_ANY = Finding(codes.MISSING_TENSOR, "error", "the checkpoint has errors")
 
 
 def is_of_layers(finding: Finding) -> bool:
@@ -186,12 +178,14 @@ def causes_of(
     # Nor is anything taken of a file that is refused where tensors are put together from several.
     refused = not source.units
     lost = [
-        f for f in errors if f.file and (f.file in unread or (not f.tensor and (refused or f.code in _LOST)))
+        f
+        for f in errors
+        if f.file and (f.file in unread or (not f.tensor and (refused or f.is_a("lost_file"))))
     ]
 
     def is_closed(finding: Finding) -> bool:
         """True for a directory that may not be looked into: nobody knows what it holds."""
-        return finding.code == "FS502" and finding.file not in paths
+        return finding.code == codes.PERMISSION and finding.file not in paths
 
     held = None
     files = [LostFile(f) for f in lost]
@@ -205,7 +199,7 @@ def causes_of(
         coords = {path: unit.coords for unit, path in units}
         files = [_lost(f, coords.get(f.file or ""), there) for f in lost if f.file not in of_state]
     return Causes(
-        of_all=[f for f in errors if not f.tensor and (f.code in _OF_ALL or is_closed(f))],
+        of_all=[f for f in errors if not f.tensor and (f.is_a("whole_checkpoint") or is_closed(f))],
         tensors={f.tensor: f for f in reversed(errors) if f.tensor},
         files=files,
         named=dict(_all_names(source)) if source.listed else None,
@@ -250,7 +244,7 @@ def _lost(
 ) -> LostFile:
     """What a lost file held: what files hold whose names differ from its own in one number, that of a rank."""
     ranks = ranks_of(cause.rank) if coords is None else {d: (n, n) for d, n in coords.items()}
-    if cause.code == "FS103":
+    if cause.code == codes.MISSING_LAYER:
         return LostFile(cause, ranks)
     path = cause.file or ""
     form, numbers = without_numbers(path), _DIGITS.findall(path)

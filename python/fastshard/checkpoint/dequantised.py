@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .. import _core
+from ..common import codes
 from ..common.errors import Finding
 from ..common.formatting import counted
 from ..common.records import dataclass, field, replace
@@ -30,7 +31,7 @@ class Dequantised:
 
     coded: Sequence[Mapping[str, object]] = ()
     #: Names of values, by those of their codes.
-    codes: Mapping[str, str] = field(default_factory=dict)
+    values_of_codes: Mapping[str, str] = field(default_factory=dict)
     #: Names of scales and the like, which are left out.
     hidden: Sequence[str] = ()
     findings: Sequence[Finding] = ()
@@ -54,7 +55,7 @@ class Dequantised:
         stored += [name for group in source.assembled if group.slot is None for name, *_ in group.tensors]
         own = [source.names.get(name, name) for name in dict.fromkeys(stored)]
         hidden = {*self.hidden, *source.hidden}
-        names = [self.codes.get(name, name) for name in own if name not in hidden]
+        names = [self.values_of_codes.get(name, name) for name in own if name not in hidden]
         source = replace(source, values=values, beside=frozenset(), quantiser_files={})
         return with_plain_weights(source, names)
 
@@ -73,7 +74,7 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
     stored = StoredBytes(opened)
     asked = Asked(dtype, lambda name, start, length: stored.read(name.removeprefix(prefix), start, length))
     made: list[Mapping[str, object]] = []
-    codes: dict[str, str] = {}
+    values_of_codes: dict[str, str] = {}
     open_points: list[tuple[str, str]] = []
     damages: list[Finding] = []
     refused: dict[tuple[str, str], list[Weight]] = {}
@@ -91,7 +92,7 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
             continue
         name = f"{weight.module}{values.suffix}"
         made.append({"name": name, "shape": values.shape, "coded": values.coded.document()})
-        codes[weight.codes] = name
+        values_of_codes[weight.codes] = name
         open_points += [(weight.codes, note) for note in values.open_points]
         done.append(weight)
     others = [f"{prefix}{name}" for name in opened.quantised.of_activations]
@@ -102,10 +103,10 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
         *(_refused(form, why, weights) for (form, why), weights in refused.items()),
     ]
     findings += [
-        Finding.of("FS212", note, severity="warning", tensor=name) for name, note in open_points[:20]
+        Finding.of(codes.IGNORED, note, severity="warning", tensor=name) for name, note in open_points[:20]
     ]
     if not (done or others):
-        return Dequantised(made, codes, hidden, findings)
+        return Dequantised(made, values_of_codes, hidden, findings)
     left = Counter(role for weight in done for role in weight.companions)
     left += Counter({"scales of activations": len(others)})
     record = {
@@ -115,14 +116,14 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
     }
     findings.append(
         Finding.of(
-            "FS212",
+            codes.IGNORED,
             told(record),
             severity="note",
             tensor=done[0].codes if done else others[0],
             count=len(done) or None,
         )
     )
-    return Dequantised(made, codes, hidden, findings, record)
+    return Dequantised(made, values_of_codes, hidden, findings, record)
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ def _below(prefix: str, weight: Weight) -> Weight:
 def _refused(form: str, why: str, weights: Sequence[Weight]) -> Finding:
     first = weights[0]
     return Finding.of(
-        "FS514", f"{counted(len(weights), 'weight')} stored as {form}, whose values --dtype does not give: {why}", tensor=first.codes,
+        codes.UNSUPPORTED, f"{counted(len(weights), 'weight')} stored as {form}, whose values --dtype does not give: {why}", tensor=first.codes,
         expected="weights whose values are made here", got=form, help=_HELP, count=len(weights),
     )  # fmt: skip
 

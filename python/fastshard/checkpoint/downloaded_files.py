@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import _core
-from ..common import hub_downloads
+from ..common import codes, hub_downloads
 from ..common.errors import Finding
 from ..common.formatting import counted
 from ..common.records import dataclass
@@ -80,7 +80,9 @@ def compare_download(
     downloaded, differing = compare_files(checkpoint, part, threads, bar)
     if (missing := downloaded.of - downloaded.tensors) > 0:
         message = f"the Hub's cache keeps no hash of {missing} of {counted(downloaded.of, 'file')} of tensors"
-        differing.append(Finding.of("FS314", message, help="compare a folder as `hf download` leaves it"))
+        differing.append(
+            Finding.of(codes.NO_CHECKSUMS, message, help="compare a folder as `hf download` leaves it")
+        )
     return differing
 
 
@@ -92,7 +94,7 @@ def find_unchecked(checkpoint: Checkpoint) -> list[Finding]:
     command = f"fastshard verify {shlex.join(map(str, checkpoint.listing.given()))}"
     return [
         Finding.of(
-            "FS314",
+            codes.NO_CHECKSUMS,
             f"the Hub's hashes of {counted(len(records), 'file')} are not compared",
             unnoticed=f"the Hub's hashes (`{command}` compares them)",
             help="compare them first, or in the same run with --check-hub",

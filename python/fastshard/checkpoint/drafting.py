@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from ..common import memory_budget
+from ..common import codes, memory_budget
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.gate import Gate
 from ..common.listing import File
@@ -146,7 +146,9 @@ def taken(opened: Opened, request: Request) -> Source:
         source = replace(source, vocab_size=request.vocab_size, axes=axes)
     named = source.table is None and source.own_table is None and source.layout is not None
     if named and source.layout not in layouts.names():
-        raise FastshardError.of("FS514", f"{source.framework} with the layout {source.layout}: not read yet")
+        raise FastshardError.of(
+            codes.UNSUPPORTED, f"{source.framework} with the layout {source.layout}: not read yet"
+        )
     return source
 
 
@@ -166,7 +168,7 @@ def movable(source: Source, target: Target, request: Request) -> None:
     """
     if request.optimizer and target.takes_slots and source.optimizer.rules is not None:
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             f"the optimizer's state of {source.framework} is not converted to {target.name}",
             expected="a state of DeepSpeed, torch, Megatron-LM or ColossalAI",
             got=source.framework,

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from .._core import Effect
+from ..common import codes
 from ..common.errors import Finding
 from ..common.formatting import runs
 from ..models.tensor_roles import layer_of
@@ -48,7 +49,7 @@ def with_effects(
     layers: dict[int | None, Finding] = {
         layer: f
         for f in findings
-        if f.code == "FS103" and f.severity == "error" and is_of_layers(f)
+        if f.code == codes.MISSING_LAYER and f.severity == "error" and is_of_layers(f)
         for layer in (f.layers or ())[:_MOST_LAYERS]
     }
     of_files = {file.cause for file in causes.files}
@@ -57,7 +58,7 @@ def with_effects(
     for name in sorted(lost):
         if name not in own:
             cause = layers.get(layer_of(name)) or causes.of(
-                about.get(name) or Finding.of("FS102", "missing tensor", tensor=name)
+                about.get(name) or Finding.of(codes.MISSING_TENSOR, "missing tensor", tensor=name)
             )
             if cause is not None and (not cause.tensor or cause in of_files):
                 effects.setdefault(cause, []).append(name)

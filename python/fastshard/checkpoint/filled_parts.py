@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..common import codes
 from ..common.dtypes import TORCH_FLOATS
 from ..common.errors import FastshardError, Finding, error_for
 from ..common.formatting import counted
@@ -89,7 +90,7 @@ def find(
             one is original.opened.source and one.assembled
         ):
             raise FastshardError.of(
-                "FS514",
+                codes.UNSUPPORTED,
                 f"the tensors of {whose} lie in parts, and --fill-from takes whole ones",
                 help="merge it first, and fill the result",
                 run=["fastshard merge CKPT OUT"],
@@ -115,7 +116,7 @@ def find(
         matching = [name for name in whole.tensors if fnmatchcase(name, pattern)]
         if not matching:
             raise FastshardError.of(
-                "FS515",
+                codes.USAGE,
                 f"no tensor of {path} has a name like --fill-only {pattern}",
                 help="look at the names",
                 run=[f"fastshard ls {shlex.quote(str(path))}"],
@@ -145,7 +146,7 @@ def add(source: Source, filled: Filled, first: int) -> tuple[Source, list[Findin
     """
     if not filled.files:
         message = f"nothing is taken from {filled.path} (--fill-from): no part is missing that it has"
-        return source, [Finding.of("FS117", message, severity="warning")]
+        return source, [Finding.of(codes.FILLED, message, severity="warning")]
     prefix = source.weights_prefix
     units: list[Unit] = []
     renamed: dict[str, str] = {}
@@ -161,13 +162,13 @@ def add(source: Source, filled: Filled, first: int) -> tuple[Source, list[Findin
     )
     told = [
         Finding.of(
-            "FS117", f"{part}: {counted(len(names), 'tensor')} taken from {filled.path}", severity="note", tensor=names[0],
+            codes.FILLED, f"{part}: {counted(len(names), 'tensor')} taken from {filled.path}", severity="note", tensor=names[0],
         )
         for part, names in filled.parts.items()
     ]  # fmt: skip
     told += [
         Finding.of(
-            "FS117", f"the tensor is taken from {filled.path}, and the rest of its part is the checkpoint's own",
+            codes.FILLED, f"the tensor is taken from {filled.path}, and the rest of its part is the checkpoint's own",
             severity="warning", tensor=name, help="restore the file that held it, if training changed this tensor",
         )
         for name in filled.single
@@ -199,7 +200,7 @@ def _model(original: Checkpoint) -> _Model:
     for unit in opened.source.units:
         if unit.under or unit.strip or unit.prefix or opened.source.weights_prefix or opened.source.names:
             raise FastshardError.of(
-                "FS514",
+                codes.UNSUPPORTED,
                 "--fill-from takes a model as save_pretrained writes it",
                 file=original.opened.files[unit.file].path,
                 expected="tensors under the model's own names",
@@ -235,7 +236,7 @@ def _is_of_that_kind(
     common = own.keys() & have.keys()
     if 2 * len(common) <= min(len(own), len(have)):
         raise FastshardError.of(
-            "FS515",
+            codes.USAGE,
             f"the model {path} (--fill-from) has other names than the checkpoint: {len(common)} of {len(have)} are in both",
             help="pass the model that training began with; where the checkpoint has names in memory, pass its config.json with --like too",
         )
@@ -244,7 +245,7 @@ def _is_of_that_kind(
         rows = int(name.rpartition(".")[0].rpartition(".")[2] in _OF_WORDS)
         if own[name][1][rows:] != have[name][1][rows:] or len(own[name][1]) != len(have[name][1]):
             raise FastshardError.of(
-                "FS201",
+                codes.SHAPE,
                 f"the model {path} (--fill-from) has another shape of this tensor than the checkpoint",
                 tensor=name,
                 expected=str(own[name][1]),
@@ -259,22 +260,22 @@ def _dtypes_fit(
     """Refuses floats of another width than most of the checkpoint's, and codes where it has none: its config says nothing of them."""
     taken, have = list(taken), list(have)
     ours, theirs = _main(have), _main(taken)
-    codes = {dtype for dtype, shape in taken if dtype in _CODES and len(shape) >= 2}
-    if codes and not any(dtype in _CODES and len(shape) >= 2 for dtype, shape in have):
+    code_dtypes = {dtype for dtype, shape in taken if dtype in _CODES and len(shape) >= 2}
+    if code_dtypes and not any(dtype in _CODES and len(shape) >= 2 for dtype, shape in have):
         raise FastshardError.of(
-            "FS202",
+            codes.DTYPE,
             f"what is missing is quantised in {path} (--fill-from), and the checkpoint is not",
             expected=str(ours),
-            got=", ".join(sorted(codes)),
+            got=", ".join(sorted(code_dtypes)),
             help="write it with its values first",
             run=[
                 f"fastshard convert {shlex.quote(str(path))} OUT --to hf --dtype {(ours or 'bf16').lower()}"
             ],
         )
     # Beside codes most floats are scales.
-    if not codes and ours != theirs and ours is not None and theirs is not None:
+    if not code_dtypes and ours != theirs and ours is not None and theirs is not None:
         raise FastshardError.of(
-            "FS202",
+            codes.DTYPE,
             f"what is missing is {theirs} in {path} (--fill-from), and the checkpoint is {ours}",
             expected=ours,
             got=theirs,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import PurePosixPath
 
+from ..common import codes
 from ..common.errors import Finding
 from ..common.finding_facts import runs_of
 from ..common.formatting import natural, runs, without_numbers
@@ -23,10 +24,6 @@ _RANKS = {
     "mp": "model-parallel rank", "rank": "rank", "process": "process",
 }  # fmt: skip
 _DIGITS = compile_when_used(r"\d+")
-#: Codes of which one may be said of each file, and about all files that have it in common.
-_OF_FILES = ("FS107", "FS110", "FS303", "FS312", "FS316", "FS601", "FS602", "FS604")
-#: Codes of which a file needs one: what makes another check say it again is the same cause.
-_ONCE = ("FS101", "FS303")
 #: Fields that another finding about the same file may add.
 _ADDED = ("rank", "host", "expected", "got", "evidence", "effect", "help")
 #: Names that a command of a help has at most.
@@ -65,7 +62,7 @@ def _once(findings: Iterable[Finding]) -> list[Finding]:
     """The findings, where a file of which two checks say the same has one."""
     told: dict[object, Finding] = {}
     for finding in findings:
-        is_once = finding.code in _ONCE and len(finding.files) == 1 and not finding.tensor
+        is_once = finding.is_a("once_per_file") and len(finding.files) == 1 and not finding.tensor
         key = (finding.code, finding.severity, finding.decided, finding.file) if is_once else len(told)
         if is_once and (first := told.get(key)) is not None:
             if not (finding.count or first.count):
@@ -83,7 +80,7 @@ def _cause(finding: Finding) -> object:
     """What findings have in common that are one for people; the finding itself where it stands alone."""
     judged = (finding.code, finding.severity, finding.decided)
     if (
-        finding.code == "FS103"
+        finding.code == codes.MISSING_LAYER
         and finding.layers
         and finding.count
         and not finding.tensor
@@ -100,7 +97,7 @@ def _cause(finding: Finding) -> object:
         )
     if len(finding.files) != 1:
         return finding
-    if finding.code == "FS101" and not finding.tensor and not finding.count:
+    if finding.code == codes.MISSING_FILE and not finding.tensor and not finding.count:
         return (
             *judged,
             finding.message,
@@ -109,12 +106,12 @@ def _cause(finding: Finding) -> object:
             without_numbers(finding.file or ""),
             finding.got,
         )
-    if finding.code == "FS111" and finding.severity == "error":
+    if finding.code == codes.MISSING_CHUNKS and finding.severity == "error":
         # Of one store.
         return (*judged, finding.file)
-    if finding.code == "FS113" and finding.expected and finding.got:
+    if finding.code == codes.RENAMED and finding.expected and finding.got:
         return (*judged, frozenset((finding.expected, finding.got)))
-    if finding.code in _OF_FILES and finding.severity == "error" and not finding.tensor and not finding.count:
+    if finding.is_a("per_file") and finding.severity == "error" and not finding.tensor and not finding.count:
         return (
             *judged,
             finding.message,
@@ -129,12 +126,16 @@ def _cause(finding: Finding) -> object:
 def _one(group: list[Finding], held: Sequence[HeldFile]) -> list[Finding]:
     """Findings that have one cause."""
     code = group[0].code
-    if code == "FS103":
+    if code == codes.MISSING_LAYER:
         return [_of_layers(group)]
-    if code in _OF_FILES:
+    if group[0].is_a("per_file") and code != codes.RENAMED:
         return [_of_files(group)]
     return (
-        _by_rank(group, held) if code == "FS101" else _of_store(group) if code == "FS111" else _swapped(group)
+        _by_rank(group, held)
+        if code == codes.MISSING_FILE
+        else _of_store(group)
+        if code == codes.MISSING_CHUNKS
+        else _swapped(group)
     )
 
 
@@ -267,7 +268,7 @@ def _lifted_across(findings: list[Finding], held: Sequence[HeldFile]) -> list[Fi
     kinds: dict[object, dict[str, list[Finding]]] = {}
     for finding in findings:
         is_whole = len(finding.files) == 1 and not (finding.tensor or finding.count or finding.host)
-        if finding.code == "FS101" and finding.rank and is_whole:
+        if finding.code == codes.MISSING_FILE and finding.rank and is_whole:
             judged = (finding.severity, finding.decided, finding.message, finding.got)
             kinds.setdefault(judged, {}).setdefault(without_numbers(finding.file or ""), []).append(finding)
     for of_kind in kinds.values():

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ..common import codes
 from ..common.errors import Finding
 from ..common.formatting import counted
 from ..layouts import tables
@@ -107,7 +108,7 @@ def not_loaded(
         severity = "warning" if allows_headless else severity
         return [
             Finding.of(
-                "FS119",
+                codes.NOT_LOADED,
                 f"{called} has {counted(len(missing), 'tensor')} of a head, and the checkpoint is the model without it",
                 severity=severity,
                 tensor=missing[0],
@@ -134,7 +135,7 @@ def not_loaded(
 
 def _other_names(called: str, name: str, how: str, severity: str) -> Finding:
     return Finding.of(
-        "FS119",
+        codes.NOT_LOADED,
         f"{called} has other names, {how}",
         severity=severity,
         tensor=name,
@@ -172,7 +173,7 @@ def unloaded_prefix(model: Description, renamed: Mapping[str, str]) -> list[Find
     name, own = changed[0]
     return [
         Finding.of(
-            "FS119",
+            codes.NOT_LOADED,
             f"{called} loads no tensor by a name like this",
             tensor=name,
             expected=own,

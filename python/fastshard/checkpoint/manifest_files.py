@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
+from ..common import codes
 from ..common.errors import Finding, from_core
 from ..common.formatting import counted
 from ..common.listing import File, refuse_unprintable
@@ -84,10 +85,12 @@ def find_missing(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -
     for name, tensors in named.items():
         missing = [tensor for tensor in tensors if tensor not in stored.get(name, ())]
         if name not in there:
-            finding = Finding.of("FS101", "the manifest names this file, and it is missing", file=name)
+            finding = Finding.of(
+                codes.MISSING_FILE, "the manifest names this file, and it is missing", file=name
+            )
         elif name in stored and missing:
             finding = Finding.of(
-                "FS102",
+                codes.MISSING_TENSOR,
                 f"the file lacks {counted(len(missing), 'tensor')} that the manifest names",
                 file=name, tensor=missing[0], count=len(missing),
                 help="restore the file from a good copy",
@@ -133,7 +136,7 @@ def compare(path: Path, document: dict[str, Any], checkpoint: Checkpoint, run: R
         loaded = _is_loaded(file.name) and file.folder in folders
         findings.append(
             Finding.of(
-                "FS108",
+                codes.UNEXPECTED_FILE,
                 "the manifest does not name this file, which readers load"
                 if loaded
                 else "the manifest does not name this file",

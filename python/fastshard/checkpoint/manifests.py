@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from ..common import json_text, safe_files
+from ..common import codes, json_text, safe_files
 from ..common.byte_sizes import parse_size
 from ..common.dtypes import item_size
 from ..common.errors import FastshardError, Finding, from_core
@@ -144,7 +144,7 @@ def _find_scratch_folder() -> str:
 
 def is_manifest(path: Path) -> bool:
     """True if a file is a fastshard manifest, by its first bytes."""
-    return b'"fastshard.manifest"' in safe_files.read_bytes(path, 256, code="FS211", whole=False)
+    return b'"fastshard.manifest"' in safe_files.read_bytes(path, 256, code=codes.BAD_VALUE, whole=False)
 
 
 @dataclass
@@ -163,7 +163,9 @@ class Expected:
         if self.config is None:
             return options
         if options.get("config") is not None:
-            raise FastshardError.of("FS515", "both --config and --expect give a config", help="pass it once")
+            raise FastshardError.of(
+                codes.USAGE, "both --config and --expect give a config", help="pass it once"
+            )
         return {**options, "config": self.config}
 
     def check(
@@ -227,7 +229,7 @@ _PIECE = compile_when_used(rb'"kind"\s*:\s*"piece"')
 
 def is_piece(path: Path) -> bool:
     """True for the manifest of a host's part of a checkpoint."""
-    return _PIECE.search(safe_files.read_bytes(path, 256, code="FS518", whole=False)) is not None
+    return _PIECE.search(safe_files.read_bytes(path, 256, code=codes.BAD_MANIFEST, whole=False)) is not None
 
 
 def accepted_before(paths: Iterable[StrPath]) -> list[str]:
@@ -252,7 +254,7 @@ def accepted_by(path: Path) -> list[str]:
         FastshardError: ``FS518`` if it cannot be read.
     """
     # Of a million tensors it is long, and hardly any says so.
-    if b'"decided"' not in safe_files.read_bytes(path, MAX_MANIFEST, code="FS518"):
+    if b'"decided"' not in safe_files.read_bytes(path, MAX_MANIFEST, code=codes.BAD_MANIFEST):
         return []
     return [word for word in recorded(read(path)) if word.partition("=")[0] in ACCEPTABLE]
 
@@ -263,18 +265,24 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         FastshardError: ``FS518`` if it is none.
     """
-    text = safe_files.read_bytes(path, MAX_MANIFEST, code="FS518")
-    document = json_text.value(text, str(path), "cannot read the manifest", code="FS518")
+    text = safe_files.read_bytes(path, MAX_MANIFEST, code=codes.BAD_MANIFEST)
+    document = json_text.value(text, str(path), "cannot read the manifest", code=codes.BAD_MANIFEST)
     if not isinstance(document, dict) or document.get("format") != "fastshard.manifest":
-        raise FastshardError.of("FS518", "not a fastshard manifest", file=str(path))
+        raise FastshardError.of(codes.BAD_MANIFEST, "not a fastshard manifest", file=str(path))
     for key, needed in (("files", {"name"}), ("tensors", {"name", "blake3"})):
         if not _rows(document.get(key), needed):
-            raise FastshardError.of("FS518", f"the manifest's list of {key} cannot be read", file=str(path))
+            raise FastshardError.of(
+                codes.BAD_MANIFEST, f"the manifest's list of {key} cannot be read", file=str(path)
+            )
     if not all(isinstance(row.get("file") or "", str) for row in document["tensors"]):
-        raise FastshardError.of("FS518", "the manifest's list of tensors cannot be read", file=str(path))
+        raise FastshardError.of(
+            codes.BAD_MANIFEST, "the manifest's list of tensors cannot be read", file=str(path)
+        )
     # A tensor may be called so, and no file.
     if any("\0" in row["name"] for row in document["files"]):
-        raise FastshardError.of("FS518", "the manifest's list of files cannot be read", file=str(path))
+        raise FastshardError.of(
+            codes.BAD_MANIFEST, "the manifest's list of files cannot be read", file=str(path)
+        )
     odd = [key for key, kind in _FORMS.items() if not isinstance(document.get(key) or kind(), kind)]
     odd += [key for key in ("sources", "findings") if not _rows(document.get(key) or [])]
     made = document.get("provenance") or {}
@@ -284,7 +292,7 @@ def read(path: Path) -> dict[str, Any]:
         or not all(_is_size(p.get("bytes", 0)) for p in made.get("parts") or [])
     ):
         told = ", ".join(dict.fromkeys(odd)) or "provenance"
-        raise FastshardError.of("FS518", f"the manifest's {told} cannot be read", file=str(path))
+        raise FastshardError.of(codes.BAD_MANIFEST, f"the manifest's {told} cannot be read", file=str(path))
     return document
 
 
@@ -330,7 +338,7 @@ def against_result(
         if name not in hashes:
             findings.append(
                 Finding.of(
-                    "FS102",
+                    codes.MISSING_TENSOR,
                     "named in the manifest, but missing",
                     tensor=name,
                     file=os.fspath(path),
@@ -339,7 +347,7 @@ def against_result(
         elif hashes[name] != tensor["blake3"]:
             findings.append(
                 Finding.of(
-                    "FS308",
+                    codes.HASH,
                     "content differs from the manifest",
                     tensor=name,
                     expected=f"BLAKE3 {tensor['blake3']}",
@@ -348,7 +356,7 @@ def against_result(
                 )
             )
     findings += [
-        Finding.of("FS308", "the manifest does not name this tensor", tensor=name, severity=severity)
+        Finding.of(codes.HASH, "the manifest does not name this tensor", tensor=name, severity=severity)
         for name in sorted(unnamed)
     ]
     return findings

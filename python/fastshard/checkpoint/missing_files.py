@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from ..common import codes
 from ..common.errors import Finding
 from ..common.options import StrPath
 from ..common.records import dataclass, field
@@ -61,16 +62,16 @@ def absent(findings: Iterable[Finding], roots: Sequence[StrPath]) -> Absent | No
     for finding in findings:
         if finding.severity != "error":
             continue
-        if finding.code == "FS111":
+        if finding.code == codes.MISSING_CHUNKS:
             of_arrays = (
                 [finding.tensor] if finding.tensor else finding.effect.tensors if finding.effect else ()
             )
             if of_arrays:
                 chunks.setdefault(finding.rank or "", []).extend(of_arrays)
-        elif finding.code == "FS103":
+        elif finding.code == codes.MISSING_LAYER:
             layers += [_layers(part) for part in finding.parts or (finding,)]
         # Links that lead nowhere are there, and to be mended here.
-        elif finding.code == "FS101":
+        elif finding.code == codes.MISSING_FILE:
             names = [
                 file
                 for file in finding.files

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from ..common import codes
 from ..common.errors import Finding
 from ..common.formatting import counted, printable, some
 from ..common.records import dataclass
@@ -13,7 +14,6 @@ from .effects import effect_on
 
 __all__ = ["HeldPart", "absent", "by_part", "held_parts"]
 
-_MISSING = ("FS102", "FS103")
 _NAMED = 4
 _WEIGHTS = {"note": 0, "warning": 1, "error": 2}
 
@@ -87,7 +87,7 @@ def _not_there(part: Part) -> Finding:
     them, were = ("them", "they were") if part.is_many else ("it", "it was")
     nothing = 0 if part.kind.counted or part.kind.within else "null"
     return Finding.of(
-        "FS116",
+        codes.MISSING_PART,
         f"config.json promises {part}, and no file holds a tensor of {them}",
         help=f"copy the files that held {them} from the original checkpoint; if {were} left out on purpose, set {part.key} to "
         f"{nothing} in config.json",
@@ -109,7 +109,7 @@ def _incomplete(one: HeldPart, names: Collection[str]) -> list[Finding]:
     message = f"config.json promises {one.part}; some of {one.its} tensors are missing"
     return [
         Finding.of(
-            "FS102", message, got=f"without {printable(some(gone, _NAMED))}", expected="modules like those of the other layers",
+            codes.MISSING_TENSOR, message, got=f"without {printable(some(gone, _NAMED))}", expected="modules like those of the other layers",
             help="copy the files that held them from the original checkpoint",
         )
     ]  # fmt: skip
@@ -140,7 +140,7 @@ def by_part(
         # Each of several ranks may say it.
         told = len({f.tensor for f in about if f.tensor and not f.count})
         told += sum(f.count or 1 for f in about if f.count or not f.tensor)
-        names = {f.tensor for f in about if f.tensor and f.code == "FS102"}
+        names = {f.tensor for f in about if f.tensor and f.code == codes.MISSING_TENSOR}
         names |= {name for name in lost if one.part.holds(name)} - set(one.names)
         count = max(told, len(names))
         merged = _merged(one, about, count, names, index, listed_by)
@@ -154,12 +154,12 @@ def by_part(
 
 def _is_of(part: Part, finding: Finding) -> bool:
     """Whether a finding is about tensors of a part that are missing, and about no others."""
-    if finding.code not in _MISSING or finding.severity == "note":
+    if not finding.is_a("missing_tensor") or finding.severity == "note":
         return False
     if finding.tensor:
-        return part.holds(finding.tensor) and not (finding.code == "FS103" and part.kind.within)
+        return part.holds(finding.tensor) and not (finding.code == codes.MISSING_LAYER and part.kind.within)
     return (
-        finding.code == "FS103"
+        finding.code == codes.MISSING_LAYER
         and part.kind.counted
         and part.layers is not None
         and finding.axis in ("L", None)
@@ -186,7 +186,7 @@ def _merged(
         what = f"{one.its} {tensors} {'is' if count == 1 else 'are'} missing"
     files = list(dict.fromkeys(file for f in about for file in f.files))
     return first.replace(
-        code="FS102" if any(f.code == "FS102" for f in about) else first.code,
+        code=codes.MISSING_TENSOR if any(f.code == codes.MISSING_TENSOR for f in about) else first.code,
         message=f"config.json promises {one.part}; {what}",
         tensor=None,
         files=files,
@@ -206,7 +206,7 @@ def _merged(
 def _fewer(findings: Sequence[Finding], count: int) -> list[Finding]:
     """The findings, where one that counts what is not told one by one counts less."""
     for at, finding in enumerate(findings):
-        if finding.code in _MISSING and not finding.tensor and not finding.file and finding.count:
+        if finding.is_a("missing_tensor") and not finding.tensor and not finding.file and finding.count:
             left = finding.count - count
             fewer = finding.replace(count=left, message=f"and {left:,} more tensors that are missing")
             return [*findings[:at], *([fewer] if left > 0 else []), *findings[at + 1 :]]

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .. import _core
-from ..common import file_digests, hub_downloads, memory_budget, option_checks, placeholder_files, safe_files
+from ..common import (
+    codes,
+    file_digests,
+    hub_downloads,
+    memory_budget,
+    option_checks,
+    placeholder_files,
+    safe_files,
+)
 from ..common.errors import FastshardError, Finding, error_for, from_core, raise_errors
 from ..common.formatting import some
 from ..common.gate import Gate
@@ -40,9 +48,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointSource", "as_checkpoint", "open"]
 
-#: What is said where nothing, or too little, is a checkpoint by its names.
-_NOTHING_FOUND = ("FS101", "FS105", "FS501", "FS513")
-
 
 @option_checks.checked
 @file_digests.kept()
@@ -59,7 +64,7 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
             :attr:`Checkpoint.findings`.
     """
     if not paths:
-        raise FastshardError.of("FS515", "no path given")
+        raise FastshardError.of(codes.USAGE, "no path given")
     gate = Gate.of(options.get("fail_on"), options.get("error", ()), options.get("ignore", ()))
     threads = thread_count(options.get("threads"))
     like, adapter = options.get("like"), options.get("adapter")
@@ -69,7 +74,7 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
     try:
         found = detect(listing, said)
     except FastshardError as refused:
-        if refused.code in _NOTHING_FOUND:
+        if refused.findings[0].is_a("nothing_found"):
             raise_errors([*listing.closed, *others.values(), *hub_downloads.unfinished(listing)])
         if listing.closed:
             known = {finding.file for finding in listing.closed}
@@ -119,14 +124,14 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
     try:
         source = found.adapter.declare(found, listing, contents, said)
     except FastshardError as refused:
-        others_there = [finding for finding in found.findings if finding.code == "FS112"]
+        others_there = [finding for finding in found.findings if finding.code == codes.STEP_TAKEN]
         if not (not_themselves or others_there):
             raise
         # What a config that is not there would have said may be all that is wrong.
         raise error_for([*not_themselves, *refused.findings, *others_there]) from None
     findings.extend(
         Finding.of(
-            "FS109",
+            codes.NOT_PROVABLE,
             "the file holds more data besides its tensors than fastshard reads; the rest was not read",
             severity="warning",
             file=found.files[file].path,
@@ -149,7 +154,7 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
     findings = listing.without_hidden([*findings, *source.findings])
     ranks = {unit.file: unit.rank for unit in source.units}
     # Leftovers are not read.
-    left = {f.file for f in findings if f.code == "FS108"}
+    left = {f.file for f in findings if f.code == codes.UNEXPECTED_FILE}
     used = [None if f is None or f["path"] in left else f for f in readable]
     findings += renamed(used, "renamed" in said.accept, ranks, roots)
     strays = _strays(found, source, listing, catalog, readable, roots, threads)
@@ -159,8 +164,8 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
     accepted = accepted_copies.patterns(said.accept)
     findings = accepted_copies.accepted(findings, accepted)
     # Not even on purpose can a file lack what it is there for.
-    copied = {f.file for f in strays.findings if f.code == "FS303"}
-    findings = [f for f in findings if f.code not in ("FS113", "FS303") or f.file not in copied]
+    copied = {f.file for f in strays.findings if f.code == codes.DUPLICATED_SHARD}
+    findings = [f for f in findings if not f.is_a("swapped") or f.file not in copied]
     findings += strays.findings
     optimizer = replace(
         source.optimizer, findings=accepted_copies.accepted(source.optimizer.findings, accepted)
@@ -221,7 +226,9 @@ def _filled(paths: tuple[StrPath, ...], options: OpenOptions, reference: Referen
     if path is None:
         if only:
             raise FastshardError.of(
-                "FS515", "--fill-only and no --fill-from", help="name the model that tensors are taken from"
+                codes.USAGE,
+                "--fill-only and no --fill-from",
+                help="name the model that tensors are taken from",
             )
         return None
     said = {key: value for key, value in options.items() if key not in ("fill_from", "fill_only")}
@@ -275,7 +282,7 @@ def _held_against(reference: Reference, source: Source) -> Source:
 
 def _nothing_below(prefix: str, source: Source) -> FastshardError:
     return FastshardError.of(
-        "FS515",
+        codes.USAGE,
         f"prefix: a checkpoint of {source.framework} holds its model in one place",
         got=prefix,
         help="leave it out",
@@ -293,7 +300,7 @@ def _find_rank_parts(readable: list[_core.OpenedFile | None], accept: frozenset[
     if first is None:
         return []
     finding = Finding.of(
-        "FS118",
+        codes.PART,
         "the file holds one rank's part of the tensor (a DTensor or ShardedTensor), where full tensors are read",
         file=first["path"],
         tensor=first["partial"],
@@ -334,7 +341,7 @@ def _refuse_unread(listing: Listing, found: Found[object], findings: list[Findin
     ]
     if unread:
         raise FastshardError.of(
-            "FS515",
+            codes.USAGE,
             f"{some(unread, 3)}: not part of the checkpoint that the other paths hold",
             expected=f"parts of one checkpoint ({found.framework})",
             help="name one checkpoint at a time: its directory, or the directories of its hosts",
@@ -362,11 +369,11 @@ def _behind(found: Found[object]) -> list[File]:
 
 def _one_limit(findings: list[Finding]) -> list[Finding]:
     """Files that could not be opened for want of descriptors are one finding: the cause is the same."""
-    beyond = [f for f in findings if f.code == "FS511"]
+    beyond = [f for f in findings if f.code == codes.TOO_MANY_FILES]
     if len(beyond) < 2:
         return findings
     told = beyond[0].replace(message=f"{beyond[0].message}; so with {len(beyond) - 1} more files")
-    return [told, *(f for f in findings if f.code != "FS511")]
+    return [told, *(f for f in findings if f.code != codes.TOO_MANY_FILES)]
 
 
 def _relative(finding: Finding, prefixes: list[str]) -> Finding:
@@ -444,7 +451,7 @@ def _expected_names(
             for tensor in sorted(source.expected_names - names.get(unit.file, source.expected_names)):
                 findings.append(
                     Finding.of(
-                        "FS102",
+                        codes.MISSING_TENSOR,
                         "named in layout.json, but missing in this rank's file",
                         file=paths[unit.file],
                         rank=unit.rank,
@@ -467,7 +474,7 @@ def as_checkpoint(source: CheckpointSource, **options: Any) -> Checkpoint:
         )
         if late:
             raise FastshardError.of(
-                "FS515",
+                codes.USAGE,
                 "the checkpoint is open already",
                 got=", ".join(late),
                 help="pass these to fastshard.open",

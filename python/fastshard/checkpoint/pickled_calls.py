@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .. import _core
+from ..common import codes
 from ..common.errors import Finding
 from ..common.formatting import without_numbers
 
@@ -39,7 +40,7 @@ def calls_for_tensors(
             continue
         if (name := _called(catalog.values(at)[0], _DEPTH)) is not None:
             found[at] = Finding.of(
-                "FS602",
+                codes.UNSAFE_PICKLE,
                 f"the file holds no tensors, and calls {name} where it is loaded; nothing was executed",
                 file=file["path"],
                 expected="tensors, as files of other ranks hold them",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from .. import _core
+from ..common import codes
 from ..common.errors import FastshardError, Finding, raise_errors
 from ..common.formatting import counted
 from ..common.regex import compile_when_used
@@ -41,14 +42,14 @@ def weights_taken(
         # Why what is there cannot be read, if it cannot.
         raise_errors(state.findings)
         raise FastshardError.of(
-            "FS402",
+            codes.MASTERS_NOT_CHECKABLE,
             "the checkpoint holds no fp32 master weights or optimizer state",
             severity="error",
             help=_without_state(optimizer, needed_by),
         )
     if weights == "params" and not state.params_stored:
         raise FastshardError.of(
-            "FS402",
+            codes.MASTERS_NOT_CHECKABLE,
             "the checkpoint holds its parameters as fp32 master weights only (ZeRO stage 3)",
             severity="error",
             help="pass --weights masters (the default here) to take the master weights; --dtype bf16 rounds them",
@@ -58,9 +59,17 @@ def weights_taken(
     unread: list[Finding] = []
     if optimizer and not any(a.slot for a in source.assembled):
         unread = [
-            Finding.of("FS402", "the optimizer holds no moments: it never took a step", severity="warning")
+            Finding.of(
+                codes.MASTERS_NOT_CHECKABLE,
+                "the optimizer holds no moments: it never took a step",
+                severity="warning",
+            )
             if state.unstepped
-            else Finding.of("FS402", "the checkpoint holds no moments that can be read", severity="error")
+            else Finding.of(
+                codes.MASTERS_NOT_CHECKABLE,
+                "the checkpoint holds no moments that can be read",
+                severity="error",
+            )
         ]
     taken = weights or state.weights
     # Masters are compared with the parameters unless that is declined; moments alone are compared with nothing.
@@ -70,7 +79,7 @@ def weights_taken(
         if lenient and about_optimizer and finding.severity == "error":
             return finding.replace(severity="warning")
         # What cannot be named cannot be taken either.
-        if (taken == "masters" or optimizer) and finding.code == "FS402":
+        if (taken == "masters" or optimizer) and finding.code == codes.MASTERS_NOT_CHECKABLE:
             return finding.replace(severity="error")
         return finding
 
@@ -88,7 +97,7 @@ def weights_taken(
         found += unread
     if state.moments_only:
         return found
-    return [*found, Finding.of("FS403", f"weights taken: {told[taken]}")]
+    return [*found, Finding.of(codes.WEIGHTS_TAKEN, f"weights taken: {told[taken]}")]
 
 
 def _without_state(optimizer: bool, needed_by: str | None) -> str:
@@ -139,7 +148,10 @@ def unproven(source: Source, seen: heuristics.Evidence | None, why: str = "") ->
     if why:
         unnoticed += f"; {why}"
     return Finding.of(
-        "FS109", f"completeness is checked only in part: {unnoticed}", unnoticed=unnoticed, help=help_
+        codes.NOT_PROVABLE,
+        f"completeness is checked only in part: {unnoticed}",
+        unnoticed=unnoticed,
+        help=help_,
     )
 
 
@@ -153,7 +165,7 @@ def asked_for(finding: Finding, request: Request) -> Finding:
 def beyond_config(finding: Finding, source: Source) -> Finding:
     """The finding for a tensor of a layer that the config does not count, with what the config says."""
     model = source.model
-    layer = layer_of(finding.tensor) if finding.code == "FS215" and finding.tensor else None
+    layer = layer_of(finding.tensor) if finding.code == codes.CONFIG_DISAGREES and finding.tensor else None
     if layer is None or finding.evidence or model.config_file is None:
         return finding
     config = model.config or {}
@@ -169,13 +181,13 @@ def left_out_for_one_reason(findings: list[Finding]) -> list[Finding]:
     """Tensors that are left out for one reason are one note: a train state has two moments of each weight."""
     left: dict[str, list[Finding]] = {}
     for finding in findings:
-        if finding.code == "FS212":
+        if finding.code == codes.IGNORED:
             left.setdefault(finding.message, []).append(finding)
     notes = [
         group[0] if len(group) == 1 else group[0].replace(message=f"{len(group)} tensors: {reason}")
         for reason, group in left.items()
     ]
-    return [f for f in findings if f.code != "FS212"] + notes
+    return [f for f in findings if f.code != codes.IGNORED] + notes
 
 
 def torn(names: Sequence[Sequence[str]], taken: Collection[str]) -> list[Finding]:
@@ -193,7 +205,7 @@ def torn(names: Sequence[Sequence[str]], taken: Collection[str]) -> list[Finding
     lacks = next(name for name in first if name not in taken)
     return [
         Finding.of(
-            "FS102",
+            codes.MISSING_TENSOR,
             f"of {counted(len(apart), 'quantised weight')} a part is left out, as asked for",
             severity="warning",
             tensor=lacks,
@@ -223,7 +235,7 @@ def quantised(tensors: dict[str, Drafted], dtype: str, method: str | None) -> li
     name, kind = left[0]
     return [
         Finding.of(
-            "FS514",
+            codes.UNSUPPORTED,
             f"{counted(len(left), 'tensor')} of weights {how}, and {why}",
             tensor=name,
             expected=f"floats that can be cast to {dtype}",

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from .. import _core
-from ..common import config_text, json_text
+from ..common import codes, config_text, json_text
 from ..common.dtypes import TORCH_FLOATS
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.formatting import counted
@@ -47,9 +47,6 @@ from .plan_findings import (
     weights_taken,
 )
 from .proof import listed_by
-
-#: Errors of a tensor that is missing, or of which a part is missing or does not fit.
-_NOT_WHOLE = ("FS102", "FS103", "FS111", "FS201", "FS202", "FS203", "FS204", "FS205", "FS206", "FS208")
 
 
 def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
@@ -138,7 +135,7 @@ def _made(opened: Opened, request: Request) -> Plan:
     if draft.target is not None and not any(finding.severity == "error" for finding in errors):
         completed = _completed(draft, draft.target)
         # What a list proves no other finding calls unproven.
-        of_target = [f for f in completed.findings if f.code != "FS109" or by is None]
+        of_target = [f for f in completed.findings if f.code != codes.NOT_PROVABLE or by is None]
         told += of_target + padding(draft.source, draft.axes, request.tokenizer)
     keeps_names = draft.target is not None and draft.target.keeps_names
     texts = dict(completed.texts)
@@ -274,7 +271,7 @@ def _kept_note(draft: _Draft) -> list[Finding]:
     keep = "keeps its dtype" if len(kept) == 1 else "keep their dtype"
     return [
         Finding.of(
-            "FS212",
+            codes.IGNORED,
             f"{counted(len(kept), 'tensor')} that the model computes with in float32 {keep}",
             severity="note", tensor=name, expected=dtype, got=kind, count=len(kept),
             help="pass --keep-dtype none to cast every tensor", run=["--keep-dtype none"],
@@ -293,7 +290,7 @@ def _refuse_codes(opened: Opened, source: Source, request: Request) -> None:
         return
     what = "--adapter" if source.adapted else "--vocab-size"
     raise FastshardError.of(
-        "FS514",
+        codes.UNSUPPORTED,
         f"{what}, and {counted(len(weights), 'weight')} of the model stored as {weights[0].form.name}: it is done to values, not to codes",
         tensor=weights[0].codes,
         help="give the weights their values", run=["--dtype bf16"],
@@ -319,7 +316,7 @@ def _metadata(draft: _Draft) -> tuple[dict[str, str], list[Finding]]:
     name = next((name for name, r in records.items() if r.parts), None)
     return {}, [
         Finding.of(
-            "FS514",
+            codes.UNSUPPORTED,
             "torchao keeps in the header of each file what its tensors are: their names, values and files stay as they are",
             tensor=name,
             help="merge it as it is, without options that change names, values or the form, or save the model's values with torchao (dequantize) and convert these",
@@ -437,7 +434,7 @@ def _all_findings(
     """All findings of a plan, each with what it costs, and the tensors that are not whole, with the elements of each."""
     placed = core.findings()
     planned = [beyond_config(f, draft.source) for f in draft.causes.left(placed)]
-    if draft.request.include and any(f.code == "FS515" for f in planned):
+    if draft.request.include and any(f.code == codes.USAGE for f in planned):
         planned = [_meant_for(f, draft.opened, draft.request) for f in planned]
     if not draft.request.is_narrowed:
         planned = _without_patterns(planned, draft.findings)
@@ -446,7 +443,11 @@ def _all_findings(
     findings = [*draft.findings, *planned, *told]
     if draft.request.is_narrowed:
         return findings, {}
-    broken = (f for f in [*findings, *draft.found] if f.severity == "error" and f.code in _NOT_WHOLE)
+    broken = (
+        f
+        for f in [*findings, *draft.found]
+        if f.severity == "error" and f.is_a("missing_tensor", "incomplete", "misfit")
+    )
     if lost := lost_tensors(draft.lost, draft.source, broken):
         usable = None if draft.target else core.names()
         findings = with_effects(findings, draft.causes, lost, usable, [*draft.found, *placed])
@@ -490,7 +491,7 @@ def _config_text(draft: _Draft) -> dict[str, str]:
 def find_ids_beyond(plan: Plan, tokenizer: Tokenizer | None) -> list[Finding]:
     """Finds that a tokenizer has ids beyond the rows of the embedding, in a plan that keeps the names of the full tensors."""
     keeps_names = plan.target == "merge" or plan.keeps_names
-    is_known = any(f.severity == "error" or f.code == "FS215" for f in plan.findings)
+    is_known = any(f.severity == "error" or f.code == codes.CONFIG_DISAGREES for f in plan.findings)
     if tokenizer is None or not keeps_names or is_known:
         return []
     shapes = {name: shape for name, _, shape, *_ in plan.outputs}
@@ -507,14 +508,14 @@ def to_be_written(plan: Plan) -> Plan:
 def _without_patterns(planned: list[Finding], others: list[Finding]) -> list[Finding]:
     """The findings, where nothing is left and no pattern is the reason: another error is, or the files."""
     if any(f.severity == "error" for f in others):
-        return [f for f in planned if f.code != "FS515"]
+        return [f for f in planned if f.code != codes.USAGE]
     help = "copy the files again: they hold no tensors"
-    return [f.replace(help=help) if f.code == "FS515" else f for f in planned]
+    return [f.replace(help=help) if f.code == codes.USAGE else f for f in planned]
 
 
 def _meant_for(finding: Finding, opened: Opened, request: Request) -> Finding:
     """That nothing is left, with the name that a pattern may be meant for."""
-    if finding.code != "FS515":
+    if finding.code != codes.USAGE:
         return finding
     names = make_plan(opened, replace(request, include=(), exclude=())).index
     for pattern in request.include:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..common import codes
 from ..common.errors import FastshardError, Finding
 from ..common.records import replace
 from ..layouts.declaration import is_state
@@ -31,9 +32,6 @@ __all__ = ["beside_list", "judged", "refuse_missing_code", "refused_names", "wit
 _NEEDED = 1 << 30
 
 
-_MISSING = ("FS102", "FS103")
-
-
 def with_promised(opened: Opened, only_kept: bool = False, for_hf: bool = False) -> Opened:
     """The opened checkpoint with the list of what its config promises, where that is asked for and nothing says more.
 
@@ -53,7 +51,9 @@ def with_promised(opened: Opened, only_kept: bool = False, for_hf: bool = False)
 
     def listing() -> ExpectedTensors:
         if not only_kept and (free := _available()) is not None and free < _NEEDED:
-            raise FastshardError.of("FS514", "transformers was not asked: less than 1 GiB of memory is free")
+            raise FastshardError.of(
+                codes.UNSUPPORTED, "transformers was not asked: less than 1 GiB of memory is free"
+            )
         return list_for(config, str(file or "config.json"), only_kept=only_kept)
 
     promised = Promised(listing)
@@ -137,13 +137,17 @@ def judged(
     shapes = {name: (tuple(whole), kind) for name, kind, _, _, whole, _ in tensors if not is_state(name)}
     partial = not model.saved_whole and not holds_embedding(shapes)
     # Where none of the list is missing it is no part, whatever its embedding is called.
-    partial = partial and any(f.code in _MISSING for f in told)
+    partial = partial and any(f.is_a("missing_tensor") for f in told)
     told = [_counted(f, shapes if partial else None) for f in told]
     told += _misshapen(opened.quantised.weights, listed, called)
     told += find_differing_ties(called, listed, model.config or {}, opened, merged, shapes)
     # What the config promises besides is no surprise.
     parts = parts_of(model.config or {})
-    told = [f for f in told if f.severity != "note" or f.code != "FS207" or not _is_of(parts, f.tensor)]
+    told = [
+        f
+        for f in told
+        if f.severity != "note" or f.code != codes.UNKNOWN_TENSOR or not _is_of(parts, f.tensor)
+    ]
     wrong = [f for f in told if f.severity == "error"]
     count = len(reference.roster or ())
     others = listed.only_in_memory & own
@@ -151,7 +155,7 @@ def judged(
     has_copies_only = bool(others) and others <= {name for group in listed.ties for name in group}
     if not wrong and not on_disk and request.to == "hf" and not has_copies_only:
         return [_names_in_memory(called, listed, [name for name, *_ in tensors], model.config_file)], ""
-    has_others = any(f.code == "FS207" for f in told)
+    has_others = any(f.code == codes.UNKNOWN_TENSOR for f in told)
     if has_others and listed.quantised:
         # Quantisers take modules apart, and name them as they like.
         return [], f"{called} has other names than the quantised model"
@@ -178,7 +182,7 @@ def _concluded(findings: list[Finding], called: str, count: int, spelling: str) 
     """The findings of a list, with what it proves where nothing differs."""
     if any(f.severity == "error" for f in findings):
         return findings, ""
-    rest = [f for f in findings if f.code != "FS109"]
+    rest = [f for f in findings if f.code != codes.NOT_PROVABLE]
     partly = any(f.severity == "warning" for f in findings)
     return (rest if partly else [*rest, _proven(called, count, spelling)]), ""
 
@@ -195,7 +199,7 @@ def _accounts_for(
 
     if not odd:
         return False
-    if any(f.code == "FS207" for f in wrong):
+    if any(f.code == codes.UNKNOWN_TENSOR for f in wrong):
         return True
     known = {tensor.name: tensor.shape for tensor in (*listed.tensors, *listed.in_memory)}
     others = Counter(shape for name, (shape, _) in shapes.items() if name not in known)
@@ -211,7 +215,7 @@ def _misshapen(weights: Iterable[Weight], listed: ExpectedTensors, called: str) 
         shape = next((shapes[name] for name, _ in weight.stored_as if name in shapes), None)
         if shape is not None and not weight.form.fits(weight.sizes, shape):
             yield Finding.of(
-                "FS201",
+                codes.SHAPE,
                 f"the codes are of a weight {list(weight.sizes.shape)}, and {called} has another one",
                 tensor=weight.codes,
                 expected=f"codes of {list(shape)}",
@@ -228,21 +232,21 @@ def _counted(finding: Finding, part: Collection[str] | None) -> Finding:
     """A finding of the list as it counts; ``part`` are the tensors of a trainer that may have saved what it trained alone."""
     if finding.severity != "error":
         return finding
-    if finding.code == "FS207" and finding.expected is None:
+    if finding.code == codes.UNKNOWN_TENSOR and finding.expected is None:
         return finding.replace(severity="note", help=None)
-    if part is not None and finding.code in _MISSING:
+    if part is not None and finding.is_a("missing_tensor"):
         from ..expected.comparison import LAYER
 
         layer = LAYER.match(finding.tensor or "")
         near = f"{layer[1]}{layer[2]}." if layer else f"{(finding.tensor or '').rpartition('.')[0]}."
-        if finding.code == "FS103" or not any(name.startswith(near) for name in part):
+        if finding.code == codes.MISSING_LAYER or not any(name.startswith(near) for name in part):
             return finding.replace(severity="warning")
     return finding
 
 
 def _proven(called: str, count: int, spelling: str = "") -> Finding:
     return Finding.of(
-        "FS109",
+        codes.NOT_PROVABLE,
         f"checked against {called}: {count:,} tensors" + (f", {spelling}" if spelling else ""),
         severity="note",
         file="config.json",
@@ -276,7 +280,7 @@ def _names_in_memory(called: str, listed: ExpectedTensors, names: list[str], con
     """Finds that a result would have names that its format has not, where they could not be written as those on disk."""
     odd = sorted(listed.only_in_memory & set(names)) or [name for name in names if not is_state(name)]
     return Finding.of(
-        "FS209",
+        codes.FACT_UNKNOWN,
         f"{len(odd)} tensors have names that {called} has in memory, and save_pretrained writes others",
         tensor=odd[0] if odd else None,
         help="write the names on disk, or merge, which keeps those in memory",
@@ -289,8 +293,8 @@ def beside_list(seen: list[Finding], by_list: list[Finding]) -> list[Finding]:
 
     What the list finds missing is not told twice. An error is a warning that names both where the list proves that all is there.
     """
-    if any(f.severity == "error" and f.code in _MISSING for f in by_list):
-        return [f for f in seen if f.code not in _MISSING]
+    if any(f.severity == "error" and f.is_a("missing_tensor") for f in by_list):
+        return [f for f in seen if not f.is_a("missing_tensor")]
     by = listed_by(by_list)
     if by is None:
         return seen

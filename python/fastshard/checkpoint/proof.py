@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ..common.errors import UNPROVEN, Finding
+from ..common import codes
+from ..common.errors import Finding
 from ..common.records import asdict, dataclass, field
 
 __all__ = ["Checked", "checked", "listed_by", "not_checked", "not_proven"]
@@ -84,12 +85,12 @@ def checked(
 
 def listed_by(findings: Iterable[Finding]) -> str | None:
     """Who listed the tensors that are all there; None where no list was compared, or something differs."""
-    return next((f.evidence for f in findings if f.code == "FS109" and f.evidence), None)
+    return next((f.evidence for f in findings if f.code == codes.NOT_PROVABLE and f.evidence), None)
 
 
 def _left_open(finding: Finding) -> str | None:
     """What a finding says may be missing, or lie elsewhere, unnoticed; None for others."""
-    if finding.code == "FS114":
+    if finding.code == codes.LOOKALIKES:
         return "files or chunks that were swapped would not be noticed"
     return finding.unnoticed
 
@@ -97,14 +98,14 @@ def _left_open(finding: Finding) -> str | None:
 def _unproven(findings: Iterable[Finding]) -> list[Finding]:
     """Findings that say what could not be checked."""
     findings = list(findings)
-    unprovable = [f for f in findings if f.code == "FS109" and f.file is None]
-    return [*unprovable[:1], *(f for f in _unnoticed(findings) if f.code in UNPROVEN)]
+    unprovable = [f for f in findings if f.code == codes.NOT_PROVABLE and f.file is None]
+    return [*unprovable[:1], *(f for f in _unnoticed(findings) if f.is_a("unproven"))]
 
 
 def _unnoticed(findings: list[Finding]) -> list[Finding]:
     """The findings; where a swap was noticed, without that which says that one would not be."""
-    noticed = any(f.severity != "note" and f.code in ("FS113", "FS303", "FS305") for f in findings)
-    return [f for f in findings if not (noticed and f.code == "FS114")]
+    noticed = any(f.severity != "note" and f.is_a("swapped") for f in findings)
+    return [f for f in findings if not (noticed and f.code == codes.LOOKALIKES)]
 
 
 def not_checked(findings: Iterable[Finding]) -> list[str]:
@@ -116,6 +117,6 @@ def not_proven(findings: Iterable[Finding]) -> list[str]:
     """What no run that reads a checkpoint can prove, and what this one could not, each with what would help."""
     left = _unproven(findings)
     told = [f"{f.message}; {f.advice}" for f in left]
-    if all(f.code != "FS109" for f in left):
+    if all(f.code != codes.NOT_PROVABLE for f in left):
         told.insert(0, "that the layout is right for the model: no hash shows that, logits do")
     return told

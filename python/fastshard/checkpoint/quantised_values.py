@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from .. import _core
-from ..common import memory_budget
+from ..common import codes, memory_budget
 from ..common.errors import Finding
 from ..models.quantised.forms import Weight, ceil_div
 from ..models.quantised.values import Asked, DamagedError, NoValuesError
@@ -82,7 +82,7 @@ def _of_factors(weight: Weight, role: str, name: str, stored: StoredBytes) -> It
     if count:
         # Of what is no number the whole run tells too; here is what it does to the weight.
         yield Finding.of(
-            "FS306", f"{count:,} {role} of {weight.codes} are no factors (NaN, infinite or below zero)", tensor=name,
+            codes.NON_FINITE, f"{count:,} {role} of {weight.codes} are no factors (NaN, infinite or below zero)", tensor=name,
             expected="finite numbers above zero", got=first, help=_HELP,
         )  # fmt: skip
     elif zeros:
@@ -105,7 +105,7 @@ def _find_damage(weight: Weight, stored: StoredBytes) -> Iterator[Finding]:
 
 def _is_zero(weight: Weight, name: str, role: str, count: int) -> Finding:
     return Finding.of(
-        "FS313", f"{count:,} {role} of {weight.codes} are zero, and the codes there are not: all of that is lost", severity="error",
+        codes.ZERO_SLAB, f"{count:,} {role} of {weight.codes} are zero, and the codes there are not: all of that is lost", severity="error",
         tensor=name, expected="numbers above zero", got="0", help=_HELP,
     )  # fmt: skip
 
@@ -154,6 +154,6 @@ def _groups(weight: Weight, name: str, stored: StoredBytes) -> Iterator[Finding]
     if outside or uneven:
         got = f"{outside:,} of another" if outside else "groups of other sizes"
         yield Finding.of(
-            "FS215", f"the group indices of {weight.codes} are not those of {groups} groups", tensor=name,
+            codes.CONFIG_DISAGREES, f"the group indices of {weight.codes} are not those of {groups} groups", tensor=name,
             expected=f"0 to {groups - 1}, each at most {size} times", got=got, help=_HELP,
         )  # fmt: skip

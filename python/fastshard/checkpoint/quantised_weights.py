@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..common import safe_files
+from ..common import codes, safe_files
 from ..common.errors import FastshardError, Finding
 from ..common.records import dataclass, field
 from ..common.regex import compile_when_used
@@ -38,7 +38,7 @@ _OF_ACTIVATIONS = compile_when_used(
     r"|experts\.(gate_up|down)_proj_activation_scale)$"
 )
 _CUT = Finding.of(
-    "FS514",
+    codes.UNSUPPORTED,
     "a header of torchao has more text than is read, and nothing loads the result without it",
     help="copy the files as they are, or save the model's values with torchao (dequantize)",
 )
@@ -153,7 +153,7 @@ def _by_names(tensors: Mapping[str, Stored]) -> tuple[list[Weight], list[Finding
     if not any(dtype in F8 for dtype, _ in tensors.values()):
         return [], []
     weights, found = judged(_UNSAID, tensors)
-    return weights, [finding for finding in found if finding.code in ("FS201", "FS202")]
+    return weights, [finding for finding in found if finding.is_a("misfit")]
 
 
 def _below(source: Source, tensors: Mapping[str, Stored]) -> dict[str, Stored]:

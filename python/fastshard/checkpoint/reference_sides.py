@@ -8,6 +8,7 @@ from typing import Any
 
 from .. import _core
 from .._core import Rule
+from ..common import codes
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.records import replace
 from ..common.thread_counts import default_threads
@@ -133,7 +134,7 @@ def as_referenced(
     if way is None:
         return _by_config_of(opened, reference, source, side, asked) or (source, None, "")
     note = Finding.of(
-        "FS212",
+        codes.IGNORED,
         f"names are written as the reference {reference.path} has them: {way}",
         severity="note",
     )
@@ -196,7 +197,7 @@ def as_written(
     facts = {"tied": True}
     form = Form("merge", on_disk.with_rules([*on_disk.rules, *beside]), facts=facts)
     note = Finding.of(
-        "FS212",
+        codes.IGNORED,
         f"names are written as save_pretrained of {listed.model_class} writes them (transformers {listed.transformers})",
         severity="note",
     )

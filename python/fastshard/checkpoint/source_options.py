@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..common import safe_files
+from ..common import codes, safe_files
 from ..common.config_text import checked, parse_json, parse_yaml
 from ..common.errors import FastshardError
 from ..common.options import OpenOptions, StrPath
@@ -29,7 +29,7 @@ def of(given: OpenOptions, reference: Reference | None) -> Options:
     if reference is not None and reference.roster is None:
         if config is not None:
             raise FastshardError.of(
-                "FS515", "both --config (or --expect) and --like give a config", help="pass it once"
+                codes.USAGE, "both --config (or --expect) and --like give a config", help="pass it once"
             )
         config, path = reference.config, str(reference.config_file)
     step, prefix, layout = given.get("step"), given.get("prefix"), given.get("layout")
@@ -52,14 +52,14 @@ def _read_config(config: StrPath | Mapping[str, Any] | None) -> tuple[dict[str, 
         try:
             return dict(checked(config)), None
         except ValueError as error:
-            raise FastshardError.of("FS211", f"not a config: {error}") from None
+            raise FastshardError.of(codes.BAD_VALUE, f"not a config: {error}") from None
     path = Path(config)
     try:
         # JSON is YAML too, but its own reader gives better messages and is faster.
-        text = safe_files.read_text(path, safe_files.MAX_CONFIG, code="FS211")
+        text = safe_files.read_text(path, safe_files.MAX_CONFIG, code=codes.BAD_VALUE)
         content = (parse_json if path.suffix == ".json" else parse_yaml)(text)
     except ValueError as error:
-        raise FastshardError.of("FS211", f"not a config: {error}", file=str(path)) from None
+        raise FastshardError.of(codes.BAD_VALUE, f"not a config: {error}", file=str(path)) from None
     if not isinstance(content, dict) or not content:
-        raise FastshardError.of("FS211", "not a config: no keys", file=str(path))
+        raise FastshardError.of(codes.BAD_VALUE, "not a config: no keys", file=str(path))
     return content, str(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..common import codes
 from ..common.errors import Finding
 from ..common.formatting import counted
 from ..common.records import replace
@@ -41,7 +42,7 @@ def compare_copies(opened: Opened, *, writes: bool) -> list[Finding]:
         is_loaded = writes or holder > other
         findings.append(
             Finding.of(
-                "FS206",
+                codes.OVERLAP,
                 f"{counted(len(differing), 'tensor')} of this file lie in {other} too, with other values: the index names this file"
                 + (
                     ", whose copy is taken"

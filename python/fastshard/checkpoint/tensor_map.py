@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..common import codes
 from ..common.errors import Finding, IncompleteError
 from .tensor import Tensor
 
@@ -109,7 +110,7 @@ def _incomplete(name: str, findings: list[Finding]) -> IncompleteError:
     errors = [finding for finding in findings if finding.severity == "error"]
     own = [finding for finding in errors if finding.tensor == name]
     told = Finding.of(
-        "FS205",
+        codes.HOLE,
         "the tensor is incomplete",
         tensor=name,
         help="repair the checkpoint: its findings say what is missing",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from ..common import memory_budget
+from ..common import codes, memory_budget
 from ..common.byte_sizes import parse_size
 from ..common.dtypes import TORCH_NAMES
 from ..common.errors import FastshardError
@@ -130,7 +130,7 @@ def matching(
         raise _nothing_matches(globs, [row.name for row in rows])
     if not found and (globs or kinds or layers or larger_than is not None):
         raise FastshardError.of(
-            "FS515",
+            codes.USAGE,
             "no tensor is left by these filters",
             help="see what there is",
             run=["fastshard ls CKPT --by layer"],
@@ -147,14 +147,16 @@ def _dtype(word: str) -> str:
     names = {torch: name for name, torch in TORCH_NAMES.items()} | {name: name for name in TORCH_NAMES}
     found = names.get(word.upper()) or names.get(word.lower().removeprefix("torch."))
     if found is None:
-        raise FastshardError.of("FS515", f"--dtype: no dtype is called {word}{meant(word.lower(), names)}")
+        raise FastshardError.of(
+            codes.USAGE, f"--dtype: no dtype is called {word}{meant(word.lower(), names)}"
+        )
     return found
 
 
 def _nothing_matches(globs: Sequence[str], names: list[str]) -> FastshardError:
     near = nearest(globs[-1], names)
     return FastshardError.of(
-        "FS515",
+        codes.USAGE,
         f"no tensor matches {', '.join(globs)}, and no file is called that",
         help=f"did you mean {near}?" if near else "write shell patterns for full names, e.g. '*norm*'",
     )

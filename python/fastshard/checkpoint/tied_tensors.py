@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from ..common import codes
 from ..common.errors import Finding
 from ..common.regex import compile_when_used
 from ..expected.comparison import HEAD, stated
@@ -53,7 +54,7 @@ def find_differing_ties(
             is_stated = stated(config, "tie_word_embeddings") is True
             findings.append(
                 Finding.of(
-                    "FS311",
+                    codes.TIED_DIFFER,
                     f"{called} ties {other} to {stored[0]}, and the stored tensors differ: a loader ignores {other}",
                     severity="error" if is_stated else "warning",
                     tensor=other,
@@ -99,7 +100,7 @@ def find_differing_head(opened: Opened, merged: Merged) -> list[Finding]:
         message = f"{head} differs from {embedding}, and the config does not say whether they are tied: loaders that tie them by default ignore {head}"
     return [
         Finding.of(
-            "FS311",
+            codes.TIED_DIFFER,
             message,
             severity="error" if is_tied else "warning",
             tensor=head,

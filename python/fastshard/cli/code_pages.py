@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..common import codes
+
 __all__ = ["PAGES", "Page"]
 
 
@@ -17,229 +19,229 @@ class Page(NamedTuple):
 
 
 PAGES = {
-    "FS101": Page(
+    codes.MISSING_FILE: Page(
         "Every node saved to its own local disk, a copy stopped early, or a download was filtered.",
         "`fastshard verify CKPT -v` lists each path and what asks for it. Look for the file on the node that ran the rank.",
     ),
-    "FS102": Page(
+    codes.MISSING_TENSOR: Page(
         "A rank file was lost whose tensors no other file names, or the config describes a larger model.",
         "`fastshard ls CKPT` lists the tensors that are there. Compare the names with a good checkpoint: "
         "`fastshard diff CKPT GOOD`.",
     ),
-    "FS103": Page(
+    codes.MISSING_LAYER: Page(
         "The files of a pipeline stage are on another node, or the config states more layers than the model has.",
         "`fastshard ls CKPT --by layer` lists the layers that are there. Compare their number with the config.",
     ),
-    "FS104": Page(
+    codes.UNCOMMITTED: Page(
         "The job was stopped while it saved, or it is still saving.",
         "Look at the times of the files in the step, and whether the training job still runs.",
     ),
-    "FS105": Page(
+    codes.TRACKER_POINTS_NOWHERE: Page(
         "The step was moved, deleted by a retention policy, or not copied with the tracker file. Beside a model that needs no step it is a warning.",
         "Open the tracker file, and list the steps beside it.",
     ),
-    "FS106": Page(
+    codes.AMBIGUOUS: Page(
         "The directory holds several models or several forms of one, or the config was not copied.",
         "`fastshard ls CKPT --tree` shows the prefixes of the names. The finding says what is not decided, and lists the choices if there are any.",
     ),
-    "FS107": Page(
+    codes.MIXED_STEPS: Page(
         "Files were collected from several nodes while training went on, or a copy was resumed a step later.",
         "The finding names the step of each file. Look at the times of the files.",
     ),
-    "FS108": Page(
+    codes.UNEXPECTED_FILE: Page(
         "Another run or another number of ranks saved to the same directory, and its files stayed.",
         "Look at the times of the file and of its neighbours, and at the index.",
     ),
-    "FS109": Page(
+    codes.NOT_PROVABLE: Page(
         "There is no config.json, or fastshard has no layout for this model_type.",
         "Lines that begin with `not checked` name the tensors. Look for them in the code of the model.",
     ),
-    "FS110": Page(
+    codes.RANKS_DISAGREE: Page(
         "A rank file of an earlier run stayed in the directory, or was copied there.",
         "The finding names the setting and both values. Look at the times of the files.",
     ),
-    "FS111": Page(
+    codes.MISSING_CHUNKS: Page(
         "The processes of the job did not write to shared storage. Or the writer leaves out chunks of zeros, and the files do not show which chunks it left out.",
         "List the directory that the finding names on the host that ran the process. The finding says how many chunks speak for zeros.",
     ),
-    "FS112": Page(
+    codes.STEP_TAKEN: Page(
         "Training keeps several steps in one directory.",
         "List the steps, and open the tracker file.",
     ),
-    "FS113": Page(
+    codes.RENAMED: Page(
         "A script that collected files from several nodes mixed up their names.",
         "`unzip -l FILE` shows the name under which torch.save wrote the archive. Megatron-LM keeps `args.rank` in the file.",
     ),
-    "FS114": Page(
+    codes.LOOKALIKES: Page(
         "The format stores no rank in its files: DCP, per-rank safetensors, chunks of arrays.",
         "Nothing in the files confirms it. Compare with hashes that were made where the files were written.",
     ),
-    "FS115": Page(
+    codes.INDEX_NAMES_ANOTHER_FILE: Page(
         "Shards were renamed or written again, and the index of an earlier save stayed.",
         "`fastshard trace CKPT TENSOR` names the file that holds a tensor. Look for the tensor's name in the index.",
     ),
-    "FS116": Page(
+    codes.MISSING_PART: Page(
         "transformers leaves MTP layers out when it loads a model, and saves the model without them. Or a script dropped the part.",
         "`fastshard ls CKPT --tree` shows the parts that are there. Look for the key that the finding names in config.json, and for the part "
         "in the original checkpoint.",
     ),
-    "FS117": Page(
+    codes.FILLED: Page(
         "--fill-from took whole parts of which the checkpoint holds nothing, or --fill-only single tensors.",
         "The manifest lists the names under `filled`. `fastshard diff OUT ORIGINAL --include 'NAME*'` compares them.",
     ),
-    "FS118": Page(
+    codes.PART: Page(
         "A script or a shell completed the path of one file where the folder was meant.",
         "`fastshard ls FILE` lists the tensors that the file holds. The help of the finding names the folder that holds the other parts.",
     ),
-    "FS119": Page(
+    codes.NOT_LOADED: Page(
         "A trainer saved its wrapper's names, or a script renamed tensors and left the config as it was.",
         "from_pretrained prints which weights it initialises: all that it does not find. `fastshard ls CKPT` lists the names in the files.",
     ),
-    "FS201": Page(
+    codes.SHAPE: Page(
         "A file of another run or another number of ranks is in the directory.",
         "The finding gives both shapes. If one is a multiple of the other, the number of ranks differs.",
     ),
-    "FS202": Page(
+    codes.DTYPE: Page(
         "One rank was saved after a cast, or by a run with another precision.",
         "`fastshard ls CKPT --by dtype` counts the tensors of each dtype.",
     ),
-    "FS203": Page(
+    codes.AXIS_CONFLICT: Page(
         "A shard of one tensor is missing, or one tensor was resized alone.",
         "The finding gives the shape of one tensor and the shape that the others call for. Compare both with the config.",
     ),
-    "FS204": Page(
+    codes.NOT_DIVISIBLE: Page(
         "Heads, experts or rows cannot be shared equally by so many ranks.",
         "Divide the size that the finding gives by the number of ranks.",
     ),
-    "FS205": Page(
+    codes.HOLE: Page(
         "A rank died while it saved, or its file comes from an earlier save.",
         "The finding gives where the chunks begin that are there. Look for the rank that wrote the others.",
     ),
-    "FS206": Page(
+    codes.OVERLAP: Page(
         "Files of two saves are in one directory.",
         "The finding names both files. Look at their times.",
     ),
-    "FS207": Page(
+    codes.UNKNOWN_TENSOR: Page(
         "The model has modules that the layout does not know, such as extra heads or adapters.",
         "`fastshard ls CKPT --glob NAME` shows the tensor. Look for it in the code of the model.",
     ),
-    "FS208": Page(
+    codes.SLICE_AS_WHOLE: Page(
         "The script that saved the model did not gather this tensor over the tensor-parallel ranks.",
         "The finding gives the number of rows or columns that are lost. Compare it with the sizes in the config.",
     ),
-    "FS209": Page(
+    codes.FACT_UNKNOWN: Page(
         "The training config was not saved with the checkpoint.",
         "The finding names the setting. Look for it in the config or the command line of the training run.",
     ),
-    "FS210": Page(
+    codes.BAD_LAYOUT: Page(
         "A layout of your own has a syntax error, or a rule contradicts another one.",
         "The finding gives the line or the entry.",
     ),
-    "FS211": Page(
+    codes.BAD_VALUE: Page(
         "A value does not fit this checkpoint, or was misspelt.",
         "The finding gives the option, its value and the values that are allowed.",
     ),
-    "FS212": Page(
+    codes.IGNORED: Page(
         "The target has no place for these tensors, or they are computed when the model is loaded.",
         "`-v` lists the tensors.",
     ),
-    "FS213": Page(
+    codes.UNBOUND_AXIS: Page(
         "The config was not saved with the checkpoint, and the tensor that would show the size is missing.",
         "The finding names the size. Look for it in the config of the training run.",
     ),
-    "FS214": Page(
+    codes.LOSSY: Page(
         "An option such as --dtype asked for it.",
         "`fastshard plan` lists the changes. `fastshard diff A B --ignore-dtype` shows how far the values moved.",
     ),
-    "FS215": Page(
+    codes.CONFIG_DISAGREES: Page(
         "The config is from another model, or was edited after the save.",
         "The finding gives what the config says and what the tensors show.",
     ),
-    "FS216": Page(
+    codes.DEFAULT_ASSUMED: Page(
         "The framework does not store settings that have their default value.",
         "The finding gives the key and the value that is written. Compare it with the command line of the training run.",
     ),
-    "FS301": Page(
+    codes.CRC: Page(
         "A disk or a network damaged the file, or something wrote to it.",
         "`unzip -t FILE` finds the same member. Compare the file with the one on the node that wrote it.",
     ),
-    "FS302": Page(
+    codes.REPLICAS_DIFFER: Page(
         "A rank file is from another step, or ranks computed replicated tensors differently.",
         "The finding gives the number of elements that differ and by how much. A drift is small and in many elements.",
     ),
-    "FS303": Page(
+    codes.DUPLICATED_SHARD: Page(
         "A copy or a rename went wrong, often in a shell loop.",
         "`cmp FILE OTHER` compares the two files. Look at the file on the node that wrote it.",
     ),
-    "FS304": Page(
+    codes.EQUAL_SHARDS: Page(
         "The tensor was initialised with a constant, or a rank, a layer or an expert was copied over another one.",
         "`fastshard stats CKPT --include NAME` shows whether the tensor is constant. `fastshard diff` with a good copy shows which layer changed.",
     ),
-    "FS305": Page(
+    codes.SWAPPED_SHARD: Page(
         "A script that collected files from several nodes mixed up their names.",
         "Compare the file with the one on the node that wrote it.",
     ),
-    "FS306": Page(
+    codes.NON_FINITE: Page(
         "Training diverged, a cast to a narrower dtype overflowed, or memory was damaged before the save.",
         "`fastshard stats CKPT --include NAME` counts NaN and infinite values. Look at the loss of that step.",
     ),
-    "FS307": Page(
+    codes.PAD_NOT_ZERO: Page(
         "The optimizer moved the padding rows, or tokens were added and the size was not updated.",
         "Compare the number of rows with the size of the tokenizer.",
     ),
-    "FS308": Page(
+    codes.HASH: Page(
         "A disk or a network damaged the file, or somebody edited it.",
         "The finding gives both hashes. Compare the file with a good copy: `cmp FILE COPY`.",
     ),
-    "FS309": Page(
+    codes.DIFFERENT: Page(
         "The two are from different steps, runs or conversions.",
         "`fastshard diff A B -v` lists every tensor with its figures.",
     ),
-    "FS310": Page(
+    codes.REPLICAS_AVERAGED: Page(
         "--replicas mean asked for it.",
         "The finding gives the largest difference between the ranks.",
     ),
-    "FS311": Page(
+    codes.TIED_DIFFER: Page(
         "The head was trained separately, or one tensor comes from another step.",
         "`fastshard diff` with a good copy shows which of the two changed.",
     ),
-    "FS312": Page(
+    codes.TRUNCATED: Page(
         "A copy or a download stopped early, or the disk was full.",
         "Compare the size of the file with that on the node that wrote it.",
     ),
-    "FS313": Page(
+    codes.ZERO_SLAB: Page(
         "A shard was lost before the tensors were merged, or the tensor was pruned.",
         "`fastshard stats CKPT --include NAME` shows the rows or columns. Compare the tensor with a good copy.",
     ),
-    "FS314": Page(
+    codes.NO_CHECKSUMS: Page(
         "The training script turned checksums off to save faster.",
         "`unzip -v FILE` shows the CRC32 of each member as 00000000.",
     ),
-    "FS315": Page(
+    codes.SIGNATURE: Page(
         "A file was edited or damaged after it was signed, or the public key is from another signer.",
         "`model_signing verify key` reports the same file.",
     ),
-    "FS316": Page(
+    codes.NOT_WEIGHTS: Page(
         "The repository was cloned without Git LFS, or a download saved an error page.",
         "`head -c 200 FILE` shows text where a weight file has binary data.",
     ),
-    "FS317": Page(
+    codes.UNWRITTEN: Page(
         "A copy stopped at the file's length before its data, or a node died before its writes reached the disk.",
         "`du -h FILE` shows much less than `ls -lh FILE`. A result written with --sparse has holes on purpose where it holds zeros.",
     ),
-    "FS401": Page(
+    codes.MASTERS_DIFFER: Page(
         "The parameters were loaded from elsewhere and the optimizer was not, or a rank file is from another step.",
         "`fastshard master-weights CKPT -v` lists the tensors with their largest difference.",
     ),
-    "FS402": Page(
+    codes.MASTERS_NOT_CHECKABLE: Page(
         "ZeRO stage 3 stores the weights once, and other stages may store no optimizer state.",
         "List the optimizer files of the step.",
     ),
-    "FS403": Page(
+    codes.WEIGHTS_TAKEN: Page(
         "Mixed-precision training keeps the weights in two precisions.",
         "`fastshard master-weights CKPT` compares the two.",
     ),
-    "FS404": Page(
+    codes.PARTITION: Page(
         "An optimizer file was lost or copied over another one, or the number of ranks changed.",
         "The finding names the rank, and the number of elements that it should hold.",
     ),

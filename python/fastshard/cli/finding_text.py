@@ -5,7 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from ..common.errors import CODES, Finding
+from ..common.codes import CODES
+from ..common.errors import Finding
 from ..common.finding_facts import effect_of, files_of
 from ..common.formatting import counted, printable
 from ..common.gate import accepted

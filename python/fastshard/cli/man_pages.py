@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from .. import _core
+from ..common import codes
 from ..common.errors import FastshardError
 from ..common.near_words import meant
 from .help_text import EXIT_CODES, EXIT_NOTE, SEE_ALSO, meaning
@@ -21,7 +22,7 @@ def page(command: str | None = None) -> str:
     parser = build()
     known = subparsers(parser)
     if command is not None and command not in known:
-        raise FastshardError.of("FS515", f"no command is called {command}{meant(command, known)}")
+        raise FastshardError.of(codes.USAGE, f"no command is called {command}{meant(command, known)}")
     name = "fastshard" if command is None else f"fastshard-{command}"
     own = parser if command is None else known[command]
     lines = [f'.TH "{name.upper()}" 1 "" "fastshard {_core.__version__}" "User Commands"', ".SH NAME"]

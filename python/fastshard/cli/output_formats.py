@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from ..common import json_text
-from ..common.errors import CODES, Finding
+from ..common.codes import CODES
+from ..common.errors import Finding
 from ..common.finding_facts import effect_of, files_of
 from ..common.gate import accepted, ignored
 from ..common.records import dataclass, field
@@ -93,7 +94,7 @@ def _numbers(value: Any) -> Any:
 
 def as_sarif(told: Told) -> str:
     """A SARIF 2.1.0 log of one run: a result per finding, the codes as rules."""
-    codes = sorted({f.code for f in told.findings})
+    found_codes = sorted({f.code for f in told.findings})
     rules = [
         {
             "id": code,
@@ -103,7 +104,7 @@ def as_sarif(told: Told) -> str:
             "help": {"text": f"{CODES[code].help}\n\nfastshard explain {code}".lstrip()},
             "defaultConfiguration": {"level": _LEVELS[CODES[code].severity]},
         }
-        for code in codes
+        for code in found_codes
     ]
     run = {
         "tool": {"driver": {"name": "fastshard", "semanticVersion": _core.__version__, "rules": rules}},
@@ -116,7 +117,7 @@ def as_sarif(told: Told) -> str:
                 "executionSuccessful": told.code in (0, 1, 3),
             }
         ],
-        "results": [_sarif_result(f, codes.index(f.code)) for f in told.findings],
+        "results": [_sarif_result(f, found_codes.index(f.code)) for f in told.findings],
     }
     log = {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from ..common import codes
 from ..common.formatting import human, printable
 from ..common.gate import ignored
 from . import finding_text
@@ -94,7 +95,9 @@ def _for_people(findings: Iterable[Finding], verbose: int, quiet: int) -> list[F
         f
         for f in sorted(findings, key=lambda f: order.get(f.severity, 3))
         if not (quiet and f.severity != "error")
-        and (verbose or (is_broken and f.code == "FS112") or not (f.severity == "note" or ignored(f)))
+        and (
+            verbose or (is_broken and f.code == codes.STEP_TAKEN) or not (f.severity == "note" or ignored(f))
+        )
     ]
 
 

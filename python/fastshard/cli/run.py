@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from ..checkpoint.proof import not_checked
-from ..common import memory_budget, safe_files
+from ..common import codes, memory_budget, safe_files
 from ..common.errors import UNPUBLISHED, FastshardError, Finding, error_for, exit_code, published
 from ..common.finding_facts import command_of
 from ..common.records import replace
@@ -87,7 +87,12 @@ class Run:
         """The finding; of the last path of a command without OUT, which may be meant as one, that there is none."""
         given = getattr(self._arguments, "ckpt", None)
         verb = self._verb
-        if finding.code != "FS501" or verb is None or not isinstance(given, list) or len(given) < 2:
+        if (
+            finding.code != codes.NO_SUCH_PATH
+            or verb is None
+            or not isinstance(given, list)
+            or len(given) < 2
+        ):
             return finding
         path = str(given[-1])
         if finding.file != path or getattr(self._arguments, "out", None) is not None:
@@ -116,7 +121,7 @@ class Run:
             # Between the end of a write and its use no exception carries what it came to.
             findings = told()
         if not findings:
-            findings = [Finding.of("FS510", "stopped by the user", help=self._nothing_begun())]
+            findings = [Finding.of(codes.INTERRUPTED, "stopped by the user", help=self._nothing_begun())]
         return self._tell(None, findings, code)
 
     def misused(self, error: UsageError) -> int:
@@ -125,7 +130,7 @@ class Run:
             word = next((word for word in self._argv if not word.startswith("-")), "")
             verb = self._verbs.named(word)
             self._arguments.command = verb if verb in self._verbs else None
-            return self._tell(None, [Finding.of("FS515", str(error))], 2)
+            return self._tell(None, [Finding.of(codes.USAGE, str(error))], 2)
         self._streams.say(f"{error.parser.prog}: error: {render.printable(str(error))}")
         self._streams.say(f"  help      {error.parser.prog} --help lists {error.lists}")
         return 2
@@ -150,7 +155,9 @@ class Run:
         if isinstance(error, OSError):
             finding = safe_files.system_finding(error, _text(error.filename), "a call of the system failed")
         elif isinstance(error, MemoryError):
-            finding = Finding.of("FS512", "the system has no memory left", help="lower --memory or --threads")
+            finding = Finding.of(
+                codes.MEMORY_BUDGET, "the system has no memory left", help="lower --memory or --threads"
+            )
         else:
             # Of all runs only these need it.
             import traceback
@@ -159,7 +166,7 @@ class Run:
             where = f"{os.path.basename(at.filename)}:{at.lineno}"  # noqa: PTH119 - a name, not a path
             told = " ".join(str(error).split())
             finding = Finding.of(
-                "FS520",
+                codes.INTERNAL,
                 f"{type(error).__name__}: {told} ({where})",
                 help="report this defect of fastshard; -v prints where it was raised",
             )
@@ -229,7 +236,7 @@ class Run:
         if not result or not result.text or (told.quiet and verb and verb.silent and not result.product):
             return None
         # Which of several steps it is comes before all that is said of it.
-        steps = [] if result.product else [f.message for f in told.findings if f.code == "FS112"]
+        steps = [] if result.product else [f.message for f in told.findings if f.code == codes.STEP_TAKEN]
         return "\n".join([*map(render.printable, steps), render.printable(result.text, keep="\n")])
 
     def _as_text(self, result: Result | None, told: output_formats.Told, ending: str) -> None:
@@ -341,7 +348,7 @@ class Run:
         if out is not None:
             return f"; the result at {render.printable(out)} is complete"
         # After a defect nobody knows; its finding says where to look.
-        if self._destination is None or any(f.code == "FS520" for f in findings):
+        if self._destination is None or any(f.code == codes.INTERNAL for f in findings):
             return ""
         return f"; {UNPUBLISHED.replace('OUT', render.printable(self._destination))}"
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..common import safe_files, toml_text
+from ..common import codes, safe_files, toml_text
 from ..common.errors import FastshardError
 from ..common.near_words import meant
 from ..common.options import Gating, table
@@ -106,7 +106,7 @@ def _untrusted(arguments: Namespace) -> list[Path]:
 def _section(path: Path) -> dict[str, Any] | None:
     """The settings in a file; None if it has none."""
     try:
-        text = safe_files.read_text(path, _LARGEST, code="FS515")
+        text = safe_files.read_text(path, _LARGEST, code=codes.USAGE)
         if path.name != "fastshard.toml" and "fastshard" not in text:
             # Most projects': reading TOML takes as long as much else.
             return None
@@ -121,7 +121,7 @@ def _section(path: Path) -> dict[str, Any] | None:
 
 def _wrong(path: Path, what: str, expected: str | None, got: str | None = None) -> FastshardError:
     return FastshardError.of(
-        "FS515", what, file=str(path), expected=expected, got=got,
+        codes.USAGE, what, file=str(path), expected=expected, got=got,
         help="correct it, or leave settings out",
         run=["--no-settings"],
     )  # fmt: skip

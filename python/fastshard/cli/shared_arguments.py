@@ -8,6 +8,7 @@ from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.open_checkpoint import open as open_checkpoint
+from ..common import codes
 from ..common.errors import FastshardError
 from ..common.options import (
     Against,
@@ -149,7 +150,7 @@ def looks(a: argparse.Namespace, writing: str) -> None:
         FastshardError: ``FS515``; a script would go on without a result.
     """
     if a.exit_zero:
-        raise FastshardError.of("FS515", f"--exit-zero and {writing}", help="leave out one option")
+        raise FastshardError.of(codes.USAGE, f"--exit-zero and {writing}", help="leave out one option")
 
 
 def given(a: argparse.Namespace, *kinds: type) -> dict[str, Any]:
@@ -217,7 +218,7 @@ def spread(a: argparse.Namespace) -> dict[str, Any]:
     given = [f"--{name}" for name, value in ranked(a).items() if value is not None]
     if given:
         raise FastshardError.of(
-            "FS515",
+            codes.USAGE,
             f"--ray and {', '.join(given)}",
             help="leave out --ray, or these options; with --ray start one process, and Ray starts the others",
         )

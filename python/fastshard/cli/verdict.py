@@ -7,6 +7,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
+from ..common import codes
 from ..common.errors import VERDICTS, Finding, exit_code
 from ..common.finding_facts import files_of
 from ..common.formatting import counted, printable, some
@@ -95,18 +96,18 @@ def _short(group: Sequence[Finding]) -> str:
         told = told.replace(finding.file, _name(finding.file))
     if len(told) <= _LONGEST:
         return told
-    if finding.code == "FS209" and len(finding.message) <= _LONGEST:
+    if finding.code == codes.FACT_UNKNOWN and len(finding.message) <= _LONGEST:
         # It is about a setting, and not about a file or a tensor that needs it.
         return finding.message
     title = _lowered(finding.title)
     # Of what could not run the file is beside the point, unless it is what is not read.
-    about = "" if finding.code.startswith("FS5") and finding.code != "FS514" else _about(group)
+    about = "" if finding.code.startswith("FS5") and finding.code != codes.UNSUPPORTED else _about(group)
     return f"{title}: {about}" if about and len(about) <= _LONGEST else title
 
 
 def _about(group: Sequence[Finding]) -> str:
     """Files or tensors that it is about, or the process that is missing."""
-    if group[0].code == "FS111" and group[0].rank:
+    if group[0].code == codes.MISSING_CHUNKS and group[0].rank:
         return group[0].rank
     files = list(dict.fromkeys(file for finding in group for file in finding.files))
     if files and (len(group) == 1 or len(files) == 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from . import codes
 from .errors import FastshardError
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -23,11 +24,11 @@ def parse_size(text: str | int, name: str = "size") -> int:
         unit = match and _UNITS.get(match[3].upper())
         if not match or unit is None:
             raise FastshardError.of(
-                "FS515", f"{name}: {text!r} is not a size", expected="a size like 5GB or 256MiB"
+                codes.USAGE, f"{name}: {text!r} is not a size", expected="a size like 5GB or 256MiB"
             )
         part = match[2] or ""
         size = int(match[1] + part) * unit // 10 ** len(part)
     if size < 1 or size >= 1 << 63:
         expected = "more than 0 bytes" if size < 1 else "less than 8 EiB"
-        raise FastshardError.of("FS515", f"{name}", expected=expected, got=repr(text))
+        raise FastshardError.of(codes.USAGE, f"{name}", expected=expected, got=repr(text))
     return int(size)

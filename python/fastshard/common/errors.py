@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import _core
 from .._core import Finding
+from . import codes
 
 __all__ = [
     "CannotRunError",
@@ -21,32 +22,6 @@ __all__ = [
 
 #: What is said of a run that ended before its result appeared. Another run may have published meanwhile.
 UNPUBLISHED = "this run wrote nothing to OUT"
-
-#: What nothing inside the files proves, and a manifest that was made where they were written does.
-UNPROVEN = ("FS114", "FS314")
-
-
-class Code(NamedTuple):
-    """What there is to know of a code."""
-
-    code: str
-    #: Short stable name.
-    name: str
-    #: Of its findings, unless they have another.
-    severity: str
-    #: Exit code of an error.
-    exit: int
-    #: What it is called, in a few words.
-    title: str
-    #: What it means.
-    meaning: str
-    #: What to do, beginning with a verb; empty where only the finding can say it.
-    help: str
-
-
-#: Every code, in order.
-CODES: dict[str, Code] = {row[0]: Code(*row) for row in _core.codes_table()}
-
 
 #: Words for exit codes: the same in the terminal and in Python.
 VERDICTS = {0: "OK", 1: "BROKEN", 2: "COULD NOT RUN", 3: "INCOMPLETE"}
@@ -126,7 +101,7 @@ class FastshardError(Exception):
     def __str__(self) -> str:
         lines = []
         for finding in self.findings:
-            if finding.severity == "error" or finding.code == "FS519":
+            if finding.severity == "error" or finding.code == codes.PUBLISHED:
                 lines.append(f"{finding} [{finding.code}]")
                 if finding.advice:
                     lines.append(f"  help: {finding.advice}")
@@ -165,7 +140,7 @@ def from_core(error: _core.CoreError) -> FastshardError:
 
 def _corrected(finding: Finding) -> Finding:
     """The finding, with what to do about a value in a config that the core refuses."""
-    if finding.code != "FS211" or finding.help or not finding.file:
+    if finding.code != codes.BAD_VALUE or finding.help or not finding.file:
         return finding
     return finding.replace(
         help=f"correct {finding.file}, or pass the config of this model", run=["--config FILE"]
@@ -174,7 +149,7 @@ def _corrected(finding: Finding) -> Finding:
 
 def published(findings: Iterable[Finding]) -> str | None:
     """Path of the result, if a finding says that it is published (``FS519``)."""
-    return next((f.file for f in findings if f.code == "FS519"), None)
+    return next((f.file for f in findings if f.code == codes.PUBLISHED), None)
 
 
 def carry(error: BaseException, findings: list[Finding]) -> None:

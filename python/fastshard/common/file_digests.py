@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 
+from . import codes
 from .errors import FastshardError
 from .options import StrPath
 
@@ -57,7 +58,7 @@ def compare(path: StrPath, digest: str) -> None:
     first = digests.setdefault(os.path.abspath(path), digest)  # noqa: PTH100 - takes any path
     if first != digest:
         raise FastshardError.of(
-            "FS506",
+            codes.SOURCE_CHANGED,
             "other bytes than when it was first read",
             file=os.fspath(path),
             expected=f"blake3 {first}",

@@ -13,8 +13,6 @@ __all__ = ["command_of", "effect_of", "files_of", "runs_of"]
 
 #: Names that are listed.
 _NAMED = 3
-#: Codes of what is missing; other causes make tensors unusable that are there.
-_ABSENT = ("FS101", "FS102", "FS103", "FS104", "FS111")
 #: The checkpoint, as a word of a command.
 _CKPT = compile_when_used(r"(?<!\S)CKPT(?!\S)")
 _NUMBER = compile_when_used(r"(\d+)")
@@ -31,7 +29,11 @@ def effect_of(finding: Finding) -> str | None:
     of = "" if effect.of is None else f" of {effect.of:,}"
     many = effect.count != 1 or effect.of is not None
     be = "is" if effect.count == 1 else "are"
-    are = f"{be} missing or incomplete" if finding.code in _ABSENT else "cannot be used"
+    are = (
+        f"{be} missing or incomplete"
+        if finding.is_a("missing_file", "missing_tensor", "incomplete")
+        else "cannot be used"
+    )
     apart = effect.count - effect.in_layers
     parts = [_some(effect.tensors[:apart], apart)] if apart else []
     whole = {layer for run in effect.whole_layers for layer in run}

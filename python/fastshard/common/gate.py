@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .. import _core
-from .errors import CODES, FastshardError, Finding, from_core, raise_errors
+from . import codes
+from .codes import CODES
+from .errors import FastshardError, Finding, from_core, raise_errors
 from .near_words import meant
 from .options import FAIL_ON
 from .records import dataclass
@@ -36,10 +38,12 @@ class Gate:
             FastshardError: ``FS515`` for a word or a code that there is not, or one that is given twice.
         """
         if fail_on is not None and fail_on not in FAIL_ON:
-            raise FastshardError.of("FS515", "fail_on", expected=" or ".join(FAIL_ON), got=repr(fail_on))
+            raise FastshardError.of(codes.USAGE, "fail_on", expected=" or ".join(FAIL_ON), got=repr(fail_on))
         raised, aside = _codes("error", error), _codes("ignore", ignore)
         if both := sorted({*raised} & {*aside}):
-            raise FastshardError.of("FS515", f"{both[0]} is both in error and in ignore", help="pass it once")
+            raise FastshardError.of(
+                codes.USAGE, f"{both[0]} is both in error and in ignore", help="pass it once"
+            )
         return cls(fail_on == "warning", raised, aside)
 
     def __bool__(self) -> bool:
@@ -76,18 +80,18 @@ class Gate:
 
 
 def _codes(option: str, given: Iterable[str]) -> tuple[str, ...]:
-    codes = []
+    chosen = []
     for word in given:
         code = word.upper() if word.upper().startswith("FS") else f"FS{word}"
         if code not in CODES:
             raise FastshardError.of(
-                "FS515",
+                codes.USAGE,
                 f"{option}: no finding has the code {word}{meant(code, CODES)}",
                 help="list all codes",
                 run=["fastshard explain"],
             )
-        codes.append(code)
-    return tuple(dict.fromkeys(codes))
+        chosen.append(code)
+    return tuple(dict.fromkeys(chosen))
 
 
 def accepted(finding: Finding) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from .. import _core
-from . import safe_files
+from . import codes, safe_files
 from .errors import FastshardError, Finding
 from .listing import Listing
 from .records import dataclass
@@ -109,10 +109,14 @@ def compared(
                     hasher.update(piece)
                     done += len(piece)
             except OSError as error:
-                raise FastshardError.of("FS507", f"cannot read: {error.strerror}", file=record.name) from None
+                raise FastshardError.of(
+                    codes.IO, f"cannot read: {error.strerror}", file=record.name
+                ) from None
             after = os.fstat(descriptor)
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-            raise FastshardError.of("FS506", "the file changed while it was read", file=record.name)
+            raise FastshardError.of(
+                codes.SOURCE_CHANGED, "the file changed while it was read", file=record.name
+            )
         return hasher.hexdigest()
 
     findings = []
@@ -133,7 +137,7 @@ def _differs(record: Record, got: str, holds_tensors: bool) -> Finding:
     if record.kept_in is not None:
         help = f"move its record away ({record.kept_in}) if it was changed on purpose; else download it again"
     return Finding.of(
-        "FS308",
+        codes.HASH,
         "the file is not what was downloaded: it was written since"
         if record.written_since
         else "the file is not what was downloaded",
@@ -198,7 +202,7 @@ def unfinished(listing: Listing) -> list[Finding]:
     """What is said of downloads that did not finish, where nothing else is a checkpoint."""
     return [
         Finding.of(
-            "FS316",
+            codes.NOT_WEIGHTS,
             "an unfinished download, not weights",
             file=str(path),
             expected="the complete file",
@@ -213,9 +217,11 @@ def unfinished(listing: Listing) -> list[Finding]:
 
 def said_of_missing(listing: Listing, findings: Sequence[Finding]) -> list[Finding]:
     """The findings, where those for missing files say that their download did not finish."""
-    if not any(f.code == "FS101" and f.file for f in findings):
+    if not any(f.code == codes.MISSING_FILE and f.file for f in findings):
         return list(findings)
-    return [_said(listing, f) if f.code == "FS101" and f.file and f.evidence else f for f in findings]
+    return [
+        _said(listing, f) if f.code == codes.MISSING_FILE and f.file and f.evidence else f for f in findings
+    ]
 
 
 def _said(listing: Listing, finding: Finding) -> Finding:
@@ -226,7 +232,7 @@ def _said(listing: Listing, finding: Finding) -> Finding:
         begun = [beside] if beside.is_file() else _begun(path, _local_bases(root))
         if begun:
             return finding.replace(
-                code="FS316",
+                code=codes.NOT_WEIGHTS,
                 message="an unfinished download, not weights",
                 evidence=None,
                 expected="the complete file",

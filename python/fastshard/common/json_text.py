@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from . import codes
 from .errors import FastshardError
 
 #: Digits of a whole number at most: one with more is beyond every float too. Tokenizers write 10**30 for no limit.
@@ -79,7 +80,7 @@ def value(
     file: str,
     said: str = "not valid JSON",
     *,
-    code: str = "FS211",
+    code: str = codes.BAD_VALUE,
     help: str | None = None,
     hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
 ) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
-from . import file_digests, safe_files
+from . import codes, file_digests, safe_files
 from .errors import FastshardError, Finding, error_for
 from .options import StrPath
 from .records import dataclass, field
@@ -60,8 +60,6 @@ _STORE = ("_METADATA", "manifest.ocdbt")
 _NO_TENSORS = ("latest", "latest_universal", ".metadata", "_METADATA", "_sharding", ".zarray")
 _NO_TENSORS_ENDS = (".json", ".md", ".txt", ".yml", ".yaml", ".toml", ".jinja", ".ocdbt")
 
-#: That a save is unfinished, a step is missing, or nothing is there.
-_OF_SAVES = ("FS104", "FS105", "FS501", "FS513")
 
 #: Most files looked at below one root: a checkpoint directory, not a whole disk.
 MAX_FILES = 2_000_000
@@ -134,7 +132,7 @@ class Listing:
     @cached_property
     def closed(self) -> list[Finding]:
         """Findings of directories that may not be looked into."""
-        return [finding for finding in self.findings if finding.code == "FS502"]
+        return [finding for finding in self.findings if finding.code == codes.PERMISSION]
 
     def without_hidden(self, findings: Iterable[Finding]) -> list[Finding]:
         """Findings without those that only follow from a directory that may not be looked into.
@@ -147,9 +145,9 @@ class Listing:
             return any((root / file).is_relative_to(folder) for root in self.roots for folder in closed)
 
         def follows(finding: Finding) -> bool:
-            if finding.code in _OF_SAVES:
-                return bool(closed)
-            return finding.code == "FS101" and any(finding.files) and all(map(is_hidden, finding.files))
+            if finding.code == codes.MISSING_FILE:
+                return any(finding.files) and all(map(is_hidden, finding.files))
+            return finding.is_a("nothing_found") and bool(closed)
 
         return [finding for finding in findings if finding.severity != "error" or not follows(finding)]
 
@@ -266,7 +264,7 @@ class Folder:
             is_same = False
         if not is_same:
             raise FastshardError.of(
-                "FS506",
+                codes.SOURCE_CHANGED,
                 "another file took its place while it was opened",
                 file=os.fspath(path),
                 help="run again once nothing writes to the checkpoint",
@@ -328,7 +326,7 @@ def _is_within(path: Path, folders: Iterable[Path]) -> bool:
 
 def _leaves(file: str, target: Path) -> Finding:
     return Finding.of(
-        "FS603",
+        codes.UNSAFE_PATH,
         "a link that leaves the checkpoint",
         file=file,
         expected="a link that stays inside the folders given, or a Hugging Face cache",
@@ -358,7 +356,7 @@ def refuse_unprintable(name: str, path: StrPath | None = None) -> None:
     """
     if not name.isascii() and not is_utf8(name):
         shown = os.fsencode(name if path is None else path).decode(errors="backslashreplace")
-        raise FastshardError.of("FS514", "a name that is not UTF-8", file=shown, help="rename it")
+        raise FastshardError.of(codes.UNSUPPORTED, "a name that is not UTF-8", file=shown, help="rename it")
 
 
 def list_roots(paths: Iterable[StrPath]) -> Listing:
@@ -380,7 +378,7 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
         if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
             # An empty one would be the current directory.
             raise FastshardError.of(
-                "FS515", "no path of a checkpoint", expected="a folder or a file", got=repr(path)
+                codes.USAGE, "no path of a checkpoint", expected="a folder or a file", got=repr(path)
             )
     if address := next((text for p in paths if _ADDRESS.match(text := os.fspath(p))), None):
         raise _elsewhere(address)
@@ -397,11 +395,15 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
         except PermissionError:
             raise error_for([safe_files.closed(safe_files.closed_folder(path) or path)]) from None
         except OSError as error:
-            raise FastshardError.of("FS507", f"cannot open: {error.strerror}", file=str(path)) from None
+            raise FastshardError.of(codes.IO, f"cannot open: {error.strerror}", file=str(path)) from None
         except ValueError as error:
-            raise FastshardError.of("FS501", f"no name of a file: {error}", file=str(path)) from None
+            raise FastshardError.of(
+                codes.NO_SUCH_PATH, f"no name of a file: {error}", file=str(path)
+            ) from None
         if not is_file and not stat.S_ISDIR(status.st_mode):
-            raise error_for([safe_files.unfit(path, safe_files.special(status.st_mode) or "", "FS513")])
+            raise error_for(
+                [safe_files.unfit(path, safe_files.special(status.st_mode) or "", codes.NOT_A_CHECKPOINT)]
+            )
         root = path.parent if is_file else path
         index = len(roots)
         roots.append(root)
@@ -412,7 +414,7 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
         p.name in _NO_TENSORS or p.name.endswith(_NO_TENSORS_ENDS) for p in given
     ):
         raise FastshardError.of(
-            "FS513",
+            codes.NOT_A_CHECKPOINT,
             "this file holds no tensors",
             file=str(given[0]),
             expected="a checkpoint's folder, or a file of its tensors",
@@ -439,7 +441,7 @@ def _elsewhere(address: str) -> FastshardError:
     elif command := {"s3": "aws s3 sync", "gs": "gcloud storage cp -r"}.get(scheme):
         run = [f"{command} {source} {name}"]
     return FastshardError.of(
-        "FS514", "addresses are not read yet", file=address, expected="a path on this machine", help=help_, run=run
+        codes.UNSUPPORTED, "addresses are not read yet", file=address, expected="a path on this machine", help=help_, run=run
     )  # fmt: skip
 
 
@@ -449,7 +451,9 @@ def _missing(path: Path) -> FastshardError:
     if _HUB_ID.fullmatch(os.fspath(path)) and not path.parent.exists():
         help_ = "download it, if it is a repository of the Hub"
         run = [f"hf download {path} --local-dir {path.name}"]
-    return FastshardError.of("FS501", "no such file or directory", file=str(path), help=help_, run=run)
+    return FastshardError.of(
+        codes.NO_SUCH_PATH, "no such file or directory", file=str(path), help=help_, run=run
+    )
 
 
 def _may_enter(folder: str) -> bool:
@@ -494,7 +498,7 @@ def _walk(
                 if full.is_symlink() and not name.endswith(_RELEVANT):
                     continue
                 why = (error.strerror if isinstance(error, OSError) else None) or "its links lead in a circle"
-                findings.append(Finding.of("FS101", f"cannot be read: {why}", file=relative))
+                findings.append(Finding.of(codes.MISSING_FILE, f"cannot be read: {why}", file=relative))
                 continue
             kind = safe_files.special(status.st_mode)
             if kind is not None:
@@ -504,7 +508,7 @@ def _walk(
             files.append(File(index, relative, status.st_size))
             if len(files) > MAX_FILES:
                 raise FastshardError.of(
-                    "FS515", f"more than {MAX_FILES} files below {root}: is this a checkpoint?"
+                    codes.USAGE, f"more than {MAX_FILES} files below {root}: is this a checkpoint?"
                 )
 
 

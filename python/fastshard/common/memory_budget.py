@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
 
 from .. import _core
-from . import file_digests
+from . import codes, file_digests
 from .byte_sizes import parse_size
 from .errors import FastshardError
 from .option_checks import checked, describe_later
@@ -76,7 +76,7 @@ def ask(size: int, file: str | None = None, *, tensor: str | None = None) -> Non
     need = _core.anonymous_memory() + size * _PER_BYTE
     if need > limit:
         raise FastshardError.of(
-            "FS512",
+            codes.MEMORY_BUDGET,
             f"the memory budget is too small for the contents of the {'file' if tensor is None else 'tensor'}",
             file=file,
             tensor=tensor,

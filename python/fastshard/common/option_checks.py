@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
+from . import codes
 from . import options as _options
 from .errors import FastshardError
 from .near_words import meant
@@ -168,7 +169,7 @@ def _number(option: Option, given: Any) -> int:
             raise TypeError
         return operator.index(given)
     except TypeError:
-        code = "FS211" if option.kind == "size" else "FS515"
+        code = codes.BAD_VALUE if option.kind == "size" else codes.USAGE
         raise FastshardError.of(code, option.name, expected="an integer", got=repr(given)) from None
 
 
@@ -176,7 +177,7 @@ def _size(option: Option, given: Any) -> int:
     number = _number(option, given)
     if not 0 < number <= option.most:
         expected = "a positive integer" if number < 1 else f"at most {option.most}"
-        raise FastshardError.of("FS211", option.name, expected=expected, got=repr(given))
+        raise FastshardError.of(codes.BAD_VALUE, option.name, expected=expected, got=repr(given))
     return number
 
 
@@ -199,4 +200,4 @@ _CHECKS: dict[str, Callable[[Option, Any], Any]] = {
 
 def refused(name: str, expected: str, given: Any) -> FastshardError:
     """What a value is told that cannot be meant."""
-    return FastshardError.of("FS515", name, expected=expected, got=repr(given))
+    return FastshardError.of(codes.USAGE, name, expected=expected, got=repr(given))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from . import codes
 from .errors import FastshardError
 
 __all__ = ["EXTRAS", "imported", "install"]
@@ -39,6 +40,6 @@ def imported(*modules: str, told: str, extra: str) -> Any:
         first, *_ = [import_module(name) for name in modules]
     except ImportError as error:
         raise FastshardError.of(
-            "FS514", f"{told}: {error}", help=f"install what it needs: {install(extra)}"
+            codes.UNSUPPORTED, f"{told}: {error}", help=f"install what it needs: {install(extra)}"
         ) from None
     return first

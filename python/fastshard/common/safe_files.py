@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import _core
-from . import file_digests, json_text, memory_budget
+from . import codes, file_digests, json_text, memory_budget
 from .errors import FastshardError, Finding, error_for, from_core
 from .near_words import nearest
 from .options import StrPath
@@ -50,7 +50,7 @@ def special(mode: int) -> str | None:
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "something else")
 
 
-def unfit(path: StrPath, kind: str, code: str = "FS601") -> Finding:
+def unfit(path: StrPath, kind: str, code: str = codes.UNSAFE_HEADER) -> Finding:
     """The finding for what should be a regular file and is another ``kind``."""
     folder = kind == _KINDS[stat.S_IFDIR]
     return Finding.of(
@@ -65,7 +65,7 @@ def unfit(path: StrPath, kind: str, code: str = "FS601") -> Finding:
     )
 
 
-def is_file(path: StrPath, code: str = "FS601") -> bool:
+def is_file(path: StrPath, code: str = codes.UNSAFE_HEADER) -> bool:
     """True for a regular file, or a link to one; False if there is nothing of that name.
 
     Raises:
@@ -85,7 +85,7 @@ def is_file(path: StrPath, code: str = "FS601") -> bool:
 
 @contextlib.contextmanager
 def opened(
-    path: StrPath, *, label: str | None = None, code: str = "FS601", most: int = _ALL
+    path: StrPath, *, label: str | None = None, code: str = codes.UNSAFE_HEADER, most: int = _ALL
 ) -> Iterator[int]:
     """A descriptor of a regular file for reading.
 
@@ -103,7 +103,7 @@ def opened(
     try:
         _core.bring(path, 0, most)
     except ValueError as error:
-        raise FastshardError.of("FS501", f"no name of a file: {error}", file=name) from None
+        raise FastshardError.of(codes.NO_SUCH_PATH, f"no name of a file: {error}", file=name) from None
     except _core.CoreError as error:
         raise from_core(error) from None
     try:
@@ -113,7 +113,7 @@ def opened(
     except OSError as error:
         raise _cannot(error, name) from None
     except ValueError as error:
-        raise FastshardError.of("FS501", f"no name of a file: {error}", file=name) from None
+        raise FastshardError.of(codes.NO_SUCH_PATH, f"no name of a file: {error}", file=name) from None
     try:
         if kind is None:
             try:
@@ -135,7 +135,7 @@ def read_bytes(
     limit: int,
     *,
     label: str | None = None,
-    code: str = "FS601",
+    code: str = codes.UNSAFE_HEADER,
     whole: bool = True,
     may_change: bool = False,
 ) -> bytes:
@@ -212,7 +212,7 @@ def _too_large(name: str, code: str, limit: int, got: str) -> FastshardError:
     )
 
 
-def read_text(path: StrPath, limit: int, *, label: str | None = None, code: str = "FS601") -> str:
+def read_text(path: StrPath, limit: int, *, label: str | None = None, code: str = codes.UNSAFE_HEADER) -> str:
     """Content of a regular file that is UTF-8 text.
 
     Raises:
@@ -227,7 +227,9 @@ def read_text(path: StrPath, limit: int, *, label: str | None = None, code: str 
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise FastshardError.of(
-            "FS211", f"not UTF-8 text: {error.reason} at byte {error.start}", file=label or os.fspath(path)
+            codes.BAD_VALUE,
+            f"not UTF-8 text: {error.reason} at byte {error.start}",
+            file=label or os.fspath(path),
         ) from None
 
 
@@ -237,9 +239,9 @@ def read_object(path: StrPath, limit: int) -> dict[str, Any]:
     Raises:
         FastshardError: as :func:`read_text`; ``FS211`` if it is too large or holds no JSON object.
     """
-    content = json_text.value(read_text(path, limit, code="FS211"), os.fspath(path))
+    content = json_text.value(read_text(path, limit, code=codes.BAD_VALUE), os.fspath(path))
     if not isinstance(content, dict):
-        raise FastshardError.of("FS211", "not a JSON object", file=os.fspath(path))
+        raise FastshardError.of(codes.BAD_VALUE, "not a JSON object", file=os.fspath(path))
     return content
 
 
@@ -288,18 +290,18 @@ def replaceable(path: StrPath) -> Path:
         FastshardError: ``FS515`` if it is something else; ``FS501`` without the folder.
     """
     if not os.fspath(path):
-        raise FastshardError.of("FS515", "a path that is empty", expected="a file to write")
+        raise FastshardError.of(codes.USAGE, "a path that is empty", expected="a file to write")
     target = Path(os.path.realpath(path))
     try:
         kind = special(target.lstat().st_mode)
     except FileNotFoundError:
         if not target.parent.is_dir():
-            raise FastshardError.of("FS501", "no such folder", file=str(target.parent)) from None
+            raise FastshardError.of(codes.NO_SUCH_PATH, "no such folder", file=str(target.parent)) from None
         return target
     except OSError as error:
         raise _cannot(error, str(path)) from None
     if kind is not None:
-        raise error_for([unfit(path, kind, "FS515")])
+        raise error_for([unfit(path, kind, codes.USAGE)])
     return target
 
 
@@ -348,19 +350,21 @@ def _cannot(error: OSError, name: str) -> FastshardError:
     if error.errno in (errno.ENXIO, errno.ENODEV):
         return error_for([unfit(name, "a socket or device")])
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
-        return FastshardError.of("FS501", f"cannot read: {error.strerror}", file=name, help=path_help(name))
+        return FastshardError.of(
+            codes.NO_SUCH_PATH, f"cannot read: {error.strerror}", file=name, help=path_help(name)
+        )
     return error_for([system_finding(error, name)])
 
 
 #: Codes of what the system says of files.
 _OF_SYSTEM = {
-    errno.EACCES: "FS502",
-    errno.EPERM: "FS502",
-    errno.EROFS: "FS502",
-    errno.ENOSPC: "FS503",
-    errno.EDQUOT: "FS503",
-    errno.EMFILE: "FS511",
-    errno.ENFILE: "FS511",
+    errno.EACCES: codes.PERMISSION,
+    errno.EPERM: codes.PERMISSION,
+    errno.EROFS: codes.PERMISSION,
+    errno.ENOSPC: codes.NO_SPACE,
+    errno.EDQUOT: codes.NO_SPACE,
+    errno.EMFILE: codes.TOO_MANY_FILES,
+    errno.ENFILE: codes.TOO_MANY_FILES,
 }
 
 
@@ -375,9 +379,9 @@ def system_finding(
         doing: what was tried.
         help: what to do, other than what its code says.
     """
-    code = _OF_SYSTEM.get(error.errno or 0, "FS507")
+    code = _OF_SYSTEM.get(error.errno or 0, codes.IO)
     path = error.filename if isinstance(error.filename, (str, os.PathLike)) else name
-    if code == "FS502" and path is not None and (folder := closed_folder(path)) is not None:
+    if code == codes.PERMISSION and path is not None and (folder := closed_folder(path)) is not None:
         return closed(folder)
     return Finding.of(code, f"{doing}: {error.strerror or error}", file=name, help=help)
 
@@ -395,7 +399,7 @@ def closed_folder(path: StrPath) -> str | None:
 def closed(folder: StrPath) -> Finding:
     """That a directory may not be listed or entered."""
     return Finding.of(
-        "FS502",
+        codes.PERMISSION,
         "this user may not read the directory",
         file=os.fspath(folder),
         expected="the rights to list it and to enter it (r and x)",

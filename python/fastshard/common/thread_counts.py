@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from . import codes
 from .errors import FastshardError
 
 #: Threads at most; no machine has as many cores.
@@ -25,6 +26,6 @@ def thread_count(threads: int | None) -> int:
         return default_threads()
     if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= _MAX_THREADS:
         raise FastshardError.of(
-            "FS515", "threads", expected=f"an integer from 1 to {_MAX_THREADS}", got=repr(threads)
+            codes.USAGE, "threads", expected=f"an integer from 1 to {_MAX_THREADS}", got=repr(threads)
         )
     return threads

@@ -25,8 +25,8 @@ from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
 from ..checkpoint.plan import Plan
 from ..checkpoint.planning import find_ids_beyond, make_plan, to_be_written
 from ..checkpoint.promised import with_promised
-from ..common import json_text, memory_budget, safe_files, target_options
-from ..common.errors import UNPROVEN, FastshardError, Finding, carry, from_core, raise_errors
+from ..common import codes, json_text, memory_budget, safe_files, target_options
+from ..common.errors import FastshardError, Finding, carry, from_core, raise_errors
 from ..common.option_checks import checked
 from ..common.options import PLANNING, Comparing, Merging, Planned, StrPath, Writing, table
 from ..common.progress import Progress, Report
@@ -138,7 +138,7 @@ def _words(
     except FastshardError as error:
         # A merge under the framework's own names takes none along, and keeps all rows.
         decides = given is not None or vocab_size is not None or to is not None or source.model.hf_names
-        if decides or error.code != "FS603":
+        if decides or error.code != codes.UNSAFE_PATH:
             raise
         return None
 
@@ -344,7 +344,7 @@ def prepared(
     elif share is not None:
         differing = downloaded_files.compare_download(checkpoint, share, run["threads"], bar)
         findings += checkpoint.opened.gate.passed(differing)
-    found = [f for f in made.findings if not settled or f.code not in UNPROVEN]
+    found = [f for f in made.findings if not settled or not f.is_a("unproven")]
     copies = along(made, words, given=tokenizer is not None)
     given = set(words.files) if words and tokenizer is not None else set()
     # A config that is not given was compared when it was read.
@@ -363,7 +363,7 @@ def prepared(
 def _part_before(checkpoint: Checkpoint) -> Finding:
     """That the checkpoint was made of a part of another one, which whoever made it accepted and nobody has here."""
     return Finding.of(
-        "FS118",
+        codes.PART,
         "the checkpoint was made of a part of another one, by its own manifest",
         file=f"{checkpoint.roots[0]}/{MANIFEST_NAME}",
         help="merge the checkpoint that it is a part of; to take the part as it is, accept it",
@@ -444,7 +444,9 @@ def _done(
     path = Path(out) / MANIFEST_NAME
     if not path.is_file():
         return None
-    document = json_text.object_in(safe_files.read_bytes(path, MAX_MANIFEST, code="FS518", may_change=True))
+    document = json_text.object_in(
+        safe_files.read_bytes(path, MAX_MANIFEST, code=codes.BAD_MANIFEST, may_change=True)
+    )
     if not document.get("provenance"):
         return None
     if asked is not None:
@@ -459,7 +461,7 @@ def _done(
 
 def _complete(document: dict[str, Any], out: StrPath) -> Manifest:
     told = Finding.of(
-        "FS519", "the result is complete here already: there is nothing left to do", file=str(out)
+        codes.PUBLISHED, "the result is complete here already: there is nothing left to do", file=str(out)
     )
     return Manifest(document, [told])
 

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..common import safe_files
+from ..common import codes, safe_files
 from ..common.dtypes import TORCH_FLOATS, item_size
 from ..common.errors import FastshardError
 from .in_memory import View
@@ -64,7 +64,9 @@ def load_model(
         view.verify(progress=progress, memory=memory)
     given = view.config
     if given is None:
-        raise FastshardError.of("FS209", "no config.json says which model it is", help="pass it with config=")
+        raise FastshardError.of(
+            codes.FACT_UNKNOWN, "no config.json says which model it is", help="pass it with config="
+        )
     kind = _class(transformers, given)
     _tell_of_rounding(view)
     config = kind.config_class.from_dict(given)
@@ -94,7 +96,7 @@ def _view(paths: tuple[Any, ...], options: Any) -> View:
     if len(paths) == 1 and isinstance(paths[0], View):
         if options or paths[0].plan.target != "hf":
             raise FastshardError.of(
-                "FS515",
+                codes.USAGE,
                 "a view is as it was opened",
                 expected='one that was opened with to="hf", and no options',
             )
@@ -112,7 +114,7 @@ def _class(transformers: Any, config: dict[str, Any]) -> Any:
     kind = getattr(transformers, str(names[0]), None) if names else None
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             f"transformers {transformers.__version__} has no model of this class",
             expected="a class of transformers; code that lies beside a checkpoint is not run",
             got=", ".join(map(str, names)) or "no architectures in config.json",
@@ -157,10 +159,14 @@ def _judge(info: dict[str, Any]) -> None:
         FastshardError: ``FS102``, ``FS108`` or ``FS201``.
     """
     for key, code, message in (
-        ("missing_keys", "FS102", "the model needs this tensor, the checkpoint does not hold it"),
-        ("unexpected_keys", "FS108", "the model has no place for this tensor"),
-        ("mismatched_keys", "FS201", "the model has this tensor in another shape"),
-        ("error_msgs", "FS514", "transformers could not load it"),
+        (
+            "missing_keys",
+            codes.MISSING_TENSOR,
+            "the model needs this tensor, the checkpoint does not hold it",
+        ),
+        ("unexpected_keys", codes.UNEXPECTED_FILE, "the model has no place for this tensor"),
+        ("mismatched_keys", codes.SHAPE, "the model has this tensor in another shape"),
+        ("error_msgs", codes.UNSUPPORTED, "transformers could not load it"),
     ):
         found = sorted(str(name) for name in info.get(key) or ())
         if found:

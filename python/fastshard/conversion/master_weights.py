@@ -10,7 +10,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.drafting import CoreRequest
 from ..checkpoint.manifests import MANIFEST_NAME, Manifest, run_options
 from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
-from ..common import memory_budget
+from ..common import codes, memory_budget
 from ..common.errors import FastshardError, Finding, from_core, raise_errors
 from ..common.listing import File, Folder, is_utf8
 from ..common.options import Opening, StrPath
@@ -97,11 +97,11 @@ def masters(
         findings += plan.findings()
         if not outputs and not any(f.severity == "error" for f in findings):
             why = "not checkable: no master could be compared"
-            findings.append(Finding.of("FS402", why, severity="error"))
+            findings.append(Finding.of(codes.MASTERS_NOT_CHECKABLE, why, severity="error"))
     else:
         findings.append(
             Finding.of(
-                "FS402",
+                codes.MASTERS_NOT_CHECKABLE,
                 "not checkable: ZeRO-3 stores the parameters as fp32 master weights only",
                 severity="error",
                 help="compare a 16-bit copy of this step, if there is one, with `fastshard diff`",
@@ -115,7 +115,7 @@ def masters(
         raise from_core(error) from None
     findings += differing_ones
     findings = checkpoint.opened.gate.judged(dict.fromkeys(findings))
-    differing = [f.tensor for f in findings if f.code == "FS401" and f.tensor]
+    differing = [f.tensor for f in findings if f.code == codes.MASTERS_DIFFER and f.tensor]
     steps = sorted({step for each in held.steps.values() for step in each})
     elements = sum(_count(shape) for _, _, shape, _, _ in outputs)
     advice = _LOADING_MEGATRON if declared.framework.startswith("Megatron") else _LOADING
@@ -133,7 +133,7 @@ def _with_masters(checkpoint: Checkpoint) -> Declaration:
     declared = checkpoint.opened.source
     if not declared.optimizer.masters:
         raise FastshardError.of(
-            "FS402",
+            codes.MASTERS_NOT_CHECKABLE,
             "the checkpoint holds no fp32 master weights",
             severity="error",
             file=os.fspath(checkpoint.roots[0]),
@@ -193,13 +193,13 @@ def repair_masters(
     held = declared.optimizer
     if not held.params_stored:
         raise FastshardError.of(
-            "FS402",
+            codes.MASTERS_NOT_CHECKABLE,
             "nothing to rebuild from: ZeRO stage 3 stores the parameters as fp32 master weights only",
             severity="error",
         )
     if declared.framework.startswith("Megatron"):
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             "master weights of Megatron-LM are not rebuilt in its own files",
             help="load it with --no-load-optim, which makes them of the parameters; --weights params converts these",
         )
@@ -207,7 +207,7 @@ def repair_masters(
     if drop_optimizer:
         if any(s.file not in _indices(checkpoint, held.files) for s in held.state_files):
             raise FastshardError.of(
-                "FS514",
+                codes.UNSUPPORTED,
                 "the optimizer state is in the model files (ZeRO stage 0)",
                 help="rebuild the master weights instead (--repair without --drop-optimizer)",
             )
@@ -215,11 +215,13 @@ def repair_masters(
     else:
         told = gate.passed([*opened, *held.findings])
         # A step that was not looked at would be kept.
-        read_in_part = {f.file: f for f in opened if f.code == "FS109"}
+        read_in_part = {f.file: f for f in opened if f.code == codes.NOT_PROVABLE}
         paths = [checkpoint.opened.files[s.file].path for s in held.state_files]
         raise_errors([read_in_part[p].replace(severity="error") for p in paths if p in read_in_part])
         if not held.state_files:
-            raise FastshardError.of("FS402", "there are no master weights to rebuild", severity="error")
+            raise FastshardError.of(
+                codes.MASTERS_NOT_CHECKABLE, "there are no master weights to rebuild", severity="error"
+            )
     files, texts, copies, left = _files(checkpoint, held, drop_optimizer)
     hashed = hash_copies(copies, [Folder(root, checkpoint.listing.links_within) for root in checkpoint.roots])
     pointers = [name for name in _TRACKERS if name in texts]
@@ -278,7 +280,7 @@ def _files(
                 # The manifest, which is UTF-8, could not name it; nobody who loads the step asks for it.
                 left.append(
                     Finding.of(
-                        "FS108",
+                        codes.UNEXPECTED_FILE,
                         "left behind: a name that is not UTF-8",
                         file=os.fsencode(other.path).decode(errors="backslashreplace"),
                         help="rename it, or copy it yourself, if it is needed",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.open_checkpoint import open as opened
-from ..common import option_checks
+from ..common import codes, option_checks
 from ..common.errors import FastshardError
 from ..common.options import OpenOptions, StrPath, table
 from .in_memory import View, view
@@ -48,7 +48,7 @@ def open(*paths: Any, to: str | None = None, **options: Unpack[Viewed]) -> Check
     if to is None:
         if converting := [name for name in given if name not in table(OpenOptions)]:
             raise FastshardError.of(
-                "FS515", f"{', '.join(converting)}: without to", help='name the target, e.g. to="hf"'
+                codes.USAGE, f"{', '.join(converting)}: without to", help='name the target, e.g. to="hf"'
             )
         return opened(*paths, **given)
     already = len(paths) == 1 and isinstance(paths[0], Checkpoint)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.tensor import Tensor
+from ..common import codes
 from ..common.errors import FastshardError, raise_errors
 from .open import open as open_checkpoint
 
@@ -93,7 +94,7 @@ class safe_open:
     def __init__(self, filename: StrPath, framework: str = "pt", device: Any = "cpu", **options: Any) -> None:
         if framework not in _FRAMEWORKS:
             raise FastshardError.of(
-                "FS515", "framework", expected=", ".join(_FRAMEWORKS), got=repr(framework)
+                codes.USAGE, "framework", expected=", ".join(_FRAMEWORKS), got=repr(framework)
             )
         self._framework = _FRAMEWORKS[framework]
         self._device = None if device in ("cpu", -1) else device

@@ -14,7 +14,7 @@ from .. import _core
 from ..checkpoint import downloaded_files
 from ..checkpoint.manifests import Manifest
 from ..checkpoint.tensor_map import Tensors, TorchTensors
-from ..common import config_text, option_checks
+from ..common import codes, config_text, option_checks
 from ..common.byte_sizes import parse_size
 from ..common.dtypes import ML_DTYPES_NAMES, NUMPY_NAMES, TORCH_NAMES, item_size
 from ..common.errors import UNPUBLISHED, FastshardError, Finding, carry, error_for, from_core, raise_errors
@@ -119,14 +119,14 @@ class Writer:
         dtype, shape, data = _raw(name, array)
         if self._expected is not None:
             if name not in self._expected:
-                raise FastshardError.of("FS207", "unexpected tensor", tensor=name)
+                raise FastshardError.of(codes.UNKNOWN_TENSOR, "unexpected tensor", tensor=name)
             want_dtype, want_shape = self._expected[name]
             if want_shape is not None and tuple(want_shape) != shape:
                 raise FastshardError.of(
-                    "FS201", "shape", tensor=name, expected=str(list(want_shape)), got=str(list(shape)), help=self._resized()
+                    codes.SHAPE, "shape", tensor=name, expected=str(list(want_shape)), got=str(list(shape)), help=self._resized()
                 )  # fmt: skip
             if want_dtype is not None and want_dtype != dtype:
-                raise FastshardError.of("FS202", "dtype", tensor=name, expected=want_dtype, got=dtype)
+                raise FastshardError.of(codes.DTYPE, "dtype", tensor=name, expected=want_dtype, got=dtype)
         try:
             self._core.add(name, dtype, list(shape), data)
         except _core.CoreError as error:
@@ -142,10 +142,10 @@ class Writer:
             return
         try:
             if not self._written:
-                raise FastshardError.of("FS515", "nothing was written", help="write at least one tensor")
+                raise FastshardError.of(codes.USAGE, "nothing was written", help="write at least one tensor")
             missing = sorted(set(self._expected or ()) - self._written)
             raise_errors([
-                Finding.of("FS102", "expected, but never written", tensor=name,
+                Finding.of(codes.MISSING_TENSOR, "expected, but never written", tensor=name,
                            help=f"write it before the block ends; {UNPUBLISHED}")
                 for name in missing
             ])  # fmt: skip
@@ -297,12 +297,12 @@ def _raw(name: str, array: Any) -> tuple[str, tuple[int, ...], Bytes]:
 
     if isinstance(array, np.ma.MaskedArray):
         raise FastshardError.of(
-            "FS514", "a masked array", tensor=name, help="fill the masked elements: .filled()"
+            codes.UNSUPPORTED, "a masked array", tensor=name, help="fill the masked elements: .filled()"
         )
     values = np.asarray(array)
     dtype = _FROM_NUMPY.get(values.dtype.name)
     if dtype is None:
-        raise FastshardError.of("FS514", f"dtype {values.dtype}", tensor=name)
+        raise FastshardError.of(codes.UNSUPPORTED, f"dtype {values.dtype}", tensor=name)
     big = values.dtype.byteorder == ">"
     little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<") if big else None)
     return dtype, values.shape, little.reshape(-1).view(np.uint8)
@@ -313,12 +313,16 @@ def _raw_torch(name: str, tensor: Any) -> tuple[str, tuple[int, ...], Bytes]:
 
     dtype = _FROM_TORCH.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None:
-        raise FastshardError.of("FS514", f"dtype {tensor.dtype}", tensor=name)
+        raise FastshardError.of(codes.UNSUPPORTED, f"dtype {tensor.dtype}", tensor=name)
     if hasattr(tensor, "full_tensor"):
-        raise FastshardError.of("FS514", "a DTensor", tensor=name, help="write what .full_tensor() gives")
+        raise FastshardError.of(
+            codes.UNSUPPORTED, "a DTensor", tensor=name, help="write what .full_tensor() gives"
+        )
     if tensor.is_meta or tensor.layout != torch.strided:
         kind = "a tensor on the meta device" if tensor.is_meta else f"layout {tensor.layout}"
-        raise FastshardError.of("FS514", kind, tensor=name, help="write a dense tensor that holds values")
+        raise FastshardError.of(
+            codes.UNSUPPORTED, kind, tensor=name, help="write a dense tensor that holds values"
+        )
     # A conjugated or negated view is one by a flag: its memory holds the other numbers.
     plain = tensor.detach().resolve_conj().resolve_neg().to("cpu", memory_format=torch.contiguous_format)
     plain = plain.contiguous()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from .. import _core
+from ..common import codes
 from ..common.errors import Finding
 from .comparison import Comparison
 from .missing_tensors import further, missing, unexplained
@@ -85,7 +86,7 @@ def _proven(compared: Comparison) -> Finding:
     how = str(compared.met.reading) if compared.met.reading.prefix else compared.met.side.how
     how = f", {how}" if how else ""
     return Finding.of(
-        "FS109",
+        codes.NOT_PROVABLE,
         f"the {compared.met.matched} tensors that the reference has are there by their {proven}{how}; not checked: "
         + ("" if compared.reference.has_shapes else "shapes and dtypes, ")
         + "the order of heads, and values",
@@ -97,7 +98,7 @@ def _proven(compared: Comparison) -> Finding:
 def _strangers(met: Met, reference: Reference) -> Finding:
     lacking = met.found["missing"]
     return Finding.of(
-        "FS207",
+        codes.UNKNOWN_TENSOR,
         f"{met.matched} of {met.matched + len(met.further)} tensors have a name of the reference {reference.path}: it is another "
         "model, or has another framework's names",
         tensor=met.further[0] if met.further else None,

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from .. import _core
-from ..common import json_text
+from ..common import codes, json_text
 from ..common.dtypes import TORCH_NAMES
 from ..common.errors import FastshardError
 from ..common.records import dataclass, field
@@ -166,7 +166,7 @@ def from_document(document: object, file: str) -> ExpectedTensors:
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         why = f"no {error} in it" if isinstance(error, KeyError) else str(error)
         raise FastshardError.of(
-            "FS211",
+            codes.BAD_VALUE,
             f"not a list of expected tensors: {why}",
             file=file,
             help="make it again",

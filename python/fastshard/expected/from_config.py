@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from ..common import codes
 from ..common.errors import Finding
 from ..common.regex import compile_when_used
 from ..models.tensor_words import WORDS
@@ -119,7 +120,7 @@ def _row(name: str, shape: tuple[int, ...], sizes: set[int], stated: Stated) -> 
         return
     if columns in sizes and (count in widths or stated.has(count)):
         yield Finding.of(
-            "FS201", "the matrix is transposed: its columns are the vocabulary", tensor=name,
+            codes.SHAPE, "the matrix is transposed: its columns are the vocabulary", tensor=name,
             expected=f"{columns} rows (vocab_size)", got=str(list(shape)),
             help="save it again: it was saved transposed",
         )  # fmt: skip
@@ -135,7 +136,7 @@ def _row(name: str, shape: tuple[int, ...], sizes: set[int], stated: Stated) -> 
     if exact:
         size = max(s for s in sizes if s <= exact * count)
         yield Finding.of(
-            "FS208", f"the rows are one of {exact} slices of the vocabulary", tensor=name,
+            codes.SLICE_AS_WHOLE, f"the rows are one of {exact} slices of the vocabulary", tensor=name,
             expected=f"{size} rows (vocab_size)", got=str(list(shape)),
             help="copy the slices of the other ranks from the checkpoint that it was made of",
         )  # fmt: skip
@@ -147,7 +148,7 @@ def _columns(name: str, shape: tuple[int, ...], widths: set[int]) -> Iterator[Fi
     """Columns that no key of the config states, and that divide the hidden size."""
     if any(sliced(shape, (shape[0], width)) > 1 for width in widths):
         yield Finding.of(
-            "FS208", "the columns are a slice of the hidden size, by the config", tensor=name,
+            codes.SLICE_AS_WHOLE, "the columns are a slice of the hidden size, by the config", tensor=name,
             expected=" or ".join(str(w) for w in sorted(widths)), got=str(list(shape)),
             help="copy the slices of the other ranks from the checkpoint that it was made of",
         )  # fmt: skip
@@ -155,7 +156,7 @@ def _columns(name: str, shape: tuple[int, ...], widths: set[int]) -> Iterator[Fi
 
 def _differs(name: str, count: int, size: int, severity: str) -> Finding:
     return Finding.of(
-        "FS215", "the config gives the vocabulary another number of rows", severity=severity, tensor=name,
+        codes.CONFIG_DISAGREES, "the config gives the vocabulary another number of rows", severity=severity, tensor=name,
         expected=f"{size} rows (vocab_size)", got=str(count),
         help="ask the tokenizer which is right, and correct the config or restore the file",
     )  # fmt: skip
@@ -181,7 +182,7 @@ def ends(tensors: Mapping[str, Held], config: Mapping[str, Any]) -> Iterator[Fin
         return
     if not there:
         yield Finding.of(
-            "FS102", f"no tensor is the {lacking}, which the config says is not tied to {held[0]}",
+            codes.MISSING_TENSOR, f"no tensor is the {lacking}, which the config says is not tied to {held[0]}",
             expected=f"a further matrix of {words} rows (tie_word_embeddings false)", got="nothing",
             help="copy the file that held it, which is missing from the index too, or correct tie_word_embeddings if the two are tied",
         )  # fmt: skip
@@ -204,11 +205,11 @@ def counts(
     """
     for stack in stacks:
         if stack.is_layers and len(stack.elements) > 1:
-            yield from _gap(stack, "FS103", "layer", stated)
+            yield from _gap(stack, codes.MISSING_LAYER, "layer", stated)
             if stated is not None:
                 yield from _ends(stack, stated, in_files)
         elif stack.is_experts and len(stack.elements) > 1:
-            yield from _gap(stack, "FS102", "expert", stated)
+            yield from _gap(stack, codes.MISSING_TENSOR, "expert", stated)
             if stated is not None:
                 yield from _experts(stack, stated, tensors, in_files)
 
@@ -236,14 +237,14 @@ def _ends(stack: Stack, stated: Stated, in_files: bool) -> Iterator[Finding]:
         return
     if stack.count < min(sizes):
         yield Finding.of(
-            "FS103", "the last layers are missing", severity="error" if in_files else "warning",
+            codes.MISSING_LAYER, "the last layers are missing", severity="error" if in_files else "warning",
             tensor=f"{stack.prefix}{stack.count}",
             expected=f"{' or '.join(map(str, sorted(sizes)))} layers by the config", got=f"{stack.count}",
             help="copy the files that held them from the original checkpoint; they are missing from the index too",
         )  # fmt: skip
     elif stack.count > max(sizes) + sum(stated.of(_FURTHER).values()):
         yield Finding.of(
-            "FS215", "there are more layers than the config says", severity="warning",
+            codes.CONFIG_DISAGREES, "there are more layers than the config says", severity="warning",
             tensor=f"{stack.prefix}{stack.count - 1}", expected=f"{max(sizes)} layers", got=f"{stack.count}",
             help="check the config; it describes another model, or the layers, which are kept, belong to another stack",
         )  # fmt: skip
@@ -280,7 +281,7 @@ def _experts(stack: Stack, stated: Stated, tensors: Mapping[str, Held], in_files
             for name, (shape, _) in tensors.items()
         )
         yield Finding.of(
-            "FS102", "the last experts are missing", severity="error" if in_files or routed else "warning",
+            codes.MISSING_TENSOR, "the last experts are missing", severity="error" if in_files or routed else "warning",
             tensor=f"{stack.prefix}{stack.count}",
             expected=f"{min(sizes)} experts by the config", got=f"{stack.count}",
             help="copy the files of other expert-parallel ranks, which are missing from the index too",

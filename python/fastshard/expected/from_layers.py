@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 
+from ..common import codes
 from ..common.errors import Finding
 from ..common.records import dataclass, field
 from ..common.regex import compile_when_used
@@ -195,7 +196,7 @@ def _told(
         alike, inside = missing[rest]
         more = len(names) - _TOLD if i == _TOLD - 1 else 0
         yield Finding.of(
-            "FS102",
+            codes.MISSING_TENSOR,
             f"{alike} other layers have this tensor, and this layer lacks it"
             + (f"; so with {more} more of this layer" if more > 0 else ""),
             severity="error" if inside or not doubtful else "warning",
@@ -234,20 +235,20 @@ def _shapes(stack: Stack) -> Iterator[Finding]:
             name, sisters = f"{stack.prefix}{number}.{rest}", stack.holders[rest] - 1
             if shape == common[::-1]:
                 yield Finding.of(
-                    "FS201", f"the matrix is transposed, compared with {sisters} other layers",
+                    codes.SHAPE, f"the matrix is transposed, compared with {sisters} other layers",
                     tensor=name, expected=str(list(common)), got=str(list(shape)),
                     help="save it again: it was saved transposed, or is from another model",
                 )  # fmt: skip
                 continue
             # Extents that are meant to differ do so wherever they meet: in the module before or behind, too.
             alone = len(modules) == 1
-            code = "FS208" if sliced(shape, common) else "FS201"
+            code = codes.SLICE_AS_WHOLE if sliced(shape, common) else codes.SHAPE
             yield Finding.of(
                 code, f"{sisters} other layers have another shape here"
                 + (", and nothing else in this one differs from theirs" if alone else ""),
                 severity="error" if alone else "warning",
                 tensor=name, expected=str(list(common)), got=str(list(shape)),
-                help="merge the tensor from all ranks that hold it" if code == "FS208"
+                help="merge the tensor from all ranks that hold it" if code == codes.SLICE_AS_WHOLE
                 else "copy the file again: the tensor is from another model or run",
             )  # fmt: skip
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
+from ..common import codes
 from ..common.errors import FastshardError
 from ..common.formatting import printable
 from ..common.records import dataclass
@@ -54,7 +55,7 @@ def list_tensors(
         version = metadata.version("peft")
     except metadata.PackageNotFoundError:
         raise FastshardError.of(
-            "FS514", "peft is not installed", file=file, run=["pip install peft"]
+            codes.UNSUPPORTED, "peft is not installed", file=file, run=["pip install peft"]
         ) from None
     question = {
         "config": cleaned(base),
@@ -65,5 +66,7 @@ def list_tensors(
     answer = transformers_process.answer_of(question, TIMEOUT, MEMORY)
     if "error" in answer:
         why = printable(str(answer["error"])[:300])
-        raise FastshardError.of("FS514", f"peft {version} cannot build this adapter: {why}", file=file)
+        raise FastshardError.of(
+            codes.UNSUPPORTED, f"peft {version} cannot build this adapter: {why}", file=file
+        )
     return AdapterTensors(f"peft {version}", answer["saved"], answer["missing"])

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..common import json_text, safe_files
+from ..common import codes, json_text, safe_files
 from ..common.config_text import shown
 from ..common.dtypes import TORCH_NAMES
 from ..common.errors import FastshardError
@@ -61,7 +61,7 @@ def expected_tensors(
     file = at if not at.is_dir() else Folder.named(at).file("config.json")
     if file is None or not file.exists():
         raise FastshardError.of(
-            "FS501",
+            codes.NO_SUCH_PATH,
             "no config.json",
             file=os.fspath(path),
             help="name a config.json, or a directory that has one",
@@ -69,7 +69,11 @@ def expected_tensors(
     config = safe_files.read_object(file, safe_files.MAX_CONFIG)
     if not is_model(config):
         raise FastshardError.of(
-            "FS211", "not the config of a model", file=str(file), expected="model_type", got="no such key"
+            codes.BAD_VALUE,
+            "not the config of a model",
+            file=str(file),
+            expected="model_type",
+            got="no such key",
         )
     return list_for(config, str(file), timeout=timeout, memory=memory, cache=cache)
 
@@ -90,13 +94,13 @@ def list_for(
     """
     if not timeout > 0 or not memory > 0:
         raise FastshardError.of(
-            "FS515", "a limit is more than 0", expected="seconds and bytes", got=f"{timeout:g}, {memory}"
+            codes.USAGE, "a limit is more than 0", expected="seconds and bytes", got=f"{timeout:g}, {memory}"
         )
     version = installed_version(file)
     name = class_name(config)
     if name is None and config.get("architectures"):
         raise FastshardError.of(
-            "FS211", f"architectures names no class: {shown(config['architectures'])}", file=file
+            codes.BAD_VALUE, f"architectures names no class: {shown(config['architectures'])}", file=file
         )
     asked = {"config": cleaned(config), "class": name}
     quantised = any(part.get(key) for part in _parts(config) for key in QUANTISED)
@@ -109,7 +113,7 @@ def list_for(
             if found.transformers == version and name in (None, found.model_class) and len(found):
                 return found
     if only_kept:
-        raise FastshardError.of("FS514", "no list of this config is kept", file=file)
+        raise FastshardError.of(codes.UNSUPPORTED, "no list of this config is kept", file=file)
     told = transformers_process.answer_of(asked, timeout, memory)
     if "error" in told:
         raise _refused(told, config, file, version)
@@ -203,7 +207,7 @@ def installed_version(file: str) -> str:
         version = metadata.version("transformers")
     except metadata.PackageNotFoundError as error:
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             f"{error.name} is not installed: transformers, built on torch, lists the tensors that a config promises",
             file=file,
             help="pass a good checkpoint of the model with --like, or install transformers",
@@ -211,7 +215,7 @@ def installed_version(file: str) -> str:
         ) from None
     if not re.match(r"[5-9]|\d\d", version):
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             f"transformers {version} is too old to list the tensors that a config promises",
             file=file,
             expected="version 5 or later",
@@ -239,7 +243,7 @@ def _refused(told: Mapping[str, Any], config: Mapping[str, Any], file: str, vers
     if told["kind"] == "unknown" and not code:
         help_ = f"install a newer transformers, or {help_}"
     return FastshardError.of(
-        "FS514",
+        codes.UNSUPPORTED,
         f"transformers {version} {what}: {printable(told['error'][:300])}{code}",
         file=file,
         help=help_,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Set
 
+from ..common import codes
 from ..common.errors import Finding
 from ..common.records import dataclass
 from ..common.regex import compile_when_used
@@ -62,7 +63,7 @@ def _without_buffers(compared: Comparison, unmatched: Unmatched) -> Unmatched:
     left = sorted(set(unmatched.further) - set(kept))
     notes = [
         Finding.of(
-            "FS212",
+            codes.IGNORED,
             f"{len(left)} tensors that the reference {compared.path} has not are buffers, which transformers computes itself",
             severity="note",
             tensor=first,
@@ -86,7 +87,7 @@ def _without_copies(compared: Comparison, unmatched: Unmatched) -> Unmatched:
     copies = {stored: of for stored in unmatched.further if (of := _copied(compared, stored)) is not None}
     notes = [
         Finding.of(
-            "FS212",
+            codes.IGNORED,
             f"{len(copies)} tensors that the reference {compared.path} has not have the bytes of tensors that it ties them to",
             severity="note",
             tensor=first,
@@ -146,7 +147,7 @@ def _without_ties(compared: Comparison, unmatched: Unmatched) -> Unmatched:
     ]
     notes = [
         Finding.of(
-            "FS102",
+            codes.MISSING_TENSOR,
             "stored by the name of the output layer alone, to which the config ties it",
             severity="warning",
             tensor=compared.stored(name),
@@ -186,7 +187,7 @@ def _without_layers(compared: Comparison, unmatched: Unmatched) -> Unmatched:
     if not explained:
         return Unmatched(unmatched.missing, unmatched.further)
     note = Finding.of(
-        "FS212",
+        codes.IGNORED,
         f"the checkpoint's own config states another number of layers than the reference {compared.path}",
         severity="note",
         expected=f"{theirs} layers by the reference's config",
@@ -230,7 +231,7 @@ def missing(compared: Comparison, names: Missing) -> list[Finding]:
         *(_layer_missing(compared, *layer, whole[layer]) for layer in sorted(whole)),
         *(
             Finding.of(
-                "FS102",
+                codes.MISSING_TENSOR,
                 message,
                 tensor=compared.stored(name),
                 expected=None if shape is None else extents(shape),
@@ -239,7 +240,7 @@ def missing(compared: Comparison, names: Missing) -> list[Finding]:
             )
             for name, shape in (*(one for one in singles if one[0] in aside), *others[:TOLD])
         ),
-        *more("FS102", len(others), "tensors that are missing"),
+        *more(codes.MISSING_TENSOR, len(others), "tensors that are missing"),
     ]
 
 
@@ -255,7 +256,7 @@ def _layer_missing(compared: Comparison, stack: str, layer: int, names: list[str
     own, theirs = number(compared.own, *_LAYERS), number(compared.theirs, *_LAYERS)
     by_theirs = f", {theirs} by the reference's" if theirs else ""
     return Finding.of(
-        "FS103",
+        codes.MISSING_LAYER,
         f"layer {compared.stored(f'{stack}{layer}')}: none of its {len(names)} tensors is there",
         tensor=compared.stored(names[0]),
         layers=range(layer, layer + 1),
@@ -273,7 +274,7 @@ def further(compared: Comparison, names: list[str]) -> list[Finding]:
         names = [stored for stored in names if compared.met.name(stored) not in allowed]
     findings = [
         Finding.of(
-            "FS207",
+            codes.UNKNOWN_TENSOR,
             f"unexpected tensor: the reference {compared.path} lacks it",
             tensor=stored,
             got=extents(compared.shape(stored)),
@@ -281,4 +282,4 @@ def further(compared: Comparison, names: list[str]) -> list[Finding]:
         )
         for stored in names[:TOLD]
     ]
-    return findings + more("FS207", len(names), "tensors that the reference has not")
+    return findings + more(codes.UNKNOWN_TENSOR, len(names), "tensors that the reference has not")

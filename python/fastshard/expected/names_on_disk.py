@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from .._core import Table
+from ..common import codes
 from ..common.errors import FastshardError
 from ..common.records import dataclass, replace
 from ..common.regex import compile_when_used
@@ -137,7 +138,7 @@ def tables_of(listed: ExpectedTensors, stored: Collection[str]) -> tuple[Table, 
             raise _Formless("it has no part on disk")
     except _Formless as why:
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             f"{at} of {listed.model_class} cannot be written under its name on disk: {why}",
             tensor=at,
             help="merge it without --like, which keeps the names in memory; transformers 5 loads them",

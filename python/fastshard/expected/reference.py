@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import _core
-from ..common import safe_files
+from ..common import codes, safe_files
 from ..common.errors import FastshardError, Finding, error_for
 from ..common.listing import Folder, linked
 from ..common.options import StrPath
@@ -85,7 +85,7 @@ class Reference:
         is_root = not single and at in {root.resolve() for root in roots}
         if is_root or (held and held <= {path.resolve() for path in self.files}):
             raise FastshardError.of(
-                "FS515",
+                codes.USAGE,
                 "--like names the checkpoint itself, which is like itself whatever it lacks",
                 file=self.path,
                 help="name another checkpoint of the same model: the one that it was trained from, or an earlier step",
@@ -100,7 +100,7 @@ class Reference:
         at, to = Path(self.path).resolve(), Path(out).resolve()
         if at == to or at.is_relative_to(to):
             raise FastshardError.of(
-                "FS505",
+                codes.OUT_INSIDE_SOURCE,
                 "the reference (--like) is inside OUT",
                 file=self.path,
                 expected="another directory than OUT",
@@ -124,10 +124,10 @@ def read(path: StrPath, opened: Callable[..., Whole]) -> Reference:
     try:
         is_there = at.exists()
     except OSError as error:
-        raise FastshardError.of("FS502", f"--like: {error.strerror}", file=given) from None
+        raise FastshardError.of(codes.PERMISSION, f"--like: {error.strerror}", file=given) from None
     if not is_there:
         raise FastshardError.of(
-            "FS501",
+            codes.NO_SUCH_PATH,
             "--like: no such file or directory",
             file=given,
             help="name a good checkpoint of the same model: a directory, a file of tensors, an index or a config.json",
@@ -138,7 +138,7 @@ def read(path: StrPath, opened: Callable[..., Whole]) -> Reference:
         raise error_for([_of_reference(f, given) for f in error.findings]) from None
     except OSError as error:
         what = f"the reference {given} (--like) cannot be read: {error.strerror}"
-        raise FastshardError.of("FS502", what, file=error.filename or given) from None
+        raise FastshardError.of(codes.PERMISSION, what, file=error.filename or given) from None
 
 
 def _of_reference(finding: Finding, given: str) -> Finding:
@@ -159,7 +159,7 @@ def _read(at: Path, given: str, opened: Callable[..., Whole]) -> Reference:
         return _of_config(said, given)
     if at.is_file() and (named := _SHARD.search(at.name)) and int(named[1]) > 1:
         raise FastshardError.of(
-            "FS515",
+            codes.USAGE,
             "it is one of several files of the model",
             file=given,
             expected="a complete model",
@@ -196,7 +196,7 @@ def _entries(whole: Whole) -> Iterable[tuple[str, list[int | None] | None, str |
     if source.other_prefixes:
         copies = (source.weights_prefix, *source.other_prefixes)
         raise FastshardError.of(
-            "FS106",
+            codes.AMBIGUOUS,
             "it holds several copies of the model",
             got=", ".join(f"{prefix}*" for prefix in copies),
             help="pass a reference that holds one",
@@ -213,7 +213,7 @@ def _of_index(at: Path, given: str, opened: Callable[..., Whole]) -> Reference:
     content = safe_files.read_object(at, safe_files.MAX_INDEX)
     listed = content.get("weight_map")
     if not isinstance(listed, dict) or not listed or not all(isinstance(n, str) for n in listed.values()):
-        raise FastshardError.of("FS211", "the index has no weight_map", file=given)
+        raise FastshardError.of(codes.BAD_VALUE, "the index has no weight_map", file=given)
     config, file = _beside(at)
     metadata = content.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
@@ -232,7 +232,7 @@ def _of_index(at: Path, given: str, opened: Callable[..., Whole]) -> Reference:
         }
         if lost := sorted(t for t, of in listed.items() if of == name and t not in known):
             raise FastshardError.of(
-                "FS102",
+                codes.MISSING_TENSOR,
                 f"its index names {len(lost)} tensors that their file does not hold",
                 file=str(path),
                 tensor=lost[0],
@@ -251,7 +251,7 @@ def _of_config(at: Path, given: str) -> Reference:
     config = safe_files.read_object(at, safe_files.MAX_CONFIG)
     if not is_model(config):
         raise FastshardError.of(
-            "FS211",
+            codes.BAD_VALUE,
             "it is no model's config",
             file=given,
             expected="model_type",
@@ -262,7 +262,7 @@ def _of_config(at: Path, given: str) -> Reference:
     if config_json.layout_of(config, given) is None:
         if not config.get("architectures"):
             raise FastshardError.of(
-                "FS514",
+                codes.UNSUPPORTED,
                 "the config names no class (architectures), so that a head may belong to the model or not",
                 file=given,
                 help="add architectures to the config, or pass a good checkpoint of the model",
@@ -277,7 +277,7 @@ def _of_config(at: Path, given: str) -> Reference:
 def _of_list(listed: ExpectedTensors, given: str) -> Reference:
     if listed.quantised:
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             "the config is of a quantised model: what transformers lists has no scales",
             file=given,
             help="pass a good checkpoint of the model that is quantised alike",

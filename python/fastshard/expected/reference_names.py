@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Set
 from functools import cached_property
 
 from .. import _core
+from ..common import codes
 from ..common.errors import FastshardError
 from ..common.records import dataclass, field
 from ..layouts.declaration import Source, is_state
@@ -146,7 +147,7 @@ def moves(side: Side, roster: _core.Roster, path: str) -> Moved | None:
 def _ambiguous(path: str, readings: str, help_: str) -> FastshardError:
     """That names can be read in several ways."""
     message = f"the names can be read in several ways to fit the reference {path}"
-    return FastshardError.of("FS106", message, got=readings, help=help_)
+    return FastshardError.of(codes.AMBIGUOUS, message, got=readings, help=help_)
 
 
 def gain(side: Side, other: Side, roster: _core.Roster) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+from ..common import codes
 from ..common.dtypes import TORCH_FLOATS, item_size
 from ..common.errors import Finding
 from ..common.records import dataclass
@@ -53,14 +54,14 @@ def shapes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
     resized = [one for one in differing if by_config and one.has(own, theirs)]
     rest = [one for one in differing if not (by_config and one.has(own, theirs))]
     findings = [_shaped(compared, one, own, theirs) for one in rest[:TOLD]]
-    findings += more("FS201", len(rest), "tensors of another shape")
+    findings += more(codes.SHAPE, len(rest), "tensors of another shape")
     if own is None or theirs is None or own == theirs:
         return findings, []
     kept = _rows(compared, theirs)
     if resized and kept:
         findings.append(
             Finding.of(
-                "FS201",
+                codes.SHAPE,
                 f"{len(resized)} tensors have the rows of the checkpoint's own vocabulary, and this one has the reference's",
                 tensor=kept[0],
                 expected=f"{own} rows, as config.json and {resized[0].stored} have it",
@@ -71,7 +72,7 @@ def shapes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
     elif kept and not rest:
         findings.append(
             Finding.of(
-                "FS215",
+                codes.CONFIG_DISAGREES,
                 "the checkpoint's own config gives the vocabulary other rows than the tensor has",
                 severity="warning",
                 tensor=kept[0],
@@ -81,7 +82,7 @@ def shapes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
         )
     notes = [
         Finding.of(
-            "FS212",
+            codes.IGNORED,
             f"{len(resized)} tensors have the rows that the checkpoint's own config gives the vocabulary, and not those of the "
             f"reference {compared.path}",
             severity="note",
@@ -115,7 +116,7 @@ def _shaped(compared: Comparison, one: _Differing, own: int | None, theirs: int 
     want = None if at is None else expected[at]
     if at is not None and want and got[at] and got[at] < want and want % got[at] == 0:
         return Finding.of(
-            "FS208",
+            codes.SLICE_AS_WHOLE,
             f"dimension {at} has {got[at]} of the {want} that the reference {compared.path} has: it looks like one of "
             f"{want // got[at]} tensor-parallel slices",
             help="add the slices of the other ranks, or use a checkpoint with full tensors",
@@ -136,7 +137,7 @@ def _shaped(compared: Comparison, one: _Differing, own: int | None, theirs: int 
     is_padding = longer and at == 0 and (is_padded or side.ends_in_zeros(one.stored, want or 0))
     turned = len(got) > 1 and got != expected and sorted(got) == sorted(n or 0 for n in expected)
     return Finding.of(
-        "FS201",
+        codes.SHAPE,
         f"its shape differs from that in the reference {compared.path}"
         + (", the same turned" if turned else "")
         + said,
@@ -174,7 +175,7 @@ def dtypes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
         rest = [one for one in rest if _kind(one[1]) != "floating"]
     findings = [
         Finding.of(
-            "FS202",
+            codes.DTYPE,
             f"its elements are {_kind(got)}, and {_kind(expected)} in the reference {compared.path}",
             tensor=stored,
             expected=expected,
@@ -183,10 +184,10 @@ def dtypes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
         )
         for stored, got, expected in other[:TOLD]
     ]
-    findings += more("FS202", len(other), "tensors of other elements")
+    findings += more(codes.DTYPE, len(other), "tensors of other elements")
     findings += [
         Finding.of(
-            "FS202",
+            codes.DTYPE,
             f"its dtype is another one than in the reference {compared.path}",
             severity="warning",
             tensor=stored,
@@ -195,7 +196,7 @@ def dtypes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
         )
         for stored, got, expected in rest[:TOLD]
     ]
-    return findings + more("FS202", len(rest), "tensors of another dtype", "warning"), notes
+    return findings + more(codes.DTYPE, len(rest), "tensors of another dtype", "warning"), notes
 
 
 def _cast(compared: Comparison, floats: list[tuple[str, str, str]]) -> list[Finding]:
@@ -212,7 +213,7 @@ def _cast(compared: Comparison, floats: list[tuple[str, str, str]]) -> list[Find
     got, expected = Counter((got, expected) for _, got, expected in floats).most_common(1)[0][0]
     return [
         Finding.of(
-            "FS202",
+            codes.DTYPE,
             f"{len(floats)} floating tensors have another dtype than in the reference {compared.path}, all alike",
             severity="note",
             expected=expected,
@@ -248,7 +249,7 @@ def total_bytes(compared: Comparison) -> list[Finding]:
         return []
     return [
         Finding.of(
-            "FS201",
+            codes.SHAPE,
             f"the tensors have other bytes than the index of the reference {compared.path} states (metadata.total_size)",
             expected=f"{total} bytes, or as many times more or less as other dtypes make",
             got=f"{held} bytes",

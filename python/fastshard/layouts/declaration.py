@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .._core import Table
+from ..common import codes
 from ..common.errors import FastshardError, Finding, raise_errors
 from ..common.listing import File, Folder
 from ..common.records import dataclass, field, replace
@@ -164,7 +165,7 @@ class Source:
         own = {name: self.names.get(name, name) for name in stored}
         if self.other_prefixes:
             raise FastshardError.of(
-                "FS106",
+                codes.AMBIGUOUS,
                 "the checkpoint holds several copies of the model",
                 got=", ".join(f"{p}*" for p in (self.weights_prefix, *self.other_prefixes)),
                 help="choose one of them",
@@ -216,7 +217,7 @@ class Source:
         where = f"below {self.weights_prefix!r}" if self.weights_prefix else "beside the optimizer's state"
         is_all = not left and not any(map(is_state, own.values()))
         return Finding.of(
-            "FS212",
+            codes.IGNORED,
             f"the model begins {where}"
             + ("" if is_all else "; the rest is not converted")
             + (f", {len(left)} tensors among it that are no optimizer's state" if left else ""),
@@ -262,7 +263,7 @@ class Source:
         ]
         renamed = {name: names[name] for held in units.values() for _, name in held if names[name] != name}
         note = Finding.of(
-            "FS212",
+            codes.IGNORED,
             f"names are written without {self.weights_prefix!r}, as the model of config.json has them",
             severity="note",
         )
@@ -312,7 +313,7 @@ class Source:
     ) -> Source:
         """The source whose names stay, and are none that its config is for."""
         warning = Finding.of(
-            "FS212",
+            codes.IGNORED,
             f"config.json is not written: {why}",
             severity="warning",
             got=", ".join(names) or None,
@@ -387,7 +388,7 @@ class Source:
             return []
         who = put_in(first[0]) or "a wrapper"
         message = f"{len(self.names)} names are taken without what {who} has put in: {first[0]} is {first[1]}"
-        return [Finding.of("FS212", message, severity="note")]
+        return [Finding.of(codes.IGNORED, message, severity="note")]
 
     def _table_below(self) -> Table | None:
         """The table with names as they are below the prefix; None for the one that is called so anyhow."""

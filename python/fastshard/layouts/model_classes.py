@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .._core import Table
+from ..common import codes
 from ..common.config_text import shown
 from ..common.errors import FastshardError
 from ..common.records import dataclass, field
@@ -159,7 +160,7 @@ def _read(kind: str, section: Any, table: Table, file: str | None) -> ModelClass
 
 def _bad(table: Table, kind: str, file: str | None, entry: str, expected: str, got: Any) -> FastshardError:
     return FastshardError.of(
-        "FS210",
+        codes.BAD_LAYOUT,
         f"layout {table.name}: [model.{kind}]{entry}",
         file=file,
         expected=expected,

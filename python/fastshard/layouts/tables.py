@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from .. import _core
-from ..common import safe_files
+from ..common import codes, safe_files
 from ..common.errors import FastshardError, from_core
 from . import model_classes
 
@@ -70,7 +70,11 @@ def _file(source: str | os.PathLike[str]) -> str | None:
 
 def _text(source: str | os.PathLike[str]) -> str:
     file = _file(source)
-    return str(source) if file is None else safe_files.read_text(file, safe_files.MAX_CONFIG, code="FS211")
+    return (
+        str(source)
+        if file is None
+        else safe_files.read_text(file, safe_files.MAX_CONFIG, code=codes.BAD_VALUE)
+    )
 
 
 def get(name: str) -> str:
@@ -127,7 +131,9 @@ def _read(text: str, above: tuple[str, ...], file: str | None = None) -> _core.T
     try:
         extended = _core.Table.extends_of(text)
         if extended in above:
-            raise FastshardError.of("FS210", f"layout {extended} extends itself, by way of {above[-1]}")
+            raise FastshardError.of(
+                codes.BAD_LAYOUT, f"layout {extended} extends itself, by way of {above[-1]}"
+            )
         base = None if extended is None or extended not in names() else _table(extended, above)
         table = _core.Table(text, base)
     except _core.CoreError as error:
@@ -161,7 +167,7 @@ def of_config(config: str, file: str | None = None) -> str | None:
         raise from_core(error) from None
     if len(found) > 1:
         raise FastshardError.of(
-            "FS210", f"layouts {' and '.join(found)} are for the same model_type", file=file
+            codes.BAD_LAYOUT, f"layouts {' and '.join(found)} are for the same model_type", file=file
         )
     return found[0] if found else None
 

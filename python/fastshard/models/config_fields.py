@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..common import codes
 from ..common.config_text import shown
 from ..common.errors import FastshardError
 
@@ -82,4 +83,4 @@ def flag(config: Mapping[str, Any], key: str, label: str = "config: ") -> bool |
 
 def refused(what: str, expected: str, got: Any, file: str | None = None) -> FastshardError:
     """What a value is told that is of another kind."""
-    return FastshardError.of("FS211", what, file=file, expected=expected, got=shown(got))
+    return FastshardError.of(codes.BAD_VALUE, what, file=file, expected=expected, got=shown(got))

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .. import _core
+from ..common import codes
 from ..common.config_text import shown
 from ..common.errors import Finding, from_core
 from ..common.records import dataclass
@@ -206,7 +207,7 @@ def find_contradictions(config: Mapping[str, Any], file: str) -> list[Finding]:
             continue
         findings.append(
             Finding.of(
-                "FS215",
+                codes.CONFIG_DISAGREES,
                 f"{prefix}layer_types has {len(kinds)} entries, and {prefix}num_hidden_layers is {layers}: transformers refuses the config",
                 severity="warning" if "auto_map" in config else "error",
                 file=file,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from ..common import codes
 from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding
 from ..common.records import dataclass
@@ -212,7 +213,7 @@ class GptNeoX:
         heads = axes["g"] * axes.get("r", 1)
         if axes["d"] * heads != axes["H"]:
             raise FastshardError.of(
-                "FS514",
+                codes.UNSUPPORTED,
                 "GPT-NeoX has no model whose heads do not make up the hidden size",
                 expected=f"head_dim {axes['H'] // heads}",
                 got=str(axes["d"]),
@@ -253,7 +254,7 @@ class GptNeoX:
         if llama and not model.eps_outside:
             findings.append(
                 Finding.of(
-                    "FS109",
+                    codes.NOT_PROVABLE,
                     "config: GPT-NeoX adds rms_norm_epsilon to the root mean square, "
                     f"{model.framework} to the mean square",
                     severity="note",
@@ -312,7 +313,7 @@ def _remarks(values: Mapping[str, Any], is_fused: bool, lacking: list[str]) -> l
     if "pos_emb" not in values:
         remarks.append(
             Finding.of(
-                "FS216",
+                codes.DEFAULT_ASSUMED,
                 "pos_emb is not stated, and there is no position embedding; rotary is written",
                 help="pass the training config",
                 run=["--config FILE"],
@@ -354,7 +355,7 @@ def te_differences(config: Mapping[str, Any], features: Features, written: str) 
     if eps != default:
         findings.append(
             Finding.of(
-                "FS215",
+                codes.CONFIG_DISAGREES,
                 f"config: there is one eps for all norms; {key} is written",
                 severity="warning",
                 file=written,
@@ -368,7 +369,7 @@ def te_differences(config: Mapping[str, Any], features: Features, written: str) 
         fused = "; `bias_gelu_fusion: true` in --config asks for that form" if activation == "gelu" else ""
         findings.append(
             Finding.of(
-                "FS215",
+                codes.CONFIG_DISAGREES,
                 f"config: {activation} is written with the error function, as GPT-NeoX's own converter does",
                 severity="warning",
                 file=written,
@@ -381,7 +382,7 @@ def te_differences(config: Mapping[str, Any], features: Features, written: str) 
 
 
 def _note(message: str) -> Finding:
-    return Finding.of("FS109", message, severity="note")
+    return Finding.of(codes.NOT_PROVABLE, message, severity="note")
 
 
 def _besides(

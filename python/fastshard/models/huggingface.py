@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..common import codes
 from ..common.config_text import shown
 from ..common.errors import Finding
 from ..layouts import tables
@@ -167,7 +168,7 @@ def _outside(model: Model, file: str) -> list[Finding]:
         return []
     return [
         Finding.of(
-            "FS109",
+            codes.NOT_PROVABLE,
             f"config: {model.framework}'s RMSNorm divides by rms + eps, Llama's by sqrt(rms^2 + eps); "
             f"{model.word('eps')} is written",
             severity="note",

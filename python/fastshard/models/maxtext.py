@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from ..common import codes
 from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding
 from ..common.records import dataclass, replace
@@ -81,7 +82,7 @@ def pairs_of(config: Mapping[str, Any]) -> Pairs | None:
         return Pairs(False, False) if model.startswith(("llama2", "llama3-", "mistral")) else None
     if str(kind).lower() != "default":
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             "transformers has no Llama with this rope_type",
             expected="default | llama3.1",
             got=shown(kind),
@@ -119,7 +120,7 @@ class MaxText:
             return self._of_config(values, evidence)
         if values and pairs is None:
             raise FastshardError.of(
-                "FS209",
+                codes.FACT_UNKNOWN,
                 "the order of queries and keys depends on `rope_type`, which is not stated",
                 help="pass MaxText's yml, which must say rope_type: default or llama3.1, or the model_name",
                 run=["--config FILE"],
@@ -176,7 +177,7 @@ class MaxText:
         if stated is None or differing:
             with_ = f" with {', '.join(f'{key}: {facts[key]}' for key in differing)}" if differing else ""
             raise FastshardError.of(
-                "FS215",
+                codes.CONFIG_DISAGREES,
                 "the config describes another model than the tensors",
                 expected=f"a Llama or Mistral{with_}",
                 got=shown(config.get("model_type")),
@@ -209,7 +210,7 @@ class MaxText:
         if model.window is not None:
             findings.append(
                 Finding.of(
-                    "FS109",
+                    codes.NOT_PROVABLE,
                     f"sliding_window {model.window} is left out: max_position_embeddings is {model.max_positions}, "
                     "and MaxText's block, which sees all positions before, computes the same up to there",
                     severity="note",
@@ -229,7 +230,7 @@ class MaxText:
             out["normalize_embedding_logits"] = False
             findings.append(
                 Finding.of(
-                    "FS109",
+                    codes.NOT_PROVABLE,
                     "the output layer is the embedding: MaxText computes the same only with "
                     "logits_via_embedding: true and normalize_embedding_logits: false",
                     severity="warning",
@@ -293,7 +294,7 @@ def _order_open() -> Finding:
 
 def _stated_nowhere(what: str, severity: str) -> Finding:
     return Finding.of(
-        "FS216",
+        codes.DEFAULT_ASSUMED,
         f"not stated: {what}",
         severity=severity,
         help="pass the model's config.json, or correct the one that is written",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..common import codes
 from ..common.errors import FastshardError, Finding
 from . import config_json
 from .config_fields import integer, whole_number
@@ -19,7 +20,7 @@ def _scales(config: dict[str, Any]) -> dict[str, int]:
     scale = whole_number(config, "global_parameter_scale", 1)
     if scale & (scale - 1) or scale > 1 << 30:
         raise FastshardError.of(
-            "FS211", "config: global_parameter_scale", expected="a power of two", got=str(scale)
+            codes.BAD_VALUE, "config: global_parameter_scale", expected="a power of two", got=str(scale)
         )
     times, rest = divmod(scale.bit_length() - 1, 3)
     heads, width = 1 << times + (rest > 0), 1 << times + (rest > 1)
@@ -40,7 +41,7 @@ def sizes(config: dict[str, Any]) -> dict[str, int]:
             if config.get(name) is not None and whole_number(config, name, 1) != out[name]:
                 base = config[f"base_{name}"]
                 raise FastshardError.of(
-                    "FS215",
+                    codes.CONFIG_DISAGREES,
                     f"base_{name} is {base}, and {name} is {config[name]}: the config states one setting twice, differently",
                     expected=f"{name}: {out[name]}",
                     got=f"{name}: {config[name]}",
@@ -81,7 +82,7 @@ def axes_of(config: dict[str, Any], family: str) -> dict[str, int]:
     if heads and groups:
         if heads % groups:
             raise FastshardError.of(
-                "FS211",
+                codes.BAD_VALUE,
                 "config: base_num_query_heads over base_num_kv_heads",
                 expected=f"a multiple of {groups}",
                 got=str(heads),

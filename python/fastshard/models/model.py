@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..common import codes
 from ..common.errors import FastshardError, Finding, error_for
 from ..common.records import dataclass, field
 from ..layouts import model_classes
@@ -102,7 +103,7 @@ class Model:
         """What had to be assumed of the fields that are written to a file, and the remarks."""
         found = [
             Finding.of(
-                "FS216",
+                codes.DEFAULT_ASSUMED,
                 f"{self.assumed[name]} is not stated; {self.framework}'s default {self._value(name)!r} is written",
                 file=file,
                 help="pass the training config",
@@ -137,7 +138,8 @@ def read_model(source: Source) -> Model:
     told = source.model
     if told.dialect is None:
         raise FastshardError.of(
-            "FS514", f"no words are known for {source.called}: its tensors can be merged, not converted"
+            codes.UNSUPPORTED,
+            f"no words are known for {source.called}: its tensors can be merged, not converted",
         )
     own = {} if source.own_table is None else model_classes.of_table(source.own_table)
     evidence = Evidence(told.family or "", source.facts, source.axes, own)
@@ -149,7 +151,7 @@ def read_model(source: Source) -> Model:
 def unstated(key: str, values: str, why: str = "which is not stated") -> Finding:
     """A field on which the model depends and that nothing states."""
     return Finding.of(
-        "FS209",
+        codes.FACT_UNKNOWN,
         f"the model depends on `{key}`, {why}",
         help=f"pass the training config, which must say {key}{values}",
         run=["--config FILE"],

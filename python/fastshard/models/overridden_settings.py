@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from ..common import codes
 from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding
 from ..layouts import tables
@@ -92,7 +93,7 @@ def find_overridden_settings(
     """
     return [
         Finding.of(
-            "FS215",
+            codes.CONFIG_DISAGREES,
             f"{label}{key}: --config and the checkpoint state different values, and that of --config is taken",
             severity="note",
             file=file,
@@ -122,7 +123,7 @@ def find_missing_rows(config: Mapping[str, Any], rows: Any, file: str | None) ->
         return []
     return [
         Finding.of(
-            "FS215",
+            codes.CONFIG_DISAGREES,
             "vocab_size: --config states more tokens than the checkpoint has rows for",
             file=file,
             expected=f"{tokens} rows or more",

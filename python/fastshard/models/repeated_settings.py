@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
+from ..common import codes
 from ..common.config_text import shown
 from ..common.errors import Finding
 
@@ -197,7 +198,7 @@ def find_repeated_settings(config: Mapping[str, Any], file: str) -> list[Finding
                 is_code = "auto_map" in config
                 findings.append(
                     Finding.of(
-                        "FS215",
+                        codes.CONFIG_DISAGREES,
                         f"{prefix}{key} is {shown(value)}, and {prefix}{other} is {shown(second)}: the config states one "
                         "setting twice, differently",
                         severity="warning" if is_code else severity,
@@ -219,7 +220,7 @@ def find_repeated_spellings(config: Mapping[str, Any], file: str) -> list[Findin
     """
     return [
         Finding.of(
-            "FS215",
+            codes.CONFIG_DISAGREES,
             f"{key} is {shown(value)}, and {other} is {shown(config[other])}: the config states one setting twice, differently",
             file=file,
             expected=f"{key}: {shown(value)}",

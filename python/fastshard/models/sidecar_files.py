@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from .. import _core
-from ..common import json_text, safe_files
+from ..common import codes, json_text, safe_files
 from ..common.errors import FastshardError, Finding
 from ..common.listing import Folder, Listing, linked, refuse_unprintable
 from ..common.records import replace
@@ -124,7 +124,7 @@ def passed_over(folders: Iterable[Folder], held: Collection[str]) -> list[Findin
     taken = f"; to take them all the same, pass {' '.join(ways)}" if ways else ""
     return [
         Finding.of(
-            "FS108",
+            codes.UNEXPECTED_FILE,
             f"not taken along: {why}",
             severity="warning",
             file=str(path),
@@ -185,7 +185,7 @@ def differing(listing: Listing, paths: Iterable[Path]) -> list[Finding]:
                 continue
             findings.append(
                 Finding.of(
-                    "FS110",
+                    codes.RANKS_DISAGREE,
                     f"two parts of the checkpoint have a {path.name} each, and they differ",
                     file=str(other),
                     expected=f"what {path} holds",
@@ -258,7 +258,7 @@ def _modules(folder: Folder) -> dict[str, Path]:
             names += [(inside / name).as_posix() for name in sorted(files) if not name.startswith(".")]
     if len(names) > _MAX_MODULES:
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             "the folders that modules.json names hold other files too",
             file=str(listed),
             expected=f"{_MAX_MODULES} files at most",
@@ -280,7 +280,7 @@ def _code(config: Path, folder: Folder) -> dict[str, Path]:
     paths = [path for name in programs if (path := folder.file(name)) is not None]
     if len(paths) > _MAX_CODE:
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             "a model with custom code (auto_map) whose directory holds other programs too",
             file=str(config.parent),
             expected=f"{_MAX_CODE} modules at most",

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..common import json_text, safe_files
+from ..common import codes, json_text, safe_files
 from ..common.errors import FastshardError, error_for
 from ..common.listing import Folder, is_utf8, refuse_unprintable
 from ..common.options import StrPath
@@ -77,11 +77,11 @@ def find(given: StrPath | None, folders: Iterable[Folder]) -> Tokenizer | None:
                 raise error_for([other])
             return _described({_name(path): path})
         if not path.is_dir():
-            raise FastshardError.of("FS501", "no such file or directory", file=str(given))
+            raise FastshardError.of(codes.NO_SUCH_PATH, "no such file or directory", file=str(given))
         files = _files(Folder.named(path))
         if not files:
             raise FastshardError.of(
-                "FS501",
+                codes.NO_SUCH_PATH,
                 "the folder holds no tokenizer",
                 file=str(given),
                 expected=f"{', '.join(list(NAMES)[:4])} or the like",
@@ -142,7 +142,7 @@ def _name(path: Path) -> str:
         if vocab_files.read(path, _VOCABULARIES[name], []) is not None:
             return name
     raise FastshardError.of(
-        "FS501",
+        codes.NO_SUCH_PATH,
         "the file is no tokenizer's",
         file=str(path),
         expected="a tokenizer.json, a vocab.json or vocab.txt, or a model of SentencePiece or tiktoken",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
+from ..common import codes
 from ..common.errors import FastshardError, Finding, error_for
 from ..common.records import dataclass
 from .model import Lack, Model
@@ -123,7 +124,7 @@ def refuse(format: str, kinds: Iterable[Says], model: Model) -> None:
     near = [kind for kind in kinds if model.family in kind.families]
     if not near:
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             f"no {format} layout for the family {model.family!r}",
             expected=" | ".join(family for kind in kinds for family in kind.families),
             got=model.family,
@@ -139,7 +140,7 @@ def refused(format: str, kind: Says, lacks: list[Lack], help: str | None = None)
     """What cannot be said, each by its source's name."""
     return error_for([
         Finding.of(
-            "FS514",
+            codes.UNSUPPORTED,
             f"{format} has no {kind.kind} model with this {lack.what}",
             expected=lack.expected,
             got=lack.got,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from ..common import codes
 from ..common.errors import Finding
 from ..common.regex import compile_when_used
 from ..layouts.declaration import Source
@@ -35,7 +36,7 @@ def words(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -> 
         beyond = f", more than the {rows} rows that are stored" if words > rows else ""
         return [
             Finding.of(
-                "FS211",
+                codes.BAD_VALUE,
                 f"the vocabulary is cut to {kept} rows, and the tokenizer's ids go up to {tokenizer.largest}{beyond}",
                 file=tokenizer.path,
                 expected=f"all {rows} rows stored" if beyond else f"{words} of {rows} rows stored",
@@ -72,7 +73,7 @@ def _find_ids_beyond(rows: int, tokenizer: Tokenizer) -> list[Finding]:
         return []
     return [
         Finding.of(
-            "FS215",
+            codes.CONFIG_DISAGREES,
             f"the tokenizer's ids go up to {tokenizer.largest}, and the vocabulary has {rows} rows",
             severity="warning",
             file=tokenizer.path,
@@ -92,7 +93,7 @@ def _unproven_words(tokenizer: Tokenizer, kept: int, rows: int) -> list[Finding]
     why = "cannot be read from this file" if tokenizer.unread else "has special tokens that no file lists"
     return [
         Finding.of(
-            "FS109",
+            codes.NOT_PROVABLE,
             f"the tokenizer's vocabulary {why}: "
             f"{rows - kept} of {rows} rows are dropped without proof that no token has one of them",
             severity="warning",
@@ -114,7 +115,7 @@ def padding(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -
         number = "the tokenizer's size with --vocab-size"
     return [
         Finding.of(
-            "FS109",
+            codes.NOT_PROVABLE,
             f"the true size of the vocabulary is not stated: all {axes['P']} rows are kept, padding too if there is any",
             help=f"pass {number}",
         )

@@ -11,6 +11,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from typing import Any
 
+from ..common import codes
 from ..common.errors import Finding
 from ..common.formatting import human_memory, printable
 from ..common.optional_imports import imported
@@ -141,7 +142,7 @@ def undrawn() -> Finding | None:
     if limit == resource.RLIM_INFINITY:
         return None
     return Finding.of(
-        "FS514",
+        codes.UNSUPPORTED,
         f"the page has no pictures: this process may use {human_memory(limit)} of addresses, and what draws them needs to be without a "
         "limit",
         severity="warning",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..common import codes
 from ..common.errors import Finding
 from ..common.formatting import counted
 from ..common.records import dataclass
@@ -11,17 +12,6 @@ from ..common.records import dataclass
 __all__ = ["FAILED", "NOT_CHECKED", "PASSED", "Check", "Read", "checks"]
 
 PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
-
-#: Codes whose errors and warnings fail a check. What is in none of these fails the check of names and shapes.
-_CODES = {
-    "files": ("FS101", "FS102", "FS103", "FS104", "FS105", "FS111", "FS116", "FS118", "FS205", "FS523"),
-    "step": ("FS106", "FS107", "FS110"),
-    "copies": ("FS113", "FS115", "FS303", "FS304", "FS305"),
-    "data": ("FS301", "FS506", "FS507"),
-    "replicas": ("FS302", "FS310", "FS311", "FS401", "FS402"),
-    "values": ("FS306", "FS307", "FS313"),
-    "manifest": ("FS308", "FS315", "FS518"),
-}
 
 
 @dataclass(frozen=True)
@@ -61,13 +51,13 @@ def checks(findings: Sequence[Finding], read: Read) -> tuple[Check, ...]:
     notes = {f.code for f in findings if f.severity == "note"}
     for finding in findings:
         if finding.severity in ("error", "warning"):
-            failed.setdefault(_check_of(finding.code), []).append(finding)
+            failed.setdefault(codes.CODES[finding.code].check, []).append(finding)
     rows = [
         ("files", "Files present", *_files(read)),
         ("names", "Names and shapes", PASSED, f"{counted(read.tensors, 'tensor')}, by the headers.", ""),
         ("step", "One step", PASSED, "No file of another step was found.", ""),
-        ("copies", "No copies or swaps", *_copies(read, "FS114" in notes)),
-        ("data", "Data readable, checksums", *_data(read, "FS314" in notes)),
+        ("copies", "No copies or swaps", *_copies(read, codes.LOOKALIKES in notes)),
+        ("data", "Data readable, checksums", *_data(read, codes.NO_CHECKSUMS in notes)),
         ("replicas", "Equal replicas", *_by_data(read, "The copies on several ranks are equal.")),
         ("values", "Values", *_values(read)),
         ("manifest", "Hashes of the manifest", *_manifest(read)),
@@ -78,10 +68,6 @@ def checks(findings: Sequence[Finding], read: Read) -> tuple[Check, ...]:
     ]
     layout = "No hash shows this. Compare logits with a known-good model."
     return (*made, Check("Layout right for the model", NOT_CHECKED, layout))
-
-
-def _check_of(code: str) -> str:
-    return next((check for check, codes in _CODES.items() if code in codes), "names")
 
 
 def _said(found: list[Finding]) -> str:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..common import codes
 from ..common.errors import Finding
 from ..common.listing import store_of
 from ..common.records import dataclass
@@ -41,15 +42,6 @@ from .grid_order import in_order
 
 __all__ = ["STATES", "Band", "Cell", "Column", "Grid", "Problem", "State", "banded", "grid", "state_of"]
 
-
-_BY_CODE = {
-    **dict.fromkeys(("FS101", "FS102", "FS103", "FS104", "FS105", "FS111", "FS205"), MISSING),
-    **dict.fromkeys(("FS301", "FS308", "FS312", "FS502", "FS506", "FS507", "FS601", "FS602", "FS603", "FS604"), DAMAGED),
-    **dict.fromkeys(("FS113", "FS303", "FS304", "FS305"), COPIED),
-    "FS108": UNEXPECTED,
-}  # fmt: skip
-#: Findings of the core about single tensors, which are not said where their cause is: a file that is missing.
-_ECHOES = ("FS102", "FS205")
 
 #: The part of a stored name that says which chunk of the tensor it is. source: DCP records as they are named here, zarr 3, zarr 2
 _CHUNK = compile_when_used(r"(?:\[[0-9,]*\]|/c(?:/[0-9/]+)?|/[0-9]+(?:\.[0-9]+)*)$")
@@ -189,31 +181,39 @@ class _Filling:
         #: Files of a row that are missing or cannot be read, by row: the causes of what the core misses.
         causes: dict[str, list[tuple[str, int]]] = {}
         self.forms |= {
-            _form(echo.rank) for echo in echoes if echo.code in _ECHOES and echo.rank and not self.forms
+            _form(echo.rank)
+            for echo in echoes
+            if echo.is_a("missing_tensor", "incomplete") and echo.rank and not self.forms
         }
         for finding in told:
             state = state_of(finding)
             unread = state in (MISSING, DAMAGED) and finding.file not in self.held
-            if unread and finding.file and not finding.tensor and finding.code != "FS103":
+            if unread and finding.file and not finding.tensor and finding.code != codes.MISSING_LAYER:
                 causes.setdefault(self._row_for(finding), []).append((finding.file, state))
         said = {(f.tensor, f.rank) for f in told}
         explained: set[str] = set()
         #: Layers of which something is said already.
         layers = {layer_of(f.tensor) for f in told if f.tensor}
-        if any(f.code == "FS103" for f in told):
+        if any(f.code == codes.MISSING_LAYER for f in told):
             layers |= {echo.layers[0] for echo in echoes if echo.layers and echo.axis == _LAYERS}
         for echo in echoes:
-            if echo.code in _ECHOES and echo.tensor and (echo.tensor, echo.rank) not in said:
+            if (
+                echo.is_a("missing_tensor", "incomplete")
+                and echo.tensor
+                and (echo.tensor, echo.rank) not in said
+            ):
                 said.add((echo.tensor, echo.rank))
                 self._lose(echo, self._key(echo.tensor), 1, causes, explained)
             elif echo.layers and echo.axis == _LAYERS and echo.layers[0] not in layers:
                 self._lose(echo, (echo.layers[0], WHOLE), echo.count or 1, causes, explained)
-        self.inferred = any(echo.code == "FS102" and not echo.tensor and echo.count for echo in echoes)
+        self.inferred = any(
+            echo.code == codes.MISSING_TENSOR and not echo.tensor and echo.count for echo in echoes
+        )
         if self.inferred:
             self._infer(causes)
         single = {(f.code, f.rank, f.file) for f in told if f.tensor}
         for finding in told:
-            if finding.code == "FS103":
+            if finding.code == codes.MISSING_LAYER:
                 self._lose_layer(finding)
             # The sum of what is said of each array.
             elif finding.tensor or (finding.code, finding.rank, finding.file) not in single:
@@ -230,7 +230,7 @@ class _Filling:
             name = within.pop() if len(within) == 1 else None
         if name is None:
             name = finding.rank or finding.file or NOWHERE
-            if finding.rank and finding.file and finding.code != "FS111":
+            if finding.rank and finding.file and finding.code != codes.MISSING_CHUNKS:
                 name = f"{finding.rank}: {finding.file.rpartition('/')[2]}"
         elif finding.rank == name:
             self.ranks.add(name)
@@ -360,11 +360,16 @@ def _cells(rows: Mapping[str, Row], where: dict[Key, int], count: int) -> dict[s
 
 
 def state_of(finding: Finding) -> int:
-    """The state of what a finding is about."""
-    state = _BY_CODE.get(finding.code)
-    if state is None or (finding.severity == "warning" and state != UNEXPECTED):
-        return DOUBTFUL if finding.severity == "warning" else MISFIT if state is None else state
-    return state
+    """Return the state that a finding gives to what it is about."""
+    if finding.code == codes.UNEXPECTED_FILE:
+        return UNEXPECTED
+    if finding.severity == "warning":
+        return DOUBTFUL
+    if finding.is_a("missing_file", "missing_tensor", "incomplete"):
+        return MISSING
+    if finding.is_a("damaged", "unreadable"):
+        return DAMAGED
+    return COPIED if codes.CODES[finding.code].check == "copies" else MISFIT
 
 
 def _form(rank: str | None) -> str:

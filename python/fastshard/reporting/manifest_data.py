@@ -9,6 +9,7 @@ from typing import Any
 from ..checkpoint import manifests
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.plan import Plan
+from ..common import codes
 from ..common.errors import FastshardError, Finding
 from ..common.formatting import human
 from ..verification.stats import TensorStats
@@ -30,14 +31,14 @@ def manifest_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[Fin
         if name not in have:
             found.append(
                 Finding.of(
-                    "FS101", "the file is missing", file=name, evidence=f"named in {manifests.MANIFEST_NAME}",
+                    codes.MISSING_FILE, "the file is missing", file=name, evidence=f"named in {manifests.MANIFEST_NAME}",
                     help="copy it from the host that made the manifest",
                 )
             )  # fmt: skip
         elif size is not None and have[name] != size:
             found.append(
                 Finding.of(
-                    "FS308", "the file has another size than its manifest says", file=name, expected=f"{size} bytes",
+                    codes.HASH, "the file has another size than its manifest says", file=name, expected=f"{size} bytes",
                     got=f"{have[name]} bytes", help="restore the file from a good copy",
                 )
             )  # fmt: skip
@@ -77,7 +78,7 @@ def _sound(s: TensorStats) -> bool:
 
 
 #: The code of a value that was assumed.
-_ASSUMED = "FS216"
+_ASSUMED = codes.DEFAULT_ASSUMED
 
 
 def assumed_values(

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["report"]
 
-#: What says that the call cannot be carried out, rather than what the checkpoint is like. All FS5xx but these.
-_TOLD = ("FS504", "FS506", "FS507", "FS513", "FS518")
-
 
 @memory_budget.kept
 def report(
@@ -111,7 +108,7 @@ def _about_checkpoint(error: FastshardError) -> FastshardError:
     Raises:
         FastshardError: the error itself, if it says something of the call.
     """
-    if error.code.startswith("FS5") and error.code not in _TOLD:
+    if error.code.startswith("FS5") and not error.findings[0].is_a("reportable"):
         raise error
     return error
 

@@ -13,7 +13,8 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.missing_files import absent
 from ..checkpoint.plan import Plan
 from ..checkpoint.proof import not_proven
-from ..common.errors import CODES, FastshardError, Finding, exit_code
+from ..common.codes import CODES
+from ..common.errors import FastshardError, Finding, exit_code
 from ..common.formatting import human
 from ..common.listing import list_roots
 from ..common.options import StrPath

@@ -6,7 +6,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from ..common.errors import CODES, VERDICTS, Finding, exit_code
+from ..common.codes import CODES
+from ..common.errors import VERDICTS, Finding, exit_code
 from ..common.finding_facts import command_of
 from ..common.formatting import counted, human
 from ..common.records import dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Sequence
 
+from ..common import codes
 from ..common.errors import Finding
 
 
@@ -21,7 +22,7 @@ def accepted(findings: list[Finding], globs: Sequence[str]) -> list[Finding]:
 
 def _accepted(finding: Finding, globs: Sequence[str]) -> Finding:
     by = next((glob for glob in globs if fnmatch.fnmatchcase(finding.file or "", glob)), None)
-    if finding.code != "FS303" or by is None:
+    if finding.code != codes.DUPLICATED_SHARD or by is None:
         return finding
     decided = "accept copies" if by == "*" else f"accept copies={by}"
     return finding.replace(severity="warning", help=None, decided=decided)

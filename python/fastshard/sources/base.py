@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from .. import _core
+from ..common import codes
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.listing import File, Listing
 from ..common.near_words import meant
@@ -116,14 +117,14 @@ def checked_accept(what: Iterable[str]) -> frozenset[str]:
         FastshardError: ``FS515`` for what nothing is known of.
     """
     if isinstance(what, str):
-        raise FastshardError.of("FS515", "accept takes a list of words", got=repr(what))
+        raise FastshardError.of(codes.USAGE, "accept takes a list of words", got=repr(what))
     what = frozenset(what)
     for one in what:
         word, is_given, pattern = one.partition("=")
         if word not in ACCEPTABLE or (is_given and (word != "copies" or not pattern)):
             near = meant(word, ACCEPTABLE)
             raise FastshardError.of(
-                "FS515",
+                codes.USAGE,
                 f"accept has no word {one!r}{near}",
                 expected=f"{', '.join(ACCEPTABLE)} or copies=GLOB",
             )
@@ -217,7 +218,7 @@ def counted(text: str, file: File) -> int:
     number = int(text)
     if number > MAX_DEGREE:
         raise FastshardError.of(
-            "FS106",
+            codes.AMBIGUOUS,
             "the file's name counts further than any run does",
             file=file.path,
             expected=f"at most {MAX_DEGREE}",
@@ -249,9 +250,9 @@ def missing(
 ) -> Finding:
     """A file that must be there and is not; or all from it to ``upto``, the name of the last of a run."""
     what = "the file is missing" if upto is None else f"the files from this one to {upto} are missing"
-    return Finding.of("FS101", what, file=path, rank=rank, evidence=why, help=help, run=run)
+    return Finding.of(codes.MISSING_FILE, what, file=path, rank=rank, evidence=why, help=help, run=run)
 
 
 def unexpected(path: str, why: str) -> Finding:
     """A file that is no part of this checkpoint and was not read: ``why`` says what shows it."""
-    return Finding.of("FS108", why, file=path, help="move it away if another run left it")
+    return Finding.of(codes.UNEXPECTED_FILE, why, file=path, help="move it away if another run left it")

@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from ..common import codes
 from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding, error_for
 from ..common.listing import File, Listing
@@ -93,7 +94,7 @@ def folder_of(
     if found is None:
         folders = sorted({folder for _, folder in held})
         raise FastshardError.of(
-            "FS106",
+            codes.AMBIGUOUS,
             "several folders hold a checkpoint",
             got=", ".join(folder or "." for folder in folders[:TOLD]),
             help="pass one folder as CKPT, or choose a step",
@@ -118,7 +119,10 @@ def within_this(folders: Iterable[str]) -> list[Finding]:
     """Notes on folders inside of the one that is taken."""
     return [
         Finding.of(
-            "FS108", "a checkpoint within this one", file=folder, help=f"pass {folder} to read that one"
+            codes.UNEXPECTED_FILE,
+            "a checkpoint within this one",
+            file=folder,
+            help=f"pass {folder} to read that one",
         )
         for folder in folders
     ]
@@ -231,7 +235,7 @@ def _of_hosts(folders: Iterable[str]) -> bool:
 def no_steps(wanted: str) -> FastshardError:
     """The error for a step that is asked of what holds none."""
     return FastshardError.of(
-        "FS501",
+        codes.NO_SUCH_PATH,
         f"there is no step {shown(wanted)}: this checkpoint has no steps",
         help="leave out --step, or name the folder that holds the steps as CKPT",
     )
@@ -243,7 +247,7 @@ def _one(found: list[str], steps: Mapping[str, Step], wanted: str) -> str:
         raise no_steps(wanted)
     if not found:
         raise FastshardError.of(
-            "FS501",
+            codes.NO_SUCH_PATH,
             f"there is no step {shown(wanted)}",
             expected=f"one of {have(steps)}",
             help="choose one of these",
@@ -251,7 +255,7 @@ def _one(found: list[str], steps: Mapping[str, Step], wanted: str) -> str:
         )
     if len(found) > 1:
         raise FastshardError.of(
-            "FS106",
+            codes.AMBIGUOUS,
             f"several folders are of step {shown(wanted)}",
             got=have(found),
             help="pass its full name, or its folder as CKPT",
@@ -275,7 +279,7 @@ def _newest(names: list[str]) -> str:
     rivals = [n for n in candidates if n != best and not newer(best, n)]
     if rivals:
         raise FastshardError.of(
-            "FS106",
+            codes.AMBIGUOUS,
             "several steps are here, and nothing says which is the newest",
             got=have([best, *rivals]),
             help="choose one of these",
@@ -293,7 +297,7 @@ def _told(name: str, steps: Mapping[str, Step], tracker: File | None) -> list[Fi
     message = f"step {name} is taken, {why}; {len(others)} more {'is' if len(others) == 1 else 'are'} there: {have(others)}"
     return [
         Finding.of(
-            "FS112",
+            codes.STEP_TAKEN,
             message,
             help="choose another",
             run=[f"--step {shlex.quote(max(others, key=numbers_of))}"],
@@ -323,7 +327,7 @@ def _later(
         if tracker is not None or temporary:
             why = "which the tracker does not name" if tracker and not temporary else "not finished"
             finding = Finding.of(
-                "FS104",
+                codes.UNCOMMITTED,
                 f"a newer step is there, {why}: a run may be writing it now",
                 severity="warning",
                 file=other,
@@ -333,7 +337,7 @@ def _later(
             )
         else:
             finding = Finding.of(
-                "FS104",
+                codes.UNCOMMITTED,
                 "a newer step has its final name and cannot be used",
                 severity="warning" if "older-step" in options.accept else None,
                 decided="accept older-step" if "older-step" in options.accept else None,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .._core import Table
-from ..common import json_text, safe_files
+from ..common import codes, json_text, safe_files
 from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding, raise_errors
 from ..common.listing import Folder, Listing
@@ -62,7 +62,7 @@ def config_of(
     text = safe_files.read_text(path, safe_files.MAX_TEXT, label=label)
     config = json_text.value(text, label, hook=json_text.read_pairs)
     if not isinstance(config, dict):
-        raise FastshardError.of("FS211", "config.json is not an object", file=label)
+        raise FastshardError.of(codes.BAD_VALUE, "config.json is not an object", file=label)
     raise_errors(sidecar_files.differing(listing, [path]))
     return config, path
 
@@ -218,7 +218,7 @@ def _find_missing_code(config: dict[str, Any], path: Path | None) -> list[Findin
     missing = [file for file in files if not (path.parent / file).is_file()]
     return [
         Finding.of(
-            "FS101",
+            codes.MISSING_FILE,
             "auto_map of config.json names code that is missing: the model is not loaded with trust_remote_code",
             severity="warning",
             file=file,
@@ -238,7 +238,7 @@ def _find_missing_modules(path: Path | None) -> list[Finding]:
     missing = [one for one in folders if not (listed.parent / one).is_dir()]
     return [
         Finding.of(
-            "FS101",
+            codes.MISSING_FILE,
             "modules.json names a module that is missing: sentence-transformers does not load the model",
             severity="warning",
             file=f"{one}/config.json",
@@ -253,7 +253,7 @@ def _refuse_no_model(config: dict[str, Any], label: str | None) -> None:
     """Raises for a config of transformers that says nothing of a model."""
     if "transformers_version" in config and not config.keys() & {"model_type", "architectures"}:
         raise FastshardError.of(
-            "FS211",
+            codes.BAD_VALUE,
             "a config of transformers that is no model's",
             file=label,
             expected="model_type or architectures",
@@ -333,7 +333,7 @@ def _take_head(
     source.facts["head"] = False
     source.findings.append(
         Finding.of(
-            "FS212",
+            codes.IGNORED,
             f"the model has a value head ({value}) and no output layer over the vocabulary",
             severity="note",
             tensor=value,
@@ -507,7 +507,7 @@ def _own_head(kind: config_json.Architecture | None, names: Iterable[str]) -> li
     stored = tuple(names)
     return [
         Finding.of(
-            "FS102",
+            codes.MISSING_TENSOR,
             f"architectures says {kind.name}, which has this tensor",
             tensor=head,
             help="copy the file that holds it again: it is missing or truncated",

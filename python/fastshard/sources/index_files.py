@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import Any
 
-from ..common import json_text, safe_files
+from ..common import codes, json_text, safe_files
 from ..common.errors import Finding
 from ..common.formatting import counted
 from ..common.listing import File, Listing
@@ -67,7 +67,7 @@ def disagreeing(
     prefix = _prefix(gone, others, weight_map) if whole else None
     if moved:
         yield Finding.of(
-            "FS115",
+            codes.INDEX_NAMES_ANOTHER_FILE,
             f"the index sends {counted(len(moved), 'tensor')} to the wrong files; each is read from the file that holds it",
             severity="warning",
             file=index or paths[weight_map[moved[0]]],
@@ -80,7 +80,7 @@ def disagreeing(
     if prefix is not None:
         in_files = f"{prefix[0]}NAME, in the files {prefix[1]}NAME"
         yield Finding.of(
-            "FS115",
+            codes.INDEX_NAMES_ANOTHER_FILE,
             f"the index and the files spell the names differently: {in_files}; the names in the files are used",
             severity="warning",
             file=index or paths[weight_map[gone[0]]],
@@ -90,7 +90,7 @@ def disagreeing(
         return
     for name in gone:
         yield Finding.of(
-            "FS102",
+            codes.MISSING_TENSOR,
             "named in the index, but missing in its file",
             file=paths[weight_map[name]],
             tensor=name,
@@ -100,7 +100,7 @@ def disagreeing(
         if names:
             many = len(names) > 1
             yield Finding.of(
-                "FS108",
+                codes.UNEXPECTED_FILE,
                 f"the index does not name {f'{len(names)} tensors of this file' if many else 'this tensor'}",
                 file=paths[file],
                 tensor=names[0],

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._core import Table
+from ..common import codes
 from ..common.errors import FastshardError, Finding
 from ..common.regex import compile_when_used
 from ..layouts import tables
@@ -110,7 +111,7 @@ def _family(source: Source, shapes: Mapping[str, Any], stacked: bool, root: str)
     likely = min(FAMILIES, key=lambda family: len(strange[family]))
     source.findings.append(
         Finding.of(
-            "FS514",
+            codes.UNSUPPORTED,
             "no layout for this MaxText model: its tensors can be merged, not converted to other layouts",
             severity="note",
             tensor=root + strange[likely][0] if strange[likely] else None,
@@ -124,7 +125,7 @@ def _family(source: Source, shapes: Mapping[str, Any], stacked: bool, root: str)
 
 def _contradiction(key: str, claim: Any, seen: Any, where: str) -> Finding:
     return Finding.of(
-        "FS215",
+        codes.CONFIG_DISAGREES,
         f"{key}: {where} and the tensors contradict each other",
         expected=str(claim).lower(),
         got=str(seen).lower(),
@@ -195,7 +196,7 @@ def _scan_axis(
     if len(best) == 1 or wrong[best[0]]:
         return best[0], None
     return best[0], FastshardError.of(
-        "FS106",
+        codes.AMBIGUOUS,
         "the shapes do not show along which axis the layers are stacked",
         expected="one axis",
         got=" or ".join(map(str, best)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..common import codes
 from ..common.errors import FastshardError
 from ..layouts import naming_schemes
 from ..layouts import tables as layouts
@@ -57,7 +58,7 @@ def recognise(
     if not inside:
         tops = sorted({name.partition(".")[0] for name in own if "." in name})
         raise FastshardError.of(
-            "FS515",
+            codes.USAGE,
             f"prefix: no name begins with {chosen!r}",
             expected=f"one of {', '.join(tops[:_TOLD])}",
             got=chosen,

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+from ..common import codes
 from ..common.errors import Finding
 from ..common.regex import compile_when_used
 from ..layouts import tables
@@ -53,7 +54,7 @@ def describe(
     if strange:
         source.findings.append(
             Finding.of(
-                "FS514",
+                codes.UNSUPPORTED,
                 "no layout for this Paxml model: its tensors can be merged, not converted to other layouts",
                 severity="note",
                 tensor=strange[0],

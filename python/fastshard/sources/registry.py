@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any
 
+from ..common import codes
 from ..common.errors import FastshardError, raise_errors
 from ..common.formatting import some
 from ..common.listing import Listing
@@ -180,7 +181,7 @@ def detect(listing: Listing, options: Options) -> Found[Any]:
     named = some(list(dict.fromkeys(listing.given())), 3)
     known = looks_like(listing)
     raise FastshardError.of(
-        "FS513",
+        codes.NOT_A_CHECKPOINT,
         "no checkpoint that fastshard knows"
         if len(listing.roots) == 1
         else f"{named}: no checkpoint that fastshard knows",

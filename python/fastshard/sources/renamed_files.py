@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from .. import _core
-from ..common import safe_files
+from ..common import codes, safe_files
 from ..common.errors import Finding
 from ..common.regex import compile_when_used
 
@@ -58,7 +58,7 @@ def renamed(
         original = _original(file, inside, files, roots)
         if original is not None and not accepted:
             finding = Finding.of(
-                "FS303",
+                codes.DUPLICATED_SHARD,
                 f"a copy of {original}, under whose name it was saved",
                 expected=name.partition(".")[0],
                 got=archive[:200],
@@ -68,7 +68,7 @@ def renamed(
             )
         else:
             finding = Finding.of(
-                "FS113",
+                codes.RENAMED,
                 "the file was saved under another name",
                 severity="warning" if accepted else None,
                 decided="accept renamed" if accepted else None,

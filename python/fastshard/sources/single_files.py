@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import _core
-from ..common import json_text, memory_budget, safe_files
+from ..common import codes, json_text, memory_budget, safe_files
 from ..common.errors import FastshardError, Finding, error_for
 from ..common.listing import File, Listing, is_array
 from ..common.regex import compile_when_used
@@ -82,7 +82,7 @@ def make_part(path: str, what: str, folder: Path | None, *, tensor: str | None =
         tensor: a tensor of which it holds a part.
     """
     return Finding.of(
-        "FS118",
+        codes.PART,
         f"a part of a checkpoint, named by itself: {what}",
         file=path,
         tensor=tensor,
@@ -111,7 +111,9 @@ def refuse_unreadable(listing: Listing) -> None:
         raise error_for([_only_folder(make_part(file.path, what, store))])
     head = safe_files.read_bytes(path, 4, label=file.path, whole=False)
     if (known := find_unread_format(file.name, head)) is not None:
-        raise FastshardError.of("FS513", f"{known[0]}: it is not read", file=file.path, help=known[1])
+        raise FastshardError.of(
+            codes.NOT_A_CHECKPOINT, f"{known[0]}: it is not read", file=file.path, help=known[1]
+        )
 
 
 def _only_folder(finding: Finding) -> Finding:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from ..common import codes
 from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding, error_for
 from ..common.listing import File, Listing
@@ -50,7 +51,7 @@ def tracked(listing: Listing, trackers: tuple[str, ...]) -> tuple[File, str] | N
     other = next((f for f, text in named.items() if text != named[first]), None)
     if other is not None:
         raise FastshardError.of(
-            "FS107",
+            codes.MIXED_STEPS,
             "tracker files of the directories given name different steps",
             file=str(listing.roots[other.root] / other.path),
             expected=f"{shown(named[first])}, as in {listing.roots[first.root] / first.path}",
@@ -129,7 +130,7 @@ def pointing_nowhere(listing: Listing, steps: Mapping[str, Step], file: File, na
     there = there or bool(matching(steps, named))
     usable = have(n for n, step in steps.items() if step.usable) or "none"
     return Finding.of(
-        "FS104" if there else "FS105",
+        codes.UNCOMMITTED if there else codes.TRACKER_POINTS_NOWHERE,
         "the tracker file names a step that cannot be used"
         if there
         else "the tracker file names a missing step",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..common import codes
 from ..common.errors import Finding
 from ..common.formatting import counted, some
 from ..common.records import dataclass, field
@@ -47,9 +48,11 @@ class Strays:
         """
         if not self.findings:
             return list(findings)
-        holders = {("FS101", path) for path in self.holders} | {("FS108", path) for path in self.holders}
-        counts = {("FS102", index), ("FS215", index)}
-        absent = {("FS101", path) for path in self.absent}
+        holders = {(codes.MISSING_FILE, path) for path in self.holders} | {
+            (codes.UNEXPECTED_FILE, path) for path in self.holders
+        }
+        counts = {(codes.MISSING_TENSOR, index), (codes.CONFIG_DISAGREES, index)}
+        absent = {(codes.MISSING_FILE, path) for path in self.absent}
         return [
             f
             for f in findings
@@ -141,7 +144,7 @@ def of_numbers(
 
 def _copy(copy: str, original: str, how: str, expected: str) -> Finding:
     return Finding.of(
-        "FS303",
+        codes.DUPLICATED_SHARD,
         f"a copy of {original}: {how}",
         file=copy,
         expected=expected,
@@ -157,7 +160,7 @@ def _elsewhere(index: Index | None, holders: list[str], count: int, named: list[
     # Moved to a name that no reader looks for.
     move = [f"mv {shlex.quote(str(index.full))} {shlex.quote(f'{index.full}.old')}"] if index else []
     return Finding.of(
-        "FS115",
+        codes.INDEX_NAMES_ANOTHER_FILE,
         f"the index sends {counted(count, 'tensor')} to the wrong file{'s' if len(named) > 1 else ''}",
         count=count,
         expected=some(holders, _NAMED),

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 from .. import _core
+from ..common import codes
 from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding
 from ..common.options import MAX_DEGREE, Option
@@ -107,10 +108,10 @@ def positive(request: Request, *options: Option) -> None:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise FastshardError.of("FS515", option.flag, expected="a positive integer", got=shown(value))
+            raise FastshardError.of(codes.USAGE, option.flag, expected="a positive integer", got=shown(value))
         largest = MAX_DEGREE if option.kind == "degree" else MAX_MULTIPLE
         if value > largest:
-            raise FastshardError.of("FS515", option.flag, expected=f"{largest} at most", got=shown(value))
+            raise FastshardError.of(codes.USAGE, option.flag, expected=f"{largest} at most", got=shown(value))
 
 
 def padded_rows(axes: dict[str, int], multiple: int) -> int:

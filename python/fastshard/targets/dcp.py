@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import _core
+from ..common import codes
 from ..common.config_text import shown
 from ..common.errors import FastshardError
 from ..common.records import dataclass, field, replace
@@ -92,7 +93,7 @@ def stacked(whole: HfTarget) -> None:
     """
     if "stacked_experts" not in whole.facts:
         raise FastshardError.of(
-            "FS515", f"{STACKED_EXPERTS.flag}: the model has no experts to stack", help="leave it out"
+            codes.USAGE, f"{STACKED_EXPERTS.flag}: the model has no experts to stack", help="leave it out"
         )
     whole.facts["stacked_experts"] = True
 
@@ -127,14 +128,14 @@ class DcpTarget(Target):
             return cls(whole, tp)
         if request.optimizer:
             raise FastshardError.of(
-                "FS514",
+                codes.UNSUPPORTED,
                 f"optimizer state is not written in the form of {naming_schemes.framework(_SPELLED[to])}",
                 expected="--to dcp, or --to universal",
                 got=to,
             )
         if request[STACKED_EXPERTS]:
             raise FastshardError.of(
-                "FS515", f"{STACKED_EXPERTS.flag}: {to} has its own form of experts", help="leave it out"
+                codes.USAGE, f"{STACKED_EXPERTS.flag}: {to} has its own form of experts", help="leave it out"
             )
         whole, spelling = HfTarget.known(source, f"--to {to}"), _SPELLED[to]
         kind = (
@@ -144,7 +145,7 @@ class DcpTarget(Target):
             spelling
         ):
             raise FastshardError.of(
-                "FS514",
+                codes.UNSUPPORTED,
                 f"{naming_schemes.framework(spelling)} has no model of the type {shown(kind)}",
                 expected=", ".join(naming_schemes.model_types(spelling)),
                 got=shown(kind),

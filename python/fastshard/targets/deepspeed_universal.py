@@ -10,6 +10,7 @@ from collections import OrderedDict
 from typing import Any
 
 from .. import _core
+from ..common import codes
 from ..common.errors import FastshardError, Finding
 from ..common.records import dataclass, replace
 from ..common.target_options import STACKED_EXPERTS
@@ -52,14 +53,14 @@ class UniversalTarget(Target):
         """
         if request.dtype != "f32":
             raise FastshardError.of(
-                "FS515",
+                codes.USAGE,
                 "a universal checkpoint holds its weights in fp32",
                 expected="--dtype f32",
                 got=request.dtype,
             )
         if request.is_narrowed:
             raise FastshardError.of(
-                "FS515",
+                codes.USAGE,
                 "a universal checkpoint is always complete",
                 got="--include or --exclude",
                 help="narrow a merge or a conversion to hf instead",
@@ -84,7 +85,7 @@ class UniversalTarget(Target):
         assert state is not None, "asked for when the target was made"
         if state.step is None or state.groups is None:
             raise FastshardError.of(
-                "FS514",
+                codes.UNSUPPORTED,
                 "a universal checkpoint needs the optimizer's step and groups, which the source does not state",
                 help="merge it, which keeps the moments under their own names",
                 run=["fastshard merge CKPT OUT --optimizer"],
@@ -141,7 +142,7 @@ def _one_for_all(state: State) -> list[Finding]:
     if all(given == groups[0] for given in groups):
         return []
     message = "ZeRO-3 gives all groups of parameters the hyperparameters of the first when it loads this: set them in the run that continues; stages 1 and 2 take each group's own"
-    return [Finding.of("FS212", message, severity="note")]
+    return [Finding.of(codes.IGNORED, message, severity="note")]
 
 
 def _optimizer(state: State) -> dict[str, Any]:

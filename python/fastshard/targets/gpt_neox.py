@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .. import _core
+from ..common import codes
 from ..common.config_text import shown
 from ..common.errors import FastshardError, Finding
 from ..common.records import dataclass
@@ -82,7 +83,7 @@ class NeoxTarget(TrainerTarget):
         tp, pp, multiple = request[TP], request[PP], request[MULTIPLE]
         if pp > 1 and not pipeline:
             raise FastshardError.of(
-                "FS515",
+                codes.USAGE,
                 "--pp: the sequential form has no pipeline stages",
                 expected="1",
                 got=str(pp),
@@ -106,10 +107,10 @@ class NeoxTarget(TrainerTarget):
             }
         layout = _LAYOUTS.get(family := (model or source.model).family or "")
         if layout is None:
-            raise FastshardError.of("FS514", f"no GPT-NeoX layout for the family {family!r}")
+            raise FastshardError.of(codes.UNSUPPORTED, f"no GPT-NeoX layout for the family {family!r}")
         if "gpt_j_residual" not in facts:
             raise FastshardError.of(
-                "FS209",
+                codes.FACT_UNKNOWN,
                 "the model depends on `gpt_j_residual`, which is not stated",
                 help="pass the training config, which must say gpt_j_residual: true or false",
                 run=["--config FILE"],
@@ -123,7 +124,8 @@ class NeoxTarget(TrainerTarget):
             ):
                 if first != last:
                     raise FastshardError.of(
-                        "FS514", f"GPT-NeoX has biases on both projections of its {kind}, or on none"
+                        codes.UNSUPPORTED,
+                        f"GPT-NeoX has biases on both projections of its {kind}, or on none",
                     )
         # Transformer Engine's modules and old names become GPT-NeoX's own of today.
         facts |= dict.fromkeys(("te_mha", "te_mlp", "te_dense", "te_linear2", "split_gate"), False)
@@ -134,7 +136,10 @@ class NeoxTarget(TrainerTarget):
                 multiple = whole_number(config, key, multiple)
                 if multiple > MAX_MULTIPLE:
                     raise FastshardError.of(
-                        "FS211", f"config: {key}", expected=f"{MAX_MULTIPLE} at most", got=str(multiple)
+                        codes.BAD_VALUE,
+                        f"config: {key}",
+                        expected=f"{MAX_MULTIPLE} at most",
+                        got=str(multiple),
                     )
         return cls(source, to, tp, pp, multiple, facts, model, layout, pipeline)
 
@@ -263,7 +268,7 @@ class NeoxTarget(TrainerTarget):
             if config.get(key) is None:
                 findings.append(
                     Finding.of(
-                        "FS109",
+                        codes.NOT_PROVABLE,
                         f"config: {key} is not stated; {default!r} is written",
                         severity="note",
                         file=_CONFIG,
@@ -273,7 +278,7 @@ class NeoxTarget(TrainerTarget):
         config["max_position_embeddings"] = whole_number(config, "max_position_embeddings", 2048)
         if not isinstance(config["tokenizer_type"], str):
             got = shown(config["tokenizer_type"])
-            raise FastshardError.of("FS211", "config: tokenizer_type", expected="a name", got=got)
+            raise FastshardError.of(codes.BAD_VALUE, "config: tokenizer_type", expected="a name", got=got)
         config.setdefault("seq_length", config["max_position_embeddings"])
         return config
 
@@ -300,7 +305,9 @@ def _inner_size(config: dict[str, Any], inner: int, hidden: int, gated: bool, sp
         activation = config["activation"]
         named = GATES.get(activation, activation) if split else activation
         if named not in GATED:
-            raise FastshardError.of("FS514", "GPT-NeoX has no gated form of this activation", got=activation)
+            raise FastshardError.of(
+                codes.UNSUPPORTED, "GPT-NeoX has no gated form of this activation", got=activation
+            )
         config["activation"] = named
     stated = float(4 * hidden)
     if config.get("expansion_factor") is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .._core import Table
-from ..common import config_text
+from ..common import codes, config_text
 from ..common.errors import FastshardError, Finding
 from ..common.records import dataclass
 from ..common.regex import compile_when_used
@@ -91,7 +91,7 @@ class HfTarget(Target):
             raise _changed(told.no_table)
         if told.family is None and told.config is None and source.tree is None:
             raise _unknown()
-        raise FastshardError.of("FS514", f"no Hugging Face layout for {source.called} yet")
+        raise FastshardError.of(codes.UNSUPPORTED, f"no Hugging Face layout for {source.called} yet")
 
     @classmethod
     def known(cls, source: Source, what: str) -> HfTarget:
@@ -104,7 +104,7 @@ class HfTarget(Target):
         if whole.keeps_names:
             is_quantised = config_json.quantised_by(whole.source.model.config or {}) is not None
             raise FastshardError.of(
-                "FS514",
+                codes.UNSUPPORTED,
                 f"{_why(source.model)}: nothing says what its tensors are, as {what} needs",
                 help="give the weights their values"
                 if is_quantised
@@ -196,7 +196,7 @@ def _kept(source: Source) -> str:
         raise _unknown()
     if source.vocab_size is not None:
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             f"--vocab-size: {_why(source.model)}, so it is not known which rows are tokens",
             help="leave it out, or describe the model in a table of your own",
             run=["--layout FILE"],
@@ -206,7 +206,7 @@ def _kept(source: Source) -> str:
 
 def _unknown() -> FastshardError:
     return FastshardError.of(
-        "FS209",
+        codes.FACT_UNKNOWN,
         "unknown model: no config.json is next to or above the checkpoint",
         help="pass it, or merge, which needs none and keeps the names as they are",
         run=["--config FILE", "fastshard merge CKPT OUT"],
@@ -216,13 +216,13 @@ def _unknown() -> FastshardError:
 def _changed(why: str, prefix: str | None = None) -> FastshardError:
     if ".lora_" in why:
         return FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             f"{why}: they are not the model's own, so that nothing would load them",
             help="merge the factors by the adapter_config.json of the run, or merge the checkpoint, which keeps the names as they are",
             run=["--adapter FILE", "fastshard merge CKPT OUT"],
         )
     return FastshardError.of(
-        "FS514",
+        codes.UNSUPPORTED,
         f"{why}: they are not the model's own, so that nothing would load them",
         help="save the model itself (unwrapped, adapters merged), or merge it, which keeps the names as they are"
         if prefix is None
@@ -260,7 +260,7 @@ def _refuse_changed(source: Source, bound: Bound) -> None:
 def _unproven(source: Source) -> Finding:
     """What is not proven of names that stay."""
     return Finding.of(
-        "FS109",
+        codes.NOT_PROVABLE,
         f"{_why(source.model)}: names and shapes stay as they are stored, and no table says that they are the model's",
         help="compare them with a good checkpoint of the model, a manifest (--expect) or a table of your own (--layout)",
         run=["--like GOOD"],
@@ -303,7 +303,7 @@ def _special_tokens(
         else:
             continue
         told = Finding.of(
-            "FS109",
+            codes.NOT_PROVABLE,
             f"config: {key} {why}",
             severity="note",
             file="config.json",

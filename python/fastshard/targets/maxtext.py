@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ..common import codes
 from ..common.errors import FastshardError, Finding
 from ..common.records import dataclass, field
 from ..common.target_options import FUSED_QKV, MULTIPLE, ROPE_TYPE, SCAN_AXIS
@@ -63,7 +64,7 @@ class MaxTextTarget:
         positive(request, MULTIPLE)
         if optimizer and not source.optimizer.moments_named:
             raise FastshardError.of(
-                "FS514",
+                codes.UNSUPPORTED,
                 f"the optimizer's state of {source.framework} is not converted to MaxText's",
                 expected="a train state of MaxText or Paxml",
                 got=source.framework,
@@ -76,9 +77,9 @@ class MaxTextTarget:
             fused = source.facts.get("fused_qkv", True) if fused_qkv is None else fused_qkv
             facts, model = {"fused_qkv": fused}, None
             if rope_type is not None:
-                raise FastshardError.of("FS515", "--rope-type: GPT-3 has no rotary embedding")
+                raise FastshardError.of(codes.USAGE, "--rope-type: GPT-3 has no rotary embedding")
         elif fused_qkv is not None:
-            raise FastshardError.of("FS515", "--fused-qkv: only GPT-3 has such projections in MaxText")
+            raise FastshardError.of(codes.USAGE, "--fused-qkv: only GPT-3 has such projections in MaxText")
         elif own:
             facts, model = {"tied": source.facts["tied"], "interleaved": _kept_order(source, rope_type)}, None
         else:
@@ -150,7 +151,7 @@ class MaxTextTarget:
             return []
         return [
             Finding.of(
-                "FS109",
+                codes.NOT_PROVABLE,
                 "queries and keys are in the order of MaxText's rope_type llama3.1, as its own converter writes them",
                 file=FILE,
                 help="run MaxText with this yml; for a model_name without that rope_type (llama2, mistral) convert with the default",
@@ -170,7 +171,7 @@ def scaled_queries(axes: dict[str, int]) -> list[Finding]:
         return []
     return [
         Finding.of(
-            "FS214",
+            codes.LOSSY,
             f"queries are scaled by sqrt({d}) and rounded once: the way back gives other last bits",
             tensor="decoder.layers.self_attention.query.kernel",
             help="compare with a tolerance of one unit in the last place, or with the op applied",
@@ -180,17 +181,17 @@ def scaled_queries(axes: dict[str, int]) -> list[Finding]:
 
 def _scan(to: str, axis: int | None) -> int | None:
     if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int) or not -5 <= axis <= 5):
-        raise FastshardError.of("FS515", "--param-scan-axis", expected="an axis, e.g. 1", got=repr(axis))
+        raise FastshardError.of(codes.USAGE, "--param-scan-axis", expected="an axis, e.g. 1", got=repr(axis))
     if to == "maxtext:unscan":
         if axis is not None:
             raise FastshardError.of(
-                "FS515", "--param-scan-axis: layers apart have no such axis", got=str(axis)
+                codes.USAGE, "--param-scan-axis: layers apart have no such axis", got=str(axis)
             )
         return None
     axis = _SCAN_AXIS if axis is None else axis
     if axis > 1 or axis < -1:
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             "MaxText cannot stack the norms, which are vectors, along this axis",
             expected="--param-scan-axis 0, 1 or -1",
             got=str(axis),
@@ -201,7 +202,7 @@ def _scan(to: str, axis: int | None) -> int | None:
 def _rope_type(name: str | None) -> bool | None:
     """Whether pairs are interleaved under a ``rope_type``; None for none."""
     if name not in (None, "default", "llama3.1"):
-        raise FastshardError.of("FS515", "--rope-type", expected="default | llama3.1", got=repr(name))
+        raise FastshardError.of(codes.USAGE, "--rope-type", expected="default | llama3.1", got=repr(name))
     return None if name is None else name == "llama3.1"
 
 
@@ -213,7 +214,7 @@ def _kept_order(source: Source, rope_type: str | None) -> bool:
     rope = maxtext.pairs_of(source.model.config or {})
     if rope is None:
         raise FastshardError.of(
-            "FS209",
+            codes.FACT_UNKNOWN,
             "the order of queries and keys depends on the source's `rope_type`, which is not stated",
             help="leave out --rope-type to keep the order, or pass MaxText's yml",
             run=["--config FILE"],
@@ -232,7 +233,7 @@ def _order(model: Model, rope_type: str | None) -> bool:
 def _fits(scaled: bool, wanted: bool | None) -> None:
     if scaled and wanted is False:
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             "MaxText scales frequencies as Llama 3.1 does only with rope_type llama3.1",
             expected="--rope-type llama3.1",
             got="default",

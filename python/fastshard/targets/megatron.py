@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import _core
+from ..common import codes
 from ..common.errors import FastshardError, Finding
 from ..common.records import dataclass, replace
 from ..common.target_options import MULTIPLE, PP, TP
@@ -77,7 +78,7 @@ class MegatronTarget(TrainerTarget):
             facts = dict(source.facts)
             if facts["moe"]:
                 raise FastshardError.of(
-                    "FS514",
+                    codes.UNSUPPORTED,
                     "a mixture of experts is not written for Megatron-LM",
                     help="convert it to hf, or merge it under Megatron's own names",
                 )
@@ -109,7 +110,7 @@ class MegatronTarget(TrainerTarget):
         if layers % self.pp:
             fits = ", ".join(str(n) for n in range(1, layers + 1) if layers % n == 0)
             raise FastshardError.of(
-                "FS204",
+                codes.NOT_DIVISIBLE,
                 "the layers cannot be divided over this many pipeline stages",
                 tensor="decoder.layers.{L}",
                 expected=f"--pp {fits}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..common import codes
 from ..common.errors import FastshardError, Finding
 from ..common.records import dataclass, field
 from ..layouts.declaration import Group, Source
@@ -57,7 +58,7 @@ def carried(source: Source, outputs: Mapping[str, Any], made_of: Mapping[str, It
     known = sorted({group.slot for group in source.assembled if group.slot is not None})
     if known != list(ADAM):
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             "optimizer state of this kind is not converted",
             expected=" and ".join(ADAM),
             got=", ".join(known) or "no moments",
@@ -72,7 +73,7 @@ def carried(source: Source, outputs: Mapping[str, Any], made_of: Mapping[str, It
     lacking = next((w for w, have in slots.items() if len(have) < len(ADAM)), None)
     if lacking is not None:
         raise FastshardError.of(
-            "FS402",
+            codes.MASTERS_NOT_CHECKABLE,
             "some of the moments of this parameter are missing",
             tensor=lacking,
             expected=" and ".join(ADAM),
@@ -83,7 +84,7 @@ def carried(source: Source, outputs: Mapping[str, Any], made_of: Mapping[str, It
     if state.step is None:
         findings.append(
             Finding.of(
-                "FS212",
+                codes.IGNORED,
                 "the optimizer's step is not carried over: the files do not state it",
                 severity="warning",
                 help="set it in the run that continues: Adam's bias correction depends on the step",
@@ -101,7 +102,7 @@ def carried(source: Source, outputs: Mapping[str, Any], made_of: Mapping[str, It
     if dropped:
         findings.append(
             Finding.of(
-                "FS212",
+                codes.IGNORED,
                 f"hyperparameters not carried over: {', '.join(dropped)}",
                 severity="note",
                 help="set them in the run that continues",
@@ -122,7 +123,7 @@ def _of_groups(state: State, source: Source) -> list[Finding]:
             numbers = value if isinstance(value, (list, tuple)) else [value]
             if not all(n is None or isinstance(n, (bool, int, float)) for n in numbers):
                 raise FastshardError.of(
-                    "FS514",
+                    codes.UNSUPPORTED,
                     "a hyperparameter of the optimizer that is no number",
                     expected=f"a number for {key}",
                     got=repr(value)[:80],
@@ -132,7 +133,7 @@ def _of_groups(state: State, source: Source) -> list[Finding]:
     if lacking:
         findings.append(
             Finding.of(
-                "FS212",
+                codes.IGNORED,
                 f"hyperparameters that a param group does not state: {', '.join(sorted(lacking))}",
                 severity="warning",
                 help="set them in the run that continues",
@@ -141,7 +142,7 @@ def _of_groups(state: State, source: Source) -> list[Finding]:
     if any(DECOUPLED not in given and given.get("weight_decay") for given, _ in state.groups or ()):
         findings.append(
             Finding.of(
-                "FS212",
+                codes.IGNORED,
                 "it is not stated whether weight decay is decoupled: it is taken as in AdamW",
                 severity="warning",
                 help="set decoupled_weight_decay to False in the run that continues, for Adam with L2 regularisation",
@@ -152,7 +153,7 @@ def _of_groups(state: State, source: Source) -> list[Finding]:
     if without:
         findings.append(
             Finding.of(
-                "FS212",
+                codes.IGNORED,
                 f"{len(without)} parameters are in the optimizer's groups and have no moments: taken as never stepped",
                 severity="note",
                 tensor=without[0],
@@ -174,7 +175,7 @@ def _step(source: Source) -> int | None:
     told = sorted(set(counts))
     if len(told) > 1:
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             "the optimizer's parameters are at several steps: one step for all is written",
             expected="one step",
             got=", ".join(f"{step:g}" for step in told[:8]),
@@ -196,7 +197,7 @@ def _groups(
     if groups is None:
         findings.append(
             Finding.of(
-                "FS212",
+                codes.IGNORED,
                 "the parameter groups (learning rates, weight decay) are not carried over: the files do not state which parameters each has",
                 severity="warning",
                 help="set them in the run that continues as the first one did",
@@ -209,7 +210,7 @@ def _groups(
         among = [n for n, group in enumerate(groups) if _of(group, weight, names, outputs)]
         if len(among) != 1:
             raise FastshardError.of(
-                "FS514",
+                codes.UNSUPPORTED,
                 "a weight of the target is made of parameters of several groups of the optimizer, or of none",
                 tensor=weight,
                 expected="parameters of one group",

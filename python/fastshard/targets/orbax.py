@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from .. import _core
+from ..common import codes
 from ..common.errors import FastshardError, Finding
 from ..common.records import dataclass, field
 from ..common.target_options import ZARR2
@@ -99,14 +100,14 @@ class OrbaxTarget(Target):
         for name, place in places.items():
             if any(place[:n] in taken for n in range(1, len(place))) or "" in place:
                 raise FastshardError.of(
-                    "FS514",
+                    codes.UNSUPPORTED,
                     "names of a tree: one is the parent of another, or has an empty part",
                     tensor=name,
                     help="leave it out with --exclude in a merge first",
                 )
             if "/" in name:
                 raise FastshardError.of(
-                    "FS514", "a name with a slash has no place in a store of arrays", tensor=name
+                    codes.UNSUPPORTED, "a name with a slash has no place in a store of arrays", tensor=name
                 )
 
     def _keys(self, name: str) -> list[dict[str, Any]]:
@@ -117,7 +118,7 @@ class OrbaxTarget(Target):
         for name, dtype in dtypes.items():
             if dtype not in HELD:
                 raise FastshardError.of(
-                    "FS514",
+                    codes.UNSUPPORTED,
                     "arrays of this dtype are not written",
                     tensor=name,
                     expected=" | ".join(HELD),
@@ -130,7 +131,7 @@ class OrbaxTarget(Target):
         )
         if left and listed is not None:
             raise FastshardError.of(
-                "FS515",
+                codes.USAGE,
                 "a tree with lists is always complete: without a part the others would get other places",
                 tensor=listed,
                 got=f"{left[0]} left out",
@@ -143,7 +144,7 @@ class OrbaxTarget(Target):
         return (
             [
                 Finding.of(
-                    "FS212",
+                    codes.IGNORED,
                     f"{len(keys)} random keys are written as the numbers that they hold",
                     severity="warning",
                     tensor=keys[0],

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar
 
+from ..common import codes
 from ..common.errors import FastshardError
 from ..common.near_words import meant
 from ..layouts.declaration import Source
@@ -91,12 +92,12 @@ def check(request: Request) -> None:
     if to is not None and to not in TARGETS:
         known = _ALSO_CALLED.get(str(to).lower())
         near = f"; did you mean {known}?" if known else meant(str(to), [*TARGETS, *_ALSO_CALLED])
-        raise FastshardError.of("FS515", f"there is no format {to}{near}", expected=", ".join(TARGETS))
+        raise FastshardError.of(codes.USAGE, f"there is no format {to}{near}", expected=", ".join(TARGETS))
     target = None if to is None else TARGETS[to]
     whole = target is None or target.is_whole
     if not whole and request.is_narrowed:
         raise FastshardError.of(
-            "FS515",
+            codes.USAGE,
             f"a {to} checkpoint is always complete",
             got="--include or --exclude",
             help="narrow a merge or a conversion to hf instead",
@@ -104,7 +105,7 @@ def check(request: Request) -> None:
     strange = [option for option in request.stated() if target is None or option not in target.options]
     if whole and any(option.kind == "degree" for option in strange):
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             f"{f'a conversion to {to}' if to else 'a merge'} writes full tensors only",
             expected=" and ".join(f"{option.name} 1" for option in strange if option.kind == "degree"),
             got=", ".join(
@@ -114,14 +115,14 @@ def check(request: Request) -> None:
     for option in strange:
         takes = [name for name, other in TARGETS.items() if option in other.options]
         raise FastshardError.of(
-            "FS515",
+            codes.USAGE,
             f"{option.departure}: {to or 'a merge'} does not take it",
             expected=f"--to {' | '.join(takes)}",
             got=f"{to or 'merge'}",
         )
     if request.optimizer and target is not None and not (target.holds_optimizer or target.is_container):
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             f"the layout {to} holds no optimizer state",
             help="merge it, which keeps it, or choose a target that holds it (dcp, universal)",
             run=["fastshard merge CKPT OUT --optimizer", "--to dcp"],
@@ -139,7 +140,7 @@ def target_of(source: Source, request: Request) -> Target:
     target, headless = TARGETS[to], source.model.headless
     if headless and not target.takes_any_head:
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             f"architectures says {headless}, which has no output layer; {to} holds models that have one",
             expected="a causal language model",
             got=headless,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ..common import codes
 from ..common.byte_sizes import parse_size
 from ..common.errors import FastshardError
 from ..common.options import Option
@@ -53,14 +54,16 @@ class Request:
         ):
             if value not in known:
                 expected = " | ".join(word for word in known if word is not None)
-                raise FastshardError.of("FS515", name, expected=expected, got=repr(value))
+                raise FastshardError.of(codes.USAGE, name, expected=expected, got=repr(value))
         # They are looked at more than once.
         object.__setattr__(self, "include", tuple(self.include))
         object.__setattr__(self, "exclude", tuple(self.exclude))
         object.__setattr__(self, "max_shard_size", parse_size(self.max_shard_size, "max_shard_size"))
         vocab = self.vocab_size
         if vocab is not None and (not isinstance(vocab, int) or not 0 < vocab < 1 << 48):
-            raise FastshardError.of("FS211", "vocab_size", expected="a positive integer", got=repr(vocab))
+            raise FastshardError.of(
+                codes.BAD_VALUE, "vocab_size", expected="a positive integer", got=repr(vocab)
+            )
 
     def __getitem__(self, option: Option) -> Any:
         return self.options.get(option.name, option.default)

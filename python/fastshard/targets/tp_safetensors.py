@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import _core
-from ..common import json_text
+from ..common import codes, json_text
 from ..common.errors import FastshardError
 from ..common.records import dataclass, replace
 from ..common.target_options import MULTIPLE, TP
@@ -85,7 +85,10 @@ def _divided(name: str, tensor: Drafted) -> int | dict[str, Any] | None:
     """
     if tensor.cuts is None or len(tensor.cuts) > 1:
         raise FastshardError.of(
-            "FS514", "layout.json cannot say how ranks divide this tensor", tensor=name, help="leave out --tp"
+            codes.UNSUPPORTED,
+            "layout.json cannot say how ranks divide this tensor",
+            tensor=name,
+            help="leave out --tp",
         )
     for dim, _, parts in tensor.cuts:
         return dim if len(parts) == 1 else {"dim": dim, "parts": parts}

@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import _core
 from ..checkpoint.manifests import MANIFEST_NAME, read
-from ..common import json_text, memory_budget, safe_files
+from ..common import codes, json_text, memory_budget, safe_files
 from ..common.errors import FastshardError
 from ..common.options import StrPath
 from ..common.progress import Progress, Report
@@ -62,7 +62,7 @@ def attest(
     root = Path(path)
     if not safe_files.is_file(root / MANIFEST_NAME):
         raise FastshardError.of(
-            "FS518",
+            codes.BAD_MANIFEST,
             "no manifest is here to hold it against",
             file=str(root / MANIFEST_NAME),
             help="make one; results have one already",
@@ -74,7 +74,9 @@ def attest(
     _target(root, out)
     for name in names:
         if name.startswith("/") or not {"", ".", ".."}.isdisjoint(name.split("/")):
-            raise FastshardError.of("FS518", "the manifest names a file that leaves its folder", file=name)
+            raise FastshardError.of(
+                codes.BAD_MANIFEST, "the manifest names a file that leaves its folder", file=name
+            )
     files = {name: root / name for name in names}
     before = {name: _stamp(file) for name, file in files.items()} | {MANIFEST_NAME: first}
     if verify:
@@ -84,7 +86,7 @@ def attest(
     manifest = read(root / MANIFEST_NAME)
     for name, file in files.items():
         if _stamp(file) != before[name]:
-            raise FastshardError.of("FS506", "changed while it was read", file=name)
+            raise FastshardError.of(codes.SOURCE_CHANGED, "changed while it was read", file=name)
     statement = {
         "_type": _STATEMENT,
         "subject": [
@@ -124,7 +126,7 @@ def _target(root: Path, out: StrPath | None) -> Path:
     target = safe_files.replaceable(out if out is not None else root / STATEMENT_NAME)
     if safe_files.is_file(target) and target.stat().st_size and not _is_statement(target):
         raise FastshardError.of(
-            "FS504",
+            codes.OUT_EXISTS,
             "exists and is not a statement",
             file=str(target),
             help="choose another place with -o FILE",
@@ -134,7 +136,7 @@ def _target(root: Path, out: StrPath | None) -> Path:
 
 def _is_statement(path: Path) -> bool:
     """True for a statement of this kind; a text that speaks of one is none."""
-    found = json_text.object_in(safe_files.read_bytes(path, 1 << 30, code="FS504"))
+    found = json_text.object_in(safe_files.read_bytes(path, 1 << 30, code=codes.OUT_EXISTS))
     return found.get("_type") == _STATEMENT and found.get("predicateType") == PREDICATE
 
 
@@ -142,7 +144,7 @@ def _stamp(path: Path) -> tuple[int, int, int]:
     try:
         stat = os.stat(path, follow_symlinks=True)  # noqa: PTH116
     except OSError as error:
-        code = "FS101" if isinstance(error, FileNotFoundError) else "FS507"
+        code = codes.MISSING_FILE if isinstance(error, FileNotFoundError) else codes.IO
         raise FastshardError.of(
             code, error.strerror or str(error), file=str(path), severity="error"
         ) from None

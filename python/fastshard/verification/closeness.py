@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.tensor import Tensor
+from ..common import codes
 from ..common.errors import FastshardError
 from ..common.records import dataclass
 
@@ -30,7 +31,7 @@ class Tolerance:
         for name, value in (("atol", self.atol), ("rtol", self.rtol)):
             if not 0 <= value < float("inf"):
                 raise FastshardError.of(
-                    "FS515", name, expected="a finite number of 0 or more", got=str(value)
+                    codes.USAGE, name, expected="a finite number of 0 or more", got=str(value)
                 )
 
 

@@ -12,7 +12,7 @@ from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
 from ..checkpoint.plan import Plan
 from ..checkpoint.planning import make_plan
 from ..checkpoint.tensor import Tensor
-from ..common import memory_budget
+from ..common import codes, memory_budget
 from ..common.errors import Finding, from_core, raise_errors
 from ..common.formatting import counted
 from ..common.options import Opening
@@ -109,9 +109,9 @@ class Difference:
         distributions = f"; {self.distributions}" if self.distributions else ""
         if self.kind == "values":
             message = f"{self.differing} elements differ: max |a-b| {self.largest:.6g}, mean {self.mean:.6g}, std {self.std:.6g}"
-            return Finding.of("FS309", message + distributions, tensor=self.tensor)
+            return Finding.of(codes.DIFFERENT, message + distributions, tensor=self.tensor)
         return Finding.of(
-            "FS309",
+            codes.DIFFERENT,
             self.kind.replace("_", " ") + distributions,
             tensor=self.tensor,
             expected=self.a,
@@ -215,7 +215,9 @@ def diff(
             for plan, side, title in zip(plans, (one, two), "ab", strict=True):
                 findings, of_side, _ = plan.core.check(run, bar.phase(f"hashing {title}"))
                 # What is no number differs from nothing but itself: the comparison says where.
-                findings = [f.replace(severity="warning") if f.code == "FS306" else f for f in findings]
+                findings = [
+                    f.replace(severity="warning") if f.code == codes.NON_FINITE else f for f in findings
+                ]
                 found += side.opened.gate.passed(findings)
                 hashes.append(of_side)
             both = sorted(set(hashes[0]) & set(hashes[1]))
@@ -253,7 +255,7 @@ def _comparable(sides: tuple[Checkpoint, Checkpoint], include: list[str], exclud
     for plan in plans:
         # Where nothing is left of one side, that is what they differ in; of both, no name fits the patterns.
         empty = bool(include or exclude) and not plan.outputs and any(other.outputs for other in plans)
-        raise_errors([f for f in plan.findings if not (empty and f.code == "FS515")])
+        raise_errors([f for f in plan.findings if not (empty and f.code == codes.USAGE)])
     return plans
 
 

@@ -15,7 +15,7 @@ from ..checkpoint.manifests import (
 )
 from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
 from ..checkpoint.planning import make_plan
-from ..common import json_text, memory_budget, safe_files
+from ..common import codes, json_text, memory_budget, safe_files
 from ..common.errors import FastshardError, from_core, raise_errors
 from ..common.options import Opening, StrPath
 from ..common.progress import Progress, Report
@@ -59,7 +59,7 @@ def manifest(
     path = safe_files.replaceable(out if out is not None else checkpoint.roots[0] / MANIFEST_NAME)
     if safe_files.is_file(path) and path.stat().st_size and not is_manifest(path):
         raise FastshardError.of(
-            "FS504",
+            codes.OUT_EXISTS,
             "exists and is not a manifest",
             file=str(path),
             help="choose another place with -o FILE",

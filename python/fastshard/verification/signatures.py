@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..common import json_text, safe_files
+from ..common import codes, json_text, safe_files
 from ..common.errors import FastshardError, Finding
 from ..common.optional_imports import imported
 from ..common.records import dataclass
@@ -48,7 +48,7 @@ def check(
     certificates = list(certificates)
     if (public_key is None) == (not certificates):
         raise FastshardError.of(
-            "FS515",
+            codes.USAGE,
             "a signature is verified with a public key, or with certificates",
             help="pass --public-key FILE, or --certificate-chain FILE",
         )
@@ -60,7 +60,7 @@ def check(
     )
     # The library reads them again, and would wait for a pipe.
     content, *_ = (
-        safe_files.read_bytes(path, _MAX_SIGNATURE, code="FS513")
+        safe_files.read_bytes(path, _MAX_SIGNATURE, code=codes.NOT_A_CHECKPOINT)
         for path in (signature, *_keys(public_key, certificates))
     )
     config = library.verifying.Config()
@@ -73,7 +73,7 @@ def check(
         told = " ".join(str(error).split())
         which = str(_keys(public_key, certificates)[0])
         raise FastshardError.of(
-            "FS515",
+            codes.USAGE,
             f"no key or certificate that can be used: {told}",
             file=which,
             help="pass the PEM of a public key of an elliptic curve, or of certificates",
@@ -110,7 +110,7 @@ def _mismatch(
 
     def finding(message: str, expected: str, help_: str, got: str = found, **more: Any) -> Finding:
         return Finding.of(
-            "FS315", message, file=signature.name, expected=expected, got=got, help=help_, **more
+            codes.SIGNATURE, message, file=signature.name, expected=expected, got=got, help=help_, **more
         )
 
     signed = _Signed.of(content)
@@ -214,7 +214,9 @@ class _Signed:
 def _hint(public_key: Path) -> str:
     """How a signature names a key."""
     serialization = importlib.import_module("cryptography.hazmat.primitives.serialization")
-    key = serialization.load_pem_public_key(safe_files.read_bytes(public_key, _MAX_SIGNATURE, code="FS513"))
+    key = serialization.load_pem_public_key(
+        safe_files.read_bytes(public_key, _MAX_SIGNATURE, code=codes.NOT_A_CHECKPOINT)
+    )
     form = serialization.PublicFormat.SubjectPublicKeyInfo
     return hashlib.sha256(key.public_bytes(serialization.Encoding.PEM, form)).hexdigest()
 

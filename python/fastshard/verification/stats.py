@@ -11,7 +11,7 @@ from ..checkpoint.manifests import ProgressCallback, run_options
 from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
 from ..checkpoint.plan import Plan
 from ..checkpoint.planning import make_plan
-from ..common import memory_budget
+from ..common import codes, memory_budget
 from ..common.errors import Finding, from_core, raise_errors
 from ..common.formatting import counted
 from ..common.options import Opening, StrPath
@@ -241,8 +241,8 @@ def with_findings(
             plan, run_options(memory, threads, checkpoint.opened.catalog), bar.phase("reading")
         )
     # The figures say how many there are, and are what is asked for.
-    counted = [finding for finding in findings if finding.code == "FS306"]
-    findings = checkpoint.opened.gate.passed(f for f in findings if f.code != "FS306")
+    counted = [finding for finding in findings if finding.code == codes.NON_FINITE]
+    findings = checkpoint.opened.gate.passed(f for f in findings if f.code != codes.NON_FINITE)
     return gathered, [*plan.findings, *findings, *checkpoint.opened.gate.judged(counted)]
 
 

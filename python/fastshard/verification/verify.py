@@ -27,8 +27,8 @@ from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
 from ..checkpoint.plan import Plan
 from ..checkpoint.planning import find_ids_beyond, make_plan
 from ..checkpoint.promised import with_promised
-from ..common import memory_budget
-from ..common.errors import UNPROVEN, FastshardError, Finding, from_core
+from ..common import codes, memory_budget
+from ..common.errors import FastshardError, Finding, from_core
 from ..common.options import Opening, StrPath
 from ..common.progress import Progress, Report
 from ..conversion.companion_files import along
@@ -100,7 +100,7 @@ def verify(
     """
     if subset is not None and not (1 <= subset[0] <= subset[1]):
         raise FastshardError.of(
-            "FS515", "subset", expected="n/t with 1 <= n <= t", got=f"{subset[0]}/{subset[1]}"
+            codes.USAGE, "subset", expected="n/t with 1 <= n <= t", got=f"{subset[0]}/{subset[1]}"
         )
     include, exclude = list(include), list(exclude)
     certificates = list(certificates)
@@ -123,10 +123,10 @@ def verify(
     findings += _sidecars_differ(checkpoint, plan)
     path = expected.manifest or beside(checkpoint)
     # To read the ranks' files is right all the same; to follow the index is not.
-    findings = [f.replace(severity="error") if f.code == "FS208" else f for f in findings]
+    findings = [f.replace(severity="error") if f.code == codes.SLICE_AS_WHOLE else f for f in findings]
     if path is not None or host_parts.settled(checkpoint):
         # The manifest states what must exist, and where.
-        findings = [f for f in findings if f.file or f.code not in ("FS109", *UNPROVEN)]
+        findings = [f for f in findings if f.file or not (f.code == codes.NOT_PROVABLE or f.is_a("unproven"))]
     all_names = make_plan(checkpoint.opened).index.keys() if include or exclude else plan.index.keys()
     left_out = () if path is None else all_names - plan.index.keys()
     differing, downloaded = _differing(checkpoint, plan, path, left_out, run, progress)
@@ -177,7 +177,12 @@ def _find_accepted_part(words: Collection[str]) -> list[Finding]:
     message = "the checkpoint was made of a part of another one, by its own manifest"
     return [
         Finding.of(
-            "FS118", message, severity="warning", file=MANIFEST_NAME, help=_TRUST, run=["--expect MANIFEST"]
+            codes.PART,
+            message,
+            severity="warning",
+            file=MANIFEST_NAME,
+            help=_TRUST,
+            run=["--expect MANIFEST"],
         )
     ]
 
@@ -222,23 +227,20 @@ def _differing(
     return findings, downloaded
 
 
-#: A file that is in the place of another: what is found in its tensors follows from that.
-_MISPLACED = ("FS105", "FS107", "FS113", "FS303")
-_FOLLOWS = ("FS302", "FS305", "FS401", "FS404")
-
-
 def _not_explained(findings: Iterable[Finding], differing: Iterable[Finding]) -> list[Finding]:
     """What reading has found, without what files in the place of others account for, and copies that these say themselves."""
-    misplaced = [f for f in findings if f.code in _MISPLACED and f.severity == "error"]
+    misplaced = [f for f in findings if f.is_a("misplaced") and f.severity == "error"]
     elsewhere = {file for finding in misplaced for file in finding.files}
-    named = {file for f in misplaced if f.code == "FS303" for file in f.files}
+    named = {file for f in misplaced if f.code == codes.DUPLICATED_SHARD for file in f.files}
 
     def is_known(finding: Finding) -> bool:
         files = {finding.file, *finding.files}
-        if finding.code in _FOLLOWS:
+        if finding.is_a("comparison"):
             return not elsewhere.isdisjoint(files)
         # All but the original are named.
-        return finding.code == "FS303" and not named.isdisjoint(files) and len(files - named) < 2
+        return (
+            finding.code == codes.DUPLICATED_SHARD and not named.isdisjoint(files) and len(files - named) < 2
+        )
 
     return [finding for finding in differing if not is_known(finding)]
 
@@ -296,7 +298,11 @@ def _lists_itself(plan: Plan) -> bool:
 def _own_checksums(checkpoint: Checkpoint, findings: Iterable[Finding]) -> list[str]:
     """That the files' own checksums fit, where all have them: damage shows, another file does not."""
     held = [file for file in checkpoint.files if file["tensors"]]
-    if held and all(file["checksums"] for file in held) and not any(f.code == "FS314" for f in findings):
+    if (
+        held
+        and all(file["checksums"] for file in held)
+        and not any(f.code == codes.NO_CHECKSUMS for f in findings)
+    ):
         return ["the CRC32 that the files themselves keep"]
     return []
 
@@ -314,11 +320,11 @@ def _signed(
     """
     if signature is None:
         if public_key is not None or certificates:
-            raise FastshardError.of("FS515", "a key without a signature", help="pass --signature FILE")
+            raise FastshardError.of(codes.USAGE, "a key without a signature", help="pass --signature FILE")
         return []
     if len(checkpoint.roots) > 1:
         raise FastshardError.of(
-            "FS515", "a signature covers one directory", got=f"{len(checkpoint.roots)} folders"
+            codes.USAGE, "a signature covers one directory", got=f"{len(checkpoint.roots)} folders"
         )
     from . import signatures
 
@@ -328,7 +334,7 @@ def _signed(
 
 def _is_padding(finding: Finding, config: dict[str, Any] | None) -> bool:
     """True for the one row of an embedding that stands for padding: torch keeps it zero (``padding_idx``)."""
-    if finding.code != "FS313" or "embed" not in (finding.tensor or ""):
+    if finding.code != codes.ZERO_SLAB or "embed" not in (finding.tensor or ""):
         return False
     parts = [config or {}, *(part for part in (config or {}).values() if isinstance(part, dict))]
     ids = {part.get("pad_token_id") for part in parts} - {None}
@@ -352,7 +358,7 @@ def _against(
         found = checkpoint.opened.catalog.against(str(path), run, progress, plan.core)
         # What is there and cannot be opened has been told of.
         there = {file.path for file in checkpoint.listing.files}
-        return findings + [f for f in found if f.code != "FS101" or not there.issuperset(f.files)]
+        return findings + [f for f in found if f.code != codes.MISSING_FILE or not there.issuperset(f.files)]
     severity = "error" if own else "warning"
     return findings + against_result(path, plan, run, progress, severity=severity, left_out=left_out)
 

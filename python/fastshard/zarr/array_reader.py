@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import _core
-from ..common import memory_budget
+from ..common import codes, memory_budget
 from ..common.dtypes import numpy_dtype
 from ..common.errors import FastshardError
 from ..common.optional_imports import imported
@@ -76,7 +76,7 @@ def refuse_fork() -> None:
     """
     if os.getpid() != _first_process():
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             "this process was forked from one that has used TensorStore, which cannot be used in it",
             expected="a process that is spawned: multiprocessing.set_start_method('spawn')",
             got=f"process {os.getpid()}, forked from process {_first_process()}",
@@ -144,7 +144,7 @@ class Store:
             # TensorStore raises ValueError for what it finds in stores, and adds where in its sources.
             told = str(error).partition(" [source locations")[0]
             raise FastshardError.of(
-                "FS601",
+                codes.UNSAFE_HEADER,
                 f"the store cannot be read: {told}",
                 file=self.label,
                 tensor=tensor,
@@ -189,7 +189,9 @@ class Store:
         with self._held(key):
             value: bytes = self._wait(lambda: self._kv.read(key).result().value, key)
         if limit is not None and len(value) > limit:
-            raise FastshardError.of("FS601", f"a value of {len(value)} bytes", file=self.label, tensor=key)
+            raise FastshardError.of(
+                codes.UNSAFE_HEADER, f"a value of {len(value)} bytes", file=self.label, tensor=key
+            )
         return value
 
     def has(self, key: str) -> bool:

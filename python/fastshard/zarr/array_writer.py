@@ -11,6 +11,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from ..common import codes
 from ..common.dtypes import numpy_dtype
 from ..common.errors import FastshardError, Finding
 from ..common.records import dataclass
@@ -209,7 +210,7 @@ class StoreWriter:
         for array in self._arrays.values():
             if lacking := sorted(array.keys(self._how["zarr"]) - there):
                 raise FastshardError.of(
-                    "FS507",
+                    codes.IO,
                     f"{len(lacking)} keys of the store just written are not in it",
                     tensor=array.key,
                     expected=lacking[0],
@@ -230,7 +231,7 @@ class StoreWriter:
             return error.findings
         except Exception as error:
             # TensorStore raises ValueError for what the system says of files.
-            code = "FS503" if _NO_SPACE.search(str(error)) else "FS507"
+            code = codes.NO_SPACE if _NO_SPACE.search(str(error)) else codes.IO
             finding = Finding.of(code, f"the store cannot be written: {error}", file=self._how.get("folder"))
             return [finding]
         return None

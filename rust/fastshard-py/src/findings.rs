@@ -132,6 +132,12 @@ impl Effect {
     }
 }
 
+/// The kind of codes with a name.
+fn kind_of(name: &str) -> PyResult<codes::Kind> {
+    serde_json::from_value(name.into())
+        .map_err(|_| PyValueError::new_err(format!("no kind of codes: {name}")))
+}
+
 /// Sets what keyword arguments name; None takes away.
 fn set(finding: &mut CoreFinding, changes: &Bound<'_, PyDict>) -> PyResult<()> {
     for (key, given) in changes.iter() {
@@ -267,6 +273,17 @@ impl Finding {
     #[pyo3(signature = (**changes))]
     fn __replace__(&self, changes: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
         self.replace(changes)
+    }
+
+    /// Tells whether the table has its code under one of some kinds.
+    #[pyo3(signature = (*kinds))]
+    fn is_a(&self, kinds: Vec<String>) -> PyResult<bool> {
+        for kind in kinds {
+            if self.inner.code.is_a(kind_of(&kind)?) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     #[getter]
@@ -410,8 +427,8 @@ impl Finding {
     }
 }
 
-/// A row of the table of codes: its name, severity, exit code, title, meaning and help.
-type Row = (String, &'static str, &'static str, u8, &'static str, &'static str, &'static str);
+/// A row of the table of codes: code, name, severity, exit code, title, meaning, help and check.
+type Row = (String, &'static str, &'static str, u8, &'static str, &'static str, &'static str, &'static str);
 
 /// The table of finding codes, in order.
 #[pyfunction]
@@ -422,7 +439,16 @@ pub(crate) fn codes_table() -> Vec<Row> {
             codes::Exit::CouldNotRun => 2,
             codes::Exit::Incomplete => 3,
         };
-        (row.code.to_string(), row.name, row.severity.word(), exit, row.title, row.meaning, row.help)
+        (
+            row.code.to_string(),
+            row.name,
+            row.severity.word(),
+            exit,
+            row.title,
+            row.meaning,
+            row.help,
+            row.check.word(),
+        )
     };
     codes::TABLE.iter().map(row).collect()
 }

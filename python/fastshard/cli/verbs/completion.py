@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ...common.errors import CODES
+from ...common.codes import CODES
 from ...targets.registry import TARGETS
 from ..parser import build, subparsers
 from ..shared_arguments import add_format

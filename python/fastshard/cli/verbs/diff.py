@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from ...common import codes
 from ...common.formatting import counted
 from ...common.gate import Gate
 from ...verification.diff import Difference, Differences
@@ -54,7 +55,7 @@ def _run(a: argparse.Namespace) -> Outcome:
         document,
         reason=_reason(differences),
         word="DIFFERENT" if differences else "EQUAL",
-        tells=frozenset({"FS309"}),
+        tells=frozenset({codes.DIFFERENT}),
     )
     return result, gate.judged([*(d.to_finding() for d in differences), *decided])
 

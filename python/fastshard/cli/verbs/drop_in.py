@@ -6,6 +6,7 @@ import argparse
 import glob
 
 from ...checkpoint.open_checkpoint import open as open_checkpoint
+from ...common import codes
 from ...common.errors import FastshardError, Finding
 from ...conversion.convert import merge
 from ..shared_arguments import add_choosing, add_common, add_gate, add_source, gating, opened, progress
@@ -75,7 +76,7 @@ def _zero(a: argparse.Namespace) -> Outcome:
     held = checkpoint.opened.source.optimizer
     if not held.masters:
         raise FastshardError.of(
-            "FS402",
+            codes.MASTERS_NOT_CHECKABLE,
             "no fp32 master weights: not written by ZeRO, or by stage 0",
             severity="error",
             file=a.ckpt,
@@ -89,7 +90,7 @@ def _zero(a: argparse.Namespace) -> Outcome:
     result, findings = published(manifest, a.out)
     if not a.safe_serialization:
         told = "written as safetensors: zero_to_fp32 writes pytorch_model.bin unless it is given --safe_serialization"
-        findings = [*findings, Finding.of("FS403", told)]
+        findings = [*findings, Finding.of(codes.WEIGHTS_TAKEN, told)]
     return result, findings
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ...common import json_text, safe_files
+from ...common import codes, json_text, safe_files
 from ...common.errors import FastshardError, error_for
 from ...common.formatting import printable
 from ...expected.expected_list import from_document
@@ -59,7 +59,7 @@ def _refuse_other(at: Path) -> None:
             from_document(safe_files.read_object(at, safe_files.MAX_INDEX), str(at))
         except FastshardError:
             raise FastshardError.of(
-                "FS504",
+                codes.OUT_EXISTS,
                 "the file exists and is no list of expected tensors",
                 file=str(at),
                 help="choose another FILE",

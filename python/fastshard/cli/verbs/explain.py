@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import textwrap
 
-from ...common.errors import CODES, Code, FastshardError
+from ...common import codes
+from ...common.codes import CODES, Code
+from ...common.errors import FastshardError
 from ..code_pages import PAGES
 from ..render import table
 from ..shared_arguments import add_format
@@ -25,10 +27,10 @@ def _run(a: argparse.Namespace) -> Outcome:
     row = CODES.get(code if code.startswith("FS") else f"FS{code}")
     if row is None:
         raise FastshardError.of(
-            "FS515", f"no finding has the code {a.code}", help="run `fastshard explain` to list all codes"
+            codes.USAGE, f"no finding has the code {a.code}", help="run `fastshard explain` to list all codes"
         )
     text = _page(row)
-    if row.code == "FS513":
+    if row.code == codes.NOT_A_CHECKPOINT:
         from ...sources.registry import load_adapters
 
         text += f"\n\nfastshard reads: {', '.join(adapter.name for adapter in load_adapters())}."

@@ -11,6 +11,7 @@ from typing import Any
 from ...checkpoint.planning import make_plan
 from ...checkpoint.promised import with_promised
 from ...checkpoint.tensor_rows import TensorRow, matching, rows_of
+from ...common import codes
 from ...common.errors import FastshardError
 from ...common.formatting import counted
 from ...models.tensor_roles import order_of
@@ -65,7 +66,7 @@ def _run(a: argparse.Namespace) -> Outcome:
     if len(a.ckpt) > 1 and not Path(a.ckpt[-1]).exists():
         globs.append(a.ckpt.pop())
     if a.offset < 0 or (a.limit is not None and a.limit < 0):
-        raise FastshardError.of("FS515", "--offset, --limit", expected="0 or more")
+        raise FastshardError.of(codes.USAGE, "--offset, --limit", expected="0 or more")
     plan = make_plan(with_promised(opened_at(a).opened, only_kept=True))
     all_rows = rows_of(plan)
     rows = matching(all_rows, globs, a.dtype, a.layer, a.larger_than)

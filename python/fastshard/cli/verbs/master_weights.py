@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from ...common import codes
 from ...common.errors import FastshardError
 from ...common.formatting import counted
 from ...conversion.master_weights import masters as compare_masters
@@ -40,7 +41,7 @@ def _run(a: argparse.Namespace) -> Outcome:
         }
         if flag := next((flag for flag, given in stray.items() if given), None):
             raise FastshardError.of(
-                "FS515",
+                codes.USAGE,
                 f"{flag} goes with --repair OUT",
                 help="pass --repair OUT too; nothing is written without it",
             )

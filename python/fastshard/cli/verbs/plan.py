@@ -9,6 +9,7 @@ from typing import Any
 
 from ... import _core
 from ...checkpoint.manifests import run_options
+from ...common import codes
 from ...common.errors import FastshardError
 from ...common.formatting import counted, human_memory
 from ...common.thread_counts import thread_count
@@ -50,7 +51,7 @@ def _run(a: argparse.Namespace) -> Outcome:
     if a.parts is not None:
         if a.out is None:
             raise FastshardError.of(
-                "FS515", "--parts is given without --out", help="name the destination with --out OUT"
+                codes.USAGE, "--parts is given without --out", help="name the destination with --out OUT"
             )
         return split(a)
     checkpoint = opened(a)
@@ -60,7 +61,7 @@ def _run(a: argparse.Namespace) -> Outcome:
     try:
         free = shutil.disk_usage(os.curdir).free
     except OSError as error:
-        raise FastshardError.of("FS507", f"the current directory: {error.strerror}") from None
+        raise FastshardError.of(codes.IO, f"the current directory: {error.strerror}") from None
     document: dict[str, Any] = {
         "digest": made.digest,
         "summary": summary,

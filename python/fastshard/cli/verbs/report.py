@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from ...common import safe_files
+from ...common import codes, safe_files
 from ...common.errors import FastshardError
 from ..render import human
 from ..shared_arguments import add_common, add_source, opening, progress
@@ -46,7 +46,7 @@ def _place(a: argparse.Namespace) -> Path | None:
     if a.output == "-":
         if a.output_format != "text":
             raise FastshardError.of(
-                "FS515",
+                codes.USAGE,
                 f"--output-format {a.output_format} and -o -",
                 help="pass a file with -o; both want stdout",
             )
@@ -54,10 +54,10 @@ def _place(a: argparse.Namespace) -> Path | None:
     path = safe_files.replaceable(a.output)
     if a.overwrite or not safe_files.is_file(path) or not path.stat().st_size:
         return path
-    head = safe_files.read_bytes(path, _BEGINNING, code="FS504", whole=False)
+    head = safe_files.read_bytes(path, _BEGINNING, code=codes.OUT_EXISTS, whole=False)
     if not head.startswith(b"<!DOCTYPE html>") or MARK not in head:
         raise FastshardError.of(
-            "FS504",
+            codes.OUT_EXISTS,
             "exists and is not a report",
             file=str(path),
             help="choose another place with -o FILE, or pass --overwrite",

@@ -8,6 +8,7 @@ import re
 import shlex
 
 from ...checkpoint.manifests import MANIFEST_NAME
+from ...common import codes
 from ...common.errors import FastshardError
 from ...common.formatting import counted
 from ...common.records import dataclass
@@ -58,16 +59,16 @@ def split(a: argparse.Namespace) -> Outcome:
     looks(a, "a run in parts")
     if a.fsync != "full":
         raise FastshardError.of(
-            "FS515", "--fsync", expected="full, for a run of several processes", got=a.fsync
+            codes.USAGE, "--fsync", expected="full, for a run of several processes", got=a.fsync
         )
     run = begin(
         a.ckpt, a.out, a.to, parts=a.parts, expect=a.expect, tokenizer=a.tokenizer, memory=a.memory, resume=a.resume,
         overwrite=a.overwrite, sparse=a.sparse, io=a.io, stats=a.stats, check_hub=a.check_hub, **shape(a), **placing(a), **opening(a),
     )  # fmt: skip
     if not re.fullmatch(r"(?:[0-9]{1,3}-)?[0-9]{1,3}:[0-9]{2}:[0-9]{2}", a.time):
-        raise FastshardError.of("FS515", "--time", expected="HH:MM:SS", got=a.time)
+        raise FastshardError.of(codes.USAGE, "--time", expected="HH:MM:SS", got=a.time)
     if a.cpus < 1:
-        raise FastshardError.of("FS515", "--cpus", expected="1 or more", got=str(a.cpus))
+        raise FastshardError.of(codes.USAGE, "--cpus", expected="1 or more", got=str(a.cpus))
     text = emitted(run, a.emit, Job(a.time, a.cpus, run.memory))
     document = {"out": run.out, "run": run.id, "folder": run.folder, "parts": run.bytes, "emitted": text}
     return Result(text, document, proof=False), run.findings
@@ -107,7 +108,7 @@ def quoted(path: str) -> str:
     if path.isprintable():
         return shlex.quote(path)
     if path.endswith("\n"):
-        raise FastshardError.of("FS515", "--out ends in a line feed", help="choose another name")
+        raise FastshardError.of(codes.USAGE, "--out ends in a line feed", help="choose another name")
     plain = frozenset(range(0x20, 0x7F)) - frozenset(b"'\\%")
     octal = "".join(chr(byte) if byte in plain else f"\\{byte:03o}" for byte in os.fsencode(path))
     return f"\"$(printf '{octal}')\""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ... import _core
 from ...checkpoint.manifests import beside, read, run_options
 from ...checkpoint.plan import Plan
+from ...common import codes
 from ...common.errors import FastshardError, Finding, error_for, from_core
 from ...common.near_words import nearest
 from ...conversion.convert import plan as plan_of
@@ -90,14 +91,14 @@ def _unknown(plan: Plan, name: str, own: bool) -> FastshardError:
         return error_for([told, *(error for error in errors if error is not first)])
     if own:
         return FastshardError.of(
-            "FS515",
+            codes.USAGE,
             f"that is the source's own name, which the result ({plan.target}) does not have",
             tensor=name,
             help="leave out --to, or pass a name of the result; `fastshard plan --to TARGET -v` lists them",
         )
     near = nearest(name, plan.index)
     return FastshardError.of(
-        "FS515",
+        codes.USAGE,
         "the result has no tensor of this name",
         tensor=name,
         help=f"did you mean {near}?" if near else "list the tensors",
@@ -147,8 +148,8 @@ def _of_source(source: dict[str, Any], roots: list[str] | None, most: int | None
     branches: list[Tree] = []
     if source["rule"] != source["name"]:
         branches.append((f"rule {source['rule']}", []))
-    if codes := source.get("values_of"):
-        branches.append((f"values of {codes['name']}, by {', '.join(source['made_with'])}", []))
+    if source_codes := source.get("values_of"):
+        branches.append((f"values of {source_codes['name']}, by {', '.join(source['made_with'])}", []))
     if "cast_to" in source:
         branches.append((f"cast from {source['dtype']} to {source['cast_to']}", []))
     branches += [(f"compared with {other}", []) for other in source.get("compared_with", ())]

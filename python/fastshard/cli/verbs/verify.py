@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from ...checkpoint.missing_files import absent
+from ...common import codes
 from ...common.errors import FastshardError
 from ...common.gate import ignored
 from ...common.records import asdict
@@ -45,7 +46,7 @@ def _run(a: argparse.Namespace) -> Outcome:
     if a.subset:
         given = re.fullmatch("([0-9]{1,18})/([0-9]{1,18})", a.subset)
         if given is None:
-            raise FastshardError.of("FS515", "--subset", expected="n/t, e.g. 1/10", got=a.subset)
+            raise FastshardError.of(codes.USAGE, "--subset", expected="n/t, e.g. 1/10", got=a.subset)
         subset = (int(given[1]), int(given[2]))
     options = opening(a)
     if options["config"] is None:

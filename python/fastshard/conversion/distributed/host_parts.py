@@ -12,7 +12,7 @@ from ... import _core
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.manifests import MANIFEST_NAME, Manifest, is_piece, read, run_options
 from ...checkpoint.open_checkpoint import open as open_checkpoint
-from ...common import memory_budget, safe_files
+from ...common import codes, memory_budget, safe_files
 from ...common.errors import FastshardError, Finding, IncompleteError, from_core
 from ...common.gate import Gate
 from ...common.listing import File, list_roots
@@ -63,7 +63,7 @@ def piece(
     """
     if not isinstance(source, (str, os.PathLike)):
         raise FastshardError.of(
-            "FS515", "a piece describes one directory", got=repr(source), help="make a piece of each"
+            codes.USAGE, "a piece describes one directory", got=repr(source), help="make a piece of each"
         )
     gate = Gate.of(opening.get("fail_on"), opening.get("error", ()), opening.get("ignore", ()))
     try:
@@ -71,7 +71,7 @@ def piece(
         listing, taken = checkpoint.listing, _of_it(checkpoint)
     except FastshardError as error:
         # What is not here may be on other hosts: files, what commits them, and what tells several readings apart.
-        if not (isinstance(error, IncompleteError) or error.code == "FS106"):
+        if not (isinstance(error, IncompleteError) or error.code == codes.AMBIGUOUS):
             raise
         listing = list_roots([source])
         taken = [file for file in listing.files if file.path != MANIFEST_NAME]
@@ -136,7 +136,7 @@ def compared(checkpoint: Checkpoint, part: tuple[int, int], run: RunOptions, bar
     phase = bar.phase("comparing the parts") if held else None
     findings = [
         Finding.of(
-            "FS518",
+            codes.BAD_MANIFEST,
             "this part has no manifest, and others have: nothing says what its host has read",
             file=str(root),
             help="copy it from the host that made the part, or make the part again (`fastshard copy-local`)",
@@ -157,7 +157,7 @@ def compared(checkpoint: Checkpoint, part: tuple[int, int], run: RunOptions, bar
         named = {file["name"] for file in document["files"]}
         own += [
             Finding.of(
-                "FS108",
+                codes.UNEXPECTED_FILE,
                 "the manifest of this piece does not name this file",
                 severity="error",
                 file=file.path,

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping
 
+from ...common import codes
 from ...common.errors import FastshardError, Finding
 from ...common.records import dataclass
 
@@ -78,7 +79,7 @@ def detect(world: int | None = None, environ: Mapping[str, str] | None = None) -
         # Started by the other one, as it marks: the other numbers the processes that start ours.
         if not same and not (launcher.mark and launcher.mark in environ):
             raise FastshardError.of(
-                "FS515",
+                codes.USAGE,
                 "two launchers say different things",
                 expected=_shown(launcher, environ),
                 got=_shown(other, environ),
@@ -90,7 +91,7 @@ def detect(world: int | None = None, environ: Mapping[str, str] | None = None) -
         size = size if size is not None else _number("FASTSHARD_WORLD", environ)
     if size is not None and world is not None and size != world:
         raise FastshardError.of(
-            "FS515",
+            codes.USAGE,
             "the number of processes is stated twice",
             expected=f"--world {world}",
             got=_shown(launcher, environ),
@@ -99,7 +100,7 @@ def detect(world: int | None = None, environ: Mapping[str, str] | None = None) -
     size = size if size is not None else world
     if size is None:
         raise FastshardError.of(
-            "FS515",
+            codes.USAGE,
             f"{launcher.name} does not state the number of processes",
             expected="--world N",
             got=_shown(launcher, environ),
@@ -134,7 +135,7 @@ def _number(name: str, environ: Mapping[str, str]) -> int | None:
         return None
     if not re.fullmatch(r"[0-9]{1,9}", text.strip()):
         raise FastshardError.of(
-            "FS515",
+            codes.USAGE,
             name,
             expected="an integer",
             got=repr(text),
@@ -161,7 +162,7 @@ def _none(environ: Mapping[str, str]) -> FastshardError:
     else:
         what = "start it with torchrun, srun or mpirun, or pass --rank and --world"
     return FastshardError([
-        Finding.of("FS515", "no launcher says which rank this process is", got=why,
+        Finding.of(codes.USAGE, "no launcher says which rank this process is", got=why,
                    expected=None, help=what),
     ])  # fmt: skip
 

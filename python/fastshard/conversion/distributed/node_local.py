@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import _core
-from ...common import json_text
+from ...common import codes, json_text
 from ...common.errors import FastshardError, Finding, from_core, raise_errors
 from ...common.listing import File, Listing, is_utf8, list_roots, refuse_unprintable
 from ...common.options import StrPath
@@ -23,7 +23,7 @@ from .rendezvous import Meeting
 __all__ = ["LENT", "Lent", "lent", "own_files"]
 
 #: Code of the finding that says how much went from host to host.
-LENT = "FS525"
+LENT = codes.LENT
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,9 @@ def _paths(source: Any) -> list[Path]:
     paths = [source] if isinstance(source, (str, os.PathLike)) else source
     if not isinstance(paths, (list, tuple)):
         raise FastshardError.of(
-            "FS515", "node_local takes paths", help="pass the paths of what this host has of the checkpoint"
+            codes.USAGE,
+            "node_local takes paths",
+            help="pass the paths of what this host has of the checkpoint",
         )
     return [Path(path).absolute() for path in paths]
 
@@ -121,7 +123,7 @@ def lent(meeting: Meeting | None, source: Sequence[StrPath] | Any, node_local: b
         return
     if meeting is None:
         raise FastshardError.of(
-            "FS515",
+            codes.USAGE,
             "sources on the disks of several hosts, and one process",
             help="pass --rank I --world N on each host; one process that sees all parts names each as a CKPT",
         )

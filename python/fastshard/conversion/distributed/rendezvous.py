@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ... import _core
+from ...common import codes
 from ...common.errors import FastshardError, Finding, from_core
 from ...common.option_checks import checked, refused
 from ...common.options import StrPath
@@ -31,7 +32,7 @@ def rank_of(rank: int | str | None, world: int | None) -> Rank | None:
     if rank is None:
         if world is not None:
             raise FastshardError.of(
-                "FS515", "world is given without rank", help="pass --rank too, a number or auto"
+                codes.USAGE, "world is given without rank", help="pass --rank too, a number or auto"
             )
         return None
     if rank == "auto":
@@ -40,11 +41,11 @@ def rank_of(rank: int | str | None, world: int | None) -> Rank | None:
         raise refused("rank", "an integer, or 'auto'", rank)
     if world is None:
         raise FastshardError.of(
-            "FS515", "rank is given without world", help="pass the number of ranks with --world"
+            codes.USAGE, "rank is given without world", help="pass the number of ranks with --world"
         )
     if not 0 <= rank < world:
         raise FastshardError.of(
-            "FS515",
+            codes.USAGE,
             "rank",
             expected=f"0 to {world - 1}, of {world} ranks",
             got=str(rank),
@@ -109,7 +110,9 @@ class Meeting:
             if error is None:
                 self.core.done()
             else:
-                findings = getattr(error, "findings", None) or [Finding.of("FS510", f"stopped: {error}")]
+                findings = getattr(error, "findings", None) or [
+                    Finding.of(codes.INTERRUPTED, f"stopped: {error}")
+                ]
                 if isinstance(error, FastshardError):
                     error.findings = findings = self._placed(findings)
                 self.core.stop(findings)
@@ -192,6 +195,8 @@ def probe(
         rank, world = 0, 1
     this = rank_of(rank, world)
     if this is None:
-        raise FastshardError.of("FS515", "one process alone shares with nobody", help="pass rank and world")
+        raise FastshardError.of(
+            codes.USAGE, "one process alone shares with nobody", help="pass rank and world"
+        )
     with Meeting(out, this, seconds(timeout), {"probe": True}) as meeting:
         return [SeenRank(r["rank"], r["host"], r["pid"], r["storage"]) for r in meeting.ranks()]

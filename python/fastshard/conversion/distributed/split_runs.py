@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ... import _core
 from ...checkpoint.manifests import Manifest
-from ...common import memory_budget
+from ...common import codes, memory_budget
 from ...common.errors import FastshardError, Finding, from_core
 from ...common.option_checks import refused
 from ...common.options import StrPath
@@ -159,7 +159,7 @@ def _found(out: StrPath, run: str) -> dict[str, Any]:
         raise from_core(error) from None
     if not isinstance(found["about"], dict) or "source" not in found["about"]:
         raise FastshardError.of(
-            "FS515",
+            codes.USAGE,
             "this run was begun by ranks, not for parts",
             file=found["folder"],
             help="run the ranks again",

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from ...common import json_text
+from ...common import codes, json_text
 from ...common.patterns import PatternBudget
 from ...common.records import dataclass
 from .forms import FLOATS, Companion, Form, Sizes, Weight, ceil_div, matrix
@@ -176,14 +176,14 @@ def _check_maxima(weight: Weight, state: QuantState) -> None:
         name, dtype, _ = weight.of("absolute maxima")
         raise DamagedError(
             f"the absolute maxima of {weight.codes} are not quantised, and nested maxima are beside them", tensor=name,
-            expected="U8", got=dtype, code="FS202",
+            expected="U8", got=dtype, code=codes.DTYPE,
         )  # fmt: skip
     for role, number in numbers.items():
         name, _, shape = weight.of(role)
         if math.prod(shape) != number:
             raise DamagedError(
                 f"the {role} of {weight.codes} are not those of its blocks", tensor=name,
-                expected=str([number]), got=str(list(shape)), code="FS201",
+                expected=str([number]), got=str(list(shape)), code=codes.SHAPE,
             )  # fmt: skip
 
 

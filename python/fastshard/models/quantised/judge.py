@@ -6,6 +6,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from ...common import codes
 from ...common.errors import Finding
 from ...common.patterns import PatternBudget
 from ...common.records import replace
@@ -97,7 +98,12 @@ def _forms_of(name: str, dtype: str, forms: Iterable[Form]) -> list[Form]:
 
 
 def _companions(
-    module: str, codes: str, form: Form, sizes: Sizes, tensors: Tensors, spelled: Callable[[Companion], str]
+    module: str,
+    codes_name: str,
+    form: Form,
+    sizes: Sizes,
+    tensors: Tensors,
+    spelled: Callable[[Companion], str],
 ) -> tuple[list[Finding], dict[str, str]]:
     """What is wrong with the companions of a weight, and the names of those that are there."""
     found: list[Finding] = []
@@ -106,7 +112,7 @@ def _companions(
         names = [f"{module}{s}" for s in one.suffixes if f"{module}{s}" in tensors]
         found += [
             Finding.of(
-                "FS207", f"{codes} has two tensors of {one.role}, and loaders differ in which they take", tensor=name,
+                codes.UNKNOWN_TENSOR, f"{codes_name} has two tensors of {one.role}, and loaders differ in which they take", tensor=name,
                 expected=names[0], got=name, help="leave the stale one out (--exclude)",
             )
             for name in names[1:]
@@ -115,8 +121,8 @@ def _companions(
             if one.required and _is_needed(one, module, tensors):
                 found.append(
                     Finding.of(
-                        "FS102",
-                        f"{codes} is stored as {form.name}, and its {one.role} {_are(one)} missing",
+                        codes.MISSING_TENSOR,
+                        f"{codes_name} is stored as {form.name}, and its {one.role} {_are(one)} missing",
                         tensor=f"{module}{spelled(one)}",
                         help=_COPY,
                     )
@@ -127,12 +133,12 @@ def _companions(
         if dtype not in one.dtypes:
             found.append(
                 Finding.of(
-                    "FS202", f"the {one.role} of {codes} {_are(one)} of another dtype than {form.name} has", tensor=name,
+                    codes.DTYPE, f"the {one.role} of {codes_name} {_are(one)} of another dtype than {form.name} has", tensor=name,
                     expected=" or ".join(sorted(one.dtypes)), got=dtype, help="restore the file that the quantiser wrote",
                 )
             )  # fmt: skip
         elif one.shapes is not None and shape not in (fitting := [tuple(s) for s in one.shapes(sizes)]):
-            found.append(_misfit(name, codes, one, sizes, shape, fitting))
+            found.append(_misfit(name, codes_name, one, sizes, shape, fitting))
     return found, there
 
 
@@ -159,7 +165,7 @@ def _is_needed(one: Companion, module: str, tensors: Tensors) -> bool:
 
 def _misfit(
     name: str,
-    codes: str,
+    codes_name: str,
     one: Companion,
     sizes: Sizes,
     shape: tuple[int, ...],
@@ -173,14 +179,14 @@ def _misfit(
     elif len(shape) == len(usual) >= 2 and all(a in (b, b - 1) for a, b in zip(shape, usual, strict=True)):
         why = "; the last block, which is short, is left out"
     return Finding.of(
-        "FS201", f"the {one.role} of {codes} {_are(one)} not of its shape {list(sizes.shape)}{why}", tensor=name,
+        codes.SHAPE, f"the {one.role} of {codes_name} {_are(one)} not of its shape {list(sizes.shape)}{why}", tensor=name,
         expected=str(list(usual)), got=str(list(shape)), help="restore the file that the quantiser wrote",
     )  # fmt: skip
 
 
 def _no_codes(name: str, form: Form, shape: tuple[int, ...]) -> Finding:
     return Finding.of(
-        "FS201", f"the codes of a weight that is stored as {form.name} have another shape", tensor=name,
+        codes.SHAPE, f"the codes of a weight that is stored as {form.name} have another shape", tensor=name,
         expected="a matrix of codes", got=str(list(shape)), help="restore the file that the quantiser wrote",
     )  # fmt: skip
 
@@ -207,10 +213,10 @@ def _orphans(
             continue
         form, one = suffixes[suffix]
         module = name.removesuffix(suffix)
-        codes = f"{module}{form.suffix}"
+        codes_name = f"{module}{form.suffix}"
         if may_be_plain and f"{module}.weight" in tensors:
             continue
-        if codes not in tensors:
+        if codes_name not in tensors:
             if (
                 suffix in _AMBIGUOUS
                 and tensors[name][0] in FLOATS
@@ -218,18 +224,18 @@ def _orphans(
             ):
                 # What a norm or another module calls so.
                 continue
-            if codes in told:
+            if codes_name in told:
                 continue
-            told.add(codes)
+            told.add(codes_name)
             yield Finding.of(
-                "FS102", f"its {one.role} {_are(one)} there, and the codes are missing", tensor=codes, file=None, help=_COPY,
+                codes.MISSING_TENSOR, f"its {one.role} {_are(one)} there, and the codes are missing", tensor=codes_name, file=None, help=_COPY,
             )  # fmt: skip
-        elif any(tensors[codes][0] in other.dtypes for other in forms if other.suffix == form.suffix):
+        elif any(tensors[codes_name][0] in other.dtypes for other in forms if other.suffix == form.suffix):
             # A form that is for other modules by the config.
             continue
-        elif suffix != ".scale" and tensors[codes][0] not in CODES:
+        elif suffix != ".scale" and tensors[codes_name][0] not in CODES:
             yield Finding.of(
-                "FS207", f"{one.role} of {codes}, which is stored as {tensors[codes][0]} and needs none", tensor=name,
+                codes.UNKNOWN_TENSOR, f"{one.role} of {codes_name}, which is stored as {tensors[codes_name][0]} and needs none", tensor=name,
                 help="leave the stale one out (--exclude); it is from the model before or after it was quantised",
             )  # fmt: skip
 
@@ -237,7 +243,7 @@ def _orphans(
 def _impossible(config: Stated, error: ImpossibleSettingError) -> Finding:
     place = "header" if config.file.startswith("the header") else config.file
     return Finding.of(
-        "FS215", f"{config.file} states {error.key} of weights quantised by {config.method} as {error.got}, by which no code has a value",
+        codes.CONFIG_DISAGREES, f"{config.file} states {error.key} of weights quantised by {config.method} as {error.got}, by which no code has a value",
         file=config.file if config.file.endswith(".json") else None,
         expected=f"{error.key}: {error.expected}", got=error.got,
         help=f"restore the {place} of the quantised model (of its download, or as the quantiser saved it)",
@@ -246,7 +252,7 @@ def _impossible(config: Stated, error: ImpossibleSettingError) -> Finding:
 
 def _none_at_all(stated: Stated) -> Finding:
     return Finding.of(
-        "FS215", f"{stated.file} says that weights are quantised ({stated.method}), and none is", file=stated.file,
+        codes.CONFIG_DISAGREES, f"{stated.file} says that weights are quantised ({stated.method}), and none is", file=stated.file,
         expected="quantised weights", got="plain tensors alone",
         help="leave quantization_config out of config.json, if the weights were written with their values",
     )  # fmt: skip
@@ -278,7 +284,7 @@ def _uneven(
         for module in modules:
             if not stated.skips(module):
                 yield Finding.of(
-                    "FS215",
+                    codes.CONFIG_DISAGREES,
                     f"{module}.weight is stored as {tensors[f'{module}.weight'][0]}, and {stated.file} says that it is quantised ({stated.method})",
                     tensor=f"{module}.weight",
                     expected=f"{weights[by_role[role][0]].form.name}, as in {len(by_role[role])} other places",
@@ -317,7 +323,7 @@ def _unstated(tensors: Tensors) -> Iterator[Finding]:
                     form.name,
                 )
                 yield Finding.of(
-                    "FS215",
+                    codes.CONFIG_DISAGREES,
                     f"{name} is stored as {called.format(kind)} with its {needed[0].role}, and no quantization_config says that weights are quantised",
                     tensor=name,
                     expected="quantization_config in config.json",

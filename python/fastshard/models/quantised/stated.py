@@ -6,7 +6,7 @@ import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from ...common import json_text
+from ...common import codes, json_text
 from ...common.errors import FastshardError
 from ...common.patterns import PatternBudget
 from ...common.records import dataclass
@@ -64,7 +64,7 @@ class Stated:
         groups = self.config.get("config_groups")
         if isinstance(groups, Mapping) and len(groups) > _MOST_GROUPS:
             raise FastshardError.of(
-                    "FS514", "config_groups: more groups than are read", file=self.file, expected=f"at most {_MOST_GROUPS}",
+                    codes.UNSUPPORTED, "config_groups: more groups than are read", file=self.file, expected=f"at most {_MOST_GROUPS}",
                     got=str(len(groups)), help="write groups of one form as one group with several targets",
                 )  # fmt: skip
         # A file of AWQ's own does not name the method.

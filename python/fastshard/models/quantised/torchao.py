@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from ...common import json_text
+from ...common import codes, json_text
 from ...common.errors import FastshardError, Finding
 from ...common.records import dataclass
 from .settings import ImpossibleSettingError, Settings
@@ -57,14 +57,14 @@ def records_of(headers: Iterable[Mapping[str, object]]) -> tuple[dict[str, Recor
             record = Record(str(text), said, tuple(_parts(name, said)))
             if found.setdefault(name, record).said != said:
                 differing[name] = Finding.of(
-                    "FS211",
+                    codes.BAD_VALUE,
                     "two files say different things of a tensor of torchao, so one of them is of another model",
                     tensor=name,
                     help="copy all files of the checkpoint again from the host that saved it",
                 )
     unsaid = [
         Finding.of(
-            "FS211",
+            codes.BAD_VALUE,
             "a header of torchao lists a tensor and does not say what it is, so nothing loads it",
             tensor=name,
             help="copy the file again from the host that saved it",
@@ -120,7 +120,7 @@ def _check_sizes(settings: Settings) -> None:
 def _impossible(name: str, error: ImpossibleSettingError) -> Finding:
     is_file = name.endswith(".json")
     return Finding.of(
-        "FS215", f"{name} states {error.key} of torchao as {error.got}, by which no code has a value",
+        codes.CONFIG_DISAGREES, f"{name} states {error.key} of torchao as {error.got}, by which no code has a value",
         file=name if is_file else None, tensor=None if is_file else name,
         expected=f"{error.key}: {error.expected}", got=error.got,
         help=f"copy {name if is_file else 'the file'} again from the host that saved it",
@@ -135,7 +135,7 @@ def missing(
         for part in record.parts:
             if part not in names and part not in lost:
                 yield Finding.of(
-                    "FS102",
+                    codes.MISSING_TENSOR,
                     f"{name} is stored as a tensor of torchao, and a part of it is missing",
                     tensor=part,
                     help="copy the file that holds it from the original checkpoint",
@@ -151,7 +151,7 @@ def without_header(tensors: Mapping[str, Stored]) -> list[Finding]:
         if f"{base}_scale" in tensors:
             return [
                 Finding.of(
-                    "FS215",
+                    codes.CONFIG_DISAGREES,
                     f"{name} holds codes of torchao with their scales, and no header says what they are, which quantization_config needs as well",
                     tensor=name,
                     expected="a description of each tensor in the headers of the files",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from ...common import codes
 from ...common.errors import Finding
 from ...common.records import dataclass
 from .sizes import Sizes, ceil_div
@@ -46,7 +47,9 @@ class NoValuesError(Exception):
 class DamagedError(NoValuesError):
     """A weight of which no values can be made, here or elsewhere: a record or a table beside its codes is damaged."""
 
-    def __init__(self, message: str, *, tensor: str, expected: str, got: str, code: str = "FS215") -> None:
+    def __init__(
+        self, message: str, *, tensor: str, expected: str, got: str, code: str = codes.CONFIG_DISAGREES
+    ) -> None:
         super().__init__(message)
         self.finding = Finding.of(
             code, message, severity="error", tensor=tensor, expected=expected, got=got,

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any
 
 from ... import _core
+from ...common import codes
 from ...common.errors import Finding
 from ...common.listing import File, Listing
 from ...common.regex import compile_when_used
@@ -148,7 +149,7 @@ class ColossalAI:
         source.lost = {
             name: join(found.folder, file) for name, file in saved.weight_map.items() if file in absent
         }
-        called_for = sum(f.code == "FS101" for f in (*found.findings, *source.findings))
+        called_for = sum(f.code == codes.MISSING_FILE for f in (*found.findings, *source.findings))
         unread = any(not contents.readable(i) for name, of in saved.shards if name in saved.whole for i in of)
         source.listed = bool(saved.weight_map) and called_for == len(absent) and not unread
         source.findings += _total_size(listing, saved.index)
@@ -225,7 +226,7 @@ class ColossalAI:
                 name = next(iter(shards))
                 source.findings.append(
                     Finding.of(
-                        "FS101", "slices of some tensor-parallel ranks only", tensor=name,
+                        codes.MISSING_FILE, "slices of some tensor-parallel ranks only", tensor=name,
                         expected=f"the directories of {shards[name]} ranks, in order", got=f"{given} directories",
                         help="name the directory that each tensor-parallel rank saved, rank 0 first",
                     )
@@ -255,7 +256,7 @@ class ColossalAI:
         source.assembled.append(Assembled(0, {}, None, None, boxes, frozen=True))
         source.findings.append(
             Finding.of(
-                "FS109",
+                codes.NOT_PROVABLE,
                 f"{len(slices)} tensors were saved as slices and are put together in the order in which the directories"
                 " are given: nothing in the files names the ranks",
                 severity="warning",
@@ -309,7 +310,7 @@ def _total_size(listing: Listing, index: File | None) -> list[Finding]:
     if index is None or not isinstance(stated, float):
         return []
     message = "total_size of the index is in MB, as ColossalAI counts it, not in bytes"
-    return [Finding.of("FS108", message, severity="note", file=index.path, got=str(stated))]
+    return [Finding.of(codes.UNEXPECTED_FILE, message, severity="note", file=index.path, got=str(stated))]
 
 
 def _padded(source: Source, held: _Held, whole: _Whole) -> set[str]:
@@ -328,7 +329,7 @@ def _padded(source: Source, held: _Held, whole: _Whole) -> set[str]:
             tensors.append((name, taken, [(math.prod(taken), file, number, 0)]))
             source.findings.append(
                 Finding.of(
-                    "FS212", f"{shape[0] - rows} rows beyond vocab_size {rows} are padding, and left out",
+                    codes.IGNORED, f"{shape[0] - rows} rows beyond vocab_size {rows} are padding, and left out",
                     severity="note", tensor=name,
                 )
             )  # fmt: skip
@@ -350,7 +351,7 @@ def _copied(
     if slices and twice:
         findings.append(
             Finding.of(
-                "FS303",
+                codes.DUPLICATED_SHARD,
                 f"directories {roots.index(roots[twice[0]])} and {twice[0]} are one",
                 file=str(listing.roots[twice[0]]),
                 expected="one directory per tensor-parallel rank",
@@ -368,7 +369,7 @@ def _copied(
             if (first := seen.setdefault(view_of(tensor), rank)) != rank:
                 findings.append(
                     Finding.of(
-                        "FS303",
+                        codes.DUPLICATED_SHARD,
                         f"the same slice as in directory {first}: one was copied over the other",
                         file=found.files[file].path,
                         rank=f"tp {rank}",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+from ...common import codes
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
 from ..index_files import read_json, safe_relative
@@ -35,19 +36,19 @@ def read_indexes(listing: Listing, files: list[File], findings: list[Finding]) -
         content = read_json(listing, index)
         named = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(named, dict):
-            raise FastshardError.of("FS211", "the index has no weight_map", file=index.path)
+            raise FastshardError.of(codes.BAD_VALUE, "the index has no weight_map", file=index.path)
         for key, name in named.items():
             if not safe_relative(name):
                 findings.append(
                     Finding.of(
-                        "FS603", "a file name in the index leaves the directory", file=index.path, tensor=str(key),
+                        codes.UNSAFE_PATH, "a file name in the index leaves the directory", file=index.path, tensor=str(key),
                         got=repr(name), help="do not use this checkpoint: such an index is made to read other files",
                     )
                 )  # fmt: skip
             elif weight_map.setdefault(str(key), name) != name:
                 findings.append(
                     Finding.of(
-                        "FS110", "two indexes place a tensor differently", file=index.path, tensor=str(key),
+                        codes.RANKS_DISAGREE, "two indexes place a tensor differently", file=index.path, tensor=str(key),
                         expected=weight_map[str(key)], got=name, help="pass the directories of one save only",
                     )
                 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...common import codes
 from ...common.errors import Finding
 from ...common.listing import File
 from ...common.regex import compile_when_used
@@ -26,14 +27,14 @@ def not_named(file: File) -> Finding:
     match = SHARD.match(file.name)
     if match and match["ep"]:
         what = "the index does not name this file of copies of what another expert-parallel rank has"
-        return Finding.of("FS108", what, severity="note", file=file.path)
+        return Finding.of(codes.UNEXPECTED_FILE, what, severity="note", file=file.path)
     return unexpected(file.path, "the index does not name this file")
 
 
 def stage_not_merged(folder: str, whole: list[str]) -> Finding:
     """Says that the index names none of some files, which a stage wrote."""
     return Finding.of(
-        "FS108",
+        codes.UNEXPECTED_FILE,
         f"the index lacks a stage whose files are here ({len(whole)} files): they are taken by their names",
         file=join(folder, whole[0]),
         severity="warning",
@@ -70,7 +71,7 @@ def unfinished(folder: str, partial: list[File], options: Options) -> Finding:
     accepted = "uncommitted" in options.accept
     taken = f"the indexes of {len(partial)} stages in {PARTIAL}/ are" if partial else "no index is"
     return Finding.of(
-        "FS104",
+        codes.UNCOMMITTED,
         "the merged index is missing, which is written last: the save did not finish, or this is one node's disk",
         file=join(folder, PARTIAL) if partial else folder or ".",
         severity="warning" if accepted else None,

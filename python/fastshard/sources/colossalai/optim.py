@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ...common import codes
 from ...common.errors import Finding
 from ...common.listing import File, Listing
 from ...common.records import dataclass, replace
@@ -107,7 +108,7 @@ def detect(listing: Listing, model: str, first: int) -> tuple[OptimFiles, list[F
     if len(near) > 1 and folder != model:
         findings.append(
             Finding.of(
-                "FS106", "several optimizers are next to the model", got=", ".join(near[:8]),
+                codes.AMBIGUOUS, "several optimizers are next to the model", got=", ".join(near[:8]),
                 help="name the directory of the model and the directory of one optimizer",
             )
         )  # fmt: skip
@@ -119,7 +120,7 @@ def detect(listing: Listing, model: str, first: int) -> tuple[OptimFiles, list[F
     if not any(f in inside.values() for f in indexes):
         findings.append(
             Finding.of(
-                "FS104", "the optimizer's merged index is missing, which is written last", file=folder or ".",
+                codes.UNCOMMITTED, "the optimizer's merged index is missing, which is written last", file=folder or ".",
                 help="name the directory of the node that ran rank 0 as another CKPT",
             )
         )  # fmt: skip
@@ -183,7 +184,9 @@ def declare(
     path = found.files[seen.groups].path
     groups = _groups(contents(seen.groups))
     if groups is None and contents.readable(seen.groups):
-        findings.append(Finding.of("FS211", "no list of parameter groups with their numbers", file=path))
+        findings.append(
+            Finding.of(codes.BAD_VALUE, "no list of parameter groups with their numbers", file=path)
+        )
     if groups is None or any(f.severity == "error" for f in findings):
         return
     steps = {step for each in states.steps.values() for step in each}
@@ -257,7 +260,7 @@ def _fits(shape: list[int], whole: list[int]) -> bool:
 def _not_read(found: Found[ColossalFiles], unknown: dict[str, int]) -> list[Finding]:
     return [
         Finding.of(
-            "FS514", f"optimizer state {what!r}: not read", file=found.files[at].path,
+            codes.UNSUPPORTED, f"optimizer state {what!r}: not read", file=found.files[at].path,
             expected=" | ".join(sorted(_SLOTS)), help="merge without --optimizer takes the parameters alone",
         )
         for what, at in unknown.items()
@@ -270,7 +273,7 @@ def _steps_differ(folder: str, steps: set[float]) -> list[Finding]:
     told = ", ".join(f"{step:g}" for step in sorted(steps))
     return [
         Finding.of(
-            "FS107", "optimizer step differs between parameters", file=folder or ".", got=told,
+            codes.MIXED_STEPS, "optimizer step differs between parameters", file=folder or ".", got=told,
             help="copy all optimizer files from one save",
         )
     ]  # fmt: skip
@@ -278,7 +281,7 @@ def _steps_differ(folder: str, steps: set[float]) -> list[Finding]:
 
 def _no_names(source: Source, path: str, groups: list[list[int]], shapes: dict[str, list[int]]) -> Finding:
     return Finding.of(
-        "FS402",
+        codes.MASTERS_NOT_CHECKABLE,
         f"optimizer states have numbers instead of names, and the order for model_type {(source.model.config or {}).get('model_type')!r} in "
         f"{len(groups)} groups follow the parameters is not stated",
         file=path, expected=f"{len(shapes)} parameters", got=f"{sum(map(len, groups))} numbers",
@@ -289,7 +292,7 @@ def _no_names(source: Source, path: str, groups: list[list[int]], shapes: dict[s
 
 def _fused(path: str, name: str) -> Finding:
     return Finding.of(
-        "FS514",
+        codes.UNSUPPORTED,
         "moments of a fused projection were saved in the order of the tensor-parallel ranks, each with a part of query,"
         " key and value: no file states how many ranks there were",
         file=path, tensor=name, help="merge without --optimizer takes the parameters alone, which are in order",
@@ -311,7 +314,7 @@ def _moments_differ(
             if moment is None:
                 findings.append(
                     Finding.of(
-                        "FS102", f"no {slot} of parameter {place} in any optimizer shard", tensor=name,
+                        codes.MISSING_TENSOR, f"no {slot} of parameter {place} in any optimizer shard", tensor=name,
                         help="name the directory of the pipeline stage's node as another CKPT; its shards are missing, or the"
                         " parameter was not trained",
                     )
@@ -319,7 +322,7 @@ def _moments_differ(
             elif not _fits(moment[2], shapes[name]):
                 findings.append(
                     Finding.of(
-                        "FS201", f"{slot} of parameter {place} and the parameter", file=found.files[moment[0]].path, tensor=name,
+                        codes.SHAPE, f"{slot} of parameter {place} and the parameter", file=found.files[moment[0]].path, tensor=name,
                         expected=f"{shapes[name]}, the shape of {name}", got=str(moment[2]),
                         help="copy the optimizer of this model; this one is from another, or its groups are in another order",
                     )

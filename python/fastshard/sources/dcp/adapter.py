@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ...common import codes
 from ...common.errors import FastshardError, Finding
 from ...common.formatting import some
 from ...common.listing import File, Listing
@@ -63,7 +64,7 @@ class _Records(Source):
             for a in taken.assembled
         ]
         note = Finding.of(
-            "FS212",
+            codes.IGNORED,
             f"{len(own)} tensors are modules' own state (_extra_state), such as FP8 scales of the run, and no weights",
             severity="note",
             tensor=own[0],
@@ -109,7 +110,7 @@ class Dcp:
         if not metadata and not of_ranks:
             if loose:
                 raise FastshardError.of(
-                    "FS104",
+                    codes.UNCOMMITTED,
                     "the file is missing: the save did not finish, or it finished on another node",
                     file=f"{loose[0].folder}/{METADATA}" if loose[0].folder else METADATA,
                     expected="the file that the coordinator writes last",
@@ -191,7 +192,7 @@ class Dcp:
         )
         # What .metadata of a rank that is missing would name, nothing tells.
         source.listed = not any(
-            f.code == "FS101" and f.file and f.file.endswith(METADATA) for f in found.findings
+            f.code == codes.MISSING_FILE and f.file and f.file.endswith(METADATA) for f in found.findings
         )
         source.vocab_size = options.vocab_size
         source.values = {
@@ -276,7 +277,7 @@ class Dcp:
         if entry["dtype"] and stored != entry["dtype"]:
             source.findings.append(
                 Finding.of(
-                    "FS202",
+                    codes.DTYPE,
                     "a chunk has the wrong dtype",
                     file=found.files[file].path,
                     tensor=entry["name"],
@@ -331,7 +332,7 @@ def _placed(
         name, file = entry["name"], inside[entry["file"]]
         if not _known(entry["transforms"]):
             raise FastshardError.of(
-                "FS514",
+                codes.UNSUPPORTED,
                 "records that went through a storage extension other than torch's Zstandard: not read",
                 file=file.path,
                 tensor=name,
@@ -346,7 +347,7 @@ def _placed(
         record = name if whole.get(name) == at else chunk_name(name, at)
         if seen.setdefault(record, (name, tuple(at))) != (name, tuple(at)):
             raise FastshardError.of(
-                "FS106",
+                codes.AMBIGUOUS,
                 "two tensors of .metadata have one name",
                 file=file.path,
                 tensor=record,
@@ -361,7 +362,7 @@ def _placed(
 
 def _leaves_directory(metadata: str, entry: dcp_metadata.StoredAt) -> Finding:
     return Finding.of(
-        "FS603",
+        codes.UNSAFE_PATH,
         "a file name in .metadata leaves the directory",
         file=metadata,
         tensor=entry["name"],
@@ -386,7 +387,7 @@ def _hole(entry: dcp_metadata.TensorEntry) -> Iterator[Finding]:
     lacking = whole - sum(math.prod(size) for _, size in entry["chunks"])
     if lacking > 0:
         yield Finding.of(
-            "FS205",
+            codes.HOLE,
             f"{lacking} of {whole} elements are missing: no chunk covers them",
             tensor=entry["name"],
             expected=f"chunks that tile {entry['shape']}",
@@ -406,7 +407,7 @@ def _not_carried(names: list[str], objects: optim.Objects, alone: bool) -> list[
     if own := [name for name in names if _EXTRA_STATE.search(name)]:
         findings.append(
             Finding.of(
-                "FS212",
+                codes.IGNORED,
                 f"{len(own)} records are modules' own state (_extra_state) and no tensors: they are not carried",
                 severity="note",
                 tensor=own[0],
@@ -418,7 +419,7 @@ def _not_carried(names: list[str], objects: optim.Objects, alone: bool) -> list[
     if holding := sorted(n for n in others[:_MAX_LOOKED_INTO] if _holds_tensors(objects[n])):
         findings.append(
             Finding.of(
-                "FS514" if alone else "FS212",
+                codes.UNSUPPORTED if alone else codes.IGNORED,
                 f"{len(holding)} records are objects that hold tensors (in tuples, or saved with flatten_state_dict=False): "
                 "they are not carried",
                 severity="error" if alone else "warning",
@@ -441,7 +442,7 @@ def _holds_tensors(place: tuple[Path, int, int]) -> bool:
 def _unstored(found: Found[DcpFiles], name: str, lo: list[int]) -> Finding:
     folder = found.folder
     return Finding.of(
-        "FS205",
+        codes.HOLE,
         f"the chunk at {lo} is missing: no file stores it",
         file=f"{folder}/{METADATA}" if folder else METADATA,
         tensor=name,

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 from typing import Any, TypedDict
 
 from ... import _core
-from ...common import safe_files
+from ...common import codes, safe_files
 from ...common.dtypes import TORCH_NAMES, item_size
 from ...common.errors import FastshardError, Finding, from_core
 from ...common.listing import File, Listing
@@ -75,7 +75,7 @@ def one_of(listing: Listing, copies: list[File]) -> File:
     for path, file in zip(paths[1:], copies[1:], strict=True):
         if not safe_files.same(paths[0], path):
             raise FastshardError.of(
-                "FS106",
+                codes.AMBIGUOUS,
                 "the directories given have different files of this name: they are of different saves",
                 file=file.path,
                 expected="one, or copies of it",
@@ -114,7 +114,7 @@ def apart(stored: Iterable[StoredAt], path: str) -> None:
         for (_, end, first), (start, _, second) in itertools.pairwise(found):
             if start < end:
                 raise FastshardError.of(
-                    "FS206",
+                    codes.OVERLAP,
                     f"two records share bytes of {file}",
                     file=path,
                     tensor=second,
@@ -142,7 +142,7 @@ def as_records(described: Told, path: str) -> None:
         item = item_size(_SAFETENSORS[dtype]) if dtype in _SAFETENSORS else 0
         if not entry["transforms"] and 0 < count * item == entry["len"]:
             raise FastshardError.of(
-                "FS514",
+                codes.UNSUPPORTED,
                 "the files are of the safetensors form, beside a .metadata that does not say where in them tensors lie",
                 file=path,
                 tensor=entry["name"],
@@ -174,8 +174,8 @@ def of_ranks(listing: Listing, ranks: dict[int, list[File]], findings: list[Find
         for entry in told["tensors"]:
             first = tensors.setdefault(entry["name"], {**entry, "chunks": []})
             for code, key, known, here in (
-                ("FS201", "shape", first["shape"], entry["shape"]),
-                ("FS202", "dtype", first["dtype"], entry["dtype"]),
+                (codes.SHAPE, "shape", first["shape"], entry["shape"]),
+                (codes.DTYPE, "dtype", first["dtype"], entry["dtype"]),
             ):
                 if known != here:
                     raise FastshardError.of(
@@ -234,7 +234,7 @@ def same_save(described: Told, of_ranks: Told, tracker: File) -> None:
     if odd := places(of_ranks) - places(described):
         name, _, file, *_ = min(odd)
         raise FastshardError.of(
-            "FS106",
+            codes.AMBIGUOUS,
             "the .metadata of all ranks and the .metadata of single ranks contradict each other",
             file=tracker.path,
             tensor=name,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import _core
-from ...common import json_text
+from ...common import codes, json_text
 from ...common.errors import Finding, from_core
 from ...common.records import dataclass, replace
 from ...common.regex import compile_when_used
@@ -126,7 +126,7 @@ def _state_of(
         elif shape:
             refused.append(
                 Finding.of(
-                    "FS514",
+                    codes.UNSUPPORTED,
                     f"the optimizer's {match['slot']} has another shape than its parameter (factored or quantised)",
                     tensor=own[name],
                     expected=str(shapes[parameter]),
@@ -145,7 +145,7 @@ def _not_of_one(
     if len(tops) > 1:
         return [
             Finding.of(
-                "FS514",
+                codes.UNSUPPORTED,
                 "the checkpoint holds the state of several optimizers",
                 got=", ".join(f"{top}*" for top in sorted(tops)),
                 help="merge it, which keeps them under their own names",
@@ -158,7 +158,7 @@ def _not_of_one(
     if len(copies) > 1 and source.weights_prefix != "model.":
         return [
             Finding.of(
-                "FS514",
+                codes.UNSUPPORTED,
                 "it is not stated which copy of the model the optimizer belongs to",
                 expected="model.*, which a trainer's optimizer steps",
                 got=f"{source.weights_prefix}*, beside {', '.join(f'{prefix}*' for prefix in copies if prefix != source.weights_prefix)}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from ...common import codes
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
 from ...common.records import dataclass, field, replace
@@ -78,7 +79,7 @@ class Files:
         for file in inside:
             if _OLD_EXPERT.match(file.name):
                 raise FastshardError.of(
-                    "FS514", "experts of DeepSpeed before 0.6, whose files do not name their layer: not read", file=file.path,
+                    codes.UNSUPPORTED, "experts of DeepSpeed before 0.6, whose files do not name their layer: not read", file=file.path,
                     help="load it with DeepSpeed, which still does, and save it again",
                 )  # fmt: skip
             if match := _LAYER.match(file.name):
@@ -206,7 +207,7 @@ def _refuse(found: Found[DeepSpeedFiles], states: list[dict[str, Any]]) -> None:
         if isinstance(mics, int) and mics > 0:
             what = f"DeepSpeed MiCS (mics_shard_size {mics})"
         if what:
-            raise FastshardError.of("FS514", f"{what}: not read", file=found.files[i].path)
+            raise FastshardError.of(codes.UNSUPPORTED, f"{what}: not read", file=found.files[i].path)
 
 
 def _plain(
@@ -228,7 +229,7 @@ def _plain(
         autotp.take(source, found, contents, states)
     elif tp > 1 and options.layout is None:
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             "tensor-parallel shards of a model whose layout is not known",
             file=found.files[0].path,
             expected="GPT-NeoX's layer names, or one tensor-parallel rank",
@@ -284,7 +285,7 @@ def _tensor_parallel(seen: DeepSpeedFiles, states: list[dict[str, Any]]) -> int:
 
 def _no_tensors(path: str) -> Finding:
     return Finding.of(
-        "FS101",
+        codes.MISSING_FILE,
         "the rank file holds no tensors, and all layer files are missing",
         file=path,
         expected="layer_LL-model_TT-model_states.pt beside it",

@@ -11,6 +11,7 @@ import math
 import re
 from typing import Any
 
+from ...common import codes
 from ...common.errors import FastshardError
 from ...layouts.declaration import Source
 from ..base import Contents, Found, as_dict
@@ -103,7 +104,7 @@ def _refused(
     message: str, path: str, tensor: str | None, expected: str | None = None, got: str | None = None
 ) -> FastshardError:
     return FastshardError.of(
-        "FS514", f"{message}: not read", file=path, tensor=tensor, expected=expected, got=got,
+        codes.UNSUPPORTED, f"{message}: not read", file=path, tensor=tensor, expected=expected, got=got,
         help="save it with DeepSpeed 0.19 or newer, or make a universal checkpoint of it (ds_to_universal), or describe how its"
         " tensors are divided in a layout of your own (--layout FILE.toml)",
     )  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...common import codes
 from ...common.errors import FastshardError, Finding
 from ...layouts.declaration import Source, Unit
 from ..base import Contents, Found, as_dict, lacking, missing
@@ -45,7 +46,7 @@ def refuse(found: Found[DeepSpeedFiles], states: list[dict[str, Any]]) -> None:
             what = "a mixture of experts of DeepSpeed in ZeRO-3"
     if what:
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             f"{what}: not read",
             file=found.files[0].path,
             expected="deepspeed.moe in ZeRO 0 to 2, one model-parallel rank",
@@ -83,7 +84,7 @@ def take(
         name = next(found.files[file].path for n, e, _, file in seen.experts if (n, e) == (layer, expert))
         source.findings.append(
             Finding.of(
-                "FS110", "more experts than the model file states", file=name,
+                codes.RANKS_DISAGREE, "more experts than the model file states", file=name,
                 expected=f"num_experts {wanted} in {found.files[0].name}", got=f"expert {expert} of mixture {layer}",
                 help="copy all files of one step, and no others, into an empty folder",
             )

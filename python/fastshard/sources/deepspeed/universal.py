@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from ...common import codes
 from ...common.errors import Finding
 from ...common.listing import File, Listing
 from ...common.records import dataclass, field, replace
@@ -255,7 +256,7 @@ def _frozen_shards(ranks: list[Model], have: set[str]) -> list[Finding]:
     """Frozen parameters that ds_to_universal leaves in the model files, where each holds a slice of a shard."""
     return [
         Finding.of(
-            "FS514",
+            codes.UNSUPPORTED,
             "a frozen parameter in the model files of several model-parallel ranks: not read",
             severity="error",
             file=rank.path,
@@ -313,13 +314,17 @@ def _parameters_missing(folder: str, names: set[str]) -> list[Finding]:
 
 def _no_tensor(file: File, name: str) -> Finding:
     return Finding.of(
-        "FS102", "the file holds no tensor", file=file.path, tensor=name, help="run ds_to_universal again"
+        codes.MISSING_TENSOR,
+        "the file holds no tensor",
+        file=file.path,
+        tensor=name,
+        help="run ds_to_universal again",
     )
 
 
 def _shape(file: File, name: str, expected: list[int], got: list[int]) -> Finding:
     return Finding.of(
-        "FS201",
+        codes.SHAPE,
         "the parameter has the wrong shape",
         file=file.path,
         tensor=name,
@@ -334,7 +339,7 @@ def _steps_differ(found: Found[UniversalFiles], steps: dict[int, list[float]]) -
     usual = max(set(values), key=values.count) if values else None
     return [
         Finding.of(
-            "FS107",
+            codes.MIXED_STEPS,
             "optimizer step differs between parameters",
             file=found.files[file].path,
             expected=f"{usual:g}",

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Collection
 from math import prod
 
+from ...common import codes
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
 from ...layouts.declaration import Assembled, Source
@@ -125,7 +126,7 @@ def _shaped(source: Source, shapes: dict[str, list[int]]) -> dict[str, list[int]
             told = table.shape(name, source.axes) if table is not None else None
             if told is None or None in told:
                 raise FastshardError.of(
-                    "FS209",
+                    codes.FACT_UNKNOWN,
                     "the shape of a parameter that is saved flat (LOCAL_STATE_DICT)",
                     tensor=name,
                     got=f"{shape[0]} elements",
@@ -135,7 +136,7 @@ def _shaped(source: Source, shapes: dict[str, list[int]]) -> dict[str, list[int]
             whole = [d for d in told if d is not None]
             if prod(whole) != shape[0]:
                 raise FastshardError.of(
-                    "FS201",
+                    codes.SHAPE,
                     "a flat parameter has the wrong number of elements",
                     tensor=name,
                     expected=f"{prod(whole)}, as {whole} by the config",
@@ -157,7 +158,7 @@ def _stated(listing: Listing, folder: str, ranks: int) -> list[Finding]:
         return []
     return [
         Finding.of(
-            "FS110",
+            codes.RANKS_DISAGREE,
             "fsdp_config.json and the files disagree on the number of ranks",
             file=file.path,
             expected=f"{world} files, one of each rank",
@@ -206,7 +207,7 @@ def _collect(
 
 def _other_shape(ranks: Ranks, rank: int, name: str, expected: list[int], got: list[int]) -> Finding:
     return Finding.of(
-        "FS201",
+        codes.SHAPE,
         "this rank states another shape of the full tensor",
         file=ranks.path(rank),
         rank=ranks.label(rank),
@@ -221,7 +222,7 @@ def _other_part(
     ranks: Ranks, rank: int, name: str, lo: list[int], size: list[int], got: list[int]
 ) -> Finding:
     return Finding.of(
-        "FS201",
+        codes.SHAPE,
         "this rank's shard has the wrong shape",
         file=ranks.path(rank),
         rank=ranks.label(rank),
@@ -234,7 +235,7 @@ def _other_part(
 
 def _overlap(ranks: Ranks, name: str, lo: list[int], size: list[int], file: int) -> Finding:
     return Finding.of(
-        "FS206",
+        codes.OVERLAP,
         "two ranks hold overlapping parts of the tensor",
         file=ranks.found.files[file].path,
         tensor=name,
@@ -246,7 +247,7 @@ def _overlap(ranks: Ranks, name: str, lo: list[int], size: list[int], file: int)
 
 def _no_parts(ranks: Ranks) -> Finding:
     return Finding.of(
-        "FS109",
+        codes.NOT_PROVABLE,
         "no rank's file says of what its tensors are parts: they are taken for copies of the full tensor, and compared",
         severity="warning",
         file=ranks.path(next(iter(ranks.files))),

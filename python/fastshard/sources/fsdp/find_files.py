@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Mapping
 
+from ...common import codes
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
 from ...common.records import dataclass, field, replace
@@ -114,7 +115,7 @@ def saved(listing: Listing, options: Options, *, any_name: bool = False) -> Save
         kinds = sorted({one.kind for one in inside if one.kind.startswith("model")})
         if len(kinds) > 1:
             raise FastshardError.of(
-                "FS106",
+                codes.AMBIGUOUS,
                 "one folder holds several sets of rank files",
                 file=folder or None,
                 got=", ".join(f"{kind.removeprefix('model').strip()}rank*" for kind in kinds),
@@ -125,7 +126,7 @@ def saved(listing: Listing, options: Options, *, any_name: bool = False) -> Save
     worlds = {one.world for one in inside if one.kind == "model"}
     if len(worlds) > 1:
         raise FastshardError.of(
-            "FS106",
+            codes.AMBIGUOUS,
             "one folder holds files of runs with different numbers of ranks: one run was continued with another number",
             file=folder or None,
             got=", ".join(f"model_world_size_{world}_rank_*.pt" for world in sorted(worlds, key=str)),
@@ -155,7 +156,7 @@ def _taken(
         meant = [part for part in asked if part in models]
         if len(meant) != 1:
             raise FastshardError.of(
-                "FS106",
+                codes.AMBIGUOUS,
                 "the checkpoint holds several models",
                 got=", ".join(model or "." for model in models),
                 help="choose one, or pass its folder as CKPT",

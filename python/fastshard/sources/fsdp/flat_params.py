@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from ... import _core
+from ...common import codes
 from ...common.errors import FastshardError
 
 #: source: torch/distributed/fsdp/_common_utils.py
@@ -57,7 +58,7 @@ def pieces(
                 found[name].append((prod(tensor["shape"]), file, number, 0))
     if flats and not found:
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             "flat parameters of FSDP1 (LOCAL_STATE_DICT) state neither names nor shapes",
             help="save with StateDictType.SHARDED_STATE_DICT, or from FSDP with use_orig_params=True",
         )

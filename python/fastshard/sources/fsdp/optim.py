@@ -11,6 +11,7 @@ from collections import Counter
 from math import prod
 from typing import Any
 
+from ...common import codes
 from ...common.errors import Finding
 from ...common.records import replace
 from ...layouts.declaration import Assembled, Optimizer, Source
@@ -187,7 +188,7 @@ def _named(
 def _unnamed(found: Found[object], ranks: Ranks) -> Finding:
     file = next(iter(ranks.files.values()))
     return Finding.of(
-        "FS402",
+        codes.MASTERS_NOT_CHECKABLE,
         "the optimizer's state numbers its parameters, and their order and shapes fit the model in more than one way or in none",
         severity="error",
         file=found.files[file].path,
@@ -215,7 +216,7 @@ def _agree(model: Ranks, ranks: Ranks, told: dict[int, list[float]], what: str) 
     usual = Counter(seen.values()).most_common(1)[0][0] if seen else ()
     return [
         Finding.of(
-            "FS107",
+            codes.MIXED_STEPS,
             f"the {what} that was saved with it differs from that of the other ranks: the file may be from another step",
             file=model.path(rank),
             rank=ranks.label(rank),

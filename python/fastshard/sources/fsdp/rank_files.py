@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 from ... import _core
+from ...common import codes
 from ...common.errors import FastshardError, Finding
 from ...common.records import dataclass, field
 from ..base import Contents, Found, lacking, missing, unexpected
@@ -82,7 +83,7 @@ class Ranks:
             held = box(part["shape"], self.told[rank]["meshes"][part["mesh"]], part)
         except Unreadable as why:
             raise FastshardError.of(
-                "FS514",
+                codes.UNSUPPORTED,
                 f"a DTensor whose placement is not supported: {why}",
                 file=self.path(rank),
                 rank=self.label(rank),
@@ -105,7 +106,7 @@ class Ranks:
             first = next(r for r, told in self.told.items() if usual in _worlds(told))
             self.findings.append(
                 Finding.of(
-                    "FS110",
+                    codes.RANKS_DISAGREE,
                     "the mesh has more ranks than the file's name says",
                     file=self.path(first),
                     rank=self.label(first),
@@ -147,7 +148,7 @@ class Ranks:
                 continue
             self.findings.append(
                 Finding.of(
-                    "FS113",
+                    codes.RENAMED,
                     "the file was saved by another rank, as its tensors say",
                     file=self.path(rank),
                     rank=self.label(rank),
@@ -173,7 +174,7 @@ class Ranks:
             self.broken = True
             self.findings.append(
                 Finding.of(
-                    "FS110",
+                    codes.RANKS_DISAGREE,
                     "ranks divide the model over different meshes",
                     file=self.path(rank),
                     rank=self.label(rank),

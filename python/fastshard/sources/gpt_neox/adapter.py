@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any
 
+from ...common import codes
 from ...common.errors import FastshardError, Finding
 from ...common.formatting import runs
 from ...common.listing import Listing
@@ -49,7 +50,7 @@ def _layers_missing(found: Found[ZeroFiles], absent: list[int], tp: int, why: st
         one = first == last
         findings.append(
             Finding.of(
-                "FS103",
+                codes.MISSING_LAYER,
                 f"layer {first:02d} is missing: all of its files"
                 if one
                 else f"layers {first:02d} to {last:02d} are missing: all of their files",
@@ -93,7 +94,7 @@ class GptNeox:
             return None
         if found.seen.sliced:
             raise FastshardError.of(
-                "FS514",
+                codes.UNSUPPORTED,
                 "GPT-NeoX's layers under ZeRO-3, where no file holds a full shard: not read",
                 file=found.files[0].path,
                 help="convert this one with ds_to_universal first; `fastshard merge` reads ZeRO-3 checkpoints of other models",
@@ -159,7 +160,7 @@ class GptNeox:
             if layer not in wanted:
                 source.findings.append(
                     Finding.of(
-                        "FS108",
+                        codes.UNEXPECTED_FILE,
                         f"layer {layer} of a {count}-layer model",
                         file=found.files[file].path,
                         severity="error",
@@ -173,7 +174,7 @@ class GptNeox:
         ranks = [rank for rank, _ in found.seen.ranks]
         if states and states[0].get("module") is None:
             raise FastshardError.of(
-                "FS101",
+                codes.MISSING_FILE,
                 "all layer files are missing",
                 file=_in(found.folder, "layer_00-model_00-model_states.pt"),
                 evidence=f"{found.files[0].path} holds no tensors: they are in files layer_LL-model_TT-model_states.pt",
@@ -265,7 +266,7 @@ def _rank_files(found: Found[ZeroFiles], states: list[dict[str, Any]], findings:
         more = "" if first == last else f" to {last}"
         findings.append(
             Finding.of(
-                "FS101",
+                codes.MISSING_FILE,
                 "the file is missing: it holds no weights, but without it the step of this rank cannot be compared",
                 severity="warning",
                 file=_in(folder, _rank_file(first)),
@@ -284,7 +285,7 @@ def _same_run(found: Found[ZeroFiles], states: list[dict[str, Any]], findings: l
     if isinstance(iteration, int) and step >= 0 and iteration != step:
         findings.append(
             Finding.of(
-                "FS107",
+                codes.MIXED_STEPS,
                 "the folder's name and its files state different steps",
                 file=found.files[0].path,
                 expected=str(step),
@@ -299,7 +300,7 @@ def _same_run(found: Found[ZeroFiles], states: list[dict[str, Any]], findings: l
     keys = ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size", "model_parallel_size")
     for file, args in known:
         findings += differing(
-            "FS110",
+            codes.RANKS_DISAGREE,
             [(f"args.{key}", known[0][1].get(key), args.get(key)) for key in keys],
             file=found.files[file].path,
             help="copy all files from one run",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...common import codes
 from ...common.config_text import parse_yaml, shown
 from ...common.errors import FastshardError, Finding
 from ...common.listing import Listing
@@ -84,7 +85,7 @@ def _read_saved(
         try:
             content = parse_yaml(listing.read_text(file, limit=4 << 20))
         except ValueError as error:
-            raise FastshardError.of("FS211", str(error), file=file.path) from None
+            raise FastshardError.of(codes.BAD_VALUE, str(error), file=file.path) from None
         if not isinstance(content, dict):
             continue
         for key, value in content.items():
@@ -93,7 +94,7 @@ def _read_saved(
             if key in merged and merged[key] != value:
                 findings.append(
                     Finding.of(
-                        "FS110",
+                        codes.RANKS_DISAGREE,
                         f"the saved configs disagree on {key}",
                         file=file.path,
                         expected=shown(merged[key]),
@@ -152,7 +153,7 @@ class Model:
                 limit = _LIMITS.get(key, 1 << 48)
                 if value is not None and not (whole and 0 < value <= limit):
                     raise FastshardError.of(
-                        "FS211",
+                        codes.BAD_VALUE,
                         f"config: {key}",
                         file=path,
                         expected="a positive integer" + (f", {limit} at most" if key in _LIMITS else ""),
@@ -161,7 +162,7 @@ class Model:
             if inside is not None and outside is not None and inside != outside:
                 findings.append(
                     Finding.of(
-                        "FS215",
+                        codes.CONFIG_DISAGREES,
                         f"the config's {key} is not the checkpoint's",
                         file=path,
                         expected=str(inside),
@@ -208,7 +209,7 @@ class Model:
         """
         if layers * tp > _MAX_SHARDS:
             raise FastshardError.of(
-                "FS211",
+                codes.BAD_VALUE,
                 "num_layers times model_parallel_size, as stated or by the names of files",
                 file=self.path,
                 expected=f"{_MAX_SHARDS} at most",

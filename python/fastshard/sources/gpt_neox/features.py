@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from ...common import codes
 from ...common.config_text import shown
 from ...common.errors import FastshardError, Finding, error_for
 from ...common.records import asdict, dataclass, field
@@ -177,11 +178,15 @@ def _refuse_config(model: Model) -> None:
     for key in ("norm", "activation", "pos_emb"):
         if not isinstance(model.config.get(key), (str, type(None))):
             raise FastshardError.of(
-                "FS211", f"config: {key}", file=model.path, expected="a name", got=shown(model.config[key])
+                codes.BAD_VALUE,
+                f"config: {key}",
+                file=model.path,
+                expected="a name",
+                got=shown(model.config[key]),
             )
     if model.heads and model.kv_heads and model.heads % model.kv_heads:
         raise FastshardError.of(
-            "FS211",
+            codes.BAD_VALUE,
             "config: num_attention_heads over num_kv_heads",
             file=model.path,
             expected=f"a multiple of {model.kv_heads}",
@@ -239,13 +244,15 @@ def _left_out(found: Found[object], parts: Parts) -> list[Finding]:
     """FP8 state that no rule of the layout accounts for, as it is no tensor; and weights in FP8, which are not read."""
     return [
         *(
-            Finding.of("FS212", _EXTRA_REASON, file=found.files[unit.file].path, rank=unit.rank, tensor=name)
+            Finding.of(
+                codes.IGNORED, _EXTRA_REASON, file=found.files[unit.file].path, rank=unit.rank, tensor=name
+            )
             for unit, _, name, is_tensor in parts.states
             if not is_tensor
         ),
         *(
             Finding.of(
-                "FS514",
+                codes.UNSUPPORTED,
                 "a weight stored in FP8: this version does not apply its scale",
                 file=found.files[unit.file].path,
                 rank=unit.rank,
@@ -280,7 +287,7 @@ def _contradictions(
         told.append(("norm", f"{norm}, as the names of its tensors say", stated))
     findings = [
         Finding.of(
-            "FS215",
+            codes.CONFIG_DISAGREES,
             f"config: {key}",
             file=model.path,
             expected=expected,
@@ -293,7 +300,7 @@ def _contradictions(
     if features.stale_norm:
         findings.append(
             Finding.of(
-                "FS212",
+                codes.IGNORED,
                 "post_attention_layernorm.* beside Transformer Engine's mlp.layer_norm_*: stale, left out in all layers",
                 severity="warning",
                 help="ignore it; GPT-NeoX before #1355 made it and never used it (gpt-neox#1353)",
@@ -303,7 +310,7 @@ def _contradictions(
     if source.facts.get("gpt_j_residual") and tp > 1 and source.facts["te_linear2"]:
         findings.append(
             Finding.of(
-                "FS215",
+                codes.CONFIG_DISAGREES,
                 "gpt_j_residual with Transformer Engine's row-parallel layers",
                 severity="warning",
                 file=model.path,

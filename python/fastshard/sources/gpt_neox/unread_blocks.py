@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...common import codes
 from ...common.errors import Finding
 from ...layouts.declaration import Unit
 from ..base import Contents, Found
@@ -34,7 +35,7 @@ def others(found: Found[object], units: list[Unit], names: set[str], contents: C
         unit, tensor = next((unit, name) for unit, name in held if name.endswith(ends))
         findings.append(
             Finding.of(
-                "FS514",
+                codes.UNSUPPORTED,
                 f"GPT-NeoX with {kind}: not read",
                 severity="error",
                 file=found.files[unit.file].path,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...common import safe_files
+from ...common import codes, safe_files
 from ...common.config_text import shown
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
@@ -36,10 +36,10 @@ def _weight_map(content: Any, path: str) -> dict[str, str]:
     """The file that an index names for each tensor."""
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise FastshardError.of("FS211", "the index has no weight_map", file=path)
+        raise FastshardError.of(codes.BAD_VALUE, "the index has no weight_map", file=path)
     if odd := next((tensor for tensor, name in weight_map.items() if not isinstance(name, str)), None):
         raise FastshardError.of(
-            "FS211",
+            codes.BAD_VALUE,
             "the index names no file for this tensor",
             file=path,
             tensor=str(odd),
@@ -79,7 +79,7 @@ def slices_as_wholes(
         return []
     return [
         Finding.of(
-            "FS208",
+            codes.SLICE_AS_WHOLE,
             f"the index names one file for each of {len(false)} tensors of which several files hold slices",
             severity="warning",
             file=file.path,
@@ -135,7 +135,7 @@ class HuggingFace:
             copies = names.get(file.name, []) if file.folder == folder else []
             if len(copies) > 1:
                 raise FastshardError.of(
-                    "FS106",
+                    codes.AMBIGUOUS,
                     "several of the directories given have a file of this name",
                     file=file.path,
                     got=", ".join(str(listing.roots[f.root]) for f in copies),
@@ -192,7 +192,7 @@ class HuggingFace:
             if not safe_relative(name):
                 findings.append(
                     Finding.of(
-                        "FS603",
+                        codes.UNSAFE_PATH,
                         "a file name in the index leaves the directory",
                         file=index.path,
                         tensor=str(tensor),
@@ -242,7 +242,7 @@ class HuggingFace:
             groups.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = file
         if len(groups) > 1:
             raise FastshardError.of(
-                "FS106",
+                codes.AMBIGUOUS,
                 "one folder holds several sets of shards, and no index says which is the model",
                 file=folder or None,
                 got=", ".join(f"{stem}-*-of-{total}.{suffix}" for stem, total, suffix in sorted(groups)),
@@ -252,7 +252,7 @@ class HuggingFace:
         count = int(total)
         if count > 100_000:
             raise FastshardError.of(
-                "FS514", f"{count} shards by the file name", file=next(iter(have.values())).path
+                codes.UNSUPPORTED, f"{count} shards by the file name", file=next(iter(have.values())).path
             )
         first = 0 if 0 in have else 1
         for i, last in lacking(have, first, first + count - 1):
@@ -268,7 +268,7 @@ class HuggingFace:
             )
         findings.append(
             Finding.of(
-                "FS108",
+                codes.UNEXPECTED_FILE,
                 "there is no index; taking the shards by their names",
                 severity="note",
                 file=f"{folder}/model.safetensors.index.json" if folder else "model.safetensors.index.json",
@@ -359,7 +359,7 @@ def _take_copies_of_index(
         source.superseded = [*source.superseded, Superseded(tuple(names), file, other)]
         source.findings.append(
             Finding.of(
-                "FS206",
+                codes.OVERLAP,
                 f"{len(names)} tensors of {files[other].path} are not read: the index names this file for them",
                 severity="note",
                 file=files[file].path,
@@ -384,7 +384,7 @@ def _config_beside(
     if config is None:
         source.findings.append(
             Finding.of(
-                "FS109",
+                codes.NOT_PROVABLE,
                 "config.json beside the file is not used: most names of the tensors are none of its model",
                 severity="note",
                 file="config.json",

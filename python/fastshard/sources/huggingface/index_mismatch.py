@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
-from ...common import safe_files
+from ...common import codes, safe_files
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
 from ...common.regex import compile_when_used
@@ -40,7 +40,7 @@ def is_for(listing: Listing, inside: Mapping[str, File], index: str, single: str
     if not there:
         return single in named
     raise FastshardError.of(
-        "FS106",
+        codes.AMBIGUOUS,
         f"{single} and an index of other files lie in one folder: transformers takes the one, other readers follow the index",
         file=inside[index].path,
         got=f"{single}, and {there[0]} with {len(named) - 1} more by the index",
@@ -51,7 +51,7 @@ def is_for(listing: Listing, inside: Mapping[str, File], index: str, single: str
 def without_files(index: File, single: str) -> Finding:
     """That an index is of no use: a file of the whole model was saved over what it names."""
     return Finding.of(
-        "FS108",
+        codes.UNEXPECTED_FILE,
         f"the index names files that are missing; {single} is taken, as transformers does",
         file=index.path,
         help="move the index away",
@@ -95,7 +95,7 @@ def numbers(index: File, named: Iterable[str], inside: Container[str]) -> list[F
             name = next((name for name in absent if name not in inside), absent[0])
             findings.append(
                 Finding.of(
-                    "FS101",
+                    codes.MISSING_FILE,
                     "the files' names count more files than the index names",
                     severity="warning",
                     file=f"{index.folder}/{name}" if index.folder else name,
@@ -145,7 +145,7 @@ def sizes(
         message = "the index counts fewer bytes of tensors than its files hold"
     return [
         Finding.of(
-            "FS102" if lacks else "FS215",
+            codes.MISSING_TENSOR if lacks else codes.CONFIG_DISAGREES,
             message,
             severity="warning" if lacks else "note",
             file=index,

@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from ...common import codes
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
 from ...common.records import replace
@@ -60,7 +61,7 @@ class HfRankShards:
         for file, match in inside:
             if not 1 <= int(match[1]) <= _MAX_RANKS or not 1 <= int(match[3]) <= int(match[4]) <= _MAX_RANKS:
                 raise FastshardError.of(
-                    "FS106",
+                    codes.AMBIGUOUS,
                     "the file's name counts otherwise than torch's writer does",
                     file=file.path,
                     expected=f"ranks and parts from 1 to at most {_MAX_RANKS}",
@@ -107,7 +108,7 @@ class HfRankShards:
                 lo = begins.get(name, [0] * len(tensor["shape"]))
                 if len(lo) != len(tensor["shape"]):
                     raise FastshardError.of(
-                        "FS601",
+                        codes.UNSAFE_HEADER,
                         f"{INFO}: offsets of the tensor",
                         file=file.path,
                         tensor=name,
@@ -222,7 +223,7 @@ def _divided_by(
 def _twice(files: Sequence[File], name: str, lo: list[int], holders: list[int]) -> FastshardError:
     """A part of a tensor that two files hold."""
     return FastshardError.of(
-        "FS206",
+        codes.OVERLAP,
         "two files hold the same part of the tensor",
         file=files[holders[1]].path,
         tensor=name,
@@ -236,7 +237,7 @@ def _offsets(metadata: Any, file: File) -> dict[str, list[int]]:
     told = offsets(metadata)
     if told is None:
         raise FastshardError.of(
-            "FS601",
+            codes.UNSAFE_HEADER,
             f"a rank shard without a readable {INFO}",
             file=file.path,
             help="copy the file again; it is damaged, or not written by HuggingFaceStorageWriter",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...common import json_text
+from ...common import codes, json_text
 from ...common.errors import Finding
 from ...common.listing import File, Listing
 from ...common.regex import compile_when_used
@@ -61,7 +61,7 @@ def not_whole(files: Sequence[File], contents: Contents, index: str | None, coun
             if any(places.get(name, ())):
                 return [
                     Finding.of(
-                        "FS208",
+                        codes.SLICE_AS_WHOLE,
                         "the file holds a rank's slices, by what its writer says of them",
                         file=files[i].path,
                         tensor=name,
@@ -77,7 +77,7 @@ def not_whole(files: Sequence[File], contents: Contents, index: str | None, coun
         return []
     return [
         Finding.of(
-            "FS208",
+            codes.SLICE_AS_WHOLE,
             "the index counts more than its files hold, as if a rank's slices were counted as full tensors",
             file=index,
             expected=f"{counted} bytes of tensors",
@@ -114,7 +114,7 @@ def zeroed(listing: Listing, folder: str, files: Sequence[File], contents: Conte
         return []
     return [
         Finding.of(
-            "FS313",
+            codes.ZERO_SLAB,
             f"{len(zero)} tensors of no dimensions are zero: torch's consolidation makes that of every one",
             severity="warning",
             file=zero[0][1],

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..._core import Rule, Table
+from ...common import codes
 from ...common.config_text import shown
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
@@ -65,7 +66,7 @@ class TpSafetensors:
         layout_file = listing.find(f"{folder}/layout.json" if folder else "layout.json")
         layout = read_json(listing, layout_file) if layout_file else None
         if layout is not None and not isinstance(layout, dict):
-            raise FastshardError.of("FS211", "layout.json is not an object", file="layout.json")
+            raise FastshardError.of(codes.BAD_VALUE, "layout.json is not an object", file="layout.json")
         path = layout_file.path if layout_file else "layout.json"
         stated = None if layout is None else _stated_degree(layout, path)
         tp = max(ranks) + 1 if stated is None else stated
@@ -114,7 +115,7 @@ class TpSafetensors:
                 if source.axes.get("V", vocab) != vocab:
                     source.findings.append(
                         Finding.of(
-                            "FS215",
+                            codes.CONFIG_DISAGREES,
                             "vocab_size of layout.json and of the config differ",
                             file=path,
                             expected=str(source.axes["V"]),
@@ -135,7 +136,7 @@ class TpSafetensors:
         if source.layout is None and options.layout is None:
             source.findings.append(
                 Finding.of(
-                    "FS106",
+                    codes.AMBIGUOUS,
                     "nothing says along which dimension the ranks divide each tensor",
                     file=found.folder or ".",
                     help="write a layout.json with tp and tp_dim, or pass the model's config.json",
@@ -156,7 +157,7 @@ def _stated_degree(layout: dict[str, Any], path: str) -> int:
     stated = _positive(layout, "tp", path)
     if stated is None or stated > MAX_DEGREE:
         raise FastshardError.of(
-            "FS211",
+            codes.BAD_VALUE,
             "layout.json: tp",
             file=path,
             expected="the tensor-parallel degree" if stated is None else f"at most {MAX_DEGREE}",
@@ -167,7 +168,12 @@ def _stated_degree(layout: dict[str, Any], path: str) -> int:
 
 def _unknown_keys(layout: dict[str, Any], path: str) -> list[Finding]:
     return [
-        Finding.of("FS108", f"layout.json: unknown key {key!r} is not used", file=path, severity="warning")
+        Finding.of(
+            codes.UNEXPECTED_FILE,
+            f"layout.json: unknown key {key!r} is not used",
+            file=path,
+            severity="warning",
+        )
         for key in sorted(set(layout) - _KNOWN_KEYS)
     ]
 
@@ -196,7 +202,7 @@ def _positive(layout: Mapping[str, Any], key: str, path: str) -> int | None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise FastshardError.of(
-            "FS211", f"layout.json: {key}", file=path, expected="a positive number", got=repr(value)
+            codes.BAD_VALUE, f"layout.json: {key}", file=path, expected="a positive number", got=repr(value)
         )
     return value
 
@@ -209,7 +215,11 @@ def _divided(stated: Any, path: str) -> dict[str, tuple[int | None, list[int]]]:
     """
     if not isinstance(stated, dict):
         raise FastshardError.of(
-            "FS211", "layout.json: tp_dim", file=path, expected="an object by tensor names", got=shown(stated)
+            codes.BAD_VALUE,
+            "layout.json: tp_dim",
+            file=path,
+            expected="an object by tensor names",
+            got=shown(stated),
         )
     divided: dict[str, tuple[int | None, list[int]]] = {}
     for name, value in stated.items():
@@ -217,7 +227,7 @@ def _divided(stated: Any, path: str) -> dict[str, tuple[int | None, list[int]]]:
         sizes = isinstance(parts, list) and all(_is_number(n, 1 << 40) and n > 0 for n in parts)
         if not sizes or not (_is_number(dim, 64) or (dim is None and not parts)):
             raise FastshardError.of(
-                "FS211",
+                codes.BAD_VALUE,
                 "layout.json: tp_dim",
                 file=path,
                 tensor=name,

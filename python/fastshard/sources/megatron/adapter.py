@@ -11,6 +11,7 @@ import math
 import re
 from typing import Any
 
+from ...common import codes
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
 from ...common.regex import compile_when_used
@@ -108,7 +109,7 @@ class Megatron:
                 version = 0
             if isinstance(version, (int, float)) and version < _ROWS_BY_GROUP:
                 raise FastshardError.of(
-                    "FS514",
+                    codes.UNSUPPORTED,
                     "rows of queries, keys and values in the order of old versions",
                     file=file.path,
                     expected=f"checkpoint_version {_ROWS_BY_GROUP} or later",
@@ -204,7 +205,7 @@ class Megatron:
         if len(lacking) > _NAMED:
             source.findings.append(
                 Finding.of(
-                    "FS101",
+                    codes.MISSING_FILE,
                     f"{len(lacking) - _NAMED} more missing files",
                     file=folder or None,
                     expected=f"{stated} in the arguments",
@@ -234,14 +235,14 @@ def _differs(
     keys = ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size", "num_experts",
             "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")  # fmt: skip
     findings += differing(
-        "FS110",
+        codes.RANKS_DISAGREE,
         [(f"args.{key}", first.get(key), own.get(key)) for key in keys],
         file=found.files[i].path,
         help="copy all files from one run",
     )
     steps = [("iteration", *states), ("args.iteration", first, own)]
     return findings + differing(
-        "FS107",
+        codes.MIXED_STEPS,
         [(what, here.get("iteration"), there.get("iteration")) for what, here, there in steps],
         file=found.files[i].path,
         rank=grid.rank(grid.places[i]),
@@ -254,7 +255,11 @@ def _check_experts(args: dict[str, Any], grid: RankGrid, file: str) -> None:
     experts = megatron.size(args, "num_experts")
     if experts is not None and experts % grid.ep:
         raise FastshardError.of(
-            "FS211", "args.num_experts", file=file, expected=f"a multiple of {grid.ep}", got=str(experts)
+            codes.BAD_VALUE,
+            "args.num_experts",
+            file=file,
+            expected=f"a multiple of {grid.ep}",
+            got=str(experts),
         )
 
 
@@ -280,7 +285,7 @@ def _refuse_experts(found: Found[MegatronFiles], grid: RankGrid) -> None:
     """Raises for experts whose ranks save no files, or files of one name."""
     if grid.etp > grid.tp and grid.ep > 1:
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             "experts that more ranks divide than other tensors: files of several ranks have one name",
             file=found.files[0].path,
             expected=f"expert_tensor_parallel_size of at most {grid.tp}",
@@ -290,7 +295,7 @@ def _refuse_experts(found: Found[MegatronFiles], grid: RankGrid) -> None:
     stray = [i for i, rank in enumerate(grid.places) if grid.of_expert(rank) is None]
     if stray or grid.etp * grid.ep < grid.tp:
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             "experts with a separate tensor-parallel degree: not the files that ranks of such a run save",
             file=found.files[stray[0] if stray else 0].path,
             expected=f"those of {grid.etp} x {grid.ep} ranks that hold experts",
@@ -338,12 +343,14 @@ def _whole(
     absent = any(f.severity == "error" for f in source.findings)
     source.findings += held.findings
     for name in [] if absent or held.findings else list(held.incomplete())[:_NAMED]:
-        source.findings.append(Finding.of("FS102", "a rank's slice of this tensor is missing", tensor=name))
+        source.findings.append(
+            Finding.of(codes.MISSING_TENSOR, "a rank's slice of this tensor is missing", tensor=name)
+        )
     source.assembled += held.assembled()
     if held.left:
         source.findings.append(
             Finding.of(
-                "FS212",
+                codes.IGNORED,
                 f"{len(held.left)} tensors: scales of FP8 and buffers, no weights",
                 tensor=held.left[0],
             )
@@ -377,7 +384,7 @@ def _flat_experts(grid: RankGrid, contents: Contents, source: Source) -> None:
     experts, hidden = source.axes.get("E"), source.axes.get("H")
     if not experts or not hidden:
         raise FastshardError.of(
-            "FS209",
+            codes.FACT_UNKNOWN,
             "the shapes of experts.weight1 and weight2 do not show how many experts they hold",
             help="save the rank files again with their arguments (num_experts, hidden_size)",
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ...common import codes
 from ...common.errors import FastshardError, Finding
 from ...common.records import dataclass, replace
 from ...layouts.declaration import Description, Evidence, Source
@@ -58,7 +59,7 @@ def override(
     settings, lacking = megatron.read_config_settings(config)
     if not settings and not lacking:
         raise FastshardError.of(
-            "FS211",
+            codes.BAD_VALUE,
             "--config states no setting of the model",
             file=options.config_path,
             expected="the model's config.json, or arguments of Megatron-LM by their names",
@@ -81,7 +82,7 @@ def override(
 def _contradict_tie(file: str | None) -> Finding:
     """Makes the finding of a config that ties a head whose weights are stored."""
     return Finding.of(
-        "FS215",
+        codes.CONFIG_DISAGREES,
         "--config ties the head to the embedding, and the checkpoint stores separate weights of it",
         file=file,
         expected="tie_word_embeddings false in --config",

@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 from ... import _core
+from ...common import codes
 from ...common.errors import FastshardError, Finding
 from ...common.records import dataclass, field
 from ...common.regex import compile_when_used
@@ -183,7 +184,7 @@ class Wholes:
         ):  # fmt: skip
             if layers and self.args and expected != got:
                 raise FastshardError.of(
-                    "FS514",
+                    codes.UNSUPPORTED,
                     f"layers differ from those that {key} calls for",
                     file=file,
                     expected=f"{key} {self.args.get(key)}: {_told(expected)}",
@@ -254,7 +255,7 @@ class Wholes:
     def _lacks_layer(self, layer: str, rank: str | None) -> None:
         self.findings.append(
             Finding.of(
-                "FS102",
+                codes.MISSING_TENSOR,
                 "all tensors of this layer are missing",
                 tensor=layer,
                 rank=rank,
@@ -299,7 +300,7 @@ class Wholes:
         there = name in own and name in others
         self.findings.append(
             Finding.of(
-                "FS201" if there else "FS102",
+                codes.SHAPE if there else codes.MISSING_TENSOR,
                 "shape" if there else "one rank of a stage lacks what another has",
                 file=place.path if there or name not in own else first.path,
                 tensor=name,
@@ -415,7 +416,7 @@ def _told(layers: set[int] | bool) -> str:
 
 def _refused(name: str, place: Place, what: str, expected: str | None, got: str | None) -> FastshardError:
     return FastshardError.of(
-        "FS514",
+        codes.UNSUPPORTED,
         f"how ranks divide this tensor is not certain: {what}",
         file=place.path,
         tensor=name,

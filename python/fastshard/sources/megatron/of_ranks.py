@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from ...common import codes
 from ...common.errors import Finding
 from ...common.regex import compile_when_used
 from ...layouts.declaration import Source
@@ -64,7 +65,7 @@ def judge(
         right = f"rename the files back, or copy them again; its place is that of {paths[own]}"
         source.findings.append(
             Finding.of(
-                "FS113",
+                codes.RENAMED,
                 "the file is another rank's, by its arguments",
                 file=found.files[at].path,
                 rank=_called(place, pp),
@@ -110,7 +111,7 @@ def judge_stages(
             own = _own_stage(chunks, norm, pp)
             source.findings.append(
                 Finding.of(
-                    "FS113",
+                    codes.RENAMED,
                     "the file is another pipeline stage's, by its tensors",
                     file=path,
                     rank=_called((tp, stage), pp),

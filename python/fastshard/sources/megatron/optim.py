@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ...common import codes
 from ...common.errors import Finding
 from ...common.records import dataclass, field, replace
 from ...common.regex import compile_when_used
@@ -140,7 +141,7 @@ def _weights(weights: list[Stored], described: Told) -> Weights:
 
 def _no_places(name: str, error: UnknownPlaces) -> Finding:
     return Finding.of(
-        "FS402",
+        codes.MASTERS_NOT_CHECKABLE,
         f"the optimizer's flat buffers carry no names, and the places of parameters in them are not certain: {error}",
         severity="error",
         tensor=name,
@@ -159,7 +160,7 @@ def _remarks(held: list[Assembled], is_shifted: bool) -> list[Finding]:
     if is_shifted:
         remarks.append(
             Finding.of(
-                "FS212",
+                codes.IGNORED,
                 "Megatron-LM shifts the optimizer's state in this form (fully_reshardable) where one of several buckets is padded:"
                 " master weights that differ from the parameters (FS401) show it, and these files cannot give the state",
                 severity="note",
@@ -170,7 +171,7 @@ def _remarks(held: list[Assembled], is_shifted: bool) -> list[Finding]:
         count = len({(group.slot, name) for group in held if group.slot for name, *_ in group.tensors})
         remarks.append(
             Finding.of(
-                "FS212",
+                codes.IGNORED,
                 f"{count} tensors of the optimizer's state ({', '.join(slots)}) are taken with --optimizer only",
             )
         )
@@ -188,7 +189,7 @@ def _refused(described: Told, args: dict[str, Any], unread: list[str]) -> list[F
     if pickled:
         return [
             Finding.of(
-                "FS514",
+                codes.UNSUPPORTED,
                 "the optimizer state is in one pickled object for each model-parallel rank (dp_zero_gather_scatter): it is not read",
                 tensor=pickled[0],
                 severity="error",
@@ -198,7 +199,7 @@ def _refused(described: Told, args: dict[str, Any], unread: list[str]) -> list[F
     if unread:
         return [
             Finding.of(
-                "FS514",
+                codes.UNSUPPORTED,
                 f"{len(unread)} tensors of the optimizer's state are not kept by parameter: they are not read",
                 tensor=unread[0],
                 severity="error",
@@ -210,7 +211,7 @@ def _refused(described: Told, args: dict[str, Any], unread: list[str]) -> list[F
             # Parameters were rounded twice: nothing tells whether masters are theirs.
             return [
                 Finding.of(
-                    "FS514",
+                    codes.UNSUPPORTED,
                     f"master weights of parameters in FP8 or FP4 ({name}) cannot be held against them: they are not read",
                     severity="error",
                     help="leave out --optimizer",

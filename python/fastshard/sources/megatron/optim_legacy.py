@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 from ... import _core
+from ...common import codes
 from ...common.errors import Finding
 from ...common.records import dataclass, field
 from ...common.regex import compile_when_used
@@ -118,8 +119,8 @@ def attach(
             path = found.files[rank.beside if rank.beside is not None else rank.file].path
             reading.findings.append(_no_places(path, rank.label, error))
     reading.findings += _steps_agree(found, ranks, told)
-    absent = any(f.code == "FS101" for f in reading.findings)
-    unknown = any(f.code != "FS101" for f in reading.findings)
+    absent = any(f.code == codes.MISSING_FILE for f in reading.findings)
+    unknown = any(f.code != codes.MISSING_FILE for f in reading.findings)
     masters = not unknown and (absent or any(a.slot is None for a in reading.assembled))
     source.optimizer = Optimizer(
         masters=masters,
@@ -140,7 +141,9 @@ def attach(
     slots = sorted({a.slot for a in reading.assembled if a.slot})
     if slots:
         source.findings.append(
-            Finding.of("FS212", f"the optimizer's state ({', '.join(slots)}) is taken with --optimizer only")
+            Finding.of(
+                codes.IGNORED, f"the optimizer's state ({', '.join(slots)}) is taken with --optimizer only"
+            )
         )
 
 
@@ -149,7 +152,7 @@ def _files_elsewhere(folder: str, args: dict[str, Any], ranks: list[_Rank]) -> l
         return []
     return [
         Finding.of(
-            "FS108",
+            codes.UNEXPECTED_FILE,
             f"the distributed optimizer keeps its state in separate files ({DISTRIBUTED_OPTIMIZER}), and none is here",
             severity="note",
             file=folder or None,
@@ -159,7 +162,7 @@ def _files_elsewhere(folder: str, args: dict[str, Any], ranks: list[_Rank]) -> l
 
 def _no_places(path: str, rank: str | None, error: UnknownPlaces) -> Finding:
     return Finding.of(
-        "FS402",
+        codes.MASTERS_NOT_CHECKABLE,
         f"the optimizer's state carries no names, and the places of parameters in it are not certain: {error}",
         severity="error",
         file=path,
@@ -432,7 +435,7 @@ def _steps_agree(
     first = next((told[rank.file] for rank in ranks if told[rank.file]), None)
     return [
         Finding.of(
-            "FS107",
+            codes.MIXED_STEPS,
             "steps of the optimizer differ between ranks",
             file=found.files[rank.file].path,
             rank=rank.label,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from ...common import codes
 from ...common.errors import FastshardError
 from ...common.options import MAX_DEGREE
 from ...common.records import dataclass
@@ -40,7 +41,7 @@ class RankGrid:
         longest = max(len(s) for s in suffixes)
         if longest == 2 and mixture and pp is None and ep is None:
             raise FastshardError.of(
-                "FS106",
+                codes.AMBIGUOUS,
                 "the number after the tensor-parallel rank may be a pipeline stage or an expert-parallel rank",
                 file=found.files[0].path,
                 help="save the rank files again with their arguments (pipeline_model_parallel_size, expert_model_parallel_size)",
@@ -60,7 +61,7 @@ class RankGrid:
         etp = (megatron.size(args, "expert_tensor_parallel_size") if mixture else None) or tp
         if max(tp, pp, ep, etp) > MAX_DEGREE or max(tp, etp) * pp * ep > _MAX_RANKS:
             raise FastshardError.of(
-                "FS211",
+                codes.BAD_VALUE,
                 "args: tensor-, pipeline- and expert-parallel degrees",
                 file=found.files[0].path,
                 expected=f"at most {MAX_DEGREE} each, and {_MAX_RANKS} ranks",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...common import json_text
+from ...common import codes, json_text
 from ...common.config_text import parse_yaml
 from ...common.errors import FastshardError, Finding, error_for
 from ...common.listing import File, Listing
@@ -71,7 +71,7 @@ class Orbax:
             raise error_for(list(union.unread.values()))
         if not union.arrays:
             raise FastshardError.of(
-                "FS104",
+                codes.UNCOMMITTED,
                 "the metadata of all arrays is missing: the process that writes it wrote to another disk, or the save was interrupted",
                 file=evidence.where,
                 got=f"{len(union.keys)} keys",
@@ -154,7 +154,7 @@ def _shared(tree: Tree | None, where: str) -> list[Finding]:
     """Entries of the tree that Orbax stored over each other: it joins keys by dots. Measured with 0.12.8."""
     return [
         Finding.of(
-            "FS206",
+            codes.OVERLAP,
             "several entries of the tree are stored as this one array: all but one of them are lost",
             file=where,
             tensor=name,
@@ -170,7 +170,7 @@ def _shared(tree: Tree | None, where: str) -> list[Finding]:
 def _widened(arrays: Mapping[str, Array], where: str) -> list[Finding]:
     return [
         Finding.of(
-            "FS514",
+            codes.UNSUPPORTED,
             f"safetensors has no {array.narrow}: taken as {array.dtype}, which has all its values",
             severity="note",
             file=where,
@@ -211,7 +211,7 @@ def _refuse_without_arrays(listing: Listing) -> None:
         _refuse_chunks_alone(listing)
         return
     raise FastshardError.of(
-        "FS104",
+        codes.UNCOMMITTED,
         "Orbax began to save here and wrote no array",
         file=started.path,
         help="name the directories of all hosts: the save was interrupted, or this process wrote to another disk",
@@ -223,7 +223,7 @@ def _refuse_chunks_alone(listing: Listing) -> None:
     if file is None:
         return
     raise FastshardError.of(
-        "FS104",
+        codes.UNCOMMITTED,
         "chunks of arrays, and nothing that describes the arrays: a process other than the first writes these, and the "
         "first one wrote to another disk",
         file=file.path,
@@ -237,7 +237,7 @@ def _of_one_run(places: list[Place], listing: Listing) -> list[Finding]:
         return []
     return [
         Finding.of(
-            "FS114",
+            codes.LOOKALIKES,
             f"whether the chunks of {len(places)} directories ({', '.join(p.label(listing) for p in places[:4])}) "
             "are of one run: a chunk does not name its run",
             help="pass a manifest that was made where they were written",
@@ -254,7 +254,7 @@ def _committed(listing: Listing, places: list[Place], options: Options) -> list[
     if len(loose) < len(places):
         return [
             Finding.of(
-                "FS104",
+                codes.UNCOMMITTED,
                 "a temporary directory, taken to complete the committed one",
                 severity="note",
                 file=p.label(listing),
@@ -263,7 +263,7 @@ def _committed(listing: Listing, places: list[Place], options: Options) -> list[
         ]
     accepted = "uncommitted" in options.accept
     finding = Finding.of(
-        "FS104",
+        codes.UNCOMMITTED,
         "no directory of this step was committed: the save was interrupted, or one process failed",
         severity="warning" if accepted else None,
         decided="accept uncommitted" if accepted else None,
@@ -316,7 +316,7 @@ def _tree(listing: Listing, places: list[Place]) -> Tree | None:
         tree = parse_tree(listing.read_text(file), place.inside("_METADATA"))
         if found is not None and set(tree.arrays) != set(found.arrays):
             raise FastshardError.of(
-                "FS107",
+                codes.MIXED_STEPS,
                 "two hosts name different arrays in _METADATA: they are of different saves",
                 file=place.label(listing),
                 help="pass the directories of one save only",
@@ -340,7 +340,7 @@ def _beside(union: stores.Union, expected: set[str], where: str) -> list[Finding
     lacking = [name for name in union.undescribed if name not in expected]
     findings = [
         Finding.of(
-            "FS101",
+            codes.MISSING_FILE,
             "the metadata of this array is missing, and its chunks are here",
             file=where,
             tensor=name,
@@ -350,11 +350,13 @@ def _beside(union: stores.Union, expected: set[str], where: str) -> list[Finding
         for name in lacking[:_NAMED]
     ]
     if len(lacking) > _NAMED:
-        findings.append(Finding.of("FS101", f"and {len(lacking) - _NAMED} more arrays", file=where))
+        findings.append(
+            Finding.of(codes.MISSING_FILE, f"and {len(lacking) - _NAMED} more arrays", file=where)
+        )
     if union.unmerged:
         findings.append(
             Finding.of(
-                "FS111",
+                codes.MISSING_CHUNKS,
                 f"{union.unmerged} keys are in the directories of processes only: the merged store does not reach "
                 "them; they were taken from there",
                 severity="note",
@@ -377,10 +379,10 @@ def _model_beside(listing: Listing, place: Place) -> tuple[dict[str, Any] | None
             try:
                 config = parse_yaml(listing.read_text(file, limit=1 << 20))
             except ValueError as error:
-                raise FastshardError.of("FS211", f"not a config: {error}", file=path) from None
+                raise FastshardError.of(codes.BAD_VALUE, f"not a config: {error}", file=path) from None
             if isinstance(config, dict) and config:
                 return config, path
-            raise FastshardError.of("FS211", "not a config: no keys", file=path)
+            raise FastshardError.of(codes.BAD_VALUE, "not a config: no keys", file=path)
         if not folder:
             return None, None
         folder = folder.rpartition("/")[0]
@@ -400,7 +402,7 @@ def _expected(tree: Tree, there: set[str], where: str) -> list[Finding]:
     lacking = sorted(set(tree.arrays) - there)
     findings = [
         Finding.of(
-            "FS102",
+            codes.MISSING_TENSOR,
             "named in _METADATA, but described in no store",
             file=where,
             tensor=name,
@@ -409,12 +411,14 @@ def _expected(tree: Tree, there: set[str], where: str) -> list[Finding]:
         for name in lacking[:_NAMED]
     ]
     if len(lacking) > _NAMED:
-        findings.append(Finding.of("FS102", f"and {len(lacking) - _NAMED} more arrays", file=where))
+        findings.append(
+            Finding.of(codes.MISSING_TENSOR, f"and {len(lacking) - _NAMED} more arrays", file=where)
+        )
     extra = sorted(there - set(tree.arrays) - set(tree.leaves))
     if extra:
         findings.append(
             Finding.of(
-                "FS108",
+                codes.UNEXPECTED_FILE,
                 f"_METADATA does not name {len(extra)} arrays that are stored",
                 file=where,
                 tensor=extra[0],

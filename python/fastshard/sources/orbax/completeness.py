@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Set
 from typing import Any
 
+from ...common import codes
 from ...common.errors import Finding
 from ...common.formatting import natural
 from ...common.records import dataclass, field
@@ -234,7 +235,7 @@ def _summary(arrays: Mapping[str, Array], verdict: Verdict, chunks: Chunks) -> s
 def _elided(arrays: Mapping[str, Array], verdict: Verdict, evidence: Evidence) -> Finding:
     known = evidence.implied is not None and not evidence.lacking
     return Finding.of(
-        "FS111",
+        codes.MISSING_CHUNKS,
         f"{_summary(arrays, verdict, verdict.missing)}; the writer leaves out chunks of zeros, and "
         + (
             f"the directories of all {evidence.implied} processes are here"
@@ -290,7 +291,7 @@ def _ambiguous(
         "take absent chunks for zeros with --accept elided-zeros if the values are known to hold zeros"
     )
     return Finding.of(
-        "FS111",
+        codes.MISSING_CHUNKS,
         f"{_summary(arrays, verdict, verdict.missing)}: this writer leaves out chunks of zeros, and nothing proves that "
         "these are such and not lost",
         severity="warning" if accept_elided else None,
@@ -319,7 +320,7 @@ def _lost(
         damaged = next(filter(None, (evidence.lost.get(f"{name}/{array.key(i)}") for i in chunks)), None)
         findings.append(
             Finding.of(
-                "FS111",
+                codes.MISSING_CHUNKS,
                 f"{len(chunks)} of {math.prod(array.grid)} chunks are missing: {keys}{more}",
                 file=evidence.where,
                 evidence=f"the index names them: {damaged}" if damaged else None,
@@ -334,14 +335,16 @@ def _lost(
         )
     if len(verdict.gone) > _NAMED:
         findings.append(
-            Finding.of("FS111", f"and {len(verdict.gone) - _NAMED} more arrays", file=evidence.where)
+            Finding.of(
+                codes.MISSING_CHUNKS, f"and {len(verdict.gone) - _NAMED} more arrays", file=evidence.where
+            )
         )
     rank = ", ".join(f"process {p}" for p in sorted(lacking)) or None
     elided, absent_ones = (sum(map(len, c.values())) for c in (verdict.elided, verdict.missing))
     unknown = absent_ones - elided - sum(map(len, verdict.gone.values()))
     findings.append(
         Finding.of(
-            "FS111",
+            codes.MISSING_CHUNKS,
             _summary(arrays, verdict, verdict.gone)
             + (f"; {elided} more were left out by processes that are here: they hold zeros" if elided else "")
             + (f"; {unknown} more may have been left out or lost" if unknown else ""),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ... import _core
+from ...common import codes
 from ...common.errors import FastshardError
 from ...common.listing import File, Listing
 
@@ -70,7 +71,7 @@ class Files:
             return
         path = Path(self._path(self.files[int(here[np.argmax(differs)])]))
         raise FastshardError.of(
-            "FS506",
+            codes.SOURCE_CHANGED,
             "changed while it was read",
             file=str(path),
             expected="the size and the times of the start"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ...common import codes
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
 from ...common.records import dataclass, field
@@ -255,7 +256,7 @@ def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple
     items = {p.item for p in chosen if p.folder or len(listing.roots) == 1}
     if len(items) > 1:
         raise FastshardError.of(
-            "FS106",
+            codes.AMBIGUOUS,
             "several items hold arrays",
             got=", ".join(sorted(i or "the step's own directory" for i in items)),
             help="pass the directory of one item as CKPT",
@@ -263,7 +264,7 @@ def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple
     chosen = _one_of_each_root(listing, chosen, options)
     if outer := next((place for place in chosen if place.within), None):
         raise FastshardError.of(
-            "FS106",
+            codes.AMBIGUOUS,
             "arrays lie in a folder inside of what holds arrays",
             file=outer.label(listing),
             expected="one item",
@@ -307,7 +308,7 @@ def _refuse_other_steps(
     for root in range(len(listing.roots)):
         if not any(p.root == root and p.path(listing).resolve() in taken for p in everywhere):
             raise FastshardError.of(
-                "FS107",
+                codes.MIXED_STEPS,
                 "the directories given hold different steps",
                 file=str(listing.roots[root]),
                 expected=f"step {chosen[0].step}",
@@ -327,7 +328,7 @@ def _one_of_each_root(listing: Listing, chosen: list[Place], options: Options) -
             # A save that is tried again may still be committed.
             may_come = not settled and "uncommitted" not in options.accept
             raise FastshardError.of(
-                "FS104" if may_come else "FS106",
+                codes.UNCOMMITTED if may_come else codes.AMBIGUOUS,
                 "several directories of this step" + (", and none of them is committed" if may_come else ""),
                 got=", ".join(p.folder for p in same),
                 help="wait for the save, or pass one of them as CKPT"

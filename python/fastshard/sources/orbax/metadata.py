@@ -11,6 +11,7 @@ import math
 import re
 from typing import Any
 
+from ...common import codes
 from ...common.config_text import parse_json
 from ...common.errors import FastshardError
 from ...common.records import dataclass, field
@@ -48,7 +49,10 @@ def parse_tree(text: str, where: str) -> Tree:
 
     def malformed(what: str) -> FastshardError:
         return FastshardError.of(
-            "FS601", f"metadata of the tree: {what}", file=where, help="copy the file again: it is damaged"
+            codes.UNSAFE_HEADER,
+            f"metadata of the tree: {what}",
+            file=where,
+            help="copy the file again: it is damaged",
         )
 
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...common import codes
 from ...common.errors import FastshardError
 from ...common.listing import Listing
 from .zarr_metadata import METADATA
@@ -14,7 +15,7 @@ def refuse_parts(listing: Listing) -> None:
     hit = next((f for f in listing.files if f.name in _MARKS), None)
     if hit:
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             "a part of a checkpoint of Orbax, MaxText or Paxml (zarr)",
             file=hit.path,
             expected="the directory that holds all of its arrays",

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import Any
 
-from ...common import safe_files
+from ...common import codes, safe_files
 from ...common.dtypes import item_size
 from ...common.errors import FastshardError, Finding, error_for
 from ...common.listing import Listing
@@ -87,7 +87,7 @@ class Union:
         """Stores of different processes with one manifest: it names files at random, so one is a copy of the other."""
         return [
             Finding.of(
-                "FS303",
+                codes.DUPLICATED_SHARD,
                 f"the store of process {second} is the same as that of process {first}",
                 file=label,
                 rank=f"process {second}",
@@ -140,7 +140,7 @@ def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozens
                     part = _process(listing, place, process, context)
                 except FastshardError as error:
                     # One that is damaged has nothing to add; what the merged store lacks is missing then.
-                    if error.code == "FS601":
+                    if error.code == codes.UNSAFE_HEADER:
                         continue
                     raise
                 union.take(listing, place, process, part)
@@ -183,13 +183,13 @@ def _describe(union: Union, keys: Iterable[str]) -> None:
         if last not in METADATA or not name:
             continue
         if ".." in name.split("/") or name.startswith("/"):
-            raise FastshardError.of("FS603", "name of an array", file=where, got=repr(key))
+            raise FastshardError.of(codes.UNSAFE_PATH, "name of an array", file=where, got=repr(key))
         holders = union.holders(key)
         text = holders[0].store.read(key, MAX_METADATA)
         try:
             array = parse(name, text, METADATA[last], holders[0].label)
         except FastshardError as error:
-            if error.code != "FS514":
+            if error.code != codes.UNSUPPORTED:
                 raise
             union.unread[name] = error.findings[0]
             continue
@@ -197,7 +197,7 @@ def _describe(union: Union, keys: Iterable[str]) -> None:
             continue
         if name in union.arrays:
             raise FastshardError.of(
-                "FS106",
+                codes.AMBIGUOUS,
                 "an array has metadata of zarr v2 and of v3",
                 file=holders[0].label,
                 tensor=name,
@@ -211,7 +211,7 @@ def _describe(union: Union, keys: Iterable[str]) -> None:
             described = parse(name, again, METADATA[last], other.label)
             if described is None or described.metadata != array.metadata:
                 raise FastshardError.of(
-                    "FS107",
+                    codes.MIXED_STEPS,
                     "two hosts describe this array differently: they are of different saves",
                     file=other.label,
                     tensor=name,
@@ -222,7 +222,7 @@ def _describe(union: Union, keys: Iterable[str]) -> None:
         chunks += math.prod(array.grid)
         if chunks > MAX_CHUNKS:
             raise FastshardError.of(
-                "FS601", f"more than {MAX_CHUNKS} chunks in all", file=where, tensor=name,
+                codes.UNSAFE_HEADER, f"more than {MAX_CHUNKS} chunks in all", file=where, tensor=name,
                 help="copy the metadata of the array again from the host that wrote it: it is damaged",
             )  # fmt: skip
 
@@ -238,7 +238,7 @@ def _foreign(union: Union) -> None:
             name, last = array.name, key[len(array.name) + 1 :]
             if not array.has(last):
                 raise FastshardError.of(
-                    "FS107",
+                    codes.MIXED_STEPS,
                     f"chunk {last} lies outside the array: it is of another save",
                     file=held.label,
                     tensor=name,
@@ -293,7 +293,7 @@ class Reader:
             raise error_for(list(told)) from None
         if array.partial and not holders[0].store.has(key):
             raise FastshardError.of(
-                "FS506",
+                codes.SOURCE_CHANGED,
                 f"chunk {chunk} is gone",
                 file=holders[0].label,
                 tensor=array.name,
@@ -322,7 +322,7 @@ class Reader:
             one, two = (h.store.decoded(box) for h in (first, other))
             if one != two:
                 raise FastshardError.of(
-                    "FS302",
+                    codes.REPLICAS_DIFFER,
                     "two hosts hold different values",
                     file=other.label,
                     tensor=box.name,

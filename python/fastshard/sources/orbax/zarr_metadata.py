@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from ...common import codes
 from ...common.config_text import parse_json
 from ...common.dtypes import item_size, numpy_dtype
 from ...common.errors import FastshardError
@@ -152,7 +153,7 @@ def parse(name: str, text: bytes, zarr: int, where: str) -> Array | None:
 
 def _malformed(name: str, where: str, what: str, got: Any = None) -> FastshardError:
     return FastshardError.of(
-        "FS601", f"metadata of an array: {what}", file=where, tensor=name, got=None if got is None else repr(got)[:80],
+        codes.UNSAFE_HEADER, f"metadata of an array: {what}", file=where, tensor=name, got=None if got is None else repr(got)[:80],
         help="copy the file again: it is damaged or truncated",
     )  # fmt: skip
 
@@ -202,7 +203,7 @@ def fill_bytes(array: Array) -> bytes:
             raise ValueError(f"{value!r:.80} is no number")
         return element.astype(numpy_dtype(array.dtype)).tobytes()
     except (TypeError, ValueError, OverflowError) as error:
-        raise FastshardError.of("FS601", f"fill value: {error}", tensor=array.name) from None
+        raise FastshardError.of(codes.UNSAFE_HEADER, f"fill value: {error}", tensor=array.name) from None
 
 
 def _stored(array: Array) -> Any:
@@ -216,7 +217,7 @@ def _stored(array: Array) -> Any:
 
 def _unread(name: str, where: str, what: str, got: Any) -> FastshardError:
     return FastshardError.of(
-        "FS514", f"{what} of an array: not read", file=where, tensor=name, expected=", ".join(sorted(HELD)) if what == "dtype" else None,
+        codes.UNSUPPORTED, f"{what} of an array: not read", file=where, tensor=name, expected=", ".join(sorted(HELD)) if what == "dtype" else None,
         got=json.dumps(got)[:80], help=f"leave it out (--exclude '{name}'), or save it again without that",
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from ...common import json_text, safe_files
+from ...common import codes, json_text, safe_files
 from ...common.config_text import shown
 from ...common.errors import FastshardError
 from ...common.patterns import PatternBudget, PatternList
@@ -121,12 +121,12 @@ def read(path: Path, label: str) -> Config:
     said = json_text.value(safe_files.read_text(path, safe_files.MAX_CONFIG, label=label), label, help=help)
     if isinstance(said, dict) and "peft_type" not in said and _MLX & said.keys():
         raise FastshardError.of(
-            "FS514", "an adapter of mlx-lm, which is not read", file=label, expected="an adapter of PEFT",
+            codes.UNSUPPORTED, "an adapter of mlx-lm, which is not read", file=label, expected="an adapter of PEFT",
             help="merge it into its base with mlx_lm.fuse, and convert the result",
         )  # fmt: skip
     if not isinstance(said, dict) or "peft_type" not in said:
         raise FastshardError.of(
-            "FS211", "no config of an adapter: it has no peft_type", file=label, help=help
+            codes.BAD_VALUE, "no config of an adapter: it has no peft_type", file=label, help=help
         )
     _refuse(said, label)
     _check_types(said, label)
@@ -188,19 +188,19 @@ def _refuse(said: dict[str, Any], label: str) -> None:
     kind = said["peft_type"]
     if kind != "LORA":
         raise FastshardError.of(
-            "FS514", "an adapter of another kind", file=label, expected="peft_type LORA", got=shown(kind),
+            codes.UNSUPPORTED, "an adapter of another kind", file=label, expected="peft_type LORA", got=shown(kind),
             help="merge it with peft's merge_and_unload",
         )  # fmt: skip
     for key, harmless in _UNREAD.items():
         if key in said and said[key] not in harmless:
             raise FastshardError.of(
-                "FS514", f"{key}: a variant of LoRA that is computed in another way", file=label, got=shown(said[key]),
+                codes.UNSUPPORTED, f"{key}: a variant of LoRA that is computed in another way", file=label, got=shown(said[key]),
                 help="merge it with peft's merge_and_unload",
             )  # fmt: skip
     how = str(said.get("init_lora_weights", True)).lower()
     if how.startswith(_CHANGES_BASE):
         raise FastshardError.of(
-            "FS514", f"init_lora_weights {how}: the base was changed when the adapter was made, which no file holds",
+            codes.UNSUPPORTED, f"init_lora_weights {how}: the base was changed when the adapter was made, which no file holds",
             file=label, help="convert it to a plain adapter: save_pretrained(path_initial_model_for_weight_conversion=...)",
         )  # fmt: skip
 
@@ -245,5 +245,10 @@ def _number(said: dict[str, Any], key: str, label: str) -> float:
 
 def _bad(key: str, expected: str, got: Any, label: str) -> FastshardError:
     return FastshardError.of(
-        "FS211", key, file=label, expected=expected, got=shown(got), help=f"pass the adapter's own {FILE}"
+        codes.BAD_VALUE,
+        key,
+        file=label,
+        expected=expected,
+        got=shown(got),
+        help=f"pass the adapter's own {FILE}",
     )

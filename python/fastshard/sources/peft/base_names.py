@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from math import prod
 
 from ..._core import Table
+from ...common import codes
 from ...common.errors import FastshardError
 from ...layouts.prefix_moves import moved
 from .adapter_config import Config
@@ -44,7 +45,7 @@ def place(told: Told, config: Config, base: Shapes, factors: Shapes, table: Tabl
     way = moved(mine, base.keys(), fits)
     if way.uncertain:
         raise FastshardError.of(
-            "FS106", "the adapter's names can be read in several ways to fit the base", file=config.path,
+            codes.AMBIGUOUS, "the adapter's names can be read in several ways to fit the base", file=config.path,
             got=way.readings, help="pass a base with the names that the adapter has: one that was saved from the same class",
         )  # fmt: skip
     called |= way.names

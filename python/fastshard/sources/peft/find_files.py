@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ...common import safe_files
+from ...common import codes, safe_files
 from ...common.errors import FastshardError
 from ...common.listing import Folder, refuse_unprintable
 from ...common.options import StrPath
@@ -46,7 +46,7 @@ def find(path: StrPath) -> Files:
     at = Path(path)
     refuse_unprintable(at.name, at)
     if not at.exists():
-        raise FastshardError.of("FS501", "no such file or directory", file=os.fspath(at))
+        raise FastshardError.of(codes.NO_SUCH_PATH, "no such file or directory", file=os.fspath(at))
     folder = at if at.is_dir() else at.parent
     # The file that was named is the user's choice, wherever it leads.
     held = Folder.named(folder)
@@ -62,7 +62,7 @@ def find(path: StrPath) -> Files:
             "an adapter without its config, which says how it is scaled" if weights else "no adapter of PEFT"
         )
         raise FastshardError.of(
-            "FS101" if weights else "FS513", what, file=os.fspath(folder / adapter_config.FILE), expected=f"{adapter_config.FILE} beside its tensors",
+            codes.MISSING_FILE if weights else codes.NOT_A_CHECKPOINT, what, file=os.fspath(folder / adapter_config.FILE), expected=f"{adapter_config.FILE} beside its tensors",
             got="no such file", help="copy it from the original adapter",
         )  # fmt: skip
     return Files(folder, said, weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from ...common import codes
 from ...common.errors import FastshardError, raise_errors
 from ...common.listing import Listing
 from ...layouts.declaration import Source, Unit
@@ -37,14 +38,14 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
     file = found.files[0].path if files.weights is None else files.weights
     if own and files.weights is not None:
         raise FastshardError.of(
-            "FS106", "the checkpoint holds an adapter's tensors, and the adapter given has some too",
+            codes.AMBIGUOUS, "the checkpoint holds an adapter's tensors, and the adapter given has some too",
             got=f"{found.files[0].path}, {files.weights}",
             help="pass the config alone for the checkpoint's own",
             run=[f"--adapter {shlex.quote(str(files.config))}"],
         )  # fmt: skip
     if not own and files.weights is None:
         raise FastshardError.of(
-            "FS101", "neither the checkpoint nor the adapter's folder has the adapter's tensors", file=str(files.folder),
+            codes.MISSING_FILE, "neither the checkpoint nor the adapter's folder has the adapter's tensors", file=str(files.folder),
             expected="adapter_model.safetensors", got="none", help="copy it from the original adapter",
         )  # fmt: skip
     if own:
@@ -85,7 +86,7 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
             return
     if not (source.model.hf_names or own) or source.weights_prefix or source.degrees.get("tp", 1) > 1:
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             "an adapter is merged into full tensors under Hugging Face's own names",
             file=found.files[0].path,
             got=f"a checkpoint of {source.framework}",

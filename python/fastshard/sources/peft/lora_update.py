@@ -10,6 +10,7 @@ from itertools import count, product
 from math import prod
 from typing import Any
 
+from ...common import codes
 from ...common.errors import FastshardError, Finding
 from ...common.records import dataclass, replace
 from ...layouts.declaration import Source
@@ -37,7 +38,7 @@ def attach(source: Source, told: Told, config: Config, shapes: Mapping[str, list
     """
     if len(told.adapters) > 1:
         raise FastshardError.of(
-            "FS106", "several adapters are here", got=", ".join(sorted(told.adapters)),
+            codes.AMBIGUOUS, "several adapters are here", got=", ".join(sorted(told.adapters)),
             help="save one of them by itself",
         )  # fmt: skip
     changes: dict[str, list[Change]] = {}
@@ -65,7 +66,7 @@ def attach(source: Source, told: Told, config: Config, shapes: Mapping[str, list
     _untie(source, told, changes, head)
     source.findings.append(
         Finding.of(
-            "FS212",
+            codes.IGNORED,
             f"the adapter changes {len(changes)} tensors and replaces {len(told.whole)}; it is in the result, not beside it",
             severity="note",
             file=config.path,
@@ -77,7 +78,7 @@ def _warn_of_addition(name: str, source: Source, config: Config) -> Finding:
     """Makes the finding of a module that is saved with the adapter and that the base lacks: a head of another class."""
     classes = (source.model.config or {}).get("architectures")
     return Finding.of(
-        "FS119",
+        codes.NOT_LOADED,
         "the base has no such tensor: the adapter adds it",
         severity="warning",
         file=config.path,
@@ -103,7 +104,7 @@ def _changes(
         rows = config.rows(module.name)
         if rows is None:
             raise FastshardError.of(
-                "FS209", "which rows the adapter has trained", tensor=factors["tokens"], file=config.path,
+                codes.FACT_UNKNOWN, "which rows the adapter has trained", tensor=factors["tokens"], file=config.path,
                 expected="trainable_token_indices", got="none", help="pass the adapter's own adapter_config.json",
             )  # fmt: skip
         found.append((weight, Rows(factors["tokens"], rows)))
@@ -190,7 +191,7 @@ def _target(module: Module, a: str, b: str, config: Config, shapes: Mapping[str,
         # The core tells that the base has none.
         return weight
     raise FastshardError.of(
-        "FS209", "which of a module's parameters the adapter is for", tensor=a, file=config.path,
+        codes.FACT_UNKNOWN, "which of a module's parameters the adapter is for", tensor=a, file=config.path,
         expected=f"one of {', '.join(own)}", got="factors that fit " + (", ".join(fitting) or "none"),
         help="pass the base that it was trained on; else merge it with peft's merge_and_unload",
     )  # fmt: skip
@@ -233,7 +234,7 @@ def _product(
     form, rank = ways[0] if ways else ("columns" if embedding else "rows", shapes[a][0] if shapes[a] else 0)
     if ways and rank != config.rank(module.name):
         raise FastshardError.of(
-            "FS215", "the rank of an adapter, by which it is scaled", tensor=a, file=config.path,
+            codes.CONFIG_DISAGREES, "the rank of an adapter, by which it is scaled", tensor=a, file=config.path,
             expected=f"{config.rank(module.name)} by {config.path}", got=str(rank),
             help="pass the adapter_config.json that was saved with it",
         )  # fmt: skip
@@ -280,7 +281,7 @@ def _find_untied_head(
         return "", ""
     if (head := _HEADS.get(saved[0])) is None:
         raise FastshardError.of(
-            "FS514", "the adapter replaces the embedding of a model that ties its head to it, and the head's own name is not known",
+            codes.UNSUPPORTED, "the adapter replaces the embedding of a model that ties its head to it, and the head's own name is not known",
             tensor=saved[0], expected=f"one of {', '.join(_HEADS)}", got=saved[0], help="merge it with peft's merge_and_unload",
         )  # fmt: skip
     return saved[0], head
@@ -313,7 +314,7 @@ def _untie(source: Source, told: Told, changes: Collection[str], head: tuple[str
         return
     if changed and not any("tokens" in module.factors for module in told.modules.values()):
         raise FastshardError.of(
-            "FS514",
+            codes.UNSUPPORTED,
             "the adapter changes one of two tensors that the model ties, which the other is not",
             tensor=changed[0],
             file=source.model.config_file.name if source.model.config_file else None,

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
+from ...common import codes
 from ...common.errors import Finding
 from ...common.formatting import counted, some
 from ...common.listing import Folder
@@ -48,7 +49,7 @@ def find_missing_halves(
         run = find_run_beside(path)
         return [
             Finding.of(
-                "FS102", "the file of an adapter holds none of its factors", file=file, expected="tensors named lora_A and lora_B",
+                codes.MISSING_TENSOR, "the file of an adapter holds none of its factors", file=file, expected="tensors named lora_A and lora_B",
                 got=some(sorted(told.whole.values()), _MOST) if told.whole else "no tensors",
                 help="save the adapter again, gathered from all ranks" if run is None
                 else "merge the factors that the DeepSpeed checkpoint beside it holds", run=[] if run is None else [run],
@@ -95,7 +96,7 @@ def _find_without_values(told: Told, shapes: Mapping[str, list[int]], file: str)
     empty = sorted(name for name in (*names, *told.whole.values()) if 0 in shapes.get(name, ()))
     if empty:
         yield Finding.of(
-            "FS102", f"{counted(len(empty), 'tensor')} of the adapter hold no values", file=file, tensor=empty[0],
+            codes.MISSING_TENSOR, f"{counted(len(empty), 'tensor')} of the adapter hold no values", file=file, tensor=empty[0],
             expected="tensors of at least one element", got=f"{shapes[empty[0]]} in {some(empty, _MOST)}",
             help="save the adapter again with its weights gathered from all ranks (ZeRO-3 and FSDP divide them)",
         )  # fmt: skip
@@ -123,7 +124,7 @@ def _missing(message: str, names: list[str], file: str, expected: str | None = N
     """One finding for tensors or modules that are missing for one reason."""
     several = f": {some(names, _MOST)}" if len(names) > 1 else ""
     return Finding.of(
-        "FS102",
+        codes.MISSING_TENSOR,
         message + several,
         file=file,
         tensor=names[0],

@@ -6,6 +6,7 @@ import struct
 from typing import Any
 
 from ... import _core
+from ...common import codes
 from ...common.errors import Finding
 from ..base import Contents, Found, view_of
 from ..rank_values import differing
@@ -33,7 +34,7 @@ def copied_files(found: Found[ZeroFiles], contents: Contents) -> list[Finding]:
         if first[:2] != (dp, mp):
             findings.append(
                 Finding.of(
-                    "FS303",
+                    codes.DUPLICATED_SHARD,
                     f"the same master weights as dp {first[0]}, mp {first[1]} in {found.files[first[2]].name}: one file was copied over the other",
                     file=found.files[file].path,
                     rank=f"dp {dp}, mp {mp}",
@@ -66,7 +67,7 @@ def same_step(found: Found[ZeroFiles], states: list[dict[str, Any]], word: str) 
         finding
         for (rank, file, first), each in values.items()
         for finding in differing(
-            "FS107",
+            codes.MIXED_STEPS,
             each,
             f" as in {first}",
             file=found.files[file].path,
@@ -83,7 +84,7 @@ def steps_agree(found: Found[ZeroFiles], steps: dict[int, list[float]]) -> list[
     ranks = {file: f"dp {dp}, mp {mp}" for dp, mp, file in found.seen.optim}
     return [
         Finding.of(
-            "FS107",
+            codes.MIXED_STEPS,
             "optimizer step differs between ranks",
             file=found.files[file].path,
             rank=ranks.get(file),

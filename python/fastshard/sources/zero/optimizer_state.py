@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ...common import codes
 from ...common.errors import Finding
 from ...common.records import dataclass, field, replace
 from ...layouts.declaration import Assembled, Group, Optimizer, Source, StateFile
@@ -81,13 +82,13 @@ def attach(
     findings = [finding for rank in ranks for finding in rank.findings]
     findings += [_model_missing(found.folder, mp, len(parts)) for mp, parts in by_mp.items()]
     # A partition that its own account gives away needs no second finding.
-    known = {f.file for f in findings if f.code == "FS303"}
+    known = {f.file for f in findings if f.code == codes.DUPLICATED_SHARD}
     findings += [f for f in copied_files(found, contents) if f.file not in known]
     steps = {file: each for rank in ranks for file, each in rank.steps.items()}
     findings += steps_agree(found, steps)
     masters = [a for a in source.assembled if a.slot is None and not a.frozen]
     # Masters that cannot be named, or that the model file says there must be, are told of, not passed over.
-    untaken = any(f.code in ("FS101", "FS402") for f in findings)
+    untaken = any(f.code == codes.MASTERS_NOT_CHECKABLE or f.is_a("missing_file") for f in findings)
     source.optimizer = Optimizer(
         masters=bool(masters) or is_stage3 or bool(seen.optim) or untaken,
         moments_only=any(rank.moments_only for rank in ranks),
@@ -151,7 +152,7 @@ def _partitioned(model: Model, parts: list[tuple[int, int]], is_stage3: bool) ->
     if shapes is None:
         unnamed.append(
             Finding.of(
-                "FS402",
+                codes.MASTERS_NOT_CHECKABLE,
                 "the model file does not state the order of the flat parameters (no param_shapes), so the master weights have no names",
                 file=model.path,
                 rank=model.label,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ... import _core
+from ...common import codes
 from ...common.errors import Finding
 from ...layouts.declaration import Assembled, Group, StateFile
 from ..base import lacking, unexpected, view_of
@@ -38,7 +39,7 @@ class Partitions:
                 readable = False
                 if model.contents.readable(file):
                     self.problem(
-                        "FS404", "no optimizer state in it", path, dp, "optimizer_state_dict", "none"
+                        codes.PARTITION, "no optimizer state in it", path, dp, "optimizer_state_dict", "none"
                     )
             elif dp in self.ranks:
                 self._same_copy(self.ranks[dp], file, path)
@@ -85,7 +86,7 @@ class Partitions:
             for rank, slots in zip(holders, kept, strict=True):
                 for slot in sorted(every - slots):
                     self.problem(
-                        "FS404", f"optimizer state of group {g}", rank.path, rank.dp,
+                        codes.PARTITION, f"optimizer state of group {g}", rank.path, rank.dp,
                         f"{slot}, as on other ranks", "none, or fewer elements than master weights",
                     )  # fmt: skip
 
@@ -143,7 +144,7 @@ class Partitions:
             value = _partitions(rank)
             if value is not None and value != world and rank.dp < world:
                 self.problem(
-                    "FS110",
+                    codes.RANKS_DISAGREE,
                     "partition_count",
                     rank.path,
                     rank.dp,
@@ -160,7 +161,7 @@ class Partitions:
 
         if sums(first.file) != sums(file):
             self.problem(
-                "FS302", "two files of one rank that are not copies", path, first.dp,
+                codes.REPLICAS_DIFFER, "two files of one rank that are not copies", path, first.dp,
                 f"the checksums of {first.path}", "others", "pass only directories that hold one step of one run",
             )  # fmt: skip
 
@@ -173,7 +174,7 @@ class Partitions:
         if not flat or any(f is None for f in flat):
             what = "ZeRO-3" if self.stage3 else "ZeRO-1, ZeRO-2 or BF16_Optimizer"
             self.problem(
-                "FS402", f"not the optimizer state of {what} as DeepSpeed since 0.4 writes it", rank.path, rank.dp,
+                codes.MASTERS_NOT_CHECKABLE, f"not the optimizer state of {what} as DeepSpeed since 0.4 writes it", rank.path, rank.dp,
                 key, ", ".join(sorted(map(str, rank.state))[:8]), "pass --weights params, which takes the parameters; the master weights are not read",
             )  # fmt: skip
             return False

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ... import _core
+from ...common import codes
 from ...common.errors import Finding
 from ...common.records import dataclass, field
 from ...layouts.declaration import Assembled, Group, StateFile
@@ -107,7 +108,9 @@ class Held:
         return []
 
     def _finding(self, message: str, **parts: Any) -> Finding:
-        return Finding.of("FS402", message, file=self.model.path, rank=self.model.label, **parts)
+        return Finding.of(
+            codes.MASTERS_NOT_CHECKABLE, message, file=self.model.path, rank=self.model.label, **parts
+        )
 
     def slots(self, vector: Vector) -> list[tuple[str, int]]:
         """Tensors that are kept of one, besides its step."""

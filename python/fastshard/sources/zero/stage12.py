@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from ...common import codes
 from .flat_state import Flat, Named, Parts, Range, Rank, cut, ints
 from .partitions import Partitions
 
@@ -20,7 +21,7 @@ def divide(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named 
     for rank in order:
         if len(rank.masters) != len(shapes):
             partitions.problem(
-                "FS404", "number of parameter groups", rank.path, rank.dp,
+                codes.PARTITION, "number of parameter groups", rank.path, rank.dp,
                 f"{len(shapes)} as {partitions.model.path} says", str(len(rank.masters)),
             )  # fmt: skip
             return None
@@ -65,7 +66,7 @@ def _vectors(
     divided = experts.divided(order, told.pop()) if len(told) == 1 else None
     if divided is None:
         partitions.problem(
-            "FS404", f"partition_count of group {g}, which is of experts", order[0].path, None,
+            codes.PARTITION, f"partition_count of group {g}, which is of experts", order[0].path, None,
             f"one divisor of {len(order)}, the data-parallel ranks", "others",
         )  # fmt: skip
         return []
@@ -75,7 +76,7 @@ def _vectors(
         wrong = next((name for name, called in names.items() if called is None), None)
         if wrong is not None:
             partitions.problem(
-                "FS404", f"experts of group {g}, by the model file and by their own files: {wrong}", among[0].path,
+                codes.PARTITION, f"experts of group {g}, by the model file and by their own files: {wrong}", among[0].path,
                 among[0].dp, f"as many as {len(divided)} expert-parallel ranks have equal parts of", "others",
             )  # fmt: skip
             return []
@@ -101,7 +102,7 @@ def _offsets(
     pads = ints(paddings[g]) if isinstance(paddings, list) and g < len(paddings) else None
     if pads is not None and len(pads) != len(group):
         partitions.problem(
-            "FS404", "param_alignment_paddings", first.path, first.dp,
+            codes.PARTITION, "param_alignment_paddings", first.path, first.dp,
             f"{len(group)} as the group has parameters", str(len(pads)),
         )  # fmt: skip
     offsets, at, end = {}, 0, 0
@@ -120,7 +121,7 @@ def _tiles(partitions: Partitions, order: list[Rank], g: int, lengths: list[int]
     for rank, length in zip(order[:full], lengths, strict=False):
         if length != largest:
             partitions.problem(
-                "FS404", f"elements of group {g} on this rank", rank.path, rank.dp, str(largest), str(length)
+                codes.PARTITION, f"elements of group {g} on this rank", rank.path, rank.dp, str(largest), str(length)
             )  # fmt: skip
             return False
     total = sum(lengths)
@@ -130,7 +131,7 @@ def _tiles(partitions: Partitions, order: list[Rank], g: int, lengths: list[int]
     most = needed + max(2 * len(order), padding)
     if not needed <= total <= most:
         partitions.problem(
-            "FS404", f"elements of group {g} over all ranks", order[-1].path, None,
+            codes.PARTITION, f"elements of group {g} over all ranks", order[-1].path, None,
             f"{needed} to {most}, the parameters of {partitions.model.path} and padding", str(total),
             "copy the optimizer files of all ranks again; they belong to another model or step, or one is a copy of another",
         )  # fmt: skip
@@ -173,13 +174,13 @@ def _mappings(
         wrong = next((n for n in [*told, *expected[r]] if told.get(n) != expected[r].get(n)), "")
         if twin is not None:
             partitions.problem(
-                "FS303", f"the file holds data-parallel rank {twin}'s partition: it was copied over this rank's",
+                codes.DUPLICATED_SHARD, f"the file holds data-parallel rank {twin}'s partition: it was copied over this rank's",
                 rank.path, rank.dp, f"param_slice_mappings of rank {rank.dp}", f"the partition of rank {twin}",
                 "copy the file of this rank from the node that ran it",
             )  # fmt: skip
         else:
             partitions.problem(
-                "FS404", f"param_slice_mappings do not tile the flat vector: {wrong}", rank.path, rank.dp,
+                codes.PARTITION, f"param_slice_mappings do not tile the flat vector: {wrong}", rank.path, rank.dp,
                 _told(expected[r].get(wrong)), _told(told.get(wrong)),
             )  # fmt: skip
     return len(partitions.findings) == before

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from ...common import codes
 from ...common.errors import Finding
 from ...layouts.declaration import Assembled, Unit
 from ..base import Contents, Found, lacking, missing
@@ -29,7 +30,7 @@ def slices(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named 
         starts.append(([sum(sizes[:i]) for i in range(len(sizes))], sizes))
         if sum(sizes) != needed:
             partitions.problem(
-                "FS404", "elements in fp32_flat_groups", rank.path, rank.dp,
+                codes.PARTITION, "elements in fp32_flat_groups", rank.path, rank.dp,
                 f"{needed}, one of {world} parts of each parameter of {model.path}", str(sum(sizes)),
                 "copy the file of this rank again: it is from another model, step or number of ranks",
             )  # fmt: skip
@@ -80,7 +81,7 @@ def buffers_left_out(found: Found[ZeroFiles], unit: Unit, state: dict[str, Any])
     module = state.get("module")
     return [
         Finding.of(
-            "FS102",
+            codes.MISSING_TENSOR,
             "missing buffer: the model file lists it and does not hold it",
             file=found.files[unit.file].path,
             rank=unit.rank,
@@ -154,7 +155,7 @@ def left_out(model: Model, held: set[str]) -> list[Finding]:
     told = isinstance(model.state.get("shared_params"), dict)
     return [
         Finding.of(
-            "FS102",
+            codes.MISSING_TENSOR,
             "missing parameter: the model file lists it, and no partition holds it",
             severity="error" if told else "warning",
             file=model.path,
@@ -193,7 +194,7 @@ def ranks_agree(model: Model, sliced: Sequence[tuple[int, int, int]]) -> list[Fi
             content = {}
         for key in ("global_steps", "param_shapes", "dp_world_size"):
             if isinstance(content, dict) and _ordered(content.get(key)) != _ordered(model.state.get(key)):
-                code = "FS107" if key == "global_steps" else "FS110"
+                code = codes.MIXED_STEPS if key == "global_steps" else codes.RANKS_DISAGREE
                 findings.append(
                     Finding.of(
                         code,

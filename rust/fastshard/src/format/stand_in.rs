@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::codes;
+use crate::codes::{self, Kind};
 use crate::error::{Error, Finding};
 use crate::storage::SourceFile;
 
@@ -87,14 +87,7 @@ pub fn finding(path: &Path, head: &[u8], size: u64, place: Place) -> Option<Find
 /// Of a file that was refused: what it is instead of weights, where its first bytes tell, else why it was refused.
 pub fn explained(file: &SourceFile, error: Error) -> Error {
     // What the system refuses says nothing of the file, and what a reader does not support is what it says.
-    let of_content = [
-        codes::TRUNCATED,
-        codes::UNSAFE_HEADER,
-        codes::UNSAFE_PICKLE,
-        codes::UNSAFE_ZIP,
-        codes::NOT_A_CHECKPOINT,
-    ];
-    if !error.findings().iter().all(|f| of_content.contains(&f.code)) {
+    if !error.findings().iter().all(|f| f.code.is_a(Kind::Content)) {
         return error;
     }
     let mut head = vec![0; file.size().min(HEAD as u64) as usize];

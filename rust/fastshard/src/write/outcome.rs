@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::{piece, Options};
-use crate::codes;
+use crate::codes::{self, Kind};
 use crate::engine::Report;
 use crate::error::{Finding, Result};
 use crate::files;
@@ -65,9 +65,9 @@ pub(super) fn manifest(plan: &Plan, report: &Report, options: &Options) -> Manif
     manifest.axes = plan.axes.clone();
     manifest.value_ops = Manifest::ops_of(plan);
     manifest.values = options.values.clone();
-    let settled = |note: &&Finding| options.expected && codes::UNPROVEN.contains(&note.code);
+    let settled = |note: &&Finding| options.expected && note.code.is_a(Kind::Unproven);
     let notes: Vec<&Finding> = plan.notes.iter().filter(|note| !settled(note)).collect();
-    for note in notes.iter().filter(|note| codes::UNPROVEN.contains(&note.code)) {
+    for note in notes.iter().filter(|note| note.code.is_a(Kind::Unproven)) {
         manifest.not_proven += &format!("; {}", note.message);
     }
     let decided = &options.gate.decided;

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from ....common import codes
 from ....common.errors import FastshardError
 from ....common.optional_imports import imported
 from ....common.records import dataclass
@@ -93,7 +94,7 @@ def connected(address: str | None, cpus: int | None) -> Iterator[Any]:
         except Exception as error:
             # Of a slow start it is no class of its own.
             raise FastshardError.of(
-                "FS515",
+                codes.USAGE,
                 f"Ray cannot be reached: {line_of(error)}",
                 got=repr(address),
                 help="pass the address of a cluster that this host is part of, 'auto' on one of its nodes, or 'local'",
@@ -156,7 +157,7 @@ def nodes_for(ray: Any, cpus: int | None) -> list[Node]:
     if not fitting:
         largest = f"the largest node has {nodes[0].cpus:g}" if nodes else "no node has any"
         raise FastshardError.of(
-            "FS515", "cpus", expected=f"a node with {cpus or 1} CPUs or more", got=largest
+            codes.USAGE, "cpus", expected=f"a node with {cpus or 1} CPUs or more", got=largest
         )
     return fitting
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ....checkpoint.checkpoint import Checkpoint
 from ....checkpoint.manifests import Manifest
-from ....common import memory_budget
+from ....common import codes, memory_budget
 from ....common.errors import FastshardError
 from ....common.option_checks import checked, refused
 from ....common.options import StrPath
@@ -93,7 +93,7 @@ def convert(
     out = Path(out).absolute()
     if node_local and parts is not None:
         raise FastshardError.of(
-            "FS515",
+            codes.USAGE,
             "parts, and sources on the nodes' own disks",
             help="leave out --parts; each node makes the part that it holds",
         )
@@ -135,7 +135,7 @@ def _refuse(
 ) -> None:
     if isinstance(source, Checkpoint):
         raise FastshardError.of(
-            "FS515",
+            codes.USAGE,
             "source",
             expected="paths, which each node opens",
             got="an opened checkpoint",
@@ -145,7 +145,7 @@ def _refuse(
         raise refused("address", "'local', 'auto' or HOST:PORT", address)
     if isinstance(address, str) and address.startswith("ray://"):
         raise FastshardError.of(
-            "FS515",
+            codes.USAGE,
             "address",
             expected="'local', 'auto' or HOST:PORT, on a host of the cluster",
             got=repr(address),
@@ -158,5 +158,5 @@ def _refuse(
             raise refused(name, f"an integer, {least} or more", number)
     if not fsync:
         raise FastshardError.of(
-            "FS515", "what several processes write is brought to disk", expected="fsync=True", got="False"
+            codes.USAGE, "what several processes write is brought to disk", expected="fsync=True", got="False"
         )

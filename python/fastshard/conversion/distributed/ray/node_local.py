@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....checkpoint.manifests import Manifest
+from ....common import codes
 from ....common.errors import UNPUBLISHED, FastshardError, Finding, carry, error_for
 from ....common.progress import Callback
 from ...convert import convert
@@ -130,7 +131,10 @@ def _once(
                 except ray.exceptions.RayTaskError as error:
                     stopped.append(
                         Finding.of(
-                            "FS520", f"rank {rank}: {told_by(error)}", host=str(node), rank=f"rank {rank}"
+                            codes.INTERNAL,
+                            f"rank {rank}: {told_by(error)}",
+                            host=str(node),
+                            rank=f"rank {rank}",
                         )
                     )
                     continue
@@ -149,7 +153,7 @@ def _once(
     except BaseException as error:
         end(ray, list(pending))
         way = f"continue the run; {UNPUBLISHED}"
-        carry(error, [Finding.of("FS510", "stopped by the user", help=way, run=["--resume"])])
+        carry(error, [Finding.of(codes.INTERRUPTED, "stopped by the user", help=way, run=["--resume"])])
         raise
     end(ray, list(pending))
     if died and 0 not in made:
@@ -162,7 +166,7 @@ def _once(
 
 def _dead(rank: int, node: Node, why: str) -> Finding:
     return Finding.of(
-        "FS523",
+        codes.PART_MISSING,
         f"a rank has died: {why}",
         rank=f"rank {rank}",
         host=str(node),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .... import _core
-from ....common import safe_files
+from ....common import codes, safe_files
 from ....common.errors import FastshardError, Finding, error_for
 from .cluster import Node, called, line_of, living, on, told_by, wait
 
@@ -34,7 +34,7 @@ def look(path: str, said: str, answer: str) -> dict[str, Any]:
     """
     about = {"host": socket.gethostname(), "storage": _core.storage_of(path), "version": _core.__version__}
     try:
-        if safe_files.read_bytes(Path(path), 64, code="FS522", may_change=True) != said.encode():
+        if safe_files.read_bytes(Path(path), 64, code=codes.NOT_SHARED, may_change=True) != said.encode():
             return {**about, "error": "another file is there"}
         (Path(path).parent / answer).write_text(answer)
     except (OSError, FastshardError) as error:
@@ -129,7 +129,7 @@ def _unlike(node: Node, about: Any, file: Path, answer: str) -> list[Finding]:
     if isinstance(about, Exception):
         return [
             Finding.of(
-                "FS522",
+                codes.NOT_SHARED,
                 f"this node could not be asked whether it sees the destination: {told_by(about)}",
                 file=str(file.parent),
                 host=str(node),
@@ -141,14 +141,14 @@ def _unlike(node: Node, about: Any, file: Path, answer: str) -> list[Finding]:
     if about["version"] != _core.__version__:
         help_ = "install one version on all nodes"
         found.append(
-            Finding.of("FS524", "this node has another version of fastshard", host=host,
+            Finding.of(codes.RANKS_DIFFER, "this node has another version of fastshard", host=host,
                        expected=_core.__version__, got=about["version"], help=help_)
         )  # fmt: skip
     what = f"this node does not see files that are written next to the destination ({about['error']})"
     if about["error"] is None:
         try:
             if (
-                safe_files.read_bytes(file.parent / answer, 64, code="FS522", may_change=True)
+                safe_files.read_bytes(file.parent / answer, 64, code=codes.NOT_SHARED, may_change=True)
                 == answer.encode()
             ):
                 return found
@@ -158,7 +158,7 @@ def _unlike(node: Node, about: Any, file: Path, answer: str) -> list[Finding]:
     here = f"the storage of {socket.gethostname()} ({_core.storage_of(str(file))})"
     found.append(
         Finding.of(
-            "FS522",
+            codes.NOT_SHARED,
             what,
             file=str(file.parent),
             host=host,

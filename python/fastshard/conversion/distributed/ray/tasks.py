@@ -7,6 +7,7 @@ import socket
 import time
 from typing import Any
 
+from ....common import codes
 from ....common.errors import UNPUBLISHED, FastshardError, Finding, carry, error_for
 from ....common.progress import Callback, Report
 from ....common.records import dataclass, replace
@@ -76,7 +77,7 @@ def make_part(
             run_part(out, part, run, memory=memory, threads=threads, progress=telling(board, part))
         except FastshardError as error:
             # A worker that Ray has lost may go on for a while: it is waited for as long as it shows signs of life.
-            is_taken = error.code == "FS509" and error.rank is not None
+            is_taken = error.code == codes.LOCKED and error.rank is not None
             if is_taken and time.monotonic() - begun < _TAKEN:
                 time.sleep(2.0)
                 continue
@@ -152,7 +153,7 @@ class Tasks:
             raise error_for([_with_way(f, way) for f in dict.fromkeys(findings)]) from None
         except BaseException as error:
             self._stop(pending)
-            carry(error, [Finding.of("FS510", "stopped by the user", help=way, run=["--resume"])])
+            carry(error, [Finding.of(codes.INTERRUPTED, "stopped by the user", help=way, run=["--resume"])])
             raise
         finally:
             if self._board is not None:
@@ -231,14 +232,16 @@ class Tasks:
             return [self._missing(task, "its task was cancelled")]
         except exceptions.RayTaskError as error:
             what = f"part {task.part}: {told_by(error)}"
-            return [Finding.of("FS520", what, host=str(task.node))]
+            return [Finding.of(codes.INTERNAL, what, host=str(task.node))]
         except exceptions.RayError as error:
             return [self._missing(task, line_of(error))]
         host = called(outcome["host"], outcome["node"])
         return [f if f.host else f.replace(host=host) for f in outcome["findings"]]
 
     def _missing(self, task: _Task, why: str) -> Finding:
-        return Finding.of("FS523", f"this part of the run did not finish: {why}", rank=f"part {task.part}")
+        return Finding.of(
+            codes.PART_MISSING, f"this part of the run did not finish: {why}", rank=f"part {task.part}"
+        )
 
     def _stop(self, pending: dict[Any, _Task]) -> list[Finding]:
         """Stops the tasks that are left; what those came to that had ended by themselves."""
