@@ -170,13 +170,10 @@ def find_parsed_sentences(
                     operands = list(node.args)
                 elif called in cuts and isinstance(node.func, ast.Attribute):
                     operands = [node.func.value]
-            named = {
-                node.attr
-                for operand in operands
-                for node in ast.walk(operand)
-                if isinstance(node, ast.Attribute)
-            }
-            if not named.isdisjoint(fields) and not _compares_ranks(node):
+            named = {attribute for operand in operands for attribute in _find_attributes(operand)}
+            # Two ranks may be compared; a rank is not taken apart.
+            named -= {"rank"} if isinstance(node, ast.Compare) else set()
+            if not named.isdisjoint(fields):
                 places.append(place(file, getattr(node, "lineno", 0)))
     for file, text in core.items():
         for number, line in enumerate(text.splitlines(), 1):
@@ -185,12 +182,14 @@ def find_parsed_sentences(
     return places
 
 
-def _compares_ranks(node: ast.AST) -> bool:
-    """Tell whether two ranks are compared with each other, or a rank with none: no text is taken apart."""
-    if not isinstance(node, ast.Compare):
-        return False
-    sides = [node.left, *node.comparators]
-    return all(isinstance(side, ast.Attribute) and side.attr == "rank" for side in sides)
+def _find_attributes(node: ast.AST) -> Iterator[str]:
+    """Find the attributes that an expression reads as texts: what a function makes of one is not its words."""
+    if isinstance(node, ast.Call):
+        return
+    if isinstance(node, ast.Attribute):
+        yield node.attr
+    for child in ast.iter_child_nodes(node):
+        yield from _find_attributes(child)
 
 
 def find_name_lists(texts: Mapping[Path, str], core: Mapping[Path, str]) -> list[str]:

@@ -20,7 +20,7 @@ from="${3#HOST:}"; mkdir -p "$4" && cp -a -n "$OTHER/." "$4"
 
 def halves(source: Path, folder: Path) -> tuple[Path, Path]:
     """A checkpoint of which every second file lies on another host; texts lie on both."""
-    here, there = folder / "it's here", folder / "there"
+    here, there = folder / "it's here", folder / "other host/there"
     shutil.copytree(source, here)
     shutil.copytree(source, there)
     holding = sorted(p for p in here.rglob("*") if p.suffix in (".pt", ".safetensors", ".distcp"))
@@ -102,3 +102,35 @@ def test_whole_layers_are_among_what_is_elsewhere(tmp_path: Path) -> None:
     text = cli("verify", ckpt, json_output=False).out
     assert "layer 03 is missing" in text and "layer 04 is missing" in text
     assert "rsync -a --ignore-existing" in text
+
+
+def test_a_folder_beside_it_that_holds_the_rest_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By names alone, and not a copy or another step: these have what is here, too."""
+    node0, node1 = tmp_path / "node0", tmp_path / "node1"
+    shutil.copytree(FIXTURES / "sharded/megatron_legacy_tp2_pp2", node0)
+    (node1 / "iter_0000010").mkdir(parents=True)
+    for folder in sorted(node0.glob("iter_*/mp_rank_*_001")):
+        shutil.move(folder, node1 / "iter_0000010")
+    shutil.copytree(node0, tmp_path / "node2")
+    shutil.copytree(FIXTURES / "sharded/megatron_legacy_tp2_pp2", tmp_path / "copy")
+    monkeypatch.chdir(tmp_path)
+    ran = cli("verify", "node0", json_output=False)
+    assert "node1 holds 2 of the 2 missing files\n" in ran.out and "copy" not in ran.out.replace(
+        "copy these", ""
+    )
+    command = ran.out.split("name all folders of one checkpoint:\n")[1].splitlines()[0]
+    assert shlex.split(command) == ["fastshard", "verify", "node0", "node1"]
+    assert cli(*shlex.split(command)[1:]).code == 0
+
+
+def test_another_step_is_no_folder_that_holds_the_rest(tmp_path: Path) -> None:
+    step = "iter_0000010"
+    shutil.copytree(FIXTURES / "sharded/megatron_legacy_tp2_pp2" / step, tmp_path / step)
+    later = tmp_path / "iter_0000020"
+    shutil.copytree(tmp_path / step / "mp_rank_00_001", later / "mp_rank_00_001")
+    shutil.rmtree(tmp_path / step / "mp_rank_00_001")
+    (tmp_path / "locked").mkdir(mode=0)
+    ran = cli("verify", tmp_path / step, json_output=False)
+    assert ran.code == 3 and "HOST" in ran.out and "iter_0000020" not in ran.out

@@ -15,7 +15,7 @@ import fastshard
 import pytest
 import torch
 from damage import COLOSSAL, DCP, HF, LEGACY, NEOX, TP4, Damage, cut, lost, over
-from fastshard.checkpoint.causes import Causes, LostFile, causes_of, ranks_of
+from fastshard.checkpoint.causes import Causes, LostFile, causes_of
 from fastshard.errors import Finding
 from fastshard.layouts.declaration import Source, Unit
 from helpers import FIXTURES, cli, edit_safetensors, layer_file
@@ -330,16 +330,12 @@ def test_shards_that_are_alike_and_hold_nothing_are_no_copies(tmp_path: Path) ->
     assert cli("verify", root).code == 0 and _told(root) == []
 
 
-def _missing(tensor: str, rank: str | None = None) -> Finding:
-    return Finding("FS102", "error", "expected by the layout, but missing", tensor=tensor, rank=rank)
+def _missing(tensor: str, **coords: int) -> Finding:
+    return Finding("FS102", "error", "expected by the layout, but missing", tensor=tensor, coords=coords)
 
 
-def _lost(file: str, rank: str | None = None, code: str = "FS101") -> Finding:
-    return Finding(code, "error", "the file is missing", file=file, rank=rank)
-
-
-def test_a_run_of_ranks_is_read() -> None:
-    assert ranks_of("tp 3 to 5, pp 1") == {"tp": (3, 5), "pp": (1, 1)} and ranks_of(None) == {}
+def _lost(file: str, code: str = "FS101", **coords: int) -> Finding:
+    return Finding(code, "error", "the file is missing", file=file, coords=coords)
 
 
 def test_a_rank_that_is_lost_accounts_for_its_own_tensors_alone() -> None:
@@ -355,26 +351,27 @@ def test_a_rank_that_is_lost_accounts_for_its_own_tensors_alone() -> None:
         Unit(2, coords={"tp": 0, "pp": 1}, bases={"L": 1}),
     ]  # fmt: skip
     source = Source("any", units)
-    gone = _lost("a_01_001", "tp 1, pp 1")
+    gone = _lost("a_01_001", tp=1, pp=1)
     causes = causes_of([gone], source, paths, held.__getitem__)
     for name in ("layers.1.q", "layers.1.k", "head"):
-        assert causes.of(_missing(name, "tp 1")) is gone
+        assert causes.of(_missing(name, tp=1)) is gone
     for missing in (
-        _missing("layers.0.q", "tp 1"),
-        _missing("layers.1.q", "tp 0"),
-        _missing("embed", "tp 1"),
+        _missing("layers.0.q", tp=1),
+        _missing("layers.1.q", tp=0),
+        _missing("embed", tp=1),
     ):
         assert causes.of(missing) is None
-    # Without a number of its own in a finding, the name tells the rank.
+    # A file that was found and cannot be read has no unit, but the rank that its name says.
     cut_short = _lost("a_01_001", code="FS312")
-    causes = causes_of([cut_short], source, paths, held.__getitem__)
-    assert causes.of(_missing("layers.1.q", "tp 1")) is cut_short
-    assert causes.of(_missing("layers.0.q", "tp 1")) is None
+    source = Source("any", units, file_ranks={3: {"tp": 1, "pp": 1}})
+    causes = causes_of([cut_short], source, [*paths, "a_01_001"], lambda file: held.get(file, []))
+    assert causes.of(_missing("layers.1.q", tp=1)) is cut_short
+    assert causes.of(_missing("layers.0.q", tp=1)) is None
 
 
 def test_a_stage_that_is_lost_accounts_for_layers_that_no_file_has() -> None:
     source = Source("any", [Unit(0, coords={"tp": 0, "pp": 0})], listed=False)
-    gone = _lost("a_00_001", "tp 0, pp 1")
+    gone = _lost("a_00_001", tp=0, pp=1)
     causes = causes_of([gone], source, ["a_00_000"], lambda _: ["embed", "layers.0.k"])
     assert causes.of(_missing("layers.1.q")) is gone and causes.of(_missing("norm")) is gone
     assert causes.of(_missing("layers.0.q")) is None

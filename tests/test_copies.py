@@ -714,3 +714,33 @@ def test_a_few_trials(series: tuple[object, ...], tmp_path: Path) -> None:
     command = [sys.executable, script, *series[1:], "--folder", tmp_path]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 1)], ids=["one rank", "all ranks"])
+def test_a_file_of_another_stage_is_named_before_its_effects(ranks: tuple[int, ...], tmp_path: Path) -> None:
+    """Equal files may be meant; not where the tensors of the file's own stage are missing."""
+    root = copy(FIXTURES / "sharded/megatron_legacy_tp2_pp2", tmp_path / "ckpt")
+    file = "iter_0000010/mp_rank_{:02d}_{:03d}/model_optim_rng.pt"
+    for rank in ranks:
+        shutil.copy(root / file.format(rank, 0), root / file.format(rank, 1))
+    ran = cli("verify", root)
+    assert ran.code == 1 and [f["code"] for f in ran.errors] == ["FS303"] * len(ranks)
+    assert [f["file"] for f in ran.errors] == [file.format(rank, 1) for rank in ranks]
+    missing = ["decoder.final_layernorm.weight", "output_layer.weight"]
+    assert all(f["effect"]["tensors"] == missing for f in ran.errors)
+    # What was copied on purpose is no excuse for what is missing.
+    assert [f["file"] for f in cli("verify", root, "--accept", "copies").errors] == [
+        f["file"] for f in ran.errors
+    ]
+
+
+def test_of_a_path_in_several_roots_the_root_is_named(tmp_path: Path) -> None:
+    file = "iter_0000010/mp_rank_00_000/model_optim_rng.pt"
+    roots = [copy(FIXTURES / "sharded/megatron_legacy_tp2_pp2", tmp_path / f"node{n}") for n in range(2)]
+    content = (roots[0] / file).read_bytes()
+    (roots[1] / file).write_bytes(content[:-100])
+    (one,) = cli("verify", *roots).errors
+    assert (one["code"], one["file"]) == ("FS312", str(roots[1] / file))
+    (roots[0] / file).write_bytes(content[:-100])
+    (one,) = cli("verify", *roots).errors
+    assert one["files"] == [str(root / file) for root in roots] and one["effect"]["count"] == 9

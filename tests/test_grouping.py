@@ -6,27 +6,30 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import zero_maker
 from damage import lost
 from fastshard import Finding
 from fastshard.checkpoint.causes import Causes, LostFile
 from fastshard.checkpoint.effects import effect_on, with_effects
-from fastshard.checkpoint.grouping import HeldFile, grouped
+from fastshard.checkpoint.grouping import RankFile, group_by_cause
 from fastshard.cli.finding_text import lines
 from fastshard.cli.verbs.diff import _share
 from fastshard.common.finding_facts import effect_of, files_of
 from helpers import FIXTURES, HF, NEOX, STEP, cli, copy
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
+from zero_maker import Run
 
 LEGACY = FIXTURES / "sharded/megatron_legacy_tp2_pp2"
 
 
-def missing(path: str, rank: str | None, **fields: Any) -> Finding:
-    help_ = f"copy {path} from the node that ran {rank}"
-    return Finding.of(
-        "FS101", "the file is missing", file=path, rank=rank, evidence="the arguments", help=help_, **fields
-    )
+def missing(path: str, coords: dict[str, int] | None = None, **fields: Any) -> Finding:
+    fields = {"evidence": "the arguments", "help": f"copy {path} from the node that wrote it", **fields}
+    return Finding.of("FS101", "the file is missing", file=path, coords=coords, **fields)
 
 
 def mesh(tp: int, pp: int) -> dict[str, dict[str, int]]:
@@ -34,8 +37,8 @@ def mesh(tp: int, pp: int) -> dict[str, dict[str, int]]:
 
 
 def told(files: dict[str, dict[str, int]], gone: set[str]) -> list[Finding]:
-    found = [missing(f, f"tp {c['tp']}, pp {c['pp']}") for f, c in files.items() if f in gone]
-    return grouped(found, [HeldFile(f, c) for f, c in files.items() if f not in gone])
+    found = [missing(f, c) for f, c in files.items() if f in gone]
+    return group_by_cause(found, [RankFile(f, c) for f, c in files.items() if f not in gone])
 
 
 @pytest.mark.parametrize(
@@ -55,23 +58,42 @@ def test_a_stage_or_a_rank_that_is_gone_is_one_finding(gone: set[str], rank: str
     )
 
 
-def test_ranks_of_one_file_each_keep_its_name() -> None:
-    files = mesh(4, 1)
-    gone = {"r_01_000.pt", "r_03_000.pt"}
-    assert [(f.file, f.message, len(f.files)) for f in told(files, gone)] == [
-        (file, "the file is missing", 1) for file in sorted(gone)
-    ]
+def test_ranks_that_are_gone_are_one_finding_with_a_range() -> None:
+    files = mesh(16, 2)
+    (one,) = told(files, {name for name, c in files.items() if 3 <= c["tp"] <= 5 or c["tp"] == 9})
+    assert (one.message, one.rank) == (
+        "tensor-parallel ranks 3-5, 9 are missing: 8 of 32 files",
+        "tp 3 to 5 and 9",
+    )
+    assert one.coords == {"tp": (range(3, 6), range(9, 10))} and len(one.files) == 8
+    assert one.help == (
+        "copy these files from the nodes that ran tensor-parallel ranks 3-5, 9, "
+        "or name their directories as more CKPTs"
+    )
+    (one,) = told(mesh(4, 1), {"r_01_000.pt", "r_03_000.pt"})
+    assert one.files == ("r_01_000.pt", "r_03_000.pt") and one.rank == "tp 1 and 3"
 
 
 def test_help_names_no_rank_where_none_is_known() -> None:
-    (one,) = grouped([missing(f"x_{n}", None).replace(help=f"ask node {n}") for n in range(2)], [])
+    (one,) = group_by_cause([missing(f"x_{n}", help=f"ask node {n}") for n in range(2)], [])
     assert one.message == "2 files are missing" and "nodes that wrote them" in (one.help or "")
+    (one,) = group_by_cause([missing(f"x_{n}", help="copy it from the hub") for n in range(2)], [])
+    assert one.help == "copy it from the hub (each of these files)"
+
+
+def test_parameters_alone_remain_a_way_out() -> None:
+    run = ["--weights params"]
+    gone = [missing(f"x_{n}", {"dp": n}, run=run) for n in range(2)]
+    (one,) = group_by_cause(gone, [RankFile("x_2", {"dp": 2})])
+    assert (one.help or "").endswith("or take the parameters alone") and list(one.run) == run
 
 
 def test_what_is_no_rank_as_a_whole_is_said_by_files() -> None:
     files = mesh(2, 2)
     assert [f.file for f in told(files, {"r_01_001.pt"})] == ["r_01_001.pt"]
-    assert {f.rank for f in told(files, {"r_01_000.pt", "r_00_001.pt"})} == {"tp 1, pp 0", "tp 0, pp 1"}
+    (one,) = told(files, {"r_01_000.pt", "r_00_001.pt"})
+    assert (one.message, one.rank) == ("2 files are missing", "tp 0, pp 1; tp 1, pp 0")
+    assert set(one.files) == {"r_01_000.pt", "r_00_001.pt"}
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.data())
@@ -86,14 +108,14 @@ def test_findings_of_other_kinds_stay_as_they_are() -> None:
         Finding.of("FS312", "the file is truncated", file="a"),
         Finding.of("FS101", "the file is missing", file="a", tensor="t"),
         Finding.of("FS101", "2 more missing files", file="a", count=2),
-        missing("x_1", None, severity="warning"),
+        missing("x_1", severity="warning"),
     ]
-    assert grouped(others, []) == others
+    assert group_by_cause(others, []) == others
 
 
 def test_files_that_are_missing_for_another_reason_stay_apart() -> None:
-    one, other = missing("x_1", "tp 1"), missing("x_2", "tp 1").replace(evidence="an index")
-    assert grouped([one, other], []) == [one, other]
+    one, other = missing("x_1", {"tp": 1}), missing("x_2", {"tp": 1}, evidence="an index")
+    assert group_by_cause([one, other], []) == [one, other]
 
 
 def pointer(name: str, size: int = 9) -> Finding:
@@ -104,20 +126,20 @@ def pointer(name: str, size: int = 9) -> Finding:
 
 
 def test_files_of_which_the_same_is_said_are_one_finding() -> None:
-    (one,) = grouped([pointer("m-10.bin"), pointer("m-9.bin")], [])
+    (one,) = group_by_cause([pointer("m-10.bin"), pointer("m-9.bin")], [])
     assert (one.files, one.message) == (("m-9.bin", "m-10.bin"), "2 files: a Git LFS pointer")
     assert (one.expected, one.parts) == ("9 bytes", ())
     assert one.run == ("git lfs pull --include m-9.bin,m-10.bin",)
-    (one,) = grouped([pointer("m-1.bin"), pointer("m-2.bin", 8)], [])
+    (one,) = group_by_cause([pointer("m-1.bin"), pointer("m-2.bin", 8)], [])
     assert (one.expected, one.got) == (None, "131 bytes")
     assert [(p.file, p.expected) for p in one.parts] == [("m-1.bin", "9 bytes"), ("m-2.bin", "8 bytes")]
-    (one,) = grouped([pointer(f"m-{n}.bin") for n in range(99)], [])
+    (one,) = group_by_cause([pointer(f"m-{n}.bin") for n in range(99)], [])
     assert one.run == ("git lfs pull --include '*.bin'",)
 
 
 def test_sentences_about_several_agree_with_their_number() -> None:
-    found = [missing(f"x_{n}", None).replace(evidence="named in a.json") for n in range(2)]
-    (one,) = grouped(found, [])
+    found = [missing(f"x_{n}", evidence="named in a.json") for n in range(2)]
+    (one,) = group_by_cause(found, [])
     assert one.evidence == "named in a.json"
     assert (
         effect_of(one.replace(effect=effect_on(["a"], 40))) == "1 of 40 tensors is missing or incomplete: a"
@@ -143,7 +165,7 @@ def test_a_share_that_is_not_none_is_not_zero() -> None:
 def test_two_checks_of_one_file_are_one_finding() -> None:
     copied = Finding.of("FS303", "a copy", file="a", got="b")
     again = Finding.of("FS303", "another's partition", file="a", rank="dp 1", got="c", help="copy it")
-    assert grouped([copied, again], []) == [copied.replace(rank="dp 1", help="copy it")]
+    assert group_by_cause([copied, again], []) == [copied.replace(rank="dp 1", help="copy it")]
 
 
 def test_layers_that_are_missing_are_one_finding() -> None:
@@ -151,30 +173,31 @@ def test_layers_that_are_missing_are_one_finding() -> None:
         Finding.of("FS103", f"layer {n} is missing", layers=range(n, n + 1), count=3, axis="L")
         for n in (1, 4, 5)
     ]
-    (one,) = grouped(gone[1:], [])
+    (one,) = group_by_cause(gone[1:], [])
     assert (one.layers, one.count, one.message) == (
         range(4, 6), 6, "layers 4, 5 are missing: no file has any of their 6 tensors",
     )  # fmt: skip
-    (one,) = grouped(gone, [])
+    (one,) = group_by_cause(gone, [])
     assert one.layers is None and [part.layers for part in one.parts] == [f.layers for f in gone]
 
 
 def test_a_rank_that_lacks_files_of_every_kind_is_one_finding() -> None:
     kinds = ("step1/dp_{}_mp_00_model.pt", "step1/bf16_dp_{}_mp_00_optim.pt")
-    gone = [missing(kind.format(1), "dp 1, mp 0").replace(evidence=kind) for kind in kinds]
-    (one,) = grouped(gone, [HeldFile(kind.format(0), {}) for kind in kinds])
+    gone = [missing(kind.format(1), {"dp": 1, "mp": 0}, evidence=kind) for kind in kinds]
+    (one,) = group_by_cause(gone, [RankFile(kind.format(0), {"dp": 0, "mp": 0}) for kind in kinds])
     assert (one.rank, one.message) == ("dp 1", "data-parallel rank 1 is missing: 2 of 4 files")
     assert one.files == tuple(f.file for f in gone) and one.evidence == "; ".join(kinds)
     # Of another rank one file is there.
-    held = [HeldFile(kinds[0].format(0), {}), HeldFile(kinds[1].format(1), {})]
-    assert (
-        grouped([gone[0], missing(kinds[1].format(0), "dp 0, mp 0")], held)[0].message
-        == "the file is missing"
-    )
+    present = [
+        RankFile(kinds[0].format(0), {"dp": 0, "mp": 0}),
+        RankFile(kinds[1].format(1), {"dp": 1, "mp": 0}),
+    ]
+    findings = [gone[0], missing(kinds[1].format(0), {"dp": 0, "mp": 0})]
+    assert [f.message for f in group_by_cause(findings, present)] == ["the file is missing"] * 2
 
 
 def test_effects_are_counted_once_and_for_their_cause() -> None:
-    a, b = Finding.of("FS312", "the file is truncated", file="a"), missing("b", None)
+    a, b = Finding.of("FS312", "the file is truncated", file="a"), missing("b")
     names = {"layers.0.q": "a", "layers.1.q": "a", "norm": "b", "own": "b"}
     own = Finding.of("FS301", "CRC", tensor="own")
     causes = Causes(files=[LostFile(a), LostFile(b)], named=names)
@@ -237,3 +260,28 @@ def test_a_lost_process_of_orbax_is_one_finding() -> None:
     (one,) = cli("verify", FIXTURES / "orbax/mp2_local_BROKEN_063_zarr3").errors
     assert (one["code"], one["rank"], one["effect"]["count"]) == ("FS111", "process 1", 8)
     assert "8 of 17 arrays" in one["message"]
+
+
+def test_lost_ranks_of_many_are_one_finding(tmp_path: Path) -> None:
+    """Of 128 ranks the names have two digits or three; those that are lost are named, with one effect."""
+    gone = {*range(40, 48), 105}
+    (tmp_path / "layout.json").write_text('{"tp": 128, "tp_dim": {"a": 0, "b": 1}}')
+    for rank in sorted(set(range(128)) - gone):
+        tensors = {"a": np.full((2, 256), rank, np.float32), "b": np.full((4, 2), rank, np.float32)}
+        save_file(tensors, tmp_path / f"tp_rank_{rank:02d}.safetensors")
+    (one,) = cli("verify", tmp_path).errors
+    assert one["message"] == "tensor-parallel ranks 40-47, 105 are missing: 9 of 128 files"
+    assert one["rank"] == "tp 40 to 47 and 105" and one["effect"]["tensors"] == ["a", "b"]
+    assert one["files"] == [f"tp_rank_{rank:02d}.safetensors" for rank in sorted(gone)]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_lost_ranks_of_zero_are_one_finding(stage: int, tmp_path: Path) -> None:
+    """With a node all files of its data-parallel ranks are lost, whatever they hold."""
+    root = zero_maker.write(tmp_path / "ckpt", Run(stage, 8, torch.bfloat16, [{"a": torch.rand(64)}]))
+    gone = sorted(file for rank in (3, 4, 5) for file in root.rglob(f"*zero_pp_rank_{rank}_*"))
+    for file in gone:
+        file.unlink()
+    (one,) = cli("verify", root).errors
+    assert (one["rank"], len(one["files"])) == ("dp 3 to 5", len(gone))
+    assert one["message"].startswith("data-parallel ranks 3-5 are missing: ")

@@ -165,6 +165,10 @@ class Finding:
     def rank(self) -> str | None:
         """Rank in the field's words, e.g. ``tp 1``."""
     @property
+    def coords(self) -> dict[str, tuple[range, ...]]:
+        """Ranks that it is about, by dimension: ``{"tp": (range(3, 6),), "pp": (range(1, 2),)}``. Given as numbers, ranges, or
+        sequences of ranges; ``rank`` says them unless it is given too."""
+    @property
     def host(self) -> str | None:
         """Host, where known."""
     @property

@@ -38,9 +38,7 @@ TOLD: dict[str, list[tuple[str, str, int]] | None] = {
         ("global_step4/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "misfit", 6),
         ("global_step4/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "misfit", 3),
     ],
-    "zero3_missing_rank": [
-        ("dp 1, mp 0: bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt … dp 1, mp 0: zero_pp_rank_1_mp_rank_00_model_states.pt", "missing", 2)
-    ],
+    "zero3_missing_rank": [("dp 1, mp 0", "missing", 2)],
     "universal_missing_parameter": [("global_step4/zero/embed.weight/fp32.pt", "missing", 1)],
     "megatron_missing_rank": [("tp 1, pp 1", "missing", 14)],
     "megatron_copied_rank": [("tp 1, pp 0", "copied", 13)],

@@ -39,7 +39,8 @@ def meshed(pp: int, tp: int, ep: int, layers: int) -> _Filling:
         held = Counter(dict.fromkeys(keys, 12))
         for t, e in itertools.product(range(tp), range(ep)):
             name = f"tp {t}, pp {stage}" + (f", ep {e}" if ep > 1 else "")
-            filling.rows[name] = Row(files=[f"{name}.pt"], held=[held])
+            rank = {"tp": t, "pp": stage} | ({"ep": e} if ep > 1 else {})
+            filling.rows[name] = Row(rank=rank, files=[f"{name}.pt"], held=[held])
     filling.ranks = set(filling.rows)
     return filling
 

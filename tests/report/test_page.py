@@ -16,6 +16,7 @@ import fastshard
 import pytest
 import torch
 from fastshard.cli import main
+from fastshard.common.codes import CODES
 from fastshard.errors import FastshardError, Finding
 from fastshard.reporting import page
 from fastshard.reporting.report import about
@@ -308,7 +309,7 @@ def test_many_tensors_are_cut_and_counted(tmp_path: Path) -> None:
 def test_no_page_is_too_large() -> None:
     """Names and findings as long and as many as a stranger likes."""
     long = "<&\u202e" * 3000
-    findings = [Finding.of(code, f"{i} {long}", file=long, tensor=long, help=f"{i} {long}") for code in fastshard.common.errors.CODES for i in range(60)]  # fmt: skip
+    findings = [Finding.of(code, f"{i} {long}", file=long, tensor=long, help=f"{i} {long}") for code in CODES for i in range(60)]  # fmt: skip
     report = Report(
         paths=(long,) * 50, version="1", verdict="broken", facts=(Fact("a", long),) * 20, findings=_groups(findings),
         not_proven=long, read=long, commands=(long,) * 3, files=tuple((f"{i}{long}", 1) for i in range(500)),

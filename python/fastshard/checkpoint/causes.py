@@ -11,16 +11,15 @@ from functools import cached_property
 from ..common import codes
 from ..common.errors import Finding
 from ..common.formatting import without_numbers
+from ..common.ranks import Rank, RankRanges, do_meet, is_among
 from ..common.records import dataclass, field
-from ..common.regex import compile_when_used
 from ..layouts.declaration import Source, Unit
 from ..models.tensor_roles import place_of
 
 __all__ = ["Causes", "LostFile", "causes_of"]
 
-#: A rank, or ranks from one to another.
-_RANK = compile_when_used(r"\b([a-z]+) (\d+)(?: to (\d+))?")
-_DIGITS = compile_when_used(r"\d+")
+#: Dimensions on which files hold other layers.
+_STAGES = frozenset({"pp", "layer"})
 
 #: Layer and role of a tensor.
 Place = tuple[int | None, str]
@@ -32,18 +31,14 @@ class LostFile:
 
     #: What tells of it.
     cause: Finding
-    #: First and last rank by dimension; a dimension that is not named may be any.
-    ranks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    #: Its ranks, by dimension; a dimension that is missing may be any.
+    coords: RankRanges = field(default_factory=dict)
     #: What the files of other ranks hold that are its like; None where there is no such file.
     places: frozenset[Place] | None = None
 
-    def is_of(self, ranks: Mapping[str, tuple[int, int]]) -> bool:
-        """True if no dimension speaks against it."""
-        return all(
-            self.ranks[d][0] <= last and first <= self.ranks[d][1]
-            for d, (first, last) in ranks.items()
-            if d in self.ranks
-        )
+    def may_be_of(self, coords: RankRanges) -> bool:
+        """Tell whether no dimension excludes that the file is of these ranks."""
+        return all(do_meet(self.coords[d], numbers) for d, numbers in coords.items() if d in self.coords)
 
 
 @dataclass(frozen=True)
@@ -109,9 +104,8 @@ class Causes:
             return first
         if self.held is None:
             return first
-        ranks = ranks_of(finding.rank)
         for file in self.files:
-            if file.is_of(ranks) and self._may_hold(file, finding, ranks):
+            if file.may_be_of(finding.coords) and self._may_hold(file, finding):
                 return file.cause
         return None
 
@@ -119,10 +113,10 @@ class Causes:
         """What is wrong with a file; with another one, if nothing is said of this one."""
         return next((file.cause for file in self.files if path in file.cause.files), self.files[0].cause)
 
-    def _may_hold(self, file: LostFile, finding: Finding, ranks: Mapping[str, tuple[int, int]]) -> bool:
+    def _may_hold(self, file: LostFile, finding: Finding) -> bool:
         if not finding.tensor and not is_of_layers(finding):
             # An expert is on the ranks that have its number; what their other files hold says nothing of it.
-            return "ep" in file.ranks or file.places is None
+            return "ep" in file.coords or file.places is None
         if not finding.tensor:
             # Of a layer of which nothing is there no rank has a file; what else has no name follows from what has one.
             return file.places is None or not finding.layers
@@ -138,7 +132,7 @@ class Causes:
         return layer is None or not any(
             layer == other
             for coords, held in self.held
-            if all(first <= coords.get(d, first) <= last for d, (first, last) in ranks.items())
+            if is_among(coords, finding.coords)
             for other, _ in held
         )
 
@@ -152,17 +146,12 @@ def is_of_layers(finding: Finding) -> bool:
     return finding.axis in (None, "L")
 
 
-def ranks_of(text: str | None) -> dict[str, tuple[int, int]]:
-    """First and last rank by dimension, of what a finding says of ranks.
-
-    >>> ranks_of("tp 3 to 5, pp 1"), ranks_of(None)
-    ({'tp': (3, 5), 'pp': (1, 1)}, {})
-    """
-    return {m[1]: (int(m[2]), int(m[3] or m[2])) for m in _RANK.finditer(text or "")}
-
-
 def causes_of(
-    findings: Sequence[Finding], source: Source, paths: Sequence[str], names: Callable[[int], Iterable[str]]
+    findings: Sequence[Finding],
+    source: Source,
+    paths: Sequence[str],
+    names: Callable[[int], Iterable[str]],
+    labels: Sequence[str] | None = None,
 ) -> Causes:
     """The causes among what was found of a checkpoint.
 
@@ -171,10 +160,13 @@ def causes_of(
         source: its declaration.
         paths: of its files, by their numbers.
         names: of the tensors in a file that can be read.
+        labels: what findings may call the files besides: with their roots.
     """
+    labels = paths if labels is None else labels
     errors = [f for f in findings if f.severity == "error"]
     # Whatever the reason, what cannot be read holds nothing.
-    unread = {path for i, path in enumerate(paths) if errors and not any(True for _ in names(i))}
+    empty = [i for i in range(len(paths)) if errors and not any(True for _ in names(i))]
+    unread = {path for i in empty for path in (paths[i], labels[i])}
     # Nor is anything taken of a file that is refused where tensors are put together from several.
     refused = not source.units
     lost = [
@@ -185,19 +177,27 @@ def causes_of(
 
     def is_closed(finding: Finding) -> bool:
         """True for a directory that may not be looked into: nobody knows what it holds."""
-        return finding.code == codes.PERMISSION and finding.file not in paths
+        return finding.code == codes.PERMISSION and finding.file not in (*paths, *labels)
 
-    held = None
-    files = [LostFile(f) for f in lost]
-    if lost and not source.listed and any(unit.coords or unit.prefix for unit in source.units):
+    held, files = None, []
+    if source.listed or not any(unit.coords or unit.prefix for unit in source.units):
+        files = [LostFile(cause) for cause in lost]
+    elif lost:
         gone = {f.file for f in lost}
         # Where parameters are stored besides, files of optimizer state hold none.
         of_state = source.optimizer.files if source.optimizer.params_stored else set()
-        units = [(unit, paths[unit.file]) for unit in source.units]
-        there = [(u, path, _held(u, names(u.file))) for u, path in units if path not in gone]
-        held = [(unit.coords, places) for unit, _, places in there]
-        coords = {path: unit.coords for unit, path in units}
-        files = [_lost(f, coords.get(f.file or ""), there) for f in lost if f.file not in of_state]
+        there = [
+            (unit, paths[unit.file], _held(unit, names(unit.file)))
+            for unit in source.units
+            if gone.isdisjoint((paths[unit.file], labels[unit.file]))
+        ]
+        held = [(unit.coords, of_unit) for unit, _, of_unit in there]
+        ranks, path_of = locate_files(source, paths), dict(zip(labels, paths, strict=True))
+        coords = {paths[unit.file]: unit.coords for unit in source.units}
+        for cause in lost:
+            path = path_of.get(cause.file or "", cause.file or "")
+            if path not in of_state:
+                files.append(_lost(cause, path, ranks, coords.get(path, {}), there))
     return Causes(
         of_all=[f for f in errors if not f.tensor and (f.is_a("whole_checkpoint") or is_closed(f))],
         tensors={f.tensor: f for f in reversed(errors) if f.tensor},
@@ -239,42 +239,42 @@ def _held(unit: Unit, names: Iterable[str]) -> frozenset[Place]:
     return frozenset(places)
 
 
+def locate_files(source: Source, paths: Sequence[str]) -> dict[str, Rank]:
+    """Return the rank that wrote each file, by its path; empty for a file that is of no rank."""
+    units = {unit.file: unit.coords for unit in source.units}
+    return {path: source.file_ranks.get(file) or units.get(file, {}) for file, path in enumerate(paths)}
+
+
 def _lost(
-    cause: Finding, coords: Mapping[str, int] | None, there: Sequence[tuple[Unit, str, frozenset[Place]]]
+    cause: Finding,
+    path: str,
+    ranks: Mapping[str, Rank],
+    coords: Rank,
+    there: Sequence[tuple[Unit, str, frozenset[Place]]],
 ) -> LostFile:
-    """What a lost file held: what files hold whose names differ from its own in one number, that of a rank."""
-    ranks = ranks_of(cause.rank) if coords is None else {d: (n, n) for d, n in coords.items()}
+    """Tell what a lost file held: what files of its kind hold whose ranks differ from its own on one dimension.
+
+    Args:
+        cause: what tells of the file.
+        path: of the file.
+        ranks: the rank of each file, by its path.
+        coords: the place of the file among the ranks that divide tensors; empty where that is not known.
+        there: the files that can be read, each with its path and what it holds.
+    """
+    own = _as_ranges(ranks.get(path, {})) or cause.coords
+    lost = {**own, **_as_ranges(coords)}
     if cause.code == codes.MISSING_LAYER:
-        return LostFile(cause, ranks)
-    path = cause.file or ""
-    form, numbers = without_numbers(path), _DIGITS.findall(path)
-    alike = [
-        (unit, _DIGITS.findall(other), places)
-        for unit, other, places in there
-        if without_numbers(other) == form
-    ]
-    ranks = ranks or _by_name(numbers, [(unit.coords, of) for unit, of, _ in alike])
+        return LostFile(cause, lost)
+    kind = without_numbers(path)
     like: set[Place] = set()
-    for unit, of, places in alike:
-        differ = sum(a != b for a, b in zip(numbers, of, strict=True))
-        apart = [d for d, n in unit.coords.items() if d in ranks and not ranks[d][0] <= n <= ranks[d][1]]
-        if differ == 1 and len(apart) == 1 and apart != ["pp"]:
-            like |= places
-    return LostFile(cause, ranks, frozenset(like) or None)
+    for _, other, places in there:
+        if without_numbers(other) == kind:
+            theirs = _as_ranges(ranks[other])
+            apart = [d for d in theirs if d in own and not do_meet(own[d], theirs[d])]
+            if len(apart) == 1 and apart[0] not in _STAGES:
+                like |= places
+    return LostFile(cause, lost, frozenset(like) or None)
 
 
-def _by_name(
-    numbers: Sequence[str], alike: Sequence[tuple[Mapping[str, int], Sequence[str]]]
-) -> dict[str, tuple[int, int]]:
-    """The rank of a file by the numbers in its name, where those in the names of others are their ranks."""
-    found = {}
-    for d in set().union(*(coords for coords, _ in alike)):
-        at = {
-            int(numbers[i])
-            for i in range(len(numbers))
-            if all(coords.get(d) == int(of[i]) for coords, of in alike)
-        }
-        if len(at) == 1:
-            (rank,) = at
-            found[d] = (rank, rank)
-    return found
+def _as_ranges(rank: Rank) -> RankRanges:
+    return {dimension: (range(n, n + 1),) for dimension, n in rank.items()}

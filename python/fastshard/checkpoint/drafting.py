@@ -71,6 +71,8 @@ class Opened:
     findings: list[Finding]
     #: Files in the catalog's order.
     files: Sequence[File]
+    #: What findings call these files: their paths, and of a path that several roots hold the root too.
+    labels: Sequence[str]
     #: All files that hold what is read: of a store, which the catalog knows as one, each.
     behind: list[File]
     #: What it is held against, if anything is.

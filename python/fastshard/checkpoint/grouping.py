@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import PurePosixPath
 
@@ -11,51 +11,54 @@ from ..common import codes
 from ..common.errors import Finding
 from ..common.finding_facts import runs_of
 from ..common.formatting import natural, runs, without_numbers
-from ..common.records import dataclass, replace
-from ..common.regex import compile_when_used
-from .causes import ranks_of
+from ..common.ranks import Rank, RankRanges, is_among
+from ..common.records import dataclass
+from ..sources.base import PARAMETERS_ALONE
 from .effects import effect_on, united
 
-__all__ = ["HeldFile", "grouped"]
+__all__ = ["RankFile", "group_by_cause"]
 
 #: Dimensions of a mesh as people call them, in the order in which a missing rank is looked for.
-_RANKS = {
-    "pp": "pipeline stage", "tp": "tensor-parallel rank", "ep": "expert-parallel rank", "dp": "data-parallel rank",
-    "mp": "model-parallel rank", "rank": "rank", "process": "process",
-}  # fmt: skip
-_DIGITS = compile_when_used(r"\d+")
+_DIMENSIONS = {
+    "pp": "pipeline stage",
+    "tp": "tensor-parallel rank",
+    "ep": "expert-parallel rank",
+    "dp": "data-parallel rank",
+    "mp": "model-parallel rank",
+    "rank": "rank",
+}
+#: Ranks that a finding names one by one.
+_MOST_RANKS = 8
 #: Fields that another finding about the same file may add.
 _ADDED = ("rank", "host", "expected", "got", "evidence", "effect", "help")
 #: Names that a command of a help has at most.
 _MOST_ARGUMENTS = 16
 
-Coords = Mapping[str, int]
-
 
 @dataclass(frozen=True)
-class HeldFile:
-    """A file at hand, and the rank that wrote it."""
+class RankFile:
+    """A file of the checkpoint that is there, and the rank that wrote it."""
 
     path: str
-    coords: Coords
+    rank: Rank
 
     @cached_property
-    def form(self) -> str:
+    def kind(self) -> str:
         """Its path without the numbers, which files of other ranks and layers share."""
         return without_numbers(self.path)
 
 
-def grouped(findings: Iterable[Finding], held: Sequence[HeldFile]) -> list[Finding]:
-    """The findings, where those of one cause are one: missing files of one rank, or of all ranks of a stage.
+def group_by_cause(findings: Iterable[Finding], present: Sequence[RankFile]) -> list[Finding]:
+    """Merge findings of one cause: files that a rank lacks, all that ranks or stages lack, layers of which nothing is there.
 
     Args:
         findings: what was found.
-        held: the files that are at hand.
+        present: the files that are there.
     """
     alike: dict[object, list[Finding]] = {}
-    for finding in _lifted_across(_once(findings), held):
+    for finding in _merge_lost_ranks(_once(findings), present):
         alike.setdefault(_cause(finding), []).append(finding)
-    return [one for group in alike.values() for one in (_one(group, held) if len(group) > 1 else group)]
+    return [one for group in alike.values() for one in (_one(group, present) if len(group) > 1 else group)]
 
 
 def _once(findings: Iterable[Finding]) -> list[Finding]:
@@ -123,20 +126,16 @@ def _cause(finding: Finding) -> object:
     return finding
 
 
-def _one(group: list[Finding], held: Sequence[HeldFile]) -> list[Finding]:
+def _one(group: list[Finding], present: Sequence[RankFile]) -> list[Finding]:
     """Findings that have one cause."""
     code = group[0].code
     if code == codes.MISSING_LAYER:
         return [_of_layers(group)]
     if group[0].is_a("per_file") and code != codes.RENAMED:
         return [_of_files(group)]
-    return (
-        _by_rank(group, held)
-        if code == codes.MISSING_FILE
-        else _of_store(group)
-        if code == codes.MISSING_CHUNKS
-        else _swapped(group)
-    )
+    if code == codes.MISSING_FILE:
+        return [_merge_missing_files(group, present)]
+    return _of_store(group) if code == codes.MISSING_CHUNKS else _swapped(group)
 
 
 def _of_store(group: list[Finding]) -> list[Finding]:
@@ -251,137 +250,103 @@ def _apart(one: str, other: str) -> tuple[str, str]:
     return next(((a, b) for a, b in pairs if a != b), (one, other))
 
 
-def _by_rank(group: list[Finding], held: Sequence[HeldFile]) -> list[Finding]:
-    """Missing files of one kind: one finding for each rank, or for each stage of which every rank is missing."""
-    there = _held_like(group, held)
-    lifted = _lifted(group, there)
-    if lifted is not None:
-        return lifted
-    by_rank: dict[str | None, list[Finding]] = {}
-    for finding in group:
-        by_rank.setdefault(finding.rank, []).append(finding)
-    return [_of_rank(rank, found, there) for rank, found in by_rank.items()]
-
-
-def _lifted_across(findings: list[Finding], held: Sequence[HeldFile]) -> list[Finding]:
-    """The findings, where a rank that lacks its files of every kind is one."""
-    kinds: dict[object, dict[str, list[Finding]]] = {}
+def _merge_lost_ranks(findings: list[Finding], present: Sequence[RankFile]) -> list[Finding]:
+    """Merge the missing files of ranks that lack their files of every kind."""
+    groups: dict[object, list[Finding]] = {}
     for finding in findings:
-        is_whole = len(finding.files) == 1 and not (finding.tensor or finding.count or finding.host)
-        if finding.code == codes.MISSING_FILE and finding.rank and is_whole:
+        is_one_file = len(finding.files) == 1 and not (finding.tensor or finding.count or finding.host)
+        if finding.code == codes.MISSING_FILE and finding.coords and is_one_file:
             judged = (finding.severity, finding.decided, finding.message, finding.got)
-            kinds.setdefault(judged, {}).setdefault(without_numbers(finding.file or ""), []).append(finding)
-    for of_kind in kinds.values():
-        there = {file.path: file for group in of_kind.values() for file in _held_like(group, held)}
-        gone = [finding for group in of_kind.values() for finding in group]
-        lifted = _lifted(gone, list(there.values())) if len(of_kind) > 1 else None
-        if lifted is not None:
+            groups.setdefault(judged, []).append(finding)
+    for gone in groups.values():
+        kinds = {without_numbers(finding.file or "") for finding in gone}
+        if len(kinds) > 1 and (lost := _find_lost_ranks(gone, [f for f in present if f.kind in kinds])):
             at = findings.index(gone[0])
+            merged = _merge_files(gone, *lost)
             findings = (
                 [f for f in findings[:at] if f not in gone]
-                + lifted
+                + [merged]
                 + [f for f in findings[at:] if f not in gone]
             )
     return findings
 
 
-def _held_like(group: Sequence[Finding], held: Sequence[HeldFile]) -> list[HeldFile]:
-    """Files at hand of the kind of missing ones, each with its rank: it has its number where they have theirs."""
-    form = without_numbers(group[0].file or "")
-    like = [file for file in held if file.form == form]
-    if all(file.coords for file in like):
-        return like
-    numbers = [list(map(int, _DIGITS.findall(f.file or ""))) for f in group]
-    ranks = [{d: n for d, (n, _) in ranks_of(f.rank).items()} for f in group]
-    of_like = [list(map(int, _DIGITS.findall(file.path))) for file in like]
-    at: dict[str, int] = {}
-    for d in set(ranks[0]).intersection(*ranks[1:]):
-        places = [
-            i
-            for i in range(len(numbers[0]))
-            if all(own[i] == rank[d] for own, rank in zip(numbers, ranks, strict=True))
-        ]
-        # The number of a step is that of all.
-        vary = [i for i in places if len({own[i] for own in (*numbers, *of_like)}) > 1]
-        if len(vary or places) == 1:
-            (at[d],) = vary or places
-    return [
-        file if file.coords else replace(file, coords={d: own[i] for d, i in at.items()})
-        for file, own in zip(like, of_like, strict=True)
-    ]
+def _merge_missing_files(gone: list[Finding], present: Sequence[RankFile]) -> Finding:
+    """Merge missing files of one kind into one finding."""
+    kind = without_numbers(gone[0].file or "")
+    alike = [file for file in present if file.kind == kind]
+    if lost := _find_lost_ranks(gone, alike):
+        return _merge_files(gone, *lost)
+    ranks = list(dict.fromkeys(finding.rank for finding in gone))
+    coords = gone[0].coords if len(ranks) == 1 else {}
+    others = (
+        sum(is_among(file.rank, coords) for file in alike)
+        if coords and all(file.rank for file in alike)
+        else 0
+    )
+    of = f" of {len(gone) + others}" if others else ""
+    whose = f" of {_name_ranks(coords)}" if coords else ""
+    text = "; ".join(rank for rank in ranks[:_MOST_RANKS] if rank) + (
+        " and others" if len(ranks) > _MOST_RANKS else ""
+    )
+    return _merge_files(gone, f"{len(gone)}{of} files{whose} are missing", coords, text or None)
 
 
-def _lifted(group: list[Finding], there: Sequence[HeldFile]) -> list[Finding] | None:
-    """One finding for each value of one dimension, where just the ranks with these values lack all their files."""
-    ranks = [ranks_of(f.rank) for f in group]
-    if not there or not all(file.coords for file in there):
+def _find_lost_ranks(gone: Sequence[Finding], present: Sequence[RankFile]) -> tuple[str, RankRanges] | None:
+    """Find the dimension on which some ranks lack all their files, and no other rank lacks one: a message, and these ranks."""
+    if not present:
         return None
-    if any(not rank or any(a != b for a, b in rank.values()) for rank in ranks):
-        return None
-    missing = [{d: n for d, (n, _) in rank.items()} for rank in ranks]
-    total = len(group) + len(there)
-    for dimension in _RANKS:
-        gone = {coords.get(dimension) for coords in missing}
-        left = {file.coords.get(dimension) for file in there}
-        if None in gone or None in left or gone & left:
+    total = len(gone) + len(present)
+    for dimension, name in _DIMENSIONS.items():
+        lost = [finding.coords.get(dimension, ()) for finding in gone]
+        there = {file.rank.get(dimension) for file in present}
+        if None in there or not all(len(of) == 1 and len(of[0]) == 1 for of in lost):
             continue
-        found = {
-            number: [f for f, coords in zip(group, missing, strict=True) if coords[dimension] == number]
-            for number in sorted(n for n in gone if n is not None)
-        }
-        return [
-            _merged(
-                of,
-                f"{_RANKS[dimension]} {number} is missing: {len(of)} of {total} files",
-                f"{dimension} {number}",
-            )
-            if len(of) > 1
-            else of[0]
-            for number, of in found.items()
-        ]
+        numbers = runs(of[0][0] for of in lost)
+        if not any(n in run for n in there for run in numbers):
+            be = "is" if len(numbers) == 1 == len(numbers[0]) else "are"
+            ranks = f"{name}{'' if be == 'is' else 's'} {runs_of(numbers)}"
+            return f"{ranks} {be} missing: {len(gone)} of {total} files", {dimension: numbers}
     return None
 
 
-def _of_rank(rank: str | None, found: list[Finding], there: Sequence[HeldFile]) -> Finding:
-    """One finding for the missing files of a rank."""
-    if len(found) == 1:
-        return found[0]
-    coords = {d: n for d, (n, m) in ranks_of(rank).items() if n == m}
-    others = sum(all(file.coords.get(d) == n for d, n in coords.items()) for file in there) if coords else 0
-    of = f" of {len(found) + others}" if others else ""
-    whose = f" of {_called(coords)}" if coords else ""
-    return _merged(found, f"{len(found)}{of} files{whose} are missing", rank)
-
-
-def _merged(found: list[Finding], message: str, rank: str | None) -> Finding:
-    return found[0].replace(
+def _merge_files(
+    gone: Sequence[Finding], message: str, coords: RankRanges, rank: str | None = None
+) -> Finding:
+    """Merge missing files into one finding, which names all of them."""
+    named = {} if rank is None else {"rank": rank}
+    helps, commands = {finding.help for finding in gone}, {finding.run for finding in gone}
+    run = commands.pop() if len(commands) == 1 else ()
+    if len(helps) == 1 and not coords:
+        help = _each(gone[0].help, "files")
+    else:
+        who = f"ran {_name_ranks(coords)}" if coords else "wrote them"
+        # A stage has a node for some of its ranks each.
+        is_one = (
+            coords and "pp" not in coords and all(sum(map(len, numbers)) == 1 for numbers in coords.values())
+        )
+        where = (
+            "node that {}, or name its directory as another CKPT"
+            if is_one
+            else "nodes that {}, or name their directories as more CKPTs"
+        )
+        help = f"copy these files from the {where.format(who)}"
+        help += ", or take the parameters alone" if run == PARAMETERS_ALONE else ""
+    return gone[0].replace(
         message=message,
-        files=[f.file for f in found],
-        rank=rank,
-        evidence=_evidence(found),
-        effect=united([f.effect for f in found if f.effect is not None]),
-        help=_help(found, rank),
+        files=[finding.file for finding in gone],
+        coords=coords,
+        evidence=_evidence(gone),
+        effect=united([finding.effect for finding in gone if finding.effect is not None]),
+        help=help,
+        run=run,
+        **named,
     )
 
 
-def _help(found: list[Finding], rank: str | None) -> str | None:
-    """What to do about several files: as about each, without its name."""
-
-    def unnamed(finding: Finding) -> str | None:
-        help_, path = finding.help or "", PurePosixPath(finding.file or "")
-        for name in (path.name, path.parent.name):
-            if name and f" {name} " in help_:
-                return help_.replace(f" {name} ", " these files ", 1)
-        return help_.replace("copy it ", "copy them ", 1) or None
-
-    said = {unnamed(f) for f in found}
-    if len(said) == 1:
-        return said.pop()
-    coords = {d: n for d, (n, _) in ranks_of(rank).items()}
-    who = f"ran {_called(coords)}" if coords else "wrote them"
-    return f"copy these files from the nodes that {who}, or name those nodes' directories as more CKPTs"
-
-
-def _called(coords: Coords) -> str:
-    """A rank as people call it."""
-    return ", ".join(f"{_RANKS.get(d, d)} {n}" for d, n in coords.items())
+def _name_ranks(coords: RankRanges) -> str:
+    """Name ranks as people call them: ``pipeline stage 1, tensor-parallel ranks 0-3``."""
+    return ", ".join(
+        f"{_DIMENSIONS.get(d, d)}{'' if sum(map(len, numbers)) == 1 else 's'} {runs_of(numbers)}"
+        for d, numbers in coords.items()
+    )

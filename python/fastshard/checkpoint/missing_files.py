@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from ..common import codes
 from ..common.errors import Finding
+from ..common.formatting import natural
 from ..common.options import StrPath
 from ..common.records import dataclass, field
+from ..sources.step_names import is_step
 
 __all__ = ["Absent", "absent"]
 
@@ -27,6 +30,8 @@ class Absent:
     commands: list[str]
     #: Whole layers of which no file is there, in words.
     layers: list[str] = field(default_factory=list)
+    #: Folders beside the checkpoint that hold missing files, and how many each.
+    siblings: dict[str, int] = field(default_factory=dict)
 
     @property
     def may_be_elsewhere(self) -> bool:
@@ -35,6 +40,13 @@ class Absent:
 
     def told(self) -> str:
         """Where it may be, and how to go on, for people."""
+        if self.siblings:
+            missing = len({file for files in self.files.values() for file in files})
+            held = [
+                f"{folder} holds {count:,} of the {missing:,} missing files"
+                for folder, count in self.siblings.items()
+            ]
+            return "\n".join([*held, "name all folders of one checkpoint:", f"  {self.commands[0]}"])
         *here, there = self.commands
         return "\n".join(
             [
@@ -81,6 +93,12 @@ def absent(findings: Iterable[Finding], roots: Sequence[StrPath]) -> Absent | No
                 files.setdefault(finding.rank or "", []).extend(names)
     if not files and not chunks and not layers:
         return None
+    siblings = _find_siblings(
+        {name for names in files.values() for name in names}, [Path(root) for root in roots]
+    )
+    if siblings:
+        words = ["fastshard", "verify", *(os.fspath(root) for root in roots), *siblings]
+        return Absent(files, chunks, [shlex.join(words)], layers, siblings)
     path = Path(roots[0]).absolute()
     path = path if path.is_dir() else path.parent
     folder = shlex.quote(str(path))
@@ -93,3 +111,47 @@ def absent(findings: Iterable[Finding], roots: Sequence[StrPath]) -> Absent | No
     other = shlex.quote(f"{path}-of-HOST")
     bring = [f"rsync -a HOST:{folder}/ {other}/", f"fastshard merge {folder} {other} OUT"]
     return Absent(files, chunks, [*bring, spread])
+
+
+#: Folders beside the checkpoint, and missing files, that are looked for.
+_MOST_SIBLINGS, _MOST_FILES = 100, 256
+
+
+def _find_siblings(files: Collection[str], roots: Sequence[Path]) -> dict[str, int]:
+    """Find folders beside the roots that hold missing files, by names alone: each with how many it holds.
+
+    A folder that has all that lies beside the missing files too is no part of this checkpoint: it is a copy, or another one.
+    """
+    found: dict[str, int] = {}
+    wanted = sorted(files)[:_MOST_FILES]
+    known = {os.path.realpath(root) for root in roots}
+    for root in roots if wanted else ():
+        parent = root.absolute().parent
+        try:
+            with os.scandir(parent) as entries:
+                names = [entry.name for entry in itertools.islice(entries, _MOST_SIBLINGS) if entry.is_dir()]
+            for name in sorted(names, key=natural):
+                sibling = parent / name
+                count = sum(os.path.lexists(sibling / file) for file in wanted)
+                is_other_step = is_step(name) and is_step(root.absolute().name)
+                if not count or is_other_step or os.path.realpath(sibling) in known:
+                    continue
+                if not _holds_all(sibling, root, wanted):
+                    found[os.fspath(sibling) if root.is_absolute() else os.path.relpath(sibling)] = count
+        except OSError:
+            # A hint is not worth an error.
+            continue
+    return found
+
+
+def _holds_all(sibling: Path, root: Path, files: Sequence[str]) -> bool:
+    """Tell whether a folder holds, by their names, all that the root holds beside missing files."""
+    for file in files:
+        folder = next((path for path in Path(file).parents if (root / path).is_dir()), None)
+        if folder is None:
+            return True
+        with os.scandir(root / folder) as entries:
+            names = [entry.name for entry in itertools.islice(entries, _MOST_FILES)]
+        if not all(os.path.lexists(sibling / folder / name) for name in names):
+            return False
+    return True

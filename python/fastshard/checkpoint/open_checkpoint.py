@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -109,8 +110,9 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
     except _core.CoreError as error:
         raise from_core(error) from None
     unread = _one_limit(catalog.findings())
-    prefixes = [os.fspath(root) + os.sep for root in roots]
-    findings = [*listing.findings, *found.findings, *(_relative(f, prefixes) for f in unread)]
+    labels = _label_files(found.files, roots)
+    set_of_labels = frozenset(labels)
+    findings = [*listing.findings, *found.findings, *(_as_listed(f, roots, set_of_labels) for f in unread)]
     readable = catalog.files()
     called = calls_for_tensors(catalog, readable)
     findings += called.values()
@@ -206,7 +208,7 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
         source = _held_against(reference, source)
     asks = "off" not in (options.get("transformers"), os.environ.get("FASTSHARD_TRANSFORMERS"))
     opened = Opened(
-        source, catalog, findings, found.files, _behind(found), reference, gate, asks, None, quantised,
+        source, catalog, findings, found.files, labels, _behind(found), reference, gate, asks, None, quantised,
         [os.fspath(path) for path in (adapter, options.get("fill_from")) if path is not None],
     )  # fmt: skip
     return Checkpoint(listing, opened, readable)
@@ -376,10 +378,22 @@ def _one_limit(findings: list[Finding]) -> list[Finding]:
     return [told, *(f for f in findings if f.code != codes.TOO_MANY_FILES)]
 
 
-def _relative(finding: Finding, prefixes: list[str]) -> Finding:
-    for prefix in prefixes:
-        if finding.file and finding.file.startswith(prefix):
-            return finding.replace(file=finding.file[len(prefix) :])
+def _label_files(files: Sequence[File], roots: Sequence[Path]) -> list[str]:
+    """Return what findings call the files: their paths, and of a path that several roots hold the root too."""
+    counts = Counter(file.path for file in files)
+    return [
+        file.path if counts[file.path] == 1 else os.fspath(roots[file.root] / file.path) for file in files
+    ]
+
+
+def _as_listed(finding: Finding, roots: Sequence[Path], labels: Collection[str]) -> Finding:
+    """Name the file of a finding of the core, which has its root, by its label."""
+    if not finding.file or finding.file in labels:
+        return finding
+    for root in roots:
+        path = finding.file.removeprefix(os.fspath(root) + os.sep)
+        if path != finding.file:
+            return finding.replace(file=path)
     return finding
 
 

@@ -28,11 +28,11 @@ from ..targets.form import Form
 from ..targets.optimizer_state import carried
 from ..targets.registry import TARGETS, check, target_of
 from ..targets.request import DTYPES, MERGE, Request
-from .causes import Causes, causes_of
+from .causes import Causes, causes_of, locate_files
 from .dequantised import dequantised
 from .drafting import CoreRequest, Merged, Opened, draft_of, movable, taken, with_masters
 from .effects import with_effects
-from .grouping import HeldFile, grouped
+from .grouping import RankFile, group_by_cause
 from .lost_tensors import lost_tensors
 from .missing_parts import HeldPart, absent, by_part, held_parts
 from .plan import Plan
@@ -157,8 +157,7 @@ def _made(opened: Opened, request: Request) -> Plan:
     findings, lost = _all_findings(draft, core, told)
     # Last: what is made an error here is not what the others follow from.
     each = opened.gate.judged(findings)
-    ranks = {unit.file: unit.coords for unit in draft.source.units}
-    held = [HeldFile(path, ranks.get(file, {})) for file, path in enumerate(draft.paths)]
+    rank_files = [RankFile(path, rank) for path, rank in locate_files(draft.source, draft.paths).items()]
     source = draft.source
     if draft.is_kept and opened.quantised.weights:
         forms = Counter(weight.form.name for weight in opened.quantised.weights)
@@ -168,7 +167,7 @@ def _made(opened: Opened, request: Request) -> Plan:
         source = replace(source, provable=True, referenced=True, values=values)
     return Plan(
         core,
-        grouped(_by_part(draft, each, lost), held),
+        group_by_cause(_by_part(draft, each, lost), rank_files),
         source,
         request.to or "merge",
         draft.target is not None and draft.target.writes_arrays,
@@ -232,7 +231,8 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
     if made is not None:
         asked = replace(asked, coded=made.coded, left_out=made.left_out(source), keep=_kept(opened, request))
     # A file that is missing or cannot be read makes every tensor in it missing: say the cause, not the echo.
-    causes = causes_of(findings, source, [file.path for file in opened.files], opened.catalog.names)
+    paths = [file.path for file in opened.files]
+    causes = causes_of(findings, source, paths, opened.catalog.names, opened.labels)
     core = draft_of(opened.catalog, asked)
     # Read before the draft is placed, which uses it up.
     found, lost, axes, dtypes = core.findings(), core.lost(), core.axes(), core.dtypes()
@@ -349,7 +349,8 @@ def _judged(draft: _Draft) -> list[Finding]:
     why = "" if opened.promised is None else opened.promised.why
     if seen is not None:
         # What could not be drafted is missing below for that reason.
-        both = causes_of([*draft.findings, *draft.found], source, draft.paths, opened.catalog.names)
+        found = [*draft.findings, *draft.found]
+        both = causes_of(found, source, draft.paths, opened.catalog.names, opened.labels)
         by_layers = both.left(asked_for(f, request) for f in seen.findings)
         if opened.promised is not None:
             from .promised import beside_list, judged

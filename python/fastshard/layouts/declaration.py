@@ -11,6 +11,7 @@ from .._core import Table
 from ..common import codes
 from ..common.errors import FastshardError, Finding, raise_errors
 from ..common.listing import File, Folder
+from ..common.ranks import Rank
 from ..common.records import dataclass, field, replace
 from . import tables
 from .declared_model import Description, Dialect, Evidence
@@ -58,6 +59,8 @@ class Source:
     degrees: dict[str, int] = field(default_factory=dict)
     #: Further degrees of the run that saved it, as far as it says them; they divide nothing here.
     ranks: dict[str, int] = field(default_factory=dict)
+    #: The rank that wrote each file, by its number, as its name says; of files with units these may say more.
+    file_ranks: dict[int, Rank] = field(default_factory=dict)
     axes: dict[str, int] = field(default_factory=dict)
     facts: dict[str, bool] = field(default_factory=dict)
     #: Sets of positions by name: the axis and the positions, ascending.

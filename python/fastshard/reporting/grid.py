@@ -13,6 +13,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..common import codes
 from ..common.errors import Finding
 from ..common.listing import store_of
+from ..common.ranks import Rank, is_within
 from ..common.records import dataclass
 from ..common.regex import compile_when_used
 from ..models.tensor_roles import layer_of, place_of
@@ -51,8 +52,8 @@ _DIGITS = compile_when_used(r"[0-9]+")
 _LAYERS = "L"
 #: Layers of a run that are shown; no model has more.
 _MOST_LAYERS = 1 << 14
-#: The part of a rank in which ranks differ that hold the same tensors.
-_TENSOR_RANK = compile_when_used(r"\b(?:tp|mp) [0-9]+")
+#: Dimensions on which ranks differ that hold the same tensors.
+_TENSOR_DIMENSIONS = frozenset({"tp", "mp"})
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class _Filling:
         for unit in source.units:
             path = paths[unit.file]
             row = self._row(unit.rank or path, path)
+            row.rank = {**unit.coords, **source.file_ranks.get(unit.file, {})} if unit.rank else {}
             if readable[unit.file] is None:
                 continue
             names = tuple(catalog.names(unit.file))
@@ -150,8 +152,8 @@ class _Filling:
             else:
                 self._put(row, path, Counter(self._key(_CHUNK.sub("", n)) for n in catalog.names(index)))
         self.ranks = {unit.rank for unit in source.units if unit.rank}
-        #: Ranks without their numbers: what a rank of this checkpoint is called.
-        self.forms = {_form(rank) for rank in self.ranks}
+        #: Dimensions of the ranks: by these a rank of this checkpoint is told from another.
+        self.forms = {frozenset(self.rows[rank].rank) for rank in self.ranks}
         self.inferred = False
 
     def _row(self, name: str, path: str) -> Row:
@@ -181,9 +183,9 @@ class _Filling:
         #: Files of a row that are missing or cannot be read, by row: the causes of what the core misses.
         causes: dict[str, list[tuple[str, int]]] = {}
         self.forms |= {
-            _form(echo.rank)
+            frozenset(echo.coords)
             for echo in echoes
-            if echo.is_a("missing_tensor", "incomplete") and echo.rank and not self.forms
+            if echo.is_a("missing_tensor", "incomplete") and echo.coords and not self.forms
         }
         for finding in told:
             state = state_of(finding)
@@ -224,7 +226,8 @@ class _Filling:
         """The row that a finding is about."""
         if finding.file in self.row_of:
             return self.row_of[finding.file or ""]
-        name = finding.rank if finding.rank in self.rows or _form(finding.rank) in self.forms else None
+        is_rank = bool(finding.coords) and frozenset(finding.coords) in self.forms
+        name = finding.rank if finding.rank in self.rows or is_rank else None
         if name is None and finding.file and not finding.rank:
             within = {row for path, row in self.row_of.items() if path.startswith(f"{finding.file}/")}
             name = within.pop() if len(within) == 1 else None
@@ -234,7 +237,7 @@ class _Filling:
                 name = f"{finding.rank}: {finding.file.rpartition('/')[2]}"
         elif finding.rank == name:
             self.ranks.add(name)
-        row = self.rows.setdefault(name, Row())
+        row = self.rows.setdefault(name, Row(rank=_rank_of(finding)))
         if finding.file and finding.file not in row.files:
             row.files.append(finding.file)
         return name
@@ -251,8 +254,7 @@ class _Filling:
         rows = [row for row in causes if row == echo.rank]
         if not rows and echo.rank not in self.ranks:
             # The core names as much of the rank as decides: that of a stage is not among it.
-            parts = set((echo.rank or "").split(", ")) - {""}
-            rows = [row for row in causes if parts <= set(row.partition(":")[0].split(", "))]
+            rows = [row for row in causes if is_within(self.rows[row].rank, echo.coords)]
         if len(rows) == 1 and (echo.rank or len(causes[rows[0]]) == 1):
             files = causes[rows[0]]
             path, state = files[0] if len(files) == 1 else self._likeliest(key, files)
@@ -262,15 +264,15 @@ class _Filling:
         name = echo.rank or NOWHERE
         if echo.rank:
             self.ranks.add(name)
-        self.rows.setdefault(name, Row()).add(key, MISSING, count)
+        self.rows.setdefault(name, Row(rank=_rank_of(echo))).add(key, MISSING, count)
 
     def _infer(self, causes: dict[str, list[tuple[str, int]]]) -> None:
         """What ranks lack that the core does not name one by one: what those hold that differ in their tensor parallel rank
         alone."""
-        alike: dict[str, Counter[Key]] = {}
+        alike: dict[tuple[tuple[str, int], ...], Counter[Key]] = {}
         for name in self.ranks:
             for counts in self.rows[name].held:
-                of = alike.setdefault(_TENSOR_RANK.sub("", name), Counter())
+                of = alike.setdefault(_without_tensor_rank(self.rows[name].rank), Counter())
                 if of is not counts:
                     of |= counts
         for name in sorted(self.ranks):
@@ -280,7 +282,7 @@ class _Filling:
                 continue  # Nothing is missed of it.
             states = {state for _, state in causes.get(name, ())} or {min(c) for c in row.cells.values()}
             state = min(states, default=MISSING)
-            for key, count in alike.get(_TENSOR_RANK.sub("", name), {}).items():
+            for key, count in alike.get(_without_tensor_rank(row.rank), {}).items():
                 if key not in have:
                     row.add(key, state, count)
 
@@ -307,13 +309,17 @@ class _Filling:
             for key in self.held[finding.file]:
                 row.mark(key, state)
         elif finding.file not in explained:
-            row.mark(FILE, state)
+            if state == MISSING:
+                # Each missing file of a rank counts.
+                row.add(FILE, state)
+            else:
+                row.mark(FILE, state)
 
     def _lose_layer(self, finding: Finding) -> None:
         """Layers of which nothing is there: they are missing on each rank, unless ranks have layers of their own."""
         keys: list[Key] = [(number, WHOLE) for number in (finding.layers or range(0))[:_MOST_LAYERS]]
         keys = keys or [FILE]
-        whole = finding.layers and self.ranks and not any("pp" in rank for rank in self.ranks)
+        whole = finding.layers and self.ranks and not any("pp" in self.rows[name].rank for name in self.ranks)
         names = sorted(self.ranks) if whole else [self._row_for(finding)]
         for name in names:
             for key in keys:
@@ -332,7 +338,8 @@ def banded(rows: Mapping[str, Row], of_ranks: Collection[str], inferred: bool = 
     keys = sorted({key for row in distinct.values() for key in row.named()}, key=order_of)
     columns, where = columns_of(keys)
     cells_by = _cells(rows, where, len(columns))
-    ranks = in_order([name for name in rows if name in of_ranks], cells_by)
+    by_name = {name: row.rank for name, row in rows.items()}
+    ranks = in_order([name for name in rows if name in of_ranks], by_name, cells_by)
     names = [*ranks, *sorted((name for name in rows if name not in of_ranks), key=nowhere_last)]
     bands: list[Band] = []
     for name in names:
@@ -341,7 +348,9 @@ def banded(rows: Mapping[str, Row], of_ranks: Collection[str], inferred: bool = 
         if last is not None and last.cells == cells:
             bands[-1] = joined_band(last, name, row, cells)
         else:
-            bands.append(Band(name, 1, tuple(row.files[:3]), len(row.files), cells, names=[name]))
+            bands.append(
+                Band(name, 1, tuple(row.files[:3]), len(row.files), cells, names=[name], ranks=[row.rank])
+            )
     problems = tuple(problems_of(bands, columns))
     return Grid(columns, tuple(fewer(bands, len(columns))), len(names), len(ranks), problems, inferred)
 
@@ -372,8 +381,14 @@ def state_of(finding: Finding) -> int:
     return COPIED if codes.CODES[finding.code].check == "copies" else MISFIT
 
 
-def _form(rank: str | None) -> str:
-    return _DIGITS.sub("#", rank or "")
+def _rank_of(finding: Finding) -> Rank:
+    """Return the rank that a finding is about; empty where it is about several, or none."""
+    is_one = all(len(runs) == 1 == len(runs[0]) for runs in finding.coords.values())
+    return {d: runs[0][0] for d, runs in finding.coords.items()} if is_one else {}
+
+
+def _without_tensor_rank(rank: Rank) -> tuple[tuple[str, int], ...]:
+    return tuple((d, n) for d, n in rank.items() if d not in _TENSOR_DIMENSIONS)
 
 
 def _apart(a: str, b: str) -> int:

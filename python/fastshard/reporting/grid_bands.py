@@ -86,9 +86,10 @@ def _cell(tally: Counter[int] | None) -> Cell | None:
 def joined_band(band: Band, name: str, row: Row, cells: tuple[Cell | None, ...]) -> Band:
     """Adds a row that is alike to a band."""
     first = band.label.partition(" … ")[0] if band.rows > 1 else band.label
-    names = band.names
-    assert isinstance(names, list)
+    names, ranks = band.names, band.ranks
+    assert isinstance(names, list) and isinstance(ranks, list)
     names.append(name)
+    ranks.append(row.rank)
     return Band(
         f"{first} … {name}",
         band.rows + 1,
@@ -96,6 +97,7 @@ def joined_band(band: Band, name: str, row: Row, cells: tuple[Cell | None, ...])
         band.file_count + len(row.files),
         cells,
         names=names,
+        ranks=ranks,
     )
 
 
@@ -121,8 +123,11 @@ def fewer(bands: list[Band], columns: int) -> list[Band]:
         label = f"{group[0].label.partition(' … ')[0]} … {last}"
         rows, files = sum(b.rows for b in group), sum(b.file_count for b in group)
         names = [name for band in group for name in band.names]
+        ranks = [rank for band in group for rank in band.ranks]
         alike = len(group) == 1
-        fewer.append(Band(label, rows, group[0].files, files, tuple(cells), alike=alike, names=names))
+        fewer.append(
+            Band(label, rows, group[0].files, files, tuple(cells), alike=alike, names=names, ranks=ranks)
+        )
     return fewer
 
 

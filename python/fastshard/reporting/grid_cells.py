@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from ..common.ranks import Rank
 from ..common.records import dataclass, field
 
 
@@ -99,8 +100,9 @@ class Band:
     cells: tuple[Cell | None, ...]
     #: False where rows that differ had to be put together.
     alike: bool = True
-    #: The rows, in order.
+    #: The rows, in order, and the rank that each is.
     names: Sequence[str] = ()
+    ranks: Sequence[Rank] = ()
 
     @property
     def worst(self) -> int:
@@ -127,6 +129,8 @@ class Problem:
 class Row:
     """A row while it is filled."""
 
+    #: The rank that it is; empty for files that are of no rank.
+    rank: Rank = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     #: What its files hold, shared with other rows: ranks mostly hold the same.
     held: list[Counter[Key]] = field(default_factory=list)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from ..checkpoint.causes import locate_files
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.plan import Plan
 from ..common.listing import store_of
@@ -22,8 +23,10 @@ def sources_grid(checkpoint: Checkpoint, plan: Plan) -> Grid:
         checkpoint: one side of the conversion.
         plan: how it makes the tensors of the result; it has no errors.
     """
-    files = checkpoint.opened.files
-    ranks = {files[unit.file].path: unit.rank for unit in checkpoint.opened.source.units if unit.rank}
+    files = [file.path for file in checkpoint.opened.files]
+    units = checkpoint.opened.source.units
+    ranks = {files[unit.file]: unit.rank for unit in units if unit.rank}
+    located = locate_files(checkpoint.opened.source, files)
     rows: dict[str, Row] = {}
     held: dict[str, Counter[Key]] = {}
     pieces = 0
@@ -33,7 +36,7 @@ def sources_grid(checkpoint: Checkpoint, plan: Plan) -> Grid:
             holders.setdefault(ranks.get(file) or store_of(file) or file, []).append(file)
         pieces += len(holders)
         for label, read in holders.items():
-            row = rows.setdefault(label, Row())
+            row = rows.setdefault(label, Row(rank=located.get(read[0], {})))
             row.files += [file for file in read if file not in row.files]
             held.setdefault(label, Counter())[place_of(name)] += 1
     for label, counts in held.items():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ..common.errors import Finding
 from ..common.finding_facts import effect_of
 from ..common.formatting import counted
+from ..common.ranks import is_within
 from ..common.records import dataclass
 from .grid import state_of
 from .grid_cells import Band
@@ -91,10 +92,9 @@ def links(made: Sequence[Article], band: Band, state: int) -> tuple[int, ...]:
     names = set(band.names) | set(band.files)
     near = [a for a in alike if any(f.rank in names or names.intersection(f.files) for f in a.findings)]
     if not near:
-        rows = [set(name.split(", ")) for name in band.names]
         near = [
             a
             for a in alike
-            if any(f.rank and any(set(f.rank.split(", ")) <= row for row in rows) for f in a.findings)
+            if any(f.coords and any(is_within(rank, f.coords) for rank in band.ranks) for f in a.findings)
         ]
     return tuple(a.number for a in near or alike)[:8]

@@ -334,7 +334,7 @@ def _together(problems: Iterable[Problem]) -> list[tuple[Problem, int, list[str]
 
 def _short(bands: Sequence[Band]) -> list[str]:
     """Labels: a band of ranks as a product of ranges; names of files without folders, where they are told apart without."""
-    labels = [band_name(band.names) or band.label for band in bands]
+    labels = [band_name(band.ranks) or band.label for band in bands]
     names = [" … ".join(part.rpartition("/")[2] for part in label.split(" … ")) for label in labels]
     return [
         clipped(name if names.count(name) == 1 else label) for name, label in zip(names, labels, strict=True)

@@ -13,6 +13,7 @@ from ..common.errors import FastshardError, Finding, from_core
 from ..common.listing import File, Listing
 from ..common.near_words import meant
 from ..common.options import ACCEPTABLE, MAX_DEGREE, OpenOptions
+from ..common.ranks import Coords
 from ..common.records import dataclass, field
 from ..layouts.declaration import Blocks, Source
 
@@ -245,12 +246,36 @@ def lacking(have: Iterable[int], first: int, last: int) -> list[tuple[int, int]]
     return runs
 
 
+#: Options that take the parameters where state of the optimizer is missing.
+PARAMETERS_ALONE = ("--weights params",)
+
+
 def missing(
-    path: str, rank: str | None, why: str, help: str, *, upto: str | None = None, run: Sequence[str] = ()
+    path: str,
+    coords: Coords,
+    why: str,
+    help: str,
+    *,
+    rank: str | None = None,
+    upto: str | None = None,
+    run: Sequence[str] = (),
 ) -> Finding:
-    """A file that must be there and is not; or all from it to ``upto``, the name of the last of a run."""
+    """Report a file that must exist and is missing, or a run of files.
+
+    Args:
+        path: of the file, or of the first one of a run.
+        coords: the rank that wrote it, by dimension; of a run the ranks.
+        why: who says that it must exist.
+        help: what to do.
+        rank: what people call the rank, where ``coords`` says it otherwise.
+        upto: name of the last file of a run.
+        run: commands that do what ``help`` says.
+    """
     what = "the file is missing" if upto is None else f"the files from this one to {upto} are missing"
-    return Finding.of(codes.MISSING_FILE, what, file=path, rank=rank, evidence=why, help=help, run=run)
+    named = {} if rank is None else {"rank": rank}
+    return Finding.of(
+        codes.MISSING_FILE, what, file=path, coords=coords, evidence=why, help=help, run=run, **named
+    )
 
 
 def unexpected(path: str, why: str) -> Finding:

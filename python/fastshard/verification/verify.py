@@ -37,6 +37,7 @@ from ..models import sidecar_files
 from ..models.tokenizer import Tokenizer
 from ..models.tokenizer import find as find_tokenizer
 from ..targets.request import Request
+from .consequences import drop_consequences
 from .verdict import Verdict
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def verify(
     all_names = make_plan(checkpoint.opened).index.keys() if include or exclude else plan.index.keys()
     left_out = () if path is None else all_names - plan.index.keys()
     differing, downloaded = _differing(checkpoint, plan, path, left_out, run, progress)
-    differing = _not_explained(findings, differing)
+    findings, differing = drop_consequences(findings, differing, checkpoint.opened)
     findings, differing = (_without_trust(those, inside) for those in (findings, differing))
     findings += _find_accepted_part(inside)
     found = _unique(checkpoint.opened.gate.judged([*findings, *differing]))
@@ -225,24 +226,6 @@ def _differing(
     except _core.CoreError as error:
         findings += from_core(error).findings
     return findings, downloaded
-
-
-def _not_explained(findings: Iterable[Finding], differing: Iterable[Finding]) -> list[Finding]:
-    """What reading has found, without what files in the place of others account for, and copies that these say themselves."""
-    misplaced = [f for f in findings if f.is_a("misplaced") and f.severity == "error"]
-    elsewhere = {file for finding in misplaced for file in finding.files}
-    named = {file for f in misplaced if f.code == codes.DUPLICATED_SHARD for file in f.files}
-
-    def is_known(finding: Finding) -> bool:
-        files = {finding.file, *finding.files}
-        if finding.is_a("comparison"):
-            return not elsewhere.isdisjoint(files)
-        # All but the original are named.
-        return (
-            finding.code == codes.DUPLICATED_SHARD and not named.isdisjoint(files) and len(files - named) < 2
-        )
-
-    return [finding for finding in differing if not is_known(finding)]
 
 
 def _sidecars_differ(checkpoint: Checkpoint, plan: Plan) -> list[Finding]:

@@ -4,7 +4,9 @@ use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 
 use fastshard::codes;
-use fastshard::error::{exit_code as exit_code_of, Effect as CoreEffect, Finding as CoreFinding, Layers};
+use fastshard::error::{
+    exit_code as exit_code_of, Effect as CoreEffect, Finding as CoreFinding, Ranks, Span,
+};
 use fastshard::gate::Gate;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -45,21 +47,36 @@ fn text(given: &Bound<'_, PyAny>) -> PyResult<String> {
     given.call_method1("encode", ("utf-8", "backslashreplace"))?.call_method0("decode")?.extract()
 }
 
-fn layers(given: &Bound<'_, PyAny>) -> PyResult<Layers> {
+fn layers(given: &Bound<'_, PyAny>) -> PyResult<Span> {
     let (start, stop, step): (u64, u64, u64) = (
         given.getattr("start")?.extract()?,
         given.getattr("stop")?.extract()?,
         given.getattr("step")?.extract()?,
     );
     match step == 1 && start < stop {
-        true => Ok(Layers { first: start, last: stop - 1 }),
+        true => Ok(Span { first: start, last: stop - 1 }),
         false => Err(PyValueError::new_err("layers are a range of one layer at least, in steps of 1")),
     }
 }
 
-fn range(py: Python<'_>, layers: Layers) -> PyResult<Bound<'_, PyRange>> {
+fn range(py: Python<'_>, layers: Span) -> PyResult<Bound<'_, PyRange>> {
     let (first, last) = (isize::try_from(layers.first)?, isize::try_from(layers.last)?);
     PyRange::new(py, first, last.saturating_add(1))
+}
+
+/// Ranks, given as numbers or ranges by dimension.
+fn ranks(given: &Bound<'_, PyAny>) -> PyResult<Ranks> {
+    let mut ranks = Vec::new();
+    for item in given.cast::<PyDict>()?.items() {
+        let (dimension, numbers): (String, Bound<'_, PyAny>) = item.extract()?;
+        let spans = match numbers.extract::<u64>() {
+            Ok(number) => vec![Span { first: number, last: number }],
+            Err(_) if numbers.is_instance_of::<PyRange>() => vec![layers(&numbers)?],
+            Err(_) => numbers.try_iter()?.map(|span| layers(&span?)).collect::<PyResult<_>>()?,
+        };
+        ranks.push((dimension, spans));
+    }
+    Ok(Ranks(ranks))
 }
 
 /// What a finding makes impossible.
@@ -181,6 +198,10 @@ fn set(finding: &mut CoreFinding, changes: &Bound<'_, PyDict>) -> PyResult<()> {
                 finding.parts = core(given.extract()?);
                 continue;
             }
+            "coords" => {
+                finding.coords = if given.is_none() { Ranks::default() } else { ranks(&given)? };
+                continue;
+            }
             "effect" => {
                 finding.effect = given.extract::<Option<Effect>>()?.map(|effect| effect.inner);
                 continue;
@@ -199,6 +220,9 @@ fn set(finding: &mut CoreFinding, changes: &Bound<'_, PyDict>) -> PyResult<()> {
             _ => return Err(PyTypeError::new_err(format!("a finding has no field {key:?}"))),
         };
         *place = (!given.is_none()).then(|| text(&given)).transpose()?;
+    }
+    if changes.contains("coords")? && !changes.contains("rank")? {
+        finding.rank = Some(finding.coords.to_string()).filter(|text| !text.is_empty());
     }
     // Commands do what their help says.
     if changes.contains("help")? && !changes.contains("run")? {
@@ -320,6 +344,16 @@ impl Finding {
     }
 
     #[getter]
+    fn coords<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let coords = PyDict::new(py);
+        for (dimension, spans) in &self.inner.coords.0 {
+            let ranges: PyResult<Vec<_>> = spans.iter().map(|span| range(py, *span)).collect();
+            coords.set_item(dimension, PyTuple::new(py, ranges?)?)?;
+        }
+        Ok(coords)
+    }
+
+    #[getter]
     fn host(&self) -> Option<&str> {
         self.inner.host.as_deref()
     }
@@ -421,9 +455,19 @@ impl Finding {
         hasher.finish()
     }
 
+    /// The finding that pickle makes of its parts.
+    #[classmethod]
+    fn _restore(
+        _cls: &Bound<'_, PyType>,
+        data: Given<CoreFinding>,
+        coords: &Bound<'_, PyAny>,
+    ) -> PyResult<Self> {
+        Ok(Finding { inner: CoreFinding { coords: ranks(coords)?, ..data.0 } })
+    }
+
     fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyTuple>)> {
-        let make = py.get_type::<Finding>().getattr("from_dict")?;
-        Ok((make, PyTuple::new(py, [self.to_dict(py)?])?))
+        let make = py.get_type::<Finding>().getattr("_restore")?;
+        Ok((make, PyTuple::new(py, [self.to_dict(py)?, self.coords(py)?.into_any()])?))
     }
 }
 

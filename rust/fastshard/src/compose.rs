@@ -355,9 +355,7 @@ impl Composed {
 /// The finding for elements of a stored tensor that the target has no place for.
 fn no_place(layout: &str, elements: u64, tensor: &str, unit: &Unit) -> Finding {
     let told = format!("the target layout {layout} has no place for {elements} of its elements");
-    let mut finding = Finding::new(codes::UNKNOWN_TENSOR, told).file(&unit.file).tensor(tensor).help(
-        "choose the target that fits this model, leave the tensor out on purpose (--exclude), or keep all under their own names (merge)",
-    );
-    finding.rank = unit.rank.clone();
-    finding
+    let help = "choose the target that fits this model, leave the tensor out on purpose (--exclude), or keep all under their own names (merge)";
+    let finding = Finding::new(codes::UNKNOWN_TENSOR, told).file(&unit.file).tensor(tensor).help(help);
+    finding.of_rank(&unit.coords, &unit.rank)
 }

@@ -3,6 +3,7 @@
 //! A [`Finding`] is data: a stable code, where it was seen, what was expected, what was found and
 //! what to do. An [`Error`] is one or more findings that stopped an operation.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 
@@ -13,13 +14,53 @@ use crate::memory;
 
 pub use crate::codes::Severity;
 
-/// Layers in a row.
+/// Numbers in a row: of layers, or of ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Layers {
+pub struct Span {
     /// The first.
     pub first: u64,
     /// The last.
     pub last: u64,
+}
+
+impl fmt::Display for Span {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.last - self.first {
+            0 => write!(f, "{}", self.first),
+            _ => write!(f, "{} to {}", self.first, self.last),
+        }
+    }
+}
+
+/// Ranks of the run that wrote a checkpoint: on each dimension of its mesh, the numbers that are meant. A dimension that is missing
+/// may be any.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
+pub struct Ranks(pub Vec<(String, Vec<Span>)>);
+
+impl Ranks {
+    /// Makes one rank of its number on each dimension.
+    pub fn one<D: AsRef<str>>(coords: impl IntoIterator<Item = (D, u64)>) -> Self {
+        let span = |at| vec![Span { first: at, last: at }];
+        Ranks(coords.into_iter().map(|(d, at)| (d.as_ref().to_string(), span(at))).collect())
+    }
+}
+
+/// E.g. `tp 3 to 5, pp 1`.
+impl fmt::Display for Ranks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, (dimension, spans)) in self.0.iter().enumerate() {
+            write!(f, "{}{dimension} ", if i > 0 { ", " } else { "" })?;
+            for (k, span) in spans.iter().enumerate() {
+                let joint = match k {
+                    0 => "",
+                    _ if k + 1 == spans.len() => " and ",
+                    _ => ", ",
+                };
+                write!(f, "{joint}{span}")?;
+            }
+        }
+        Ok(())
+    }
 }
 
 /// What a finding makes impossible: the tensors that are missing, incomplete or unreadable because of it.
@@ -35,13 +76,13 @@ pub struct Effect {
     pub in_layers: u64,
     /// These layers.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub layers: Vec<Layers>,
+    pub layers: Vec<Span>,
     /// How many of them are in layers of which no tensor is left.
     #[serde(default)]
     pub in_whole_layers: u64,
     /// These layers.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub whole_layers: Vec<Layers>,
+    pub whole_layers: Vec<Span>,
     /// Names of the tensors, those outside of layers first; of very many the first.
     pub tensors: Vec<String>,
 }
@@ -64,6 +105,9 @@ pub struct Finding {
     /// Rank in the field's words, e.g. `tp 1`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rank: Option<String>,
+    /// The ranks that it is about, by which findings of one cause are found; `rank` says them to people.
+    #[serde(skip)]
+    pub coords: Ranks,
     /// Host name, where known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host: Option<String>,
@@ -72,7 +116,7 @@ pub struct Finding {
     pub tensor: Option<String>,
     /// Layers that it is about, as a whole.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub layers: Option<Layers>,
+    pub layers: Option<Span>,
     /// Axis of the layout that it is about.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub axis: Option<String>,
@@ -117,6 +161,7 @@ impl Finding {
             file: None,
             files: Vec::new(),
             rank: None,
+            coords: Ranks::default(),
             host: None,
             tensor: None,
             layers: None,
@@ -156,6 +201,22 @@ impl Finding {
         self
     }
 
+    /// Names the ranks that it is about.
+    #[must_use]
+    pub fn ranks(mut self, coords: Ranks) -> Self {
+        self.rank = (!coords.0.is_empty()).then(|| coords.to_string());
+        self.coords = coords;
+        self
+    }
+
+    /// Names the rank that it is about: its number on each dimension, and what messages call it.
+    #[must_use]
+    pub fn of_rank(mut self, coords: &BTreeMap<String, u64>, rank: &Option<String>) -> Self {
+        self.coords = Ranks::one(coords.iter().map(|(d, at)| (d, *at)));
+        self.rank = rank.clone();
+        self
+    }
+
     /// Names the tensor.
     #[must_use]
     pub fn tensor(mut self, tensor: impl Into<String>) -> Self {
@@ -166,7 +227,7 @@ impl Finding {
     /// Names layers that it is about.
     #[must_use]
     pub fn layers(mut self, first: u64, last: u64) -> Self {
-        self.layers = Some(Layers { first, last });
+        self.layers = Some(Span { first, last });
         self
     }
 

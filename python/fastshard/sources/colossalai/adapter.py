@@ -20,6 +20,7 @@ from ... import _core
 from ...common import codes
 from ...common.errors import Finding
 from ...common.listing import File, Listing
+from ...common.ranks import format_rank
 from ...common.regex import compile_when_used
 from ...layouts import tables
 from ...layouts.declaration import Assembled, Description, Source, Unit
@@ -30,7 +31,7 @@ from ..choose_step import Chosen, folder_of
 from ..index_files import read_json
 from ..step_names import is_step
 from . import optim as colossalai_optim
-from .index import PARTIAL, join, rank_of, read_indexes
+from .index import PARTIAL, coords_of, join, read_indexes
 from .missing_shards import (
     SHARD,
     not_named,
@@ -162,9 +163,19 @@ class ColossalAI:
             only = [name for name in only if name not in together | padded]
             match = SHARD.match(name)
             ep = int(match["ep"]) - 1 if match and match["ep"] else None
-            rank = f"tp {found.files[i].root}" if together else None if ep is None else rank_of(match)
+            rank = (
+                f"tp {found.files[i].root}"
+                if together
+                else None
+                if ep is None
+                else format_rank(coords_of(match))
+            )
             source.units.append(Unit(file=i, only=only, rank=rank, coords={} if ep is None else {"ep": ep}))
         shapes = {name: whole(name) or places[0][2] for name, places in held.items()}
+        names = enumerate(
+            SHARD.match(file.name) or colossalai_optim.SHARD.match(file.name) for file in found.files
+        )
+        source.file_ranks = {i: coords for i, match in names if (coords := coords_of(match))}
         colossalai_optim.declare(source, found, contents, shapes)
         # The optimizer's index has numbers, not the names of what its files hold.
         for i in range(sum(len(copies) for _, copies in saved.shards), len(found.files)):

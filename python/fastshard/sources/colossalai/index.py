@@ -16,12 +16,12 @@ from ..index_files import read_json, safe_relative
 PARTIAL = "tmp_index_files"
 
 
-def rank_of(match: re.Match[str] | None) -> str | None:
-    """The ranks that wrote a shard, by its name, which counts stages and groups of experts from 1."""
+def coords_of(match: re.Match[str] | None) -> dict[str, int]:
+    """Return the rank that wrote a shard, by its name, which counts stages and groups of experts from 1."""
     if match is None or not match["stage"]:
-        return None
-    rank = f"pp {int(match['stage']) - 1}"
-    return f"{rank}, ep {int(match['ep']) - 1}" if match["ep"] else rank
+        return {}
+    stage = {"pp": int(match["stage"]) - 1}
+    return {**stage, "ep": int(match["ep"]) - 1} if match["ep"] else stage
 
 
 def join(folder: str, name: str) -> str:

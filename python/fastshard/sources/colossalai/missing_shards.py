@@ -5,9 +5,10 @@ from __future__ import annotations
 from ...common import codes
 from ...common.errors import Finding
 from ...common.listing import File
+from ...common.ranks import format_rank
 from ...common.regex import compile_when_used
 from ..base import Options, lacking, missing, unexpected
-from .index import PARTIAL, join, rank_of
+from .index import PARTIAL, coords_of, join
 
 #: Names of shards of a model.
 SHARD = compile_when_used(
@@ -44,10 +45,10 @@ def stage_not_merged(folder: str, whole: list[str]) -> Finding:
 
 def shard_missing(folder: str, name: str) -> Finding:
     """Says that a shard which the index names is in no directory."""
-    rank = rank_of(SHARD.match(name))
-    where = f"from the node that ran {rank}" if rank else "from the original checkpoint"
+    coords = coords_of(SHARD.match(name))
+    where = f"from the node that ran {format_rank(coords)}" if coords else "from the original checkpoint"
     help = f"copy it {where}, or name that node's directory as another CKPT"
-    return missing(join(folder, name), rank, "named in the index", help)
+    return missing(join(folder, name), coords, "named in the index", help)
 
 
 def writers_missing(folder: str, stem: str, kind: str, written: set[tuple[int, int]]) -> list[Finding]:
@@ -88,7 +89,7 @@ def stage_missing(folder: str, stem: str, stage: int, kind: str, why: str, ep: i
     name = f"{stem}-stage-{stage:05d}{f'-{ep:05d}' if ep else ''}-shard-00001.{kind}"
     ran = f"pipeline stage {stage - 1}" + (f", expert-parallel rank {ep - 1}" if ep else "")
     return missing(
-        join(folder, name), rank_of(SHARD.match(name)), why,
+        join(folder, name), coords_of(SHARD.match(name)), why,
         f"copy the files of stage {stage}{f', rank {ep}' if ep else ''} from the node that ran {ran} (counted from 0), or name"
         " that node's directory as another CKPT",
     )  # fmt: skip

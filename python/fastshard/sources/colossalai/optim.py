@@ -20,13 +20,13 @@ from ..base import Contents, Found, missing
 from ..match_by_order import by_shape
 from ..param_groups import listed
 from ..zero.flat_state import ints, scalar
-from .index import PARTIAL, join, rank_of, read_indexes
+from .index import PARTIAL, coords_of, join, read_indexes
 from .save_files import ColossalFiles, OptimFiles
 
 _INDEX = compile_when_used(
     r"^(?:pytorch_optim\.bin|optimizer\.safetensors)\.index(?:\.[^.]+?)?(-stage-\d{5}(?:-\d{5})?)?\.json$"
 )
-_SHARD = compile_when_used(
+SHARD = compile_when_used(
     r"^(?:pytorch_optim|optimizer)(?:\.[^.]+)?(?:-stage-(?P<stage>\d{5})(?:-(?P<ep>\d{5}))?-shard)?-\d{5}"
     r"\.(?:safetensors|bin)$"
 )
@@ -96,7 +96,7 @@ def detect(listing: Listing, model: str, first: int) -> tuple[OptimFiles, list[F
     folders = []
     for folder in listing.folders():
         names = [f.name for f in listing.within(folder)]
-        if any(_INDEX.match(n) or _SHARD.match(n) or _GROUPS.match(n) for n in names):
+        if any(_INDEX.match(n) or SHARD.match(n) or _GROUPS.match(n) for n in names):
             folders.append(folder.removesuffix(PARTIAL).rstrip("/"))
     near = [
         f for f in dict.fromkeys(folders) if f == model or f.rpartition("/")[0] == model.rpartition("/")[0]
@@ -129,11 +129,11 @@ def detect(listing: Listing, model: str, first: int) -> tuple[OptimFiles, list[F
         if name in inside:
             files.append(inside[name])
             continue
-        rank = rank_of(_SHARD.match(name))
+        coords = coords_of(SHARD.match(name))
         count = sum(1 for other in weight_map.values() if other == name)
         findings.append(
             missing(
-                join(folder, name), rank, f"states of {count} parameters by the optimizer's index",
+                join(folder, name), coords, f"states of {count} parameters by the optimizer's index",
                 "copy it from the node that wrote it, or name that node's directory as another CKPT",
             )
         )  # fmt: skip
@@ -142,7 +142,7 @@ def detect(listing: Listing, model: str, first: int) -> tuple[OptimFiles, list[F
     if groups is None:
         findings.append(
             missing(
-                join(folder, "pytorch_optim_group.bin"), None, "the parameter groups, which number the parameters",
+                join(folder, "pytorch_optim_group.bin"), {}, "the parameter groups, which number the parameters",
                 "copy it from the node that saved the optimizer",
             )
         )  # fmt: skip

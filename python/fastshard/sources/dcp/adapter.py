@@ -7,7 +7,6 @@ source: torch/distributed/checkpoint/{metadata,filesystem,default_planner}.py
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,6 +41,8 @@ def _known(transforms: list[str]) -> bool:
 
 
 #: What a module keeps beside its parameters (``get_extra_state``): Transformer Engine's FP8 scales and the like.
+#: Files of records, by the rank that wrote them.
+_RECORDS_OF_RANK = compile_when_used(r"^__(\d+)_")
 _EXTRA_STATE = compile_when_used(r"(^|\.)_extra_state(\.|$)")
 #: Names that a finding gives at most.
 _TOLD = 8
@@ -190,6 +191,9 @@ class Dcp:
         source: Source = _Records(
             found.framework, units=[], step=found.step, pass_unknown=True, provable=True
         )
+        for i, file in enumerate(found.files):
+            if match := _RECORDS_OF_RANK.match(file.name):
+                source.file_ranks[i] = {"rank": int(match[1])}
         # What .metadata of a rank that is missing would name, nothing tells.
         source.listed = not any(
             f.code == codes.MISSING_FILE and f.file and f.file.endswith(METADATA) for f in found.findings
@@ -372,10 +376,10 @@ def _leaves_directory(metadata: str, entry: dcp_metadata.StoredAt) -> Finding:
 
 
 def _file_missing(folder: str, file: str, names: list[str]) -> Finding:
-    rank = re.match(r"^__(\d+)_", file)
+    rank = _RECORDS_OF_RANK.match(file)
     return missing(
         f"{folder}/{file}" if folder else file,
-        f"rank {rank[1]}" if rank else None,
+        {"rank": int(rank[1])} if rank else {},
         f"named in .metadata, e.g. for {names[0]}",
         f"copy {file} from the node that ran this rank, or name that node's directory as another CKPT",
     )

@@ -16,6 +16,7 @@ from ...common import codes, safe_files
 from ...common.dtypes import TORCH_NAMES, item_size
 from ...common.errors import FastshardError, Finding, from_core
 from ...common.listing import File, Listing
+from ...common.ranks import rank_range
 from ...common.regex import compile_when_used
 from ...layouts.dcp_names import METADATA
 from ..base import lacking, missing
@@ -198,7 +199,7 @@ def of_ranks(listing: Listing, ranks: dict[int, list[File]], findings: list[Find
         findings.append(
             missing(
                 f"{folder}/{name}" if folder else name,
-                f"rank {first_rank}",
+                {"rank": rank_range(first_rank, last)},
                 "metadata of a rank between others",
                 f"copy {name} and its .distcp files from the node that ran this rank",
                 upto=end if end != name else None,
@@ -213,7 +214,7 @@ def ranks_without(listing: Listing, folder: str, ranks: Collection[int]) -> list
     return [
         missing(
             f"{folder}/__{rank}{METADATA}" if folder else f"__{rank}{METADATA}",
-            f"rank {rank}",
+            {"rank": rank},
             f"the metadata of this rank: __{rank}_*.distcp is there",
             "copy it from the node that ran this rank",
         )

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from ...common import codes
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
+from ...common.ranks import rank_range
 from ...common.records import dataclass, field, replace
 from ...common.regex import compile_when_used
 from ...layouts.declaration import Source, Unit
@@ -219,7 +220,9 @@ def _plain(
 ) -> tuple[Source, optimizer_state.Naming]:
     """A model that is not GPT-NeoX: its own names; whole tensors unless a layout says otherwise."""
     seen = found.seen
-    source = Source(framework=found.framework, units=[], step=found.step, pass_unknown=True)
+    source = Source(
+        found.framework, units=[], step=found.step, pass_unknown=True, file_ranks=seen.list_ranks()
+    )
     source.provable = any(state.get("param_shapes") for state in states)
     keys = ("iteration", "global_steps", "global_samples", "dp_world_size", "ds_version")
     source.values = {k: states[0][k] for k in keys if states and k in states[0]}
@@ -309,7 +312,7 @@ def _all_ranks(found: Found[DeepSpeedFiles], states: list[dict[str, Any]], findi
         findings.append(
             missing(
                 f"{folder}/{name}" if folder else name,
-                f"mp {rank}",
+                {"mp": rank_range(rank, last)},
                 f"mp_world_size {worlds[0]} in the other rank files",
                 f"copy {name} from the node that ran model-parallel rank {rank}",
                 upto=pattern.format(last) if last > rank else None,

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...common import codes
 from ...common.errors import FastshardError, Finding
+from ...common.ranks import rank_range
 from ...layouts.declaration import Source, Unit
 from ..base import Contents, Found, as_dict, lacking, missing
 from ..zero.experts import Experts
@@ -98,10 +99,10 @@ def _missing(found: Found[DeepSpeedFiles], layer: int, held: set[int], count: in
         name, end = (f"layer_{layer}_expert_{n}_mp_rank_00_model_states.pt" for n in (first, last))
         findings.append(
             missing(
-                f"{folder}/{name}" if folder else name, f"expert {first} of mixture {layer}",
+                f"{folder}/{name}" if folder else name, {"mixture": layer, "expert": rank_range(first, last)},
                 f"num_experts {count} of this layer in {found.files[0].name}",
                 "copy it from the node that ran the expert-parallel rank with this expert",
-                upto=end if last > first else None,
+                rank=f"expert {first} of mixture {layer}", upto=end if last > first else None,
             )
         )  # fmt: skip
     return findings

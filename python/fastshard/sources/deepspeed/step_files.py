@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...common.ranks import Rank
 from ...common.records import dataclass
 from ..zero.zero_files import ZeroFiles
 
@@ -14,3 +15,9 @@ class DeepSpeedFiles(ZeroFiles):
     experts: tuple[tuple[int, int, int, int], ...] = ()
     #: Optimizer state of a mixture: (expert-parallel rank, model-parallel rank, file).
     expp: tuple[tuple[int, int, int], ...] = ()
+
+    def list_ranks(self) -> dict[int, Rank]:
+        """List the rank that wrote each file, and of an expert's file the expert, by the file's number."""
+        ranks = super().list_ranks()
+        ranks |= {file: {"mixture": layer, "expert": expert} for layer, expert, _, file in self.experts}
+        return ranks | {file: {"ep": ep, "mp": mp} for ep, mp, file in self.expp}

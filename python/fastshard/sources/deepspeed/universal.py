@@ -109,7 +109,7 @@ class Universal:
         source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
         source.vocab_size = options.vocab_size
         ranks = [
-            Model(found, contents, as_dict(contents(i)), i, mp, {}, f"mp {mp}", str) for mp, i in seen.ranks
+            Model(found, contents, as_dict(contents(i)), i, mp, {}, {"mp": mp}, str) for mp, i in seen.ranks
         ]
         # With several model-parallel ranks the model files describe shards.
         model = ranks[0] if len(ranks) == 1 else None
@@ -278,7 +278,7 @@ def _shapes_not_told(folder: str, flat: list[str]) -> list[Finding]:
     why = (
         f"{len(flat)} parameters are flat, as of ZeRO-3 ({flat[0]}); only the model file states their shapes"
     )
-    return [missing(path, None, why, "copy the model files of this step beside the folder zero/")]
+    return [missing(path, {}, why, "copy the model files of this step beside the folder zero/")]
 
 
 def _moments_missing(folder: str, slots: dict[str, list[Any]], shapes: dict[str, list[int]]) -> list[Finding]:
@@ -289,7 +289,7 @@ def _moments_missing(folder: str, slots: dict[str, list[Any]], shapes: dict[str,
     return [
         missing(
             f"{start}zero/{name}/{slot}.pt",
-            None,
+            {},
             f"{slot} as for {len(names)} other parameters",
             "run ds_to_universal again on the complete checkpoint",
         )
@@ -304,7 +304,7 @@ def _parameters_missing(folder: str, names: set[str]) -> list[Finding]:
     return [
         missing(
             f"{start}zero/{name}/{_VALUES}.pt",
-            None,
+            {},
             f"parameter {name} in the model files' param_shapes",
             "run ds_to_universal again on the complete checkpoint",
         )

@@ -63,6 +63,8 @@ class FsdpRanks:
     ) -> Source:
         """Every tensor as the boxes that ranks hold."""
         source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
+        kinds = (found.seen.model, found.seen.optim, found.seen.extra)
+        source.file_ranks = {file: {"rank": rank} for files in kinds for rank, file in files.items()}
         source.vocab_size = options.vocab_size
         ranks = Ranks(found, contents, dict(found.seen.model))
         source.findings += ranks.findings

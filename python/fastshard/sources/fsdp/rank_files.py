@@ -9,6 +9,7 @@ from typing import Any
 from ... import _core
 from ...common import codes
 from ...common.errors import FastshardError, Finding
+from ...common.ranks import rank_range
 from ...common.records import dataclass, field
 from ..base import Contents, Found, lacking, missing, unexpected
 from ..renamed_files import places
@@ -122,7 +123,7 @@ class Ranks:
             self.findings.append(
                 missing(
                     f"{held.folder}/{name}" if held.folder else name,
-                    self.label(rank),
+                    {"rank": rank_range(rank, last)},
                     why,
                     f"copy {name} from the node that ran rank {rank}, or name that node's directory as another CKPT",
                     upto=end if last > rank else None,

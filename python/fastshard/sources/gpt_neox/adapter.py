@@ -14,6 +14,7 @@ from ...common.errors import FastshardError, Finding
 from ...common.formatting import runs
 from ...common.listing import Listing
 from ...common.options import MAX_DEGREE
+from ...common.ranks import Rank, rank_range
 from ...common.regex import compile_when_used
 from ...layouts.declaration import Source, Unit
 from ..base import Contents, Found, Options, as_dict, missing, unexpected
@@ -107,7 +108,7 @@ class GptNeox:
     ) -> Source:
         """Topology, axes and facts from the rank files' arguments and the saved YAML."""
         states = [as_dict(values(file)) for _, file in found.seen.ranks]
-        source = Source(framework="GPT-NeoX", units=[], step=found.step)
+        source = Source(framework="GPT-NeoX", units=[], step=found.step, file_ranks=found.seen.list_ranks())
         training = neox_config.read(listing, found.seen.places, options, source.findings)
         args = neox_config.arguments(states)
         _same_run(found, states, source.findings)
@@ -152,9 +153,8 @@ class GptNeox:
         source.findings += _layers_missing(found, absent, tp, why, f"layers {_listed(expected, have)}")
         for layer in expected:
             if layer in have:
-                _missing_ranks(
-                    source, found.folder, have[layer], tp, why, partial(_layer_file, found.seen.widths, layer)
-                )
+                name = partial(_layer_file, found.seen.widths, layer)
+                _missing_ranks(source, found.folder, have[layer], tp, why, name, {"layer": layer})
         wanted = set(expected)
         for layer, _, file in layers:
             if layer not in wanted:
@@ -199,7 +199,8 @@ class GptNeox:
                         rank=f"tp {rank}",
                     )
                 )
-        _missing_ranks(source, found.folder, set(ranks), tp, why, _rank_file)
+        source.file_ranks = {file: {"tp": rank} for rank, file in found.seen.ranks}
+        _missing_ranks(source, found.folder, set(ranks), tp, why, _rank_file, {})
         if "tied" not in source.facts and isinstance(module, dict):
             source.facts["tied"] = not any(str(k).endswith(".final_linear.weight") for k in module)
 
@@ -238,20 +239,25 @@ def _listed(expected: list[int], have: Container[int]) -> str:
 
 
 def _missing_ranks(
-    source: Source, folder: str, have: set[int], tp: int, why: str, file_of: Callable[[int], str]
+    source: Source,
+    folder: str,
+    have: set[int],
+    tp: int,
+    why: str,
+    file_of: Callable[[int], str],
+    layer: Rank,
 ) -> None:
     """Files that ranks of one layer, or of the whole, must have written."""
     for first, last in _runs([rank for rank in range(tp) if rank not in have]):
-        names, ranks = file_of(first), f"tp {first}"
-        if last > first:
-            names, ranks = f"{names} to {file_of(last)}", f"tp {first} to {last}"
+        names = file_of(first) if last == first else f"{file_of(first)} to {file_of(last)}"
         node = f"copy {names} from the node that ran tp rank {first}"
         source.findings.append(
             missing(
                 _in(folder, file_of(first)),
-                ranks,
+                {"tp": rank_range(first, last), **layer},
                 why,
                 node if last == first else f"copy {names} from the nodes that ran tp ranks {first} to {last}",
+                rank=f"tp {first}" if last == first else f"tp {first} to {last}",
             )
         )
 

@@ -207,7 +207,7 @@ class HuggingFace:
                     findings.append(
                         missing(
                             path,
-                            None,
+                            {},
                             f"named in {index.name}",
                             "copy it from the original checkpoint",
                         )
@@ -260,7 +260,7 @@ class HuggingFace:
             findings.append(
                 missing(
                     f"{folder}/{name}" if folder else name,
-                    None,
+                    {},
                     f"{count} shards by the file names",
                     "copy it from the original checkpoint",
                     upto=end if last > i else None,

@@ -14,6 +14,7 @@ from typing import Any
 from ...common import codes
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
+from ...common.ranks import rank_range
 from ...common.records import replace
 from ...common.regex import compile_when_used
 from ...layouts import tables
@@ -85,7 +86,7 @@ class HfRankShards:
             findings.append(
                 missing(
                     f"{folder}/{one}" if folder else one,
-                    f"rank {rank - 1}",
+                    {"rank": rank_range(rank - 1, last_rank - 1)},
                     "a shard between others, by the file names",
                     f"copy {one} from the node that ran rank {rank - 1}",
                     upto=end if end != one else None,
@@ -100,6 +101,8 @@ class HfRankShards:
         source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
         source.model = Description(dialect=huggingface.DIALECT)
         source.vocab_size = options.vocab_size
+        matches = enumerate(_SHARD.match(file.name) for file in found.files)
+        source.file_ranks = {i: {"rank": int(match[1]) - 1} for i, match in matches if match}
         boxes = Boxes()
         for i, file in enumerate(found.files):
             begins = _offsets(contents(i), file)
@@ -190,9 +193,10 @@ def _ranks_at_the_end(source: Source, boxes: Boxes, found: Found[None]) -> Findi
     lost = f"rank {ranks}" if of == ranks + 1 else f"ranks {ranks} to {of - 1}"
     return missing(
         f"{found.folder}/{file(ranks + 1)}" if found.folder else file(ranks + 1),
-        lost,
+        {"rank": rank_range(ranks, of - 1)},
         f"{name} has {full}, and the files of {ranks} of {of} ranks are here",
         f"copy the files of {lost} from the nodes that ran them",
+        rank=lost,
         upto=file(of) if of > ranks + 1 else None,
     )
 

@@ -11,6 +11,7 @@ from ...common.config_text import shown
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
 from ...common.options import MAX_DEGREE
+from ...common.ranks import rank_range
 from ...common.records import dataclass
 from ...common.regex import compile_when_used
 from ...layouts.declaration import Source, Unit
@@ -58,11 +59,13 @@ class TpSafetensors:
             return None
         folder, chosen, within = folder_of(listing, places, options)
         ranks: dict[int, list[File]] = {}
-        stems = set()
+        widths: dict[str, int] = {}
         for file in listing.within(folder):
             if match := _RANK.match(file.name):
                 ranks.setdefault(counted(match[2], file), []).append(file)
-                stems.add((file.name[: match.start(2)], len(match[2])))
+                stem, width = file.name[: match.start(2)], len(match[2])
+                # A format of two digits writes three for rank 100.
+                widths[stem] = min(width, widths.get(stem, width))
         layout_file = listing.find(f"{folder}/layout.json" if folder else "layout.json")
         layout = read_json(listing, layout_file) if layout_file else None
         if layout is not None and not isinstance(layout, dict):
@@ -72,8 +75,8 @@ class TpSafetensors:
         tp = max(ranks) + 1 if stated is None else stated
         why = f"ranks 0..{max(ranks)} by the other files" if stated is None else f"tp {stated} by layout.json"
         findings = [*chosen.findings, *within_this(within), *_unknown_keys(layout or {}, path)]
-        if len(stems) == 1:
-            findings += _ranks_missing(folder, *stems.pop(), ranks, tp, why)
+        if len(widths) == 1:
+            findings += _ranks_missing(folder, *widths.popitem(), ranks, tp, why)
         findings += [
             unexpected(file.path, f"tensor-parallel rank {rank} is beyond the {tp} of this checkpoint")
             for rank in sorted(ranks)
@@ -187,7 +190,7 @@ def _ranks_missing(
         findings.append(
             missing(
                 f"{folder}/{name}" if folder else name,
-                f"tp {rank}",
+                {"tp": rank_range(rank, last)},
                 why,
                 f"copy {name} from the node that ran tp rank {rank}",
                 upto=end if last > rank else None,

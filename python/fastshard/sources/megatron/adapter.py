@@ -124,6 +124,8 @@ class Megatron:
         names = {name for model in models for _, names in model for name in names}
         grid = RankGrid.of(found, args, arguments.mixture(args, names))
         source.degrees = {"tp": grid.tp} | ({"ep": grid.ep} if grid.ep > 1 else {})
+        source.file_ranks = {i: grid.coords(place) for i, place in enumerate(grid.places)}
+        source.file_ranks |= {file: source.file_ranks[i] for i, file in found.seen.beside.items()}
         source.provable = bool(args)
         source.values = {"iteration": carried.get("iteration"), "args": carried} if carried else {}
         self._ranks(found, states, grid, source)
@@ -197,7 +199,7 @@ class Megatron:
             source.findings.append(
                 missing(
                     f"{folder}/{name}/model_optim_rng.pt" if folder else f"{name}/model_optim_rng.pt",
-                    grid.rank(place),
+                    grid.coords(place),
                     f"{stated} in the arguments",
                     f"copy {name} from the node that ran {grid.long_rank(place)}",
                 )

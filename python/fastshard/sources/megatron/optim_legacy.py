@@ -16,10 +16,11 @@ from typing import Any
 from ... import _core
 from ...common import codes
 from ...common.errors import Finding
+from ...common.ranks import format_rank
 from ...common.records import dataclass, field
 from ...common.regex import compile_when_used
 from ...layouts.declaration import Assembled, Optimizer, Source, Unit
-from ..base import Contents, Found, as_dict, as_list, missing
+from ..base import PARAMETERS_ALONE, Contents, Found, as_dict, as_list, missing
 from ..match_by_order import by_shape
 from ..param_groups import by_decay
 from .optim import MASTERS, param_groups, steps
@@ -48,11 +49,16 @@ class _Rank:
 
     file: int
     path: str
-    label: str
+    coords: dict[str, int]
     chunks: list[_Chunk]
     #: The file of its distributed optimizer.
     beside: int | None
     state: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        """The rank as messages name it."""
+        return format_rank(self.coords)
 
 
 #: Slot -> chunk -> name, shape, and ranges.
@@ -204,8 +210,8 @@ def _rank(
             if number in declared:
                 chunk.flat[name] = declared[number]
         chunks.append(chunk)
-    label = units[0].rank or "" if units else ""
-    return _Rank(n, found.files[n].path, label, chunks, beside.get(n), state)
+    coords = units[0].coords if units else {}
+    return _Rank(n, found.files[n].path, coords, chunks, beside.get(n), state)
 
 
 def _held(state: dict[str, Any]) -> list[dict[str, Any]]:
@@ -255,7 +261,7 @@ def _distributed(reading: _Reading, rank: _Rank, ranks: list[_Rank]) -> None:
         path = f"{rank.path.rpartition('/')[0]}/{DISTRIBUTED_OPTIMIZER}"
         why = f"{DISTRIBUTED_OPTIMIZER} beside each rank file, as beside others"
         help_ = "copy it from the node that wrote it, or take the parameters alone"
-        reading.findings.append(missing(path, rank.label, why, help_, run=["--weights params"]))
+        reading.findings.append(missing(path, rank.coords, why, help_, run=PARAMETERS_ALONE))
         return
     stored = reading.contents(rank.beside)
     if stored is None:

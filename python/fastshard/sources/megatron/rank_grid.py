@@ -8,6 +8,7 @@ from typing import Any
 from ...common import codes
 from ...common.errors import FastshardError
 from ...common.options import MAX_DEGREE
+from ...common.ranks import format_rank
 from ...common.records import dataclass
 from ...models import megatron
 from ..base import Found
@@ -98,7 +99,7 @@ class RankGrid:
 
     def rank(self, place: tuple[int, int, int]) -> str:
         """In the field's words."""
-        return ", ".join(f"{dimension} {n}" for dimension, n in self.coords(place).items())
+        return format_rank(self.coords(place))
 
     def long_rank(self, place: tuple[int, int, int]) -> str:
         """In more of them."""

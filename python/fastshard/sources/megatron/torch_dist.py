@@ -119,7 +119,7 @@ def _common(source: Source, found: Found[DcpFiles], contents: Contents) -> dict[
             source.findings.append(
                 missing(
                     f"{folder}/common.pt" if folder else "common.pt",
-                    None,
+                    {},
                     f"the common part of the state, as metadata.json calls for it, or {_COMMON} among the records",
                     "copy common.pt from the node that ran rank 0, or name that node's directory as another CKPT",
                 )

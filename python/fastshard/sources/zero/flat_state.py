@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ...common.errors import Finding
+from ...common.ranks import format_rank, rank_range
 from ...common.records import dataclass, field
 from ...layouts.declaration import Assembled
-from ..base import Contents, Found, missing
+from ..base import PARAMETERS_ALONE, Contents, Found, missing
 from .experts import Experts
 from .zero_files import ZeroFiles
 
@@ -67,7 +68,8 @@ class Model:
     file: int
     mp: int
     coords: dict[str, int]
-    label: str
+    #: The rank as names of files count it.
+    place: dict[str, int]
     name_of: Naming
     #: True to give tensors under the names of `param_shapes` too.
     own_names: bool = False
@@ -77,6 +79,11 @@ class Model:
     stages: int = 1
     #: Of a mixture of experts, those that lie in files of their own.
     experts: Experts | None = None
+
+    @property
+    def label(self) -> str:
+        """The rank as messages name it."""
+        return format_rank(self.place)
 
     @property
     def path(self) -> str:
@@ -91,11 +98,11 @@ class Model:
         folder = self.found.folder
         return missing(
             f"{folder}/{name}" if folder else name,
-            f"dp {dp}, {self.label}",
+            {"dp": rank_range(*ranks), **self.place},
             f"one of {world} partitions, by partition_count and dp_world_size",
             f"copy {name} from the node that ran data-parallel rank {dp}, or take the parameters alone",
             upto=end if end != name else None,
-            run=["--weights params"],
+            run=PARAMETERS_ALONE,
         )
 
     def shapes(self) -> list[dict[str, list[int]]] | None:

@@ -14,9 +14,10 @@ from typing import Any
 
 from ...common import codes
 from ...common.errors import Finding
+from ...common.ranks import rank_range
 from ...common.records import dataclass, field, replace
 from ...layouts.declaration import Assembled, Group, Optimizer, Source, StateFile
-from ..base import Contents, Found, lacking, missing
+from ..base import PARAMETERS_ALONE, Contents, Found, lacking, missing
 from ..param_groups import joined
 from . import stage0, stage3, stage12
 from .cross_checks import copied_files, steps_agree
@@ -122,10 +123,10 @@ def _models(
     models: dict[int, Model] = {}
     for (mp, file), state in zip(seen.ranks, states, strict=True):
         if mp not in models:
-            coords, label = _place(mp, tp, seen.pipeline)
+            coords = _coords(mp, tp, seen.pipeline)
             layers = _layers(seen, coords.get("tp", 0)) if seen.pipeline else []
             models[mp] = Model(
-                found, contents, state, file, mp, coords, label, name_of, plain, layers, stages, experts
+                found, contents, state, file, mp, coords, {"mp": mp}, name_of, plain, layers, stages, experts
             )
     return list(models.values())
 
@@ -195,7 +196,7 @@ def _model_missing(folder: str, mp: int, count: int) -> Finding:
     name = f"mp_rank_{mp:02d}_model_states.pt"
     return missing(
         f"{folder}/{name}" if folder else name,
-        f"mp {mp}",
+        {"mp": mp},
         f"{count} optimizer files of this model-parallel rank; only it names their parameters",
         f"copy {name} from the node that ran model-parallel rank {mp}",
     )
@@ -215,8 +216,8 @@ def _stage0(model: Model) -> tuple[list[stage0.Held], list[Finding]]:
     for rank, file in experts.optimizers:
         content = model.contents(file)
         state = {"optimizer": content.get("optimizer")} if isinstance(content, dict) else {}
-        label = f"ep {rank}, {model.label}"
-        of_rank = replace(model, file=file, state=state, coords={**model.coords, "ep": rank}, label=label)
+        coords, place = {**model.coords, "ep": rank}, {"ep": rank, **model.place}
+        of_rank = replace(model, file=file, state=state, coords=coords, place=place)
         own = stage0.of_experts(of_rank)
         if own and every % own == 0:
             width = max(width, every // own)
@@ -237,9 +238,9 @@ def _no_experts_state(model: Model, first: int, last: int, why: str) -> Finding:
     name, end = (f"expp_rank_{n}_mp_rank_{model.mp:02d}_optim_states.pt" for n in (first, last))
     folder = model.found.folder
     return missing(
-        f"{folder}/{name}" if folder else name, f"ep {first}, {model.label}", why,
+        f"{folder}/{name}" if folder else name, {"ep": rank_range(first, last), **model.place}, why,
         f"copy {name} from the node that ran expert-parallel rank {first}, or take the parameters alone",
-        upto=end if last > first else None, run=["--weights params"],
+        upto=end if last > first else None, run=PARAMETERS_ALONE,
     )  # fmt: skip
 
 
@@ -263,9 +264,9 @@ def _layers(seen: ZeroFiles, tp: int) -> list[tuple[int, int]]:
     return sorted(files.items())
 
 
-def _place(mp: int, tp: int, pipeline: bool) -> tuple[dict[str, int], str]:
+def _coords(mp: int, tp: int, pipeline: bool) -> dict[str, int]:
     """Topology of a model-parallel rank. A pipeline numbers pp x tp jointly, tp fastest."""
     if not pipeline:
-        return ({"tp": mp} if tp > 1 else {}), f"mp {mp}"
+        return {"tp": mp} if tp > 1 else {}
     # Stages hold different layers; a tied tensor is the same on several, and compared as a replica.
-    return ({"tp": mp % tp, "pp": mp // tp} if tp > 1 else {"pp": mp}), f"mp {mp}"
+    return {"tp": mp % tp, "pp": mp // tp} if tp > 1 else {"pp": mp}

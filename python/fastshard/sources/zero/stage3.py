@@ -11,6 +11,7 @@ from typing import Any
 
 from ...common import codes
 from ...common.errors import Finding
+from ...common.ranks import rank_range
 from ...layouts.declaration import Assembled, Unit
 from ..base import Contents, Found, lacking, missing
 from .flat_state import Flat, Model, Named, Parts, Range, cut, ints, is_shape, name_list, tensor_index
@@ -182,7 +183,7 @@ def ranks_agree(model: Model, sliced: Sequence[tuple[int, int, int]]) -> list[Fi
         findings.append(
             missing(
                 f"{folder}/{name}" if folder else name,
-                f"dp {dp}, {model.label}",
+                {"dp": rank_range(dp, last), **model.place},
                 f"dp_world_size {world} in {model.path}",
                 f"copy {name} from the node that ran data-parallel rank {dp}",
                 upto=end if last > dp else None,

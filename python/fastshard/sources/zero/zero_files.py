@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...common.ranks import Rank
 from ...common.records import dataclass
 
 
@@ -21,6 +22,12 @@ class ZeroFiles:
     widths: tuple[int, int] = (2, 2)
     #: Partitions: (data-parallel rank, model-parallel rank, file).
     optim: tuple[tuple[int, int, int], ...] = ()
+
+    def list_ranks(self) -> dict[int, Rank]:
+        """List the rank that wrote each file, by the file's number."""
+        ranks: dict[int, Rank] = {file: {"mp": mp} for mp, file in self.ranks}
+        ranks |= {file: {"tp": tp, "layer": layer} for layer, tp, file in self.layers}
+        return ranks | {file: {"dp": dp, "mp": mp} for dp, mp, file in (*self.sliced, *self.optim)}
 
     @property
     def pipeline(self) -> bool:

@@ -7,7 +7,7 @@ use super::index::{first_overlap, intersect, one_per_rank, volume, Held, Index, 
 use super::wanted::Wanted;
 use super::{Replicas, Source, Target};
 use crate::codes;
-use crate::error::{Finding, Result};
+use crate::error::{Finding, Ranks, Result};
 use crate::layout::expr::Extents;
 use crate::layout::resolve::{AtomBox, Instance, Placement, Registry};
 use crate::layout::table::{Entry, Table};
@@ -297,14 +297,14 @@ impl<'a> Builder<'a> {
         let there: BTreeSet<u64> = held.iter().map(rank).collect();
         let degree = source.outside.known.degree(dimension);
         let Some(absent) = (0..degree).find(|rank| !there.contains(rank)) else { return Ok(()) };
-        let mut finding = Finding::new(
+        let finding = Finding::new(
             codes::MISSING_TENSOR,
             format!("a term of the sum over {dimension} comes from no file"),
         )
         .tensor(name)
         .expected(format!("{degree} terms"), there.len())
-        .help("copy the file of this rank from the node that wrote it");
-        finding.rank = Some(format!("{dimension} {absent}"));
+        .help("copy the file of this rank from the node that wrote it")
+        .ranks(Ranks::one([(dimension, absent)]));
         Err(finding.into())
     }
 

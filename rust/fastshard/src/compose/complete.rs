@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use super::wanted::{positions, MAX_MISSING};
 use super::Source;
 use crate::codes;
-use crate::error::Finding;
+use crate::error::{Finding, Ranks};
 use crate::layout::axis_words;
 use crate::layout::names::{Membership, Pattern};
 use crate::layout::resolve::{partitions, Resolved};
@@ -232,16 +232,14 @@ fn put_partial_layers_first(source: &Source, missing: &mut [&Missing]) {
 
 impl Missing {
     fn finding(&self, ranked: bool) -> Finding {
-        let rank: Vec<String> = self.coords.iter().map(|(d, r)| format!("{d} {r}")).collect();
-        let mut finding = Finding::new(codes::MISSING_TENSOR, "expected by the layout, but missing")
+        Finding::new(codes::MISSING_TENSOR, "expected by the layout, but missing")
             .tensor(&self.name)
             .help(match (self.coords.is_empty(), ranked) {
                 (false, _) => "copy the file of this rank from the node that wrote it",
                 (true, true) => "copy the file that holds it from the node that wrote it",
                 (true, false) => "copy the file that holds it from the original checkpoint, or save it again with this tensor",
-            });
-        finding.rank = (!rank.is_empty()).then(|| rank.join(", "));
-        finding
+            })
+            .ranks(Ranks::one(self.coords.iter().map(|(d, at)| (d, *at))))
     }
 }
 

@@ -252,10 +252,7 @@ impl Checkpoint<'_> {
     fn place(&self, finding: Finding, tensor: usize) -> Finding {
         let tensor = &self.stored[tensor];
         let unit = &self.units[tensor.unit as usize];
-        let mut finding = finding.file(&unit.file);
-        finding.tensor = Some(tensor.name.clone());
-        finding.rank = unit.rank.clone();
-        finding
+        finding.file(&unit.file).tensor(&tensor.name).of_rank(&unit.coords, &unit.rank)
     }
 
     /// Ranks that are not below their degree: they would lie outside every divided tensor.
@@ -270,12 +267,11 @@ impl Checkpoint<'_> {
                 };
                 let counts = known.degrees.contains_key(dimension) || table.shards.values().any(divides);
                 if counts && rank >= degree {
-                    let mut finding = Finding::new(codes::RANKS_DISAGREE, format!("rank on {dimension}"))
+                    let finding = Finding::new(codes::RANKS_DISAGREE, format!("rank on {dimension}"))
                         .file(&unit.file)
                         .expected(format!("below the degree of {degree}"), rank)
                         .help("move the file away if a run with more ranks left it, or correct the degree");
-                    finding.rank = unit.rank.clone();
-                    findings.push(finding);
+                    findings.push(finding.of_rank(&unit.coords, &unit.rank));
                 }
             }
         }

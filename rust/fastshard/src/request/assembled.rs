@@ -212,14 +212,13 @@ impl Gathered {
             return true;
         }
         if twins.is_empty() && !group.frozen {
-            let mut finding = Finding::new(
+            let finding = Finding::new(
                 codes::MISSING_TENSOR,
                 "the optimizer holds this parameter, no model file does",
             )
             .tensor(&seen.name)
             .help("copy the model or layer file that holds it from the node that wrote it; --weights masters takes the master weights");
-            finding.rank = group.rank.clone();
-            self.findings.push(finding);
+            self.findings.push(finding.of_rank(&group.coords, &group.rank));
             return false;
         }
         for twin in compared {
@@ -387,12 +386,11 @@ impl Gathered {
             at = at.saturating_add(len);
         }
         if at != total {
-            let mut finding = Finding::new(codes::HOLE, "elements that the ranks' partitions hold")
+            let finding = Finding::new(codes::HOLE, "elements that the ranks' partitions hold")
                 .tensor(name)
                 .expected(total, at)
                 .help("copy the files of all ranks again; a partition is missing, or belongs to a run with another number of ranks");
-            finding.rank = group.rank.clone();
-            self.findings.push(finding);
+            self.findings.push(finding.of_rank(&group.coords, &group.rank));
             return None;
         }
         Some(stored(name.clone(), dtype?, shape.clone(), Pieces::Ranges(pieces), &group.rank))
@@ -416,12 +414,11 @@ impl Gathered {
             let file = file_of(catalog, *index)?;
             let part = file.parsed.tensors.get(*number as usize)?;
             if let Some(problem) = chunk.misfit(part, shape, dtype) {
-                let mut finding = problem
+                let finding = problem
                     .file(catalog.label(file))
                     .tensor(name)
                     .help("copy the metadata and the files from one save; these are of different saves");
-                finding.rank = group.rank.clone();
-                self.findings.push(finding);
+                self.findings.push(finding.of_rank(&group.coords, &group.rank));
                 return None;
             }
             dtype = Some(part.dtype);

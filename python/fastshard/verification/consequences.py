@@ -1,0 +1,87 @@
+"""Tell causes from consequences among what verify finds: a file that holds another's data explains what is missing and differs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..checkpoint.causes import causes_of
+from ..checkpoint.drafting import Opened
+from ..checkpoint.effects import effect_on
+from ..common import codes
+from ..common.errors import Finding
+
+__all__ = ["drop_consequences"]
+
+
+def drop_consequences(
+    findings: Sequence[Finding], differing: Sequence[Finding], opened: Opened
+) -> tuple[list[Finding], list[Finding]]:
+    """Drop what files in the place of others account for, and name these files first.
+
+    Args:
+        findings: what the headers say.
+        differing: what was found by reading the data.
+        opened: the checkpoint.
+
+    Returns:
+        Both, without consequences. A copied file that accounts for missing tensors is an error, and comes first.
+    """
+    copied, explained = _explain_missing(findings, differing, opened)
+    findings = [*copied, *(f for f in findings if f not in explained)]
+    misplaced = [f for f in findings if f.is_a("misplaced") and f.severity == "error"]
+    elsewhere = {file for finding in misplaced for file in finding.files}
+    named = {file for f in misplaced if f.code == codes.DUPLICATED_SHARD for file in f.files}
+
+    def is_known(finding: Finding) -> bool:
+        files = {finding.file, *finding.files}
+        if finding.is_a("comparison"):
+            return not elsewhere.isdisjoint(files)
+        # All but the original are named.
+        is_copy = codes.CODES[finding.code].check == "copies"
+        return is_copy and not named.isdisjoint(files) and len(files - named) < 2
+
+    return findings, [finding for finding in differing if not is_known(finding)]
+
+
+def _explain_missing(
+    findings: Sequence[Finding], differing: Sequence[Finding], opened: Opened
+) -> tuple[list[Finding], set[Finding]]:
+    """Find the copied files in whose place files are missing, each with its effect, and the findings that these explain.
+
+    Equal files may be meant; one of another stage is not where the tensors of its own stage are missing.
+    """
+    missing = [f for f in findings if f.severity == "error" and f.is_a("missing_tensor") and f.tensor]
+    suspects: dict[str, Finding] = {}
+    for finding in differing:
+        is_copy = codes.CODES[finding.code].check == "copies" and finding.severity != "note"
+        if is_copy and finding.file and len(finding.files) == 1:
+            suspects.setdefault(finding.file, finding)
+    if not missing or not suspects:
+        return [], set()
+    # As an error about a whole file each: what the file should hold is what its rank lacks.
+    lost = {
+        Finding.of(codes.DUPLICATED_SHARD, finding.message, file=file, coords=finding.coords): finding
+        for file, finding in suspects.items()
+    }
+    paths = [file.path for file in opened.files]
+    causes = causes_of(list(lost), opened.source, paths, opened.catalog.names, opened.labels)
+    effects: dict[Finding, list[Finding]] = {}
+    for finding in missing:
+        cause = causes.of(finding)
+        if cause is not None:
+            effects.setdefault(cause, []).append(finding)
+    copied = []
+    for cause, explained in effects.items():
+        effect = effect_on(sorted({f.tensor for f in explained if f.tensor}), None)
+        finding = lost[cause]
+        copied.append(
+            finding.replace(
+                code=codes.DUPLICATED_SHARD,
+                severity="error",
+                decided=None,
+                tensor=None,
+                effect=effect,
+                help="copy the file again from the node that wrote it: the tensors of its own rank are missing",
+            )
+        )
+    return copied, {finding for explained in effects.values() for finding in explained}
