@@ -15,8 +15,8 @@ import fastshard
 import pytest
 import torch
 from damage import COLOSSAL, DCP, HF, LEGACY, NEOX, TP4, Damage, cut, lost, over
-from fastshard.checkpoint.causes import Causes, LostFile, causes_of
 from fastshard.errors import Finding
+from fastshard.findings.causes import Causes, LostFile, causes_of
 from fastshard.layouts.declaration import Source, Unit
 from helpers import FIXTURES, cli, edit_safetensors, layer_file
 from safetensors.torch import load_file, save_file

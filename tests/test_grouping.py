@@ -12,12 +12,12 @@ import torch
 import zero_maker
 from damage import lost
 from fastshard import Finding
-from fastshard.checkpoint.causes import Causes, LostFile
-from fastshard.checkpoint.effects import effect_on, with_effects
-from fastshard.checkpoint.grouping import RankFile, group_by_cause
 from fastshard.cli.finding_text import lines
 from fastshard.cli.verbs.diff import _share
 from fastshard.common.finding_facts import effect_of, files_of
+from fastshard.findings.causes import Causes, LostFile
+from fastshard.findings.effects import effect_on, with_effects
+from fastshard.findings.grouping import RankFile, group_by_cause
 from helpers import FIXTURES, HF, NEOX, STEP, cli, copy
 from hypothesis import given
 from hypothesis import strategies as st

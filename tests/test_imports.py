@@ -15,7 +15,7 @@ PACKAGE = Path(fastshard.__file__).parent
 
 #: The rooms, from the floor up: each imports from those below it alone.
 ROOMS = (
-    "common", "layouts", "zarr", "models", "expected", "sources", "targets", "checkpoint", "conversion", "verification",
+    "common", "layouts", "zarr", "models", "expected", "sources", "targets", "findings", "checkpoint", "conversion", "verification",
     "reporting", "cli",
 )  # fmt: skip
 #: Rooms of one floor.

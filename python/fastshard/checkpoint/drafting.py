@@ -12,6 +12,7 @@ from ..common.errors import FastshardError, Finding, from_core
 from ..common.gate import Gate
 from ..common.listing import File
 from ..common.records import dataclass, field, replace
+from ..findings.causes import Causes, causes_of
 from ..layouts import tables as layouts
 from ..layouts.declaration import Source
 from ..targets.base import Target
@@ -87,6 +88,11 @@ class Opened:
     quantised: QuantisedWeights = field(default_factory=QuantisedWeights)
     #: What is read besides the checkpoint, as it was given: an adapter, the model that parts are taken from.
     besides: Sequence[str] = ()
+
+    def find_causes(self, findings: Sequence[Finding], source: Source | None = None) -> Causes:
+        """Find the causes among findings: what is missing because of them needs no finding of its own."""
+        paths = [file.path for file in self.files]
+        return causes_of(findings, source or self.source, paths, self.catalog.names, self.labels)
 
     @property
     def listed(self) -> ExpectedTensors | None:

@@ -23,8 +23,9 @@ from ..common.errors import FastshardError, Finding, error_for, from_core, raise
 from ..common.formatting import some
 from ..common.gate import Gate
 from ..common.listing import File, Listing, holds_weights, list_roots, refuse_unprintable
+from ..common.log import log
 from ..common.options import OpenOptions, StrPath
-from ..common.records import replace
+from ..common.records import dataclass, replace
 from ..common.thread_counts import thread_count
 from ..layouts import tables
 from ..layouts.declaration import Source
@@ -64,44 +65,137 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
         FastshardError: if nothing there is a checkpoint. What is wrong *inside* one comes as
             :attr:`Checkpoint.findings`.
     """
+    request = _read_request(paths, options)
+    files = _find_files(request)
+    log("open", "%s in %d files", files.found.framework, len(files.found.files))
+    headers = _open_headers(files, request)
+    source, findings = _declare_source(files, headers, request)
+    source, findings = _check_names(source, findings, files, headers, request)
+    opened = _attach(source, findings, files, headers, request)
+    log("open", "%d findings", len(opened.findings))
+    return Checkpoint(files.listing, opened, headers.readable)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What is asked of opening, checked; nothing of the checkpoint is read yet."""
+
+    paths: tuple[StrPath, ...]
+    options: OpenOptions
+    #: What adapters are told of the options.
+    adapter_options: Options
+    gate: Gate
+    threads: int
+    reference: Reference | None
+
+
+def _read_request(paths: tuple[StrPath, ...], options: OpenOptions) -> _Request:
+    """Check the options, and open the reference.
+
+    Raises:
+        FastshardError: ``FS515`` without a path; as :func:`open` for the reference.
+    """
     if not paths:
         raise FastshardError.of(codes.USAGE, "no path given")
     gate = Gate.of(options.get("fail_on"), options.get("error", ()), options.get("ignore", ()))
     threads = thread_count(options.get("threads"))
-    like, adapter = options.get("like"), options.get("adapter")
+    like = options.get("like")
     reference = None if like is None else _read_reference(like, threads)
-    said = source_options.of(options, reference)
-    listing, others = placeholder_files.sifted(list_roots(paths))
-    try:
-        found = detect(listing, said)
-    except FastshardError as refused:
-        if refused.findings[0].is_a("nothing_found"):
-            raise_errors([*listing.closed, *others.values(), *hub_downloads.unfinished(listing)])
-        if listing.closed:
-            known = {finding.file for finding in listing.closed}
-            others_left = [f for f in listing.without_hidden(refused.findings) if f.file not in known]
-            raise error_for([*listing.closed, *others_left]) from None
-        raise
-    found = replace(found, findings=hub_downloads.said_of_missing(listing, found.findings))
+    return _Request(paths, options, source_options.of(options, reference), gate, threads, reference)
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The files of a checkpoint, by their names, and those that are read besides."""
+
+    listing: Listing
+    #: What lies in the place of files: pointers, pages, nothing.
+    placeholders: dict[str, Finding]
+    found: Found[Any]
+    roots: Sequence[Path]
+    adapter: AdapterFiles | None
+    fillings: Filled | None
+    #: The adapter's weights, and the files that parts are taken from, by their numbers of roots.
+    adapter_files: Sequence[File]
+    filling_files: Sequence[File]
+
+    @property
+    def with_adapter(self) -> Found[Any]:
+        """What was found, and the adapter's weights."""
+        return replace(self.found, files=[*self.found.files, *self.adapter_files])
+
+
+def _find_files(request: _Request) -> _Files:
+    """List names and sizes, choose the framework and the step, and find what is read besides.
+
+    Raises:
+        FastshardError: if nothing there is a checkpoint, with what may be the reason.
+    """
+    listing, placeholders = placeholder_files.sifted(list_roots(request.paths))
+    found = _detect(listing, placeholders, request.adapter_options)
     for file in found.files:
         refuse_unprintable(file.path)
+    reference, path = request.reference, request.options.get("adapter")
     if reference is not None:
-        held = [listing.roots[file.root] / file.path for file in _behind(found)]
-        reference.refuse_itself(listing.roots, held, listing.single)
-    adapted = None if adapter is None else _find_adapter(adapter)
-    filled = _filled(paths, options, reference)
-    roots = [*listing.roots, *([adapted.folder] if adapted else [])]
+        read = [listing.roots[file.root] / file.path for file in _behind(found)]
+        reference.refuse_itself(listing.roots, read, listing.single)
+    adapter = None if path is None else _find_adapter(path)
+    fillings = _filled(request.paths, request.options, reference)
+    roots = [*listing.roots, *([adapter.folder] if adapter else [])]
     # Adapters of frameworks see their own files alone.
-    further = [File(len(listing.roots), adapted.weights, adapted.size)] if adapted and adapted.weights else []
-    filling: list[File] = []
-    if filled is not None:
-        filling = [File(len(roots) + file.root, file.path, file.size) for file in filled.files]
-        roots += filled.roots
+    adapter_files = (
+        [File(len(listing.roots), adapter.weights, adapter.size)] if adapter and adapter.weights else []
+    )
+    filling_files: list[File] = []
+    if fillings is not None:
+        filling_files = [File(len(roots) + file.root, file.path, file.size) for file in fillings.files]
+        roots += fillings.roots
+    return _Files(listing, placeholders, found, roots, adapter, fillings, adapter_files, filling_files)
+
+
+def _detect(listing: Listing, placeholders: dict[str, Finding], options: Options) -> Found[Any]:
+    """Detect the framework and the step.
+
+    Raises:
+        FastshardError: if nothing is a checkpoint; directories that may not be looked into and placeholders come first.
+    """
+    try:
+        found = detect(listing, options)
+    except FastshardError as refused:
+        if refused.findings[0].is_a("nothing_found"):
+            raise_errors([*listing.closed, *placeholders.values(), *hub_downloads.unfinished(listing)])
+        if listing.closed:
+            closed = {finding.file for finding in listing.closed}
+            others = [f for f in listing.without_hidden(refused.findings) if f.file not in closed]
+            raise error_for([*listing.closed, *others]) from None
+        raise
+    return replace(found, findings=hub_downloads.said_of_missing(listing, found.findings))
+
+
+@dataclass(frozen=True)
+class _Headers:
+    """The headers of all files."""
+
+    catalog: _core.Catalog
+    #: None for a file that cannot be read.
+    readable: list[_core.OpenedFile | None]
+    #: Those of the checkpoint's own files, for its adapter.
+    contents: Contents
+    findings: Sequence[Finding]
+
+
+def _open_headers(files: _Files, request: _Request) -> _Headers:
+    """Read the headers; no byte of a tensor.
+
+    Raises:
+        FastshardError: ``FS118`` for a rank's part of a tensor in a file that is read as a full model; as the core.
+    """
+    found = files.found
     try:
         catalog = _core.Catalog(
-            [os.fspath(root) for root in roots],
-            [(file.root, file.path) for file in (*found.files, *further, *filling)],
-            threads,
+            [os.fspath(root) for root in files.roots],
+            [(file.root, file.path) for file in (*found.files, *files.adapter_files, *files.filling_files)],
+            request.threads,
             dict(found.records),
             {index: blocks.listed() for index, blocks in found.blocks.items()},
             memory_budget.stated(),
@@ -109,28 +203,35 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
         )
     except _core.CoreError as error:
         raise from_core(error) from None
-    unread = _one_limit(catalog.findings())
-    labels = _label_files(found.files, roots)
-    set_of_labels = frozenset(labels)
-    findings = [*listing.findings, *found.findings, *(_as_listed(f, roots, set_of_labels) for f in unread)]
+    labels = frozenset(_label_files(found.files, files.roots))
+    findings = [_as_listed(finding, files.roots, labels) for finding in _one_limit(catalog.findings())]
     readable = catalog.files()
     called = calls_for_tensors(catalog, readable)
     findings += called.values()
     readable = [None if at in called else file for at, file in enumerate(readable)]
+    if not found.reads_parts and not files.listing.single:
+        findings += _find_rank_parts(readable, request.adapter_options.accept)
+    return _Headers(catalog, readable, Contents(catalog, readable[: len(found.files)]), findings)
 
-    if not found.reads_parts and not listing.single:
-        findings += _find_rank_parts(readable, said.accept)
-    contents = Contents(catalog, readable[: len(found.files)])
+
+def _declare_source(files: _Files, headers: _Headers, request: _Request) -> tuple[Source, list[Finding]]:
+    """Have the framework's adapter declare the source, and attach a caller's table and adapter.
+
+    Raises:
+        FastshardError: as the adapter, with what its cause may be; ``FS515`` for a prefix that the model has not.
+    """
+    listing, found, options = files.listing, files.found, request.adapter_options
     folders = {found.folder, *(file.folder for file in _behind(found))}
-    not_themselves = placeholder_files.near(others, folders)
+    placeholders = placeholder_files.near(files.placeholders, folders)
     try:
-        source = found.adapter.declare(found, listing, contents, said)
+        source = found.adapter.declare(found, listing, headers.contents, options)
     except FastshardError as refused:
-        others_there = [finding for finding in found.findings if finding.code == codes.STEP_TAKEN]
-        if not (not_themselves or others_there):
+        steps = [finding for finding in found.findings if finding.code == codes.STEP_TAKEN]
+        if not (placeholders or steps):
             raise
         # What a config that is not there would have said may be all that is wrong.
-        raise error_for([*not_themselves, *refused.findings, *others_there]) from None
+        raise error_for([*placeholders, *refused.findings, *steps]) from None
+    findings = [*listing.findings, *found.findings, *headers.findings]
     findings.extend(
         Finding.of(
             codes.NOT_PROVABLE,
@@ -140,78 +241,112 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
             help="pass the training config if something is missed",
             run=["--config FILE"],
         )
-        for file in sorted(contents.cut)
+        for file in sorted(headers.contents.cut)
     )
-    findings += hf_config.find_overridden(source, listing, found.folder, said)
-    if said.prefix is not None and not source.chosen:
-        raise _nothing_below(said.prefix, source)
-    if said.layout:
-        source = hf_config.by_own_table(source, tables.parse(said.layout), contents.names())
-    if adapted is not None:
-        found = replace(found, files=[*found.files, *further])
+    findings += hf_config.find_overridden(source, listing, found.folder, options)
+    if options.prefix is not None and not source.chosen:
+        raise _nothing_below(options.prefix, source)
+    if options.layout:
+        source = hf_config.by_own_table(source, tables.parse(options.layout), headers.contents.names())
+    if files.adapter is not None:
         from ..sources.peft import lora
 
-        lora.merge(source, adapted, found, listing, Contents(catalog, readable))
-    findings += not_themselves
-    findings = listing.without_hidden([*findings, *source.findings])
+        lora.merge(
+            source, files.adapter, files.with_adapter, listing, Contents(headers.catalog, headers.readable)
+        )
+    return source, listing.without_hidden([*findings, *placeholders, *source.findings])
+
+
+def _check_names(
+    source: Source, findings: list[Finding], files: _Files, headers: _Headers, request: _Request
+) -> tuple[Source, list[Finding]]:
+    """Compare names of files and tensors with what calls for them: an index, numbers, archives' own names.
+
+    Raises:
+        FastshardError: ``FS515`` for paths that are no part of this checkpoint.
+    """
+    found, listing, readable, accept = (
+        files.with_adapter,
+        files.listing,
+        headers.readable,
+        request.adapter_options.accept,
+    )
     ranks = {unit.file: unit.rank for unit in source.units}
     # Leftovers are not read.
-    left = {f.file for f in findings if f.code == codes.UNEXPECTED_FILE}
-    used = [None if f is None or f["path"] in left else f for f in readable]
-    findings += renamed(used, "renamed" in said.accept, ranks, roots)
-    strays = _strays(found, source, listing, catalog, readable, roots, threads)
+    unexpected = {f.file for f in findings if f.code == codes.UNEXPECTED_FILE}
+    used = [None if f is None or f["path"] in unexpected else f for f in readable]
+    findings = [*findings, *renamed(used, "renamed" in accept, ranks, list(files.roots))]
+    strays = _strays(found, source, listing, headers.catalog, readable, list(files.roots), request.threads)
     findings = strays.left(findings, source.index)
-    findings += _expected_names(source, catalog, readable, strays)
+    findings += _expected_names(source, headers.catalog, readable, strays)
     _refuse_unread(listing, found, findings)
-    accepted = accepted_copies.patterns(said.accept)
-    findings = accepted_copies.accepted(findings, accepted)
+    patterns = accepted_copies.patterns(accept)
+    findings = accepted_copies.accepted(findings, patterns)
     # Not even on purpose can a file lack what it is there for.
     copied = {f.file for f in strays.findings if f.code == codes.DUPLICATED_SHARD}
     findings = [f for f in findings if not f.is_a("swapped") or f.file not in copied]
-    findings += strays.findings
-    optimizer = replace(
-        source.optimizer, findings=accepted_copies.accepted(source.optimizer.findings, accepted)
-    )
-    near = source.places
-    if not near and not listing.single:
-        near = sidecar_files.places(listing, found.folder) or sidecar_files.beside_files(listing)
-    unreadable = {
-        n: found.files[file].path for n, file in (source.weight_map or {}).items() if readable[file] is None
-    }
+    optimizer = accepted_copies.accepted(source.optimizer.findings, patterns)
+    named = (source.weight_map or {}).items()
+    unreadable = {name: found.files[file].path for name, file in named if readable[file] is None}
     source = replace(
         source,
-        places=near,
-        copies_accepted=accepted,
-        optimizer=optimizer,
-        non_finite_accepted="non-finite" in said.accept,
-        holes=_choose_holes(listing, said),
+        copies_accepted=patterns,
+        optimizer=replace(source.optimizer, findings=optimizer),
         # What a copy holds is taken from the original.
         units=[unit for unit in source.units if unit.file not in strays.copies],
         lost={**source.lost, **unreadable, **strays.lost},
     )
-    if filled is not None:
+    return source, [*findings, *strays.findings]
+
+
+def _attach(
+    source: Source, findings: list[Finding], files: _Files, headers: _Headers, request: _Request
+) -> Opened:
+    """Add what is taken from another model, quantised weights, and what a reference says; then nothing changes the source."""
+    found, listing, options = files.found, files.listing, request.options
+    places = source.places
+    if not places and not listing.single:
+        places = sidecar_files.places(listing, found.folder) or sidecar_files.beside_files(listing)
+    accept = request.adapter_options.accept
+    source = replace(
+        source,
+        places=places,
+        non_finite_accepted="non-finite" in accept,
+        holes=_choose_holes(listing, request.adapter_options),
+    )
+    own_files, contents = files.with_adapter.files, headers.contents
+    if files.fillings is not None:
         from . import filled_parts
 
-        source, told = filled_parts.add(source, filled, len(found.files))
-        findings += told
-        found = replace(found, files=[*found.files, *filling])
-    # With the files that parts are taken from.
-    every = contents if filled is None else Contents(catalog, catalog.files())
-    quantised = quantised_weights.found_in(source, every, lambda: full_tensors(catalog, source))
+        source, filled = filled_parts.add(source, files.fillings, len(own_files))
+        findings = [*findings, *filled]
+        # With the files that parts are taken from.
+        contents = Contents(headers.catalog, headers.catalog.files())
+    read_files = [*own_files, *files.filling_files]
+    quantised = quantised_weights.found_in(source, contents, lambda: full_tensors(headers.catalog, source))
     source = replace(
         source,
         of_tensors=[*source.of_tensors, *quantised.findings],
         beside=frozenset(name for weight in quantised.weights for name in weight.companions.values()),
         quantiser_files=quantised.files,
     )
-    if reference is not None:
-        source = _held_against(reference, source)
-    asks = "off" not in (options.get("transformers"), os.environ.get("FASTSHARD_TRANSFORMERS"))
-    opened = Opened(
-        source, catalog, findings, found.files, labels, _behind(found), reference, gate, asks, None, quantised,
-        [os.fspath(path) for path in (adapter, options.get("fill_from")) if path is not None],
-    )  # fmt: skip
-    return Checkpoint(listing, opened, readable)
+    if request.reference is not None:
+        source = _held_against(request.reference, source)
+    besides = (options.get("adapter"), options.get("fill_from"))
+    return Opened(
+        source=source,
+        catalog=headers.catalog,
+        findings=findings,
+        files=read_files,
+        labels=_label_files(read_files, files.roots),
+        behind=_behind(replace(found, files=read_files)),
+        reference=request.reference,
+        gate=request.gate,
+        asks_transformers="off"
+        not in (options.get("transformers"), os.environ.get("FASTSHARD_TRANSFORMERS")),
+        quantised=quantised,
+        besides=[os.fspath(path) for path in besides if path is not None],
+    )
 
 
 #: A reference is opened as any other checkpoint is.

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from .. import _core
 from ..common.errors import Finding
 from ..common.near_words import meant
+from ..findings.causes import Causes
 from ..layouts.declaration import Source
-from .causes import Causes
 from .dequantised import Logical, weights_of
 from .mapped_files import Maps
 

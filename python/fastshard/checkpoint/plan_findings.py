@@ -177,19 +177,6 @@ def beyond_config(finding: Finding, source: Source) -> Finding:
     )
 
 
-def left_out_for_one_reason(findings: list[Finding]) -> list[Finding]:
-    """Tensors that are left out for one reason are one note: a train state has two moments of each weight."""
-    left: dict[str, list[Finding]] = {}
-    for finding in findings:
-        if finding.code == codes.IGNORED:
-            left.setdefault(finding.message, []).append(finding)
-    notes = [
-        group[0] if len(group) == 1 else group[0].replace(message=f"{len(group)} tensors: {reason}")
-        for reason, group in left.items()
-    ]
-    return [f for f in findings if f.code != codes.IGNORED] + notes
-
-
 def torn(names: Sequence[Sequence[str]], taken: Collection[str]) -> list[Finding]:
     """That patterns take a part of a quantised weight alone, whose codes are worth nothing without their scales.
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from .. import _core
@@ -16,6 +16,12 @@ from ..common.formatting import counted
 from ..common.near_words import nearest
 from ..common.records import dataclass, replace
 from ..expected.from_config import holds_embedding
+from ..findings.causes import Causes, locate_files
+from ..findings.grouping import RankFile
+from ..findings.lost_tensors import lost_tensors
+from ..findings.missing_parts import HeldPart, absent, held_parts
+from ..findings.proof import listed_by
+from ..findings.stages import Facts, judge
 from ..layouts.declaration import Source, is_state
 from ..models import config_json
 from ..models.quantised import torchao
@@ -28,25 +34,18 @@ from ..targets.form import Form
 from ..targets.optimizer_state import carried
 from ..targets.registry import TARGETS, check, target_of
 from ..targets.request import DTYPES, MERGE, Request
-from .causes import Causes, causes_of, locate_files
 from .dequantised import dequantised
 from .drafting import CoreRequest, Merged, Opened, draft_of, movable, taken, with_masters
-from .effects import with_effects
-from .grouping import RankFile, group_by_cause
-from .lost_tensors import lost_tensors
-from .missing_parts import HeldPart, absent, by_part, held_parts
 from .plan import Plan
 from .plan_findings import (
     asked_for,
     beyond_config,
     evidence,
-    left_out_for_one_reason,
     quantised,
     torn,
     unproven,
     weights_taken,
 )
-from .proof import listed_by
 
 
 def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
@@ -154,10 +153,11 @@ def _made(opened: Opened, request: Request) -> Plan:
             "expected": _authority(draft),
         }
     )
-    findings, lost = _all_findings(draft, core, told)
-    # Last: what is made an error here is not what the others follow from.
-    each = opened.gate.judged(findings)
-    rank_files = [RankFile(path, rank) for path, rank in locate_files(draft.source, draft.paths).items()]
+    planned = core.findings()
+    lost = _find_lost(draft, [*draft.findings, *told])
+    facts = _facts_of(draft, core, planned, lost)
+    planned = [beyond_config(f, draft.source) for f in planned]
+    judgement = judge(facts, [*draft.findings, *planned, *told])
     source = draft.source
     if draft.is_kept and opened.quantised.weights:
         forms = Counter(weight.form.name for weight in opened.quantised.weights)
@@ -167,7 +167,7 @@ def _made(opened: Opened, request: Request) -> Plan:
         source = replace(source, provable=True, referenced=True, values=values)
     return Plan(
         core,
-        group_by_cause(_by_part(draft, each, lost), rank_files),
+        judgement.findings,
         source,
         request.to or "merge",
         draft.target is not None and draft.target.writes_arrays,
@@ -176,7 +176,7 @@ def _made(opened: Opened, request: Request) -> Plan:
         draft.main_dtype,
         lost,
         draft.causes,
-        each,
+        judgement.each,
         opened if draft.target is None and draft.is_kept else None,
         unwritable,
     )
@@ -231,8 +231,7 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
     if made is not None:
         asked = replace(asked, coded=made.coded, left_out=made.left_out(source), keep=_kept(opened, request))
     # A file that is missing or cannot be read makes every tensor in it missing: say the cause, not the echo.
-    paths = [file.path for file in opened.files]
-    causes = causes_of(findings, source, paths, opened.catalog.names, opened.labels)
+    causes = opened.find_causes(findings, source)
     core = draft_of(opened.catalog, asked)
     # Read before the draft is placed, which uses it up.
     found, lost, axes, dtypes = core.findings(), core.lost(), core.axes(), core.dtypes()
@@ -349,8 +348,7 @@ def _judged(draft: _Draft) -> list[Finding]:
     why = "" if opened.promised is None else opened.promised.why
     if seen is not None:
         # What could not be drafted is missing below for that reason.
-        found = [*draft.findings, *draft.found]
-        both = causes_of(found, source, draft.paths, opened.catalog.names, opened.labels)
+        both = opened.find_causes([*draft.findings, *draft.found], source)
         by_layers = both.left(asked_for(f, request) for f in seen.findings)
         if opened.promised is not None:
             from .promised import beside_list, judged
@@ -401,14 +399,31 @@ def _odd_dtypes(draft: _Draft) -> list[Finding]:
     return draft.core.odd_dtypes()
 
 
-def _by_part(draft: _Draft, each: list[Finding], lost: Collection[str]) -> list[Finding]:
-    """The findings, where those of a part that the config promises are one."""
-    source, listed = draft.source, draft.opened.listed
+def _facts_of(
+    draft: _Draft, core: _core.Plan, planned: Sequence[Finding], lost: Mapping[str, int | None]
+) -> Facts:
+    """Return what the stages of the judgement know."""
+    source, listed, request = draft.source, draft.opened.listed, draft.request
     table = source.usual_table if source.table is None else source.table
+    is_own = draft.target is None
     # Those of a target are its own.
-    own = [n for n in lost if draft.target is None or (table is not None and table.rule_of(n) is not None)]
-    by = None if listed is None else f"{listed.model_class} of transformers {listed.transformers}"
-    return by_part(each, draft.parts, own, source.expected_names, by)
+    of_parts = [n for n in lost if is_own or (table is not None and table.rule_of(n) is not None)]
+    return Facts(
+        causes=draft.causes,
+        known=frozenset(draft.findings),
+        echoes=[*draft.found, *planned],
+        lost=lost,
+        usable=core.names() if is_own and lost else None,
+        parts=draft.parts,
+        lost_of_parts=of_parts,
+        index=source.expected_names,
+        listed_by=None if listed is None else f"{listed.model_class} of transformers {listed.transformers}",
+        rank_files=[RankFile(path, rank) for path, rank in locate_files(source, draft.paths).items()],
+        gate=draft.opened.gate,
+        is_narrowed=request.is_narrowed,
+        explain_selection=partial(_meant_for, opened=draft.opened, request=request),
+        has_reasons=source.optimizer.rules is not None,
+    )
 
 
 def _accounts_for_parts(draft: _Draft) -> bool:
@@ -429,30 +444,16 @@ def _completed(draft: _Draft, target: Target) -> Completed:
     return completed if state is None else replace(completed, findings=state.findings + completed.findings)
 
 
-def _all_findings(
-    draft: _Draft, core: _core.Plan, told: list[Finding]
-) -> tuple[list[Finding], dict[str, int | None]]:
-    """All findings of a plan, each with what it costs, and the tensors that are not whole, with the elements of each."""
-    placed = core.findings()
-    planned = [beyond_config(f, draft.source) for f in draft.causes.left(placed)]
-    if draft.request.include and any(f.code == codes.USAGE for f in planned):
-        planned = [_meant_for(f, draft.opened, draft.request) for f in planned]
-    if not draft.request.is_narrowed:
-        planned = _without_patterns(planned, draft.findings)
-    if draft.source.optimizer.rules is not None:
-        planned = left_out_for_one_reason(planned)
-    findings = [*draft.findings, *planned, *told]
+def _find_lost(draft: _Draft, findings: Sequence[Finding]) -> dict[str, int | None]:
+    """Find the tensors that are not complete, with the elements of each; none where patterns choose tensors."""
     if draft.request.is_narrowed:
-        return findings, {}
+        return {}
     broken = (
         f
         for f in [*findings, *draft.found]
         if f.severity == "error" and f.is_a("missing_tensor", "incomplete", "misfit")
     )
-    if lost := lost_tensors(draft.lost, draft.source, broken):
-        usable = None if draft.target else core.names()
-        findings = with_effects(findings, draft.causes, lost, usable, [*draft.found, *placed])
-    return findings, lost
+    return lost_tensors(draft.lost, draft.source, broken)
 
 
 def _asked(source: Source, target: Target | None, request: Request, form: Form | None) -> CoreRequest:
@@ -506,17 +507,9 @@ def to_be_written(plan: Plan) -> Plan:
     return plan
 
 
-def _without_patterns(planned: list[Finding], others: list[Finding]) -> list[Finding]:
-    """The findings, where nothing is left and no pattern is the reason: another error is, or the files."""
-    if any(f.severity == "error" for f in others):
-        return [f for f in planned if f.code != codes.USAGE]
-    help = "copy the files again: they hold no tensors"
-    return [f.replace(help=help) if f.code == codes.USAGE else f for f in planned]
-
-
 def _meant_for(finding: Finding, opened: Opened, request: Request) -> Finding:
-    """That nothing is left, with the name that a pattern may be meant for."""
-    if finding.code != codes.USAGE:
+    """Say of a finding that nothing is left which name a pattern may be meant for."""
+    if not request.include:
         return finding
     names = make_plan(opened, replace(request, include=(), exclude=())).index
     for pattern in request.include:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from ..common import codes
 from ..common.errors import FastshardError, Finding
 from ..common.records import replace
+from ..findings.proof import listed_by
 from ..layouts.declaration import is_state
 from ..layouts.wrapper_names import wrapped
 from ..models.config_json import QUANTISED
 from ..sources.hf_config import AUTO_MAP
 from .drafting import Merged, Opened, Promised
-from .proof import listed_by
 
 if TYPE_CHECKING:
     from ..expected.expected_list import ExpectedTensors

@@ -9,11 +9,12 @@ import sys
 import time
 from collections.abc import Sequence
 
-from ..checkpoint.proof import not_checked
 from ..common import codes, memory_budget, safe_files
 from ..common.errors import UNPUBLISHED, FastshardError, Finding, error_for, exit_code, published
 from ..common.finding_facts import command_of
+from ..common.log import log_to_stderr
 from ..common.records import replace
+from ..findings.proof import not_checked
 from . import output_formats, pager, render, settings, styles
 from .parser import UsageError, takes
 from .signals import Stopping
@@ -58,6 +59,7 @@ class Run:
         """Carries the command out and tells what came of it; the exit code."""
         try:
             a = self._arguments
+            log_to_stderr("debug" if getattr(a, "verbose", 0) > 1 else None)
             verb = self._verbs[a.command]
             if (read := settings.apply(a)) is not None and not getattr(a, "quiet", 0):
                 self._streams.say(f"settings: {render.printable(str(read))}")

@@ -78,7 +78,13 @@ def add_common(parser: argparse.ArgumentParser, *, run: bool = True, reads: bool
     add_format(group)
     group.add_argument("--color", choices=WHEN, default="auto", help="in the terminal (default: auto)")
     group.add_argument("-q", "--quiet", action="count", default=0, help="errors only")
-    group.add_argument("-v", "--verbose", action="count", default=0, help="notes and per-tensor detail")
+    group.add_argument(
+        "-v",
+        "--verbose",
+        action="count",
+        default=0,
+        help="notes and per-tensor detail; -vv logs each step too",
+    )
     add_options(group, Threads)
     if run:
         group.add_argument(

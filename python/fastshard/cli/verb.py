@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from ..checkpoint.proof import not_proven
 from ..common.errors import Finding
 from ..common.records import dataclass, field
+from ..findings.proof import not_proven
 
 
 @dataclass

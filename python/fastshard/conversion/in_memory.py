@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from .. import _core
 from ..checkpoint.manifests import beside, run_options
 from ..checkpoint.open_checkpoint import CheckpointSource
-from ..checkpoint.proof import not_proven
 from ..checkpoint.tensor_map import Tensors
 from ..common import json_text, memory_budget, safe_files
 from ..common.errors import Finding, from_core, raise_errors
 from ..common.progress import Progress, Report
+from ..findings.proof import not_proven
 from .companion_files import along
 from .convert import compared, planned
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ..checkpoint.causes import locate_files
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.plan import Plan
 from ..common.listing import store_of
 from ..common.records import replace
+from ..findings.causes import locate_files
 from ..models.tensor_roles import place_of
 from .grid import Grid, banded
 from .grid_cells import Key, Row

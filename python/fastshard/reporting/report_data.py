@@ -12,7 +12,6 @@ from ..checkpoint import manifests
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.missing_files import absent
 from ..checkpoint.plan import Plan
-from ..checkpoint.proof import not_proven
 from ..common.codes import CODES
 from ..common.errors import FastshardError, Finding, exit_code
 from ..common.formatting import human
@@ -20,6 +19,7 @@ from ..common.listing import list_roots
 from ..common.options import StrPath
 from ..common.progress import Progress
 from ..common.records import dataclass, field, replace
+from ..findings.proof import not_proven
 from ..models.tensor_roles import parts_of, role_of
 from ..verification.stats import TensorStats
 from .checks import FAILED, Check, Read, checks

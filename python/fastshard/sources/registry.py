@@ -10,6 +10,7 @@ from ..common import codes
 from ..common.errors import FastshardError, raise_errors
 from ..common.formatting import some
 from ..common.listing import Listing
+from ..common.log import log
 from ..common.records import dataclass, replace
 from ..common.regex import compile_when_used
 from .base import Adapter, Found, Options
@@ -166,6 +167,7 @@ def detect(listing: Listing, options: Options) -> Found[Any]:
     for entry in _in_order(listing):
         found = _ask(entry, listing, options)
         if found is not None:
+            log("sources", "%s: %d files, step %s", found.framework, len(found.files), found.step)
             if found.step is None and not listing.single:
                 warnings = warn_of_lone_trackers(listing, found.folder)
                 found = replace(found, findings=[*found.findings, *warnings])

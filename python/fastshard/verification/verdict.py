@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, overload
 
-from ..checkpoint.proof import Checked
 from ..common.errors import VERDICTS, Finding, error_for, exit_code
 from ..common.formatting import counted
 from ..common.gate import ignored
+from ..findings.proof import Checked
 
 __all__ = ["Verdict"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from ..checkpoint import adapter_factors, manifest_files, proof, quantised_values, superseded_copies
+from ..checkpoint import adapter_factors, manifest_files, quantised_values, superseded_copies
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.downloaded_files import Downloaded, compare_files
 from ..checkpoint.loaded_names import unloaded_prefix
@@ -33,11 +33,12 @@ from ..common.options import Opening, StrPath
 from ..common.progress import Progress, Report
 from ..conversion.companion_files import along
 from ..conversion.distributed import host_parts
+from ..findings import proof
+from ..findings.stages import READ_STAGES, TRUST, Facts, judge
 from ..models import sidecar_files
 from ..models.tokenizer import Tokenizer
 from ..models.tokenizer import find as find_tokenizer
 from ..targets.request import Request
-from .consequences import drop_consequences
 from .verdict import Verdict
 
 if TYPE_CHECKING:
@@ -131,10 +132,12 @@ def verify(
     all_names = make_plan(checkpoint.opened).index.keys() if include or exclude else plan.index.keys()
     left_out = () if path is None else all_names - plan.index.keys()
     differing, downloaded = _differing(checkpoint, plan, path, left_out, run, progress)
-    findings, differing = drop_consequences(findings, differing, checkpoint.opened)
-    findings, differing = (_without_trust(those, inside) for those in (findings, differing))
     findings += _find_accepted_part(inside)
-    found = _unique(checkpoint.opened.gate.judged([*findings, *differing]))
+    opened = checkpoint.opened
+    facts = Facts(
+        gate=opened.gate, read=frozenset(differing), find_causes=opened.find_causes, untrusted=inside
+    )
+    found = judge(facts, [*findings, *differing], READ_STAGES).findings
     if downloaded is None or any(f.severity == "error" for f in found):
         return Verdict(found, None)
     by = None if path is None else path.name
@@ -152,25 +155,6 @@ def verify(
     return Verdict(found, proof.checked(found, vouched, partial, unnoticed, part))
 
 
-#: What helps against a warning that a manifest inside the checkpoint accepts.
-_TRUST = "pass a manifest that you trust to silence this: it was accepted when the checkpoint was written"
-
-
-def _without_trust(findings: Iterable[Finding], words: Collection[str]) -> list[Finding]:
-    """The findings, where what a manifest inside the checkpoint alone accepts is a warning that a gate may raise: whoever
-    wrote the checkpoint wrote the manifest.
-
-    Args:
-        findings: as the acceptances have made them.
-        words: those of the manifest inside.
-    """
-    accepted = {f"accept {word}" for word in words}
-    return [
-        f.replace(decided=None, help=_TRUST, run=["--expect MANIFEST"]) if f.decided in accepted else f
-        for f in findings
-    ]
-
-
 def _find_accepted_part(words: Collection[str]) -> list[Finding]:
     """Finds that the checkpoint was made of a part of another one, as its manifest says."""
     if "part" not in words:
@@ -182,7 +166,7 @@ def _find_accepted_part(words: Collection[str]) -> list[Finding]:
             message,
             severity="warning",
             file=MANIFEST_NAME,
-            help=_TRUST,
+            help=TRUST,
             run=["--expect MANIFEST"],
         )
     ]
@@ -344,9 +328,3 @@ def _against(
         return findings + [f for f in found if f.code != codes.MISSING_FILE or not there.issuperset(f.files)]
     severity = "error" if own else "warning"
     return findings + against_result(path, plan, run, progress, severity=severity, left_out=left_out)
-
-
-def _unique(findings: list[Finding]) -> list[Finding]:
-    seen: dict[Finding, None] = dict.fromkeys(findings)
-    order = {"error": 0, "warning": 1, "note": 2}
-    return sorted(seen, key=lambda f: order.get(f.severity, 3))

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from ..checkpoint.causes import causes_of
-from ..checkpoint.drafting import Opened
-from ..checkpoint.effects import effect_on
 from ..common import codes
 from ..common.errors import Finding
+from .causes import Causes
+from .effects import effect_on
 
-__all__ = ["drop_consequences"]
+__all__ = ["drop_copied"]
+
+#: What makes causes of errors about files of a checkpoint.
+Explain = Callable[[Sequence[Finding]], Causes]
 
 
-def drop_consequences(
-    findings: Sequence[Finding], differing: Sequence[Finding], opened: Opened
-) -> tuple[list[Finding], list[Finding]]:
+def drop_copied(findings: Sequence[Finding], differing: Sequence[Finding], explain: Explain) -> list[Finding]:
     """Drop what files in the place of others account for, and name these files first.
 
     Args:
         findings: what the headers say.
         differing: what was found by reading the data.
-        opened: the checkpoint.
+        explain: finds what errors about files account for.
 
     Returns:
-        Both, without consequences. A copied file that accounts for missing tensors is an error, and comes first.
+        Both, without consequences: what the headers say first. A copied file that accounts for missing tensors is an error, and comes first.
     """
-    copied, explained = _explain_missing(findings, differing, opened)
+    copied, explained = _explain_missing(findings, differing, explain)
     findings = [*copied, *(f for f in findings if f not in explained)]
     misplaced = [f for f in findings if f.is_a("misplaced") and f.severity == "error"]
     elsewhere = {file for finding in misplaced for file in finding.files}
@@ -40,11 +40,11 @@ def drop_consequences(
         is_copy = codes.CODES[finding.code].check == "copies"
         return is_copy and not named.isdisjoint(files) and len(files - named) < 2
 
-    return findings, [finding for finding in differing if not is_known(finding)]
+    return [*findings, *(finding for finding in differing if not is_known(finding))]
 
 
 def _explain_missing(
-    findings: Sequence[Finding], differing: Sequence[Finding], opened: Opened
+    findings: Sequence[Finding], differing: Sequence[Finding], explain: Explain
 ) -> tuple[list[Finding], set[Finding]]:
     """Find the copied files in whose place files are missing, each with its effect, and the findings that these explain.
 
@@ -63,8 +63,7 @@ def _explain_missing(
         Finding.of(codes.DUPLICATED_SHARD, finding.message, file=file, coords=finding.coords): finding
         for file, finding in suspects.items()
     }
-    paths = [file.path for file in opened.files]
-    causes = causes_of(list(lost), opened.source, paths, opened.catalog.names, opened.labels)
+    causes = explain(list(lost))
     effects: dict[Finding, list[Finding]] = {}
     for finding in missing:
         cause = causes.of(finding)
@@ -81,7 +80,7 @@ def _explain_missing(
                 decided=None,
                 tensor=None,
                 effect=effect,
-                help="copy the file again from the node that wrote it: the tensors of its own rank are missing",
+                help="copy the file again from the node that wrote it: tensors of this rank are missing",
             )
         )
     return copied, {finding for explained in effects.values() for finding in explained}

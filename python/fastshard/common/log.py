@@ -1,0 +1,41 @@
+"""Log what is done, off by default: to the logger ``fastshard`` of Python's logging."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+__all__ = ["log", "log_to_stderr"]
+
+#: A level of logging, by which the command line and the API log to stderr: ``FASTSHARD_LOG=debug``.
+VARIABLE = "FASTSHARD_LOG"
+
+
+def log(topic: str, message: str, *arguments: object, level: int = 10) -> None:
+    """Log a message of a topic, e.g. ``findings``, at level DEBUG unless another is given.
+
+    Arguments are formatted only if somebody listens; without a program that uses logging nobody does, and it is not imported.
+    """
+    if "logging" in sys.modules:
+        logger = sys.modules["logging"].getLogger(f"fastshard.{topic}")
+        if logger.isEnabledFor(level):
+            logger.log(level, message, *arguments, stacklevel=2)
+
+
+def log_to_stderr(level: str | None = None) -> None:
+    """Write the log to stderr from a level on: ``debug``, ``info`` or ``warning``; None for that of ``FASTSHARD_LOG``."""
+    level = os.environ.get(VARIABLE) if level is None else level
+    if not level:
+        return
+    import logging
+
+    logger = logging.getLogger("fastshard")
+    number = getattr(logging, level.upper(), None)
+    if not isinstance(number, int):
+        return
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(relativeCreated)7d ms %(name)s: %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
+    logger.setLevel(number)
