@@ -16,7 +16,7 @@ from fastshard.cli.finding_text import lines
 from fastshard.cli.verbs.diff import _share
 from fastshard.common.finding_facts import effect_of, files_of
 from fastshard.findings.causes import Causes, LostFile
-from fastshard.findings.effects import effect_on, with_effects
+from fastshard.findings.effects import attach_effects, effect_on
 from fastshard.findings.grouping import RankFile, group_by_cause
 from helpers import FIXTURES, HF, NEOX, STEP, cli, copy
 from hypothesis import given
@@ -201,7 +201,7 @@ def test_effects_are_counted_once_and_for_their_cause() -> None:
     names = {"layers.0.q": "a", "layers.1.q": "a", "norm": "b", "own": "b"}
     own = Finding.of("FS301", "CRC", tensor="own")
     causes = Causes(files=[LostFile(a), LostFile(b)], named=names)
-    first, second, third = with_effects([a, b, own], causes, names, ["head"], [])
+    first, second, third = attach_effects([a, b, own], causes, names, ["head"], [])
     assert first.effect == effect_on(["layers.0.q", "layers.1.q"], 5) and second.effect == effect_on(
         ["norm"], 5
     )

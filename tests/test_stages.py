@@ -11,11 +11,11 @@ from fastshard.common.gate import Gate
 from fastshard.expected.promised_parts import promised
 from fastshard.findings.causes import Causes, LostFile
 from fastshard.findings.grouping import RankFile
-from fastshard.findings.missing_parts import HeldPart
+from fastshard.findings.missing_parts import PromisedPart
 from fastshard.findings.stages import READ_STAGES, STAGES, Facts, Stage, judge
 
 #: What is missing of a model with an MTP layer, of which every rank says it.
-PART = HeldPart(
+PART = PromisedPart(
     promised({"model_type": "deepseek_v3", "num_hidden_layers": 2, "num_nextn_predict_layers": 1})[0], ()
 )
 LOST = Finding.of("FS101", "the file is missing", file="a-1.bin", coords={"tp": 1})

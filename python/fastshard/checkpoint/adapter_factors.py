@@ -41,10 +41,10 @@ def find_lacking(opened: Opened) -> list[Finding]:
 
 def _find_zero_update(opened: Opened, adapter: StoredAdapter) -> list[Finding]:
     """Warns where every product is zero: that no value of the base changes. What is read ends with the first other value."""
-    told = tensor_names.told(adapter.shapes, saved=adapter.is_saved)
+    names = tensor_names.told(adapter.shapes, saved=adapter.is_saved)
     products = [
         (module.factors[a], module.factors[b])
-        for module in told.modules.values()
+        for module in names.modules.values()
         for a, b in PAIRS
         if a in module.factors and b in module.factors
     ]
@@ -126,12 +126,12 @@ def _list_missing(adapter: StoredAdapter, own: tensor_names.Told, listed: Adapte
     ]  # fmt: skip
 
 
-def _list_parts(told: tensor_names.Told) -> set[tuple[str, str]]:
+def _list_parts(names: tensor_names.Told) -> set[tuple[str, str]]:
     """Modules, each with a factor of it, and what is saved as it was trained."""
     factors: Iterable[tuple[str, str]] = (
-        (module.name, kind) for module in told.modules.values() for kind in module.factors
+        (module.name, kind) for module in names.modules.values() for kind in module.factors
     )
-    whole = (name.rpartition(".") for name in told.whole)
+    whole = (name.rpartition(".") for name in names.whole)
     return {*factors, *((module, own) for module, _, own in whole)}
 
 

@@ -106,8 +106,8 @@ class Checkpoint(Tensors):
     def __repr__(self) -> str:
         step = f", step {self.step}" if self.step else ""
         degrees = "".join(f", {k} {v}" for k, v in self.topology.items() if v > 1)
-        told = f"{len(self)} tensors in {len(self.files)} files{_verdict(self)}"
-        return f"<fastshard.Checkpoint {self.framework}{step}{degrees}: {told}>"
+        contents = f"{len(self)} tensors in {len(self.files)} files{_verdict(self)}"
+        return f"<fastshard.Checkpoint {self.framework}{step}{degrees}: {contents}>"
 
 
 def _verdict(checkpoint: Checkpoint) -> str:

@@ -72,8 +72,8 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
         return Dequantised(findings=opened.quantised.unsaid)
     prefix = source.weights_prefix
     stored = StoredBytes(opened)
-    asked = Asked(dtype, lambda name, start, length: stored.read(name.removeprefix(prefix), start, length))
-    made: list[Mapping[str, object]] = []
+    request = Asked(dtype, lambda name, start, length: stored.read(name.removeprefix(prefix), start, length))
+    weights_coded: list[Mapping[str, object]] = []
     values_of_codes: dict[str, str] = {}
     open_points: list[tuple[str, str]] = []
     damages: list[Finding] = []
@@ -83,7 +83,7 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
         if prefix:
             weight = _below(prefix, weight)
         try:
-            values = weight.values(asked)
+            values = weight.values(request)
         except DamagedError as error:
             damages.append(error.finding)
             continue
@@ -91,7 +91,7 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
             refused.setdefault((weight.form.name, str(error)), []).append(weight)
             continue
         name = f"{weight.module}{values.suffix}"
-        made.append({"name": name, "shape": values.shape, "coded": values.coded.document()})
+        weights_coded.append({"name": name, "shape": values.shape, "coded": values.coded.document()})
         values_of_codes[weight.codes] = name
         open_points += [(weight.codes, note) for note in values.open_points]
         done.append(weight)
@@ -106,7 +106,7 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
         Finding.of(codes.IGNORED, note, severity="warning", tensor=name) for name, note in open_points[:20]
     ]
     if not (done or others):
-        return Dequantised(made, values_of_codes, hidden, findings)
+        return Dequantised(weights_coded, values_of_codes, hidden, findings)
     left = Counter(role for weight in done for role in weight.companions)
     left += Counter({"scales of activations": len(others)})
     record = {
@@ -123,7 +123,7 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
             count=len(done) or None,
         )
     )
-    return Dequantised(made, values_of_codes, hidden, findings, record)
+    return Dequantised(weights_coded, values_of_codes, hidden, findings, record)
 
 
 @dataclass(frozen=True)
@@ -144,12 +144,12 @@ class Logical:
 
 def weights_of(opened: Opened) -> dict[str, Logical]:
     """The weights that are stored quantised, by the names of their codes; without those whose record is damaged."""
-    asked = Asked("F32", StoredBytes(opened).read, looks=False, compares_readers=False)
+    request = Asked("F32", StoredBytes(opened).read, looks=False, compares_readers=False)
     found: dict[str, Logical] = {}
     for weight in opened.quantised.weights:
         suffix, shape = ".weight", weight.sizes.shape
         try:
-            values = weight.values(asked)
+            values = weight.values(request)
             suffix, shape = values.suffix, values.shape
         except DamagedError:
             continue

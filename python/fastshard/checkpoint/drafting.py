@@ -137,7 +137,7 @@ class Merged:
     #: False for a conversion.
     is_merge: bool
     #: What the core was asked to draft.
-    asked: CoreRequest
+    core_request: CoreRequest
     #: How its names became those of the reference; empty where they did not.
     renamed: str
 
@@ -184,13 +184,13 @@ def movable(source: Source, target: Target, request: Request) -> None:
         )
 
 
-def draft_of(catalog: _core.Catalog, asked: CoreRequest) -> _core.Draft:
+def draft_of(catalog: _core.Catalog, core_request: CoreRequest) -> _core.Draft:
     """A draft of what is asked for, with the tables of source and target."""
-    table = asked.source.taken_table if asked.table is None else asked.table
-    target = None if asked.target is None else asked.target.table
+    table = core_request.source.taken_table if core_request.table is None else core_request.table
+    target = None if core_request.target is None else core_request.target.table
     try:
         catalog.within(memory_budget.stated())
-        return catalog.draft(asked, table, target)
+        return catalog.draft(core_request, table, target)
     except _core.CoreError as error:
         raise from_core(error) from None
 

@@ -95,7 +95,7 @@ def find(
                 help="merge it first, and fill the result",
                 run=["fastshard merge CKPT OUT"],
             )
-    (have, lost), whole = _held(base), _model(original)
+    (have, lost), whole = _list_tensors(base), _model(original)
     called = _spelled(whole.tensors, have, listed)
     own = {called[name]: told for name, told in whole.tensors.items()}
     _is_of_that_kind(own, have, path)
@@ -160,23 +160,23 @@ def add(source: Source, filled: Filled, first: int) -> tuple[Source, list[Findin
         names=source.names | renamed,
         values={**source.values, "filled": {"parts": parts, "single": sorted(filled.single)}},
     )
-    told = [
+    findings = [
         Finding.of(
             codes.FILLED, f"{part}: {counted(len(names), 'tensor')} taken from {filled.path}", severity="note", tensor=names[0],
         )
         for part, names in filled.parts.items()
     ]  # fmt: skip
-    told += [
+    findings += [
         Finding.of(
             codes.FILLED, f"the tensor is taken from {filled.path}, and the rest of its part is the checkpoint's own",
             severity="warning", tensor=name, help="restore the file that held it, if training changed this tensor",
         )
         for name in filled.single
     ]  # fmt: skip
-    return changed, told
+    return changed, findings
 
 
-def _held(base: Checkpoint) -> tuple[dict[str, tuple[str, list[int]]], set[str]]:
+def _list_tensors(base: Checkpoint) -> tuple[dict[str, tuple[str, list[int]]], set[str]]:
     """The model's tensors in a checkpoint, by its own names, and the names of those that are lost."""
     opened, source = base.opened, base.opened.source
     draft = draft_of(opened.catalog, CoreRequest(source))
@@ -188,8 +188,8 @@ def _held(base: Checkpoint) -> tuple[dict[str, tuple[str, list[int]]], set[str]]
 
     tensors = {own(name): (dtype, list(whole)) for name, dtype, _, _, whole, _ in draft.tensors()}
     lost = {own(name) for name in (*draft.lost(), *source.lost)}
-    held = {name: told for name, told in tensors.items() if name is not None}
-    return held, {name for name in lost if name is not None}
+    own_tensors = {name: kind for name, kind in tensors.items() if name is not None}
+    return own_tensors, {name for name in lost if name is not None}
 
 
 def _model(original: Checkpoint) -> _Model:

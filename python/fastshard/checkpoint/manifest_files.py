@@ -49,12 +49,12 @@ def root_of(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -> int
         if root.resolve() == path.parent.resolve():
             return index
     have = {file["path"]: file["size"] for file in checkpoint.files}
-    held = [file for file in document["files"] if file.get("identity")]
-    shared = [file for file in held if file["name"] in have]
+    named = [file for file in document["files"] if file.get("identity")]
+    shared = [file for file in named if file["name"] in have]
     if document.get("kind") == "inventory":
         return 0 if shared else None
     # A result's own manifest is best kept elsewhere: what it says of configs and headers must be held against the result too.
-    itself = len(shared) == len(held) and all(have[file["name"]] == file.get("size") for file in shared)
+    itself = len(shared) == len(named) and all(have[file["name"]] == file.get("size") for file in shared)
     return 0 if shared and (itself or not fits(document, checkpoint._plan)) else None
 
 
@@ -172,7 +172,7 @@ def companions(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 
 def loaded_beside(checkpoint: Checkpoint) -> list[File]:
     """The files without tensors that readers load with those that hold the checkpoint's."""
-    held = {(file.root, file.path) for file in checkpoint.opened.behind}
+    read = {(file.root, file.path) for file in checkpoint.opened.behind}
     have = {file["path"] for file in checkpoint.files}
     folders = {(root, "") for root in range(len(checkpoint.listing.roots))}
     folders |= {(file.root, file.folder) for file in checkpoint.opened.files}
@@ -180,7 +180,7 @@ def loaded_beside(checkpoint: Checkpoint) -> list[File]:
         file
         for file in checkpoint.listing.files
         if (file.root, file.folder) in folders
-        and (file.root, file.path) not in held
+        and (file.root, file.path) not in read
         and file.path not in have
         and _is_loaded(file.name)
         and file.name not in _TRACKERS

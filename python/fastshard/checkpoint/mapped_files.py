@@ -23,16 +23,16 @@ _PRIVATE = 8
 class _Private(mmap.mmap):
     """A whole file, copied where it is written to. No byte of it is lent twice."""
 
-    lent: list[tuple[int, int]]
+    ranges: list[tuple[int, int]]
 
     def lend(self, start: int, length: int) -> Bytes | None:
         """A view of a range; None if a part of it was lent before."""
-        at = bisect(self.lent, (start, start))
-        if at and self.lent[at - 1][1] > start:
+        at = bisect(self.ranges, (start, start))
+        if at and self.ranges[at - 1][1] > start:
             return None
-        if at < len(self.lent) and self.lent[at][0] < start + length:
+        if at < len(self.ranges) and self.ranges[at][0] < start + length:
             return None
-        self.lent.insert(at, (start, start + length))
+        self.ranges.insert(at, (start, start + length))
         import numpy as np
 
         view = np.frombuffer(self, dtype=np.uint8, count=length, offset=start)
@@ -92,7 +92,7 @@ class Maps:
         fresh = self._map(file, _Private, mmap.ACCESS_COPY)
         if fresh is None:
             return None
-        fresh.lent = []
+        fresh.ranges = []
         self._private[file] = [weakref.ref(private) for private in (*alive, fresh)]
         return fresh.lend(start, length)
 

@@ -331,7 +331,7 @@ def _attach(
         quantiser_files=quantised.files,
     )
     if request.reference is not None:
-        source = _held_against(request.reference, source)
+        source = _attach_reference(request.reference, source)
     besides = (options.get("adapter"), options.get("fill_from"))
     return Opened(
         source=source,
@@ -368,8 +368,8 @@ def _filled(paths: tuple[StrPath, ...], options: OpenOptions, reference: Referen
                 help="name the model that tensors are taken from",
             )
         return None
-    said = {key: value for key, value in options.items() if key not in ("fill_from", "fill_only")}
-    base = _opened(*paths, **{**said, "transformers": "off", "fail_on": None, "error": ()})  # type: ignore[arg-type]
+    opening = {key: value for key, value in options.items() if key not in ("fill_from", "fill_only")}
+    base = _opened(*paths, **{**opening, "transformers": "off", "fail_on": None, "error": ()})  # type: ignore[arg-type]
     original = _opened(path, threads=options.get("threads"))
     listed = None if reference is None else reference.listed
     from . import filled_parts
@@ -389,9 +389,9 @@ def _read_reference(path: StrPath, threads: int | None) -> Reference:
     return read(path, partial(_whole, threads=threads))
 
 
-def _choose_holes(listing: Listing, said: Options) -> Literal["refuse", "accept", "compare"]:
+def _choose_holes(listing: Listing, options: Options) -> Literal["refuse", "accept", "compare"]:
     """Chooses what is made of large holes in files: a manifest says what should be there, and its hashes are compared."""
-    if "holes" in said.accept:
+    if "holes" in options.accept:
         return "accept"
     return "refuse" if find_manifest(listing.roots) is None else "compare"
 
@@ -407,7 +407,7 @@ def _whole(path: Path, threads: int | None, accept: Iterable[str] = ()) -> Whole
     return Whole(opened.source, checkpoint.findings, tensors, files)
 
 
-def _held_against(reference: Reference, source: Source) -> Source:
+def _attach_reference(reference: Reference, source: Source) -> Source:
     """The declaration of a checkpoint with a reference, which says what must exist, and goes along where the checkpoint
     has no config of its own."""
     lent = reference.config_file is not None and source.model.config_file == reference.config_file

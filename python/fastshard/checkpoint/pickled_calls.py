@@ -33,10 +33,10 @@ def calls_for_tensors(
     ]
     if not without:
         return {}
-    held = {without_numbers(file["path"]) for file in readable if file is not None and file["tensors"]}
+    kinds = {without_numbers(file["path"]) for file in readable if file is not None and file["tensors"]}
     found: dict[int, Finding] = {}
     for at, file in without:
-        if without_numbers(file["path"]) not in held:
+        if without_numbers(file["path"]) not in kinds:
             continue
         if (name := _called(catalog.values(at)[0], _DEPTH)) is not None:
             found[at] = Finding.of(

@@ -37,8 +37,8 @@ def weights_taken(
         needed_by: the target that is nothing without this state.
     """
     state = source.optimizer
-    held = state.masters or state.moments_only or state.moments_named
-    if (weights == "masters" and not state.masters) or (optimizer and not held):
+    has_state = state.masters or state.moments_only or state.moments_named
+    if (weights == "masters" and not state.masters) or (optimizer and not has_state):
         # Why what is there cannot be read, if it cannot.
         raise_errors(state.findings)
         raise FastshardError.of(
@@ -54,7 +54,7 @@ def weights_taken(
             severity="error",
             help="pass --weights masters (the default here) to take the master weights; --dtype bf16 rounds them",
         )
-    if not held or state.moments_named:
+    if not has_state or state.moments_named:
         return list(opened)
     unread: list[Finding] = []
     if optimizer and not any(a.slot for a in source.assembled):
@@ -86,7 +86,7 @@ def weights_taken(
     found = [weighed(f, f.file in state.files) for f in opened]
     found += [weighed(f, True) for f in state.findings]
     found += state.unread if optimizer else []
-    told = {
+    texts = {
         "params": "the parameters as stored; the fp32 master weights are compared with them",
         "masters": "the fp32 master weights; the parameters stored next to them are compared with them"
         if state.params_stored
@@ -97,7 +97,7 @@ def weights_taken(
         found += unread
     if state.moments_only:
         return found
-    return [*found, Finding.of(codes.WEIGHTS_TAKEN, f"weights taken: {told[taken]}")]
+    return [*found, Finding.of(codes.WEIGHTS_TAKEN, f"weights taken: {texts[taken]}")]
 
 
 def _without_state(optimizer: bool, needed_by: str | None) -> str:

@@ -18,8 +18,8 @@ from ..common.records import dataclass, replace
 from ..expected.from_config import holds_embedding
 from ..findings.causes import Causes, locate_files
 from ..findings.grouping import RankFile
-from ..findings.lost_tensors import lost_tensors
-from ..findings.missing_parts import HeldPart, absent, held_parts
+from ..findings.lost_tensors import find_lost_tensors
+from ..findings.missing_parts import PromisedPart, find_missing_parts, list_promised_parts
 from ..findings.proof import listed_by
 from ..findings.stages import Facts, judge
 from ..layouts.declaration import Source, is_state
@@ -51,7 +51,7 @@ from .plan_findings import (
 def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
     """Plans what is asked for: drafted once, then placed into files. See :func:`fastshard.plan`."""
     try:
-        return _made(opened, request)
+        return _build_plan(opened, request)
     except _core.CoreError as error:
         # The memory that was stated is too small for the names.
         raise from_core(error) from None
@@ -68,7 +68,7 @@ class _Draft:
     #: None for a merge.
     target: Target | None
     #: What the core was asked to draft.
-    asked: CoreRequest
+    core_request: CoreRequest
     #: How the names of a merge became those of a reference; empty where they did not.
     renamed: str
     core: _core.Draft
@@ -85,7 +85,7 @@ class _Draft:
     dtypes: dict[str, int]
     #: Names of all tensors in the files, and the parts that the config promises: what there is of each.
     names: frozenset[str]
-    parts: Sequence[HeldPart]
+    parts: Sequence[PromisedPart]
 
     @cached_property
     def tensors(self) -> dict[str, Drafted]:
@@ -101,7 +101,7 @@ class _Draft:
     @property
     def merged(self) -> Merged:
         """The draft as it is compared with what must be there."""
-        return Merged(self.core, self.source, self.target is None, self.asked, self.renamed)
+        return Merged(self.core, self.source, self.target is None, self.core_request, self.renamed)
 
     @property
     def is_kept(self) -> bool:
@@ -125,17 +125,17 @@ class _Draft:
         return _main_dtype(self.dtypes, self.is_of_masters)
 
 
-def _made(opened: Opened, request: Request) -> Plan:
+def _build_plan(opened: Opened, request: Request) -> Plan:
     draft = _drafted(opened, request)
-    told = _judged(draft)
-    by = listed_by(told)
-    errors = [*draft.findings, *draft.causes.left(draft.found), *told]
+    of_outputs = _find_in_outputs(draft)
+    by = listed_by(of_outputs)
+    errors = [*draft.findings, *draft.causes.left(draft.found), *of_outputs]
     completed = Completed()
     if draft.target is not None and not any(finding.severity == "error" for finding in errors):
         completed = _completed(draft, draft.target)
         # What a list proves no other finding calls unproven.
         of_target = [f for f in completed.findings if f.code != codes.NOT_PROVABLE or by is None]
-        told += of_target + padding(draft.source, draft.axes, request.tokenizer)
+        of_outputs += of_target + padding(draft.source, draft.axes, request.tokenizer)
     keeps_names = draft.target is not None and draft.target.keeps_names
     texts = dict(completed.texts)
     if draft.target is None or keeps_names:
@@ -154,10 +154,10 @@ def _made(opened: Opened, request: Request) -> Plan:
         }
     )
     planned = core.findings()
-    lost = _find_lost(draft, [*draft.findings, *told])
+    lost = _find_lost(draft, [*draft.findings, *of_outputs])
     facts = _facts_of(draft, core, planned, lost)
     planned = [beyond_config(f, draft.source) for f in planned]
-    judgement = judge(facts, [*draft.findings, *planned, *told])
+    judgement = judge(facts, [*draft.findings, *planned, *of_outputs])
     source = draft.source
     if draft.is_kept and opened.quantised.weights:
         forms = Counter(weight.form.name for weight in opened.quantised.weights)
@@ -216,29 +216,31 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
         from .promised import refuse_missing_code
 
         findings = refuse_missing_code(findings, opened)
-    made = None
+    values = None
     if (dtype := DTYPES[request.dtype]) is None:
         _refuse_codes(opened, source, request)
     else:
-        made = dequantised(opened, source, dtype)
-        findings += made.findings
-        source = made.described(source, opened.catalog.names)
+        values = dequantised(opened, source, dtype)
+        findings += values.findings
+        source = values.described(source, opened.catalog.names)
     target = None
     if request.to is not None:
         target = target_of(source, request)
         movable(source, target, request)
-    asked = _asked(source, target, request, form)
-    if made is not None:
-        asked = replace(asked, coded=made.coded, left_out=made.left_out(source), keep=_kept(opened, request))
+    core_request = _core_request_of(source, target, request, form)
+    if values is not None:
+        core_request = replace(
+            core_request, coded=values.coded, left_out=values.left_out(source), keep=_kept(opened, request)
+        )
     # A file that is missing or cannot be read makes every tensor in it missing: say the cause, not the echo.
     causes = opened.find_causes(findings, source)
-    core = draft_of(opened.catalog, asked)
+    core = draft_of(opened.catalog, core_request)
     # Read before the draft is placed, which uses it up.
     found, lost, axes, dtypes = core.findings(), core.lost(), core.axes(), core.dtypes()
     found = [beyond_config(f, source) for f in found]
     names, parts = _parts(opened, source, core)
     return _Draft(
-        opened, request, source, target, asked, renamed, core, findings, causes, found, lost, axes, dtypes, names, parts
+        opened, request, source, target, core_request, renamed, core, findings, causes, found, lost, axes, dtypes, names, parts
     )  # fmt: skip
 
 
@@ -323,25 +325,27 @@ def _metadata(draft: _Draft) -> tuple[dict[str, str], list[Finding]]:
     ]
 
 
-def _parts(opened: Opened, source: Source, core: _core.Draft) -> tuple[frozenset[str], list[HeldPart]]:
+def _parts(opened: Opened, source: Source, core: _core.Draft) -> tuple[frozenset[str], list[PromisedPart]]:
     """The parts that a config promises, with what there is of each, and the names of all tensors, which they are looked for among."""
-    if opened.reference is not None or not held_parts(source, ()):
+    if opened.reference is not None or not list_promised_parts(source, ()):
         return frozenset(), []
     names = {name for unit in source.units for name in opened.catalog.names(unit.file)}
     names |= {name for name, *_ in core.tensors()}
-    return frozenset(names), held_parts(source, names)
+    return frozenset(names), list_promised_parts(source, names)
 
 
-def _judged(draft: _Draft) -> list[Finding]:
+def _find_in_outputs(draft: _Draft) -> list[Finding]:
     """What is found in the outputs: by the reference, or by what a model's own layers say."""
     opened, request, source = draft.opened, draft.request, draft.source
-    told: list[Finding] = []
+    findings: list[Finding] = []
     if not draft.is_kept and not any(f.severity == "error" for f in (*draft.findings, *draft.found)):
-        told += quantised(draft.tensors, request.dtype, opened.quantised.method)
-        told += _kept_note(draft)
+        findings += quantised(draft.tensors, request.dtype, opened.quantised.method)
+        findings += _kept_note(draft)
     if request.is_narrowed and draft.is_kept and opened.quantised.by_tensor:
         taken_names = {source.names.get(name, name) for name, *_ in draft.core.tensors()}
-        told += torn(opened.quantised.by_tensor, {n.removeprefix(source.weights_prefix) for n in taken_names})
+        findings += torn(
+            opened.quantised.by_tensor, {n.removeprefix(source.weights_prefix) for n in taken_names}
+        )
     # A reference says more than a model's own layers.
     seen = None if opened.reference is not None else evidence(opened, source, request, draft.core)
     by_list: list[Finding] = []
@@ -351,35 +355,35 @@ def _judged(draft: _Draft) -> list[Finding]:
         both = opened.find_causes([*draft.findings, *draft.found], source)
         by_layers = both.left(asked_for(f, request) for f in seen.findings)
         if opened.promised is not None:
-            from .promised import beside_list, judged
+            from .promised import beside_list, compare_with_list
 
             named = [f.tensor for f in (*draft.findings, *draft.found) if f.severity == "error"]
-            by_list, reason = judged(opened, source, request, draft.merged, named)
+            by_list, reason = compare_with_list(opened, source, request, draft.merged, named)
             why = reason or why
             by_list = both.left(by_list)
             by_layers = beside_list(by_layers, by_list)
-        told += [*by_layers, *by_list]
+        findings += [*by_layers, *by_list]
     elif opened.promised is not None:
         from .promised import refused_names
 
-        told += refused_names(opened, request, draft.merged)
+        findings += refused_names(opened, request, draft.merged)
     if seen is not None and source.model.config and not request.is_narrowed and opened.listed is None:
         from .tied_tensors import find_differing_head
 
-        told += find_differing_head(opened, draft.merged)
+        findings += find_differing_head(opened, draft.merged)
     if not source.provable and listed_by(by_list) is None:
-        told.append(unproven(source, seen, why))
+        findings.append(unproven(source, seen, why))
     if opened.reference is not None:
         from .reference_sides import compared
 
         named = [f.tensor for f in (*draft.findings, *draft.found) if f.severity == "error"]
-        told += draft.causes.left(compared(opened, opened.reference, request, draft.merged, named))
+        findings += draft.causes.left(compared(opened, opened.reference, request, draft.merged, named))
     if draft.parts and not request.is_narrowed and not _accounts_for_parts(draft):
         listed = source.layout is not None or opened.listed is not None
         both_found = [*draft.findings, *draft.found]
-        told = absent(source, draft.parts, draft.names, both_found, told, listed=listed)
-    told += _odd_dtypes(draft)
-    return told + words(source, draft.axes, request.tokenizer)
+        findings = find_missing_parts(source, draft.parts, draft.names, both_found, findings, listed=listed)
+    findings += _odd_dtypes(draft)
+    return findings + words(source, draft.axes, request.tokenizer)
 
 
 def _odd_dtypes(draft: _Draft) -> list[Finding]:
@@ -453,10 +457,12 @@ def _find_lost(draft: _Draft, findings: Sequence[Finding]) -> dict[str, int | No
         for f in [*findings, *draft.found]
         if f.severity == "error" and f.is_a("missing_tensor", "incomplete", "misfit")
     )
-    return lost_tensors(draft.lost, draft.source, broken)
+    return find_lost_tensors(draft.lost, draft.source, broken)
 
 
-def _asked(source: Source, target: Target | None, request: Request, form: Form | None) -> CoreRequest:
+def _core_request_of(
+    source: Source, target: Target | None, request: Request, form: Form | None
+) -> CoreRequest:
     """What the core is asked to draft; ``form`` is that of a result whose names are a reference's."""
     table = None
     if target is not None:
@@ -534,14 +540,14 @@ def _kept_config(source: Source, axes: dict[str, int], main: str | None, cast: b
     return config
 
 
-def _main_dtype(held: dict[str, int], masters: bool) -> str | None:
+def _main_dtype(sizes: dict[str, int], masters: bool) -> str | None:
     """torch name of the dtype that most of the floating bytes have; None where there are none.
 
     Beside masters frozen parameters may be most of the bytes: by the narrower dtype the masters would be rounded.
     """
     weight = {
         d: (TORCH_FLOATS[d] == "float32" if masters else False, n)
-        for d, n in held.items()
+        for d, n in sizes.items()
         if d in TORCH_FLOATS
     }
     return TORCH_FLOATS[max(weight, key=lambda d: weight[d])] if weight else None

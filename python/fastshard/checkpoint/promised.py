@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..models.quantised.forms import Weight
     from ..targets.request import Request
 
-__all__ = ["beside_list", "judged", "refuse_missing_code", "refused_names", "with_promised"]
+__all__ = ["beside_list", "compare_with_list", "refuse_missing_code", "refused_names", "with_promised"]
 
 #: Memory that building a model takes, most of it the import of torch and transformers.
 _NEEDED = 1 << 30
@@ -89,7 +89,7 @@ def _available() -> int | None:
     return None
 
 
-def judged(
+def compare_with_list(
     opened: Opened, source: Source, request: Request, merged: Merged, named: list[str | None]
 ) -> tuple[list[Finding], str]:
     """What differs from the list, under the names on disk or those in memory; and why nothing could be told of it, if so.
@@ -116,7 +116,7 @@ def judged(
     if (changed := wrapped(name for name, *_ in tensors)) is not None:
         return [], f"{called} was not asked: {changed[1]} has changed names ({changed[0]})"
     # With a dtype they are written as their values, under the names that these have.
-    kept = () if merged.asked.coded else opened.quantised.weights
+    kept = () if merged.core_request.coded else opened.quantised.weights
     stored_as = {name: names for weight in kept for name, names in weight.stored_as}
     fits = []
     try:
@@ -131,31 +131,31 @@ def judged(
         own = own_names(opened, merged)
         in_memory = are_in_memory(listed, own)
         _, sides, on_disk, reference = max(fits, key=lambda one: (one[0], one[2] is not in_memory))
-        told = judged_of(sides, reference, request, named)
+        findings = judged_of(sides, reference, request, named)
     except FastshardError as error:
         return [], f"{called}: {error.findings[0].message}"
     shapes = {name: (tuple(whole), kind) for name, kind, _, _, whole, _ in tensors if not is_state(name)}
     partial = not model.saved_whole and not holds_embedding(shapes)
     # Where none of the list is missing it is no part, whatever its embedding is called.
-    partial = partial and any(f.is_a("missing_tensor") for f in told)
-    told = [_counted(f, shapes if partial else None) for f in told]
-    told += _misshapen(opened.quantised.weights, listed, called)
-    told += find_differing_ties(called, listed, model.config or {}, opened, merged, shapes)
+    partial = partial and any(f.is_a("missing_tensor") for f in findings)
+    findings = [_counted(f, shapes if partial else None) for f in findings]
+    findings += _misshapen(opened.quantised.weights, listed, called)
+    findings += find_differing_ties(called, listed, model.config or {}, opened, merged, shapes)
     # What the config promises besides is no surprise.
     parts = parts_of(model.config or {})
-    told = [
+    findings = [
         f
-        for f in told
+        for f in findings
         if f.severity != "note" or f.code != codes.UNKNOWN_TENSOR or not _is_of(parts, f.tensor)
     ]
-    wrong = [f for f in told if f.severity == "error"]
+    wrong = [f for f in findings if f.severity == "error"]
     count = len(reference.roster or ())
     others = listed.only_in_memory & own
     # A further copy of a tied tensor is no other name.
     has_copies_only = bool(others) and others <= {name for group in listed.ties for name in group}
     if not wrong and not on_disk and request.to == "hf" and not has_copies_only:
         return [_names_in_memory(called, listed, [name for name, *_ in tensors], model.config_file)], ""
-    has_others = any(f.code == codes.UNKNOWN_TENSOR for f in told)
+    has_others = any(f.code == codes.UNKNOWN_TENSOR for f in findings)
     if has_others and listed.quantised:
         # Quantisers take modules apart, and name them as they like.
         return [], f"{called} has other names than the quantised model"
@@ -165,7 +165,7 @@ def judged(
     is_odd = has_others if wrong else not is_named_as_listed(listed, shapes, stored_as)
     # Where an error is known already, what is missing follows from it.
     if kept or partial or named or "auto_map" in (model.config or {}) or not is_odd:
-        return _concluded(told, called, count, "" if on_disk else "by their names in memory")
+        return _concluded(findings, called, count, "" if on_disk else "by their names in memory")
     # Some names are others: a loader knows those that earlier versions and other vendors spelled.
     stored = [(name, kind, whole) for name, (whole, kind) in shapes.items()]
     report = try_load(model.config or {}, stored)
@@ -174,7 +174,7 @@ def judged(
     severity = severity_of(request, source.model)
     odd = not_loaded(called, listed, shapes, report, severity, allows_headless=not request.writes)
     if wrong and not _accounts_for(odd, wrong, listed, shapes, report):
-        return told, ""
+        return findings, ""
     return odd, ""
 
 

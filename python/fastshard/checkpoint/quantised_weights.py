@@ -120,15 +120,15 @@ def found_in(
         found = [finding for finding in found if tensors[finding.tensor or ""][0] not in F8]
     lost = {source.names.get(name, name) for name in source.lost}
     # What is missing with a file is told with the file.
-    told = [finding for finding in found if finding.tensor not in lost]
+    findings = [finding for finding in found if finding.tensor not in lost]
     if config is None:
         by_names, unsaid = _by_names(tensors)
-        return QuantisedWeights(by_names, told, unsaid, files, is_unstated=bool(told))
+        return QuantisedWeights(by_names, findings, unsaid, files, is_unstated=bool(findings))
     owned = {name for weight in weights for name in weight.stored}
     others = [
         name for name, stored in tensors.items() if name not in owned and _is_of_activations(name, stored)
     ]
-    return QuantisedWeights(weights, told, [], files, others, method=config.method)
+    return QuantisedWeights(weights, findings, [], files, others, method=config.method)
 
 
 def _read_torchao_config(source: Source) -> Mapping[str, Any] | None:

@@ -29,11 +29,11 @@ _WIDEST = 16
 
 
 def sides_of(
-    opened: Opened, reference: Reference, request: Request, planned: Side, asked: CoreRequest
+    opened: Opened, reference: Reference, request: Request, planned: Side, core_request: CoreRequest
 ) -> Iterator[Side]:
     """The whole model under the names that those of a reference may be: as it is planned, unless the target has a form of
     its own, as it is stored, and as transformers has it."""
-    every = replace(asked, include=(), exclude=())
+    every = replace(core_request, include=(), exclude=())
     keeps = request.to in (None, "hf") and not request.optimizer
     if keeps:
         yield replace(planned, draft=draft_of(opened.catalog, every)) if request.is_narrowed else planned
@@ -63,7 +63,7 @@ def compared(
     opened: Opened, reference: Reference, request: Request, merged: Merged, named: Iterable[str | None]
 ) -> list[Finding]:
     """What a reference has that a draft has not, or has in another form; ``named`` are tensors of which an error is known."""
-    sides = sides_of(opened, reference, request, _planned(opened, merged), merged.asked)
+    sides = sides_of(opened, reference, request, _planned(opened, merged), merged.core_request)
     return judged_of(sides, reference, request, named)
 
 
@@ -78,7 +78,7 @@ def fitting(
     opened: Opened, reference: Reference, request: Request, merged: Merged
 ) -> tuple[float, list[Side]]:
     """The part of a reference's names that the checkpoint has, 0 to 1, and the sides that it was looked for in."""
-    sides = list(sides_of(opened, reference, request, _planned(opened, merged), merged.asked))
+    sides = list(sides_of(opened, reference, request, _planned(opened, merged), merged.core_request))
     return fit(sides, reference), sides
 
 
@@ -89,7 +89,7 @@ def own_names(opened: Opened, merged: Merged) -> set[str]:
 
 def _planned(opened: Opened, merged: Merged) -> Side:
     """The tensors under the names that are planned."""
-    values = Values(opened.catalog, merged.asked)
+    values = Values(opened.catalog, merged.core_request)
     return Side(
         merged.draft, merged.source, merged.is_merge, values.same, merged.renamed, values.ends_in_zeros
     )
@@ -112,16 +112,16 @@ def as_referenced(
             return source, None, ""
     if source.layout is not None and not source.model.hf_names:
         return source, None, ""
-    asked = CoreRequest(source, request.weights, mean_replicas=request.replicas == "mean")
-    side = Side(draft_of(opened.catalog, asked), source, below=True)
+    core_request = CoreRequest(source, request.weights, mean_replicas=request.replicas == "mean")
+    side = Side(draft_of(opened.catalog, core_request), source, below=True)
     if source.layout is None and (by_list := as_written(source, side, reference.listed)) is not None:
         return by_list
     if source.layout is not None:
         shaped, form = by_table(source, side, request)
         if form is None:
-            return _without_table(opened, reference, source, asked) or (source, None, "")
-        asked = replace(asked, source=shaped, target=form)
-        other = Side(draft_of(opened.catalog, asked), shaped, below=True)
+            return _without_table(opened, reference, source, core_request) or (source, None, "")
+        core_request = replace(core_request, source=shaped, target=form)
+        other = Side(draft_of(opened.catalog, core_request), shaped, below=True)
         if roster is None:
             # The table tells the names of a config's model.
             fits = other.tensors.keys() != side.tensors.keys()
@@ -132,7 +132,7 @@ def as_referenced(
         return source, None, ""
     way = moves(side, roster, reference.path)
     if way is None:
-        return _by_config_of(opened, reference, source, side, asked) or (source, None, "")
+        return _by_config_of(opened, reference, source, side, core_request) or (source, None, "")
     note = Finding.of(
         codes.IGNORED,
         f"names are written as the reference {reference.path} has them: {way}",
@@ -211,7 +211,7 @@ def as_written(
 
 
 def _without_table(
-    opened: Opened, reference: Reference, source: Source, asked: CoreRequest
+    opened: Opened, reference: Reference, source: Source, core_request: CoreRequest
 ) -> tuple[Source, Form, str] | None:
     """The same for a class whose names on disk no table has: without an output layer, or with another one."""
     from ..expected.from_transformers import class_name, list_for
@@ -231,13 +231,13 @@ def _without_table(
     if listed.quantised:
         return None
     plain = replace(source, layout=None, table=None, axes={}, facts={}, sets={}, pass_unknown=True)
-    every = replace(asked, source=plain, weights=None)
+    every = replace(core_request, source=plain, weights=None)
     side = Side(draft_of(opened.catalog, every), plain, below=True)
     return as_written(plain, side, listed)
 
 
 def _by_config_of(
-    opened: Opened, reference: Reference, source: Source, side: Side, asked: CoreRequest
+    opened: Opened, reference: Reference, source: Source, side: Side, core_request: CoreRequest
 ) -> tuple[Source, Form, str] | None:
     """The same by the list of the config of a reference that is a checkpoint, where that gives the names that it has.
 
@@ -255,13 +255,13 @@ def _by_config_of(
     if own.config is not None and own.config != config and class_name(own.config) == class_name(config):
         configs.append((own.config, own.config_file))
     first = None
-    for asked_of, file in configs:
-        listed = _list_of(asked_of, str(file))
+    for config_of, file in configs:
+        listed = _list_of(config_of, str(file))
         found = as_written(source, side, listed)
         if found is None:
             continue
         changed, form, _ = found
-        every = replace(asked, source=changed, weights=None, target=form)
+        every = replace(core_request, source=changed, weights=None, target=form)
         other = Side(draft_of(opened.catalog, every), changed, below=True)
         if gain(other, side, roster) <= 0:
             continue
@@ -313,13 +313,13 @@ def by_table(source: Source, side: Side, request: Request) -> tuple[Source, Form
 class Values:
     """The values that a draft's tensors have, as they are stored."""
 
-    def __init__(self, catalog: _core.Catalog, asked: CoreRequest) -> None:
-        self._catalog, self._asked = catalog, replace(asked, dtype=None, include=(), exclude=())
+    def __init__(self, catalog: _core.Catalog, core_request: CoreRequest) -> None:
+        self._catalog, self._core_request = catalog, replace(core_request, dtype=None, include=(), exclude=())
         self._begins: dict[str, bytes] = {}
 
     @cached_property
     def _plan(self) -> _core.Plan:
-        draft = draft_of(self._catalog, self._asked)
+        draft = draft_of(self._catalog, self._core_request)
         return draft.place(UNPLACED)
 
     @cached_property

@@ -153,13 +153,13 @@ class Tensor:
             BufferError: for bfloat16 and fp8 without torch.
             FastshardError: as :meth:`numpy`.
         """
-        return self._lent().__dlpack__(**how)
+        return self._for_dlpack().__dlpack__(**how)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """The CPU."""
         return (1, 0)
 
-    def _lent(self) -> Any:
+    def _for_dlpack(self) -> Any:
         """The values, as something that lends them by DLPack."""
         if self._dtype in NUMPY_NAMES:
             # What is read-only is not lent.

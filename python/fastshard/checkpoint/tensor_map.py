@@ -109,13 +109,13 @@ def _incomplete(name: str, findings: list[Finding]) -> IncompleteError:
     """The error of a tensor that is not whole: what was found of itself, else all errors."""
     errors = [finding for finding in findings if finding.severity == "error"]
     own = [finding for finding in errors if finding.tensor == name]
-    told = Finding.of(
+    incomplete = Finding.of(
         codes.HOLE,
         "the tensor is incomplete",
         tensor=name,
         help="repair the checkpoint: its findings say what is missing",
     )
-    return IncompleteError([told, *(own or errors)])
+    return IncompleteError([incomplete, *(own or errors)])
 
 
 class TorchTensors(Mapping[str, "torch.Tensor"]):

@@ -48,7 +48,7 @@ def find_differing_ties(
         spelled = dict.fromkeys(name for one in group for name in (one, *listed.mapping.get(one, ())))
         stored = sorted((name for name in spelled if name in names), key=lambda name: bool(HEAD.search(name)))
         for other in stored[1:]:
-            values = values or Values(opened.catalog, merged.asked)
+            values = values or Values(opened.catalog, merged.core_request)
             if values.same(stored[0], other, True):
                 continue
             is_stated = stated(config, "tie_word_embeddings") is True
@@ -88,7 +88,7 @@ def find_differing_head(opened: Opened, merged: Merged) -> list[Finding]:
     embeddings = [
         name for name in matrices if _EMBEDDING.fullmatch(name) and matrices[name] == matrices[heads[0]]
     ]
-    values = Values(opened.catalog, merged.asked)
+    values = Values(opened.catalog, merged.core_request)
     if not embeddings or any(values.same(name, heads[0], True) for name in embeddings):
         return []
     head, embedding = heads[0], embeddings[0]

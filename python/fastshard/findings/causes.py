@@ -55,7 +55,7 @@ class Causes:
     #: What tells that two names are spellings of one tensor; None for a name that tells of none.
     spelling: Callable[[str], Place | None] = lambda name: None
     #: What files at hand hold, by the ranks that these are of; None where files are not divided by ranks or layers.
-    held: Sequence[tuple[Mapping[str, int], frozenset[Place]]] | None = None
+    present: Sequence[tuple[Mapping[str, int], frozenset[Place]]] | None = None
     #: True if there is any error, so that a checkpoint of which nothing is left needs no words of its own.
     broken: bool = False
 
@@ -102,7 +102,7 @@ class Causes:
             if finding.layers and is_of_layers(finding):
                 return first if any(place_of(name)[0] in finding.layers for name in self.named) else None
             return first
-        if self.held is None:
+        if self.present is None:
             return first
         for file in self.files:
             if file.may_be_of(finding.coords) and self._may_hold(file, finding):
@@ -120,20 +120,20 @@ class Causes:
         if not finding.tensor:
             # Of a layer of which nothing is there no rank has a file; what else has no name follows from what has one.
             return file.places is None or not finding.layers
-        assert self.held is not None
+        assert self.present is not None
         place = place_of(finding.tensor)
         if file.places is not None and place in file.places:
             return True
-        if any(place in held for _, held in self.held):
+        if any(place in present for _, present in self.present):
             return False
         layer = place[0]
         if file.places is not None:
             return any(layer == other for other, _ in file.places)
         return layer is None or not any(
             layer == other
-            for coords, held in self.held
+            for coords, present in self.present
             if is_among(coords, finding.coords)
-            for other, _ in held
+            for other, _ in present
         )
 
 
@@ -179,7 +179,7 @@ def causes_of(
         """True for a directory that may not be looked into: nobody knows what it holds."""
         return finding.code == codes.PERMISSION and finding.file not in (*paths, *labels)
 
-    held, files = None, []
+    present, files = None, []
     if source.listed or not any(unit.coords or unit.prefix for unit in source.units):
         files = [LostFile(cause) for cause in lost]
     elif lost:
@@ -187,11 +187,11 @@ def causes_of(
         # Where parameters are stored besides, files of optimizer state hold none.
         of_state = source.optimizer.files if source.optimizer.params_stored else set()
         there = [
-            (unit, paths[unit.file], _held(unit, names(unit.file)))
+            (unit, paths[unit.file], _list_places(unit, names(unit.file)))
             for unit in source.units
             if gone.isdisjoint((paths[unit.file], labels[unit.file]))
         ]
-        held = [(unit.coords, of_unit) for unit, _, of_unit in there]
+        present = [(unit.coords, of_unit) for unit, _, of_unit in there]
         ranks, path_of = locate_files(source, paths), dict(zip(labels, paths, strict=True))
         coords = {paths[unit.file]: unit.coords for unit in source.units}
         for cause in lost:
@@ -204,7 +204,7 @@ def causes_of(
         files=files,
         named=dict(_all_names(source)) if source.listed else None,
         spelling=_spelling(source),
-        held=held,
+        present=present,
         broken=bool(errors),
     )
 
@@ -228,7 +228,7 @@ def _spelling(source: Source) -> Callable[[str], Place | None]:
     return spelling
 
 
-def _held(unit: Unit, names: Iterable[str]) -> frozenset[Place]:
+def _list_places(unit: Unit, names: Iterable[str]) -> frozenset[Place]:
     """Places of the tensors of a file, by their names in the whole."""
     under, base = "".join(f"{key}." for key in unit.under), unit.bases.get("L", 0)
     places = set()

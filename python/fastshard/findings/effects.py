@@ -12,7 +12,7 @@ from ..common.formatting import runs
 from ..models.tensor_roles import layer_of
 from .causes import Causes, is_of_layers
 
-__all__ = ["effect_on", "united", "with_effects"]
+__all__ = ["attach_effects", "effect_on", "unite_effects"]
 
 #: Names of tensors that an effect lists: a config may promise any number of layers.
 _MOST_NAMES = 256
@@ -22,7 +22,7 @@ _MOST_LOST = 1 << 17
 _MOST_LAYERS = 1 << 16
 
 
-def with_effects(
+def attach_effects(
     findings: Iterable[Finding],
     causes: Causes,
     lost: Collection[str],
@@ -81,7 +81,7 @@ def effect_on(names: Sequence[str], of: int | None, left: Collection[int | None]
     return Effect(len(names), of, len(inside), runs(numbers), tensors, len(whole), runs(whole))
 
 
-def united(effects: Sequence[Effect]) -> Effect | None:
+def unite_effects(effects: Sequence[Effect]) -> Effect | None:
     """What several findings make impossible; each tensor is counted for one of them."""
     if not effects:
         return None

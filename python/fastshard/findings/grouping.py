@@ -14,7 +14,7 @@ from ..common.formatting import natural, runs, without_numbers
 from ..common.ranks import Rank, RankRanges, is_among
 from ..common.records import dataclass
 from ..sources.base import PARAMETERS_ALONE
-from .effects import effect_on, united
+from .effects import effect_on, unite_effects
 
 __all__ = ["RankFile", "group_by_cause"]
 
@@ -56,27 +56,27 @@ def group_by_cause(findings: Iterable[Finding], present: Sequence[RankFile]) -> 
         present: the files that are there.
     """
     alike: dict[object, list[Finding]] = {}
-    for finding in _merge_lost_ranks(_once(findings), present):
+    for finding in _merge_lost_ranks(_merge_duplicates(findings), present):
         alike.setdefault(_cause(finding), []).append(finding)
     return [one for group in alike.values() for one in (_one(group, present) if len(group) > 1 else group)]
 
 
-def _once(findings: Iterable[Finding]) -> list[Finding]:
+def _merge_duplicates(findings: Iterable[Finding]) -> list[Finding]:
     """The findings, where a file of which two checks say the same has one."""
-    told: dict[object, Finding] = {}
+    merged: dict[object, Finding] = {}
     for finding in findings:
         is_once = finding.is_a("once_per_file") and len(finding.files) == 1 and not finding.tensor
-        key = (finding.code, finding.severity, finding.decided, finding.file) if is_once else len(told)
-        if is_once and (first := told.get(key)) is not None:
+        key = (finding.code, finding.severity, finding.decided, finding.file) if is_once else len(merged)
+        if is_once and (first := merged.get(key)) is not None:
             if not (finding.count or first.count):
                 added = {name: getattr(finding, name) for name in _ADDED if getattr(first, name) is None}
-                told[key] = first.replace(
+                merged[key] = first.replace(
                     **{name: value for name, value in added.items() if value is not None}
                 )
                 continue
-            key = len(told)
-        told[key] = finding
-    return list(told.values())
+            key = len(merged)
+        merged[key] = finding
+    return list(merged.values())
 
 
 def _cause(finding: Finding) -> object:
@@ -166,7 +166,7 @@ def _of_layers(group: list[Finding]) -> Finding:
         message=f"{what} {runs_of(numbers)} are missing: no file has any of their {count:,} tensors",
         layers=numbers[0] if len(numbers) == 1 else None,
         count=count,
-        effect=united([f.effect for f in group if f.effect]),
+        effect=unite_effects([f.effect for f in group if f.effect]),
         help=_each(group[0].help, what),
         parts=[] if len(numbers) == 1 else [f.replace(help=None, effect=None) for f in group],
     )
@@ -184,7 +184,7 @@ def _of_files(group: list[Finding]) -> Finding:
         message=f"{len(group)} files: {group[0].message}",
         files=[f.file for f in group],
         evidence=_evidence(group),
-        effect=united([f.effect for f in group if f.effect]),
+        effect=unite_effects([f.effect for f in group if f.effect]),
         help=_each(group[0].help, "files") if not group[0].run else group[0].help,
         run=_for_all(group),
         parts=[f.replace(help=None, effect=None) for f in group] if differ else [],
@@ -337,7 +337,7 @@ def _merge_files(
         files=[finding.file for finding in gone],
         coords=coords,
         evidence=_evidence(gone),
-        effect=united([finding.effect for finding in gone if finding.effect is not None]),
+        effect=unite_effects([finding.effect for finding in gone if finding.effect is not None]),
         help=help,
         run=run,
         **named,

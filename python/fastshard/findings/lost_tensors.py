@@ -8,10 +8,10 @@ from ..common.errors import Finding
 from ..layouts.declaration import Source
 from ..models.tensor_roles import parts_of
 
-__all__ = ["lost_tensors"]
+__all__ = ["find_lost_tensors"]
 
 
-def lost_tensors(
+def find_lost_tensors(
     by_layout: Mapping[str, int | None], source: Source, broken: Iterable[Finding]
 ) -> dict[str, int | None]:
     """The elements of each tensor that is not whole; None where nothing states how many.

@@ -12,14 +12,14 @@ from ..expected.promised_parts import Part, lacking, promised
 from ..layouts.declaration import Source, is_state
 from .effects import effect_on
 
-__all__ = ["HeldPart", "absent", "by_part", "held_parts"]
+__all__ = ["PromisedPart", "find_missing_parts", "list_promised_parts", "merge_by_part"]
 
 _NAMED = 4
 _WEIGHTS = {"note": 0, "warning": 1, "error": 2}
 
 
 @dataclass(frozen=True)
-class HeldPart:
+class PromisedPart:
     """A part that the config promises, and the names of those tensors of it that files hold."""
 
     part: Part
@@ -31,7 +31,7 @@ class HeldPart:
         return "their" if self.part.is_many else "its"
 
 
-def held_parts(source: Source, names: Iterable[str]) -> list[HeldPart]:
+def list_promised_parts(source: Source, names: Iterable[str]) -> list[PromisedPart]:
     """The parts that the config of a model with the names of Hugging Face promises, and what there is of each.
 
     Args:
@@ -45,15 +45,15 @@ def held_parts(source: Source, names: Iterable[str]) -> list[HeldPart]:
     if not parts:
         return []
     names = [name for name in dict.fromkeys(names) if not is_state(name)]
-    return [HeldPart(part, [name for name in names if part.holds(name)]) for part in parts]
+    return [PromisedPart(part, [name for name in names if part.holds(name)]) for part in parts]
 
 
-def absent(
+def find_missing_parts(
     source: Source,
-    held: Sequence[HeldPart],
+    parts: Sequence[PromisedPart],
     names: Collection[str],
     found: Iterable[Finding],
-    told: Sequence[Finding],
+    findings: Sequence[Finding],
     *,
     listed: bool,
 ) -> list[Finding]:
@@ -62,25 +62,25 @@ def absent(
 
     Args:
         source: the declaration.
-        held: its parts.
+        parts: its parts.
         names: of all tensors in its files.
         found: what is known to be missing besides.
-        told: what is said.
+        findings: what is said.
         listed: whether a table or transformers lists what the model's class builds.
     """
-    found, told = list(found), list(told)
-    for one in held:
+    found, findings = list(found), list(findings)
+    for one in parts:
         part = one.part
-        about = [f for f in (*found, *told) if _is_of(part, f)]
+        about = [f for f in (*found, *findings) if _is_of(part, f)]
         errors = any(f.severity == "error" for f in about)
         if errors or any(map(part.holds, source.lost)) or (part.kind.left_out and source.model.headless):
             continue
         if one.names and (more := _incomplete(one, names)):
             # It says more than what is a warning because the list knows nothing of it.
-            told = [f for f in told if f not in about] + more
+            findings = [f for f in findings if f not in about] + more
         elif not one.names and not about and (part.kind.left_out or (not listed and _has_place(part, names))):
-            told.append(_not_there(part))
-    return told
+            findings.append(_not_there(part))
+    return findings
 
 
 def _not_there(part: Part) -> Finding:
@@ -102,7 +102,7 @@ def _has_place(part: Part, names: Collection[str]) -> bool:
     return kind.beside is None or any(map(kind.beside.search, names))
 
 
-def _incomplete(one: HeldPart, names: Collection[str]) -> list[Finding]:
+def _incomplete(one: PromisedPart, names: Collection[str]) -> list[Finding]:
     gone = lacking(one.part, names)
     if not gone:
         return []
@@ -115,9 +115,9 @@ def _incomplete(one: HeldPart, names: Collection[str]) -> list[Finding]:
     ]  # fmt: skip
 
 
-def by_part(
+def merge_by_part(
     findings: Sequence[Finding],
-    held: Sequence[HeldPart],
+    parts: Sequence[PromisedPart],
     lost: Collection[str],
     index: Collection[str],
     listed_by: str | None = None,
@@ -126,29 +126,29 @@ def by_part(
 
     Args:
         findings: what was found, as it counts.
-        held: the parts.
+        parts: the parts.
         lost: names of all tensors that are known to be missing.
         index: names that the checkpoint's own index has.
         listed_by: who lists what the model's class builds, where that is transformers.
     """
     findings = list(findings)
-    for one in held:
+    for one in parts:
         about = [f for f in findings if _is_of(one.part, f)]
         whole = not one.names
         if not about or (not whole and (len(about) == 1 or any(f.rank for f in about))):
             continue
         # Each of several ranks may say it.
-        told = len({f.tensor for f in about if f.tensor and not f.count})
-        told += sum(f.count or 1 for f in about if f.count or not f.tensor)
+        count_of_findings = len({f.tensor for f in about if f.tensor and not f.count})
+        count_of_findings += sum(f.count or 1 for f in about if f.count or not f.tensor)
         names = {f.tensor for f in about if f.tensor and f.code == codes.MISSING_TENSOR}
         names |= {name for name in lost if one.part.holds(name)} - set(one.names)
-        count = max(told, len(names))
+        count = max(count_of_findings, len(names))
         merged = _merged(one, about, count, names, index, listed_by)
         at = findings.index(about[0])
         rest = set(about)
         findings = [*findings[:at], merged, *(f for f in findings[at:] if f not in rest)]
-        if count > told:
-            findings = _fewer(findings, count - told)
+        if count > count_of_findings:
+            findings = _fewer(findings, count - count_of_findings)
     return findings
 
 
@@ -169,7 +169,7 @@ def _is_of(part: Part, finding: Finding) -> bool:
 
 
 def _merged(
-    one: HeldPart,
+    one: PromisedPart,
     about: Sequence[Finding],
     count: int,
     names: Collection[str],

@@ -71,7 +71,7 @@ def checked(
     """
     vouched = list(vouched)
     findings = list(findings)
-    unnoticed = [*(told for f in _unnoticed(findings) if (told := _left_open(f)) is not None), *unnoticed]
+    unnoticed = [*(text for f in _unnoticed(findings) if (text := _left_open(f)) is not None), *unnoticed]
     if vouched:
         return Checked(CONTENTS, vouched, part=part)
     return Checked(
@@ -116,7 +116,7 @@ def not_checked(findings: Iterable[Finding]) -> list[str]:
 def not_proven(findings: Iterable[Finding]) -> list[str]:
     """What no run that reads a checkpoint can prove, and what this one could not, each with what would help."""
     left = _unproven(findings)
-    told = [f"{f.message}; {f.advice}" for f in left]
+    lines = [f"{f.message}; {f.advice}" for f in left]
     if all(f.code != codes.NOT_PROVABLE for f in left):
-        told.insert(0, "that the layout is right for the model: no hash shows that, logits do")
-    return told
+        lines.insert(0, "that the layout is right for the model: no hash shows that, logits do")
+    return lines

@@ -9,11 +9,11 @@ from ..common.errors import Finding
 from ..common.gate import Gate
 from ..common.log import log
 from ..common.records import dataclass, field
+from . import effects
 from .causes import Causes
 from .copied_files import drop_copied
-from .effects import with_effects
 from .grouping import RankFile, group_by_cause
-from .missing_parts import HeldPart, by_part
+from .missing_parts import PromisedPart, merge_by_part
 
 __all__ = ["READ_STAGES", "STAGES", "TRUST", "Facts", "Judgement", "Stage", "judge"]
 
@@ -38,7 +38,7 @@ class Facts:
     #: Tensors that can be used; None where the names are a target's.
     usable: Collection[str] | None = None
     #: Parts of the model that its config promises, and the lost tensors that may be of one.
-    parts: Sequence[HeldPart] = ()
+    parts: Sequence[PromisedPart] = ()
     lost_of_parts: Collection[str] = ()
     #: Names that the checkpoint's own index has.
     index: Collection[str] = ()
@@ -94,7 +94,7 @@ def merge_reasons(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
 
 def attach_effects(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
     """Give each error the tensors that cannot be used because of it."""
-    return with_effects(findings, facts.causes, facts.lost, facts.usable, facts.echoes)
+    return effects.attach_effects(findings, facts.causes, facts.lost, facts.usable, facts.echoes)
 
 
 def apply_gate(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
@@ -104,7 +104,7 @@ def apply_gate(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
 
 def merge_parts(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
     """Merge what is missing of one part that the config promises."""
-    return by_part(findings, facts.parts, facts.lost_of_parts, facts.index, facts.listed_by)
+    return merge_by_part(findings, facts.parts, facts.lost_of_parts, facts.index, facts.listed_by)
 
 
 def merge_causes(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
