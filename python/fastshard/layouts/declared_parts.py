@@ -173,18 +173,18 @@ class Blocks:
     def listed(self) -> ListedBlocks:
         """The form that the core takes; findings of a block come back as a list."""
 
-        def telling(work: Callable[..., None]) -> Callable[..., list[Finding] | None]:
-            def told(*arguments: Any) -> list[Finding] | None:
+        def collecting(work: Callable[..., None]) -> Callable[..., list[Finding] | None]:
+            def collect_findings(*arguments: Any) -> list[Finding] | None:
                 try:
                     work(*arguments)
                 except FastshardError as error:
                     return error.findings
                 return None
 
-            return told
+            return collect_findings
 
-        apart = self.apart and (self.apart[0], telling(self.apart[1]))
-        return self.tensors, self.identity, telling(self.read), apart, telling(self.look)
+        apart = self.apart and (self.apart[0], collecting(self.apart[1]))
+        return self.tensors, self.identity, collecting(self.read), apart, collecting(self.look)
 
 
 @dataclass

@@ -102,19 +102,19 @@ def table(
     moments: list[Rule] = []
     for rule in weights.rules:
         if rule.name == "step":
-            out += _stated(rule, step, NO_STEP)
+            out += _list_rules(rule, step, NO_STEP)
             continue
         weight = rule if scan is None else scanned(rule, scan)
         inner = weight.name.removeprefix(names.declared)
         out.append(weight.renamed(names.root + inner))
         for slot in names.slots:
             moment = weight.renamed(names.moment(slot, inner)).slot(slot, MOMENTS[slot])
-            out += _stated(moment, optimizer, LEFT_OUT)
+            out += _list_rules(moment, optimizer, LEFT_OUT)
             moments.append(moment)
     counters = [names.count, *names.scalars]
     for i, name in enumerate(counters):
         counter = Rule.literal(name, "[]", name if i else "count", optional=True)
-        out += _stated(counter, optimizer, LEFT_OUT)
+        out += _list_rules(counter, optimizer, LEFT_OUT)
     if optimizer == "left out":
         named = set(counters)
         others = (name for name in names.state if name not in named)
@@ -122,7 +122,7 @@ def table(
     return weights.with_rules(out)
 
 
-def _stated(rule: Rule, state: State, reason: str) -> list[Rule]:
+def _list_rules(rule: Rule, state: State, reason: str) -> list[Rule]:
     if state == "left out":
         return [rule.left_out(reason)]
     return [rule] if state == "kept" else []

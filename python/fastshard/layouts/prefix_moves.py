@@ -12,7 +12,7 @@ from ..common.records import dataclass, field
 
 Parts = tuple[str, ...]
 #: Prefixes that are told at most.
-_TOLD = 8
+_MOST_NAMED = 8
 
 
 @dataclass
@@ -29,9 +29,9 @@ class Moved:
     undecided: int = 0
 
     def __str__(self) -> str:
-        told = [_as(own, other) for own, other in self.prefixes.items()]
-        more = [f"{len(told) - _TOLD} more"] if len(told) > _TOLD else []
-        return ", ".join(told[:_TOLD] + more)
+        texts = [_as(own, other) for own, other in self.prefixes.items()]
+        more = [f"{len(texts) - _MOST_NAMED} more"] if len(texts) > _MOST_NAMED else []
+        return ", ".join(texts[:_MOST_NAMED] + more)
 
     def of(self, name: str) -> str:
         """The other name of what lies below a prefix; the name itself where it lies below none."""

@@ -11,7 +11,7 @@ from ..checkpoint.provenance import excerpt_of
 from ..common.records import dataclass
 from ..models.tensor_roles import layer_of, role_of
 
-__all__ = ["Became", "Made", "became"]
+__all__ = ["Became", "ResultKind", "became"]
 
 #: Kinds that are listed.
 _MOST = 60
@@ -20,7 +20,7 @@ _BLOCKS = 16
 
 
 @dataclass(frozen=True)
-class Made:
+class ResultKind:
     """One kind of tensors after the conversion."""
 
     name: str
@@ -40,12 +40,12 @@ class Became:
     ranks: tuple[str, ...]
     count: int
     how: str
-    made: tuple[Made, ...]
+    results: tuple[ResultKind, ...]
 
     @property
     def changed(self) -> bool:
         """True if a name or a shape is another one."""
-        return len(self.ranks) > 1 or self.made[0].name != self.name
+        return len(self.ranks) > 1 or self.results[0].name != self.name
 
 
 def became(plan: Plan) -> tuple[Became, ...]:
@@ -53,16 +53,16 @@ def became(plan: Plan) -> tuple[Became, ...]:
     kinds: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
     for name, (_, dtype, extents, _, _) in zip(plan.index, plan.outputs, strict=True):
         kinds.setdefault((role_of(name), dtype, tuple(extents)), []).append(name)
-    found: dict[str, list[tuple[Made, dict[str, Any], str]]] = {}
+    found: dict[str, list[tuple[ResultKind, dict[str, Any], str]]] = {}
     for (_, _, shape), names in list(kinds.items())[:_MOST]:
         excerpt = excerpt_of(plan.core, plan.position(names[0]))
         if not excerpt["stored"]:
             continue
         (output,) = excerpt["outputs"]
         boxes = tuple(box for part in output["parts"] for box in _boxes(shape, part))
-        made = Made(_without_layer(names[0], len(names)), shape, len(names), boxes)
+        results = ResultKind(_without_layer(names[0], len(names)), shape, len(names), boxes)
         source = _without_layer(excerpt["stored"][0]["name"], len(names))
-        found.setdefault(source, []).append((made, excerpt, _how(output, excerpt["stored"])))
+        found.setdefault(source, []).append((results, excerpt, _how(output, excerpt["stored"])))
     rows = []
     for source, of in found.items():
         stored = of[0][1]["stored"]

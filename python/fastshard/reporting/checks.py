@@ -62,15 +62,15 @@ def checks(findings: Sequence[Finding], read: Read) -> tuple[Check, ...]:
         ("values", "Values", *_values(read)),
         ("manifest", "Hashes of the manifest", *_manifest(read)),
     ]
-    made = [
-        Check(name, FAILED, _said(failed[key])) if key in failed else Check(name, *told)
-        for key, name, *told in rows
+    list_of_checks = [
+        Check(name, FAILED, _name_problems(failed[key])) if key in failed else Check(name, *rest)
+        for key, name, *rest in rows
     ]
     layout = "No hash shows this. Compare logits with a known-good model."
-    return (*made, Check("Layout right for the model", NOT_CHECKED, layout))
+    return (*list_of_checks, Check("Layout right for the model", NOT_CHECKED, layout))
 
 
-def _said(found: list[Finding]) -> str:
+def _name_problems(found: list[Finding]) -> str:
     """What failed it, the first few by name."""
     titles = list(dict.fromkeys(f"{f.title} ({f.code})" for f in found))
     more = f" and {counted(len(titles) - 3, 'more problem')}" if len(titles) > 3 else ""

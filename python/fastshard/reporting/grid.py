@@ -86,7 +86,7 @@ def grid(checkpoint: Checkpoint, findings: Iterable[Finding], echoes: Iterable[F
         findings: all that was found of it.
         echoes: what the core found of tensors whose file is the cause, and is not said again: the cells of that file.
     """
-    return _Filling(checkpoint).judged(list(findings), list(echoes))
+    return _Filling(checkpoint).place_findings(list(findings), list(echoes))
 
 
 class _Filling:
@@ -174,9 +174,9 @@ class _Filling:
         key = place_of(name)
         return (key[0] + base, key[1]) if base and key[0] is not None else key
 
-    def judged(self, findings: list[Finding], echoes: list[Finding]) -> Grid:
+    def place_findings(self, findings: list[Finding], echoes: list[Finding]) -> Grid:
         """The grid, once all that was found is put into the rows."""
-        told = [
+        placed = [
             # What says nothing of a place is of the whole checkpoint.
             f for f in findings if f.severity in ("error", "warning") and (f.file not in (None, ".") or f.rank or f.tensor)
         ]  # fmt: skip
@@ -187,24 +187,24 @@ class _Filling:
             for echo in echoes
             if echo.is_a("missing_tensor", "incomplete") and echo.coords and not self.forms
         }
-        for finding in told:
+        for finding in placed:
             state = state_of(finding)
             unread = state in (MISSING, DAMAGED) and finding.file not in self.held
             if unread and finding.file and not finding.tensor and finding.code != codes.MISSING_LAYER:
                 causes.setdefault(self._row_for(finding), []).append((finding.file, state))
-        said = {(f.tensor, f.rank) for f in told}
+        named = {(f.tensor, f.rank) for f in placed}
         explained: set[str] = set()
         #: Layers of which something is said already.
-        layers = {layer_of(f.tensor) for f in told if f.tensor}
-        if any(f.code == codes.MISSING_LAYER for f in told):
+        layers = {layer_of(f.tensor) for f in placed if f.tensor}
+        if any(f.code == codes.MISSING_LAYER for f in placed):
             layers |= {echo.layers[0] for echo in echoes if echo.layers and echo.axis == _LAYERS}
         for echo in echoes:
             if (
                 echo.is_a("missing_tensor", "incomplete")
                 and echo.tensor
-                and (echo.tensor, echo.rank) not in said
+                and (echo.tensor, echo.rank) not in named
             ):
-                said.add((echo.tensor, echo.rank))
+                named.add((echo.tensor, echo.rank))
                 self._lose(echo, self._key(echo.tensor), 1, causes, explained)
             elif echo.layers and echo.axis == _LAYERS and echo.layers[0] not in layers:
                 self._lose(echo, (echo.layers[0], WHOLE), echo.count or 1, causes, explained)
@@ -213,8 +213,8 @@ class _Filling:
         )
         if self.inferred:
             self._infer(causes)
-        single = {(f.code, f.rank, f.file) for f in told if f.tensor}
-        for finding in told:
+        single = {(f.code, f.rank, f.file) for f in placed if f.tensor}
+        for finding in placed:
             if finding.code == codes.MISSING_LAYER:
                 self._lose_layer(finding)
             # The sum of what is said of each array.

@@ -15,7 +15,7 @@ class State:
 
     name: str
     mark: str
-    told: str
+    meaning: str
 
 
 #: From the worst to the best.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .became import Became, Made
+from .became import Became, ResultKind
 from .page_markup import clipped, markup
 
 __all__ = ["became_rows", "key"]
@@ -22,11 +22,11 @@ def became_rows(rows: Sequence[Became]) -> list[dict[str, Any]]:
         {
             "name": row.name,
             "shape": list(row.shape),
-            "made": [{"name": made.name, "shape": list(made.shape)} for made in row.made],
-            "counts": f"{row.count:,} → {sum(made.count for made in row.made):,}",
+            "made": [{"name": results.name, "shape": list(results.shape)} for results in row.results],
+            "counts": f"{row.count:,} → {sum(made.count for made in row.results):,}",
             "how": row.how,
             "label": f"{clipped(row.name)}: {row.how}",
-            "svg": markup(_shards(row) + _ARROW + _results(row.made)),
+            "svg": markup(_shards(row) + _ARROW + _results(row.results)),
         }
         for row in rows
     ]
@@ -58,8 +58,8 @@ def _shards(row: Became) -> str:
     return "".join(parts)
 
 
-def _results(made: Sequence[Made]) -> str:
-    shown = made[:_DRAWN]
+def _results(results: Sequence[ResultKind]) -> str:
+    shown = results[:_DRAWN]
     gap = 4.0
     flat = all(len(m.shape) < 2 for m in shown)
     room = _HIGH - gap * (len(shown) - 1)

@@ -86,9 +86,9 @@ def _places(finding: Finding) -> list[tuple[str, str]]:
     return [(file, ", ".join(filter(None, where))) for file in finding.files if file != "."]
 
 
-def links(made: Sequence[Article], band: Band, state: int) -> tuple[int, ...]:
+def links(articles: Sequence[Article], band: Band, state: int) -> tuple[int, ...]:
     """The articles that a cell of a band is about: those of its state about its files or its rank, else of its state."""
-    alike = [article for article in made if article.state == state]
+    alike = [article for article in articles if article.state == state]
     names = set(band.names) | set(band.files)
     near = [a for a in alike if any(f.rank in names or names.intersection(f.files) for f in a.findings)]
     if not near:

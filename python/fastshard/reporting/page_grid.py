@@ -260,7 +260,7 @@ def _cells(
         span = f' colspan="{end - first}"' if end - first > 1 else ""
         run = "" if shown.big else f" run n{end - first} r{min(band.rows, 8)}"
         state = "n" if cell is None else f"s{cell.state}"
-        said = _said(cell, end - first > 1 or not columns[first].counted, shown.word)
+        said = _describe_cell(cell, end - first > 1 or not columns[first].counted, shown.word)
         where = (
             columns[first].label
             if end - first == 1
@@ -276,7 +276,7 @@ def _cells(
     return "".join(parts)
 
 
-def _said(cell: Cell | None, several: bool, word: str) -> str:
+def _describe_cell(cell: Cell | None, several: bool, word: str) -> str:
     if cell is None:
         return "nothing belongs here"
     name = STATES[cell.state].name

@@ -231,13 +231,13 @@ def _changed(why: str, prefix: str | None = None) -> FastshardError:
     )
 
 
-def _why(told: Description) -> str:
+def _why(model: Description) -> str:
     """Why the names of a model of Hugging Face stay."""
-    if told.no_table is not None:
-        return told.no_table
-    if told.headless is not None:
-        return f"architectures says {told.headless}"
-    if (method := config_json.quantised_by(told.config or {})) is not None:
+    if model.no_table is not None:
+        return model.no_table
+    if model.headless is not None:
+        return f"architectures says {model.headless}"
+    if (method := config_json.quantised_by(model.config or {})) is not None:
         return f"quantization_config ({method}) keeps scales beside the weights (--dtype gives their values)"
     return "the names of the model have a separate prefix"
 
@@ -250,7 +250,7 @@ def _refuse_changed(source: Source, bound: Bound) -> None:
     """
     if (changed := wrapped(bound.tensors)) is not None:
         raise _changed(f"{changed[1]} has changed the names ({changed[0]})")
-    if (name := _held(source, bound.tensors)) is not None:
+    if (name := _find_foreign_key(source, bound.tensors)) is not None:
         raise _changed(
             f"the model lies below a trainer's own key ({name})",
             name.partition(".")[0],
@@ -267,17 +267,17 @@ def _unproven(source: Source) -> Finding:
     )
 
 
-def _held(source: Source, names: Iterable[str]) -> str | None:
+def _find_foreign_key(source: Source, names: Iterable[str]) -> str | None:
     """A name by which the model lies below a key that transformers knows nothing of; None if there is none."""
     weights = [name for name in names if not is_state(name)]
     kept = next((name for name in weights if name.partition(".")[0] in _HOLDERS), None)
     if kept is None:
         # Only a whole model has these, and none calls itself so.
         kept = next((name for name in weights if _WHOLE_BELOW.match(name)), None)
-    told = source.model
-    renamed = source.own_table is None and source.table is not None and told.headless is None
+    model = source.model
+    renamed = source.own_table is None and source.table is not None and model.headless is None
     known = renamed and config_json.is_of_transformers(source.layout)
-    if kept is None and known and "auto_map" not in (told.config or {}):
+    if kept is None and known and "auto_map" not in (model.config or {}):
         # The table fits the tensors, and the architecture is transformers' own: it begins where the table does.
         kept = next(iter(weights), None)
     return kept

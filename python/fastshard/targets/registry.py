@@ -102,7 +102,7 @@ def check(request: Request) -> None:
             got="--include or --exclude",
             help="narrow a merge or a conversion to hf instead",
         )
-    strange = [option for option in request.stated() if target is None or option not in target.options]
+    strange = [option for option in request.list_changed() if target is None or option not in target.options]
     if whole and any(option.kind == "degree" for option in strange):
         raise FastshardError.of(
             codes.UNSUPPORTED,

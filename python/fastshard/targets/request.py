@@ -78,7 +78,7 @@ class Request:
         taken = not self.include or any(fnmatchcase(name, pattern) for pattern in self.include)
         return taken and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
-    def stated(self) -> list[Option]:
+    def list_changed(self) -> list[Option]:
         """Options of targets that have another value than their default."""
         return [option for option in OPTIONS if self[option] != option.default]
 

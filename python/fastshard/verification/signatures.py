@@ -25,7 +25,7 @@ __all__ = ["check"]
 #: Bytes at most of a signature: it names each file.
 _MAX_SIGNATURE = 256 << 20
 #: Characters of a message that are shown.
-_MAX_TOLD = 20_000
+_MOST_CHARACTERS = 20_000
 #: Bytes of digests.
 _LENGTHS = (20, 28, 32, 48, 64)
 
@@ -227,20 +227,20 @@ _DIGEST = compile_when_used(
 )
 
 
-def _readable(told: str) -> str:
+def _readable(message: str) -> str:
     """A message of the library, with digests as people write them."""
 
     def digest(found: re.Match[str]) -> str:
         value = _bytes(found[2])
         return found[0] if value is None else f"{found[1]}:{value.hex()}"
 
-    told = told[:_MAX_TOLD]
+    message = message[:_MOST_CHARACTERS]
     # Several are a list of texts.
-    what, opens, rest = told.partition(": [")
+    what, opens, rest = message.partition(": [")
     if opens:
         with contextlib.suppress(ValueError, SyntaxError):
-            told = f"{what}: {'; '.join(map(str, ast.literal_eval(f'[{rest}')))}"
-    return _DIGEST.sub(digest, told)
+            message = f"{what}: {'; '.join(map(str, ast.literal_eval(f'[{rest}')))}"
+    return _DIGEST.sub(digest, message)
 
 
 def _bytes(literal: str) -> bytes | None:
