@@ -11,16 +11,20 @@ import pytest
 from fastshard import _core
 from fastshard.common import codes
 
-SCRIPT = Path(__file__).parent.parent / "scripts/structure.py"
+SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 
-@pytest.fixture(scope="module")
-def structure() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("structure", SCRIPT)
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def structure() -> ModuleType:
+    return load("structure")
 
 
 def test_nothing_reads_meaning_from_a_message(structure: ModuleType) -> None:
@@ -110,3 +114,10 @@ def test_kinds_are_known_by_name() -> None:
     assert not _core.Finding.of(codes.MISSING_TENSOR, "").is_a()
     with pytest.raises(ValueError, match="no kind of codes: missing"):
         _core.Finding.of(codes.MISSING_TENSOR, "").is_a("missing")  # type: ignore[arg-type]
+
+
+def test_the_tree_of_the_sources_is_made_of_their_first_sentences() -> None:
+    """`python scripts/tree.py` writes it again."""
+    tree = load("tree")
+    page = tree.PAGE.read_text(encoding="utf-8")
+    assert tree.write_tree(page) == page
