@@ -111,11 +111,11 @@ pub(crate) fn run_telling<T: Send + 'static>(
             },
             _ => Ok(()),
         };
-        let told = match (&tell, &stopped) {
-            (Some(tell), None) => told(py, tell, &control),
+        let outcome = match (&tell, &stopped) {
+            (Some(tell), None) => pass_notices(py, tell, &control),
             _ => Ok(()),
         };
-        if let Err(error) = signals.and(drawn).and(told) {
+        if let Err(error) = signals.and(drawn).and(outcome) {
             control.cancel.store(true, Ordering::Relaxed);
             fastshard::distributed::elsewhere::interrupt(std::thread::current().id());
             if stopped.is_none() {
@@ -137,15 +137,19 @@ pub(crate) fn run_telling<T: Send + 'static>(
 }
 
 /// Hands on what is to be said by now.
-fn told(py: Python<'_>, tell: &Py<PyAny>, control: &Control) -> PyResult<()> {
+fn pass_notices(py: Python<'_>, tell: &Py<PyAny>, control: &Control) -> PyResult<()> {
     let notices = std::mem::take(&mut *control.notices.lock().unwrap_or_else(PoisonError::into_inner));
     findings::list(notices).into_iter().try_for_each(|finding| tell.call1(py, (finding,)).map(|_| ()))
 }
 
 impl<T> Ended<T> {
-    /// What there is to say of a result at `out`, in case that the exception which [`Ended::settle`] raises
+    /// Collects what there is to say of a result at `out`, in case that the exception which [`Ended::settle`] raises
     /// does not: that it is published, or why not. `warnings` are those of a result.
-    pub(crate) fn told(&self, out: &Path, warnings: impl FnOnce(&T) -> Vec<Finding>) -> Vec<Finding> {
+    pub(crate) fn collect_findings(
+        &self,
+        out: &Path,
+        warnings: impl FnOnce(&T) -> Vec<Finding>,
+    ) -> Vec<Finding> {
         match &self.result {
             Some(Ok(result)) => {
                 let mut findings =

@@ -280,7 +280,7 @@ impl Finding {
 
     /// Plain data, without empty fields.
     fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        crate::plain::told(py, &self.inner)
+        crate::plain::to_python(py, &self.inner)
     }
 
     /// The same with other fields.

@@ -43,7 +43,7 @@ use serde_json::json;
 
 use calls::{compute, run, run_telling};
 use options::RunOptions;
-use plain::{object, told, Given};
+use plain::{object, to_python, Given};
 use plans::{with_files, Plan};
 
 /// Lets tests see what a run leaves that is denied memory.
@@ -129,7 +129,7 @@ impl Catalog {
                 })
             })
             .collect();
-        told(py, &files)
+        to_python(py, &files)
     }
 
     fn values<'py>(&self, py: Python<'py>, file: usize) -> PyResult<(Bound<'py, PyAny>, bool)> {
@@ -147,7 +147,7 @@ impl Catalog {
 
     fn distributed<'py>(&self, py: Python<'py>, file: usize) -> PyResult<Bound<'py, PyAny>> {
         let file = self.inner.files.get(file).and_then(|f| f.as_ref());
-        told(py, &file.map(|f| &f.parsed.distributed))
+        to_python(py, &file.map(|f| &f.parsed.distributed))
     }
 
     /// Bytes of a small tensor, at most `limit` of them.
@@ -406,14 +406,14 @@ fn dcp_metadata(py: Python<'_>, path: PathBuf) -> PyResult<Bound<'_, PyAny>> {
         let file = SourceFile::open(&path)?;
         fastshard::format::dcp::metadata(&file).map_err(|e| stand_in::explained(&file, e))
     };
-    told(py, &run(py, None, read).settle(None)?)
+    to_python(py, &run(py, None, read).settle(None)?)
 }
 
 /// The value of a record of a `.distcp` file that is no tensor.
 #[pyfunction]
 fn dcp_object(py: Python<'_>, path: PathBuf, offset: u64, len: u64) -> PyResult<Bound<'_, PyAny>> {
     let read = move |_: &Control| fastshard::format::dcp::object(&SourceFile::open(&path)?, offset, len);
-    told(py, &run(py, None, read).settle(None)?)
+    to_python(py, &run(py, None, read).settle(None)?)
 }
 
 /// What lies in the place of a file of text, by its first bytes, as a finding; None for what may be the file itself.
@@ -459,7 +459,7 @@ fn vocabulary<'py>(
         "lines" => Kind::Lines,
         other => return Err(PyValueError::new_err(format!("no kind of vocabulary: {other}"))),
     };
-    told(py, &run(py, None, move |_| read(&SourceFile::open(&path)?, kind, &wanted)).settle(None)?)
+    to_python(py, &run(py, None, move |_| read(&SourceFile::open(&path)?, kind, &wanted)).settle(None)?)
 }
 
 /// Findings about the files below `roots` that `manifest` lists and that hold no tensors.
@@ -482,7 +482,7 @@ fn manifest_files(
 /// The entry of a file without tensors in a manifest.
 #[pyfunction]
 fn manifest_entry<'py>(py: Python<'py>, root: PathBuf, name: &str) -> PyResult<Bound<'py, PyAny>> {
-    told(py, &py.detach(|| verify::entry(&root, name)).map_err(raise)?)
+    to_python(py, &py.detach(|| verify::entry(&root, name)).map_err(raise)?)
 }
 
 /// The edges between the bins of a histogram, ascending.

@@ -93,7 +93,7 @@ impl RunOptions {
             threads: self.threads,
             memory: self.memory,
             scratch_dir: self.scratch_dir.clone().unwrap_or_else(std::env::temp_dir),
-            held: None,
+            max_decoded: None,
             encodes: 0,
             stats: match self.stats {
                 Statistics::Nothing => Level::Nothing,

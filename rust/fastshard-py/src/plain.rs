@@ -308,8 +308,8 @@ impl<'de> de::MapAccess<'de> for Items<'_> {
     }
 }
 
-/// A record as plain data.
-pub(crate) fn told<'py, T: Serialize>(py: Python<'py>, record: &T) -> PyResult<Bound<'py, PyAny>> {
+/// Converts a record to plain data of Python.
+pub(crate) fn to_python<'py, T: Serialize>(py: Python<'py>, record: &T) -> PyResult<Bound<'py, PyAny>> {
     let value = serde_json::to_value(record).map_err(|error| PyValueError::new_err(error.to_string()))?;
     object(py, &value)
 }

@@ -21,7 +21,7 @@ use pyo3::types::{PyDict, PyList};
 use serde_json::json;
 
 use crate::calls::{run, run_telling};
-use crate::plain::{list, told, Given};
+use crate::plain::{list, to_python, Given};
 use crate::{findings, raise, ranks, to_json, Paths, RunOptions, Written};
 
 /// A plan with the open files that it reads.
@@ -33,8 +33,8 @@ pub(crate) struct Plan {
     roots: Vec<PathBuf>,
     /// What `check` hashed and `against` need not read again.
     hashed: Mutex<verify::Hashed>,
-    /// What the last `write` came to.
-    told: Mutex<Vec<Finding>>,
+    /// Findings of the last `write`: those of its result, or those that ended it.
+    outcome: Mutex<Vec<Finding>>,
 }
 
 impl Plan {
@@ -43,8 +43,8 @@ impl Plan {
     }
 
     /// Keeps what a write came to.
-    pub(crate) fn remember(&self, told: Vec<Finding>) {
-        *self.told.lock().unwrap_or_else(PoisonError::into_inner) = told;
+    pub(crate) fn remember(&self, findings: Vec<Finding>) {
+        *self.outcome.lock().unwrap_or_else(PoisonError::into_inner) = findings;
     }
 
     pub(crate) fn refuse_errors(&self) -> PyResult<()> {
@@ -100,7 +100,7 @@ impl Plan {
 
     fn to_json(&self, py: Python<'_>) -> PyResult<String> {
         let plan = Arc::clone(&self.plan);
-        Ok(py.detach(move || plan.told()))
+        Ok(py.detach(move || plan.to_json()))
     }
 
     /// Number of outputs, and bytes of their names.
@@ -119,7 +119,7 @@ impl Plan {
         if output >= self.plan.outputs.len() {
             return Err(pyo3::exceptions::PyIndexError::new_err(output));
         }
-        Ok(self.plan.excerpt(&[output]).told())
+        Ok(self.plan.excerpt(&[output]).to_json())
     }
 
     fn summary<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
@@ -130,7 +130,7 @@ impl Plan {
             slot.0 += 1;
             slot.1 += output.nbytes();
         }
-        told(
+        to_python(
             py,
             &json!({
                 "target": plan.target,
@@ -258,15 +258,16 @@ impl Plan {
                 None => write::write(&plan, &files, &roots, &out, &write_options, control),
             }
         });
-        *self.told.lock().unwrap_or_else(PoisonError::into_inner) =
-            ended.told(&out, |(_, warnings): &(Manifest, Vec<Finding>)| warnings.clone());
+        *self.outcome.lock().unwrap_or_else(PoisonError::into_inner) =
+            ended.collect_findings(&out, |(_, warnings): &(Manifest, Vec<Finding>)| warnings.clone());
         let (manifest, warnings) = ended.settle(Some(&out))?;
         Ok((to_json(&manifest)?, findings::list(warnings)))
     }
 
-    /// What the last `write` came to, as findings: `FS519` if the result is published.
-    fn told(&self) -> Vec<findings::Finding> {
-        findings::list(self.told.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned())
+    /// Lists what the last `write` came to, as findings: `FS519` if the result is published.
+    #[pyo3(name = "told")]
+    fn outcome(&self) -> Vec<findings::Finding> {
+        findings::list(self.outcome.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned())
     }
 
     /// Refuses to read files with large holes in the place of tensors.
@@ -291,8 +292,8 @@ impl Plan {
         let (mut plan, files) = (Arc::clone(&self.plan), self.files.clone());
         if options.only.is_some() {
             let names = plan.names();
-            let mut held = names.iter().map(|name| options.holds(name));
-            Arc::make_mut(&mut plan).outputs.retain(|_| held.next().unwrap_or(false));
+            let mut selection = names.iter().map(|name| options.holds(name));
+            Arc::make_mut(&mut plan).outputs.retain(|_| selection.next().unwrap_or(false));
         }
         let (checked, report) = run(py, progress, move |control| {
             verify::content(plan, &files, options.subset(), &options.engine(), control)
@@ -308,7 +309,7 @@ impl Plan {
                 None => o.name.clone(),
             };
             if let Some(stats) = r.seen.stats() {
-                gathered.set_item(&name, told(py, stats)?)?;
+                gathered.set_item(&name, to_python(py, stats)?)?;
             }
             hashes.insert(name, fastshard::hash::hex(&r.hash));
         }
@@ -319,16 +320,17 @@ impl Plan {
 /// A plan with the open files that it reads.
 pub(crate) fn with_files(catalog: &Catalog, planned: Planned) -> Plan {
     // The plan's sources are the catalog's files in the order in which units named them.
-    let held = catalog.files.iter().flatten().map(|file| ((file.root, file.path.as_str()), &file.source));
-    let held: HashMap<_, _> = held.collect();
+    let by_path = catalog.files.iter().flatten().map(|file| ((file.root, file.path.as_str()), &file.source));
+    let by_path: HashMap<_, _> = by_path.collect();
     let sources = planned.plan.sources.iter();
-    let files = sources.filter_map(|s| held.get(&(s.root, s.path.as_str())).map(|f| Arc::clone(f))).collect();
+    let files =
+        sources.filter_map(|s| by_path.get(&(s.root, s.path.as_str())).map(|f| Arc::clone(f))).collect();
     Plan {
         plan: Arc::new(planned.plan),
         findings: planned.findings,
         files,
         roots: catalog.roots.clone(),
         hashed: Mutex::default(),
-        told: Mutex::default(),
+        outcome: Mutex::default(),
     }
 }

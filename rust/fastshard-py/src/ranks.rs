@@ -19,7 +19,7 @@ use pyo3::prelude::*;
 use serde_json::json;
 
 use crate::calls::{run, run_telling};
-use crate::plain::{told, Given};
+use crate::plain::{to_python, Given};
 use crate::plans::Plan;
 use crate::{findings, raise, to_json, Paths, RunOptions, Written};
 
@@ -84,7 +84,7 @@ impl Meeting {
             .iter()
             .map(|card| json!({"rank": card.rank, "host": card.process.host, "pid": card.process.pid, "storage": card.storage}))
             .collect();
-        told(py, &each)
+        to_python(py, &each)
     }
 
     /// Says why this rank stops, so that the others do too.
@@ -124,7 +124,7 @@ impl Meeting {
             )
             .collect();
         *self.lending.lock().unwrap_or_else(PoisonError::into_inner) = Some(lending);
-        told(py, &each)
+        to_python(py, &each)
     }
 
     /// A digest of files (rank, number of its root, path) as they were when the ranks met.
@@ -133,10 +133,11 @@ impl Meeting {
         lending.as_ref().map(|lending| lending.stamp(&wanted)).unwrap_or_default()
     }
 
-    /// Bytes that each rank has lent by now.
-    fn lent(&self) -> BTreeMap<u32, u64> {
+    /// Counts the bytes that each rank has given to others by now.
+    #[pyo3(name = "lent")]
+    fn count_served(&self) -> BTreeMap<u32, u64> {
         let lending = self.lending.lock().unwrap_or_else(PoisonError::into_inner);
-        lending.as_ref().map(Lending::lent).unwrap_or_default()
+        lending.as_ref().map(Lending::count_served).unwrap_or_default()
     }
 
     /// Takes leave.
@@ -197,7 +198,7 @@ pub(crate) fn make_part(
     let (copies, roots) = paths;
     let options = options.0.writing(copies, None);
     let (plan, files) = (Arc::clone(&plan.plan), plan.files.clone());
-    let made = run(py, progress, move |control| {
+    let ended = run(py, progress, move |control| {
         let shared = Shared::enter(&out, &plan.digest(), &write::document(&plan), Some(&nonce))?;
         let Some(round) = shared.round()? else {
             return Err(Finding::new(
@@ -210,7 +211,7 @@ pub(crate) fn make_part(
         };
         parts::make_part(&plan, &files, &roots, &out, &shared, &round, part, &options, control)
     });
-    Ok(made.settle(None)? == parts::Made::Now)
+    Ok(ended.settle(None)? == parts::PartOutcome::Now)
 }
 
 /// Concludes the run `nonce`, all of whose parts are made: the manifest as JSON, and findings.
@@ -231,12 +232,12 @@ pub(crate) fn commit(
     plan.refuse_errors()?;
     let (copies, _) = paths;
     let options = options.0.writing(copies, arrays);
-    let (held, files) = (Arc::clone(&plan.plan), plan.files.clone());
+    let (core_plan, files) = (Arc::clone(&plan.plan), plan.files.clone());
     let ended = run_telling(py, progress, tell, {
         let out = out.clone();
-        move |control| parts::commit(&held, &files, &out, &nonce, &options, control)
+        move |control| parts::commit(&core_plan, &files, &out, &nonce, &options, control)
     });
-    plan.remember(ended.told(&out, |(_, warnings): &(Manifest, Vec<Finding>)| warnings.clone()));
+    plan.remember(ended.collect_findings(&out, |(_, warnings): &(Manifest, Vec<Finding>)| warnings.clone()));
     let (manifest, warnings) = ended.settle(Some(&out))?;
     Ok((to_json(&manifest)?, findings::list(warnings)))
 }
@@ -313,7 +314,7 @@ pub(crate) fn will_read(py: Python<'_>, ranges: Vec<(PathBuf, u64, u64)>) -> PyR
 #[pyfunction]
 pub(crate) fn storage_of(path: PathBuf) -> String {
     let real = path.canonicalize().unwrap_or(path);
-    fastshard::publish::storage_of(&real)
+    fastshard::publish::describe_storage(&real)
 }
 
 /// What is written of the run `nonce` (or the beginning of it) towards `out`: `{"run", "folder", "about", "parts", "missing"}`.
@@ -323,7 +324,7 @@ pub(crate) fn shared_run<'py>(py: Python<'py>, out: PathBuf, nonce: &str) -> PyR
     let round = shared.round().map_err(raise)?;
     let missing =
         round.as_ref().map(|round| parts::missing_parts(&shared, round)).transpose().map_err(raise)?;
-    told(
+    to_python(
         py,
         &json!({
             "run": shared.run.nonce, "folder": shared.path().to_string_lossy(), "about": shared.run.work["about"],

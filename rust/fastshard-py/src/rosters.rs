@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet};
 use fastshard::codes;
 use fastshard::draft::Draft;
 use fastshard::error::Finding;
-use fastshard::roster::{Entry, Held, Roster as CoreRoster};
+use fastshard::roster::{Entry, PresentTensor, Roster as CoreRoster};
 use fastshard::tensor::Dtype;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -27,8 +27,8 @@ fn entry((name, shape, dtype, optional): Listed) -> PyResult<Entry> {
     let dtype = match dtype {
         None => None,
         Some(given) => Some(Dtype::from_safetensors(&given).ok_or_else(|| {
-            let told = format!("a roster gives a dtype that there is not: {given}");
-            raise(Finding::new(codes::USAGE, told).tensor(&name).into())
+            let message = format!("a roster gives a dtype that there is not: {given}");
+            raise(Finding::new(codes::USAGE, message).tensor(&name).into())
         })?),
     };
     Ok(Entry { name, shape, dtype, optional })
@@ -64,15 +64,15 @@ pub(crate) fn compared<'py>(
     outer: &str,
 ) -> PyResult<Bound<'py, PyDict>> {
     let mut seen = HashSet::new();
-    let held = draft.outputs.iter().filter_map(|one| {
+    let present = draft.outputs.iter().filter_map(|one| {
         let stored = one.output.name.as_str();
         let own = names.get(stored).map_or(stored, String::as_str).strip_prefix(outer)?;
         let shape = one.whole.as_deref().unwrap_or(&one.output.shape);
         let is_first = one.coords.is_empty() || seen.insert(stored);
-        is_first.then_some(Held { stored, own, shape, dtype: one.output.dtype })
+        is_first.then_some(PresentTensor { stored, own, shape, dtype: one.output.dtype })
     });
-    let found = roster.inner.compared(held);
-    let told = PyDict::new(py);
+    let found = roster.inner.compared(present);
+    let result = PyDict::new(py);
     let missing: Vec<(&str, &Known)> = found.missing.iter().map(|e| (e.name.as_str(), &e.shape)).collect();
     let differing: Vec<(&str, &[u64], &Known)> =
         found.differing.iter().map(|&(name, got, e)| (name, got, &e.shape)).collect();
@@ -86,11 +86,11 @@ pub(crate) fn compared<'py>(
         .iter()
         .map(|(&(got, expected), &n)| ((got.safetensors_name(), expected.safetensors_name()), n))
         .collect();
-    told.set_item("missing", missing)?;
-    told.set_item("differing", differing)?;
-    told.set_item("dtypes", dtypes)?;
-    told.set_item("further", found.further)?;
-    told.set_item("same", found.same)?;
-    told.set_item("kinds", kinds)?;
-    Ok(told)
+    result.set_item("missing", missing)?;
+    result.set_item("differing", differing)?;
+    result.set_item("dtypes", dtypes)?;
+    result.set_item("further", found.further)?;
+    result.set_item("same", found.same)?;
+    result.set_item("kinds", kinds)?;
+    Ok(result)
 }

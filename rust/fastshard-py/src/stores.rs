@@ -18,7 +18,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyDict, PyMemoryView};
 
 use crate::findings;
-use crate::plain::{object, told};
+use crate::plain::{object, to_python};
 
 /// The root of each block, and the function that sends for blocks: where some lie on other hosts.
 type Apart = (Vec<u32>, Py<PyAny>);
@@ -91,10 +91,10 @@ impl BlockBytes for PythonBytes {
     }
 }
 
-/// What a function returned that returns None, or a list of findings.
+/// Reads the reply of a function: None, or a list of findings, which is an error.
 fn settled(py: Python<'_>, key: &str, returned: PyResult<Py<PyAny>>) -> Result<()> {
-    let told = returned.and_then(|told| told.extract::<Told>(py));
-    error_of(told.map_err(|error| failed(key, &error))?).map_or(Ok(()), Err)
+    let reply = returned.and_then(|reply| reply.extract::<Reply>(py));
+    error_of(reply.map_err(|error| failed(key, &error))?).map_or(Ok(()), Err)
 }
 
 impl BlockBuffer for PythonBytes {
@@ -151,10 +151,10 @@ impl BlockReader for PythonReader {
                 None => PythonBytes::new(py, len).map_err(|error| no_room(key, len, &error))?,
             };
             let view = PyMemoryView::from(buffer.owner.bind(py)).map_err(|error| failed(key, &error))?;
-            let told = self.read.call1(py, (key, &view));
+            let reply = self.read.call1(py, (key, &view));
             drop(view);
-            let told = told.and_then(|told| told.extract::<Told>(py));
-            if let Some(error) = error_of(told.map_err(|error| failed(key, &error))?) {
+            let reply = reply.and_then(|reply| reply.extract::<Reply>(py));
+            if let Some(error) = error_of(reply.map_err(|error| failed(key, &error))?) {
                 return Err(error);
             }
             // What is looked at still may be written to later, or by a thread that does not hold the GIL: then the copy
@@ -193,9 +193,9 @@ pub(crate) struct PythonWriter {
 
 impl PythonWriter {
     fn call(&self, what: &str, call: impl FnOnce(Python<'_>) -> PyResult<Py<PyAny>>) -> Result<()> {
-        let told = Python::attach(|py| call(py).and_then(|told| told.extract::<Told>(py)));
-        match told {
-            Ok(told) => error_of(told).map_or(Ok(()), Err),
+        let reply = Python::attach(|py| call(py).and_then(|reply| reply.extract::<Reply>(py)));
+        match reply {
+            Ok(reply) => error_of(reply).map_or(Ok(()), Err),
             Err(error) => Err(failed(what, &error)),
         }
     }
@@ -204,7 +204,7 @@ impl PythonWriter {
 impl ArrayWriter for PythonWriter {
     fn begin(&self, folder: &Path, how: &serde_json::Value, arrays: &[Array]) -> Result<()> {
         self.call("the store", |py| {
-            self.writer.call_method1(py, "begin", (folder, object(py, how)?, told(py, &arrays)?))
+            self.writer.call_method1(py, "begin", (folder, object(py, how)?, to_python(py, &arrays)?))
         })
     }
 
@@ -247,12 +247,12 @@ fn copied(py: Python<'_>, buffer: &PythonBytes) -> PyResult<Box<dyn BlockBytes>>
     Ok(Box::new(own))
 }
 
-/// What a callback came to: None, or findings, one at least.
-type Told = Option<Vec<findings::Finding>>;
+/// The reply of a callback: None, or findings, one at least.
+type Reply = Option<Vec<findings::Finding>>;
 
 /// The error that a callback tells of.
-fn error_of(told: Told) -> Option<Error> {
-    let found = findings::core(told?);
+fn error_of(reply: Reply) -> Option<Error> {
+    let found = findings::core(reply?);
     Some(match found.is_empty() {
         true => failed("a callback", &PyValueError::new_err("an error without findings")),
         false => Error::from(found),

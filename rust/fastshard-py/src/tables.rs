@@ -8,7 +8,7 @@ use fastshard::error::{Error, Finding};
 use fastshard::layout::table::{Entry, Table as CoreTable};
 use pyo3::prelude::*;
 
-use crate::plain::told;
+use crate::plain::to_python;
 use crate::raise;
 
 /// A parsed layout table; it does not change.
@@ -24,7 +24,7 @@ pub(crate) struct Rule {
 }
 
 /// Axes, facts, and sets by name: the axis and the positions.
-type Told = (BTreeMap<String, u64>, BTreeMap<String, bool>, BTreeMap<String, (String, Vec<u64>)>);
+type Description = (BTreeMap<String, u64>, BTreeMap<String, bool>, BTreeMap<String, (String, Vec<u64>)>);
 
 fn bad(what: String) -> PyErr {
     raise(Error::from(Finding::new(codes::BAD_LAYOUT, what)))
@@ -102,12 +102,12 @@ impl Table {
 
     #[getter]
     fn models<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        told(py, &self.inner.models)
+        to_python(py, &self.inner.models)
     }
 
     #[getter]
     fn has_config(&self) -> bool {
-        self.inner.config.stated
+        self.inner.config.is_declared
     }
 
     #[pyo3(signature = (config, file=None))]
@@ -116,11 +116,17 @@ impl Table {
     }
 
     #[pyo3(signature = (config, names, file=None))]
-    fn describe(&self, config: Option<&str>, names: Vec<String>, file: Option<&str>) -> PyResult<Told> {
+    fn describe(
+        &self,
+        config: Option<&str>,
+        names: Vec<String>,
+        file: Option<&str>,
+    ) -> PyResult<Description> {
         let config = config.map(|config| parsed(config, file)).transpose()?;
-        let told = self.inner.describe(config.as_ref(), &names, file).map_err(raise)?;
-        let sets = told.sets.into_iter().map(|(name, set)| (name, (set.axis, set.positions))).collect();
-        Ok((told.extents, told.facts, sets))
+        let description = self.inner.describe(config.as_ref(), &names, file).map_err(raise)?;
+        let sets =
+            description.sets.into_iter().map(|(name, set)| (name, (set.axis, set.positions))).collect();
+        Ok((description.extents, description.facts, sets))
     }
 
     fn shape(&self, name: &str, axes: BTreeMap<String, u64>) -> Option<Vec<Option<u64>>> {

@@ -141,7 +141,7 @@ fn main() {
             threads,
             memory: 256 << 20,
             scratch_dir: dir.into(),
-            held: None,
+            max_decoded: None,
             encodes: 0,
             stats: Level::Nothing,
         };

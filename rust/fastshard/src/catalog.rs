@@ -182,9 +182,9 @@ impl Catalog {
     /// # Errors
     /// `FS512` if the names of its tensors alone take more.
     pub fn within(&self, limit: Option<u64>) -> Result<()> {
-        let mut stated = self.room.lock().unwrap_or_else(PoisonError::into_inner);
-        *stated = limit.map(Room::up_to);
-        let Some(room) = &*stated else { return Ok(()) };
+        let mut slot = self.room.lock().unwrap_or_else(PoisonError::into_inner);
+        *slot = limit.map(Room::up_to);
+        let Some(room) = &*slot else { return Ok(()) };
         let (tensors, names) = self.named();
         room.plan(tensors, names)
     }
@@ -201,8 +201,8 @@ impl Catalog {
     /// # Errors
     /// `FS512` then.
     pub fn look(&self, more: u64) -> Result<()> {
-        let stated = self.room.lock().unwrap_or_else(PoisonError::into_inner);
-        stated.as_ref().map_or(Ok(()), |room| room.look(more))
+        let slot = self.room.lock().unwrap_or_else(PoisonError::into_inner);
+        slot.as_ref().map_or(Ok(()), |room| room.look(more))
     }
 
     /// Bytes of a small tensor (a step counter, a buffer), in C order.

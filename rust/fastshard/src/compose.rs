@@ -282,8 +282,9 @@ impl TargetRanks<'_> {
                     composed.lost.insert(name, self.elements(entry, &self.local));
                     unmade += 1;
                     if unmade <= MAX_MISSING {
-                        let told = found.into_iter().filter(|f| judge || f.code != codes::MISSING_TENSOR);
-                        composed.findings.extend(told);
+                        let new_findings =
+                            found.into_iter().filter(|f| judge || f.code != codes::MISSING_TENSOR);
+                        composed.findings.extend(new_findings);
                     }
                 }
                 Ok(_) | Err(_) => {}
@@ -291,8 +292,8 @@ impl TargetRanks<'_> {
         }
         if unmade > MAX_MISSING && judge {
             let more = unmade - MAX_MISSING;
-            let told = format!("and {more} more tensors like these");
-            composed.findings.push(Finding::new(codes::MISSING_TENSOR, told).count(more as u64));
+            let message = format!("and {more} more tensors like these");
+            composed.findings.push(Finding::new(codes::MISSING_TENSOR, message).count(more as u64));
         }
         builder.ledger
     }
@@ -332,8 +333,8 @@ impl Composed {
         let judge = self.is_sound(source);
         for (i, instance) in source.resolved.instances.iter().enumerate() {
             let stored = &source.stored[instance.tensor as usize];
-            for (b, held) in instance.boxes.iter().enumerate() {
-                let whole = volume(&held.lo, &held.hi);
+            for (b, source_box) in instance.boxes.iter().enumerate() {
+                let whole = volume(&source_box.lo, &source_box.hi);
                 let parts = ledger.used.get(&(i as u32, b as u32));
                 let taken: u64 = parts.into_iter().flatten().map(|(lo, hi)| volume(lo, hi)).sum();
                 // What is left out by name has no place, as was asked.
@@ -341,8 +342,8 @@ impl Composed {
                     let unit = &source.units[instance.unit as usize];
                     self.findings.push(no_place(&ranks.table.name, whole - taken, &stored.name, unit));
                 }
-                if let Some((axis, lo, hi)) = held.pad {
-                    self.pads.push(pad_region(instance.tensor, held, axis, lo, hi));
+                if let Some((axis, lo, hi)) = source_box.pad {
+                    self.pads.push(pad_region(instance.tensor, source_box, axis, lo, hi));
                 }
             }
         }
@@ -354,8 +355,8 @@ impl Composed {
 
 /// The finding for elements of a stored tensor that the target has no place for.
 fn no_place(layout: &str, elements: u64, tensor: &str, unit: &Unit) -> Finding {
-    let told = format!("the target layout {layout} has no place for {elements} of its elements");
+    let message = format!("the target layout {layout} has no place for {elements} of its elements");
     let help = "choose the target that fits this model, leave the tensor out on purpose (--exclude), or keep all under their own names (merge)";
-    let finding = Finding::new(codes::UNKNOWN_TENSOR, told).file(&unit.file).tensor(tensor).help(help);
+    let finding = Finding::new(codes::UNKNOWN_TENSOR, message).file(&unit.file).tensor(tensor).help(help);
     finding.of_rank(&unit.coords, &unit.rank)
 }

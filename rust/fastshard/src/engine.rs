@@ -184,8 +184,8 @@ pub struct Options {
     pub memory: u64,
     /// Folder for members that have to be unpacked.
     pub scratch_dir: PathBuf,
-    /// Bytes of decoded blocks held at most, where that is less than the budget has room for.
-    pub held: Option<u64>,
+    /// Bytes of decoded blocks kept at most, where that is less than the budget has room for.
+    pub max_decoded: Option<u64>,
     /// Largest block that the sink puts together and encodes, in bytes; 0 if there are none.
     pub encodes: u64,
     /// Statistics to gather from the tiles.

@@ -66,8 +66,11 @@ fn laid_out(
 
 /// Outputs that the format of their file has no place for: they can be looked at, and not be written.
 pub fn unwritable(plan: &Plan) -> Vec<Finding> {
-    let told = plan.outputs.iter().filter(|o| plan.files[o.file as usize].form == Form::Safetensors);
-    told.filter_map(|o| safetensors::holds(o.key(), o.dtype).err()).flat_map(Error::into_findings).collect()
+    let outputs = plan.outputs.iter().filter(|o| plan.files[o.file as usize].form == Form::Safetensors);
+    outputs
+        .filter_map(|o| safetensors::holds(o.key(), o.dtype).err())
+        .flat_map(Error::into_findings)
+        .collect()
 }
 
 /// What stands in a file around its outputs, and the offset of each output. A header of safetensors has the metadata.

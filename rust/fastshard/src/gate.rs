@@ -104,7 +104,7 @@ mod tests {
         ]
     }
 
-    fn judged(gate: &Gate) -> Vec<(Severity, Option<String>)> {
+    fn decide(gate: &Gate) -> Vec<(Severity, Option<String>)> {
         let mut findings = found();
         gate.judge(&mut findings).unwrap();
         // Twice is once.
@@ -118,7 +118,7 @@ mod tests {
     fn without_options_nothing_is_decided() {
         let accepted = Some("accept copies".to_string());
         let expected = [(Severity::Warning, None), (Severity::Note, None), (Severity::Warning, accepted)];
-        assert_eq!(judged(&Gate::default()), expected);
+        assert_eq!(decide(&Gate::default()), expected);
     }
 
     #[test]
@@ -126,19 +126,19 @@ mod tests {
         let accepted = (Severity::Warning, Some("accept copies".to_string()));
         let gate = Gate { warnings: true, ..Gate::default() };
         let raised = (Severity::Error, Some("fail_on warning".to_string()));
-        assert_eq!(judged(&gate), [raised, (Severity::Note, None), accepted.clone()]);
+        assert_eq!(decide(&gate), [raised, (Severity::Note, None), accepted.clone()]);
         let gate = Gate {
             error: vec![codes::PAD_NOT_ZERO, codes::IGNORED, codes::DUPLICATED_SHARD],
             ..Gate::default()
         };
         let raised = |code: &str| (Severity::Error, Some(format!("error {code}")));
-        assert_eq!(judged(&gate), [raised("FS307"), raised("FS212"), accepted]);
+        assert_eq!(decide(&gate), [raised("FS307"), raised("FS212"), accepted]);
     }
 
     #[test]
     fn what_is_ignored_is_no_error_by_fail_on() {
         let gate = Gate { warnings: true, ignore: vec![codes::PAD_NOT_ZERO], ..Gate::default() };
-        assert_eq!(judged(&gate)[0], (Severity::Warning, Some("ignore FS307".to_string())));
+        assert_eq!(decide(&gate)[0], (Severity::Warning, Some("ignore FS307".to_string())));
     }
 
     #[test]

@@ -82,8 +82,8 @@ impl TileHashes {
         end <= self.tiles && (right > 1 || end < self.tiles)
     }
 
-    /// Values held: what has come out of order, and the seams.
-    pub fn held(&self) -> usize {
+    /// Counts the values in memory: what has come out of order, and the seams.
+    pub fn count_values(&self) -> usize {
         self.subtrees.len()
     }
 
@@ -278,7 +278,11 @@ mod tests {
                     hashes.add(i as u64, tile_value(chunk, i as u64, tile, total));
                 }
                 assert_eq!(hashes.finish(), Some(*blake3::hash(&bytes).as_bytes()), "{tile} {total}");
-                assert!(hashes.held() <= 8, "{tile} {total}: {} values for 65 tiles at most", hashes.held());
+                assert!(
+                    hashes.count_values() <= 8,
+                    "{tile} {total}: {} values for 65 tiles at most",
+                    hashes.count_values()
+                );
             }
         }
     }

@@ -100,8 +100,8 @@ pub struct Provenance {
     /// Who made which part of it.
     pub parts: Vec<Maker>,
     /// By rank, a digest of what it was asked for and of what it had, where each had a part of the sources.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub asked: Vec<String>,
+    #[serde(rename = "asked", default, skip_serializing_if = "Vec::is_empty")]
+    pub request_digests: Vec<String>,
 }
 
 /// The maker of a part.

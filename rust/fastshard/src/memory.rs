@@ -190,13 +190,13 @@ pub struct Room {
 #[derive(Debug)]
 pub struct HeaderRoom {
     room: Arc<Room>,
-    asked: AtomicU64,
+    requested: AtomicU64,
 }
 
 impl HeaderRoom {
     /// Room for the header of a further file.
     pub fn of(room: &Arc<Room>) -> HeaderRoom {
-        HeaderRoom { room: Arc::clone(room), asked: AtomicU64::new(0) }
+        HeaderRoom { room: Arc::clone(room), requested: AtomicU64::new(0) }
     }
 
     /// Asks for what reading and parsing `bytes` more of the header of `file` takes.
@@ -204,7 +204,7 @@ impl HeaderRoom {
     /// # Errors
     /// `FS512` if all headers that are being read or kept are beyond the limit.
     pub fn ask(&self, file: &Path, bytes: u64) -> Result<()> {
-        self.asked.fetch_add(bytes, Ordering::Relaxed);
+        self.requested.fetch_add(bytes, Ordering::Relaxed);
         let reading = self.room.reading.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
         let kept = self.room.kept.load(Ordering::Relaxed);
         let need = reading.saturating_mul(PER_HEADER_BYTE).saturating_add(kept);
@@ -227,7 +227,7 @@ impl HeaderRoom {
 
 impl Drop for HeaderRoom {
     fn drop(&mut self) {
-        self.room.reading.fetch_sub(self.asked.load(Ordering::Relaxed), Ordering::Relaxed);
+        self.room.reading.fetch_sub(self.requested.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 }
 

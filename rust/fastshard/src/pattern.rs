@@ -154,8 +154,8 @@ impl Patterns {
         let program = match slot.get() {
             Some(program) => program,
             None => {
-                let made = self.compile(pattern, names)?;
-                slot.get_or_init(|| made)
+                let compiled = self.compile(pattern, names)?;
+                slot.get_or_init(|| compiled)
             }
         };
         self.run(program, pattern, name)

@@ -108,8 +108,8 @@ impl Plan {
         hasher.finalize().to_hex().to_string()
     }
 
-    /// The plan with its notes, as JSON.
-    pub fn told(&self) -> String {
+    /// Writes the plan with its notes as JSON.
+    pub fn to_json(&self) -> String {
         let mut text = serde_json::to_string(self).expect("a plan is plain data");
         text.truncate(text.len() - 1);
         text += ",\"notes\":";
@@ -142,11 +142,11 @@ impl Plan {
         files
     }
 
-    /// Sets the pointers: those that are stated, else where a reader starts, the index or the first file.
-    pub(crate) fn point(&mut self, stated: Vec<String>) {
+    /// Sets the pointers: those that are given, else where a reader starts, the index or the first file.
+    pub(crate) fn point(&mut self, pointers: Vec<String>) {
         let first = || self.files.first()?.name.split('/').next();
         let usual = || self.index.as_deref().or_else(first).map(str::to_string).into_iter().collect();
-        self.pointers = if stated.is_empty() { usual() } else { stated };
+        self.pointers = if pointers.is_empty() { usual() } else { pointers };
     }
 
     /// Bytes of all output files.
@@ -210,11 +210,11 @@ impl Plan {
                 take(stored, element_count(&self.stored[stored as usize].shape).unwrap_or(0));
             }
         }
-        let held: u64 = looked_at.iter().map(|stored| self.stored[*stored as usize].nbytes()).sum();
-        if held == 0 {
+        let total: u64 = looked_at.iter().map(|stored| self.stored[*stored as usize].nbytes()).sum();
+        if total == 0 {
             1.0
         } else {
-            read as f64 / held as f64
+            read as f64 / total as f64
         }
     }
 

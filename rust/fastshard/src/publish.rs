@@ -85,7 +85,7 @@ pub use content::hash_of_file;
 pub use direct::Io;
 pub use file::{OutFile, Space};
 pub use journal::Journal;
-pub use mounts::told as storage_of;
+pub use mounts::describe_storage;
 pub use preflight::{preflight, preflight_part, Needs};
 pub use process::Process;
 pub use staging::{waits_sealed, Staging};

@@ -33,7 +33,7 @@ pub(crate) use assembled::Gathered;
 use assembled::Pass;
 pub use assembled::{AssembledSide, AssembledTensor, Chunk, Parts, Range};
 pub use coded::{CodedSide, Operand};
-use passes::{slot_name, Made, Resolving};
+use passes::{slot_name, PassResults, Resolving};
 
 /// What an adapter declares of a checkpoint, and what is wanted of it.
 #[derive(Debug, Deserialize)]
@@ -344,17 +344,17 @@ pub fn draft(catalog: &Catalog, request: &Request) -> Result<Draft> {
     catalog.look(0)?;
     add_generic_rules(&mut table, &request.source, &passes[0].seen)?;
     let outside = outside_of_source(&request.source);
-    let mut made = Made { called: called(request), ..Made::default() };
+    let mut results = PassResults { called: called(request), ..PassResults::default() };
     let (nothing, untrained) = (BTreeSet::new(), request.untrained());
     let mut table = Some(table);
     for (i, pass) in passes.iter().enumerate() {
         // The last one's is not needed again.
         let taken = if i + 1 == passes.len() { table.take() } else { table.clone() };
         let Some(mut table) = taken else { break };
-        let called = made.called.clone();
+        let called = results.called.clone();
         let slotted = |name: &str| wanted(&slot_name(called.get(name).map_or(name, String::as_str), pass));
-        let (target_table, target_outside, told) = for_pass(request, pass, &mut table, &target_table);
-        findings.extend(told);
+        let (target_table, target_outside, finding) = for_pass(request, pass, &mut table, &target_table);
+        findings.extend(finding);
         let target = Target {
             table: target_table.as_ref(),
             outside: target_outside,
@@ -373,23 +373,23 @@ pub fn draft(catalog: &Catalog, request: &Request) -> Result<Draft> {
             absent: if pass.slot.is_some() { &untrained } else { &nothing },
             target: &target,
         };
-        made.pass(with, pass, &mut stored, catalog)?;
+        results.pass(with, pass, &mut stored, catalog)?;
         catalog.look(0)?;
     }
-    findings.extend(made.findings);
+    findings.extend(results.findings);
     findings.sort_by_key(|f| std::cmp::Reverse(f.severity));
     let plan = Plan {
         sources,
         blobs,
         stored,
-        rules: made.rules,
-        pads: made.pads,
-        copies: made.copies,
-        axes: made.axes,
-        ..stated(catalog, request)
+        rules: results.rules,
+        pads: results.pads,
+        copies: results.copies,
+        axes: results.axes,
+        ..begin_plan(catalog, request)
     };
     let (placed, holes) = (request.source.placed.clone(), request.source.holes);
-    Ok(Draft { plan, outputs: made.outputs, lost: made.lost, placed, holes, findings })
+    Ok(Draft { plan, outputs: results.outputs, lost: results.lost, placed, holes, findings })
 }
 
 /// The tables of the source and of the target, with their axes in common.
@@ -422,12 +422,12 @@ fn for_pass(
     let mut target = target.clone();
     let mut outside = request.target.as_ref().map_or_else(Outside::default, outside_of_target);
     let Some(slot) = &pass.slot else { return (target, outside, None) };
-    let told = state::scaled(slot, table, target.as_ref());
+    let finding = state::scaled(slot, table, target.as_ref());
     state::keep(table, slot);
     target.iter_mut().for_each(|table| state::keep(table, slot));
     let facts = request.target.as_ref().and_then(|t| t.state_facts.as_ref());
     outside.facts.extend(facts.into_iter().flatten().map(|(k, v)| (k.clone(), *v)));
-    (target, outside, told)
+    (target, outside, finding)
 }
 
 /// Adds rules for the tensors that the source describes one by one.
@@ -480,8 +480,8 @@ fn called(request: &Request) -> HashMap<String, String> {
     }
 }
 
-/// What the request itself says of the plan.
-fn stated(catalog: &Catalog, request: &Request) -> Plan {
+/// Begins the plan, with what the request itself says of it.
+fn begin_plan(catalog: &Catalog, request: &Request) -> Plan {
     Plan {
         version: PLAN_VERSION,
         target: request.target.as_ref().map_or("merge", |t| &t.name).to_string(),

@@ -40,7 +40,7 @@ pub struct Roster {
 
 /// A tensor that is there.
 #[derive(Debug, Clone, Copy)]
-pub struct Held<'a> {
+pub struct PresentTensor<'a> {
     /// The name under which it is stored.
     pub stored: &'a str,
     /// The model's own name of it.
@@ -76,13 +76,14 @@ impl Roster {
     pub fn new(mut entries: Vec<Entry>, any_of: &[Vec<String>]) -> Result<Roster, Error> {
         entries.sort_by(|a, b| a.name.cmp(&b.name));
         if let Some(pair) = entries.windows(2).find(|pair| pair[0].name == pair[1].name) {
-            let told = Finding::new(codes::USAGE, "a roster names a tensor twice");
-            return Err(told.tensor(&pair[0].name).into());
+            let finding = Finding::new(codes::USAGE, "a roster names a tensor twice");
+            return Err(finding.tensor(&pair[0].name).into());
         }
         let place = |name: &String| {
             entries.binary_search_by(|entry| entry.name.cmp(name)).map_err(|_| {
-                let told = Finding::new(codes::USAGE, "a group of a roster names a tensor that it has not");
-                Error::from(told.tensor(name))
+                let finding =
+                    Finding::new(codes::USAGE, "a group of a roster names a tensor that it has not");
+                Error::from(finding.tensor(name))
             })
         };
         let groups = any_of.iter().map(|group| group.iter().map(place).collect());
@@ -95,14 +96,14 @@ impl Roster {
         &self.entries
     }
 
-    /// What tensors differ in from those of the roster. Of several with one own name the first is taken, the others are
+    /// Compares tensors with those of the roster. Of several with one own name the first is taken, the others are
     /// further ones.
-    pub fn compared<'a>(&'a self, held: impl IntoIterator<Item = Held<'a>>) -> Comparison<'a> {
+    pub fn compared<'a>(&'a self, present: impl IntoIterator<Item = PresentTensor<'a>>) -> Comparison<'a> {
         let mut there = vec![false; self.entries.len()];
         // Tensors come in the order of their names, most of them: each is looked for behind the one before.
         let mut next = 0;
         let mut found = Comparison::default();
-        for one in held {
+        for one in present {
             let place = match self.entries.get(next) {
                 Some(entry) if entry.name == one.own => Some(next),
                 _ => self.entries.binary_search_by(|entry| entry.name.as_str().cmp(one.own)).ok(),

@@ -20,7 +20,7 @@ pub enum Step {
     /// A tile is about to be made: how many this process has begun before.
     Tile(u64),
     /// All tiles of this process are made.
-    Made,
+    TilesMade,
     /// What was read is about to be read once more, to be compared: the number of such readings before.
     Compare(u64),
     /// This piece of whole files is about to be hashed: its number among those of this process.
@@ -51,7 +51,7 @@ impl fmt::Display for Step {
             Step::Place => f.write_str("place"),
             Step::Opened => f.write_str("opened"),
             Step::Tile(number) => write!(f, "tile-{number}"),
-            Step::Made => f.write_str("made"),
+            Step::TilesMade => f.write_str("made"),
             Step::Compare(number) => write!(f, "compare-{number}"),
             Step::Hash(number) => write!(f, "hash-{number}"),
             Step::PartMade => f.write_str("part-made"),
@@ -72,7 +72,7 @@ impl fmt::Display for Step {
 pub fn reach(_step: Step) {}
 
 #[cfg(feature = "steps")]
-pub use held::{reach, At};
+pub use pausing::{reach, At};
 
 #[cfg(feature = "steps")]
 pub use failing::Failing;
@@ -159,7 +159,7 @@ mod failing {
 }
 
 #[cfg(feature = "steps")]
-mod held {
+mod pausing {
     use std::env::var_os;
     use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;

@@ -130,7 +130,7 @@ fn headers(manifest: &Manifest, opened: &[&CatalogFile]) -> Vec<Finding> {
             continue;
         };
         if opened.source.size() != file.size {
-            continue; // Told already.
+            continue; // Reported already.
         }
         // A second name of a tensor has no entry of its own.
         let own = opened.parsed.tensors.iter().map(|t| t.path.join("."));
@@ -232,8 +232,8 @@ pub fn against(
         }
     }
     findings.extend(report.findings);
-    let told: HashSet<&str> = findings.iter().filter_map(|f| f.file.as_deref()).collect();
-    let others = between(manifest, &opened, &told, control)?;
+    let reported_files: HashSet<&str> = findings.iter().filter_map(|f| f.file.as_deref()).collect();
+    let others = between(manifest, &opened, &reported_files, control)?;
     findings.extend(others);
     Ok(findings)
 }
@@ -320,11 +320,13 @@ fn differing_tensors<'m>(
 fn between(
     manifest: &Manifest,
     opened: &[&CatalogFile],
-    told: &HashSet<&str>,
+    reported_files: &HashSet<&str>,
     control: &Control,
 ) -> Result<Vec<Finding>> {
     let mut findings = Vec::new();
-    for file in manifest.files.iter().filter(|f| f.holds_tensors() && !told.contains(f.name.as_str())) {
+    for file in
+        manifest.files.iter().filter(|f| f.holds_tensors() && !reported_files.contains(f.name.as_str()))
+    {
         let (Some(expected), Some(opened)) = (&file.blake3, opened.iter().find(|o| o.path == file.name))
         else {
             continue;

@@ -242,8 +242,8 @@ pub(crate) fn resumable(error: Error, folder: &Path) -> Error {
     // Where another process is at work it may have published, and its folder is not to be removed. What another rank
     // stopped for says it already.
     let says = |f: &Finding| f.help.as_ref().is_some_and(|help| help.ends_with(&way(f)));
-    let told = |f: &&mut Finding| f.severity == Severity::Error && f.code != codes::LOCKED && !says(f);
-    for f in findings.iter_mut().filter(told) {
+    let needs_help = |f: &&mut Finding| f.severity == Severity::Error && f.code != codes::LOCKED && !says(f);
+    for f in findings.iter_mut().filter(needs_help) {
         f.help = Some(match f.help.take().filter(|_| f.code != codes::INTERRUPTED) {
             Some(help) => format!("{help}; {}", way(f)),
             None => way(f),
@@ -268,9 +268,9 @@ pub(crate) fn roll_forward(
         Ok(manifest) => Ok((manifest, findings)),
         Err(error) => {
             // What was said on the way, of what is kept for one, is not said again.
-            let mut told = error.after_publishing(out).into_findings();
-            told.extend(findings);
-            Err(Error::from(told))
+            let mut all_findings = error.after_publishing(out).into_findings();
+            all_findings.extend(findings);
+            Err(Error::from(all_findings))
         }
     }
 }
@@ -339,7 +339,7 @@ pub(crate) fn engine_options(plan: &Plan, options: &Options, scratch: &Path) -> 
         threads: options.threads,
         memory: options.memory,
         scratch_dir: scratch.to_path_buf(),
-        held: None,
+        max_decoded: None,
         encodes: largest_block(plan),
         stats: if options.stats { Level::Full } else { Level::Nothing },
     }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
-use super::index::{first_overlap, intersect, one_per_rank, volume, Held, Index, Ledger};
+use super::index::{first_overlap, intersect, one_per_rank, volume, BoxId, Index, Ledger};
 use super::wanted::Wanted;
 use super::{Replicas, Source, Target};
 use crate::codes;
@@ -142,17 +142,17 @@ impl<'a> Builder<'a> {
         let needed = volume(&want.lo, &want.hi);
         if needed == 0 {
             // A rank that holds only padding, or a tensor without elements, has its dtype all the same.
-            if let (None, Some(held)) = (&making.dtype, self.index.any(want)) {
-                let tensor = &source.stored[self.index.get(held).0.tensor as usize];
+            if let (None, Some(id)) = (&making.dtype, self.index.any(want)) {
+                let tensor = &source.stored[self.index.get(id).0.tensor as usize];
                 making.dtype = Some((tensor.dtype, tensor.name.clone()));
             }
             return;
         }
         // Copies of one box are replicas (or terms of a sum).
-        let mut groups: BTreeMap<(Vec<u64>, Vec<u64>), Vec<Held>> = BTreeMap::new();
-        for held in self.index.candidates(want) {
-            if let Some(both) = intersect(want, self.index.get(held).1) {
-                groups.entry(both).or_default().push(held);
+        let mut groups: BTreeMap<(Vec<u64>, Vec<u64>), Vec<BoxId>> = BTreeMap::new();
+        for id in self.index.candidates(want) {
+            if let Some(both) = intersect(want, self.index.get(id).1) {
+                groups.entry(both).or_default().push(id);
             }
         }
         let covered: u64 = groups.keys().map(|(lo, hi)| volume(lo, hi)).sum();
@@ -170,8 +170,8 @@ impl<'a> Builder<'a> {
                     .help("copy the missing file, or choose a target for the model's family; the layout of the target needs this tensor"),
             );
         } else {
-            for (range, held) in groups {
-                match self.part(want, range, held, making) {
+            for (range, ids) in groups {
+                match self.part(want, range, ids, making) {
                     Ok(part) => making.parts.push(part),
                     Err(error) => making.findings.extend(error.into_findings()),
                 }
@@ -184,37 +184,37 @@ impl<'a> Builder<'a> {
         &mut self,
         want: &AtomBox,
         (lo, hi): (Vec<u64>, Vec<u64>),
-        mut held: Vec<Held>,
+        mut ids: Vec<BoxId>,
         making: &mut Making,
     ) -> Result<Part> {
         let source = self.index.source;
-        held.sort_by_key(|&h| {
+        ids.sort_by_key(|&h| {
             let (instance, _) = self.index.get(h);
             (source.units[instance.unit as usize].coords.clone(), instance.tensor)
         });
-        let taken = held.clone();
-        let held = self.replicas(held, making.name)?;
-        let (first, first_box) = self.index.get(held[0]);
+        let taken = ids.clone();
+        let ids = self.replicas(ids, making.name)?;
+        let (first, first_box) = self.index.get(ids[0]);
         let tensor = &source.stored[first.tensor as usize];
         let file = &source.units[first.unit as usize].file;
         for h in taken {
             self.ledger.used.entry(h).or_default().insert((lo.clone(), hi.clone()));
         }
-        for &h in &held {
+        for &h in &ids {
             self.same_dtype(h, making);
         }
         if let Placement::Sum(dimension) | Placement::SumOrCopy(dimension, _) = &first.placement {
-            self.every_term(&held, dimension, making.name)?;
+            self.every_term(&ids, dimension, making.name)?;
         }
         if let Placement::Sum(dimension) = &first.placement {
-            self.one_term_per_rank(&held, dimension)?;
+            self.one_term_per_rank(&ids, dimension)?;
         }
         // Tied tensors are copies by declaration; only ranks drift.
-        let ranks = held.iter().all(|&h| self.index.get(h).0.entry == first.entry);
+        let ranks = ids.iter().all(|&h| self.index.get(h).0.entry == first.entry);
         let combine = match &first.placement {
             Placement::Sum(_) => Combine::Sum,
             Placement::SumOrCopy(_, fact) => Combine::Zero(fact.clone()),
-            Placement::Parts if held.len() > 1 && ranks && self.target.replicas == Replicas::Mean => {
+            Placement::Parts if ids.len() > 1 && ranks && self.target.replicas == Replicas::Mean => {
                 Combine::Mean
             }
             Placement::Parts => Combine::Equal,
@@ -234,16 +234,16 @@ impl<'a> Builder<'a> {
             .into());
         }
         let (axes, dst_base, src_base) = make_part(making.shape, want, first_box, &lo, &hi);
-        let sources = held.iter().map(|&h| self.index.get(h).0.tensor).collect();
+        let sources = ids.iter().map(|&h| self.index.get(h).0.tensor).collect();
         Ok(Part { axes, dst_base, src_base, sources, combine, ops })
     }
 
     /// The pieces of one box that are replicas of each other, one per rank.
-    fn replicas(&mut self, held: Vec<Held>, name: &str) -> Result<Vec<Held>> {
+    fn replicas(&mut self, ids: Vec<BoxId>, name: &str) -> Result<Vec<BoxId>> {
         let source = self.index.source;
-        let (first, first_box) = self.index.get(held[0]);
+        let (first, first_box) = self.index.get(ids[0]);
         // Two rules that fill one canonical tensor: a norm applied twice, or a stale copy.
-        for &h in &held {
+        for &h in &ids {
             let (other, other_box) = self.index.get(h);
             if other.entry != first.entry && other_box.atom.key == first_box.atom.key {
                 return Err(twice(source, name, first, other).into());
@@ -251,7 +251,7 @@ impl<'a> Builder<'a> {
         }
         // One piece per rank: the same rank's piece from another root is a copy, to be compared and
         // not to be added; from the same root it is a mistake.
-        let (kept, again) = one_per_rank(source, &held);
+        let (kept, again) = one_per_rank(source, &ids);
         for &(a, b) in &again {
             let (a, b) = (self.index.get(a).0, self.index.get(b).0);
             if source.units[a.unit as usize].root == source.units[b.unit as usize].root {
@@ -261,9 +261,10 @@ impl<'a> Builder<'a> {
         }
         // A part reads all its sources one way; a tied copy stored in another layout cannot be compared.
         for &h in &kept {
-            let (other, held) = self.index.get(h);
-            let alike = Rc::ptr_eq(&held.atom, &first_box.atom)
-                || (held.atom.base == first_box.atom.base && held.atom.places == first_box.atom.places);
+            let (other, other_box) = self.index.get(h);
+            let alike = Rc::ptr_eq(&other_box.atom, &first_box.atom)
+                || (other_box.atom.base == first_box.atom.base
+                    && other_box.atom.places == first_box.atom.places);
             if !alike {
                 return Err(twice(source, name, first, other).into());
             }
@@ -271,9 +272,9 @@ impl<'a> Builder<'a> {
         Ok(kept)
     }
 
-    fn same_dtype(&self, held: Held, making: &mut Making) {
+    fn same_dtype(&self, id: BoxId, making: &mut Making) {
         let source = self.index.source;
-        let tensor = &source.stored[self.index.get(held).0.tensor as usize];
+        let tensor = &source.stored[self.index.get(id).0.tensor as usize];
         match &making.dtype {
             None => making.dtype = Some((tensor.dtype, source.units[tensor.unit as usize].file.clone())),
             Some((known, witness)) if *known != tensor.dtype => making.findings.push(
@@ -288,13 +289,13 @@ impl<'a> Builder<'a> {
     }
 
     /// A sum without the term of one rank is another tensor: all ranks must hold theirs.
-    fn every_term(&self, held: &[Held], dimension: &str, name: &str) -> Result<()> {
+    fn every_term(&self, ids: &[BoxId], dimension: &str, name: &str) -> Result<()> {
         let source = self.index.source;
-        let rank = |h: &Held| {
+        let rank = |h: &BoxId| {
             let unit = &source.units[self.index.get(*h).0.unit as usize];
             unit.coords.get(dimension).copied().unwrap_or(0)
         };
-        let there: BTreeSet<u64> = held.iter().map(rank).collect();
+        let there: BTreeSet<u64> = ids.iter().map(rank).collect();
         let degree = source.outside.known.degree(dimension);
         let Some(absent) = (0..degree).find(|rank| !there.contains(rank)) else { return Ok(()) };
         let finding = Finding::new(
@@ -309,19 +310,19 @@ impl<'a> Builder<'a> {
     }
 
     /// Terms of a sum are floats, and one per rank of the dimension summed over.
-    fn one_term_per_rank(&self, held: &[Held], dimension: &str) -> Result<()> {
+    fn one_term_per_rank(&self, ids: &[BoxId], dimension: &str) -> Result<()> {
         let source = self.index.source;
-        let unit = |h: Held| &source.units[self.index.get(h).0.unit as usize];
-        let first = &source.stored[self.index.get(held[0]).0.tensor as usize];
-        let mut ranks: Vec<_> = held.iter().map(|&h| unit(h).coords.get(dimension)).collect();
+        let unit = |h: BoxId| &source.units[self.index.get(h).0.unit as usize];
+        let first = &source.stored[self.index.get(ids[0]).0.tensor as usize];
+        let mut ranks: Vec<_> = ids.iter().map(|&h| unit(h).coords.get(dimension)).collect();
         ranks.sort();
         ranks.dedup();
-        if first.dtype.is_float() && ranks.len() == held.len() {
+        if first.dtype.is_float() && ranks.len() == ids.len() {
             return Ok(());
         }
         let what = format!("a sum over {dimension} of integers, or with copies over another dimension");
         Err(Finding::new(codes::UNSUPPORTED, what)
-            .file(&unit(held[0]).file)
+            .file(&unit(ids[0]).file)
             .tensor(&first.name)
             .help("describe the tensor otherwise in a layout of your own; each rank's term would count more than once")
             .into())
@@ -343,18 +344,18 @@ fn twice(source: &Source, name: &str, a: &Instance, b: &Instance) -> Finding {
         .help("mark the stale one `ignore` in a layout, with a reason; it would be applied twice")
 }
 
-pub(super) fn pad_region(stored: u32, held: &AtomBox, pad_axis: usize, lo: u64, hi: u64) -> PadRegion {
-    let mut src_base = held.atom.base.clone();
+pub(super) fn pad_region(stored: u32, source_box: &AtomBox, pad_axis: usize, lo: u64, hi: u64) -> PadRegion {
+    let mut src_base = source_box.atom.base.clone();
     let mut axes = Vec::new();
-    for (k, place) in held.atom.places.iter().enumerate() {
+    for (k, place) in source_box.atom.places.iter().enumerate() {
         let Some(place) = place else { continue };
         // A rank that holds only padding has lo == hi == the real extent: its own start is then `lo`.
         let n = if k == pad_axis {
-            let first = if held.lo[k] < held.hi[k] { lo - held.lo[k] } else { 0 };
+            let first = if source_box.lo[k] < source_box.hi[k] { lo - source_box.lo[k] } else { 0 };
             src_base[place.dim] += first * place.stride;
             hi - lo
         } else {
-            held.hi[k] - held.lo[k]
+            source_box.hi[k] - source_box.lo[k]
         };
         axes.push(PartAxis { n, dst: 0, dim: place.dim as u32, step: place.stride });
     }

@@ -186,13 +186,13 @@ fn lost_layers<'m>(source: &Source, missing: &'m [Missing], ranked: bool) -> (Lo
     for (axis, at) in missing.iter().flat_map(|one| &one.position) {
         *layers.entry((axis, *at)).or_default() += 1;
     }
-    let held: HashSet<(&str, u64)> =
+    let present: HashSet<(&str, u64)> =
         source.resolved.instances.iter().flat_map(|i| &i.index).map(|(a, n)| (a.as_str(), *n)).collect();
-    layers.retain(|layer, _| !held.contains(layer));
+    layers.retain(|layer, _| !present.contains(layer));
     let finding = |(&(axis, at), count): (&(&str, u64), &u64)| {
         let n = source.resolved.extents.get(axis).copied().unwrap_or(0);
         let there = if n <= 128 {
-            let each = (0..n).map(|i| if held.contains(&(axis, i)) { i.to_string() } else { "_".into() });
+            let each = (0..n).map(|i| if present.contains(&(axis, i)) { i.to_string() } else { "_".into() });
             each.collect::<Vec<_>>().join(",")
         } else {
             format!("{n} in all")

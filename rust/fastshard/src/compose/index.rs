@@ -7,10 +7,10 @@ use crate::layout::resolve::{AtomBox, Instance, Registry};
 use crate::layout::table::Truth;
 
 /// (instance, box) of a source.
-pub(super) type Held = (u32, u32);
+pub(super) type BoxId = (u32, u32);
 
 /// Per box of the source, which parts of it are taken; ranks of the target may take the same one.
-pub(super) type Used = HashMap<Held, BTreeSet<(Vec<u64>, Vec<u64>)>>;
+pub(super) type Used = HashMap<BoxId, BTreeSet<(Vec<u64>, Vec<u64>)>>;
 
 pub(super) struct Index<'a> {
     pub(super) source: &'a Source<'a>,
@@ -24,37 +24,37 @@ struct Holders {
     /// Axes bound by names, as far as all holders bind the same ones.
     axes: Vec<usize>,
     /// Sorted by the positions on these axes.
-    held: Vec<Held>,
+    ids: Vec<BoxId>,
 }
 
 impl Holders {
     /// Takes one that binds other axes, perhaps.
-    fn add(&mut self, held: Held, bound: &[usize]) {
+    fn add(&mut self, id: BoxId, bound: &[usize]) {
         let same = self.axes.iter().zip(bound).take_while(|(a, b)| a == b).count();
         self.axes.truncate(same);
-        self.held.push(held);
+        self.ids.push(id);
     }
 
-    fn sort<'b>(&mut self, start_of: impl Fn(Held) -> &'b [u64]) {
+    fn sort<'b>(&mut self, start_of: impl Fn(BoxId) -> &'b [u64]) {
         let axes = &self.axes;
-        let compare = |a: &Held, b: &Held| {
+        let compare = |a: &BoxId, b: &BoxId| {
             let (a, b) = (start_of(*a), start_of(*b));
             axes.iter().map(|&axis| a[axis]).cmp(axes.iter().map(|&axis| b[axis]))
         };
-        self.held.sort_by(compare);
+        self.ids.sort_by(compare);
     }
 }
 
 /// Finds those whose positions on `axes`, by which they are sorted, lie between `lo` and `hi`.
 fn find_between<'b>(
-    held: &[Held],
+    ids: &[BoxId],
     axes: &[usize],
     (lo, hi): (&[u64], &[u64]),
-    start_of: &impl Fn(Held) -> &'b [u64],
-    found: &mut Vec<Held>,
+    start_of: &impl Fn(BoxId) -> &'b [u64],
+    found: &mut Vec<BoxId>,
 ) {
-    let [axis, others @ ..] = axes else { return found.extend(held) };
-    let mut rest = between(held, *axis, (lo, hi), start_of);
+    let [axis, others @ ..] = axes else { return found.extend(ids) };
+    let mut rest = between(ids, *axis, (lo, hi), start_of);
     while let Some(first) = rest.first() {
         let at = start_of(*first)[*axis];
         let (here, after) = rest.split_at(rest.partition_point(|h| start_of(*h)[*axis] == at));
@@ -65,14 +65,14 @@ fn find_between<'b>(
 
 /// Those whose position on the axis by which they are sorted lies between `lo` and `hi`.
 fn between<'b, 'h>(
-    held: &'h [Held],
+    ids: &'h [BoxId],
     axis: usize,
     (lo, hi): (&[u64], &[u64]),
-    start_of: &impl Fn(Held) -> &'b [u64],
-) -> &'h [Held] {
-    let before = |end: u64| held.partition_point(|h| start_of(*h)[axis] < end);
+    start_of: &impl Fn(BoxId) -> &'b [u64],
+) -> &'h [BoxId] {
+    let before = |end: u64| ids.partition_point(|h| start_of(*h)[axis] < end);
     let (first, end) = (before(lo[axis]), before(hi[axis]));
-    &held[first..end.max(first)]
+    &ids[first..end.max(first)]
 }
 
 /// What outputs took of the source.
@@ -99,14 +99,17 @@ impl<'a> Index<'a> {
         let mut index = Index { source, alias, holders: HashMap::new() };
         let mut holders: HashMap<u32, Holders> = HashMap::new();
         for (i, instance) in source.resolved.instances.iter().enumerate() {
-            for (b, held) in instance.boxes.iter().enumerate() {
-                let places = held.atom.places.iter().enumerate();
+            for (b, atom_box) in instance.boxes.iter().enumerate() {
+                let places = atom_box.atom.places.iter().enumerate();
                 let bound: Vec<usize> = places.filter(|(_, at)| at.is_none()).map(|(axis, _)| axis).collect();
-                let new = || Holders { axes: bound.clone(), held: Vec::new() };
-                holders.entry(index.key(held.atom.key)).or_insert_with(new).add((i as u32, b as u32), &bound);
+                let new = || Holders { axes: bound.clone(), ids: Vec::new() };
+                holders
+                    .entry(index.key(atom_box.atom.key))
+                    .or_insert_with(new)
+                    .add((i as u32, b as u32), &bound);
             }
         }
-        holders.values_mut().for_each(|all| all.sort(|held| index.start_of(held)));
+        holders.values_mut().for_each(|all| all.sort(|id| index.start_of(id)));
         index.holders = holders;
         index
     }
@@ -115,19 +118,19 @@ impl<'a> Index<'a> {
         self.alias.get(&key).copied().unwrap_or(key)
     }
 
-    pub(super) fn get(&self, held: Held) -> (&'a Instance, &'a AtomBox) {
-        let instance = &self.source.resolved.instances[held.0 as usize];
-        (instance, &instance.boxes[held.1 as usize])
+    pub(super) fn get(&self, id: BoxId) -> (&'a Instance, &'a AtomBox) {
+        let instance = &self.source.resolved.instances[id.0 as usize];
+        (instance, &instance.boxes[id.1 as usize])
     }
 
     /// Where a box begins on each canonical axis.
-    fn start_of(&self, held: Held) -> &'a [u64] {
-        &self.get(held).1.lo
+    fn start_of(&self, id: BoxId) -> &'a [u64] {
+        &self.get(id).1.lo
     }
 
     /// Something that holds a part of the wanted canonical tensor.
-    pub(super) fn any(&self, wanted: &AtomBox) -> Option<Held> {
-        self.holders.get(&self.key(wanted.atom.key))?.held.first().copied()
+    pub(super) fn any(&self, wanted: &AtomBox) -> Option<BoxId> {
+        self.holders.get(&self.key(wanted.atom.key))?.ids.first().copied()
     }
 
     /// True if something holds a part of the wanted canonical tensor, in the same layer if names have layers.
@@ -136,17 +139,17 @@ impl<'a> Index<'a> {
             None => true,
             Some(&axis) => {
                 let range = (&wanted.lo[..], &wanted.hi[..]);
-                !between(&all.held, axis, range, &|held| self.start_of(held)).is_empty()
+                !between(&all.ids, axis, range, &|id| self.start_of(id)).is_empty()
             }
         })
     }
 
     /// Everything that may overlap the box.
-    pub(super) fn candidates(&self, wanted: &AtomBox) -> Vec<Held> {
+    pub(super) fn candidates(&self, wanted: &AtomBox) -> Vec<BoxId> {
         let mut found = Vec::new();
         if let Some(all) = self.holders.get(&self.key(wanted.atom.key)) {
             let range = (&wanted.lo[..], &wanted.hi[..]);
-            find_between(&all.held, &all.axes, range, &|held| self.start_of(held), &mut found);
+            find_between(&all.ids, &all.axes, range, &|id| self.start_of(id), &mut found);
         }
         found
     }
@@ -193,10 +196,10 @@ pub(crate) fn first_overlap(boxes: &[(Vec<u64>, Vec<u64>)]) -> Option<(usize, us
 }
 
 /// The first piece of each rule and rank, and the others with the one they repeat.
-pub(super) fn one_per_rank(source: &Source, held: &[Held]) -> (Vec<Held>, Vec<(Held, Held)>) {
-    let mut first: HashMap<(u32, &BTreeMap<String, u64>), Held> = HashMap::new();
+pub(super) fn one_per_rank(source: &Source, ids: &[BoxId]) -> (Vec<BoxId>, Vec<(BoxId, BoxId)>) {
+    let mut first: HashMap<(u32, &BTreeMap<String, u64>), BoxId> = HashMap::new();
     let (mut kept, mut again) = (Vec::new(), Vec::new());
-    for &h in held {
+    for &h in ids {
         let instance = &source.resolved.instances[h.0 as usize];
         let key = (instance.entry, &source.units[instance.unit as usize].coords);
         match first.entry(key) {
@@ -232,8 +235,8 @@ mod tests {
             let axes_of = |bits: usize| (0..RANK).filter(|axis| bits >> axis & 1 == 1).collect::<Vec<_>>();
             let starts: Vec<Vec<u64>> =
                 boxes.iter().map(|(ranges, _)| ranges.iter().map(|range| range.0).collect()).collect();
-            let start_of = |held: Held| &starts[held.0 as usize][..];
-            let mut all = Holders { axes: axes_of(bound), held: Vec::new() };
+            let start_of = |id: BoxId| &starts[id.0 as usize][..];
+            let mut all = Holders { axes: axes_of(bound), ids: Vec::new() };
             // Most bind the same ones.
             for (i, (_, bits)) in (0u32..).zip(&boxes) {
                 all.add((i, 0), &axes_of(bound | (bits & bits >> 1)));
@@ -241,18 +244,18 @@ mod tests {
             all.sort(start_of);
             let (lo, hi): (Vec<u64>, Vec<u64>) = wanted.iter().copied().unzip();
             let mut found = Vec::new();
-            find_between(&all.held, &all.axes, (&lo, &hi), &start_of, &mut found);
+            find_between(&all.ids, &all.axes, (&lo, &hi), &start_of, &mut found);
             found.sort_unstable();
             let inside = |start: &[u64]| all.axes.iter().all(|&axis| (lo[axis]..hi[axis]).contains(&start[axis]));
-            let naive: Vec<Held> =
-                (0..boxes.len() as u32).map(|i| (i, 0)).filter(|held| inside(start_of(*held))).collect();
+            let naive: Vec<BoxId> =
+                (0..boxes.len() as u32).map(|i| (i, 0)).filter(|id| inside(start_of(*id))).collect();
             prop_assert_eq!(found, naive);
         }
     }
 
     #[test]
     fn axes_are_those_that_all_bind_in_order() {
-        let mut all = Holders { axes: vec![0, 1, 2], held: Vec::new() };
+        let mut all = Holders { axes: vec![0, 1, 2], ids: Vec::new() };
         all.add((0, 0), &[0, 1, 2]);
         all.add((1, 0), &[0, 2]);
         assert_eq!(all.axes, [0]);

@@ -86,15 +86,15 @@ struct Listed {
     ctime_ns: i64,
 }
 
-/// All that a rank has.
+/// The host of a rank, and the roots of its sources there.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Told {
+struct HostRoots {
     host: String,
     roots: Vec<Root>,
 }
 
-impl Told {
-    /// What stands here for one of its roots.
+impl HostRoots {
+    /// Names the folder that stands here for one of its roots.
     fn here(&self, folder: &Path, rank: u32, root: usize) -> PathBuf {
         let base = folder.join(format!("rank-{rank}"));
         self.roots[root].below(&base, root).unwrap_or_else(|| base.join(root.to_string()))
@@ -147,8 +147,8 @@ struct Shared {
     arrived: Condvar,
     ended: AtomicBool,
     interrupted: AtomicBool,
-    /// Bytes that this rank has lent.
-    lent: AtomicU64,
+    /// Bytes that this rank has given to others.
+    served: AtomicU64,
     /// Looks of those who wait.
     #[cfg(test)]
     looks: AtomicU64,
@@ -219,14 +219,14 @@ impl Lending {
         };
         let host = Process::own().host;
         roots.iter_mut().for_each(Root::name);
-        let told = Told { host, roots };
-        let (owner, listed) = Owner::begin(&shared, &told, files)?;
+        let host_roots = HostRoots { host, roots };
+        let (owner, listed) = Owner::begin(&shared, &host_roots, files)?;
         lending.own = listed;
         lending.thread = Some(lend_in_thread(owner, folder)?);
         steps::reach(Step::Listed);
         let all = shared.wait_for_lists(go_on)?;
         let folder = folder.canonicalize().map_err(|e| Error::io(folder, "cannot open", &e))?;
-        lending.sources = shared.stand(&told, &all, &folder)?;
+        lending.sources = shared.stand(&host_roots, &all, &folder)?;
         let name = |s: &Source| (s.here.clone(), format!("{}:{}", s.host, s.there.display()));
         let names = lending.sources.iter().map(name).collect();
         let giver: Arc<dyn Lender> = Arc::new(Giver { shared: Arc::downgrade(&shared), names });
@@ -253,12 +253,12 @@ impl Lending {
         blake3::hash(&serde_json::to_vec(&files).expect("plain data")).to_hex().to_string()
     }
 
-    /// Bytes that each rank has lent by now.
-    pub fn lent(&self) -> BTreeMap<u32, u64> {
+    /// Counts the bytes that each rank has given to others by now.
+    pub fn count_served(&self) -> BTreeMap<u32, u64> {
         let state = self.shared.lock();
-        let mut lent: BTreeMap<u32, u64> = state.others.iter().map(|(rank, o)| (*rank, o.lent)).collect();
-        lent.insert(self.shared.rank, self.shared.lent.load(Ordering::Relaxed));
-        lent
+        let mut served: BTreeMap<u32, u64> = state.others.iter().map(|(rank, o)| (*rank, o.served)).collect();
+        served.insert(self.shared.rank, self.shared.served.load(Ordering::Relaxed));
+        served
     }
 }
 
@@ -317,7 +317,7 @@ impl Shared {
             arrived: Condvar::new(),
             ended: AtomicBool::new(false),
             interrupted: AtomicBool::new(false),
-            lent: AtomicU64::new(0),
+            served: AtomicU64::new(0),
             #[cfg(test)]
             looks: AtomicU64::new(0),
             broken: OnceLock::new(),
@@ -344,15 +344,18 @@ impl Shared {
         }
     }
 
-    /// What the other ranks have, once all have said it.
-    fn wait_for_lists(&self, go_on: &dyn Fn() -> bool) -> Result<BTreeMap<u32, Told>> {
+    /// Waits until all other ranks have listed what they have.
+    fn wait_for_lists(&self, go_on: &dyn Fn() -> bool) -> Result<BTreeMap<u32, HostRoots>> {
         loop {
             {
                 let state = self.lock();
-                let told: BTreeMap<u32, Told> =
-                    state.others.iter().filter_map(|(rank, o)| Some((*rank, o.told.clone()?))).collect();
-                if told.len() + 1 == self.world as usize {
-                    return Ok(told);
+                let by_rank: BTreeMap<u32, HostRoots> = state
+                    .others
+                    .iter()
+                    .filter_map(|(rank, o)| Some((*rank, o.host_roots.clone()?)))
+                    .collect();
+                if by_rank.len() + 1 == self.world as usize {
+                    return Ok(by_rank);
                 }
                 drop(self.arrived.wait_timeout(state, LOOK));
             }
@@ -364,18 +367,23 @@ impl Shared {
     }
 
     /// Makes folders that stand for the roots of the other ranks: all roots in the order of the ranks.
-    fn stand(&self, own: &Told, others: &BTreeMap<u32, Told>, folder: &Path) -> Result<Vec<Source>> {
+    fn stand(
+        &self,
+        own: &HostRoots,
+        others: &BTreeMap<u32, HostRoots>,
+        folder: &Path,
+    ) -> Result<Vec<Source>> {
         let mut sources = Vec::new();
         for rank in 0..self.world {
-            let told = if rank == self.rank { own } else { &others[&rank] };
-            for (number, root) in told.roots.iter().enumerate() {
+            let host_roots = if rank == self.rank { own } else { &others[&rank] };
+            for (number, root) in host_roots.roots.iter().enumerate() {
                 let here = match rank == self.rank {
                     true => root.folder.clone(),
-                    false => told.here(folder, rank, number),
+                    false => host_roots.here(folder, rank, number),
                 };
                 sources.push(Source {
                     rank,
-                    host: told.host.clone(),
+                    host: host_roots.host.clone(),
                     there: root.folder.clone(),
                     here,
                     file: root.file.clone(),
@@ -385,13 +393,13 @@ impl Shared {
         let mut state = self.lock();
         let mut places = HashMap::new();
         for (rank, other) in &state.others {
-            let told = &others[rank];
-            for root in 0..told.roots.len() {
-                let root = told.here(folder, *rank, root);
+            let host_roots = &others[rank];
+            for root in 0..host_roots.roots.len() {
+                let root = host_roots.here(folder, *rank, root);
                 std::fs::create_dir_all(&root).map_err(|e| Error::io(&root, "cannot create", &e))?;
             }
             for (number, file) in (0u32..).zip(&other.files) {
-                let path = told.here(folder, *rank, file.listed.root as usize).join(&file.listed.path);
+                let path = host_roots.here(folder, *rank, file.listed.root as usize).join(&file.listed.path);
                 stand_for(&path, &file.listed).map_err(|e| Error::io(&path, "cannot create", &e))?;
                 places.insert(path, (*rank, number));
             }
@@ -402,7 +410,7 @@ impl Shared {
 
     /// Takes note of the records of another rank's journal; those that ask this rank for something.
     fn learn(&self, rank: u32, records: &[Vec<u8>]) -> Result<Vec<Ask>> {
-        let mut asked = Vec::new();
+        let mut asks = Vec::new();
         let mut state = self.lock();
         let other = state.others.entry(rank).or_default();
         for record in records {
@@ -412,7 +420,7 @@ impl Shared {
                 Some((&LISTED, host)) => other.tell(host)?,
                 Some((&ASK, fields)) => numbers::<4>(fields).map(|[to, file, lo, hi]| {
                     if to == u64::from(self.rank) {
-                        asked.push((file as u32, lo, hi));
+                        asks.push((file as u32, lo, hi));
                     }
                 }),
                 Some((&GIVEN, fields)) => numbers::<5>(fields).and_then(|given| other.take(given)),
@@ -425,12 +433,12 @@ impl Shared {
                     .into());
             }
         }
-        Ok(asked)
+        Ok(asks)
     }
 
     /// Follows the journals of the other ranks; what they ask this one for, and whether there was anything new.
     fn follow(&self) -> Result<(Vec<Ask>, bool)> {
-        let (mut asked, mut moved) = (Vec::new(), false);
+        let (mut asks, mut moved) = (Vec::new(), false);
         let nonces = self.meeting.upgrade().map(|meeting| meeting.nonces()).unwrap_or_default();
         for (rank, nonce) in nonces.into_iter().filter(|(rank, _)| *rank != self.rank) {
             let from = {
@@ -449,7 +457,7 @@ impl Shared {
                 end => end.at(&self.folder.join(&name), "cannot read")?,
             };
             if end > from {
-                asked.extend(self.learn(rank, &records)?);
+                asks.extend(self.learn(rank, &records)?);
                 self.lock().others.entry(rank).or_default().read = end;
                 moved = true;
             }
@@ -457,7 +465,7 @@ impl Shared {
         if moved {
             self.arrived.notify_all();
         }
-        Ok((asked, moved))
+        Ok((asks, moved))
     }
 
     /// Asks a rank for ranges of a file, of what was not asked for yet; that it may be seen by others once `now` is true.
@@ -470,8 +478,8 @@ impl Shared {
             };
             for &(lo, hi) in ranges {
                 let hi = hi.min(about.listed.size);
-                wanted.extend(about.asked.missing(lo, hi));
-                about.asked.insert(lo, hi);
+                wanted.extend(about.requested.missing(lo, hi));
+                about.requested.insert(lo, hi);
             }
         }
         for (lo, hi) in &wanted {

@@ -18,8 +18,8 @@
 mod leave;
 mod left;
 mod pauses;
+mod refusals;
 mod table;
-mod told;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -42,9 +42,9 @@ use crate::steps::{self, Step};
 pub(crate) use left::collect;
 pub use left::forget_dead;
 pub use pauses::Pauses;
+use refusals::{differing, taken};
 use table::{sources_of, Heard, State, Table, BEAT_EVERY};
 pub use table::{Card, Opened, Phase, Seen};
-use told::{differing, taken};
 
 /// Time between two looks at the other ranks' cards: the first while something is waited for, the usual one, and the most
 /// of it with very many ranks.
@@ -115,7 +115,7 @@ impl Meeting {
         let path = place.base.join(&name);
         match place.base.create_dir(&name, disk::PRIVATE) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-            made => made.at(&path, "cannot create the folder in which ranks meet")?,
+            created => created.at(&path, "cannot create the folder in which ranks meet")?,
         }
         let folder = place.base.sub(&name).at(&path, "cannot open the folder in which ranks meet")?;
         check_owner(&place, &folder)?;
@@ -125,7 +125,7 @@ impl Meeting {
             nonce: nonce(),
             beat: 0,
             process: Process::own(),
-            storage: mounts::told(place.base.path()),
+            storage: mounts::describe_storage(place.base.path()),
             words: about.words.clone(),
             answers: None,
             seen: BTreeMap::new(),
@@ -348,8 +348,8 @@ impl Meeting {
         self.wait(
             go_on,
             |own, others| {
-                let held = others.values().filter(|heard| heard.card.plan == own.plan && is_seen(own, heard));
-                (held.count() + 1 == world).then_some(())
+                let agreeing = others.values().filter(|heard| heard.card.plan == own.plan && is_seen(own, heard));
+                (agreeing.count() + 1 == world).then_some(())
             },
             |own, others, _| {
                 let silent = (1..self.about.world).find_map(|rank| self.silent(others, rank));
@@ -357,7 +357,7 @@ impl Meeting {
                     is_seen(own, heard)
                         && heard.card.plan.as_ref().is_some_and(|plan| Some(plan) != own.plan.as_ref())
                 });
-                let told = |heard: &Heard| {
+                let finding = |heard: &Heard| {
                     let mut finding = Finding::new(
                         codes::RANKS_DIFFER,
                         "this rank comes to another plan than rank 0",
@@ -368,8 +368,9 @@ impl Meeting {
                     vec![finding]
                 };
                 // It is about to say what differs.
-                let told = |heard: &Heard| (heard.silent.time() > BEAT_EVERY * 4).then(|| told(heard));
-                differs.and_then(told).or(silent)
+                let finding_after_wait =
+                    |heard: &Heard| (heard.silent.time() > BEAT_EVERY * 4).then(|| finding(heard));
+                differs.and_then(finding_after_wait).or(silent)
             },
         )?;
         self.say(|card| card.phase = Phase::Agreed);
@@ -422,8 +423,8 @@ impl Meeting {
         self.wait(
             go_on,
             |own, others| {
-                let told = met(own, others).is_some_and(|zero| zero.card.phase == Phase::Published);
-                (told || published()).then_some(())
+                let is_published = met(own, others).is_some_and(|zero| zero.card.phase == Phase::Published);
+                (is_published || published()).then_some(())
             },
             |_, others, _| self.silent(others, 0),
         )

@@ -54,11 +54,11 @@ pub struct Who {
 }
 
 impl Who {
-    /// For people.
-    pub fn told(&self) -> String {
+    /// Describes the process for people.
+    pub fn describe(&self) -> String {
         match self.part {
-            Some(part) => format!("part {part} ({})", self.process.told()),
-            None => format!("beginning or concluding it ({})", self.process.told()),
+            Some(part) => format!("part {part} ({})", self.process.describe()),
+            None => format!("beginning or concluding it ({})", self.process.describe()),
         }
     }
 }

@@ -117,8 +117,8 @@ impl<'a> PartSink<'a> {
         // Nobody reads or writes any more: each worker is done with its tile.
         match file.map(Arc::try_unwrap) {
             Some(Ok(file)) => self.member.close_file(number, file),
-            Some(Err(held)) => {
-                lock(&self.slots[number as usize]).file = Some(held);
+            Some(Err(shared_file)) => {
+                lock(&self.slots[number as usize]).file = Some(shared_file);
                 Ok(())
             }
             None => Ok(()),

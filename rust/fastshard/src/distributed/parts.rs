@@ -24,7 +24,7 @@ use crate::plan::{Form, OutFile, Plan};
 use crate::publish::clock::Patience;
 use crate::publish::{self, Space, Staging};
 use crate::storage::SourceFile;
-use crate::write::records::{Claims, Told};
+use crate::write::records::{Claims, TileJournal};
 use crate::write::{document, engine_options, frames, needs, only_read, resumable, sink, Options, Roots};
 pub use commit::{commit, conclude};
 pub(crate) use commit::{unless_published, Prior};
@@ -196,9 +196,9 @@ fn prepare(
     let claimed = shared.claim()?;
     staging.enter(&claimed, None);
     let member = shared.preside(&claimed, &options.patience.clock)?;
-    let made = make_files(plan, files, staging, &member, options, control);
+    let result = make_files(plan, files, staging, &member, options, control);
     member.leave();
-    let remade = made?;
+    let remade = result?;
     let earlier = Earlier::of(plan, &shared, claimed, &remade)?;
     let sound = |log: &Log| spot_check(plan, &shared, &earlier.claimed, log, &sizes).is_ok();
     let mut adopted = earlier.adopted.clone();
@@ -236,7 +236,7 @@ fn refuse_living(shared: &Shared, patience: &Patience, control: &Control) -> Res
     if alive.is_empty() {
         return Ok(());
     }
-    let who: Vec<String> = alive.iter().map(Who::told).collect();
+    let who: Vec<String> = alive.iter().map(Who::describe).collect();
     Err(Finding::new(codes::LOCKED, "processes are at work on this run")
         .file(shared.path())
         .expected("none", who.join(", "))
@@ -279,22 +279,22 @@ fn make_files(
     let mut remade = BTreeSet::new();
     for (number, file) in data() {
         control.check_running()?;
-        let made = staging.file(&file.name, file.size, space)?;
-        if !made.kept() {
+        let staged_file = staging.file(&file.name, file.size, space)?;
+        if !staged_file.kept() {
             remade.insert(number);
         }
         // Of one that was there too: whoever made it may have gone before it came to this.
         let frame = &frames[number as usize];
-        frame.pieces.iter().try_for_each(|(at, bytes)| made.write_all_at(*at, bytes))?;
-        made.sync()?;
+        frame.pieces.iter().try_for_each(|(at, bytes)| staged_file.write_all_at(*at, bytes))?;
+        staged_file.sync()?;
     }
     member.note_closed(data().map(|(number, _)| number))?;
     Ok(remade)
 }
 
-/// What came of making a part.
+/// Tells whether a part was made now or before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Made {
+pub enum PartOutcome {
     /// This process has made it.
     Now,
     /// It was made before.
@@ -316,7 +316,7 @@ pub fn make_part(
     part: u32,
     options: &Options,
     control: &Control,
-) -> Result<Made> {
+) -> Result<PartOutcome> {
     let division = Division::of(round)?;
     let sizes = work_of(shared)?.sizes();
     let Some(share) = division.shares.get(part as usize) else {
@@ -329,7 +329,7 @@ pub fn make_part(
     let logs = shared.logs()?;
     let is_fresh = round.number == 1 && !logs.iter().any(|log| is_of(log, 1, part));
     let member = match shared.join(round, part, &options.patience, &|| control.is_running())? {
-        Joined::Done(_) => return Ok(Made::Before),
+        Joined::Done(_) => return Ok(PartOutcome::Before),
         Joined::Member(member) => member,
     };
     let by_file = plan.by_file();
@@ -341,14 +341,17 @@ pub fn make_part(
     let earlier = |log: &&Log| {
         log.who.as_ref().is_some_and(|who| who.round < round.number) || is_of(log, round.number, part)
     };
-    let told =
-        logs.iter().filter(earlier).map(|log| Told { journal: &log.journal, adopted: false }).collect();
-    let claims = Claims::of(told, plan.outputs.len(), &|output| plan.outputs[output].file)?;
+    let journals = logs
+        .iter()
+        .filter(earlier)
+        .map(|log| TileJournal { journal: &log.journal, adopted: false })
+        .collect();
+    let claims = Claims::of(journals, plan.outputs.len(), &|output| plan.outputs[output].file)?;
     let sparse = options.sparse && is_fresh;
     let sink =
         PartSink::new(plan, &member, &pages, claims, checksummed, &sizes, share, sparse, options.publish.io);
     let engine_options = engine::Options { encodes: 0, ..engine_options(plan, options, shared.path()) };
-    let made = foresee(plan, files, &sizes, share, control)
+    let result = foresee(plan, files, &sizes, share, control)
         .and_then(|()| {
             sink.flush_during(control, || {
                 engine::work(plan, files, &sink, &engine_options, &sizes, share, control)
@@ -362,10 +365,10 @@ pub fn make_part(
     // On the descriptors that wrote: others may not be told of a write that failed.
     let closed = sink.close();
     drop(sink);
-    match made.and_then(|evidence| closed.map(|()| evidence)) {
+    match result.and_then(|evidence| closed.map(|()| evidence)) {
         Ok(evidence) => {
             member.done(&serde_json::to_vec(&evidence).expect("plain data"))?;
-            Ok(Made::Now)
+            Ok(PartOutcome::Now)
         }
         Err(error) => {
             member.leave();

@@ -99,7 +99,7 @@ impl Together<'_> {
             return Err(error);
         }
         let folder = staging.folder().to_path_buf();
-        let made = || -> Result<()> {
+        let make_parts = || -> Result<()> {
             meeting.open_run(Opened { run: shared.run.nonce.clone(), round: round.number });
             self.part(&shared, &round, 0)?;
             let mut pauses = Pauses::new(meeting.clock(), LOOK);
@@ -113,7 +113,7 @@ impl Together<'_> {
                 pauses.sleep();
             }
         };
-        made().map_err(|error| resumable(error, &folder))?;
+        make_parts().map_err(|error| resumable(error, &folder))?;
         parts::conclude(plan, files, staging, &shared, options, findings, control)
     }
 
@@ -129,9 +129,10 @@ impl Together<'_> {
             return Ok(None);
         }
         let mut findings = staging.left_beside(plan.version);
-        let told = "the result was complete already: it is only put in place now";
-        findings
-            .push(Finding::new(codes::LEFTOVER_RUN, told).severity(crate::error::Severity::Note).file(out));
+        let message = "the result was complete already: it is only put in place now";
+        findings.push(
+            Finding::new(codes::LEFTOVER_RUN, message).severity(crate::error::Severity::Note).file(out),
+        );
         roll_forward(staging, plan, out, findings, control).map(Some)
     }
 
@@ -160,7 +161,7 @@ impl Together<'_> {
 
     fn is_published(&self, run: &str) -> bool {
         let manifest = Manifest::read(&self.out.join(MANIFEST_NAME));
-        manifest.is_ok_and(|manifest| manifest.provenance.is_some_and(|made| made.run == run))
+        manifest.is_ok_and(|manifest| manifest.provenance.is_some_and(|provenance| provenance.run == run))
     }
 
     /// Makes a part, and stops if another rank does.
@@ -168,7 +169,7 @@ impl Together<'_> {
         let Together { plan, files, roots, out, options, meeting, control, .. } = *self;
         let ended = AtomicBool::new(false);
         let stopped: Mutex<Option<Error>> = Mutex::new(None);
-        let made = std::thread::scope(|scope| {
+        let result = std::thread::scope(|scope| {
             let watch = || {
                 let mut pauses = Pauses::new(meeting.clock(), LOOK);
                 while !ended.load(Ordering::Relaxed) {
@@ -181,16 +182,17 @@ impl Together<'_> {
                 }
             };
             Builder::new().spawn_scoped(scope, watch).map_err(|error| Error::thread(&error))?;
-            let made = parts::make_part(plan, files, roots, out, shared, round, part, options, control);
+            let part_result =
+                parts::make_part(plan, files, roots, out, shared, round, part, options, control);
             control.reach(Step::PartMade);
             ended.store(true, Ordering::Relaxed);
-            made
+            part_result
         });
-        match (made, stopped.into_inner().unwrap_or_else(PoisonError::into_inner)) {
+        match (result, stopped.into_inner().unwrap_or_else(PoisonError::into_inner)) {
             (Err(error), Some(stopped)) if error.is_interrupt() => Err(stopped),
             // The part was made before that was seen. `cancel` is set all the same: who goes on would blame the user.
             (Ok(_), Some(stopped)) => Err(stopped),
-            (made, _) => made.map(drop),
+            (result, _) => result.map(drop),
         }
     }
 }

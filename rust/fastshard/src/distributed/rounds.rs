@@ -174,7 +174,7 @@ impl Shared {
                 .file(&path)
                 .help(format!(
                     "use the disk, the sources and the options that it was begun with, unless it has ended; this is {}",
-                    mounts::told(place.base.path())
+                    mounts::describe_storage(place.base.path())
                 ))
         };
         let folder = match place.base.sub(&place.folder) {
@@ -205,7 +205,7 @@ impl Shared {
                 .file(&place.out)
                 .expected(
                     "the run where it was begun",
-                    format!("nothing of it on {}", mounts::told(place.base.path())),
+                    format!("nothing of it on {}", mounts::describe_storage(place.base.path())),
                 )
                 .help("use a host that sees the disk where it was begun, unless it has ended")
         };
@@ -457,7 +457,7 @@ impl Shared {
             return Err(Finding::new(codes::LOCKED, format!("part {part} is being made by another process"))
                 .file(self.folder.path())
                 .rank(format!("rank {part}"))
-                .expected("one process for each part", other.process.told())
+                .expected("one process for each part", other.process.describe())
                 .help("start each process with a separate rank; one that is gone is replaced once it shows no sign of life")
                 .into());
         }

@@ -140,7 +140,7 @@ pub fn divide_near(
             .unwrap_or(plan.sources[about.file as usize].root);
         ranks.get(root as usize).map_or(0, |rank| (*rank as usize).min(parts - 1))
     };
-    let mut held = vec![0.0f64; parts];
+    let mut bytes_by_rank = vec![0.0f64; parts];
     for run in tiles {
         let output = &plan.outputs[run.output as usize];
         let (size, total) = (sizes[run.output as usize], output.nbytes());
@@ -156,7 +156,7 @@ pub fn divide_near(
         let (mut begun, mut meeting) = (0, Vec::new());
         for tile in run.first..run.end {
             let (lo, hi) = (tile * size, ((tile + 1) * size).min(total));
-            held.fill(0.0);
+            bytes_by_rank.fill(0.0);
             while begun < reaches.len() && reaches[begun].0.lo < hi {
                 meeting.push(begun);
                 begun += 1;
@@ -164,11 +164,12 @@ pub fn divide_near(
             meeting.retain(|&i| reaches[i].0.hi > lo);
             for (reach, rank) in meeting.iter().map(|&i| (&reaches[i].0, reaches[i].1)) {
                 let both = reach.hi.min(hi) - reach.lo.max(lo);
-                held[rank] += reach.bytes as f64 * both as f64 / (reach.hi - reach.lo) as f64;
+                bytes_by_rank[rank] += reach.bytes as f64 * both as f64 / (reach.hi - reach.lo) as f64;
             }
             // Where several have as much, whoever has least to do.
-            let most = held.iter().copied().fold(0.0, f64::max) * 0.999;
-            let nearest = (0..parts).filter(|&rank| held[rank] >= most).min_by_key(|&rank| loads[rank]);
+            let most = bytes_by_rank.iter().copied().fold(0.0, f64::max) * 0.999;
+            let nearest =
+                (0..parts).filter(|&rank| bytes_by_rank[rank] >= most).min_by_key(|&rank| loads[rank]);
             let rank = nearest.expect("one of them has most");
             loads[rank] += hi - lo;
             match shares[rank].tiles.last_mut() {
@@ -233,8 +234,8 @@ pub(crate) fn reaches(plan: &Plan, output: &Output) -> Vec<Reach> {
                     }
                 }
                 Pieces::Coded(_) => {
-                    for made in plan.made_of(source) {
-                        each_blob(&plan.stored[made as usize], |blob| {
+                    for operand in plan.made_of(source) {
+                        each_blob(&plan.stored[operand as usize], |blob| {
                             add(blob, &vec![0; stored.shape.len()], &stored.shape);
                         });
                     }
@@ -349,8 +350,8 @@ mod tests {
             let tiles = |runs: &[TileRun]| -> Vec<(u32, u64)> {
                 runs.iter().flat_map(|r| (r.first..r.end).map(|t| (r.output, t))).collect()
             };
-            let made: Vec<TileRun> = shares.iter().flat_map(|s| s.tiles.clone()).collect();
-            prop_assert_eq!(tiles(&made), tiles(&all));
+            let divided: Vec<TileRun> = shares.iter().flat_map(|s| s.tiles.clone()).collect();
+            prop_assert_eq!(tiles(&divided), tiles(&all));
             // What some have made is taken out, and nothing else.
             let (done, left): (Vec<_>, Vec<_>) = shares.iter().enumerate().partition(|(i, _)| i % 2 == 0);
             let done: Vec<TileRun> = done.into_iter().rev().flat_map(|(_, s)| s.tiles.clone()).collect();

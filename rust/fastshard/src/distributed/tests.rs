@@ -275,10 +275,10 @@ fn recover(case: &Case, overwrite: bool) {
         return;
     }
     // A process that another test starts has our locks until it runs its program.
-    let held = |error: &Error| error.findings().iter().any(|finding| finding.code == codes::LOCKED);
+    let is_locked = |error: &Error| error.findings().iter().any(|finding| finding.code == codes::LOCKED);
     let done = loop {
         match case.alone(&out, overwrite, true) {
-            Err(error) if held(&error) => std::thread::yield_now(),
+            Err(error) if is_locked(&error) => std::thread::yield_now(),
             done => break done,
         }
     };

@@ -54,7 +54,7 @@ fn len(bytes: &Bytes) -> u64 {
 /// A block's bytes, or where they are.
 pub enum Block<'b> {
     /// In memory.
-    Held(Bytes),
+    InMemory(Bytes),
     /// In the file, from this offset.
     Aside(&'b SourceFile, u64),
 }
@@ -63,7 +63,7 @@ pub enum Block<'b> {
 enum Slot {
     /// A worker decodes it or puts it aside.
     Busy,
-    Held {
+    InMemory {
         bytes: Bytes,
         used: u64,
     },
@@ -73,8 +73,8 @@ enum Slot {
 #[derive(Debug, Default)]
 struct State {
     slots: HashMap<u32, Slot>,
-    /// Bytes held or being decoded.
-    held: u64,
+    /// Bytes in memory or being decoded.
+    in_memory: u64,
     /// Buffers of blocks that are done, for the next ones: fresh pages cost more than decoding into them.
     spare: Vec<Box<dyn BlockBytes>>,
     clock: u64,
@@ -170,9 +170,9 @@ impl Blocks {
             state.clock += 1;
             let now = state.clock;
             match state.slots.get_mut(&blob) {
-                Some(Slot::Held { bytes, used }) => {
+                Some(Slot::InMemory { bytes, used }) => {
                     *used = now;
-                    return Ok(Block::Held(Arc::clone(bytes)));
+                    return Ok(Block::InMemory(Arc::clone(bytes)));
                 }
                 Some(Slot::Aside) => {
                     drop(state);
@@ -185,11 +185,11 @@ impl Blocks {
             }
         }
         state.slots.insert(blob, Slot::Busy);
-        state.held += about.len;
+        state.in_memory += about.len;
         let len = about.len as usize;
         let spare =
             state.spare.iter().position(|b| b.bytes().len() == len).map(|i| state.spare.swap_remove(i));
-        if state.held + state.spare() > self.capacity {
+        if state.in_memory + state.spare() > self.capacity {
             state.spare.clear();
         }
         let key = about.member.as_deref().unwrap_or("");
@@ -207,12 +207,12 @@ impl Blocks {
                 state.clock += 1;
                 state.decoded += about.len;
                 let used = state.clock;
-                state.slots.insert(blob, Slot::Held { bytes: Arc::clone(&bytes), used });
-                Ok(Block::Held(bytes))
+                state.slots.insert(blob, Slot::InMemory { bytes: Arc::clone(&bytes), used });
+                Ok(Block::InMemory(bytes))
             }
             Err(error) => {
                 state.slots.remove(&blob);
-                state.held -= about.len;
+                state.in_memory -= about.len;
                 Err(error)
             }
         };
@@ -224,25 +224,25 @@ impl Blocks {
 
     /// Puts blocks aside, those first that were not used for longest, until what is held fits.
     fn make_room<'s>(&'s self, mut state: MutexGuard<'s, State>) -> Result<()> {
-        while state.held > self.capacity {
+        while state.in_memory > self.capacity {
             // One that a worker reads from cannot go; then there is no more to be done.
             let oldest = state
                 .slots
                 .iter()
                 .filter_map(|(blob, slot)| match slot {
-                    Slot::Held { bytes, used } if Arc::strong_count(bytes) == 1 => Some((*used, *blob)),
+                    Slot::InMemory { bytes, used } if Arc::strong_count(bytes) == 1 => Some((*used, *blob)),
                     _ => None,
                 })
                 .min();
             let Some((_, blob)) = oldest else { return Ok(()) };
-            let Some(Slot::Held { bytes, .. }) = state.slots.insert(blob, Slot::Busy) else {
+            let Some(Slot::InMemory { bytes, .. }) = state.slots.insert(blob, Slot::Busy) else {
                 unreachable!("found above")
             };
             drop(state);
             let keep = || self.file()?.keep_at(self.places[blob as usize], bytes.bytes());
             let kept = without_panic(keep);
             state = self.state();
-            state.held -= len(&bytes);
+            state.in_memory -= len(&bytes);
             match kept {
                 Ok(()) => {
                     state.aside += len(&bytes);
@@ -276,8 +276,8 @@ impl Blocks {
                     state.slots.insert(blob, Slot::Busy);
                     waiting.push(blob);
                 }
-                Some(Slot::Held { bytes, .. }) => {
-                    state.held -= len(&bytes);
+                Some(Slot::InMemory { bytes, .. }) => {
+                    state.in_memory -= len(&bytes);
                     self.reuse(state, bytes);
                 }
                 Some(Slot::Aside) => {
@@ -295,7 +295,7 @@ impl Blocks {
 
     /// Keeps the buffer of a block that is done, if nobody reads from it and there is room.
     fn reuse(&self, state: &mut State, bytes: Bytes) {
-        if state.held + state.spare() + len(&bytes) <= self.capacity && state.spare.len() < MAX_SPARE {
+        if state.in_memory + state.spare() + len(&bytes) <= self.capacity && state.spare.len() < MAX_SPARE {
             state.spare.extend(Arc::try_unwrap(bytes));
         }
     }

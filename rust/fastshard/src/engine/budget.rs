@@ -52,8 +52,8 @@ pub struct MemoryUse {
     pub tile: u64,
     /// Checksums of what is read out of order.
     pub checksums: u64,
-    /// Decoded blocks held.
-    pub held: u64,
+    /// Decoded blocks kept.
+    pub decoded: u64,
     /// The same with what decoding takes besides.
     pub blocks: u64,
     /// Baseline + checksums + workers x (tile + scratch) + blocks.
@@ -172,8 +172,8 @@ pub(crate) fn divide(plan: &Plan, options: &Options, fixed: Option<&[u64]>) -> R
     let tile = tiles.iter().copied().max().unwrap_or(0);
     let all: u64 = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.len).sum();
     let unused = left.saturating_sub(workers * Workspace::bytes(tile)).min(MAX_BLOCKS);
-    let held = (workers * block + unused).min(all).min(options.held.unwrap_or(u64::MAX));
-    let blocks = held + workers * (decoding + streams);
+    let decoded = (workers * block + unused).min(all).min(options.max_decoded.unwrap_or(u64::MAX));
+    let blocks = decoded + workers * (decoding + streams);
     let encodes = workers * options.encodes * (1 + ENCODING);
     let tiled = workers * (Workspace::bytes(tile) + coding);
     let bound = baseline + own + checksums + tiled + blocks + encodes;
@@ -181,5 +181,5 @@ pub(crate) fn divide(plan: &Plan, options: &Options, fixed: Option<&[u64]>) -> R
     // Decoded blocks are held for few.
     let unused = options.memory.saturating_sub(bound + workers.saturating_mul(factors.each));
     let spare = if block > 0 { 0 } else { unused / each };
-    Ok((tiles, MemoryUse { baseline, workers, spare, each, tile, checksums, held, blocks, bound }))
+    Ok((tiles, MemoryUse { baseline, workers, spare, each, tile, checksums, decoded, blocks, bound }))
 }

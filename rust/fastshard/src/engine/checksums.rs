@@ -30,7 +30,7 @@ pub struct Checksums {
     cuts: Vec<Vec<u64>>,
     segments: Vec<Mutex<Segments>>,
     /// Segments of all blobs, and how many there may be.
-    held: AtomicUsize,
+    count: AtomicUsize,
     most: usize,
 }
 
@@ -42,7 +42,7 @@ impl Checksums {
             cuts: shards::cuts(plan, &tracked),
             segments: tracked.iter().map(|_| Mutex::default()).collect(),
             tracked,
-            held: AtomicUsize::new(0),
+            count: AtomicUsize::new(0),
             most: (memory / SEGMENT) as usize,
         }
     }
@@ -54,7 +54,7 @@ impl Checksums {
             tracked: vec![false; n],
             cuts: Vec::new(),
             segments: Vec::new(),
-            held: AtomicUsize::new(0),
+            count: AtomicUsize::new(0),
             most: 0,
         }
     }
@@ -100,14 +100,14 @@ impl Checksums {
         let cuts = &self.cuts[blob as usize];
         let mut segments = self.of(blob);
         let before = segments.len();
-        let full = before >= FEW && self.held.load(Ordering::Relaxed) >= self.most;
+        let full = before >= FEW && self.count.load(Ordering::Relaxed) >= self.most;
         if full && note == Note::Spare && !segments.would_join(offset, len, cuts) {
             return;
         }
         segments.add(offset, len, crc);
         segments.join_between(offset, cuts);
         // Wraps around where segments were joined, which is what is meant.
-        self.held.fetch_add(segments.len().wrapping_sub(before), Ordering::Relaxed);
+        self.count.fetch_add(segments.len().wrapping_sub(before), Ordering::Relaxed);
     }
 
     /// The first run of bytes from `at` on of which no checksum is known, up to the next cut or `end`: where it

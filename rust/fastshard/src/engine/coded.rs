@@ -366,14 +366,14 @@ impl Sources<'_> {
             let dst = into.base + shift(part, sub, into.strides);
             if let Some(runs) = Runs::of(axes, sub, &own, into) {
                 let bytes = &mut *into.bytes;
-                let mut put = |at: usize, made: &[f32]| runs.put(at as u64, made, to, dst, bytes);
+                let mut put = |at: usize, values: &[f32]| runs.put(at as u64, values, to, dst, bytes);
                 return self.make_box(stored, coded, over, &mut buffers, scratch, &mut put);
             }
             let mut narrow = std::mem::take(&mut buffers.narrow);
             let size = to.size();
             memory::resize(&mut narrow, over.volume() as usize * size)?;
-            let mut put = |at: usize, made: &[f32]| {
-                kernel::from_f32(to, made, &mut narrow[at * size..][..made.len() * size]);
+            let mut put = |at: usize, values: &[f32]| {
+                kernel::from_f32(to, values, &mut narrow[at * size..][..values.len() * size]);
             };
             self.make_box(stored, coded, over, &mut buffers, scratch, &mut put)?;
             let strides: Vec<u64> = axes.iter().map(|axis| axis.step * own[axis.dim as usize]).collect();
@@ -399,7 +399,7 @@ impl Sources<'_> {
     ) -> Result<()> {
         let table = self.table(&coded.numbers, scratch)?;
         for_each_window(&stored.shape, coded, over, &mut |begin, window| {
-            let mut place = |at: usize, made: &[f32]| put(begin + at, made);
+            let mut place = |at: usize, values: &[f32]| put(begin + at, values);
             self.make_window(stored, coded, window, &table, buffers, scratch, &mut place)
         })
     }

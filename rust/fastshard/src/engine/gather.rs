@@ -76,14 +76,14 @@ impl<'p> Sources<'p> {
         files: &'p [Arc<SourceFile>],
         scratch_dir: PathBuf,
         checksums: Checksums,
-        held: u64,
+        block_capacity: u64,
         control: Option<&'p Control>,
     ) -> Self {
         let n = plan.blobs.len();
         Sources {
             plan,
             files,
-            blocks: Blocks::new(plan, scratch_dir.clone(), held),
+            blocks: Blocks::new(plan, scratch_dir.clone(), block_capacity),
             scratch_dir,
             unpacked: (0..n).map(|_| Mutex::default()).collect(),
             checksums,
@@ -256,7 +256,7 @@ impl<'p> Sources<'p> {
         let about = &self.plan.blobs[blob as usize];
         let (file, data) = if about.encoded {
             match self.blocks.get(self.plan, blob, &self.files[about.file as usize])? {
-                Block::Held(block) => {
+                Block::InMemory(block) => {
                     scatter(&block.bytes()[found.offset as usize..], bytes, found.dst, &found.axes, item);
                     return Ok(());
                 }

@@ -49,12 +49,12 @@ pub fn read(
     let sources = Sources::new(plan, files, scratch_dir, Checksums::none(plan), READ_BLOCKS, None);
     let share = bytes.len().div_ceil(threads.max(1)).max(READ_SHARE).next_multiple_of(MIN_TILE as usize);
     let mut shares = bytes.chunks_mut(share).zip((start..).step_by(share));
-    let made = |(bytes, at)| read_run(plan, &sources, output, at, bytes);
+    let fill = |(bytes, at)| read_run(plan, &sources, output, at, bytes);
     let first = shares.next();
     std::thread::scope(|scope| {
-        let start = |other| Builder::new().spawn_scoped(scope, move || made(other));
+        let start = |other| Builder::new().spawn_scoped(scope, move || fill(other));
         let others: Vec<_> = shares.map(start).collect();
-        let own = first.map_or(Ok(()), made);
+        let own = first.map_or(Ok(()), fill);
         let rest = others.into_iter().map(|other| match other {
             Ok(other) => other.join().expect("a read does not panic"),
             Err(error) => Err(Error::thread(&error)),

@@ -54,20 +54,20 @@ pub(super) struct Releases {
 impl Releases {
     /// For the tiles that are made, by output: what lies beside them needs no block.
     pub(super) fn new(plan: &Plan, blobs_of: &[Vec<u32>], sizes: &[u64], runs: &[TileRun]) -> Self {
-        let mut made: Vec<Vec<Span>> = vec![Vec::new(); plan.outputs.len()];
+        let mut tile_spans: Vec<Vec<Span>> = vec![Vec::new(); plan.outputs.len()];
         for run in runs {
             let output = run.output as usize;
-            made[output].push(run.span(sizes[output], plan.outputs[output].nbytes()));
+            tile_spans[output].push(run.span(sizes[output], plan.outputs[output].nbytes()));
         }
         let readers: Vec<AtomicU32> = plan.blobs.iter().map(|_| AtomicU32::new(0)).collect();
-        let ahead = |((output, blobs), made): ((&Output, &Vec<u32>), &mut Vec<Span>)| {
+        let ahead = |((output, blobs), tiles): ((&Output, &Vec<u32>), &mut Vec<Span>)| {
             let mut ahead = Ahead::default();
             let encoded = |b: &u32| plan.blobs[*b as usize].encoded;
-            if !made.is_empty() && blobs.iter().any(encoded) {
+            if !tiles.is_empty() && blobs.iter().any(encoded) {
                 let spans = spans(plan, output);
-                made.sort_unstable();
+                tiles.sort_unstable();
                 let mut at = 0;
-                for &mut (lo, hi) in made {
+                for &mut (lo, hi) in tiles {
                     if at < lo {
                         ahead.beyond.insert(at, lo);
                     }
@@ -89,7 +89,7 @@ impl Releases {
             }
             Mutex::new(ahead)
         };
-        let outputs = plan.outputs.iter().zip(blobs_of).zip(&mut made).map(ahead).collect();
+        let outputs = plan.outputs.iter().zip(blobs_of).zip(&mut tile_spans).map(ahead).collect();
         Releases { outputs, readers }
     }
 

@@ -21,11 +21,11 @@ const LOCATED: usize = 20;
 /// The note that value ops of an output are not exact; the first part that has such tells of them.
 fn lossy(output: &Output) -> Option<Finding> {
     let part = output.parts.iter().find(|part| part.ops.iter().any(|op| !op.is_exact()))?;
-    let told = |op: &Op| match op {
+    let describe = |op: &Op| match op {
         Op::Scale(x) => format!("x {x}"),
         Op::Add(x) => format!("+ {x}"),
     };
-    let ops: Vec<String> = part.ops.iter().map(told).collect();
+    let ops: Vec<String> = part.ops.iter().map(describe).collect();
     let message = format!("values changed: {}", ops.join(" "));
     Some(Finding::new(codes::LOSSY, message).tensor(&output.name))
 }

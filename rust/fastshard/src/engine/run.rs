@@ -159,7 +159,7 @@ impl<'a> Run<'a> {
         let (readers, read_elsewhere) = readers(plan, &sizes, &blobs_of, &remaining);
         let checksums = Checksums::new(plan, memory.checksums);
         let sources =
-            Sources::new(plan, files, options.scratch_dir.clone(), checksums, memory.held, Some(control));
+            Sources::new(plan, files, options.scratch_dir.clone(), checksums, memory.decoded, Some(control));
         let releases = release::Releases::new(plan, &blobs_of, &sizes, &runs);
         control.total.store(runs.iter().map(|run| run.bytes(plan, &sizes)).sum(), Ordering::Relaxed);
         control.done.store(0, Ordering::Relaxed);
@@ -208,7 +208,7 @@ impl<'a> Run<'a> {
             }
             self.work();
         });
-        self.control.reach(Step::Made);
+        self.control.reach(Step::TilesMade);
         if let Some(error) = lock(&self.failed).take() {
             return Err(error);
         }

@@ -461,12 +461,12 @@ impl Piece<'_> {
         }
         let out = self.n() * to.size();
         memory::grow(&mut work.other, out)?;
-        let (held, made) = (&work.dense[..self.bytes()], &mut work.other[..out]);
+        let (dense, converted) = (&work.dense[..self.bytes()], &mut work.other[..out]);
         if !from.is_integer() {
-            kernel::convert(from, held, to, made);
+            kernel::convert(from, dense, to, converted);
             return Ok(());
         }
-        kernel::recount(from, held, to, made).map_err(|number| {
+        kernel::recount(from, dense, to, converted).map_err(|number| {
             Finding::new(codes::BAD_VALUE, format!("a number that {to} does not hold"))
                 .tensor(&self.output.name)
                 .expected(format!("the target's counter, {to}"), format!("{number} as {from}"))

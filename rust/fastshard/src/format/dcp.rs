@@ -164,9 +164,9 @@ impl Reader<'_> {
         }
     }
 
-    /// What `planner_data` says of flat names: the keys that they were made of, joined by dots.
+    /// Reads the flat names in `planner_data`: the keys that they were made of, joined by dots.
     fn paths(&self, root: Node) -> HashMap<&str, Vec<String>> {
-        let told = self.items(self.field(root, "planner_data")).unwrap_or_default();
+        let entries = self.items(self.field(root, "planner_data")).unwrap_or_default();
         let path = |&(key, value): &(Node, Node)| {
             let Value::Str(name) = self.values.get(key) else { return None };
             let (Value::Tuple(keys) | Value::List(keys)) = self.values.get(value) else { return None };
@@ -179,7 +179,7 @@ impl Reader<'_> {
             // Of what is put together otherwise nothing is known.
             (keys.join(".") == *name).then_some((name.as_str(), keys))
         };
-        told.iter().filter_map(path).collect()
+        entries.iter().filter_map(path).collect()
     }
 
     fn metadata(&self, root: Node) -> Result<Metadata> {

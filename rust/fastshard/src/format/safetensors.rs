@@ -289,9 +289,9 @@ pub fn header<'a>(
     tensors: impl Iterator<Item = (&'a str, Dtype, &'a [u64])>,
 ) -> Vec<u8> {
     let mut json = serde_json::Map::new();
-    let mut said = serde_json::Map::from_iter([("format".to_string(), "pt".into())]);
-    said.extend(metadata.iter().map(|(key, text)| (key.clone(), text.as_str().into())));
-    json.insert(METADATA.into(), said.into());
+    let mut texts = serde_json::Map::from_iter([("format".to_string(), "pt".into())]);
+    texts.extend(metadata.iter().map(|(key, text)| (key.clone(), text.as_str().into())));
+    json.insert(METADATA.into(), texts.into());
     let mut at = 0u64;
     for (name, dtype, shape) in tensors {
         let end = at + element_count(shape).unwrap_or(0) * dtype.size() as u64;

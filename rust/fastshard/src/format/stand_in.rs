@@ -142,7 +142,7 @@ fn quoted(name: &str) -> String {
 mod tests {
     use super::*;
 
-    fn told(name: &str, head: &[u8], place: Place) -> Option<String> {
+    fn message_of(name: &str, head: &[u8], place: Place) -> Option<String> {
         finding(Path::new(name), head, head.len() as u64, place).map(|f| f.message)
     }
 
@@ -161,22 +161,22 @@ mod tests {
             b"version https://git-lfs.github.com/spec/v1\r\next-0-x sha256:00\r\noid sha256:11\r\nsize 5\r\n";
         let found = finding(Path::new("x"), other, 91, Place::Text).unwrap();
         assert_eq!(found.expected.as_deref(), Some("5 bytes, sha256 11"));
-        assert!(told("x", b"version https://git-lfs.github.com/spec/v1\n", Place::Text).is_some());
+        assert!(message_of("x", b"version https://git-lfs.github.com/spec/v1\n", Place::Text).is_some());
     }
 
     #[test]
     fn pages_texts_and_nothing_are_told_apart() {
-        let of = |head: &[u8]| told("model.safetensors", head, Place::Weights);
+        let of = |head: &[u8]| message_of("model.safetensors", head, Place::Weights);
         assert_eq!(of(b"\xef\xbb\xbf\n <!DOCTYPE HTML><title>x").as_deref(), Some("a web page, not weights"));
         assert_eq!(of(b"<?xml version='1.0'?><Error/>").as_deref(), Some("a web page, not weights"));
         assert_eq!(of(b"Entry not found").as_deref(), Some("a text, not weights"));
         assert_eq!(of(b"").as_deref(), Some("an empty file, not weights"));
         assert_eq!(
-            told("x.incomplete", b"\0\0", Place::Weights).as_deref(),
+            message_of("x.incomplete", b"\0\0", Place::Weights).as_deref(),
             Some("an unfinished download, not weights")
         );
         assert_eq!(
-            told("config.json", b"", Place::Text).as_deref(),
+            message_of("config.json", b"", Place::Text).as_deref(),
             Some("an empty file, not the file itself")
         );
     }
@@ -184,10 +184,10 @@ mod tests {
     #[test]
     fn what_may_be_the_file_itself_is_left_alone() {
         let header = b"\x80\0\0\0\0\0\0\0{\"a\":{}}";
-        assert_eq!(told("model.safetensors", header, Place::Weights), None);
-        assert_eq!(told("model.safetensors", &[7; 900], Place::Weights), None);
+        assert_eq!(message_of("model.safetensors", header, Place::Weights), None);
+        assert_eq!(message_of("model.safetensors", &[7; 900], Place::Weights), None);
         for text in [&b"{}"[..], b"<pad>\n<unk>\n", b"#version: 0.2\n", b"model_type: llama\n"] {
-            assert_eq!(told("vocab.txt", text, Place::Text), None);
+            assert_eq!(message_of("vocab.txt", text, Place::Text), None);
         }
     }
 

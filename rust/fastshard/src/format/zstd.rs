@@ -109,7 +109,7 @@ impl<R: Read> Read for Decoder<R> {
             }
             while self.frame.can_collect() == 0 && !self.frame.is_finished() {
                 let one = BlockDecodingStrategy::UptoBlocks(1);
-                self.frame.decode_blocks(&mut self.source, one).map_err(told)?;
+                self.frame.decode_blocks(&mut self.source, one).map_err(to_io_error)?;
             }
             match self.frame.read(buffer)? {
                 0 => {
@@ -125,8 +125,8 @@ impl<R: Read> Read for Decoder<R> {
     }
 }
 
-/// The decoder's error; one of the source lies within it, and counts.
-fn told(error: ruzstd::decoding::errors::FrameDecoderError) -> io::Error {
+/// Makes the decoder's error one of reading; one of the source lies within it, and counts.
+fn to_io_error(error: ruzstd::decoding::errors::FrameDecoderError) -> io::Error {
     let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&error);
     let mut short = false;
     while let Some(one) = cause {
@@ -230,8 +230,8 @@ mod tests {
                 let mut bad = stream.clone();
                 bad[at] ^= 1 << bit;
                 // This encoder keeps a checksum, so that what is made of a damaged stream is never taken.
-                if let Ok(made) = decoded(&bad) {
-                    assert_eq!(made, content, "byte {at}, bit {bit}");
+                if let Ok(output) = decoded(&bad) {
+                    assert_eq!(output, content, "byte {at}, bit {bit}");
                 }
             }
         }

@@ -54,12 +54,12 @@ mod tests {
                         continue;
                     }
                     let mut out = vec![0; to.size()];
-                    let told = recount(from, &number.to_le_bytes()[..from.size()], to, &mut out);
+                    let result = recount(from, &number.to_le_bytes()[..from.size()], to, &mut out);
                     if (least..=most).contains(&number) {
-                        assert_eq!(told, Ok(()), "{number} {from} {to}");
+                        assert_eq!(result, Ok(()), "{number} {from} {to}");
                         assert_eq!(out, &number.to_le_bytes()[..to.size()]);
                     } else {
-                        assert_eq!(told, Err(number), "{number} {from} {to}");
+                        assert_eq!(result, Err(number), "{number} {from} {to}");
                     }
                 }
             }

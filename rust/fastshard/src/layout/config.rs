@@ -50,7 +50,7 @@ pub struct Config {
     /// Axes of which every model has at least one position.
     pub positive: BTreeSet<String>,
     /// True if the table has a `[config]`, or one that it extends has.
-    pub stated: bool,
+    pub is_declared: bool,
 }
 
 /// What may refer to what.

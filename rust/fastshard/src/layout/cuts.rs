@@ -182,22 +182,22 @@ mod tests {
                 let unit = Unit { coords: BTreeMap::from([("tp".to_string(), rank)]), ..Unit::default() };
                 let boxes = lowering.boxes(&mut registry, 0, &BTreeMap::new(), &unit, &extents).unwrap();
                 let mut found: BTreeMap<Vec<u64>, (u32, Vec<u64>)> = BTreeMap::new();
-                for held in &boxes {
-                    let mut all = vec![held.lo.clone()];
-                    for axis in 0..held.lo.len() {
-                        all = all.into_iter().flat_map(|at| (held.lo[axis]..held.hi[axis]).map(move |n| {
+                for atom_box in &boxes {
+                    let mut all = vec![atom_box.lo.clone()];
+                    for axis in 0..atom_box.lo.len() {
+                        all = all.into_iter().flat_map(|at| (atom_box.lo[axis]..atom_box.hi[axis]).map(move |n| {
                             let mut at = at.clone();
                             at[axis] = n;
                             at
                         })).collect();
                     }
                     for at in all {
-                        let mut index = held.atom.base.clone();
-                        for (axis, place) in held.atom.places.iter().enumerate() {
+                        let mut index = atom_box.atom.base.clone();
+                        for (axis, place) in atom_box.atom.places.iter().enumerate() {
                             let place = place.unwrap();
-                            index[place.dim] += (at[axis] - held.lo[axis]) * place.stride;
+                            index[place.dim] += (at[axis] - atom_box.lo[axis]) * place.stride;
                         }
-                        found.insert(index, (held.atom.key, at));
+                        found.insert(index, (atom_box.atom.key, at));
                     }
                 }
                 found
@@ -205,7 +205,7 @@ mod tests {
             let whole = places(1, 0);
             let Some(cuts) = cut(shape, &axes, tp) else { panic!("cut") };
             for rank in 0..tp {
-                for (index, held) in places(tp, rank) {
+                for (index, expected) in places(tp, rank) {
                     let mut there = index.clone();
                     for cut in &cuts {
                         let (mut at, mut first) = (index[cut.dim], 0);
@@ -218,7 +218,7 @@ mod tests {
                             (at, first) = (at - share, first + part);
                         }
                     }
-                    prop_assert_eq!(&whole[&there], &held);
+                    prop_assert_eq!(&whole[&there], &expected);
                 }
             }
         }

@@ -509,9 +509,9 @@ fn unknown_tensor(table: &Table) -> Finding {
 /// The finding for a tensor whose name a rule has, but not at its position.
 fn outside_of_set(table: &Table, entry: usize, sets: &Sets, set: &str, axis: &str, at: u64) -> Finding {
     let rule = table.entries[entry].name.text();
-    let held = sets.get(set).map(sets::written).unwrap_or_default();
+    let positions = sets.get(set).map(sets::written).unwrap_or_default();
     Finding::new(codes::UNKNOWN_TENSOR, format!("{rule} of layout {} is not for this one: {set}", table.name))
-        .expected(format!("one of {axis} {held}"), at)
+        .expected(format!("one of {axis} {positions}"), at)
         .help("pass the config of this model with --config, or move the file away if another run left it")
 }
 

@@ -66,8 +66,8 @@ impl Plan {
             for (index, tensor) in stored {
                 let changes = self.fault_of_changes(tensor).or_else(|| self.fault_of_codes(index, tensor));
                 let outside = part.reads_outside(tensor).map(|last| {
-                    let held = format!("{} {:?}", tensor.name, tensor.shape);
-                    (codes::HOLE, "a part reads outside its source", held, format!("{last:?}"))
+                    let expected = format!("{} {:?}", tensor.name, tensor.shape);
+                    (codes::HOLE, "a part reads outside its source", expected, format!("{last:?}"))
                 });
                 let both = changes.into_iter().chain(outside);
                 faults.extend(both.map(|(code, what, expected, got)| fault(code, what, expected, got)));

@@ -218,8 +218,8 @@ impl<R> Coded<R> {
 impl Coded {
     /// Gives the stored tensors that it is made of other numbers.
     pub(crate) fn renumber(&mut self, mut new: impl FnMut(u32) -> u32) {
-        let made: Result<Coded, std::convert::Infallible> = self.map(&mut |old| Ok(new(*old)));
-        *self = made.unwrap_or_else(|never| match never {});
+        let renumbered: Result<Coded, std::convert::Infallible> = self.map(&mut |old| Ok(new(*old)));
+        *self = renumbered.unwrap_or_else(|never| match never {});
     }
 
     /// Why it cannot be what makes a tensor of `shape`: what, expected, got.

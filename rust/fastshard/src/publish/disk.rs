@@ -57,8 +57,8 @@ fn unsupported(error: &io::Error) -> bool {
 
 /// True for what opening a file or a link as a directory says.
 fn is_no_directory(error: &io::Error) -> bool {
-    let told = [Errno::NOTDIR, Errno::LOOP];
-    error.raw_os_error().is_some_and(|code| told.iter().any(|e| e.raw_os_error() == code))
+    let errors = [Errno::NOTDIR, Errno::LOOP];
+    error.raw_os_error().is_some_and(|code| errors.iter().any(|e| e.raw_os_error() == code))
 }
 
 /// Success also where the filesystem does not know the call.

@@ -38,16 +38,16 @@ pub(super) fn refused_owner(place: &Place, folder: &Dir) -> Result<Option<Findin
     let probe = format!(".fastshard-probe-{}", std::process::id());
     let name = OsStr::new(&probe);
     place.base.create_dir(name, disk::PRIVATE).at(&place.base.join(name), "cannot create")?;
-    let made = place.base.sub(name).and_then(|probe| probe.meta());
+    let probe_meta = place.base.sub(name).and_then(|probe| probe.meta());
     place.base.remove_dir(name).at(&place.base.join(name), "cannot remove")?;
-    let made = made.at(path, "cannot stat")?;
-    if meta.st_uid == made.st_uid && loose(meta.st_mode) & !loose(made.st_mode) == 0 {
+    let probe_meta = probe_meta.at(path, "cannot stat")?;
+    if meta.st_uid == probe_meta.st_uid && loose(meta.st_mode) & !loose(probe_meta.st_mode) == 0 {
         return Ok(None);
     }
     Ok(Some(Finding::new(codes::PERMISSION, "the staging folder of this run is not this user's alone: nothing in it is used")
         .file(path)
         .expected(
-            format!("owner {}, writable by nobody else", made.st_uid),
+            format!("owner {}, writable by nobody else", probe_meta.st_uid),
             format!("owner {}, mode {:o}", meta.st_uid, meta.st_mode & 0o7777),
         )
         .help("look at it, have it removed, or choose a destination in a directory of your own; somebody else made or opened it")))

@@ -125,16 +125,16 @@ fn fate_of(
     alive: bool,
     is_abandoned: bool,
 ) -> Result<Fate> {
-    let held = entries(folder)?;
-    let holds = |wanted: &[&str]| held.iter().any(|name| wanted.contains(&name.as_str()));
-    let is_empty = !held.iter().any(|name| is_data(name)) && !holds(&["plan", OLD]);
+    let names = entries(folder)?;
+    let holds = |wanted: &[&str]| names.iter().any(|name| wanted.contains(&name.as_str()));
+    let is_empty = !names.iter().any(|name| is_data(name)) && !holds(&["plan", OLD]);
     // Without a lock file it has just been made, or its clean-up was cut short; where the filesystem knows no locks
     // whoever gives the run up must know.
     let is_held = holds(&["lock"]) && lock::is_held(folder)?.unwrap_or(!is_abandoned);
     Ok(if alive || is_held {
         Fate::AtWork
     } else if let Some(seal) = seal {
-        let is_bare = !held.iter().any(|name| is_data(name)) && !holds(&[OLD, "kept"]);
+        let is_bare = !names.iter().any(|name| is_data(name)) && !holds(&[OLD, "kept"]);
         match is_bare && (is_abandoned || matches!(seal.has_appeared(place, folder), Ok(None))) {
             // Somebody took the results out of it, so that nobody can go on with it.
             true => Fate::Removed,

@@ -27,9 +27,9 @@ pub(super) fn acquire(folder: &Dir) -> Result<Option<File>> {
     if !(0..5).any(|_| try_lock(&file, FlockOperation::NonBlockingLockExclusive)) {
         return Err(locked(folder.path()));
     }
-    let held = file.metadata().at(&path, "cannot stat")?.ino();
+    let inode = file.metadata().at(&path, "cannot stat")?.ino();
     let named = folder.stat(OsStr::new(LOCK)).at(&path, "cannot stat")?;
-    Ok(named.is_some_and(|m| m.st_ino == held).then_some(file))
+    Ok(named.is_some_and(|m| m.st_ino == inode).then_some(file))
 }
 
 /// True if the lock is held now, or if the filesystem knows no locks.
@@ -43,23 +43,23 @@ fn try_lock(file: &File, operation: FlockOperation) -> bool {
 
 /// The error for a folder of our own that is there: is its owner alive?
 pub(super) fn leftover_or_locked(folder: &Dir) -> Error {
-    told(folder).unwrap_or_else(|error| error)
+    find_error(folder).unwrap_or_else(|error| error)
 }
 
-fn told(folder: &Dir) -> Result<Error> {
+fn find_error(folder: &Dir) -> Result<Error> {
     let has = |name: &str| folder.has(name).at(&folder.join(name), "cannot stat");
     for _ in 0..5 {
         // The owner writes the plan under the lock, so with a plan a free lock means that it is gone;
         // without one it may just not have come that far. Hence first the plan, then the lock.
         let planned = has("plan")?;
-        let held = match folder.read_only(LOCK) {
+        let is_locked = match folder.read_only(LOCK) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => false,
             file => {
                 let file = file.at(&folder.join(LOCK), "cannot open")?;
                 !try_lock(&file, FlockOperation::NonBlockingLockShared)
             }
         };
-        if held {
+        if is_locked {
             return Ok(locked(folder.path()));
         }
         if planned {

@@ -45,8 +45,8 @@ pub(super) fn location(path: &Path) -> Option<(String, PathBuf)> {
     Some((mount.device, mount.root.join(rest)))
 }
 
-/// The storage that a path lies on, for people: `nfs4 server:/data mounted at /mnt/data`.
-pub fn told(path: &Path) -> String {
+/// Describes the storage that a path lies on, for people: `nfs4 server:/data mounted at /mnt/data`.
+pub fn describe_storage(path: &Path) -> String {
     match of(path) {
         Some(mount) => format!("{} {} mounted at {}", mount.kind, mount.source, mount.point.display()),
         None => "of an unknown kind".into(),
@@ -68,6 +68,6 @@ mod tests {
         assert_eq!((&*mount.device, &*mount.kind, &*mount.source), ("98:0", "ext3", "/dev/root"));
         assert_eq!((mount.root, mount.point), ("/mnt1".into(), "/mnt two".into()));
         assert!(parse("").is_none() && parse("36 35 98:0").is_none());
-        assert!(told(Path::new("/")).contains("mounted at /"));
+        assert!(describe_storage(Path::new("/")).contains("mounted at /"));
     }
 }

@@ -39,8 +39,8 @@ impl Besides {
         *self == Besides::default()
     }
 
-    /// What would be lost, in words.
-    pub(super) fn told(&self) -> String {
+    /// Describes what would be lost.
+    pub(super) fn describe(&self) -> String {
         let mut parts = Vec::new();
         for (entries, what) in
             [(&self.foreign, ""), (&self.changed, " (not as it was written: content, size or time)")]

@@ -53,10 +53,11 @@ fn warning(place: &Place, folder: &Dir, version: Option<u32>) -> Option<Finding>
     let plan = folder.read_small("plan", MAX_PLAN).ok()?;
     let plan: Option<serde_json::Value> = plan.and_then(|bytes| serde_json::from_slice(&bytes).ok());
     // Plans of the first version did not say so.
-    let made = plan.as_ref().map(|plan| plan.get("version").and_then(serde_json::Value::as_u64).unwrap_or(1));
-    let why = match (made, version) {
-        (Some(made), Some(version)) if made != u64::from(version) => {
-            format!(" (made by version {made} of the plan; this is version {version})")
+    let plan_version =
+        plan.as_ref().map(|plan| plan.get("version").and_then(serde_json::Value::as_u64).unwrap_or(1));
+    let why = match (plan_version, version) {
+        (Some(plan_version), Some(version)) if plan_version != u64::from(version) => {
+            format!(" (made by version {plan_version} of the plan; this is version {version})")
         }
         _ => String::new(),
     };
@@ -71,8 +72,8 @@ fn warning(place: &Place, folder: &Dir, version: Option<u32>) -> Option<Finding>
             "run its command again with --resume to continue it, or remove it if it is not needed",
         ),
     };
-    let told = format!("an interrupted run of another plan is not continued{why}{what}");
-    let finding = Finding::new(codes::LEFTOVER_RUN, told).severity(Severity::Warning);
+    let message = format!("an interrupted run of another plan is not continued{why}{what}");
+    let finding = Finding::new(codes::LEFTOVER_RUN, message).severity(Severity::Warning);
     Some(finding.file(folder.path()).help(help))
 }
 

@@ -157,8 +157,8 @@ impl Place {
     pub(crate) fn refused(&self, occupied: &Occupied, overwrite: bool) -> Result<Option<Finding>> {
         let refused = self.not_to_be_replaced(occupied, overwrite)?;
         Ok(refused.map(|mut finding| {
-            for told in self.waiting() {
-                finding.help = Some(finding.help.map_or(told.clone(), |help| format!("{help}; {told}")));
+            for note in self.waiting() {
+                finding.help = Some(finding.help.map_or(note.clone(), |help| format!("{help}; {note}")));
             }
             finding
         }))
@@ -190,10 +190,10 @@ impl Place {
 
     fn not_to_be_replaced(&self, occupied: &Occupied, overwrite: bool) -> Result<Option<Finding>> {
         let Occupied::Full { entry, .. } = occupied else { return Ok(None) };
-        let held = format!("it holds {}", entry.to_string_lossy());
+        let got = format!("it holds {}", entry.to_string_lossy());
         let finding = Finding::new(codes::OUT_EXISTS, "the destination exists and is not empty")
             .file(&self.out)
-            .expected("an empty or absent directory", held);
+            .expected("an empty or absent directory", got);
         if !overwrite {
             return Ok(Some(
                 finding
@@ -228,7 +228,7 @@ impl Place {
         };
         Finding::new(codes::OUT_EXISTS, what)
             .file(&self.out)
-            .expected("a folder whose manifest accounts for all that it holds, unedited", besides.told())
+            .expected("a folder whose manifest accounts for all that it holds, unedited", besides.describe())
             .help("move it away, or choose another destination; --overwrite replaces nothing else")
     }
 }

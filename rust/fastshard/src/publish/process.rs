@@ -37,8 +37,8 @@ impl Process {
             && start(self.pid).is_none_or(|start| start != self.start)
     }
 
-    /// For people: `host, process 17`.
-    pub fn told(&self) -> String {
+    /// Describes the process for people: `host, process 17`.
+    pub fn describe(&self) -> String {
         format!("{}, process {}", self.host, self.pid)
     }
 }

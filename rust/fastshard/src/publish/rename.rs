@@ -120,8 +120,8 @@ pub(super) fn publish(
 
 /// Puts the data directory at the destination, if that is still what it was.
 fn replace(place: &Place, folder: &Dir, before: &Occupied, overwrite: bool, seal: &mut Seal) -> Result<()> {
-    let held = seal.data.clone();
-    let (data, base, name) = (OsStr::new(&held), &place.base, &*place.name);
+    let data_name = seal.data.clone();
+    let (data, base, name) = (OsStr::new(&data_name), &place.base, &*place.name);
     let in_the_way = |e: io::Error| match e.kind() {
         io::ErrorKind::AlreadyExists | io::ErrorKind::DirectoryNotEmpty | io::ErrorKind::NotADirectory => {
             conflict(place, None)
@@ -173,7 +173,7 @@ fn refuse_besides(place: &Place) -> Result<()> {
     let besides = older::besides(&out, place.own())?;
     match besides.is_nothing() {
         true => Ok(()),
-        false => Err(conflict(place, Some(besides.told()))),
+        false => Err(conflict(place, Some(besides.describe()))),
     }
 }
 

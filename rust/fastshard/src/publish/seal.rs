@@ -52,9 +52,9 @@ impl Seal {
     /// The seal of a folder that has lost it, as all else, to a clean-up that was cut short at the end: the manifest at
     /// the destination says that the result is there.
     pub(super) fn of_cleaned(place: &Place, folder: &Dir, durable: bool) -> Result<Option<Seal>> {
-        let held = entries(folder)?;
+        let names = entries(folder)?;
         // A run makes its plan before all else but its lock, and removes it before the seal.
-        if held.iter().any(|name| is_data(name) || name == SEALED || name.starts_with("plan")) {
+        if names.iter().any(|name| is_data(name) || name == SEALED || name.starts_with("plan")) {
             return Ok(None);
         }
         let Some(out) = place.open_out()? else { return Ok(None) };
@@ -108,7 +108,7 @@ impl Seal {
     ) -> Result<Seal> {
         let path = folder.join(name);
         let data = folder.sub(OsStr::new(name)).at(&path, "cannot open")?;
-        let held = name;
+        let data_name = name;
         let mut names = Vec::new();
         for name in data.entries().at(&path, "cannot list")? {
             names.push(name.into_string().map_err(|name| {
@@ -127,7 +127,7 @@ impl Seal {
         }
         let inode = data.meta().at(&path, "cannot stat")?.st_ino;
         let pointers = last.len();
-        let data = held.to_string();
+        let data = data_name.to_string();
         let seal = Seal { data, inode, names, pointers, durable, boot: boot_id(), piecewise: false };
         // Others enter a shared run by its plan. Of all else the plan has no use from here on; while it is there, whoever
         // loses the seal takes it for that of a run that has made nothing yet.

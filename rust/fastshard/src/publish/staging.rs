@@ -141,10 +141,10 @@ impl Staging {
         if seal.is_none() && !fresh {
             seal = Seal::of_cleaned(place, folder, options.fsync)?;
         }
-        let held = entries(folder)?.into_iter().find(|name| is_data(name));
-        if let (Some(stale), Some(held)) = (&seal, &held) {
-            // Of a process that was taken over by another one before it could publish: what it sealed is in `held`.
-            let gone = stale.data != *held && stale.has_appeared(place, folder)? != Some(true);
+        let present = entries(folder)?.into_iter().find(|name| is_data(name));
+        if let (Some(stale), Some(present)) = (&seal, &present) {
+            // Of a process that was taken over by another one before it could publish: what it sealed is in `present`.
+            let gone = stale.data != *present && stale.has_appeared(place, folder)? != Some(true);
             // Sealed, and overtaken before any of it appeared: files may have been moved away since.
             let overtaken = || -> Result<bool> {
                 let shared = Shared::find(folder)?;
@@ -158,7 +158,7 @@ impl Staging {
         }
         let path = folder.join("plan");
         // A power failure may have taken the plan of a run that has recorded nothing, or left a part of it.
-        let mut resumed = seal.is_some() || held.is_some();
+        let mut resumed = seal.is_some() || present.is_some();
         match folder.read_small("plan", MAX_OWN).at(&path, "cannot read")? {
             Some(found) if found == plan => resumed = true,
             Some(_) if Journal::has_records(folder, "journal")? || Shared::find(folder)?.is_some() => {
@@ -178,7 +178,7 @@ impl Staging {
             }
         }
         let sealed = seal.as_ref().map(|seal| seal.data.clone());
-        if seal.is_none() && held.is_none() {
+        if seal.is_none() && present.is_none() {
             folder.create_dir(OsStr::new(DATA), disk::BY_UMASK).at(&folder.join(DATA), "cannot create")?;
         }
         let journal = Journal::open(folder, "journal", options.fsync)?;
@@ -190,7 +190,7 @@ impl Staging {
             }
             false => journal,
         };
-        let data = sealed.or(held).unwrap_or_else(|| DATA.into());
+        let data = sealed.or(present).unwrap_or_else(|| DATA.into());
         Ok(Found { data, journal, seal, resumed })
     }
 

@@ -96,7 +96,7 @@ impl Gathered {
                 of.entry(&seen.name).or_default().push(index);
             }
         }
-        let mut made: Vec<(u32, Vec<Change>)> = Vec::new();
+        let mut all_changes: Vec<(u32, Vec<Change>)> = Vec::new();
         for side in adapted {
             let found: Result<Vec<Change>, &str> =
                 side.changes.iter().map(|change| change.found(|name| by_name.get(name).copied())).collect();
@@ -118,7 +118,7 @@ impl Gathered {
                     let shape = &self.stored[indices[0] as usize].shape;
                     let misfit = changes.iter().find_map(|change| change.misfit(shape, &self.stored));
                     if misfit.is_none() {
-                        made.extend(indices.iter().map(|&index| (index, changes.clone())));
+                        all_changes.extend(indices.iter().map(|&index| (index, changes.clone())));
                     }
                     misfit.map(|(factor, expected, got)| {
                         Finding::new(codes::SHAPE, "the adapter does not fit the base")
@@ -130,7 +130,7 @@ impl Gathered {
             };
             self.findings.extend(problem);
         }
-        for (index, changes) in made {
+        for (index, changes) in all_changes {
             self.stored[index as usize].changes = changes;
         }
         out

@@ -63,13 +63,13 @@ impl Gathered {
                 match self.values(side, places) {
                     Ok(index) => {
                         let unit = self.passes[0].seen[at].unit;
-                        let made = Stored {
+                        let computed = Stored {
                             name: side.name.clone(),
                             shape: side.shape.clone(),
                             dtype: Dtype::F32,
                             unit,
                         };
-                        self.passes[0].seen[at] = made;
+                        self.passes[0].seen[at] = computed;
                         self.passes[0].tensors[at] = index;
                     }
                     Err(finding) => {

@@ -40,7 +40,7 @@ pub(super) struct Resolving<'a> {
 
 /// Outputs and findings of all passes.
 #[derive(Default)]
-pub(super) struct Made {
+pub(super) struct PassResults {
     /// What outputs are called instead of by the names that rules give them.
     pub(super) called: HashMap<String, String>,
     pub(super) outputs: Vec<Drafted>,
@@ -52,7 +52,7 @@ pub(super) struct Made {
     pub(super) findings: Vec<Finding>,
 }
 
-impl Made {
+impl PassResults {
     /// Resolves and composes one pass.
     pub(super) fn pass(
         &mut self,
@@ -87,11 +87,11 @@ impl Made {
             let name = self.called.get(&name).cloned().unwrap_or(name);
             self.lost.insert(slot_name(&name, pass), elements);
         }
-        let told = resolved.findings.into_iter().chain(composed.findings).map(|mut finding| {
+        let new_findings = resolved.findings.into_iter().chain(composed.findings).map(|mut finding| {
             finding.tensor = finding.tensor.map(|name| slot_name(&name, pass));
             finding
         });
-        self.findings.extend(told);
+        self.findings.extend(new_findings);
         self.findings.extend(casts(target.dtype, &outputs, stored));
         self.outputs.extend(outputs);
         self.rules.extend(table.entries.iter().map(|e| e.name.text().to_string()));

@@ -114,8 +114,8 @@ mod tests {
         let limit = request.as_object_mut().unwrap().remove("max_shard_size");
         let placement = json!({"max_shard_size": limit.unwrap_or(json!(1u64 << 40))});
         let draft = crate::request::draft(&catalog, &serde_json::from_value(request).unwrap()).unwrap();
-        let made = draft.placed(&catalog, serde_json::from_value(placement).unwrap());
-        (serde_json::to_value(&made.plan).unwrap(), serde_json::to_value(&made.findings).unwrap())
+        let planned = draft.placed(&catalog, serde_json::from_value(placement).unwrap());
+        (serde_json::to_value(&planned.plan).unwrap(), serde_json::to_value(&planned.findings).unwrap())
     }
 
     proptest! {

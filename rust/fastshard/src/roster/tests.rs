@@ -14,8 +14,8 @@ fn names<'a>(entries: &[&'a Entry]) -> Vec<&'a str> {
     entries.iter().map(|entry| entry.name.as_str()).collect()
 }
 
-fn held<'a>(name: &'a str, shape: &'a [u64]) -> Held<'a> {
-    Held { stored: name, own: name, shape, dtype: Dtype::F32 }
+fn present<'a>(name: &'a str, shape: &'a [u64]) -> PresentTensor<'a> {
+    PresentTensor { stored: name, own: name, shape, dtype: Dtype::F32 }
 }
 
 #[test]
@@ -32,8 +32,8 @@ fn what_is_not_known_of_a_shape_fits_all() {
 fn of_tied_tensors_one_is_enough() {
     let group = vec![vec!["embed".to_string(), "head".to_string()]];
     let roster = Roster::new(vec![needed("head"), needed("norm"), needed("embed")], &group).unwrap();
-    assert_eq!(names(&roster.compared([held("head", &[])]).missing), ["norm"]);
-    assert_eq!(names(&roster.compared([held("norm", &[])]).missing), ["embed", "head"]);
+    assert_eq!(names(&roster.compared([present("head", &[])]).missing), ["norm"]);
+    assert_eq!(names(&roster.compared([present("norm", &[])]).missing), ["embed", "head"]);
 }
 
 #[test]
@@ -45,7 +45,7 @@ fn a_tensor_may_be_optional() {
 #[test]
 fn two_tensors_of_one_name_are_one_and_a_further_one() {
     let roster = Roster::new(vec![needed("a")], &[]).unwrap();
-    let twice = ["x", "y"].map(|stored| Held { stored, own: "a", shape: &[], dtype: Dtype::F32 });
+    let twice = ["x", "y"].map(|stored| PresentTensor { stored, own: "a", shape: &[], dtype: Dtype::F32 });
     let found = roster.compared(twice);
     assert_eq!((found.further, found.same), (vec!["y"], 1));
 }
@@ -91,9 +91,9 @@ proptest! {
             false => grouped.iter().map(|g| g.iter().map(|i| i.get(&entries).name.clone()).collect()).collect(),
         };
         let roster = Roster::new(entries.clone(), &groups).unwrap();
-        let all: Vec<Held> = stored
+        let all: Vec<PresentTensor> = stored
             .iter()
-            .map(|(name, (own, shape, dtype))| Held { stored: name, own, shape, dtype: DTYPES[*dtype] })
+            .map(|(name, (own, shape, dtype))| PresentTensor { stored: name, own, shape, dtype: DTYPES[*dtype] })
             .collect();
         let found = roster.compared(all.iter().copied());
 

@@ -159,9 +159,9 @@ impl Slabs {
             .enumerate()
             .filter(|(_, extent)| **extent > 1)
             .map(|(dim, &extent)| {
-                let held = if extent > MAX_INDICES { 0 } else { extent };
-                let seen = (0..held.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
-                Dim { dim, extent, seen, open: AtomicU64::new(held) }
+                let tracked = if extent > MAX_INDICES { 0 } else { extent };
+                let seen = (0..tracked.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
+                Dim { dim, extent, seen, open: AtomicU64::new(tracked) }
             })
             .collect();
         (dims.len() > 1 && !shape.contains(&0)).then_some(Slabs { item: dtype.size(), pattern, dims })
@@ -236,8 +236,8 @@ impl Slabs {
         while at < end {
             let word = (at / 64) as usize;
             let stop = end.min((at / 64 + 1) * 64);
-            let asked = (u64::MAX >> (64 - (stop - at))) << (at % 64);
-            let mut open = asked & !dim.seen[word].load(Ordering::Relaxed);
+            let mask = (u64::MAX >> (64 - (stop - at))) << (at % 64);
+            let mut open = mask & !dim.seen[word].load(Ordering::Relaxed);
             let piece = &segment[(at - first) as usize * ITEM..(stop - first) as usize * ITEM];
             if open != 0 && (open.count_ones() <= FEW || self.any::<ITEM>(piece)) {
                 let mut found = 0;

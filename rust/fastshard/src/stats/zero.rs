@@ -25,11 +25,11 @@ pub fn zero_findings(plan: &Plan, seen: &[&Seen]) -> Vec<Finding> {
         true => outputs().filter(|(_, s)| !s.is_zero()).map(|(o, _)| without_numbers(&o.name)).collect(),
         false => HashSet::new(),
     };
-    let told = outputs().filter_map(|(output, seen)| match seen.is_zero() {
+    let findings = outputs().filter_map(|(output, seen)| match seen.is_zero() {
         true => zero(plan, output, filled.contains(&without_numbers(&output.name))),
         false => slabs(plan, output, seen.zero_slabs()),
     });
-    told.collect()
+    findings.collect()
 }
 
 /// The warning that every matrix is zero that a good model fills, of two or more.
@@ -152,9 +152,9 @@ fn is_padding(plan: &Plan, output: &Output, slab: &ZeroSlab) -> bool {
 fn holder(output: &Output, slab: &ZeroSlab) -> Option<u32> {
     let first = slab.ranges.first()?[0] * c_strides(&output.shape)[slab.dim];
     let part = output.parts.iter().filter(|part| part.volume() > 0).find(|part| {
-        let mut held = false;
-        part.dst().cut(&SubBox::whole(&part.extents()), first, first + 1, &mut |_| held = true);
-        held
+        let mut is_inside = false;
+        part.dst().cut(&SubBox::whole(&part.extents()), first, first + 1, &mut |_| is_inside = true);
+        is_inside
     })?;
     part.sources.first().copied()
 }

@@ -34,9 +34,12 @@ impl ZeroSlab {
             _ => format!("{}-{}", r[0], r[1] - 1),
         };
         let shown: Vec<String> = self.ranges.iter().take(4).map(range).collect();
-        let told: u64 = self.ranges.iter().take(4).map(|r| r[1] - r[0]).sum();
-        let more =
-            if told < self.indices { format!(" and {} more", self.indices - told) } else { String::new() };
+        let shown_indices: u64 = self.ranges.iter().take(4).map(|r| r[1] - r[0]).sum();
+        let more = if shown_indices < self.indices {
+            format!(" and {} more", self.indices - shown_indices)
+        } else {
+            String::new()
+        };
         format!("{what} {}{more}{of}", shown.join(", "))
     }
 
@@ -48,8 +51,8 @@ impl ZeroSlab {
         if self.ranges.is_empty() || self.ranges.len() > MAX_RANGES || !ascending || !within {
             return bad();
         }
-        let told: u64 = self.ranges.iter().map(|[start, end]| end - start).sum();
-        if told > self.indices || self.indices >= extent {
+        let total: u64 = self.ranges.iter().map(|[start, end]| end - start).sum();
+        if total > self.indices || self.indices >= extent {
             return bad();
         }
         Ok(())

@@ -31,9 +31,9 @@ static BEFORE: AtomicPtr<libc::sigaction> = AtomicPtr::new(null_mut());
 static PASSING_ON: AtomicI32 = AtomicI32::new(0);
 
 /// A window that is guarded until this is dropped.
-struct Held(&'static Window);
+struct GuardedWindow(&'static Window);
 
-impl Drop for Held {
+impl Drop for GuardedWindow {
     fn drop(&mut self) {
         self.0.end.store(0, SeqCst);
         self.0.faulted.store(null_mut(), SeqCst);
@@ -48,12 +48,12 @@ pub(super) fn read(window: &[u8], faulted: &AtomicBool, work: impl FnOnce(&[u8])
     }
     let flag = std::ptr::from_ref(faulted).cast_mut();
     let free = |w: &&Window| w.faulted.compare_exchange(null_mut(), flag, SeqCst, SeqCst).is_ok();
-    let Some(held) = GUARDED.iter().find(free).map(Held) else { return false };
+    let Some(guarded) = GUARDED.iter().find(free).map(GuardedWindow) else { return false };
     let start = window.as_ptr() as usize;
-    held.0.start.store(start, SeqCst);
-    held.0.end.store(start + window.len(), SeqCst);
+    guarded.0.start.store(start, SeqCst);
+    guarded.0.end.store(start + window.len(), SeqCst);
     work(window);
-    drop(held);
+    drop(guarded);
     // Another worker's fault in the same map counts too: its page of zeros may have been read.
     !faulted.load(SeqCst)
 }
@@ -263,14 +263,14 @@ mod tests {
         let faulted = AtomicBool::new(false);
         fn nested(map: &[u8], faulted: &AtomicBool) -> usize {
             let mut deeper = 0;
-            let held = read(map, faulted, |bytes| {
+            let is_intact = read(map, faulted, |bytes| {
                 assert_eq!(sum(bytes), 1 << 12);
                 deeper = nested(map, faulted);
             });
-            usize::from(held) + deeper
+            usize::from(is_intact) + deeper
         }
-        let held = nested(&map, &faulted);
+        let depth = nested(&map, &faulted);
         // Tests of other modules may hold a few meanwhile.
-        assert!((WINDOWS - 16..=WINDOWS).contains(&held), "{held}");
+        assert!((WINDOWS - 16..=WINDOWS).contains(&depth), "{depth}");
     }
 }

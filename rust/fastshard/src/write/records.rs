@@ -64,7 +64,7 @@ fn parse(bytes: &[u8]) -> Option<Record> {
 
 /// A journal that tells of tiles.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Told<'j> {
+pub(crate) struct TileJournal<'j> {
     /// The journal.
     pub(crate) journal: &'j Journal,
     /// True if what it says is taken as it is: its process has done all of its part, and nobody else wrote there.
@@ -83,7 +83,7 @@ struct Claim {
 /// The tiles that others have written, and where their journals tell of each: 24 bytes a tile.
 #[derive(Debug, Default)]
 pub(crate) struct Claims<'j> {
-    told: Vec<Told<'j>>,
+    journals: Vec<TileJournal<'j>>,
     /// By output, the tiles in order.
     claims: Vec<Vec<Claim>>,
 }
@@ -94,12 +94,12 @@ impl<'j> Claims<'j> {
     ///
     /// Errors: what the system says.
     pub(crate) fn of(
-        told: Vec<Told<'j>>,
+        journals: Vec<TileJournal<'j>>,
         outputs: usize,
         file_of: &dyn Fn(usize) -> u32,
     ) -> Result<Claims<'j>> {
         let mut claims: Vec<Vec<Claim>> = vec![Vec::new(); outputs];
-        for (journal, each) in (0u32..).zip(&told) {
+        for (journal, each) in (0u32..).zip(&journals) {
             each.journal.replay(&mut |place, record| match parse(record) {
                 Some(Record::Tile(output, tile)) => {
                     if let Some(claims) = claims.get_mut(output as usize) {
@@ -116,17 +116,17 @@ impl<'j> Claims<'j> {
         }
         for claims in &mut claims {
             // Of several records of one index the last counts: tiles may have been of another size before.
-            let adopted = |claim: &Claim| told[claim.journal as usize].adopted;
+            let adopted = |claim: &Claim| journals[claim.journal as usize].adopted;
             claims.sort_by_key(|c| (c.index, std::cmp::Reverse((adopted(c), c.journal, c.place))));
             claims.dedup_by_key(|claim| claim.index);
             claims.shrink_to_fit();
         }
-        Ok(Claims { told, claims })
+        Ok(Claims { journals, claims })
     }
 
     /// True if any of the journals is adopted.
     pub(crate) fn adopts(&self) -> bool {
-        self.told.iter().any(|told| told.adopted)
+        self.journals.iter().any(|each| each.adopted)
     }
 
     /// The record of a tile of `size` bytes, and whether it is adopted.
@@ -135,12 +135,12 @@ impl<'j> Claims<'j> {
     pub(crate) fn get(&self, output: usize, index: u64, size: u64) -> Result<Option<(TileDone, bool)>> {
         let Some(claims) = self.claims.get(output) else { return Ok(None) };
         let Ok(at) = claims.binary_search_by_key(&index, |claim| claim.index) else { return Ok(None) };
-        let told = &self.told[claims[at].journal as usize];
+        let tile_journal = &self.journals[claims[at].journal as usize];
         let mut bytes = [0; LONGEST];
-        let record = told.journal.read(claims[at].place, &mut bytes)?;
+        let record = tile_journal.journal.read(claims[at].place, &mut bytes)?;
         Ok(match parse(record) {
             Some(Record::Tile(of, tile)) if (of as usize, tile.index, tile.size) == (output, index, size) => {
-                Some((tile, told.adopted))
+                Some((tile, tile_journal.adopted))
             }
             _ => None,
         })
@@ -185,8 +185,8 @@ mod tests {
         drop(first);
         let again = begin(true);
         // Outputs 0 and 1 lie in files 0 and 0, output 2 in file 1, which was made anew.
-        let told = vec![Told { journal: again.journal(), adopted: false }];
-        let claims = Claims::of(told, 3, &|output| u32::from(output == 2)).unwrap();
+        let journals = vec![TileJournal { journal: again.journal(), adopted: false }];
+        let claims = Claims::of(journals, 3, &|output| u32::from(output == 2)).unwrap();
         let get = |output, index, size| claims.get(output, index, size).unwrap().map(|(tile, _)| tile);
         assert_eq!(get(0, 0, 1024), None);
         assert_eq!(get(0, 0, 4096), Some(done(0, 4096, 4)));

@@ -4,7 +4,7 @@ use std::sync::Mutex;
 
 use super::arrays::Arrays;
 use super::backlog::{lock, Backlog};
-use super::records::{self, Claims, Told};
+use super::records::{self, Claims, TileJournal};
 use super::Options;
 use crate::distributed::parts::Prior;
 use crate::engine::{Control, Sink, TileDone};
@@ -51,12 +51,12 @@ impl<'a> StagedSink<'a> {
         options: &Options,
     ) -> Result<Self> {
         let outputs = &plan.outputs;
-        let told = match prior {
-            Some(prior) => prior.told(),
-            None => vec![Told { journal: staging.journal(), adopted: false }],
+        let journals = match prior {
+            Some(prior) => prior.list_journals(),
+            None => vec![TileJournal { journal: staging.journal(), adopted: false }],
         };
         Ok(StagedSink {
-            claims: Claims::of(told, outputs.len(), &|output| outputs[output].file)?,
+            claims: Claims::of(journals, outputs.len(), &|output| outputs[output].file)?,
             written: files.iter().map(|_| Mutex::new(0)).collect(),
             member_of: members_of(plan, frames),
             sums: frames.iter().map(|f| f.members.iter().map(|_| Mutex::default()).collect()).collect(),

@@ -230,11 +230,11 @@ fn a_copied_file_of_layers_only_is_found() {
     };
     for (from, damaged) in [(1, false), (0, true)] {
         let files = vec![rank(0, 0), rank(1, from)];
-        let asked = json!({
+        let spec = json!({
             "source": {"toml": table, "units": units(&files), "degrees": {"tp": 2}},
             "max_shard_size": 1u64 << 40,
         });
-        let outcome = merge(&files, asked);
+        let outcome = merge(&files, spec);
         assert_eq!(outcome.failed(), damaged);
         if damaged {
             outcome.expect(codes::DUPLICATED_SHARD, Severity::Error);
@@ -260,10 +260,10 @@ fn a_copied_shard_of_which_half_is_constant_is_found() {
         ..RankFile::default()
     };
     let files = vec![rank(0), rank(1)];
-    let asked = json!({
+    let spec = json!({
         "source": {"toml": table, "units": units(&files), "degrees": {"tp": 2}}, "max_shard_size": 1u64 << 40,
     });
-    let finding = merge(&files, asked);
+    let finding = merge(&files, spec);
     assert_eq!(finding.expect(codes::DUPLICATED_SHARD, Severity::Error).tensor.as_deref(), Some("w.0"));
 }
 
@@ -456,12 +456,12 @@ fn what_fills_one_place_twice_is_found() {
     for file in &mut files {
         file.tensors.push(Tensor::painted("final_norm", &[H], 9));
     }
-    let mut asked = request(&files, 2);
-    asked["source"]["toml"] = json!(table);
+    let mut spec = request(&files, 2);
+    spec["source"]["toml"] = json!(table);
     let target =
-        with(asked.clone(), "target", json!({"name": "to", "toml": TABLE, "facts": {"parallel": false}}));
-    for asked in [asked, target] {
-        let outcome = merge(&files, asked);
+        with(spec.clone(), "target", json!({"name": "to", "toml": TABLE, "facts": {"parallel": false}}));
+    for spec in [spec, target] {
+        let outcome = merge(&files, spec);
         outcome.expect(codes::OVERLAP, Severity::Error);
     }
     // Two spellings of one name in one file, equal or not, replicated or summed.
@@ -478,10 +478,10 @@ fn what_fills_one_place_twice_is_found() {
                 file.tensors.push(twin);
             }
         }
-        let mut asked = with(request(&files, 2), "mean_replicas", json!(mean));
-        asked["source"]["toml"] = json!(table);
-        asked["source"]["facts"] = json!({"parallel": parallel});
-        let outcome = merge(&files, asked);
+        let mut spec = with(request(&files, 2), "mean_replicas", json!(mean));
+        spec["source"]["toml"] = json!(table);
+        spec["source"]["facts"] = json!({"parallel": parallel});
+        let outcome = merge(&files, spec);
         outcome.expect(codes::OVERLAP, Severity::Error);
     }
 }
@@ -560,10 +560,10 @@ fn layers_beyond_the_source_are_missing() {
     let stacked = "layout = \"a\"\nfamily = \"f\"\n[[tensor]]\nname = \"norms\"\nshape = \"[L, H]\"\n";
     let files = vec![RankFile { tensors: vec![Tensor::painted("norms", &[2, 8], 1)], ..RankFile::default() }];
     let target = json!({"name": "to", "toml": stacked, "axes": {"L": 3}});
-    let asked = json!({
+    let spec = json!({
         "source": {"toml": stacked, "units": units(&files)}, "target": target, "max_shard_size": 1u64 << 40,
     });
-    merge(&files, asked).expect(codes::MISSING_TENSOR, Severity::Error);
+    merge(&files, spec).expect(codes::MISSING_TENSOR, Severity::Error);
 }
 
 /// A rank beyond the degree would hold nothing of a divided tensor, and vanish.
@@ -579,11 +579,11 @@ fn ranks_beyond_the_degree_are_refused() {
     for (ranks, degree) in [(2, 1), (4, 2), (3, 2)] {
         let files: Vec<RankFile> = (0..ranks).map(rank).collect();
         for degrees in [json!({"tp": degree}), json!({})] {
-            let asked = json!({
+            let spec = json!({
                 "source": {"toml": table, "units": units(&files), "degrees": degrees},
                 "max_shard_size": 1u64 << 40,
             });
-            merge(&files, asked).expect(codes::RANKS_DISAGREE, Severity::Error);
+            merge(&files, spec).expect(codes::RANKS_DISAGREE, Severity::Error);
         }
     }
 }
@@ -627,11 +627,11 @@ fn absurd_positions_are_refused() {
         let table = format!("layout = \"a\"\nfamily = \"f\"\n[[tensor]]\nname = {name:?}\nshape = \"[H]\"\n");
         let files = vec![RankFile { tensors: vec![Tensor::painted(tensor, &[4], 1)], ..RankFile::default() }];
         for target in [false, true] {
-            let mut asked = json!({"source": {"toml": table, "units": units(&files), "axes": axes}, "max_shard_size": 1u64 << 40});
+            let mut spec = json!({"source": {"toml": table, "units": units(&files), "axes": axes}, "max_shard_size": 1u64 << 40});
             if target {
-                asked["target"] = json!({"name": "to", "toml": table});
+                spec["target"] = json!({"name": "to", "toml": table});
             }
-            let outcome = merge(&files, asked);
+            let outcome = merge(&files, spec);
             assert!(outcome.failed() && outcome.findings.len() < 4000, "{}", outcome.findings.len());
         }
     }
@@ -646,11 +646,11 @@ fn absurd_degrees_and_extents_are_refused() {
         with(request(&files, 2), "target", target)
     };
     let source = |key: &str, value: serde_json::Value| {
-        let mut asked = request(&files, 2);
-        asked["source"][key] = value;
-        asked
+        let mut spec = request(&files, 2);
+        spec["source"][key] = value;
+        spec
     };
-    for asked in [
+    for spec in [
         source("degrees", json!({"tp": 42_949_672_962u64})),
         source("degrees", json!({"tp": 2, "ep": 1 << 18, "pp": 1 << 18})),
         source("degrees", json!({"tp": 0})),
@@ -660,7 +660,7 @@ fn absurd_degrees_and_extents_are_refused() {
         target("axes", json!({"F": 1u64 << 60})),
         target("pad_multiple", json!(u64::MAX)),
     ] {
-        merge(&files, asked).expect(codes::BAD_VALUE, Severity::Error);
+        merge(&files, spec).expect(codes::BAD_VALUE, Severity::Error);
     }
     let mut far = ranks(2, H);
     far[1].coords.insert("tp".into(), u64::MAX);
@@ -671,9 +671,9 @@ fn absurd_degrees_and_extents_are_refused() {
 #[test]
 fn tensors_with_unbound_axes_are_not_called_missing() {
     let files = ranks(1, H);
-    let mut asked = request(&files, 1);
-    asked["source"]["axes"] = json!({});
-    let outcome = merge(&files, asked);
+    let mut spec = request(&files, 1);
+    spec["source"]["axes"] = json!({});
+    let outcome = merge(&files, spec);
     outcome.expect(codes::UNBOUND_AXIS, Severity::Error);
     assert!(outcome.of(codes::MISSING_TENSOR).is_empty(), "{:#?}", outcome.findings);
 }
@@ -681,8 +681,8 @@ fn tensors_with_unbound_axes_are_not_called_missing() {
 #[test]
 fn a_bias_of_unknown_kind_is_not_guessed() {
     let mut files = ranks(2, H);
-    let asked = without(request(&files, 2), "facts");
-    let outcome = merge(&files, asked.clone());
+    let spec = without(request(&files, 2), "facts");
+    let outcome = merge(&files, spec.clone());
     let finding = outcome.expect(codes::FACT_UNKNOWN, Severity::Error);
     assert!(finding.message.contains("parallel"));
     // Any one value that is not zero, on any rank.
@@ -692,15 +692,15 @@ fn a_bias_of_unknown_kind_is_not_guessed() {
                 t.bytes.fill(0);
             }
         }
-        merge(&files, asked.clone()).clean();
+        merge(&files, spec.clone()).clean();
         tensor(&mut files, rank, "layers.2.fc2.bias").bytes[4 * 17 + 2] = 1;
-        merge(&files, asked.clone()).expect(codes::FACT_UNKNOWN, Severity::Error);
+        merge(&files, spec.clone()).expect(codes::FACT_UNKNOWN, Severity::Error);
     }
     // Stated, it is a sum.
     let files = ranks(2, H);
-    let mut asked = request(&files, 2);
-    asked["source"]["facts"] = json!({"parallel": true});
-    let outcome = merge(&files, asked);
+    let mut spec = request(&files, 2);
+    spec["source"]["facts"] = json!({"parallel": true});
+    let outcome = merge(&files, spec);
     outcome.clean();
     let (a, got) = (
         &files[0].tensors.iter().find(|t| t.name == "layers.0.fc2.bias").unwrap().bytes,
@@ -720,9 +720,9 @@ fn odd_values_are_pointed_out() {
         assert_eq!(t.dtype, dtype);
         t.bytes[400..404].copy_from_slice(&bits);
         for (accepted, severity) in [(false, Severity::Error), (true, Severity::Warning)] {
-            let mut asked = request(&files, 2);
-            asked["source"]["non_finite_accepted"] = json!(accepted);
-            let outcome = merge(&files, asked);
+            let mut spec = request(&files, 2);
+            spec["source"]["non_finite_accepted"] = json!(accepted);
+            let outcome = merge(&files, spec);
             assert_eq!(outcome.failed(), !accepted);
             let finding = outcome.expect(codes::NON_FINITE, severity);
             assert_eq!(
@@ -917,10 +917,10 @@ fn padding_and_checksums_do_not_meddle() {
     let dir = temp();
     write_torch(&dir.path().join(file_name(0)), &tensors, 0);
     let catalog = open(dir.path(), 1);
-    let asked = json!({
+    let spec = json!({
         "source": {"toml": table, "units": [{"file": 0}], "vocab_size": 400}, "max_shard_size": 1u64 << 40,
     });
-    let plan = make_plan(&catalog, asked).unwrap().plan;
+    let plan = make_plan(&catalog, spec).unwrap().plan;
     assert_eq!((plan.outputs.len(), plan.pads.len()), (1, 1));
     let files: Vec<Arc<SourceFile>> = sources(&catalog, &plan);
     for _ in 0..300 {

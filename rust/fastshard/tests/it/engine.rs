@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::ThreadId;
 use std::time::Duration;
 
-use crate::common::held::{child_of_its_own, until, Steps};
+use crate::common::paused::{child_of_its_own, until, Steps};
 use crate::common::world::encode;
 use crate::common::{
     carry_out, cases, file_name, make_plan, mix, open, options, run, sources, temp, units, write_ranks,
@@ -135,7 +135,7 @@ fn an_interrupted_run_continues_to_the_same_result() {
         for n in 0..3 {
             let place = match mix(i * 7 + n) % (tiles + 2) {
                 0 => Step::Opened,
-                1 => Step::Made,
+                1 => Step::TilesMade,
                 tile => Step::Tile(tile - 2),
             };
             let at = At::new(move |control, step| {
@@ -200,15 +200,15 @@ fn a_killed_run_continues_to_the_same_result() {
         };
         let steps = Steps::new();
         let mut child = start(&steps);
-        let mut held = Some(steps.until(&mut child, place));
+        let mut paused = Some(steps.until(&mut child, place));
         if i % 2 == 1 && place.starts_with("tile-") {
             // Somewhere within the tile: it comes no further than the places after it, at which nobody lets it go.
-            drop(held.take());
+            drop(paused.take());
             std::thread::sleep(Duration::from_micros(mix(i as u64) % 300));
         }
         child.kill().unwrap();
         assert_eq!(child.wait().unwrap().signal(), Some(9), "{place}");
-        drop(held);
+        drop(paused);
         assert_eq!(out.exists(), place == "published", "{place}");
         if !out.exists() {
             write_out(&source, &out, 2, true, &Control::default()).unwrap();
@@ -688,7 +688,7 @@ impl Sink for First {
 fn a_number_is_written_in_the_outputs_type_or_refused() {
     let dir = temp();
     let (plan, files) = planned(dir.path());
-    let made = |dtype, number| {
+    let computed = |dtype, number| {
         let mut plan = plan.clone();
         let fill = Fill::Number(number);
         plan.outputs[0] =
@@ -697,12 +697,12 @@ fn a_number_is_written_in_the_outputs_type_or_refused() {
         engine::execute(&plan, &files, &sink, &options, &Control::default())
             .map(|_| sink.0.into_inner().unwrap())
     };
-    assert_eq!(made(Dtype::F32, 7).unwrap(), [7f32.to_le_bytes(); 3].concat());
-    assert_eq!(made(Dtype::F64, 7).unwrap(), [7f64.to_le_bytes(); 3].concat());
-    assert_eq!(made(Dtype::I64, 7).unwrap(), [7i64.to_le_bytes(); 3].concat());
-    assert_eq!(made(Dtype::I32, 7).unwrap(), [7i32.to_le_bytes(); 3].concat());
+    assert_eq!(computed(Dtype::F32, 7).unwrap(), [7f32.to_le_bytes(); 3].concat());
+    assert_eq!(computed(Dtype::F64, 7).unwrap(), [7f64.to_le_bytes(); 3].concat());
+    assert_eq!(computed(Dtype::I64, 7).unwrap(), [7i64.to_le_bytes(); 3].concat());
+    assert_eq!(computed(Dtype::I32, 7).unwrap(), [7i32.to_le_bytes(); 3].concat());
     for (dtype, number) in [(Dtype::I32, u32::MAX), (Dtype::F32, (1 << 24) + 1), (Dtype::Bool, 1)] {
-        let error = made(dtype, number).unwrap_err();
+        let error = computed(dtype, number).unwrap_err();
         assert_eq!(error.findings()[0].code, codes::BAD_VALUE, "{dtype:?} {number}");
     }
 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::common::held::child_of_its_own;
+use crate::common::paused::child_of_its_own;
 use crate::common::{make_plan, open, options, sources, temp, units, write_ranks, RankFile, Tensor};
 use fastshard::codes;
 use fastshard::engine::{self, Control, Discard, Report};
@@ -80,9 +80,10 @@ fn peak(plan: &Plan, files: &[Arc<SourceFile>], tile: Option<u64>) -> (Report, u
     let (dir, each) = (temp(), 2048);
     let piece = |i: u64| RangePiece { start: i * each, len: each, blob: 0, offset: (1 - i) * each };
     let right = crc32fast::hash(&vec![0; 2 * each as usize]);
-    let (little, held) = hole(dir.path(), 2 * each, Pieces::Ranges((0..2).map(piece).collect()), Some(right));
+    let (little, little_files) =
+        hole(dir.path(), 2 * each, Pieces::Ranges((0..2).map(piece).collect()), Some(right));
     let once = options(2, Path::new(""));
-    engine::execute_tiled(&little, &held, &Discard, &once, Some(1024), &Control::default()).unwrap();
+    engine::execute_tiled(&little, &little_files, &Discard, &once, Some(1024), &Control::default()).unwrap();
     let options = engine::Options { memory: anonymous_memory() + (8 << 20), ..once };
     forget_peak();
     let others = resident("RssFile:") + resident("RssShmem:");
@@ -94,8 +95,9 @@ fn peak(plan: &Plan, files: &[Arc<SourceFile>], tile: Option<u64>) -> (Report, u
 /// Runs a test of this file in a process of its own, so that nobody else changes the memory that is looked at.
 fn in_a_child(test: &str) {
     let ended = child_of_its_own(test).output().unwrap();
-    let said = String::from_utf8_lossy(&ended.stdout).into_owned() + &String::from_utf8_lossy(&ended.stderr);
-    assert!(ended.status.success() && said.contains("1 passed"), "{said}");
+    let printed =
+        String::from_utf8_lossy(&ended.stdout).into_owned() + &String::from_utf8_lossy(&ended.stderr);
+    assert!(ended.status.success() && printed.contains("1 passed"), "{printed}");
 }
 
 #[test]

@@ -64,16 +64,16 @@ fn convert(
     write_ranks(dir.path(), files);
     let catalog = open(dir.path(), files.len());
     assert!(catalog.findings.is_empty(), "{:?}", catalog.findings);
-    let mut asked = request(world, source, target, files);
+    let mut spec = request(world, source, target, files);
     if let Some(mask) = how.drop_axes {
-        let axes = asked["source"]["axes"].as_object_mut().unwrap();
+        let axes = spec["source"]["axes"].as_object_mut().unwrap();
         let mut bit = 0;
         axes.retain(|_, _| {
             bit += 1;
             mask >> (bit - 1) & 1 == 1
         });
     }
-    let planned = make_plan(&catalog, asked.clone()).unwrap_or_else(|e| panic!("{e}\n{asked:#}"));
+    let planned = make_plan(&catalog, spec.clone()).unwrap_or_else(|e| panic!("{e}\n{spec:#}"));
     if how.drop_axes.is_some() && !errors(&planned.findings).is_empty() {
         // Refusing is right as long as the reason is that an axis is unknown.
         assert!(planned.findings.iter().any(|f| f.code == codes::UNBOUND_AXIS), "{:#?}", planned.findings);
@@ -83,7 +83,7 @@ fn convert(
         errors(&planned.findings).is_empty(),
         "{:#?}\n{}",
         planned.findings,
-        asked["source"]["toml"].as_str().unwrap()
+        spec["source"]["toml"].as_str().unwrap()
     );
     let plan = planned.plan;
     let sources = sources(&catalog, &plan);

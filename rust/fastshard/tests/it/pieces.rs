@@ -344,8 +344,8 @@ fn check(dice: &mut Dice, shapes: &[Vec<u64>], dtype: Dtype, tile: u64, threads:
     plan.outputs.extend(plan.identity_outputs());
     want.extend(all.iter().map(|d| d.bytes.clone()));
     // With little room decoded blocks are put aside and read from there.
-    let held = dice.pick(&[None, Some(0), Some(300)]);
-    let options = engine::Options { held, ..options(threads, dir.path()) };
+    let max_decoded = dice.pick(&[None, Some(0), Some(300)]);
+    let options = engine::Options { max_decoded, ..options(threads, dir.path()) };
     let (got, report) = run_alone(&plan, &open, &options, Some(tile)).unwrap();
     assert!(reads.lock().unwrap().values().all(|n| *n == 1), "each block is decoded once: {reads:?}");
     divided(&plan, &open, &options, Some(tile), &got, &report);
@@ -441,11 +441,11 @@ fn workers_that_wait_for_a_block_whose_reader_panics_stop() {
         ..Plan::default()
     };
     plan.outputs = plan.identity_outputs();
-    let (tell, told) = std::sync::mpsc::channel();
+    let (sender, receiver) = std::sync::mpsc::channel();
     // Not joined: a worker that waits for ever is what this is about.
     std::thread::spawn(move || {
-        let _ = tell.send(run_alone(&plan, &files, &options(4, Path::new("")), Some(1024)).map(|_| ()));
+        let _ = sender.send(run_alone(&plan, &files, &options(4, Path::new("")), Some(1024)).map(|_| ()));
     });
-    let result = told.recv_timeout(crate::common::held::HANG).expect("the run ends");
+    let result = receiver.recv_timeout(crate::common::paused::HANG).expect("the run ends");
     assert_eq!(result.unwrap_err().findings()[0].code, fastshard::codes::INTERNAL);
 }

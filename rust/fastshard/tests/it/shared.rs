@@ -8,13 +8,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::common::held::{child_of_its_own, until, FileClock, Time, HANG};
+use crate::common::paused::{child_of_its_own, until, FileClock, Time, HANG};
 use crate::common::{
     cases, make_plan, mix, open, sources, temp, units, write_ranks, RankFile, Tensor, AMPLE,
 };
 use fastshard::codes::{self, Code};
 use fastshard::distributed::meeting::{About, Meeting, Seen};
-use fastshard::distributed::parts::{self, Begun, Made};
+use fastshard::distributed::parts::{self, Begun, PartOutcome};
 use fastshard::distributed::ranks::write_together;
 use fastshard::distributed::rounds::Shared;
 use fastshard::engine::Control;
@@ -118,7 +118,7 @@ impl Case {
     }
 
     /// Makes a part as another process would: it enters the run by itself.
-    fn part(&self, out: &str, part: u32, control: &Control) -> Result<Made, Error> {
+    fn part(&self, out: &str, part: u32, control: &Control) -> Result<PartOutcome, Error> {
         let out = self.path(out);
         let shared = self.enter(&out)?;
         let round = shared.round()?.expect("a round is open");
@@ -193,8 +193,11 @@ fn parts_made_in_any_order_come_to_the_result_of_one_process() {
                     let (case, out) = (&case, &out);
                     scope.spawn(move || {
                         for &part in half {
-                            assert_eq!(case.part(out, part, &Control::default()).unwrap(), Made::Now);
-                            assert_eq!(case.part(out, part, &Control::default()).unwrap(), Made::Before);
+                            assert_eq!(case.part(out, part, &Control::default()).unwrap(), PartOutcome::Now);
+                            assert_eq!(
+                                case.part(out, part, &Control::default()).unwrap(),
+                                PartOutcome::Before
+                            );
                         }
                     });
                 }
@@ -214,19 +217,19 @@ fn parts_made_in_any_order_come_to_the_result_of_one_process() {
 fn what_is_missing_is_named_and_made_by_another_number_of_parts() {
     let case = Case::new(400_000);
     case.alone("alone", false).unwrap();
-    for (parts, made, again) in [(4usize, vec![0u32, 2], 3usize), (3, vec![], 2), (2, vec![1], 1)] {
+    for (parts, finished, again) in [(4usize, vec![0u32, 2], 3usize), (3, vec![], 2), (2, vec![1], 1)] {
         let out = format!("out{parts}");
         let begun = case.begin(&out, parts, false).unwrap();
-        for &part in &made {
+        for &part in &finished {
             case.part(&out, part, &Control::default()).unwrap();
         }
         let error = refused(case.conclude(begun), codes::PART_MISSING);
-        assert_eq!(error.findings().len(), parts - made.len(), "{error}");
+        assert_eq!(error.findings().len(), parts - finished.len(), "{error}");
         assert!(!case.path(&out).exists());
         refused(case.begin(&out, parts, false), codes::LEFTOVER_RUN);
         let begun = case.begin(&out, again, true).unwrap();
         let whole: u64 = case.plan.outputs.iter().map(|o| o.nbytes()).sum();
-        let rest = whole * (parts - made.len()) as u64 / parts as u64;
+        let rest = whole * (parts - finished.len()) as u64 / parts as u64;
         let divided: u64 = begun.bytes.iter().sum();
         assert!(divided.abs_diff(rest) < 1 << 20, "only what is missing is made: {divided} of {whole}");
         for part in 0..again as u32 {
@@ -274,15 +277,19 @@ fn a_stopped_part_is_continued_by_another_one_and_by_one_process() {
         // From before the first tile to after the last one.
         let place = match i {
             0 => Step::Opened,
-            _ if i + 1 == all => Step::Made,
+            _ if i + 1 == all => Step::TilesMade,
             _ => Step::Tile((i - 1) * (tiles - 1) / (all - 3).max(1)),
         };
-        let made = case.part(&out, stopped, &stops_at(place));
-        assert!(made.as_ref().is_err_and(|error| error.is_interrupt()), "{place}: {made:?}");
+        let outcome = case.part(&out, stopped, &stops_at(place));
+        assert!(outcome.as_ref().is_err_and(|error| error.is_interrupt()), "{place}: {outcome:?}");
         case.part(&out, other, &Control::default()).unwrap();
         match i % 3 {
             0 => {
-                assert_eq!(case.part(&out, stopped, &Control::default()).unwrap(), Made::Now, "{place}");
+                assert_eq!(
+                    case.part(&out, stopped, &Control::default()).unwrap(),
+                    PartOutcome::Now,
+                    "{place}"
+                );
                 case.conclude(begun).unwrap();
             }
             1 => {
@@ -393,10 +400,10 @@ fn a_rank_whose_part_is_made_says_why_another_stopped_and_does_not_blame_the_use
     let case = Case::new(400_000);
     let clock = Clock::default();
     let [zero, one] = met(&case.path("out"), HANG, [&clock, &clock]);
-    let (made, is_made) = std::sync::mpsc::channel();
+    let (sender, is_made) = std::sync::mpsc::channel();
     let at = At::new(move |control, step| {
         if step == Step::PartMade {
-            made.send(()).unwrap();
+            sender.send(()).unwrap();
             until("the watch sees that rank 1 has stopped", || control.cancel.load(Ordering::Relaxed));
         }
     });
@@ -495,11 +502,11 @@ fn time_moves_for_all_processes_of_a_run_at_once() {
         command.env("FASTSHARD_TEST_OUT", &out).env("FASTSHARD_TEST_RANK", rank.to_string());
         command.env("FASTSHARD_CLOCK", dir.path().join("clock")).stderr(Stdio::piped()).stdout(Stdio::null());
         let mut child = command.spawn().unwrap();
-        let mut said = BufReader::new(child.stderr.take().unwrap());
+        let mut stderr = BufReader::new(child.stderr.take().unwrap());
         let mut line = String::new();
         (child, move || {
             line.clear();
-            said.read_line(&mut line).unwrap();
+            stderr.read_line(&mut line).unwrap();
             line.clone()
         })
     });

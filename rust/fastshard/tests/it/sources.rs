@@ -8,7 +8,7 @@ use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::common::held::{child_of_its_own, until, Steps};
+use crate::common::paused::{child_of_its_own, until, Steps};
 use crate::common::{mix, options, temp};
 use fastshard::codes;
 use fastshard::engine::{self, Control, Discard};
@@ -165,16 +165,16 @@ fn a_source_that_is_cut_short_at_any_instant_is_no_signal() {
             true => i as usize * (places.len() - 1) / 11,
             false => mix(i) as usize % places.len(),
         };
-        let mut held = None;
+        let mut paused = None;
         // In the next turn two threads come by in another order perhaps, but by the same places.
         for _ in 0..=number {
-            drop(held.take());
-            held = steps.next(&mut child);
+            drop(paused.take());
+            paused = steps.next(&mut child);
         }
-        let place = held.as_ref().expect("it reads").place.clone();
+        let place = paused.as_ref().expect("it reads").place.clone();
         if i % 12 >= 6 {
             // Within the tile: it comes no further than the places after it, at which nobody lets it go yet.
-            drop(held.take());
+            drop(paused.take());
         }
         let open = || std::fs::OpenOptions::new().write(true).open(&path).unwrap();
         match i % 6 {
@@ -194,12 +194,12 @@ fn a_source_that_is_cut_short_at_any_instant_is_no_signal() {
                 open().set_len(ROWS * COLUMNS).unwrap();
             }
         }
-        drop(held);
+        drop(paused);
         steps.all(&mut child);
         let ended = child.wait_with_output().unwrap();
-        let said = String::from_utf8_lossy(&ended.stderr);
-        assert_eq!(ended.status.signal(), None, "change {i} at {place}: {said}");
-        assert!(ended.status.success(), "change {i} at {place}: {said}");
+        let stderr = String::from_utf8_lossy(&ended.stderr);
+        assert_eq!(ended.status.signal(), None, "change {i} at {place}: {stderr}");
+        assert!(ended.status.success(), "change {i} at {place}: {stderr}");
     }
 }
 

@@ -116,7 +116,7 @@ fn options(dir: &Path) -> Options {
         threads: 2,
         memory: AMPLE,
         scratch_dir: dir.to_path_buf(),
-        held: None,
+        max_decoded: None,
         encodes: 0,
         stats: Default::default(),
     }

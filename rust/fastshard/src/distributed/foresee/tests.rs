@@ -91,7 +91,7 @@ fn what_is_sent_for_is_what_is_read() {
         threads: 1,
         memory: 1 << 40,
         scratch_dir: std::env::temp_dir(),
-        held: None,
+        max_decoded: None,
         encodes: 0,
         stats: Level::Nothing,
     };

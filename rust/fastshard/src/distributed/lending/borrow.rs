@@ -28,7 +28,7 @@ pub(super) const ARRIVAL: Duration = Duration::from_secs(10);
 
 /// A file of another rank, for those who read it.
 #[derive(Debug)]
-struct Lent {
+struct RemoteFile {
     shared: Arc<Shared>,
     rank: u32,
     file: u32,
@@ -41,7 +41,7 @@ pub(super) struct Giver {
     pub(super) names: HashMap<PathBuf, String>,
 }
 
-impl Lent {
+impl RemoteFile {
     /// Asks for what nobody had foreseen, and more where reading goes on from there.
     fn ask_ahead(&self, lo: u64, hi: u64) -> Result<()> {
         let more = {
@@ -62,7 +62,7 @@ impl Lent {
 
     /// The pieces that hold bytes `lo..hi`, once they are there.
     fn wait_for(&self, lo: u64, hi: u64) -> Result<Vec<(u64, Given)>> {
-        let mut asked = false;
+        let mut is_requested = false;
         loop {
             let missing = {
                 let state = self.shared.lock();
@@ -72,7 +72,7 @@ impl Lent {
                 };
                 match other.pieces(self.file, lo, hi) {
                     Ok(pieces) => return Ok(pieces),
-                    Err(_) if asked => {
+                    Err(_) if is_requested => {
                         drop(self.shared.arrived.wait_timeout(state, LOOK));
                         None
                     }
@@ -86,7 +86,7 @@ impl Lent {
                 }
                 None => self.shared.check()?,
             }
-            asked = true;
+            is_requested = true;
         }
     }
 
@@ -134,8 +134,8 @@ impl Lent {
             if read && crc32fast::hash(&bytes) == piece.crc32 {
                 let mut state = self.shared.lock();
                 let file = state.others.get_mut(&self.rank).and_then(|o| o.files.get_mut(self.file as usize));
-                if let Some(held) = file.and_then(|file| file.given.get_mut(&first)) {
-                    held.checked |= (held.process, held.place, held.len, held.crc32)
+                if let Some(given) = file.and_then(|file| file.given.get_mut(&first)) {
+                    given.checked |= (given.process, given.place, given.len, given.crc32)
                         == (piece.process, piece.place, piece.len, piece.crc32);
                 }
                 return Ok(Some(bytes));
@@ -160,7 +160,7 @@ impl Lent {
     }
 }
 
-impl Elsewhere for Lent {
+impl Elsewhere for RemoteFile {
     fn identity(&self) -> Option<(u64, i64)> {
         let state = self.shared.lock();
         let listed = &state.others.get(&self.rank)?.files.get(self.file as usize)?.listed;
@@ -197,7 +197,7 @@ impl Lender for Giver {
     fn file(&self, path: &Path) -> Option<Arc<dyn Elsewhere>> {
         let shared = self.shared.upgrade()?;
         let &(rank, file) = shared.lock().places.get(path)?;
-        Some(Arc::new(Lent { shared, rank, file }))
+        Some(Arc::new(RemoteFile { shared, rank, file }))
     }
 
     fn name(&self, folder: &Path) -> Option<String> {

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::path::{Component, Path};
 use std::sync::Arc;
 
-use super::{own, Listed, Ranges, Root, Told, HEAD};
+use super::{own, HostRoots, Listed, Ranges, Root, HEAD};
 use crate::codes;
 use crate::error::{Finding, Result};
 
@@ -26,7 +26,7 @@ pub(super) struct Given {
 pub(super) struct Borrowed {
     pub(super) listed: Listed,
     pub(super) given: BTreeMap<u64, Given>,
-    pub(super) asked: Ranges,
+    pub(super) requested: Ranges,
     /// Where the last reading that nobody had foreseen ended, and how much was asked for then.
     pub(super) ahead: (u64, u64),
 }
@@ -42,11 +42,11 @@ pub(super) struct Other {
     /// Roots and files it has named since its journal was begun.
     pub(super) roots: Vec<Root>,
     pub(super) named: Vec<Listed>,
-    pub(super) told: Option<Told>,
+    pub(super) host_roots: Option<HostRoots>,
     pub(super) files: Vec<Borrowed>,
     /// Its bytes, opened anew when what is there is not what was lent.
     pub(super) bytes: Option<Arc<File>>,
-    pub(super) lent: u64,
+    pub(super) served: u64,
 }
 
 impl Other {
@@ -69,32 +69,32 @@ impl Other {
 
     pub(super) fn tell(&mut self, host: &[u8]) -> Result<Option<()>> {
         let host = String::from_utf8_lossy(host).into_owned();
-        let told = Told { host, roots: std::mem::take(&mut self.roots) };
+        let host_roots = HostRoots { host, roots: std::mem::take(&mut self.roots) };
         let named = std::mem::take(&mut self.named);
         let is_named = |(root, file): (usize, &Root)| match &file.file {
             Some(file) => named.iter().any(|f| f.root as usize == root && f.path == *file),
             None => true,
         };
-        if named.iter().any(|file| file.root as usize >= told.roots.len())
-            || !told.roots.iter().enumerate().all(is_named)
+        if named.iter().any(|file| file.root as usize >= host_roots.roots.len())
+            || !host_roots.roots.iter().enumerate().all(is_named)
         {
             return Ok(None);
         }
-        if self.told.is_none() {
+        if self.host_roots.is_none() {
             let borrowed = |listed| Borrowed {
                 listed,
                 given: BTreeMap::new(),
-                asked: Ranges::default(),
+                requested: Ranges::default(),
                 ahead: (0, HEAD),
             };
             self.files = named.into_iter().map(borrowed).collect();
         } else if !self.files.iter().map(|file| &file.listed).eq(&named) {
             return Err(Finding::new(codes::RANKS_DIFFER, "a rank that was started again has other files")
-                .expected("the files that it had before", format!("others on {}", told.host))
+                .expected("the files that it had before", format!("others on {}", host_roots.host))
                 .help("run again with --resume, all ranks")
                 .into());
         }
-        self.told = Some(told);
+        self.host_roots = Some(host_roots);
         Ok(Some(()))
     }
 
@@ -105,7 +105,7 @@ impl Other {
         let given =
             Given { len, place, crc32: u32::try_from(crc32).ok()?, process: self.process, checked: false };
         file.given.insert(lo, given);
-        self.lent += len;
+        self.served += len;
         is_inside.then_some(())
     }
 

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
-use super::{bytes_of, record, Ask, Listed, Ranges, Shared, Told, FILE, GIVEN, LISTED, ROOT};
+use super::{bytes_of, record, Ask, HostRoots, Listed, Ranges, Shared, FILE, GIVEN, LISTED, ROOT};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
 use crate::memory;
@@ -41,8 +41,8 @@ pub(super) struct Owner {
     bytes: File,
     path: PathBuf,
     end: u64,
-    asked: VecDeque<Ask>,
-    /// What others will ask for most likely: lent where nothing keeps it from being.
+    asks: VecDeque<Ask>,
+    /// Ranges that others will ask for most likely: given where nothing keeps them from being.
     unasked: VecDeque<Ask>,
 }
 
@@ -50,7 +50,7 @@ impl Owner {
     /// Says what this rank has, and lends what everybody reads of it.
     pub(super) fn begin(
         shared: &Arc<Shared>,
-        told: &Told,
+        host_roots: &HostRoots,
         files: &[(u32, String)],
     ) -> Result<(Owner, Vec<Listed>)> {
         let name = bytes_of(&shared.nonce);
@@ -63,12 +63,12 @@ impl Owner {
             bytes,
             path,
             end: 0,
-            asked: VecDeque::new(),
+            asks: VecDeque::new(),
             unasked: VecDeque::new(),
         };
         let mut all = Vec::with_capacity(files.len());
         for (root, path) in files {
-            let Some(folder) = told.roots.get(*root as usize) else {
+            let Some(folder) = host_roots.roots.get(*root as usize) else {
                 return Err(Finding::new(codes::USAGE, format!("there is no root {root}")).into());
             };
             let full = folder.folder.join(path);
@@ -86,11 +86,11 @@ impl Owner {
             owner.files.push(OwnFile { path: full, stamp, given: Ranges::default() });
             all.push(listed);
         }
-        for root in &told.roots {
+        for root in &host_roots.roots {
             let json = serde_json::to_vec(root).expect("plain data");
             shared.journal.append(&[&[ROOT][..], &json].concat())?;
         }
-        shared.journal.append(&[&[LISTED][..], told.host.as_bytes()].concat())?;
+        shared.journal.append(&[&[LISTED][..], host_roots.host.as_bytes()].concat())?;
         shared.journal.show()?;
         let mut unasked = 0;
         for (number, file) in (0u32..).zip(&owner.files) {
@@ -112,8 +112,8 @@ impl Owner {
 
     /// One look at what others ask for, and some of it lent; whether there was anything to do.
     pub(super) fn turn(&mut self) -> Result<bool> {
-        let (asked, moved) = self.shared.follow()?;
-        self.asked.extend(asked);
+        let (asks, moved) = self.shared.follow()?;
+        self.asks.extend(asks);
         // What is expected first: who waits for a header asks for more than it.
         let mut records = Vec::new();
         for _ in 0..TURN {
@@ -133,7 +133,7 @@ impl Owner {
     /// The next of what others have asked for.
     fn next_pieces(&mut self) -> Vec<Ask> {
         let mut pieces = Vec::new();
-        while let Some((number, lo, hi)) = self.asked.pop_front() {
+        while let Some((number, lo, hi)) = self.asks.pop_front() {
             let Some(file) = self.files.get(number as usize) else { continue };
             let missing = file.given.missing(lo, hi.min(file.stamp.size));
             let mut missing = missing.into_iter().flat_map(|(lo, hi)| {
@@ -143,7 +143,7 @@ impl Owner {
                 pieces.push((number, lo, hi));
             }
             if let Some((at, _)) = missing.next() {
-                self.asked.push_front((number, at, hi));
+                self.asks.push_front((number, at, hi));
             }
             if pieces.len() == TURN {
                 break;
@@ -162,11 +162,11 @@ impl Owner {
         file.untouched()?;
         disk::write_at(&self.bytes, &self.path, self.end, &bytes).at(&self.path, "cannot write")?;
         let crc = crc32fast::hash(&bytes);
-        let told = record(GIVEN, &[u64::from(number), lo, hi - lo, self.end, u64::from(crc)]);
+        let entry = record(GIVEN, &[u64::from(number), lo, hi - lo, self.end, u64::from(crc)]);
         self.end += hi - lo;
         self.files[number as usize].given.insert(lo, hi);
-        self.shared.lent.fetch_add(hi - lo, Ordering::Relaxed);
-        Ok(told)
+        self.shared.served.fetch_add(hi - lo, Ordering::Relaxed);
+        Ok(entry)
     }
 
     /// Says what was lent, once others can read it.
@@ -189,10 +189,10 @@ impl Owner {
         let file = Arc::new(SourceFile::open(&about.path)?);
         let stamp = file.stamp();
         if stamp != about.stamp {
-            let told = |stamp: &Stamp| format!("{} bytes", stamp.size);
+            let describe = |stamp: &Stamp| format!("{} bytes", stamp.size);
             let (then, now) = match stamp.size == about.stamp.size {
                 true => ("the inode and the times of then".into(), "others".into()),
-                false => (told(&about.stamp), told(&stamp)),
+                false => (describe(&about.stamp), describe(&stamp)),
             };
             return Err(Finding::new(codes::SOURCE_CHANGED, "changed since the ranks have met")
                 .file(&about.path)

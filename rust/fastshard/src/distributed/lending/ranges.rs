@@ -52,15 +52,15 @@ mod tests {
             len in 0u64..110,
         ) {
             let mut ranges = Ranges::default();
-            let mut held = [false; 256];
+            let mut covered = [false; 256];
             for (first, n) in inserted {
                 ranges.insert(first, first + n);
-                held[first as usize..(first + n) as usize].fill(true);
+                covered[first as usize..(first + n) as usize].fill(true);
             }
             let missing = ranges.missing(lo, lo + len);
-            let told: Vec<u64> = missing.iter().flat_map(|&(a, b)| a..b).collect();
-            let naive: Vec<u64> = (lo..lo + len).filter(|&i| !held[i as usize]).collect();
-            prop_assert_eq!(told, naive);
+            let listed: Vec<u64> = missing.iter().flat_map(|&(a, b)| a..b).collect();
+            let naive: Vec<u64> = (lo..lo + len).filter(|&i| !covered[i as usize]).collect();
+            prop_assert_eq!(listed, naive);
             prop_assert!(missing.windows(2).all(|w| w[0].1 < w[1].0));
         }
     }

@@ -144,9 +144,9 @@ fn any_range_is_what_the_owner_has() {
             Ok(())
         })
         .unwrap();
-    let lent = two.ranks[0].1.as_ref().unwrap().lent();
+    let served = two.ranks[0].1.as_ref().unwrap().count_served();
     // No byte twice.
-    assert!(lent[&1] <= bytes as u64, "{lent:?}");
+    assert!(served[&1] <= bytes as u64, "{served:?}");
     let beyond = file.read_at(bytes as u64 - 1, &mut [0; 2]).unwrap_err();
     assert_eq!(beyond.findings()[0].code, codes::SOURCE_CHANGED);
 }
@@ -156,15 +156,15 @@ fn files_alone_can_be_filled() {
     let bytes = 200 << 10;
     let two = Two::new(bytes);
     crate::distributed::elsewhere::bring(&two.stub(), 0, 100).unwrap();
-    let held = std::fs::read(two.stub()).unwrap();
-    assert_eq!((held.len(), &held[..100]), (bytes, &content(1, bytes)[..100]));
-    assert!(held[100..].iter().all(|byte| *byte == 0));
+    let stub = std::fs::read(two.stub()).unwrap();
+    assert_eq!((stub.len(), &stub[..100]), (bytes, &content(1, bytes)[..100]));
+    assert!(stub[100..].iter().all(|byte| *byte == 0));
     crate::distributed::elsewhere::bring(&two.stub(), 5000, 6000).unwrap();
     crate::distributed::elsewhere::let_go(&two.stub(), 5100, 5900).unwrap();
-    let held = std::fs::read(two.stub()).unwrap();
-    assert_eq!((held.len(), &held[5000..5100]), (bytes, &content(1, bytes)[5000..5100]));
-    assert_eq!(held[5900..6000], content(1, bytes)[5900..6000]);
-    assert!(held[5100..5900].iter().chain(&held[6000..]).all(|byte| *byte == 0));
+    let stub = std::fs::read(two.stub()).unwrap();
+    assert_eq!((stub.len(), &stub[5000..5100]), (bytes, &content(1, bytes)[5000..5100]));
+    assert_eq!(stub[5900..6000], content(1, bytes)[5900..6000]);
+    assert!(stub[5100..5900].iter().chain(&stub[6000..]).all(|byte| *byte == 0));
     crate::distributed::elsewhere::bring(&two.stub(), 0, u64::MAX).unwrap();
     assert_eq!(std::fs::read(two.stub()).unwrap(), content(1, bytes));
     let mtime = std::fs::metadata(two.own()).unwrap().modified().unwrap();
@@ -178,7 +178,7 @@ fn what_changes_on_the_way_is_never_taken() {
     let two = Two::by(bytes, &clock);
     let file = SourceFile::open(&two.stub()).unwrap();
     file.will_read(&[(0, bytes as u64)]).unwrap();
-    until("all is lent", || two.ranks[0].1.as_ref().unwrap().lent()[&1] >= bytes as u64);
+    until("all is lent", || two.ranks[0].1.as_ref().unwrap().count_served()[&1] >= bytes as u64);
     let mut spooled = std::fs::read(two.spool()).unwrap();
     spooled.iter_mut().for_each(|byte| *byte ^= 1);
     std::fs::write(two.spool(), &spooled).unwrap();
@@ -200,7 +200,7 @@ fn what_arrives_late_is_taken() {
     let two = Two::by(bytes, &clock);
     let file = SourceFile::open(&two.stub()).unwrap();
     file.will_read(&[(0, bytes as u64)]).unwrap();
-    until("all is lent", || two.ranks[0].1.as_ref().unwrap().lent()[&1] >= bytes as u64);
+    until("all is lent", || two.ranks[0].1.as_ref().unwrap().count_served()[&1] >= bytes as u64);
     let right = std::fs::read(two.spool()).unwrap();
     let wrong: Vec<u8> = right.iter().map(|byte| byte ^ 1).collect();
     std::fs::write(two.spool(), wrong).unwrap();
@@ -252,9 +252,9 @@ fn nobody_waits_once_the_ranks_have_parted_or_the_user_stops() {
     let stub = two.stub();
     // Its owner is gone without a word.
     two.ranks[1].1.take().unwrap();
-    let (told, heard) = mpsc::channel();
+    let (sender, heard) = mpsc::channel();
     let reading = std::thread::spawn(move || {
-        told.send(file.read_at(300_000, &mut [0; 10]).unwrap_err().findings()[0].code).unwrap();
+        sender.send(file.read_at(300_000, &mut [0; 10]).unwrap_err().findings()[0].code).unwrap();
         file
     });
     // Whoever waits looks again and again, and finds no reason to give up.
@@ -281,13 +281,13 @@ fn nobody_waits_once_the_ranks_have_parted_or_the_user_stops() {
 fn nothing_is_left_in_the_folder_where_ranks_met() {
     let mut two = Two::new(100 << 10);
     let folder = two.ranks[0].0.folder().path().to_path_buf();
-    let lent = || {
+    let count_left = || {
         let names = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name());
         names.filter(|name| name.to_string_lossy().starts_with(PREFIX)).count()
     };
-    assert_eq!(lent(), 4);
+    assert_eq!(count_left(), 4);
     two.ranks.iter_mut().for_each(|rank| drop(rank.1.take()));
-    assert_eq!(lent(), 0);
+    assert_eq!(count_left(), 0);
 }
 
 #[test]
@@ -321,11 +321,11 @@ fn a_root_is_called_as_its_folder_is() {
     let root = called(odd, &link);
     assert_eq!(root.called, PathBuf::new());
     assert!(serde_json::to_vec(&root).is_ok());
-    let told = |called: &str| Root { folder: "/x".into(), file: None, called: called.into() };
+    let root = |called: &str| Root { folder: "/x".into(), file: None, called: called.into() };
     let base = Path::new("/stands");
-    assert_eq!(told("run/4000").below(base, 3), Some(base.join("3/run/4000")));
+    assert_eq!(root("run/4000").below(base, 3), Some(base.join("3/run/4000")));
     for bad in ["../4000", "/etc", "a/b/c", "a/.."] {
-        assert_eq!(told(bad).below(base, 3), None, "{bad}");
+        assert_eq!(root(bad).below(base, 3), None, "{bad}");
     }
 }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::told::{taken, taken_away};
+use super::refusals::{taken, taken_away};
 use crate::error::{Finding, Result};
 use crate::publish::clock::{Clock, Watched};
 use crate::publish::disk::{self, At, Dir};

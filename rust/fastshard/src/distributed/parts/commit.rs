@@ -18,10 +18,10 @@ use crate::plan::{Form, OutFile, Plan};
 use crate::publish::clock::Clock;
 use crate::publish::{self, Space, Staging};
 use crate::storage::SourceFile;
-use crate::write::records::Told;
+use crate::write::records::TileJournal;
 use crate::write::{self, document, engine_options, resumable, Options};
 
-/// What others have made, for the one that concludes the run.
+/// The work of others, for the one that concludes the run.
 pub(crate) struct Prior {
     logs: Vec<Log>,
     adopted: BTreeSet<String>,
@@ -33,12 +33,12 @@ pub(crate) struct Prior {
 }
 
 impl Prior {
-    pub(crate) fn told(&self) -> Vec<Told<'_>> {
-        let told = |log| -> Told<'_> {
+    pub(crate) fn list_journals(&self) -> Vec<TileJournal<'_>> {
+        let tile_journal = |log| -> TileJournal<'_> {
             let log: &Log = log;
-            Told { journal: &log.journal, adopted: self.adopted.contains(&log.nonce) }
+            TileJournal { journal: &log.journal, adopted: self.adopted.contains(&log.nonce) }
         };
-        self.logs.iter().map(told).collect()
+        self.logs.iter().map(tile_journal).collect()
     }
 }
 
@@ -89,11 +89,12 @@ pub fn commit(
 /// An error of this process, unless others have published the run called `nonce` without it: it was away, and was
 /// given up, or they were faster.
 pub(crate) fn unless_published(out: &Path, nonce: &str, error: Error) -> Result<(Manifest, Vec<Finding>)> {
-    let ours = |manifest: &Manifest| manifest.provenance.as_ref().is_some_and(|made| made.run == nonce);
+    let ours =
+        |manifest: &Manifest| manifest.provenance.as_ref().is_some_and(|provenance| provenance.run == nonce);
     match Manifest::read(&out.join(MANIFEST_NAME)) {
         Ok(manifest) if !error.is_interrupt() && !error.is_after_publishing() && ours(&manifest) => {
-            let told = "other processes completed the result without this one";
-            Ok((manifest, vec![Finding::new(codes::PUBLISHED, told).file(out)]))
+            let message = "other processes completed the result without this one";
+            Ok((manifest, vec![Finding::new(codes::PUBLISHED, message).file(out)]))
         }
         _ => Err(error),
     }
@@ -177,11 +178,11 @@ fn evidence_of(shared: &Shared, log: &Log) -> Result<Evidence> {
 
 /// Which files are complete: all of their tensors were made by parts, in pages that no two parts share.
 fn complete_files(plan: &Plan, sizes: &[u64], earlier: &Earlier, remade: &BTreeSet<u32>) -> Vec<bool> {
-    let mut made = vec![0; plan.files.len()];
+    let mut done = vec![0; plan.files.len()];
     for run in earlier.adopted.iter().flat_map(|(_, share)| &share.tiles) {
         let output = &plan.outputs[run.output as usize];
         let (lo, hi) = run.span(sizes[run.output as usize], output.nbytes());
-        made[output.file as usize] += hi - lo;
+        done[output.file as usize] += hi - lo;
     }
     let mut wanted = vec![0; plan.files.len()];
     plan.outputs.iter().for_each(|output| wanted[output.file as usize] += output.nbytes());
@@ -191,7 +192,7 @@ fn complete_files(plan: &Plan, sizes: &[u64], earlier: &Earlier, remade: &BTreeS
         let i = number as usize;
         // Files that name checksums of their members get these at the end.
         matches!(file.form, Form::Safetensors)
-            && made[i] == wanted[i]
+            && done[i] == wanted[i]
             && !edged.contains(&number)
             && !remade.contains(&number)
     };
@@ -211,11 +212,11 @@ fn provenance(plan: &Plan, sizes: &[u64], shared: &Shared, earlier: &Earlier) ->
     };
     let made_by = earlier.adopted.iter().filter_map(|(nonce, share)| Some(maker(earlier.log(nonce)?, share)));
     let about = work_of(shared)?.about;
-    let asked = about.get("asked").and_then(|asked| serde_json::from_value(asked.clone()).ok());
+    let digests = about.get("asked").and_then(|digests| serde_json::from_value(digests.clone()).ok());
     Ok(Provenance {
         run: shared.run.nonce.clone(),
         parts: made_by.collect(),
-        asked: asked.unwrap_or_default(),
+        request_digests: digests.unwrap_or_default(),
     })
 }
 

@@ -102,19 +102,19 @@ pub(super) fn spot_check(
             continue;
         }
         let file = &plan.files[about.file as usize];
-        let held = shared.written(claimed, &file.name, file.size)?;
+        let written_file = shared.written(claimed, &file.name, file.size)?;
         let mut hasher = TileHasher::new(tile.index, tile.size, about.nbytes());
         let mut at = lo;
         while at < hi {
             let bytes = &mut buffer[..(CHUNK as u64).min(hi - at) as usize];
-            held.read_at(at, bytes)?;
+            written_file.read_at(at, bytes)?;
             hasher.update(bytes);
             at += bytes.len() as u64;
         }
         if hasher.value() != tile.value {
             let who = log.who.as_ref();
             let mut finding = Finding::new(codes::WRITTEN_DIFFERS, "what a part has written is not what is read here")
-                .file(held.path())
+                .file(written_file.path())
                 .tensor(&about.name)
                 .help("run `fastshard check-storage`, then again with --resume, which makes that part again; the destination is not one storage for all that write to it, or it loses writes");
             finding.rank = who.and_then(|who| who.part).map(|part| format!("rank {part}"));

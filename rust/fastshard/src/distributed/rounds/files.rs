@@ -46,11 +46,11 @@ impl Shared {
 
     /// Copies the files that somebody may still have open: those in `renewed`, and those that have another name too.
     pub(super) fn renew(&self, data: &str, renewed: &mut BTreeSet<u32>) -> Result<()> {
-        let held = self.folder.sub(OsStr::new(data)).at(&self.folder.join(data), "cannot open")?;
+        let data_dir = self.folder.sub(OsStr::new(data)).at(&self.folder.join(data), "cannot open")?;
         for (file, (name, _)) in (0u32..).zip(&self.run.files) {
-            let (folder, last) = match held.folder_of(name, false) {
+            let (folder, last) = match data_dir.folder_of(name, false) {
                 Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
-                found => found.at(&held.join(name), "cannot open the folder of")?,
+                found => found.at(&data_dir.join(name), "cannot open the folder of")?,
             };
             // One that has another name too is somebody's file as well.
             if folder.is_linked(last).at(&folder.join(last), "cannot stat")? {
@@ -71,7 +71,7 @@ fn move_all(from: &Dir, to: &Dir) -> Result<()> {
         if FileType::from_raw_mode(stat.st_mode).is_dir() {
             match to.create_dir(&name, disk::BY_UMASK) {
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-                made => made.at(&to.join(&name), "cannot create")?,
+                created => created.at(&to.join(&name), "cannot create")?,
             }
             let (from, to) = (
                 from.sub(&name).at(&path, "cannot open")?,

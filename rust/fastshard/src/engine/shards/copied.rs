@@ -58,9 +58,9 @@ pub(super) fn copied_files(equal: Equal) -> Result<Vec<Finding>> {
     }
     let mut found: Vec<Copy> = Vec::new();
     let mut copies = HashSet::new();
-    let mut asked: Vec<u32> = elsewhere.iter().copied().collect();
-    asked.sort_unstable();
-    for file in asked {
+    let mut in_order: Vec<u32> = elsewhere.iter().copied().collect();
+    in_order.sort_unstable();
+    for file in in_order {
         if let Some(copy) = search.copy(file, &copies, &elsewhere)? {
             if copy.verdict == Verdict::Copied {
                 copies.insert(file);
@@ -165,17 +165,17 @@ impl Search<'_, '_> {
 
     /// True if all that tells something in a file, and is somewhere else, is in another file.
     fn within(&self, file: u32, other: u32) -> bool {
-        let mut held: HashMap<u32, Vec<u32>> = HashMap::new();
+        let mut by_class: HashMap<u32, Vec<u32>> = HashMap::new();
         for &blob in &self.blobs[&other] {
             self.equal
                 .contents
                 .class(blob)
                 .into_iter()
-                .for_each(|class| held.entry(class).or_default().push(blob));
+                .for_each(|class| by_class.entry(class).or_default().push(blob));
         }
         self.blobs[&file].iter().filter_map(|blob| Some((blob, self.equal.contents.class(*blob)?))).all(
             |(blob, class)| {
-                held.get(&class).is_some_and(|theirs| theirs.iter().any(|&a| self.alike(a, *blob)))
+                by_class.get(&class).is_some_and(|theirs| theirs.iter().any(|&a| self.alike(a, *blob)))
             },
         )
     }
@@ -203,11 +203,13 @@ impl Search<'_, '_> {
             if partners.iter().any(|&a| self.differing(a, b).is_none()) {
                 continue; // Both hold it, as they should.
             }
-            let judged = partners.iter().filter_map(|&a| {
+            let pairs = partners.iter().filter_map(|&a| {
                 let (x, y) = self.differing(a, b)?;
                 Some((self.equal.meant.verdict(x, y, own.len() == 1), a, (x.stored, y.stored)))
             });
-            let Some((mut verdict, a, pair)) = judged.max_by_key(|(verdict, ..)| *verdict) else { continue };
+            let Some((mut verdict, a, pair)) = pairs.max_by_key(|(verdict, ..)| *verdict) else {
+                continue;
+            };
             if verdict == Verdict::Copied && self.holds_one_expert(b, pair)? {
                 verdict = Verdict::Meant;
             }

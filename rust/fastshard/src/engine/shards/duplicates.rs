@@ -332,8 +332,8 @@ fn and_more(count: u64) -> String {
 
 /// Those of `tensors` whose checksum another tensor of their rule and rank has as well.
 fn repeated_inside(plan: &Plan, sources: &Sources, tensors: impl Iterator<Item = u32>) -> BTreeSet<u32> {
-    let asked: BTreeSet<u32> = tensors.collect();
-    let rules: BTreeSet<u32> = asked.iter().map(|&t| plan.stored[t as usize].rule).collect();
+    let tensors: BTreeSet<u32> = tensors.collect();
+    let rules: BTreeSet<u32> = tensors.iter().map(|&t| plan.stored[t as usize].rule).collect();
     // (rule, rank, checksum, bytes) -> positions
     let mut alike: HashMap<(u32, u64, u32, u64), BTreeSet<Layer>> = HashMap::new();
     let key = |s: &StoredTensor| Some((s.rule, s.shard?, crc_of(sources, s)?, s.nbytes()));
@@ -343,7 +343,7 @@ fn repeated_inside(plan: &Plan, sources: &Sources, tensors: impl Iterator<Item =
         }
     }
     let repeated = |s: &StoredTensor| key(s).is_some_and(|k| alike[&k].len() > 1);
-    asked.into_iter().filter(|&t| repeated(&plan.stored[t as usize])).collect()
+    tensors.into_iter().filter(|&t| repeated(&plan.stored[t as usize])).collect()
 }
 
 /// Pieces that two roots hold and that are not the same.

@@ -47,16 +47,16 @@ impl<'p> Meant<'p> {
         let mut names: HashMap<&str, Vec<u32>> = HashMap::new();
         let mut experts: HashMap<String, Vec<u32>> = HashMap::new();
         for (i, stored) in plan.stored.iter().enumerate().filter(|(i, _)| standing.is_used(*i as u32)) {
-            let (mut all, mut told) = (true, false);
+            let (mut all, mut any) = (true, false);
             each_blob(stored, |blob| {
                 all &= contents.shared(blob).is_some();
-                told |= contents.class(blob).is_some();
+                any |= contents.class(blob).is_some();
             });
-            if all && told {
-                let held = tensors.entry(i as u32).or_default();
+            if all && any {
+                let digests = tensors.entry(i as u32).or_default();
                 each_use(i as u32, stored, |blob, found| {
                     let content = u64::from(contents.shared(blob).unwrap_or_default());
-                    held.insert(
+                    digests.insert(
                         found.at,
                         mixed(content, if contents.is_empty(blob) { 0 } else { found.offset }),
                     );

@@ -43,14 +43,14 @@ pub(super) fn repeated_blocks(equal: Equal) -> Result<Vec<Finding>> {
             // The first of all, the first of the same tensor and the last: an excuse holds for one of them.
             let same = before.iter().find(|(_, other)| other.stored == stands.stored);
             let compared = before.first().into_iter().chain(same).chain(before.last());
-            let judged = compared.filter(|(_, other)| !standing.same(other, stands)).map(|&(other, of)| {
+            let verdicts = compared.filter(|(_, other)| !standing.same(other, stands)).map(|&(other, of)| {
                 let moved = |d: usize| of.stored == stands.stored && of.at.get(d) != stands.at.get(d);
                 match content.repeats.iter().enumerate().any(|(d, repeats)| *repeats && moved(d)) {
                     true => (Verdict::Innocent, other, of),
                     false => (meant.verdict(of, stands, true), other, of),
                 }
             });
-            if let Some((verdict, other, of)) = judged.max_by_key(|(verdict, ..)| *verdict) {
+            if let Some((verdict, other, of)) = verdicts.max_by_key(|(verdict, ..)| *verdict) {
                 let pairs = found.entry(verdict).or_default();
                 pairs.entry((of.stored, stands.stored)).or_default().push((other, blob));
             }
@@ -86,16 +86,18 @@ impl Content {
 }
 
 /// Extents of the blocks that are asked for.
-fn shapes(plan: &Plan, asked: impl Fn(u32) -> bool) -> HashMap<u32, &[u64]> {
+fn shapes(plan: &Plan, is_wanted: impl Fn(u32) -> bool) -> HashMap<u32, &[u64]> {
     let mut shapes: HashMap<u32, &[u64]> = HashMap::new();
     for stored in &plan.stored {
         match &stored.pieces {
             Pieces::Boxes(pieces) => {
-                for piece in pieces.iter().filter(|piece| asked(piece.blob)) {
+                for piece in pieces.iter().filter(|piece| is_wanted(piece.blob)) {
                     shapes.entry(piece.blob).or_insert(&piece.len);
                 }
             }
-            Pieces::View { blob, .. } if asked(*blob) => drop(shapes.entry(*blob).or_insert(&stored.shape)),
+            Pieces::View { blob, .. } if is_wanted(*blob) => {
+                shapes.entry(*blob).or_insert(&stored.shape);
+            }
             _ => {}
         }
     }

@@ -45,20 +45,20 @@ pub(super) fn parse(file: &SourceFile, offset: u64, len: u64) -> Result<ParsedFi
             .into());
     }
     file.room_for(KEPT)?;
-    let mut stream = Stream { file, offset, len, made: 0, window: 0 };
+    let mut stream = Stream { file, offset, len, decoded: 0, window: 0 };
     let ends = SourceFile::in_memory(file.path(), |write| {
         stream.decode(|at, bytes| write(at, bytes, (at > 2 * KEPT).then(|| (KEPT, at - KEPT))))
     })?;
-    let mut parsed = match torch_zip::parse_range(&ends, 0, stream.made) {
-        Err(error) if stream.made > 2 * KEPT && !error.is_interrupt() => {
+    let mut parsed = match torch_zip::parse_range(&ends, 0, stream.decoded) {
+        Err(error) if stream.decoded > 2 * KEPT && !error.is_interrupt() => {
             // A tensor of several storages has headers in its midst.
-            if stream.made > MAX_WHOLE {
+            if stream.decoded > MAX_WHOLE {
                 return Err(error);
             }
             let whole = SourceFile::unpacked(&std::env::temp_dir(), file.path(), |write| {
                 stream.decode(|_, bytes| write(bytes))
             })?;
-            torch_zip::parse_range(&whole, 0, stream.made)?
+            torch_zip::parse_range(&whole, 0, stream.decoded)?
         }
         parsed => parsed?,
     };
@@ -83,7 +83,7 @@ struct Stream<'a> {
     offset: u64,
     len: u64,
     /// Bytes decoded.
-    made: u64,
+    decoded: u64,
     window: u64,
 }
 
@@ -93,7 +93,7 @@ impl Stream<'_> {
         let stored = Buffered::new(CHUNK, Region::new(self.file, self.offset, self.len))?;
         let mut decoder = Decoder::new(stored);
         let mut buffer = memory::allocate(CHUNK)?;
-        self.made = 0;
+        self.decoded = 0;
         loop {
             let n = decoder.read(&mut buffer).map_err(|e| self.damaged(e))?;
             if n == 0 {
@@ -103,8 +103,8 @@ impl Stream<'_> {
                 self.window = decoder.window();
                 self.file.room_for(self.window)?;
             }
-            take(self.made, &buffer[..n])?;
-            self.made += n as u64;
+            take(self.decoded, &buffer[..n])?;
+            self.decoded += n as u64;
         }
         Ok(())
     }

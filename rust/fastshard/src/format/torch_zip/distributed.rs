@@ -148,8 +148,8 @@ fn sharded(
     let parts = sequence(values, state).filter(|items| items.len() >= 3).ok_or("its state is not torch's")?;
     let shards = sequence(values, parts[0]).filter(|shards| shards.len() <= MAX_SHARDS);
     let shards = shards.ok_or("it has no list of shards")?;
-    let stated = field(values, parts[1], "size").and_then(|node| numbers(values, node));
-    if stated.is_some_and(|stated| stated != shape) {
+    let declared = field(values, parts[1], "size").and_then(|node| numbers(values, node));
+    if declared.is_some_and(|declared| declared != shape) {
         return Err("its metadata states another size");
     }
     let shard = |&node: &Node| {

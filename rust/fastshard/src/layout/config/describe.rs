@@ -47,14 +47,14 @@ impl Table {
         let scope = Scope::new(&self.config, &self.fixed, config, &stored);
         let mut described = Described::default();
         for (name, expression) in &self.config.axes {
-            let told = |wrong| self.told("axis", name, expression.text(), file, wrong);
-            if let Value::Int(n) = scope.named(name, expression).map_err(told)? {
+            let to_error = |wrong| self.explain("axis", name, expression.text(), file, wrong);
+            if let Value::Int(n) = scope.named(name, expression).map_err(to_error)? {
                 described.extents.insert(name.clone(), n as u64);
             }
         }
         for (name, expression) in &self.config.facts {
-            let told = |wrong| self.told("fact", name, expression.text(), file, wrong);
-            if let Value::Bool(fact) = scope.named(name, expression).map_err(told)? {
+            let to_error = |wrong| self.explain("fact", name, expression.text(), file, wrong);
+            if let Value::Bool(fact) = scope.named(name, expression).map_err(to_error)? {
                 described.facts.insert(name.clone(), fact);
             }
         }
@@ -78,13 +78,13 @@ impl Table {
         }
         let Some(when) = &rules.when else { return Ok(true) };
         let scope = Scope::new(rules, &self.fixed, config, &|_| false);
-        let told = |wrong| self.told("config", "when", when.text(), file, wrong);
-        match scope.value("", when, None).map_err(told)? {
+        let to_error = |wrong| self.explain("config", "when", when.text(), file, wrong);
+        match scope.value("", when, None).map_err(to_error)? {
             Value::Bool(holds) => Ok(holds),
             Value::Null => Ok(false),
             other => {
                 let (expected, got) = ("true or false".into(), other.shown());
-                Err(told(Wrong { at: when.text().into(), expected, got }))
+                Err(to_error(Wrong { at: when.text().into(), expected, got }))
             }
         }
     }
@@ -99,22 +99,22 @@ impl Table {
     ) -> Result<Option<Positions>> {
         let Some((name, set)) = self.config.sets.get_key_value(name) else { return Ok(None) };
         let text = set.holds.text();
-        let told = |wrong| self.told("set", name, text, file, wrong);
+        let to_error = |wrong| self.explain("set", name, text, file, wrong);
         let extent = extents.get(&set.axis).or_else(|| self.fixed.get(&set.axis));
         let Some(&extent) = extent else { return Ok(None) };
         if extent > MAX_POSITIONS {
             let most = format!("at most {MAX_POSITIONS} positions on axis {}", set.axis);
-            return Err(told(Wrong { at: text.into(), expected: most, got: extent.to_string() }));
+            return Err(to_error(Wrong { at: text.into(), expected: most, got: extent.to_string() }));
         }
         let mut positions = Vec::new();
         for position in 0..extent {
-            match scope.value(name, &set.holds, Some((&set.axis, position))).map_err(told)? {
+            match scope.value(name, &set.holds, Some((&set.axis, position))).map_err(to_error)? {
                 Value::Bool(true) => positions.push(position),
                 Value::Bool(false) => {}
                 Value::Null => return Ok(None),
                 other => {
                     let (expected, got) = ("true or false".into(), other.shown());
-                    return Err(told(Wrong { at: text.into(), expected, got }));
+                    return Err(to_error(Wrong { at: text.into(), expected, got }));
                 }
             }
         }
@@ -124,12 +124,12 @@ impl Table {
         if set.optional && !last {
             let got = crate::layout::sets::written(&found);
             let expected = format!("the last positions below {extent}, as it is optional");
-            return Err(told(Wrong { at: text.into(), expected, got }));
+            return Err(to_error(Wrong { at: text.into(), expected, got }));
         }
         Ok(Some(found))
     }
 
-    fn told(&self, kind: &str, name: &str, text: &str, file: Option<&str>, wrong: Wrong) -> Error {
+    fn explain(&self, kind: &str, name: &str, text: &str, file: Option<&str>, wrong: Wrong) -> Error {
         let within = if wrong.at == text { String::new() } else { format!(" in {text:?}") };
         let message = format!("config: {}{within} ({kind} {name} of layout {})", wrong.at, self.name);
         let mut finding = Finding::new(codes::BAD_VALUE, message).expected(wrong.expected, wrong.got);

@@ -142,8 +142,8 @@ impl<'a> Scope<'a> {
         value
     }
 
-    /// What the config says of a key, where it is sought: the first value that is not null; none if it is nowhere.
-    fn stated(&self, name: &str) -> Option<&'a Json> {
+    /// Finds the value of a key in the config, where it is sought: the first that is not null; none if it is nowhere.
+    fn find_value(&self, name: &str) -> Option<&'a Json> {
         let config = self.config;
         let inner = |path: &String| path.split('.').try_fold(config, |object, key| object.get(key));
         let places = self.rules.within.iter().filter_map(inner).chain(std::iter::once(config));
@@ -159,8 +159,8 @@ impl<'a> Scope<'a> {
 
     /// A key of the config; one that it leaves out is what the model type has for it, or null.
     fn key(&self, name: &str) -> Value<'a> {
-        let value = self.stated(name).or_else(|| {
-            let kind = self.stated("model_type")?.as_str()?;
+        let value = self.find_value(name).or_else(|| {
+            let kind = self.find_value("model_type")?.as_str()?;
             self.rules.defaults.get(kind)?.get(name)
         });
         value.map_or(Value::Null, Value::from)

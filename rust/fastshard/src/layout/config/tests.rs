@@ -161,9 +161,9 @@ fn what_a_model_type_has_for_a_key_that_is_left_out() {
         (json!({"model_type": "toy", "text_config": {"model_type": "inner"}}), Some(4), false, true),
         (json!({"model_type": "toy", "n": 6, "text_config": {"n": null}}), Some(6), true, true),
     ] {
-        let told = table.describe(Some(&config), &[], None).unwrap();
+        let description = table.describe(Some(&config), &[], None).unwrap();
         assert_eq!(
-            (told.extents.get("x").copied(), told.facts["f"], told.facts["known"]),
+            (description.extents.get("x").copied(), description.facts["f"], description.facts["known"]),
             (x, f, known),
             "{config}"
         );
@@ -288,7 +288,7 @@ fn what_is_inherited_and_not_used_is_left_out() {
     let child = |more: &str| Table::extending(&format!("{child}{more}"), Some(&base)).unwrap();
     let bare = child("");
     assert_eq!(names(&bare), "A C G inner tied used");
-    assert!(bare.config.model_types.is_empty() && bare.config.when.is_none() && bare.config.stated);
+    assert!(bare.config.model_types.is_empty() && bare.config.when.is_none() && bare.config.is_declared);
     assert_eq!(bare.config.defaults.len(), 1);
     // Sizes that would not divide are nobody's any more.
     assert!(bare.describe(Some(&json!({"n": 3, "m": 2})), &[], None).is_ok());
@@ -379,7 +379,7 @@ fn refuses_bad_tables() {
         name = "layers.{L}.q.{E}"
         shape = "[A, H]"
     "#;
-    assert!(Table::parse(good).unwrap().config.stated);
+    assert!(Table::parse(good).unwrap().config.is_declared);
     let chain: String = (0..30).map(|i| format!("c{i} = \"c{}\"\n", i + 1)).collect();
     let of_toys = |more: &str| format!("model_type = [\"toy\"]\n{more}\naxes = {{");
     let tall = |n: usize| format!("A = \"{}1\"", "1+".repeat(n));
@@ -497,8 +497,8 @@ fn the_smallest_number() {
     let config = json!({"a": i64::MIN, "b": -1});
     assert_eq!(fact("a % b == 0", &config), Ok(Some(true)));
     for text in ["a / b", "a // b", "a * b", "0 - a"] {
-        let told = fact(&format!("{text} > 1"), &config).unwrap_err();
-        assert!(told.contains("64 bits"), "{text}: {told}");
+        let message = fact(&format!("{text} > 1"), &config).unwrap_err();
+        assert!(message.contains("64 bits"), "{text}: {message}");
     }
 }
 

@@ -208,12 +208,12 @@ mod tests {
             let mut lowering = Lowering::new(&table, &local, &sets);
             let boxes = lowering.boxes(&mut registry, 0, &BTreeMap::new(), &Unit::default(), &extents).unwrap();
             let mut found = Vec::new();
-            for held in &boxes {
-                let axis = registry.axes(held.atom.key).iter().position(|axis| axis == "L").unwrap();
-                let place = held.atom.places[axis].unwrap();
+            for atom_box in &boxes {
+                let axis = registry.axes(atom_box.atom.key).iter().position(|axis| axis == "L").unwrap();
+                let place = atom_box.atom.places[axis].unwrap();
                 prop_assert_eq!(place.dim, (3 - first) % 3);
-                let at = held.atom.base[place.dim];
-                found.extend((held.lo[axis]..held.hi[axis]).map(|p| (p, at + (p - held.lo[axis]) * place.stride)));
+                let at = atom_box.atom.base[place.dim];
+                found.extend((atom_box.lo[axis]..atom_box.hi[axis]).map(|p| (p, at + (p - atom_box.lo[axis]) * place.stride)));
             }
             let wanted: Vec<(u64, u64)> = positions.into_iter().zip(0..n).collect();
             prop_assert_eq!(found, wanted);

@@ -27,9 +27,9 @@ pub(super) fn sets_of(
     seen: &[Seen],
 ) -> (Sets, Vec<(Finding, usize)>) {
     let declared = &table.config.sets;
-    let told =
+    let matching =
         outside.sets.iter().filter(|(name, set)| declared.get(*name).is_some_and(|d| d.axis == set.axis));
-    let mut sets: Sets = told.map(|(name, set)| (name.clone(), set.clone())).collect();
+    let mut sets: Sets = matching.map(|(name, set)| (name.clone(), set.clone())).collect();
     shorten(table, &mut sets, known, groups, seen);
     for (name, set) in &sets {
         known.extents.insert(expr::extent_in(&set.axis, name), set.positions.len() as u64);

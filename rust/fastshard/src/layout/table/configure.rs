@@ -28,12 +28,12 @@ pub(super) struct RawConfig {
 #[serde(untagged, expecting = "an expression, or a table of `where`, `axis` and `optional`")]
 pub(super) enum RawSet {
     Where(String),
-    Stated(StatedSet),
+    Table(SetTable),
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct StatedSet {
+pub(super) struct SetTable {
     #[serde(rename = "where")]
     holds: String,
     axis: Option<String>,
@@ -57,7 +57,7 @@ impl Table {
         let config = &mut self.config;
         let mut own_names = BTreeSet::new();
         if let Some(raw) = raw {
-            config.stated = true;
+            config.is_declared = true;
             config.model_types = raw.model_type;
             config.within = raw.within.unwrap_or(std::mem::take(&mut config.within));
             config.when =
@@ -68,8 +68,8 @@ impl Table {
             own_names.extend(raw.axes.keys().chain(raw.facts.keys()).cloned());
             for (kind, keys) in raw.defaults {
                 // An object that keys are sought in has a type of its own; one of no type is given by the user.
-                let stated = !config.model_types.is_empty() && config.within.is_empty();
-                if stated && !config.model_types.contains(&kind) {
+                let has_types = !config.model_types.is_empty() && config.within.is_empty();
+                if has_types && !config.model_types.contains(&kind) {
                     return Err(format!("defaults of {kind}, which is no model_type of the table"));
                 }
                 config.defaults.entry(kind).or_default().extend(keys);
@@ -85,7 +85,7 @@ impl Table {
         let parsed = |(name, set): (&String, &RawSet)| {
             let (text, axis, optional) = match set {
                 RawSet::Where(text) => (text, None, false),
-                RawSet::Stated(set) => (&set.holds, set.axis.clone(), set.optional),
+                RawSet::Table(set) => (&set.holds, set.axis.clone(), set.optional),
             };
             let (name, holds) = read((name, text))?;
             Ok(((name.clone(), (axis, holds)), (name, optional)))

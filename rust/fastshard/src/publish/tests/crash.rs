@@ -86,8 +86,8 @@ impl Kind {
         for folder in setting.folders().iter().filter(|folder| folder.join("sealed").exists()) {
             for path in ["data", "old"].map(|name| folder.join(name)) {
                 let version = match tree(&path) {
-                    Some(held) if held == old() => Version::Older,
-                    Some(held) if held == result() => Version::Newer,
+                    Some(content) if content == old() => Version::Older,
+                    Some(content) if content == result() => Version::Newer,
                     _ => continue,
                 };
                 let listed = results.iter().any(|r| r.path == path && r.version == version && r.is_complete);
@@ -115,8 +115,8 @@ impl Kind {
                 let waits = setting.folders().first().and_then(|f| tree(&f.join("data"))).unwrap_or_default();
                 let whole = result().iter().all(|(n, b)| out.get(n) == Some(b) || waits.get(n) == Some(b));
                 let known = out.iter().all(|(n, b)| old().get(n) == Some(b) || result().get(n) == Some(b));
-                let told = out.get(LAST[0]);
-                let mixed = told == old().get(LAST[0]) || told.is_some() && out.len() < result().len() - 1;
+                let last = out.get(LAST[0]);
+                let mixed = last == old().get(LAST[0]) || last.is_some() && out.len() < result().len() - 1;
                 *out == old() || whole && known && !mixed && !out.contains_key(LAST[1])
             }
             Kind::Inside => {
@@ -287,10 +287,10 @@ fn a_clean_up_that_failed_is_finished_with_resume() {
                 fault::arm(at, Fault::Once(errno.raw_os_error()));
                 let warnings = kind.run(&setting, false, true).unwrap();
                 fault::disarm();
-                let told: Vec<&str> = warnings.iter().map(|f| f.message.as_str()).collect();
+                let messages: Vec<&str> = warnings.iter().map(|f| f.message.as_str()).collect();
                 assert!(
-                    matches!(told[..], [one] if one.contains("complete, but not cleaned up")),
-                    "{when}: {told:?}"
+                    matches!(messages[..], [one] if one.contains("complete, but not cleaned up")),
+                    "{when}: {messages:?}"
                 );
                 assert_eq!(setting.folders().len(), 1, "{when}");
                 assert_eq!(kind.run(&setting, true, true).expect(&when), [], "{when}");

@@ -211,9 +211,9 @@ fn an_older_result_in_a_lower_layer_of_overlayfs() {
         let warned = |findings: &[Finding]| matches!(findings, [f] if f.code == codes::IN_STEPS);
         let forecast = |out: &Path| {
             let staging = Staging::begin(out, RUN, PLAN, &OVERWRITE).unwrap();
-            let told = staging.forecast();
+            let findings = staging.forecast();
             staging.discard().unwrap();
-            told
+            findings
         };
         assert!(forecast(&out).is_some_and(|f| warned(&[f])), "known before");
         assert!(warned(&run(&out, &s.source(), &OVERWRITE).unwrap()));

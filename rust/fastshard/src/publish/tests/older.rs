@@ -161,8 +161,8 @@ fn what_comes_during_the_run_is_a_conflict() {
         assert!(error.to_string().contains("global_step4/mine.pt"), "{error}");
         assert_eq!(all(&s.out()), before);
         fs::remove_file(s.out().join("global_step4/mine.pt")).unwrap();
-        let told: Vec<_> = run(&s.out(), &s.source(), &RESUME).unwrap().iter().map(|f| f.code).collect();
-        assert_eq!(told, if lacking == ["moving"] { vec![codes::IN_STEPS] } else { vec![] });
+        let codes: Vec<_> = run(&s.out(), &s.source(), &RESUME).unwrap().iter().map(|f| f.code).collect();
+        assert_eq!(codes, if lacking == ["moving"] { vec![codes::IN_STEPS] } else { vec![] });
         fault::lack(&[]);
         assert_eq!(tree(&s.out()), Some(result()));
         assert_eq!(s.folders(), [] as [PathBuf; 0]);
@@ -216,7 +216,7 @@ fn an_error_of_looking_is_told_as_that() {
                     hide(out.clone());
                 }
                 let begun = Staging::begin(&s.out(), RUN, PLAN, &OVERWRITE);
-                let told = begun.and_then(|staging| {
+                let outcome = begun.and_then(|staging| {
                     fill(&staging, &s.source())?;
                     if kept_from == "exchange" {
                         hide(out.clone());
@@ -232,8 +232,8 @@ fn an_error_of_looking_is_told_as_that() {
                 fault::show();
                 let published = all(&s.out()) == result();
                 assert_eq!(published, kept_from == "removal", "{when}");
-                assert_eq!(told.is_ok(), published, "{when}");
-                let findings = told.unwrap_or_else(Error::into_findings);
+                assert_eq!(outcome.is_ok(), published, "{when}");
+                let findings = outcome.unwrap_or_else(Error::into_findings);
                 let words = format!("{findings:?}");
                 assert_eq!(findings.len(), 1, "{when}: {words}");
                 assert!(words.contains(&std::io::Error::from(errno).to_string()), "{when}: {words}");
@@ -269,7 +269,7 @@ fn what_is_kept_is_named_by_the_run_that_goes_on() {
             }
             true
         };
-        let told = staging.publish(&LAST, &go_on).unwrap_or_else(Error::into_findings);
+        let findings = staging.publish(&LAST, &go_on).unwrap_or_else(Error::into_findings);
         let calls = fault::disarm().len();
         let kept = s.root.canonicalize().unwrap().join("out.kept-1");
         let names = |findings: &[Finding]| {
@@ -277,10 +277,10 @@ fn what_is_kept_is_named_by_the_run_that_goes_on() {
         };
         assert_eq!(tree(&s.out()), Some(result()), "{at}");
         if calls <= at {
-            assert!(names(&told), "{at}: {told:?}");
+            assert!(names(&findings), "{at}: {findings:?}");
             break;
         }
-        if names(&told) {
+        if names(&findings) {
             continue;
         }
         // The last call of all removes the empty folder: nothing tells of the run before it any more.
@@ -303,11 +303,11 @@ fn a_removal_that_is_stopped_goes_on_with_resume() {
         let staging = Staging::begin(&s.out(), RUN, PLAN, &OVERWRITE).unwrap();
         fill(&staging, &s.source()).unwrap();
         let out = s.out();
-        let asked = std::cell::Cell::new(0);
+        let looks = std::cell::Cell::new(0);
         let go_on = || {
             let published = tree(&out) == Some(result());
-            asked.set(asked.get() + usize::from(published));
-            asked.get() <= stop
+            looks.set(looks.get() + usize::from(published));
+            looks.get() <= stop
         };
         let warnings = staging.publish(&LAST, &go_on).unwrap();
         assert_eq!(warnings.len(), 1);

@@ -80,14 +80,14 @@ fn a_live_run_is_not_called_interrupted() {
     live.journal().append(b"done").unwrap();
     // Another plan's result has come meanwhile.
     put(&s.out(), &old());
-    let told = || {
+    let message = || {
         let error = Staging::begin(&s.out(), RUN, PLAN, &PLAIN).unwrap_err();
         assert_eq!(error.findings()[0].code, codes::OUT_EXISTS);
         error.findings()[0].help.clone().unwrap()
     };
-    assert!(told().contains("another process is writing this in"), "{}", told());
+    assert!(message().contains("another process is writing this in"), "{}", message());
     drop(live);
-    assert!(told().contains("an interrupted run of this is kept in"), "{}", told());
+    assert!(message().contains("an interrupted run of this is kept in"), "{}", message());
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! What the tests share: dice for structured random cases, checkpoints on disk, runs in memory.
 #![allow(dead_code)] // each test file uses its own part
 
-pub mod held;
+pub mod paused;
 pub mod world;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -223,7 +223,7 @@ pub fn options(threads: usize, scratch_dir: &Path) -> Options {
         threads,
         memory: AMPLE,
         scratch_dir: scratch_dir.to_path_buf(),
-        held: None,
+        max_decoded: None,
         encodes: 0,
         stats: Default::default(),
     }

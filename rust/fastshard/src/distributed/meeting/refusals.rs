@@ -16,7 +16,7 @@ const NAMED: usize = 8;
 pub(super) fn taken(other: &Card) -> Error {
     Finding::new(codes::LOCKED, format!("rank {} is held by another process, which is alive", other.rank))
         .rank(format!("rank {}", other.rank))
-        .expected("one process for each rank", other.process.told())
+        .expected("one process for each rank", other.process.describe())
         .help("start each process with a separate rank; one that was restarted takes its rank over once the first is gone")
         .into()
 }
@@ -144,7 +144,7 @@ impl Meeting {
             },
         )
         .rank(format!("rank {rank}"))
-        .expected("a process at work", heard.card.process.told())
+        .expected("a process at work", heard.card.process.describe())
         .help("run again with --resume, with as many ranks as there are hosts");
         finding.host = Some(heard.card.process.host.clone());
         Some(vec![finding])
@@ -158,7 +158,7 @@ fn place_of(card: &Card) -> String {
 
 /// The finding for two ranks that were not started alike, named for the first one.
 pub(super) fn differing(own: &Card, other: &Card) -> Option<Finding> {
-    let told = |expected: String, got: String| {
+    let finding_of = |expected: String, got: String| {
         let named = if own.rank == 0 { other } else { own };
         let mut finding =
             Finding::new(codes::RANKS_DIFFER, "the ranks of this run were not started with one command")
@@ -170,7 +170,10 @@ pub(super) fn differing(own: &Card, other: &Card) -> Option<Finding> {
     };
     let (zero, rank) = if own.rank == 0 { (own, other) } else { (other, own) };
     if zero.world != rank.world {
-        return Some(told(format!("{} ranks, as rank 0 says", zero.world), format!("{} ranks", rank.world)));
+        return Some(finding_of(
+            format!("{} ranks, as rank 0 says", zero.world),
+            format!("{} ranks", rank.world),
+        ));
     }
     let names: BTreeSet<&String> = zero.words.keys().chain(rank.words.keys()).collect();
     let shown = |value: Option<&serde_json::Value>| value.map_or("nothing".into(), ToString::to_string);
@@ -188,5 +191,5 @@ pub(super) fn differing(own: &Card, other: &Card) -> Option<Finding> {
         return None;
     }
     let (expected, got): (Vec<String>, Vec<String>) = differing.into_iter().unzip();
-    Some(told(format!("as rank 0: {}", expected.join(", ")), got.join(", ")))
+    Some(finding_of(format!("as rank 0: {}", expected.join(", ")), got.join(", ")))
 }

@@ -21,12 +21,12 @@ pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// What `run` returns, in a thread of its own, which is given up if it never ends.
+/// Calls `run` in a thread of its own, which is given up if it never ends.
 #[track_caller]
 pub fn within_hang<T: Send + 'static>(run: impl FnOnce() -> T + Send + 'static) -> T {
-    let (tell, told) = std::sync::mpsc::channel();
-    let thread = std::thread::spawn(move || drop(tell.send(run())));
-    match told.recv_timeout(HANG) {
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let thread = std::thread::spawn(move || drop(sender.send(run())));
+    match receiver.recv_timeout(HANG) {
         Ok(result) => result,
         Err(std::sync::mpsc::RecvTimeoutError::Timeout) => panic!("it never ends"),
         Err(_) => std::panic::resume_unwind(thread.join().unwrap_err()),
@@ -48,7 +48,7 @@ pub struct Steps {
 }
 
 /// A run that waits at a place until this is dropped.
-pub struct Held {
+pub struct Paused {
     pub place: String,
     _stream: UnixStream,
 }
@@ -68,7 +68,7 @@ impl Steps {
     }
 
     /// The next place that a process comes to; none if it has ended.
-    pub fn next(&self, child: &mut Child) -> Option<Held> {
+    pub fn next(&self, child: &mut Child) -> Option<Paused> {
         let begun = Instant::now();
         loop {
             // Asked first: who has ended may have come to a place before.
@@ -81,7 +81,7 @@ impl Steps {
                     let place = line.trim_end().split_once(' ').map(|(_, place)| place.to_string());
                     // Of a process that was killed before it said where it is.
                     let Some(place) = place else { continue };
-                    return Some(Held { place, _stream: stream });
+                    return Some(Paused { place, _stream: stream });
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {}
                 Err(error) => panic!("{error}"),
@@ -96,20 +96,20 @@ impl Steps {
 
     /// Lets the process go on until it comes to `place`, and holds it there.
     #[track_caller]
-    pub fn until(&self, child: &mut Child, place: &str) -> Held {
+    pub fn until(&self, child: &mut Child, place: &str) -> Paused {
         let mut passed = Vec::new();
-        while let Some(held) = self.next(child) {
-            if held.place == place {
-                return held;
+        while let Some(paused) = self.next(child) {
+            if paused.place == place {
+                return paused;
             }
-            passed.push(held.place.clone());
+            passed.push(paused.place.clone());
         }
         panic!("it ended before it came to {place}, by way of {passed:?}");
     }
 
     /// Lets the process go on to its end; the places that it came by.
     pub fn all(&self, child: &mut Child) -> Vec<String> {
-        std::iter::from_fn(|| self.next(child).map(|held| held.place.clone())).collect()
+        std::iter::from_fn(|| self.next(child).map(|paused| paused.place.clone())).collect()
     }
 }
 
