@@ -42,8 +42,8 @@ use crate::steps::{self, Step};
 pub(crate) use left::collect;
 pub use left::forget_dead;
 pub use pauses::Pauses;
-use refusals::{differing, taken};
-use table::{sources_of, Heard, State, Table, BEAT_EVERY};
+use refusals::differing;
+use table::{sources_of, taken, Heard, State, Table, BEAT_EVERY};
 pub use table::{Card, Opened, Phase, Seen};
 
 /// Time between two looks at the other ranks' cards: the first while something is waited for, the usual one, and the most

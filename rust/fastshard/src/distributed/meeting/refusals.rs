@@ -1,36 +1,16 @@
 //! What ranks say of one another: who is missing, who is gone, who was started otherwise.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
 
 use super::table::{sources_of, Card, Heard, Phase, Seen};
 use super::Meeting;
 use crate::codes;
-use crate::error::{Error, Finding, Result};
+use crate::error::{Finding, Result};
 
 /// Largest list of a rank's sources, in bytes.
 const MAX_SOURCES: u64 = 1 << 30;
 /// Files named of those that differ.
 const NAMED: usize = 8;
-
-pub(super) fn taken(other: &Card) -> Error {
-    Finding::new(codes::LOCKED, format!("rank {} is held by another process, which is alive", other.rank))
-        .rank(format!("rank {}", other.rank))
-        .expected("one process for each rank", other.process.describe())
-        .help("start each process with a separate rank; one that was restarted takes its rank over once the first is gone")
-        .into()
-}
-
-/// The error of a rank that finds the others gone, with the folder in which they met.
-pub(super) fn taken_away(own: &Card, folder: &Path) -> Error {
-    let mut finding =
-        Finding::new(codes::PART_MISSING, "the other ranks have ended, before this one had read how")
-            .file(folder)
-            .rank(format!("rank {}", own.rank))
-            .help("look at the output of rank 0; --resume continues");
-    finding.host = Some(own.process.host.clone());
-    finding.into()
-}
 
 impl Meeting {
     /// Findings for ranks that rank 0 has not seen, as its card says.

@@ -3,13 +3,14 @@
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::io;
+use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::refusals::{taken, taken_away};
-use crate::error::{Finding, Result};
+use crate::codes;
+use crate::error::{Error, Finding, Result};
 use crate::publish::clock::{Clock, Watched};
 use crate::publish::disk::{self, At, Dir};
 use crate::publish::process::Process;
@@ -254,4 +255,24 @@ impl Table {
             }
         }
     }
+}
+
+/// The error of a rank whose place another process has, which is alive.
+pub(super) fn taken(other: &Card) -> Error {
+    Finding::new(codes::LOCKED, format!("rank {} is held by another process, which is alive", other.rank))
+        .rank(format!("rank {}", other.rank))
+        .expected("one process for each rank", other.process.describe())
+        .help("start each process with a separate rank; one that was restarted takes its rank over once the first is gone")
+        .into()
+}
+
+/// The error of a rank that finds the others gone, with the folder in which they met.
+fn taken_away(own: &Card, folder: &Path) -> Error {
+    let mut finding =
+        Finding::new(codes::PART_MISSING, "the other ranks have ended, before this one had read how")
+            .file(folder)
+            .rank(format!("rank {}", own.rank))
+            .help("look at the output of rank 0; --resume continues");
+    finding.host = Some(own.process.host.clone());
+    finding.into()
 }
