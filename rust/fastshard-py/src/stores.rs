@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use fastshard::codes;
-use fastshard::error::{Error, Finding, Result};
+use fastshard::error::{Error, Finding, Result, MORE_MEMORY};
 use fastshard::format::blocks::Store;
 use fastshard::memory;
 use fastshard::storage::{BlockBytes, BlockReader};
@@ -271,7 +271,7 @@ fn failed(key: &str, error: &PyErr) -> Error {
     if Python::attach(|py| error.is_instance_of::<PyMemoryError>(py)) {
         return Finding::new(codes::MEMORY_BUDGET, "the system has no memory left for a block")
             .tensor(key)
-            .help(memory::MORE_MEMORY)
+            .help(MORE_MEMORY)
             .into();
     }
     Finding::new(codes::IO, format!("a block could not be read or written: {error}"))

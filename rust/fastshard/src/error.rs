@@ -10,7 +10,10 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::codes::{self, Code, Exit};
-use crate::memory;
+
+/// The help where the system has no memory left.
+pub const MORE_MEMORY: &str =
+    "lower --memory or --threads, or raise the limit of the process (ulimit -v, a cgroup)";
 
 pub use crate::codes::Severity;
 
@@ -404,7 +407,7 @@ impl Error {
             K::StorageFull | K::QuotaExceeded | K::FileTooLarge => {
                 (codes::NO_SPACE, "free space or choose another destination")
             }
-            K::OutOfMemory => (codes::MEMORY_BUDGET, memory::MORE_MEMORY),
+            K::OutOfMemory => (codes::MEMORY_BUDGET, MORE_MEMORY),
             K::AlreadyExists => (codes::OUT_EXISTS, "choose another destination or pass --overwrite"),
             _ => match error.raw_os_error() {
                 Some(23 | 24) => (codes::TOO_MANY_FILES, "raise the open-file limit (ulimit -n)"),

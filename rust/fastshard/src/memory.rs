@@ -10,12 +10,9 @@ use std::sync::Arc;
 use std::{fmt, io, result};
 
 use crate::codes;
-use crate::error::{Error, Finding, Result};
+use crate::error::{Error, Finding, Result, MORE_MEMORY};
 use crate::kernel;
 
-/// What helps where the system has no memory left.
-pub const MORE_MEMORY: &str =
-    "lower --memory or --threads, or raise the limit of the process (ulimit -v, a cgroup)";
 /// MiB that a help advises at least: what comes after the headers needs some, too.
 const PLENTY: u64 = 256;
 /// Bytes that a header takes per byte of it while it is read: itself and what it says.
