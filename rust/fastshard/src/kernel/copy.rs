@@ -1,6 +1,6 @@
 //! The strided box copy: the one primitive that every view of a tensor lowers to.
 
-use super::transpose;
+use super::transpose::{self, Axis};
 
 /// One strided box of elements: extents and, per axis, source and destination strides, in elements.
 ///
@@ -14,14 +14,6 @@ pub struct StridedBox<'a> {
     pub src_strides: &'a [u64],
     /// Destination stride of each axis, in elements.
     pub dst_strides: &'a [u64],
-}
-
-/// One axis of a box that is known to lie inside both slices; strides in bytes.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Axis {
-    pub(super) len: usize,
-    pub(super) src: usize,
-    pub(super) dst: usize,
 }
 
 /// Copies a box of elements from `src[src_base..]` to `dst[dst_base..]`.

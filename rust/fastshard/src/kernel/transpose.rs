@@ -4,8 +4,6 @@
 //! stack, so that each source line is read once and each destination row gets its whole run at once: rows a
 //! power of two apart share a cache set, and writing them piecemeal evicts every line half filled.
 
-use super::copy::Axis;
-
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
@@ -19,6 +17,14 @@ const STRIP: usize = 1024;
 /// Boxes from this many bytes on are stored past the cache, which they would flush: that saves reading the
 /// destination, at the price of fetching it again should it be used soon.
 const STREAM_BYTES: usize = 8 << 20;
+
+/// One axis of a box that is known to lie inside both slices; strides in bytes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Axis {
+    pub(super) len: usize,
+    pub(super) src: usize,
+    pub(super) dst: usize,
+}
 
 /// An element that moves as one word; neither side needs to be aligned.
 pub(super) trait Item: Copy {
