@@ -3,8 +3,6 @@
 
 use std::fmt;
 
-use super::table::Table;
-
 /// The size of an axis, in words.
 #[derive(Clone, Copy)]
 pub(crate) struct Size<'a>(pub(crate) &'a str);
@@ -23,16 +21,6 @@ impl fmt::Display for Size<'_> {
             "d" => "the size of a head",
             other => return write!(f, "axis {other}"),
         })
-    }
-}
-
-/// The size of an axis by the key that configs of a table have for it, or in words.
-pub(crate) fn size(table: &Table, axis: &str) -> String {
-    let text = table.config.axes.get(axis).map(|expression| expression.text());
-    let key = text.map(|text| text.split_once(" ??").map_or(text, |(key, _)| key));
-    match key.filter(|key| key.chars().all(|c| c.is_ascii_alphabetic() || c == '_')) {
-        Some(key) => key.to_string(),
-        None => Size(axis).to_string(),
     }
 }
 

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use super::axis_words;
+use super::axis_words::Size;
 use super::expr::{self, Extents};
 use super::table::Table;
 use crate::codes;
@@ -150,7 +150,7 @@ pub fn bind(table: &Table, groups: &[Group], known: &Known) -> (Extents, Vec<Fin
                 findings.push(
                     Finding::new(
                         codes::CONFIG_DISAGREES,
-                        format!("{} of the {} layout", axis_words::size(table, axis), table.name),
+                        format!("{} of the {} layout", size_of(table, axis), table.name),
                     )
                     .tensor(witness)
                     .expected(
@@ -291,7 +291,7 @@ pub fn not_divisible(table: &Table, axis: &str, extent: u64, dimension: &str, de
         (1..=extent.min(1024)).filter(|d| extent.is_multiple_of(*d)).map(|d| d.to_string()).collect();
     let what = match table.generic_axis(axis) {
         Some((tensor, d)) => format!("dimension {d} of {tensor}"),
-        None => axis_words::size(table, axis),
+        None => size_of(table, axis),
     };
     Finding::new(codes::NOT_DIVISIBLE, format!("{what}, which is {extent}, over {dimension} {degree}"))
         .expected(format!("a degree among {}", fits.join(", ")), degree)
@@ -339,5 +339,15 @@ impl Finding {
     fn with_message(mut self, message: String) -> Self {
         self.message = message;
         self
+    }
+}
+
+/// Names the size of an axis by the key that configs of a table have for it, or in words.
+fn size_of(table: &Table, axis: &str) -> String {
+    let text = table.config.axes.get(axis).map(|expression| expression.text());
+    let key = text.map(|text| text.split_once(" ??").map_or(text, |(key, _)| key));
+    match key.filter(|key| key.chars().all(|c| c.is_ascii_alphabetic() || c == '_')) {
+        Some(key) => key.to_string(),
+        None => Size(axis).to_string(),
     }
 }
