@@ -11,6 +11,8 @@ use std::collections::{BTreeMap, HashSet};
 use super::config::Config;
 use super::expr::{self, Derived, Extents, Factor, Shape};
 use super::names::Pattern;
+use crate::codes;
+use crate::error::{Error, Finding};
 
 /// Facts about a model that decide which rules hold, e.g. `tied`, `gpt_j_residual`.
 pub type Facts = BTreeMap<String, bool>;
@@ -285,4 +287,16 @@ pub(crate) fn stored_name(shape: &Shape, axis: &str) -> String {
         })
     }
     shape.dims.iter().find_map(|dim| find(dim, axis)).unwrap_or_else(|| axis.to_string())
+}
+
+/// The error for a table.
+fn bad(table: &str, message: String) -> Error {
+    Finding::new(codes::BAD_LAYOUT, format!("layout {table}: {message}"))
+        .help("see the rule language in docs/layouts.md")
+        .into()
+}
+
+/// The error for a rule of a table.
+fn bad_rule(table: &str, rule: &str, message: String) -> Error {
+    bad(table, format!("tensor {rule:?}: {message}"))
 }

@@ -2,8 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::parse::{bad, bad_rule};
-use super::{Entry, Table};
+use super::{bad, bad_rule, Entry, Table};
 use crate::error::Result;
 use crate::layout::expr::Extents;
 

@@ -5,9 +5,10 @@ use std::collections::{BTreeMap, HashMap};
 use serde::Deserialize;
 
 use super::configure::{RawConfig, RawSet};
-use super::{alias, inherit, stored_axis, stored_name, Condition, Entry, Scale, ShardMap, Table, Tied};
-use crate::codes;
-use crate::error::{Error, Finding, Result};
+use super::{
+    alias, bad, bad_rule, inherit, stored_axis, stored_name, Condition, Entry, Scale, ShardMap, Table, Tied,
+};
+use crate::error::Result;
 use crate::layout::expr::{self, Derived, Extents, Factor, Shape};
 use crate::layout::names::Pattern;
 
@@ -115,16 +116,6 @@ struct RawTable {
     keep: Vec<String>,
     #[serde(default)]
     model: BTreeMap<String, serde_json::Value>,
-}
-
-pub(super) fn bad(table: &str, message: String) -> Error {
-    Finding::new(codes::BAD_LAYOUT, format!("layout {table}: {message}"))
-        .help("see the rule language in docs/layouts.md")
-        .into()
-}
-
-pub(super) fn bad_rule(table: &str, rule: &str, message: String) -> Error {
-    bad(table, format!("tensor {rule:?}: {message}"))
 }
 
 fn condition(text: Option<&str>) -> std::result::Result<Condition, String> {
