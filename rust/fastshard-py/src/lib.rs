@@ -6,6 +6,7 @@
 mod calls;
 mod drafts;
 mod findings;
+mod meetings;
 mod options;
 mod patterns;
 mod plain;
@@ -520,7 +521,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<patterns::PatternBudget>()?;
     m.add_class::<patterns::Patterns>()?;
     m.add_class::<plans::Plan>()?;
-    m.add_class::<ranks::Meeting>()?;
+    m.add_class::<meetings::Meeting>()?;
     m.add_class::<ResultWriter>()?;
     m.add_class::<rosters::Roster>()?;
     m.add_class::<tables::Table>()?;

@@ -21,8 +21,9 @@ use pyo3::types::{PyDict, PyList};
 use serde_json::json;
 
 use crate::calls::{run, run_telling};
+use crate::meetings::Meeting;
 use crate::plain::{list, to_python, Given};
-use crate::{findings, raise, ranks, to_json, Paths, RunOptions, Written};
+use crate::{findings, raise, to_json, Paths, RunOptions, Written};
 
 /// A plan with the open files that it reads.
 #[pyclass(frozen, module = "fastshard._core")]
@@ -240,14 +241,14 @@ impl Plan {
         arrays: Option<Py<PyAny>>,
         paths: Option<Paths>,
         tell: Option<Py<PyAny>>,
-        meeting: Option<&ranks::Meeting>,
+        meeting: Option<&Meeting>,
         about: Option<Given<serde_json::Value>>,
     ) -> PyResult<Written> {
         self.refuse_errors()?;
         let (copies, roots) = paths.unwrap_or_else(|| (Vec::new(), self.roots.clone()));
         let write_options = options.0.writing(copies, arrays);
         let (plan, files) = (Arc::clone(&self.plan), self.files.clone());
-        let meeting = meeting.map(ranks::Meeting::inner).transpose()?;
+        let meeting = meeting.map(Meeting::inner).transpose()?;
         let about = about.map(|about| about.0).unwrap_or_default();
         let ended = run_telling(py, progress, tell, {
             let out = out.clone();
