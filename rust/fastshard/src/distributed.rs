@@ -36,6 +36,7 @@ pub mod member;
 mod pages;
 mod part_sink;
 pub mod parts;
+pub(crate) mod prior;
 pub mod ranks;
 pub mod rounds;
 pub mod share;

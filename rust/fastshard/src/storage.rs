@@ -531,6 +531,15 @@ fn open_at_once(path: &Path) -> std::io::Result<File> {
     Ok(file)
 }
 
+/// Errors if the status of a file alone changed, where some lie on other hosts: these would give what they have lent once
+/// more, which proves nothing.
+pub(crate) fn only_read(files: &[Arc<SourceFile>]) -> Result<()> {
+    match files.iter().any(|file| file.is_elsewhere() || file.blocks_apart().is_some()) {
+        true => files.iter().try_for_each(|file| file.untouched()),
+        false => Ok(()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

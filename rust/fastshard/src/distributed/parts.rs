@@ -23,11 +23,14 @@ use crate::manifest::Manifest;
 use crate::plan::{Form, OutFile, Plan};
 use crate::publish::clock::Patience;
 use crate::publish::{self, Space, Staging};
-use crate::storage::SourceFile;
+use crate::storage::{only_read, SourceFile};
+use crate::write::frames::frames;
+use crate::write::options::{document, engine_options, needs, Options, Roots};
 use crate::write::records::{Claims, TileJournal};
-use crate::write::{document, engine_options, frames, needs, only_read, resumable, sink, Options, Roots};
+use crate::write::resume::resumable;
+use crate::write::sink::members_of;
+pub(crate) use commit::unless_published;
 pub use commit::{commit, conclude};
-pub(crate) use commit::{unless_published, Prior};
 use earlier::{is_of, spot_check, Earlier};
 
 /// Bytes that are read at a time.
@@ -334,7 +337,7 @@ pub fn make_part(
     };
     let by_file = plan.by_file();
     let frames = frames(plan, &by_file, files)?;
-    let checksummed = sink::members_of(plan, &frames).into_iter().map(|member| member.is_some()).collect();
+    let checksummed = members_of(plan, &frames).into_iter().map(|member| member.is_some()).collect();
     drop(frames);
     let pages = Pages::of(plan, &sizes, &division.shares);
     // What others of this round are making is not this part's.

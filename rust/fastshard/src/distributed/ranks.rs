@@ -17,7 +17,9 @@ use crate::plan::Plan;
 use crate::publish::{self, Staging};
 use crate::steps::Step;
 use crate::storage::SourceFile;
-use crate::write::{document, resumable, roll_forward, Options, Roots};
+use crate::write::complete::roll_forward;
+use crate::write::options::{document, Options, Roots};
+use crate::write::resume::resumable;
 
 /// Time between two looks at what the others do.
 const LOOK: Duration = Duration::from_millis(100);

@@ -6,11 +6,13 @@ use std::thread::{self, Builder};
 
 use super::arrays::Arrays;
 use super::backlog::lock;
-use super::frames::underlay;
+use super::frames::{frames, underlay};
+use super::options::{engine_options, Options};
+use super::resume::keeps;
 use super::sink::StagedSink;
-use super::{engine_options, frames, keeps, only_read, outcome, piece, records, Options};
+use super::{outcome, piece, records};
 use crate::codes;
-use crate::distributed::parts::Prior;
+use crate::distributed::prior::Prior;
 use crate::engine::{self, Control, Discard, Report};
 use crate::error::{Error, Finding, Result, Severity};
 use crate::format::Frame;
@@ -18,7 +20,7 @@ use crate::manifest::{Manifest, MANIFEST_NAME};
 use crate::plan::{Form, Output, Plan};
 use crate::publish::{OutFile, Space, Staging};
 use crate::stats::Level;
-use crate::storage::SourceFile;
+use crate::storage::{only_read, SourceFile};
 
 /// A run in its staging folder.
 pub(super) struct Filling<'a> {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::CHUNK;
+use super::options::CHUNK;
 use crate::codes;
 use crate::engine::Control;
 use crate::error::{Finding, Result};

@@ -2,7 +2,8 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use super::{piece, Options};
+use super::options::Options;
+use super::piece;
 use crate::codes::{self, Kind};
 use crate::engine::Report;
 use crate::error::{Finding, Result};

@@ -4,9 +4,9 @@ use std::sync::Mutex;
 
 use super::arrays::Arrays;
 use super::backlog::{lock, Backlog};
+use super::options::Options;
 use super::records::{self, Claims, TileJournal};
-use super::Options;
-use crate::distributed::parts::Prior;
+use crate::distributed::prior::Prior;
 use crate::engine::{Control, Sink, TileDone};
 use crate::error::Result;
 use crate::format::Frame;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use super::super::foresee::foresee;
 use super::super::member::Log;
+use super::super::prior::Prior;
 use super::super::rounds::{Claimed, Shared};
 use super::super::share::{self, Share};
 use super::earlier::{spot_check, Earlier};
@@ -18,29 +19,9 @@ use crate::plan::{Form, OutFile, Plan};
 use crate::publish::clock::Clock;
 use crate::publish::{self, Space, Staging};
 use crate::storage::SourceFile;
-use crate::write::records::TileJournal;
-use crate::write::{self, document, engine_options, resumable, Options};
-
-/// The work of others, for the one that concludes the run.
-pub(crate) struct Prior {
-    logs: Vec<Log>,
-    adopted: BTreeSet<String>,
-    pub(crate) evidence: Vec<Evidence>,
-    pub(crate) sizes: Vec<u64>,
-    /// Files to which nothing is to be written any more.
-    pub(crate) complete: Vec<bool>,
-    pub(crate) provenance: Provenance,
-}
-
-impl Prior {
-    pub(crate) fn list_journals(&self) -> Vec<TileJournal<'_>> {
-        let tile_journal = |log| -> TileJournal<'_> {
-            let log: &Log = log;
-            TileJournal { journal: &log.journal, adopted: self.adopted.contains(&log.nonce) }
-        };
-        self.logs.iter().map(tile_journal).collect()
-    }
-}
+use crate::write::complete::{complete, roll_forward};
+use crate::write::options::{document, engine_options, Options};
+use crate::write::resume::resumable;
 
 /// Concludes a run whose parts are all made: judges what they have learnt, makes what is left, and publishes.
 ///
@@ -66,7 +47,7 @@ pub fn conclude(
         Ok(prior) => prior,
         Err(error) => return Err(resumable(error, staging.folder())),
     };
-    write::complete(plan, files, staging, options, Some(&prior), findings, control)
+    complete(plan, files, staging, options, Some(&prior), findings, control)
 }
 
 /// Concludes the run called `nonce`, as a process that has not begun it.
@@ -114,7 +95,7 @@ fn commit_found(
     let staging = Staging::begin(out, &run, &document(plan), &publish)?;
     let findings = staging.left_beside(plan.version);
     if staging.sealed() {
-        return write::roll_forward(staging, plan, out, findings, control);
+        return roll_forward(staging, plan, out, findings, control);
     }
     if staging.shared()?.is_none_or(|now| now.run.nonce != shared.run.nonce) {
         // Another process has published it since it was looked at, and what is here now was made just now.

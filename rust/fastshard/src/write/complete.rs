@@ -1,0 +1,88 @@
+//! Completes a result in its staging folder, and publishes it.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use super::fill::Filling;
+use super::options::Options;
+use super::resume::{keeps, resumable};
+use crate::distributed::prior::Prior;
+use crate::engine::Control;
+use crate::error::{Error, Finding, Result};
+use crate::manifest::{Manifest, MANIFEST_NAME};
+use crate::plan::Plan;
+use crate::publish::Staging;
+use crate::storage::SourceFile;
+
+/// Makes what is not made yet, judges all of it, and publishes.
+pub(crate) fn complete(
+    plan: &Plan,
+    files: &[Arc<SourceFile>],
+    staging: Staging,
+    options: &Options,
+    prior: Option<&Prior>,
+    mut findings: Vec<Finding>,
+    control: &Control,
+) -> Result<(Manifest, Vec<Finding>)> {
+    let folder = staging.folder().to_path_buf();
+    let done =
+        Filling { plan, files, staging: &staging, options, prior, control }.fill().and_then(|filled| {
+            // The last look at the sources: what was read is what is there.
+            files.iter().try_for_each(|f| f.unchanged())?;
+            let (manifest, found) = filled;
+            findings.extend(found);
+            // What was noticed at the destination too.
+            Ok((manifest, options.gate.pass(std::mem::take(&mut findings))?))
+        });
+    match done {
+        Ok((manifest, mut findings)) => {
+            let published = staging.publish(&last_names(plan), &|| control.is_running());
+            findings.extend(published.map_err(|error| match error.is_after_publishing() {
+                true => error,
+                false => resumable(error, &folder),
+            })?);
+            Ok((manifest, findings))
+        }
+        Err(error)
+            if keeps(&error, options) && (error.is_interrupt() || staging.journal().holds_records()) =>
+        {
+            Err(resumable(error, &folder))
+        }
+        Err(error) => {
+            // What cannot be removed must not hide why it should be.
+            match staging.discard() {
+                Ok(()) => Err(error),
+                Err(second) => {
+                    let mut findings = error.into_findings();
+                    findings.extend(second.into_findings());
+                    Err(Error::from(findings))
+                }
+            }
+        }
+    }
+}
+
+/// Finishes publishing what an earlier run has completed.
+pub(crate) fn roll_forward(
+    staging: Staging,
+    plan: &Plan,
+    out: &Path,
+    mut findings: Vec<Finding>,
+    control: &Control,
+) -> Result<(Manifest, Vec<Finding>)> {
+    findings.extend(staging.publish(&last_names(plan), &|| control.is_running())?);
+    match Manifest::read(&out.join(MANIFEST_NAME)) {
+        Ok(manifest) => Ok((manifest, findings)),
+        Err(error) => {
+            // What was said on the way, of what is kept for one, is not said again.
+            let mut all_findings = error.after_publishing(out).into_findings();
+            all_findings.extend(findings);
+            Err(Error::from(all_findings))
+        }
+    }
+}
+
+/// Top-level names that appear after all others; the last one is where readers start.
+fn last_names(plan: &Plan) -> Vec<&str> {
+    std::iter::once(MANIFEST_NAME).chain(plan.pointers.iter().map(String::as_str)).collect()
+}
