@@ -17,7 +17,7 @@ mod reads;
 pub(crate) mod release;
 mod report;
 mod run;
-pub(crate) mod shards;
+mod shards;
 pub(crate) mod tile;
 mod turns;
 
@@ -29,7 +29,7 @@ use crate::codes;
 use crate::distributed::share::Share;
 use crate::error::{without_panic, Finding, Result};
 use crate::hash::ChainingValue;
-use crate::plan::{Output, Plan};
+use crate::plan::Plan;
 use crate::stats::{Level, Seen};
 use crate::steps::{self, Step};
 use crate::storage::SourceFile;
@@ -314,17 +314,4 @@ fn run_whole(
     }
     run.make_all(files)?;
     without_panic(|| run.report(memory))
-}
-
-pub(crate) fn blobs_of(plan: &Plan, output: &Output) -> Vec<u32> {
-    let mut blobs: Vec<u32> = output
-        .parts
-        .iter()
-        .flat_map(|p| &p.sources)
-        .flat_map(|&s| plan.read_with(s))
-        .flat_map(|s| shards::blobs_of(&plan.stored[s as usize]))
-        .collect();
-    blobs.sort_unstable();
-    blobs.dedup();
-    blobs
 }

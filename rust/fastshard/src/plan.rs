@@ -13,6 +13,7 @@ use crate::error::Finding;
 use crate::tensor::{c_strides, element_count};
 use crate::words::Words;
 
+pub(crate) mod blobs;
 pub mod change;
 mod check;
 mod coded;

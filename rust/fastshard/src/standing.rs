@@ -54,16 +54,6 @@ impl Standing {
     }
 }
 
-/// Calls `each` with every blob that holds elements of a tensor.
-pub(crate) fn each_blob(tensor: &StoredTensor, mut each: impl FnMut(u32)) {
-    match &tensor.pieces {
-        Pieces::View { blob, .. } => each(*blob),
-        Pieces::Boxes(pieces) => pieces.iter().for_each(|p| each(p.blob)),
-        Pieces::Ranges(pieces) => pieces.iter().for_each(|p| each(p.blob)),
-        Pieces::Coded(_) => {}
-    }
-}
-
 /// Calls `each` with every blob that holds elements of a tensor, and what stands there.
 pub(crate) fn each_use(stored: u32, tensor: &StoredTensor, mut each: impl FnMut(u32, Use)) {
     let found = |offset: u64, at: &[u64]| Use { stored, offset, at: at.to_vec() };

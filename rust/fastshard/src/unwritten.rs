@@ -7,8 +7,8 @@ use serde::Deserialize;
 use crate::catalog::Catalog;
 use crate::codes;
 use crate::error::{Finding, Severity};
+use crate::plan::blobs::each_blob;
 use crate::plan::Plan;
-use crate::standing::each_blob;
 
 /// Bytes of a file's tensors that may be holes: a few zeros are no sign of a lost write.
 pub const MOST_HOLES: u64 = 1 << 30;

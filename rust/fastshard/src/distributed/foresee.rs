@@ -8,8 +8,9 @@ use std::sync::Arc;
 
 use super::share::{reaches, Reach, Share, TileRun};
 use crate::engine::tile::{self, Twins};
-use crate::engine::{blobs_of, Control};
+use crate::engine::Control;
 use crate::error::Result;
+use crate::plan::blobs::blobs_of_output;
 use crate::plan::Plan;
 use crate::storage::SourceFile;
 
@@ -41,7 +42,7 @@ pub fn foresee(
             return Ok(());
         }
         let (output, size) = (&plan.outputs[run.output as usize], sizes[run.output as usize]);
-        let blobs = blobs_of(plan, output);
+        let blobs = blobs_of_output(plan, output);
         if !blobs.iter().any(|b| lies_apart(&files[plan.blobs[*b as usize].file as usize])) {
             continue;
         }

@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use crate::engine::{self, budget, release, Options};
+use crate::engine::{budget, release, Options};
 use crate::error::Result;
+use crate::plan::blobs::{blobs_of_output, each_blob, first_blob};
 use crate::plan::{Output, Part, Pieces, Plan, StoredTensor};
-use crate::standing::each_blob;
 use crate::storage::SourceFile;
 
 /// Tiles `first..end` of one output.
@@ -75,7 +75,7 @@ pub fn tiling(plan: &Plan, options: &Options) -> Result<Vec<u64>> {
 
 /// All tiles of a plan in the order in which they are made, without the outputs that `left_out` names.
 pub fn all_tiles(plan: &Plan, sizes: &[u64], left_out: &dyn Fn(usize) -> bool) -> Vec<TileRun> {
-    let blobs_of: Vec<Vec<u32>> = plan.outputs.iter().map(|o| engine::blobs_of(plan, o)).collect();
+    let blobs_of: Vec<Vec<u32>> = plan.outputs.iter().map(|o| blobs_of_output(plan, o)).collect();
     let whole = |output: usize| TileRun {
         output: output as u32,
         first: 0,
@@ -179,7 +179,7 @@ pub fn divide_near(
         }
     }
     for (pad, region) in (0u32..).zip(&plan.pads) {
-        let blob = engine::shards::first_blob(&plan.stored[region.stored as usize]);
+        let blob = first_blob(&plan.stored[region.stored as usize]);
         let pads = &mut shares[blob.map_or(0, rank_of)].pads;
         match pads.last_mut() {
             Some(last) if last.1 == pad => last.1 += 1,

@@ -4,12 +4,12 @@ use crate::codes;
 use crate::error::{Finding, Result};
 use crate::kernel;
 use crate::memory::anonymous_memory;
+use crate::plan::blobs::{first_blob, tracked_blobs};
 use crate::plan::{Output, Plan, StoredTensor};
 use crate::stats::Level;
 
 use super::changes::Changes;
 use super::coded::Pool;
-use super::shards;
 use super::tile::Workspace;
 use super::{Options, MIN_TILE};
 
@@ -82,7 +82,7 @@ fn wanted_tile(plan: &Plan, output: &Output) -> u64 {
 
 /// True if a tensor's elements have to be decoded.
 fn encoded(plan: &Plan, stored: &StoredTensor) -> bool {
-    shards::first_blob(stored).is_some_and(|b| plan.blobs[b as usize].encoded)
+    first_blob(stored).is_some_and(|b| plan.blobs[b as usize].encoded)
 }
 
 impl MemoryUse {
@@ -147,7 +147,7 @@ pub(crate) fn divide(plan: &Plan, options: &Options, fixed: Option<&[u64]>) -> R
             .run(format!("--memory {}MiB", (baseline + own + least).div_ceil(1 << 20)))
             .into());
     }
-    let tracks = shards::tracked(plan).contains(&true);
+    let tracks = tracked_blobs(plan).contains(&true);
     let checksums = if tracks { ((available - least) / CHECKSUMS_PART).min(MAX_CHECKSUMS) } else { 0 };
     let available = available - checksums;
     let wanted: Vec<u64> = match fixed {

@@ -4,10 +4,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::hash::{crc32, Segments};
+use crate::plan::blobs::{cuts, tracked_blobs};
 use crate::plan::Plan;
 
 use super::evidence::Segment;
-use super::shards;
 
 /// Memory of a segment, in bytes: an entry of a tree whose nodes are half full.
 const SEGMENT: u64 = 80;
@@ -37,9 +37,9 @@ pub struct Checksums {
 impl Checksums {
     /// Of what is to be verified and compared in a plan, in about `memory` bytes.
     pub fn new(plan: &Plan, memory: u64) -> Self {
-        let tracked = shards::tracked(plan);
+        let tracked = tracked_blobs(plan);
         Checksums {
-            cuts: shards::cuts(plan, &tracked),
+            cuts: cuts(plan, &tracked),
             segments: tracked.iter().map(|_| Mutex::default()).collect(),
             tracked,
             count: AtomicUsize::new(0),

@@ -70,7 +70,7 @@ pub struct Into<'a> {
 
 impl<'p> Sources<'p> {
     /// Sources of a plan. `files` are in the order of [`Plan::sources`]; what is compressed is
-    /// unpacked to unnamed files in `scratch_dir`. Up to `held` bytes of decoded blocks are kept.
+    /// unpacked to unnamed files in `scratch_dir`. Up to `block_capacity` bytes of decoded blocks are kept.
     pub fn new(
         plan: &'p Plan,
         files: &'p [Arc<SourceFile>],

@@ -6,9 +6,10 @@ use std::thread::Builder;
 use super::checksums::Checksums;
 use super::gather::Sources;
 use super::tile::{self, Twins, Workspace};
-use super::{blobs_of, place, MIN_TILE};
+use super::{place, MIN_TILE};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
+use crate::plan::blobs::blobs_of_output;
 use crate::plan::{Combine, Plan};
 use crate::storage::SourceFile;
 
@@ -61,7 +62,7 @@ pub fn read(
         });
         std::iter::once(own).chain(rest).collect::<Result<()>>()
     })?;
-    for blob in blobs_of(plan, about) {
+    for blob in blobs_of_output(plan, about) {
         files[plan.blobs[blob as usize].file as usize].unchanged()?;
     }
     Ok(())

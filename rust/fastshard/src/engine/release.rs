@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use crate::plan::blobs::{blobs_of_output, tracked_blobs};
 use crate::plan::{Output, Part, Pieces, Plan, StoredTensor};
 
 use super::blocks::Blocks;
-use super::shards;
 use crate::distributed::share::TileRun;
 
 /// Outputs in the order in which they are made: those of one decoded tensor together, so that its blocks
@@ -20,7 +20,7 @@ pub(crate) fn order(plan: &Plan, blobs_of: &[Vec<u32>]) -> Vec<usize> {
         order.sort_by_key(|&i| (first(i).copied(), i));
         return order;
     }
-    let tracked = shards::tracked(plan);
+    let tracked = tracked_blobs(plan);
     let mut readers = vec![usize::MAX; plan.blobs.len()];
     for (i, blobs) in blobs_of.iter().enumerate() {
         blobs.iter().for_each(|&b| readers[b as usize] = readers[b as usize].min(i));
@@ -169,7 +169,7 @@ pub fn decoding(plan: &Plan) -> Decoding {
     if !plan.blobs.iter().any(|b| b.encoded) {
         return Decoding::default();
     }
-    let blobs_of: Vec<Vec<u32>> = plan.outputs.iter().map(|o| super::blobs_of(plan, o)).collect();
+    let blobs_of: Vec<Vec<u32>> = plan.outputs.iter().map(|o| blobs_of_output(plan, o)).collect();
     let mut lives: BTreeMap<u32, Span> = BTreeMap::new();
     let mut base = 0;
     for index in order(plan, &blobs_of) {

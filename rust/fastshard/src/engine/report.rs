@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 
 use crate::codes;
 use crate::error::{Finding, Result, Severity};
+use crate::plan::blobs::blobs_of_tensor;
 use crate::plan::{Combine, Op, Output, Plan};
 use crate::standing::Standing;
 use crate::stats::{self, Seen};
@@ -245,7 +246,7 @@ pub(crate) fn figure(x: f32) -> String {
 
 /// The file that a stored tensor begins in, as messages name it.
 fn file_label(plan: &Plan, stored: u32) -> Option<String> {
-    let blob = *shards::blobs_of(&plan.stored[stored as usize]).first()?;
+    let blob = *blobs_of_tensor(&plan.stored[stored as usize]).first()?;
     Some(plan.label(plan.blobs[blob as usize].file))
 }
 
@@ -284,7 +285,7 @@ pub(crate) fn place(plan: &Plan, stored: u32, mut finding: Finding) -> Finding {
     if finding.rank.is_none() {
         finding.rank = tensor.rank.clone();
     }
-    if let Some(blob) = shards::blobs_of(tensor).first() {
+    if let Some(blob) = blobs_of_tensor(tensor).first() {
         let file = plan.blobs[*blob as usize].file;
         finding.file.get_or_insert_with(|| plan.label(file));
     }

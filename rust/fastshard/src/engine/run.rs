@@ -10,12 +10,13 @@ use super::deal::{Deal, Hand};
 use super::gather::Sources;
 use super::tile::{self, Drift, Twins, Workspace};
 use super::turns::Turns;
-use super::{blobs_of, lock, place, release, shards, Control, MemoryUse, Options, Sink, TileDone};
+use super::{lock, place, release, Control, MemoryUse, Options, Sink, TileDone};
 use crate::codes;
 use crate::distributed::share::{Share, TileRun};
 use crate::error::{without_panic, Error, Finding, Result, Severity};
 use crate::hash::{self, TileHashes};
 use crate::kernel;
+use crate::plan::blobs::{blobs_of_output, blobs_of_tensor};
 use crate::plan::{Form, Output, Part, Plan};
 use crate::publish::direct;
 use crate::stats::Gather;
@@ -147,7 +148,7 @@ impl<'a> Run<'a> {
         share: Option<&Share>,
         control: &'a Control,
     ) -> Run<'a> {
-        let blobs_of: Vec<Vec<u32>> = plan.outputs.iter().map(|o| blobs_of(plan, o)).collect();
+        let blobs_of: Vec<Vec<u32>> = plan.outputs.iter().map(|o| blobs_of_output(plan, o)).collect();
         let (runs, pads) = match share {
             Some(share) => {
                 (share.tiles.clone(), share.pads.iter().flat_map(|&(first, end)| first..end).collect())
@@ -396,7 +397,7 @@ impl<'a> Run<'a> {
             .help("copy the file again from the node that wrote it; it was damaged after it was written");
         let stored = self.plan.stored.iter();
         let holders: Vec<&str> =
-            stored.filter(|s| shards::blobs_of(s).contains(&blob)).map(|s| s.name.as_str()).collect();
+            stored.filter(|s| blobs_of_tensor(s).contains(&blob)).map(|s| s.name.as_str()).collect();
         finding.tensor = holders.first().map(|name| match holders.len() {
             1 => (*name).to_string(),
             n => format!("{name} and {} more in the same storage", n - 1),
@@ -411,7 +412,7 @@ impl<'a> Run<'a> {
     fn is_taken(&self, blob: u32) -> bool {
         let parts = self.plan.outputs.iter().flat_map(|output| &output.parts);
         let mut taken = parts.flat_map(|part| &part.sources);
-        taken.any(|&stored| shards::blobs_of(&self.plan.stored[stored as usize]).contains(&blob))
+        taken.any(|&stored| blobs_of_tensor(&self.plan.stored[stored as usize]).contains(&blob))
     }
 
     fn work_pads(&self, work: &mut Workspace) -> Result<()> {

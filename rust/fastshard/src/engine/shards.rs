@@ -19,8 +19,9 @@ use crate::codes;
 use crate::error::{Finding, Result, Severity};
 use crate::kernel;
 use crate::memory;
-use crate::plan::{PartAxis, Pieces, Plan, StoredTensor};
-use crate::standing::{digest_of, each_blob, each_use, Standing, Use};
+use crate::plan::blobs::runs_of;
+use crate::plan::{PartAxis, Plan, StoredTensor};
+use crate::standing::{digest_of, each_use, Standing, Use};
 use crate::tensor::{c_strides, element_count};
 
 use contents::Contents;
@@ -119,37 +120,6 @@ pub(super) fn accept(plan: &Plan, finding: &mut Finding) {
     }
 }
 
-/// Blobs that a stored tensor reads.
-pub(super) fn blobs_of(stored: &StoredTensor) -> Vec<u32> {
-    let mut blobs = Vec::with_capacity(1);
-    each_blob(stored, |blob| blobs.push(blob));
-    blobs
-}
-
-/// The first of them.
-pub(crate) fn first_blob(stored: &StoredTensor) -> Option<u32> {
-    match &stored.pieces {
-        Pieces::View { blob, .. } => Some(*blob),
-        Pieces::Boxes(pieces) => pieces.first().map(|p| p.blob),
-        Pieces::Ranges(pieces) => pieces.first().map(|p| p.blob),
-        Pieces::Coded(_) => None,
-    }
-}
-
-/// Byte ranges (blob, first, one past the last) that hold a tensor's elements in C order.
-fn runs_of(stored: &StoredTensor) -> Option<Vec<(u32, u64, u64)>> {
-    match &stored.pieces {
-        Pieces::View { blob, offset, strides } if *strides == c_strides(&stored.shape) => {
-            Some(vec![(*blob, *offset, *offset + stored.nbytes())])
-        }
-        Pieces::Ranges(pieces) => {
-            let item = stored.dtype.size() as u64;
-            Some(pieces.iter().map(|p| (p.blob, p.offset, p.offset + p.len * item)).collect())
-        }
-        _ => None,
-    }
-}
-
 /// The CRC32 of a tensor's bytes in C order, as far as reading has told it.
 fn crc_of(sources: &Sources, stored: &StoredTensor) -> Option<u32> {
     let mut whole = crc32fast::Hasher::new();
@@ -158,34 +128,6 @@ fn crc_of(sources: &Sources, stored: &StoredTensor) -> Option<u32> {
         whole.combine(&crc32fast::Hasher::new_with_initial_len(crc, hi - lo));
     }
     Some(whole.finalize())
-}
-
-/// Blobs whose checksum is wanted: those that carry one, and those of shards to be compared.
-pub(super) fn tracked(plan: &Plan) -> Vec<bool> {
-    let mut tracked: Vec<bool> = plan.blobs.iter().map(|b| b.crc32.is_some()).collect();
-    for stored in plan.stored.iter().filter(|s| s.shard.is_some()) {
-        for blob in blobs_of(stored) {
-            // What is decoded is looked at only where it is wanted.
-            tracked[blob as usize] = !plan.blobs[blob as usize].encoded;
-        }
-    }
-    tracked
-}
-
-/// Per blob, where tensors begin and end whose checksums are compared, sorted: segments stop there.
-pub(super) fn cuts(plan: &Plan, tracked: &[bool]) -> Vec<Vec<u64>> {
-    let mut cuts = vec![Vec::new(); plan.blobs.len()];
-    for stored in plan.stored.iter().filter(|s| s.shard.is_some() || !s.index.is_empty()) {
-        for (blob, lo, hi) in runs_of(stored).into_iter().flatten().filter(|r| tracked[r.0 as usize]) {
-            cuts[blob as usize].extend([lo, hi]);
-        }
-    }
-    for cuts in &mut cuts {
-        cuts.sort_unstable();
-        cuts.dedup();
-        cuts.shrink_to_fit();
-    }
-    cuts
 }
 
 /// Reads elements `at..at + n` (C order) of a stored tensor.

@@ -8,8 +8,9 @@ use crate::engine::blocks::{sample_of, CONSTANT};
 use crate::engine::gather::Sources;
 use crate::error::Result;
 use crate::memory;
+use crate::plan::blobs::each_blob;
 use crate::plan::Plan;
-use crate::standing::{digest_of, each_blob, mixed, Standing};
+use crate::standing::{digest_of, mixed, Standing};
 
 /// Blobs of a file without checksums of which samples are looked at before those of all are.
 const SAMPLES: usize = 16;

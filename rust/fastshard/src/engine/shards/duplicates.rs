@@ -2,11 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
-use super::{blobs_of, crc_of, Reader, MIN_BYTES};
+use super::{crc_of, Reader, MIN_BYTES};
 use crate::codes;
 use crate::engine::gather::Sources;
 use crate::engine::place;
 use crate::error::{Finding, Result};
+use crate::plan::blobs::blobs_of_tensor;
 use crate::plan::{Plan, StoredTensor};
 
 /// Position of a tensor on the axes bound by its name.
@@ -320,7 +321,7 @@ fn joined(pairs: impl Iterator<Item = (u32, u32)>) -> Vec<BTreeSet<u32>> {
 
 /// The file that a stored tensor begins in.
 fn file_of(plan: &Plan, stored: &StoredTensor) -> u32 {
-    blobs_of(stored).first().map_or(0, |b| plan.blobs[*b as usize].file)
+    blobs_of_tensor(stored).first().map_or(0, |b| plan.blobs[*b as usize].file)
 }
 
 fn and_more(count: u64) -> String {
@@ -354,8 +355,9 @@ pub(in crate::engine) fn copies(plan: &Plan, sources: &Sources) -> Result<Vec<Fi
         let (a, b) = (&plan.stored[first as usize], &plan.stored[copy as usize]);
         let same = a.dtype == b.dtype && a.shape == b.shape && reader.equal(a, b)?;
         if !same {
-            let file =
-                blobs_of(a).first().map_or_else(String::new, |b| plan.label(plan.blobs[*b as usize].file));
+            let file = blobs_of_tensor(a)
+                .first()
+                .map_or_else(String::new, |b| plan.label(plan.blobs[*b as usize].file));
             let finding =
                 Finding::new(codes::REPLICAS_DIFFER, format!("not what {file} holds of the same piece"))
                     .expected("equal bytes", "other bytes")

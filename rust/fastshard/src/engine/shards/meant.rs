@@ -5,8 +5,9 @@ use std::collections::{BTreeMap, HashMap};
 
 use super::contents::Contents;
 use super::values::MIN_VALUES;
+use crate::plan::blobs::each_blob;
 use crate::plan::{Plan, StoredTensor};
-use crate::standing::{each_blob, each_use, mixed, Standing, Use};
+use crate::standing::{each_use, mixed, Standing, Use};
 use crate::words::{middles, renumbered, without_numbers};
 
 /// More layers than any model has: all there are.

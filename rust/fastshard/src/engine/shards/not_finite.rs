@@ -1,9 +1,10 @@
 //! Which shards of a tensor hold NaN or infinite values.
 
-use super::{blobs_of, Reader};
+use super::Reader;
 use crate::engine::gather::Sources;
 use crate::error::Result;
 use crate::kernel;
+use crate::plan::blobs::blobs_of_tensor;
 use crate::plan::{Output, Plan};
 
 /// Stored tensors that an output is made of, in order, and those of them that hold what is not finite. None where one of them
@@ -20,7 +21,7 @@ pub(in crate::engine) fn not_finite(
     let mut found = Vec::new();
     for &i in &all {
         let stored = &plan.stored[i as usize];
-        if blobs_of(stored).iter().any(|&blob| sources.is_elsewhere(blob)) {
+        if blobs_of_tensor(stored).iter().any(|&blob| sources.is_elsewhere(blob)) {
             return Ok(None);
         }
         for (at, len) in Reader::chunks(stored) {

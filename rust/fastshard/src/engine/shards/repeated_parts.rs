@@ -9,8 +9,9 @@ use crate::engine::gather::Sources;
 use crate::engine::place;
 use crate::error::{Finding, Result};
 use crate::kernel;
+use crate::plan::blobs::each_blob;
 use crate::plan::{Plan, StoredTensor};
-use crate::standing::{digest_of, each_blob, Standing};
+use crate::standing::{digest_of, Standing};
 use crate::tensor::element_count;
 use crate::words::layer;
 
