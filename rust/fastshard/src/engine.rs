@@ -12,6 +12,7 @@ mod deal;
 mod equal_layers;
 mod evidence;
 mod gather;
+mod learnt;
 mod read;
 mod reads;
 pub(crate) mod release;

@@ -7,7 +7,7 @@ use crate::hash::{crc32, Segments};
 use crate::plan::blobs::{cuts, tracked_blobs};
 use crate::plan::Plan;
 
-use super::evidence::Segment;
+use super::learnt::Segment;
 
 /// Memory of a segment, in bytes: an entry of a tree whose nodes are half full.
 const SEGMENT: u64 = 80;

@@ -5,15 +5,12 @@ use std::sync::atomic::Ordering;
 
 use serde::{Deserialize, Serialize};
 
-use super::tile::Drift;
+use super::learnt::{Drift, Segment};
 use super::{lock, Run};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
 use crate::plan::Plan;
 use crate::stats::Partial;
-
-/// Bytes of a blob whose checksum is known: offset, length, CRC32.
-pub(super) type Segment = (u64, u64, u32);
 
 /// What was learnt beside the tiles.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]

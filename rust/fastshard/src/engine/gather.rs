@@ -17,7 +17,7 @@ use super::blocks::{Block, Blocks};
 use super::changes::Changes;
 use super::checksums::{Checksums, Note};
 use super::coded::Pool;
-use super::evidence::Segment;
+use super::learnt::Segment;
 use super::reads::{self, Axis, BlobBox, Read, Way};
 use super::Control;
 

@@ -12,8 +12,8 @@ use crate::stats::{self, Seen};
 use crate::tensor::element_count;
 
 use super::equal_layers::tells_of;
+use super::learnt::Drift;
 use super::shards;
-use super::tile::Drift;
 use super::{lock, Control, MemoryUse, OutputReport, Report, Run, MAX_FINDINGS_PER_CODE};
 
 /// Tensors with NaN or infinite values of which it is looked up which shards hold them.

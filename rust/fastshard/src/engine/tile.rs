@@ -3,8 +3,6 @@
 use std::borrow::Cow;
 use std::collections::BTreeSet;
 
-use serde::{Deserialize, Serialize};
-
 use crate::boxes::{Spread, SubBox};
 use crate::codes;
 use crate::error::{Finding, Result};
@@ -15,46 +13,11 @@ use crate::tensor::{c_strides, Dtype};
 
 use super::changes::{self, Key};
 use super::gather::{Into, Sources};
+use super::learnt::Drift;
 use super::reads::{self, VisitRange, SPAN};
 
 /// Elements that a part with several sources or value ops is worked through at a time.
 const CHUNK: u64 = 64 << 10;
-
-/// What was seen while a part's sources were combined.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct Drift {
-    /// Elements in which copies differ.
-    pub differing: u64,
-    /// Largest absolute difference.
-    #[serde(with = "bits")]
-    pub largest: f32,
-    /// Index (in the part's sources) of the first copy that differs.
-    pub source: usize,
-}
-
-impl Drift {
-    /// Adds what another tile saw.
-    pub fn merge(&mut self, other: &Drift) {
-        if other.differing > 0 && (self.differing == 0 || other.source < self.source) {
-            self.source = other.source;
-        }
-        self.differing += other.differing;
-        self.largest = self.largest.max(other.largest);
-    }
-}
-
-/// A float by its bits: it may be infinite.
-mod bits {
-    use serde::{Deserialize, Deserializer, Serializer};
-
-    pub fn serialize<S: Serializer>(x: &f32, s: S) -> Result<S::Ok, S::Error> {
-        s.serialize_u32(x.to_bits())
-    }
-
-    pub fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<f32, D::Error> {
-        u32::deserialize(d).map(f32::from_bits)
-    }
-}
 
 /// Buffers of one worker, reused from tile to tile.
 pub struct Workspace {
