@@ -27,9 +27,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::codes;
-use crate::distributed::share::Share;
 use crate::error::{without_panic, Finding, Result};
 use crate::hash::ChainingValue;
+use crate::plan::tiles::Share;
 use crate::plan::Plan;
 use crate::stats::{Level, Seen};
 use crate::steps::{self, Step};

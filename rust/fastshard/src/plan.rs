@@ -19,6 +19,7 @@ mod check;
 mod coded;
 mod output;
 mod stored;
+pub mod tiles;
 
 pub use change::Change;
 pub use coded::{Coded, Grid, Groups, Numbers, Packing, Scale};

@@ -6,11 +6,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use super::share::{reaches, Reach, Share, TileRun};
+use super::share::{reaches, Reach};
 use crate::engine::tile::{self, Twins};
 use crate::engine::Control;
 use crate::error::Result;
 use crate::plan::blobs::blobs_of_output;
+use crate::plan::tiles::{Share, TileRun};
 use crate::plan::Plan;
 use crate::storage::SourceFile;
 

@@ -1,6 +1,6 @@
 //! Pages of data files that several parts write to.
 
-use super::share::Share;
+use crate::plan::tiles::Share;
 use crate::plan::Plan;
 
 /// The largest page that a client of a network filesystem may write as a whole, in bytes.

@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::member::Member;
 use super::pages::Pages;
-use super::share::Share;
 use crate::engine::{Control, Sink, TileDone};
 use crate::error::Result;
+use crate::plan::tiles::Share;
 use crate::plan::Plan;
 use crate::publish::direct::{Io, DEPTH};
 use crate::publish::OutFile;

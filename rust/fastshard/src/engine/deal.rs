@@ -5,7 +5,7 @@
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use crate::distributed::share::TileRun;
+use crate::plan::tiles::TileRun;
 
 /// Tiles that follow on one another, by their places among all of a run.
 #[derive(Debug)]

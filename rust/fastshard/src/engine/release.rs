@@ -8,7 +8,7 @@ use crate::plan::blobs::{blobs_of_output, tracked_blobs};
 use crate::plan::{Output, Part, Pieces, Plan, StoredTensor};
 
 use super::blocks::Blocks;
-use crate::distributed::share::TileRun;
+use crate::plan::tiles::TileRun;
 
 /// Outputs in the order in which they are made: those of one decoded tensor together, so that its blocks
 /// can go before the next one's come, and those that read one tracked blob together, so that the checksums

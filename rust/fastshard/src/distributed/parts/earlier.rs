@@ -4,12 +4,12 @@ use std::collections::BTreeSet;
 
 use super::super::member::{Edge, Log};
 use super::super::rounds::{Claimed, Shared};
-use super::super::share::Share;
 use super::{Division, CHUNK};
 use crate::codes;
 use crate::error::{Finding, Result};
 use crate::hash::TileHasher;
 use crate::memory;
+use crate::plan::tiles::Share;
 use crate::plan::Plan;
 use crate::write::records;
 
