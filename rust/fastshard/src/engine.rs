@@ -3,6 +3,8 @@
 //! Destination-driven: a tile is a range of one output's bytes, so memory is bounded by workers x
 //! tile whatever the size of a tensor, and hashing goes in any order.
 
+#[cfg(feature = "steps")]
+mod at;
 mod blocks;
 pub(crate) mod budget;
 mod changes;
@@ -35,6 +37,8 @@ use crate::stats::{Level, Seen};
 use crate::steps::{self, Step};
 use crate::storage::SourceFile;
 
+#[cfg(feature = "steps")]
+pub use at::At;
 pub use budget::{admit, MemoryUse};
 pub use evidence::Evidence;
 pub use read::read;
@@ -148,7 +152,7 @@ pub struct Control {
     pub notices: Mutex<Vec<Finding>>,
     /// What a test does at places of this run.
     #[cfg(feature = "steps")]
-    pub at: steps::At,
+    pub at: At,
 }
 
 impl Control {

@@ -72,7 +72,7 @@ impl fmt::Display for Step {
 pub fn reach(_step: Step) {}
 
 #[cfg(feature = "steps")]
-pub use pausing::{reach, At};
+pub use pausing::reach;
 
 #[cfg(feature = "steps")]
 pub use failing::Failing;
@@ -164,36 +164,9 @@ mod pausing {
     use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
     use std::path::PathBuf;
-    use std::sync::{Arc, OnceLock};
+    use std::sync::OnceLock;
 
     use super::Step;
-    use crate::engine::Control;
-
-    type Call = dyn Fn(&Control, Step) + Send + Sync;
-
-    /// What a test does in this process where a run that it controls comes to a place of the engine.
-    #[derive(Clone, Default)]
-    pub struct At(Option<Arc<Call>>);
-
-    impl At {
-        /// Calls `call` at each place, in the thread that has come there.
-        pub fn new(call: impl Fn(&Control, Step) + Send + Sync + 'static) -> At {
-            At(Some(Arc::new(call)))
-        }
-
-        /// Says that a run has come to a place.
-        pub(crate) fn call(&self, control: &Control, step: Step) {
-            if let Some(call) = &self.0 {
-                call(control, step);
-            }
-        }
-    }
-
-    impl std::fmt::Debug for At {
-        fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-            f.write_str(if self.0.is_some() { "At(a test)" } else { "At(nobody)" })
-        }
-    }
 
     /// Says that the run has come to a place, and waits there as long as a test holds it.
     pub fn reach(step: Step) {

@@ -17,12 +17,12 @@ use crate::common::{
     RankFile, Tensor, AMPLE,
 };
 use fastshard::codes;
-use fastshard::engine::{self, Control, Discard, Report, Sink, TileDone};
+use fastshard::engine::{self, At, Control, Discard, Report, Sink, TileDone};
 use fastshard::error::{Error, Severity};
 use fastshard::kernel;
 use fastshard::plan::{Fill, Output, Plan};
 use fastshard::stats::{Accumulator, Level, Seen};
-use fastshard::steps::{At, Step};
+use fastshard::steps::Step;
 use fastshard::storage::SourceFile;
 use fastshard::tensor::Dtype;
 use fastshard::{publish, write};
