@@ -13,6 +13,7 @@ mod coded;
 mod deal;
 mod equal_layers;
 mod evidence;
+mod factors;
 mod gather;
 mod learnt;
 mod read;

@@ -14,9 +14,9 @@ use crate::steps::Step;
 use crate::storage::SourceFile;
 
 use super::blocks::{Block, Blocks};
-use super::changes::Changes;
 use super::checksums::{Checksums, Note};
 use super::coded::Pool;
+use super::factors::Changes;
 use super::learnt::Segment;
 use super::reads::{self, Axis, BlobBox, Read, Way};
 use super::Control;

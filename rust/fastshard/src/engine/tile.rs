@@ -11,7 +11,7 @@ use crate::memory::{self, PageBuffer};
 use crate::plan::{Combine, Fill, Op, Output, Part, Plan, StoredTensor};
 use crate::tensor::{c_strides, Dtype};
 
-use super::changes::{self, Key};
+use super::factors::{for_each_source_box, key_of, Key};
 use super::gather::{Into, Sources};
 use super::learnt::Drift;
 use super::reads::{self, VisitRange, SPAN};
@@ -132,8 +132,8 @@ pub fn list_reads(
         })?;
         let first = piece.part.sources[0];
         for change in &piece.stored(0).changes {
-            if factors.insert(changes::key_of(first, change)) {
-                changes::for_each_source_box(plan, first, change, &mut |tensor, sub| {
+            if factors.insert(key_of(first, change)) {
+                for_each_source_box(plan, first, change, &mut |tensor, sub| {
                     reads::list_dense_box(plan, tensor, sub, visit)
                 })?;
             }
