@@ -16,6 +16,7 @@ mod evidence;
 mod factors;
 mod gather;
 mod learnt;
+mod pool;
 mod read;
 mod reads;
 pub(crate) mod release;
@@ -24,6 +25,7 @@ mod run;
 mod shards;
 pub(crate) mod tile;
 mod turns;
+mod windows;
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -8,8 +8,8 @@ use crate::plan::blobs::{first_blob, tracked_blobs};
 use crate::plan::{Output, Plan, StoredTensor};
 use crate::stats::Level;
 
-use super::coded::Pool;
 use super::factors::Changes;
+use super::pool::Pool;
 use super::tile::Workspace;
 use super::{Options, MIN_TILE};
 

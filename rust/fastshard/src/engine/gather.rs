@@ -15,9 +15,9 @@ use crate::storage::SourceFile;
 
 use super::blocks::{Block, Blocks};
 use super::checksums::{Checksums, Note};
-use super::coded::Pool;
 use super::factors::Changes;
 use super::learnt::Segment;
+use super::pool::Pool;
 use super::reads::{self, Axis, BlobBox, Read, Way};
 use super::Control;
 

@@ -5,7 +5,7 @@ use crate::error::Result;
 use crate::plan::{PartAxis, Pieces, Plan, StoredTensor};
 use crate::tensor::c_strides;
 
-use super::coded;
+use super::windows;
 
 /// Bytes read at a time where runs are short.
 pub const SPAN: usize = 1 << 20;
@@ -60,7 +60,7 @@ pub type Visit<'a> = &'a mut dyn FnMut(Read) -> Result<bool>;
 pub type VisitRange<'a> = &'a mut dyn FnMut(u32, u64, u64) -> Result<()>;
 
 /// Calls `visit` with the boxes of blobs that make up the box `part` of `axes` of a stored tensor, whose first element goes to
-/// `dst` and the others on from there with `strides`. A coded tensor has none of its own ([`coded::for_each_source_box`]).
+/// `dst` and the others on from there with `strides`. A coded tensor has none of its own ([`windows::for_each_source_box`]).
 pub fn for_each_blob_box(
     stored: &StoredTensor,
     axes: &[PartAxis],
@@ -236,9 +236,15 @@ pub fn list_box(
     visit: VisitRange,
 ) -> Result<()> {
     if let Some(coded) = stored.coded() {
-        return coded::for_each_source_box(plan, stored, coded, axes, src_base, part, &mut |tensor, sub| {
-            list_dense_box(plan, tensor, sub, visit)
-        });
+        return windows::for_each_source_box(
+            plan,
+            stored,
+            coded,
+            axes,
+            src_base,
+            part,
+            &mut |tensor, sub| list_dense_box(plan, tensor, sub, visit),
+        );
     }
     for_each_blob_box(stored, axes, src_base, part, 0, strides, &mut |found| {
         found.for_each_read(SPAN as u64, &mut |read| match read.way {

@@ -1,0 +1,44 @@
+//! Buffers for the values of codes.
+
+use std::sync::{Mutex, PoisonError};
+
+use super::windows::MOST;
+use crate::plan::Plan;
+
+/// Bytes that a worker holds for each element of a window: codes as they are stored, as bytes, numbers, scales, zero points.
+const EACH: u64 = 4 + 1 + 4 + 4 + 4;
+/// Codes that are made of others at the same time: zero points and scales may be.
+const DEPTH: u64 = 2;
+
+/// Buffers of one worker that are used again.
+#[derive(Default)]
+pub(super) struct Buffers {
+    pub(super) bytes: Vec<u8>,
+    pub(super) codes: Vec<u8>,
+    pub(super) values: Vec<f32>,
+    pub(super) narrow: Vec<u8>,
+}
+
+/// Buffers of all workers that are not in use.
+#[derive(Default)]
+pub(super) struct Pool(Mutex<Vec<Buffers>>);
+
+impl Pool {
+    /// Reckons the bytes that each worker needs, at most.
+    pub(super) fn memory(plan: &Plan) -> u64 {
+        match plan.stored.iter().any(|stored| stored.coded().is_some()) {
+            true => MOST * EACH * DEPTH,
+            false => 0,
+        }
+    }
+
+    /// Takes buffers that nobody uses, or new ones.
+    pub(super) fn take(&self) -> Buffers {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default()
+    }
+
+    /// Gives buffers back.
+    pub(super) fn put(&self, buffers: Buffers) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(buffers);
+    }
+}
