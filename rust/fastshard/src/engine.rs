@@ -16,6 +16,7 @@ mod evidence;
 mod factors;
 mod gather;
 mod learnt;
+mod part_samples;
 mod pool;
 mod read;
 mod reads;
@@ -25,6 +26,7 @@ mod run;
 mod shards;
 pub(crate) mod tile;
 mod turns;
+mod values;
 mod windows;
 
 use std::path::PathBuf;

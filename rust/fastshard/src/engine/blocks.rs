@@ -14,7 +14,7 @@ use crate::plan::Plan;
 use crate::standing::digest_of;
 use crate::storage::{BlockBytes, SourceFile};
 
-use super::shards::PartSamples;
+use super::part_samples::PartSamples;
 use super::without_panic;
 
 /// Places in the file begin on pages, so that a range can be given back.

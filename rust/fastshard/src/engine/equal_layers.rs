@@ -5,8 +5,9 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use super::shards::{Values, CHUNK};
+use super::shards::CHUNK;
 use super::tile::{self, Twins, Workspace};
+use super::values::Values;
 use super::{place, OutputReport, Run};
 use crate::codes;
 use crate::error::{Finding, Result, Severity};

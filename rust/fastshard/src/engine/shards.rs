@@ -5,12 +5,10 @@ mod copied;
 mod duplicates;
 mod meant;
 mod not_finite;
-mod part_samples;
 mod repeated_blocks;
 mod repeated_parts;
 mod replicas;
 mod swapped;
-mod values;
 
 use std::collections::HashMap;
 
@@ -28,14 +26,13 @@ use contents::Contents;
 use meant::Meant;
 
 use super::gather::{Into, Sources};
+use super::values::Values;
 
 pub(super) use duplicates::{copies, duplicates, repeated_layers};
 pub(super) use not_finite::not_finite;
-pub(super) use part_samples::PartSamples;
 pub(super) use repeated_parts::repeated_parts;
 pub(super) use replicas::odd_ones;
 pub(super) use swapped::swapped;
-pub(super) use values::Values;
 
 /// Smaller shards are equal by chance or by construction too often to say anything.
 const MIN_BYTES: u64 = 32;

@@ -2,10 +2,10 @@
 
 use std::collections::HashMap;
 
-use super::values::Values;
 use super::{spread_runs, CHUNK, SAMPLE};
 use crate::engine::blocks::{sample_of, CONSTANT};
 use crate::engine::gather::Sources;
+use crate::engine::values::Values;
 use crate::error::Result;
 use crate::memory;
 use crate::plan::blobs::each_blob;

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 
 use super::contents::Contents;
-use super::values::MIN_VALUES;
+use crate::engine::values::MIN_VALUES;
 use crate::plan::blobs::each_blob;
 use crate::plan::{Plan, StoredTensor};
 use crate::standing::{each_use, mixed, Standing, Use};

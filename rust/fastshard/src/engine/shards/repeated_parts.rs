@@ -1,27 +1,21 @@
 //! Ranks that were copied over others before they were merged: parts of a layer's matrices hold the same bytes.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 
-use super::values::{Values, MIN_VALUES};
 use super::{read_range, runs_of_part, Reader};
 use crate::codes;
 use crate::engine::gather::Sources;
+use crate::engine::part_samples::{divisions, groups, holds_layers, FIRST, SHORTEST};
 use crate::engine::place;
+use crate::engine::values::Values;
 use crate::error::{Finding, Result};
 use crate::kernel;
 use crate::plan::blobs::each_blob;
 use crate::plan::{Plan, StoredTensor};
 use crate::standing::{digest_of, Standing};
-use crate::tensor::element_count;
-use crate::words::layer;
 
-/// Most tensor-parallel ranks whose parts are told apart.
-const MOST_RANKS: u64 = 32;
-/// Matrices of a layer that are looked at before all of them are: the largest.
-pub(super) const FIRST: usize = 2;
-/// Elements of a part that are looked at before all of it is, and the fewest of a run that say something.
+/// Elements of a part that are looked at before all of it is.
 const SAMPLE: u64 = 16;
-pub(super) const SHORTEST: u64 = 4;
 
 /// Two parts of a matrix that hold the same.
 #[derive(Clone, Copy)]
@@ -57,56 +51,6 @@ pub(in crate::engine) fn repeated_parts(
         }
     }
     Ok(finding(plan, &found))
-}
-
-/// The matrices of each layer, and those that hold all layers at once; the largest first.
-pub(super) fn groups(plan: &Plan, standing: &Standing) -> impl Iterator<Item = Vec<u32>> {
-    let mut groups: BTreeMap<(Option<&str>, Option<&str>), Vec<u32>> = BTreeMap::new();
-    for (i, stored) in (0u32..).zip(&plan.stored).filter(|(i, _)| standing.is_used(*i)) {
-        // Shards are compared as files.
-        let of = if holds_layers(stored) { Some(None) } else { layer(&stored.name).map(Some) };
-        if let Some(of) = of.filter(|_| stored.shard.is_none() && is_matrix(plan, stored)) {
-            groups.entry((stored.rank.as_deref(), of)).or_default().push(i);
-        }
-    }
-    let mut groups: Vec<Vec<u32>> = groups.into_values().filter(|matrices| matrices.len() > 1).collect();
-    for matrices in &mut groups {
-        matrices.sort_by_key(|&i| std::cmp::Reverse(plan.stored[i as usize].nbytes()));
-    }
-    groups.into_iter()
-}
-
-fn long_dims(stored: &StoredTensor) -> usize {
-    stored.shape.iter().filter(|n| **n > 1).count()
-}
-
-/// True for what may be the matrices of all layers in one array.
-fn holds_layers(stored: &StoredTensor) -> bool {
-    long_dims(stored) == 3
-}
-
-fn is_matrix(plan: &Plan, stored: &StoredTensor) -> bool {
-    let words = &plan.words;
-    matches!(long_dims(stored), 2 | 3)
-        && !words.is_of_experts(&stored.name)
-        && !words.is_buffer(&stored.name, stored.shape.len())
-        && words.moments(&stored.name).next().is_none()
-}
-
-/// Dimensions of a matrix, and the numbers of equal parts that ranks can divide each into.
-pub(super) fn divisions(stored: &StoredTensor) -> impl Iterator<Item = (usize, u64)> + '_ {
-    let total = element_count(&stored.shape).unwrap_or(0);
-    let long = || (0..stored.shape.len()).filter(|d| stored.shape[*d] > 1);
-    // Of an array of all layers the shortest is that of the layers.
-    let of_layers = long().min_by_key(|d| stored.shape[*d]).filter(|_| holds_layers(stored));
-    long().filter(move |d| Some(*d) != of_layers).flat_map(move |dim| {
-        let n = stored.shape[dim];
-        let inner: u64 = stored.shape[dim + 1..].iter().product();
-        (2..=MOST_RANKS.min(n))
-            .take_while(move |parts| n / parts * inner >= SHORTEST && total / parts >= MIN_VALUES as u64)
-            .filter(move |parts| n.is_multiple_of(*parts))
-            .map(move |parts| (dim, parts))
-    })
 }
 
 /// True for what would have to be decoded once more.

@@ -1,12 +1,20 @@
 //! Samples of the equal parts of matrices, taken of blocks while these are decoded: nothing is decoded twice for them.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::repeated_parts::{divisions, groups, FIRST, SHORTEST};
+use super::values::MIN_VALUES;
 use crate::plan::{BoxPiece, Pieces, Plan, StoredTensor};
 use crate::standing::{digest_of, Standing};
-use crate::tensor::c_strides;
+use crate::tensor::{c_strides, element_count};
+use crate::words::layer;
+
+/// Most tensor-parallel ranks whose parts are told apart.
+const MOST_RANKS: u64 = 32;
+/// Matrices of a layer that are looked at before all of them are: the largest.
+pub(super) const FIRST: usize = 2;
+/// The fewest elements of a run that say something.
+pub(super) const SHORTEST: u64 = 4;
 
 /// The digest of a sample in which only one value is seen.
 const CONSTANT: u64 = 1;
@@ -20,7 +28,7 @@ struct Place {
 
 /// What parts of matrices begin with, of those that are compared in any case and lie in encoded blocks.
 #[derive(Default)]
-pub(in crate::engine) struct PartSamples {
+pub(super) struct PartSamples {
     /// Stored tensor, first element -> number of the sample.
     numbers: HashMap<(u32, u64), u32>,
     of_block: HashMap<u32, Vec<Place>>,
@@ -29,7 +37,7 @@ pub(in crate::engine) struct PartSamples {
 }
 
 impl PartSamples {
-    pub(in crate::engine) fn of(plan: &Plan) -> PartSamples {
+    pub(super) fn of(plan: &Plan) -> PartSamples {
         let mut samples = PartSamples::default();
         if !plan.blobs.iter().any(|blob| blob.encoded) {
             return samples;
@@ -67,7 +75,7 @@ impl PartSamples {
     }
 
     /// Takes the samples of a block.
-    pub(in crate::engine) fn take(&self, blob: u32, bytes: &[u8]) {
+    pub(super) fn take(&self, blob: u32, bytes: &[u8]) {
         for Place { first, len, number } in self.of_block.get(&blob).into_iter().flatten() {
             if let Some(sample) = bytes.get(*first..first + len) {
                 self.digests[*number as usize]
@@ -86,13 +94,13 @@ impl PartSamples {
     }
 
     /// All that were seen, by number.
-    pub(in crate::engine) fn seen(&self) -> impl Iterator<Item = (u32, u64)> + '_ {
+    pub(super) fn seen(&self) -> impl Iterator<Item = (u32, u64)> + '_ {
         let digests = self.digests.iter().map(|digest| digest.load(Ordering::Relaxed));
         (0u32..).zip(digests).filter(|(_, digest)| *digest != 0)
     }
 
     /// Takes over one that another process has seen; false if there is no such.
-    pub(in crate::engine) fn know(&self, number: u32, digest: u64) -> bool {
+    pub(super) fn know(&self, number: u32, digest: u64) -> bool {
         let known = self.digests.get(number as usize);
         known.inspect(|known| known.store(digest, Ordering::Relaxed)).is_some()
     }
@@ -125,4 +133,54 @@ fn place_of(stored: &StoredTensor, at: &[u64]) -> Option<(u32, u64)> {
         }),
         Pieces::Ranges(_) | Pieces::Coded(_) => None,
     }
+}
+
+/// Groups the matrices of each layer, and those that hold all layers at once; the largest first.
+pub(super) fn groups(plan: &Plan, standing: &Standing) -> impl Iterator<Item = Vec<u32>> {
+    let mut groups: BTreeMap<(Option<&str>, Option<&str>), Vec<u32>> = BTreeMap::new();
+    for (i, stored) in (0u32..).zip(&plan.stored).filter(|(i, _)| standing.is_used(*i)) {
+        // Shards are compared as files.
+        let of = if holds_layers(stored) { Some(None) } else { layer(&stored.name).map(Some) };
+        if let Some(of) = of.filter(|_| stored.shard.is_none() && is_matrix(plan, stored)) {
+            groups.entry((stored.rank.as_deref(), of)).or_default().push(i);
+        }
+    }
+    let mut groups: Vec<Vec<u32>> = groups.into_values().filter(|matrices| matrices.len() > 1).collect();
+    for matrices in &mut groups {
+        matrices.sort_by_key(|&i| std::cmp::Reverse(plan.stored[i as usize].nbytes()));
+    }
+    groups.into_iter()
+}
+
+fn long_dims(stored: &StoredTensor) -> usize {
+    stored.shape.iter().filter(|n| **n > 1).count()
+}
+
+/// True for what may be the matrices of all layers in one array.
+pub(super) fn holds_layers(stored: &StoredTensor) -> bool {
+    long_dims(stored) == 3
+}
+
+fn is_matrix(plan: &Plan, stored: &StoredTensor) -> bool {
+    let words = &plan.words;
+    matches!(long_dims(stored), 2 | 3)
+        && !words.is_of_experts(&stored.name)
+        && !words.is_buffer(&stored.name, stored.shape.len())
+        && words.moments(&stored.name).next().is_none()
+}
+
+/// Lists the dimensions of a matrix, and the numbers of equal parts that ranks can divide each into.
+pub(super) fn divisions(stored: &StoredTensor) -> impl Iterator<Item = (usize, u64)> + '_ {
+    let total = element_count(&stored.shape).unwrap_or(0);
+    let long = || (0..stored.shape.len()).filter(|d| stored.shape[*d] > 1);
+    // Of an array of all layers the shortest is that of the layers.
+    let of_layers = long().min_by_key(|d| stored.shape[*d]).filter(|_| holds_layers(stored));
+    long().filter(move |d| Some(*d) != of_layers).flat_map(move |dim| {
+        let n = stored.shape[dim];
+        let inner: u64 = stored.shape[dim + 1..].iter().product();
+        (2..=MOST_RANKS.min(n))
+            .take_while(move |parts| n / parts * inner >= SHORTEST && total / parts >= MIN_VALUES as u64)
+            .filter(move |parts| n.is_multiple_of(*parts))
+            .map(move |parts| (dim, parts))
+    })
 }

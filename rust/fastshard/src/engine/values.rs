@@ -8,7 +8,7 @@ use crate::kernel;
 pub(crate) const MIN_VALUES: usize = 64;
 
 /// Different elements that were seen, up to as many as are wanted.
-pub(in crate::engine) struct Values {
+pub(super) struct Values {
     seen: HashSet<u64>,
     wanted: usize,
 }
@@ -21,12 +21,12 @@ impl Default for Values {
 
 impl Values {
     /// None yet; [`MIN_VALUES`] are enough, or fewer of a small tensor.
-    pub(in crate::engine) fn at_least(wanted: usize) -> Self {
+    pub(super) fn at_least(wanted: usize) -> Self {
         Values { seen: HashSet::new(), wanted: wanted.min(MIN_VALUES) }
     }
 
     /// Takes note of elements of `item` bytes, up to 8.
-    pub(in crate::engine) fn add(&mut self, bytes: &[u8], item: usize) {
+    pub(super) fn add(&mut self, bytes: &[u8], item: usize) {
         // Most of what tells nothing is one value throughout.
         let bytes = &bytes[..bytes.len() / item * item];
         let bytes = if kernel::is_constant(bytes, item) { &bytes[..bytes.len().min(item)] } else { bytes };
@@ -40,7 +40,7 @@ impl Values {
         }
     }
 
-    pub(in crate::engine) fn enough(&self) -> bool {
+    pub(super) fn enough(&self) -> bool {
         self.seen.len() >= self.wanted
     }
 }
