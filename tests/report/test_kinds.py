@@ -40,7 +40,7 @@ def meshed(pp: int, tp: int, ep: int, layers: int) -> _Filling:
         for t, e in itertools.product(range(tp), range(ep)):
             name = f"tp {t}, pp {stage}" + (f", ep {e}" if ep > 1 else "")
             rank = {"tp": t, "pp": stage} | ({"ep": e} if ep > 1 else {})
-            filling.rows[name] = Row(rank=rank, files=[f"{name}.pt"], held=[held])
+            filling.rows[name] = Row(rank=rank, files=[f"{name}.pt"], counts=[held])
     filling.ranks = set(filling.rows)
     return filling
 

@@ -97,7 +97,7 @@ class _Filling:
         #: Rows by file.
         self.row_of: dict[str, str] = {}
         #: Files that hold tensors of the model, by path: their columns, and how many tensors each.
-        self.held: dict[str, Counter[Key]] = {}
+        self.tensors_of: dict[str, Counter[Key]] = {}
         source, catalog = checkpoint.opened.source, checkpoint.opened.catalog
         readable = checkpoint._files
         paths = [file.path for file in checkpoint.opened.files]
@@ -164,11 +164,11 @@ class _Filling:
         return row
 
     def _put(self, row: Row, path: str, counts: Counter[Key]) -> None:
-        if path in self.held:
-            self.held[path] = self.held[path] + counts
+        if path in self.tensors_of:
+            self.tensors_of[path] = self.tensors_of[path] + counts
         else:
-            self.held[path] = counts
-        row.held.append(counts)
+            self.tensors_of[path] = counts
+        row.counts.append(counts)
 
     def _key(self, name: str, base: int = 0) -> Key:
         key = place_of(name)
@@ -189,7 +189,7 @@ class _Filling:
         }
         for finding in placed:
             state = state_of(finding)
-            unread = state in (MISSING, DAMAGED) and finding.file not in self.held
+            unread = state in (MISSING, DAMAGED) and finding.file not in self.tensors_of
             if unread and finding.file and not finding.tensor and finding.code != codes.MISSING_LAYER:
                 causes.setdefault(self._row_for(finding), []).append((finding.file, state))
         named = {(f.tensor, f.rank) for f in placed}
@@ -271,7 +271,7 @@ class _Filling:
         alone."""
         alike: dict[tuple[tuple[str, int], ...], Counter[Key]] = {}
         for name in self.ranks:
-            for counts in self.rows[name].held:
+            for counts in self.rows[name].counts:
                 of = alike.setdefault(_without_tensor_rank(self.rows[name].rank), Counter())
                 if of is not counts:
                     of |= counts
@@ -288,7 +288,7 @@ class _Filling:
 
     def _likeliest(self, key: Key, files: list[tuple[str, int]]) -> tuple[str, int]:
         """Of several files of a rank the one whose name is nearest to that of a file of another rank that has the tensor."""
-        like = next((path for path, keys in self.held.items() if key in keys), "")
+        like = next((path for path, keys in self.tensors_of.items() if key in keys), "")
         return min(files, key=lambda file: _apart(file[0], like))
 
     def _mark(self, finding: Finding, explained: set[str]) -> None:
@@ -303,10 +303,10 @@ class _Filling:
             return
         row = self.rows[self._row_for(finding)]
         # Of several tensors of a file one is named.
-        if finding.tensor and not ((finding.count or 1) > 1 and finding.file in self.held):
+        if finding.tensor and not ((finding.count or 1) > 1 and finding.file in self.tensors_of):
             row.mark(self._key(finding.tensor), state)
-        elif finding.file in self.held:
-            for key in self.held[finding.file]:
+        elif finding.file in self.tensors_of:
+            for key in self.tensors_of[finding.file]:
                 row.mark(key, state)
         elif finding.file not in explained:
             if state == MISSING:

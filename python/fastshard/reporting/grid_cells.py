@@ -133,7 +133,7 @@ class Row:
     rank: Rank = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     #: What its files hold, shared with other rows: ranks mostly hold the same.
-    held: list[Counter[Key]] = field(default_factory=list)
+    counts: list[Counter[Key]] = field(default_factory=list)
     #: Numbers of tensors by column and state, once anything is to be said of them.
     _cells: dict[Key, Counter[int]] | None = None
 
@@ -142,7 +142,7 @@ class Row:
         """Numbers of tensors by column and state, the row's own."""
         if self._cells is None:
             self._cells = {}
-            for counts in self.held:
+            for counts in self.counts:
                 for key, count in counts.items():
                     self._cells.setdefault(key, Counter())[THERE] += count
         return self._cells
@@ -150,11 +150,11 @@ class Row:
     @property
     def like(self) -> tuple[int, ...] | None:
         """The same for rows that are alike; None for a row of which something is said."""
-        return None if self._cells is not None else tuple(map(id, self.held))
+        return None if self._cells is not None else tuple(map(id, self.counts))
 
     def named(self) -> Iterable[Key]:
         """Its columns."""
-        return self._cells if self._cells is not None else (key for counts in self.held for key in counts)
+        return self._cells if self._cells is not None else (key for counts in self.counts for key in counts)
 
     def add(self, key: Key, state: int, count: int = 1) -> None:
         """Counts what is not among what is there."""

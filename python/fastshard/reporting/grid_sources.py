@@ -40,6 +40,6 @@ def sources_grid(checkpoint: Checkpoint, plan: Plan) -> Grid:
             row.files += [file for file in read if file not in row.files]
             held.setdefault(label, Counter())[place_of(name)] += 1
     for label, counts in held.items():
-        rows[label].held.append(counts)
+        rows[label].counts.append(counts)
     made = banded(rows, {*ranks.values()} & rows.keys())
     return replace(made, word="piece") if pieces > len(plan.outputs) else made
