@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
+import pickle
+from copy import copy as copy_of
 from pathlib import Path
 from typing import Any
 
@@ -262,17 +265,31 @@ def test_a_lost_process_of_orbax_is_one_finding() -> None:
     assert "8 of 17 arrays" in one["message"]
 
 
+def many_ranks(folder: Path, tp: int, gone: set[int]) -> None:
+    """Files of so many tensor-parallel ranks, without those of some."""
+    (folder / "layout.json").write_text(json.dumps({"tp": tp, "tp_dim": {"a": 0, "b": 1}}))
+    for rank in sorted(set(range(tp)) - gone):
+        tensors = {"a": np.full((2, 256), rank, np.float32), "b": np.full((4, 2), rank, np.float32)}
+        save_file(tensors, folder / f"tp_rank_{rank:02d}.safetensors")
+
+
 def test_lost_ranks_of_many_are_one_finding(tmp_path: Path) -> None:
     """Of 128 ranks the names have two digits or three; those that are lost are named, with one effect."""
     gone = {*range(40, 48), 105}
-    (tmp_path / "layout.json").write_text('{"tp": 128, "tp_dim": {"a": 0, "b": 1}}')
-    for rank in sorted(set(range(128)) - gone):
-        tensors = {"a": np.full((2, 256), rank, np.float32), "b": np.full((4, 2), rank, np.float32)}
-        save_file(tensors, tmp_path / f"tp_rank_{rank:02d}.safetensors")
+    many_ranks(tmp_path, 128, gone)
     (one,) = cli("verify", tmp_path).errors
     assert one["message"] == "tensor-parallel ranks 40-47, 105 are missing: 9 of 128 files"
     assert one["rank"] == "tp 40 to 47 and 105" and one["effect"]["tensors"] == ["a", "b"]
     assert one["files"] == [f"tp_rank_{rank:02d}.safetensors" for rank in sorted(gone)]
+
+
+def test_lost_ranks_that_are_told_by_runs_are_one_finding_too(tmp_path: Path) -> None:
+    """Of hundreds of files the first of each run is named."""
+    many_ranks(tmp_path, 600, {5, *range(100, 300), *range(400, 520)})
+    (one,) = cli("verify", tmp_path).errors
+    assert one["message"] == "tensor-parallel ranks 5, 100-299, 400-519 are missing: 321 of 600 files"
+    assert one["files"] == [f"tp_rank_{rank:02d}.safetensors" for rank in (5, 100, 400)]
+    assert one["effect"]["count"] == 2
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -285,3 +302,18 @@ def test_lost_ranks_of_zero_are_one_finding(stage: int, tmp_path: Path) -> None:
     (one,) = cli("verify", root).errors
     assert (one["rank"], len(one["files"])) == ("dp 3 to 5", len(gone))
     assert one["message"].startswith("data-parallel ranks 3-5 are missing: ")
+
+
+@pytest.mark.parametrize(
+    "coords", [{"tp": -1}, {"tp": "x"}, {"tp": range(3, 3)}, {"tp": [5]}, [1], {"tp": 1 << 70}]
+)
+def test_coords_of_another_form_are_refused(coords: Any) -> None:
+    with pytest.raises(TypeError, match="coords are numbers, or ranges of them, by dimension"):
+        Finding.of("FS101", "the file is missing", coords=coords)
+
+
+def test_coords_survive_copies() -> None:
+    finding = Finding.of("FS101", "the file is missing", coords={"tp": range(3, 6), "pp": 1})
+    assert pickle.loads(pickle.dumps(finding)) == copy_of(finding) == finding
+    assert finding.rank == "tp 3 to 5, pp 1" and finding.replace(coords=None).rank is None
+    assert "coords" not in finding.to_dict()

@@ -100,10 +100,10 @@ def _cause(finding: Finding) -> object:
         )
     if len(finding.files) != 1:
         return finding
-    if finding.code == codes.MISSING_FILE and not finding.tensor and not finding.count:
+    if finding.code == codes.MISSING_FILE and not finding.tensor and _count_files(finding):
         return (
             *judged,
-            finding.message,
+            _message_of_missing(finding),
             finding.evidence,
             finding.host,
             without_numbers(finding.file or ""),
@@ -254,9 +254,9 @@ def _merge_lost_ranks(findings: list[Finding], present: Sequence[RankFile]) -> l
     """Merge the missing files of ranks that lack their files of every kind."""
     groups: dict[object, list[Finding]] = {}
     for finding in findings:
-        is_one_file = len(finding.files) == 1 and not (finding.tensor or finding.count or finding.host)
-        if finding.code == codes.MISSING_FILE and finding.coords and is_one_file:
-            judged = (finding.severity, finding.decided, finding.message, finding.got)
+        is_of_rank = finding.coords and len(finding.files) == 1 and not (finding.tensor or finding.host)
+        if finding.code == codes.MISSING_FILE and is_of_rank:
+            judged = (finding.severity, finding.decided, _message_of_missing(finding), finding.got)
             groups.setdefault(judged, []).append(finding)
     for gone in groups.values():
         kinds = {without_numbers(finding.file or "") for finding in gone}
@@ -269,6 +269,16 @@ def _merge_lost_ranks(findings: list[Finding], present: Sequence[RankFile]) -> l
                 + [f for f in findings[at:] if f not in gone]
             )
     return findings
+
+
+def _count_files(finding: Finding) -> int:
+    """Count the missing files that a finding stands for; 0 where it names none of those that it counts."""
+    return finding.count if finding.count and finding.coords else 0 if finding.count else 1
+
+
+def _message_of_missing(finding: Finding) -> str:
+    """Return what is said of a missing file; of a run of them the same is said."""
+    return "the file is missing" if finding.count else finding.message
 
 
 def _merge_missing_files(gone: list[Finding], present: Sequence[RankFile]) -> Finding:
@@ -284,29 +294,31 @@ def _merge_missing_files(gone: list[Finding], present: Sequence[RankFile]) -> Fi
         if coords and all(file.rank for file in alike)
         else 0
     )
-    of = f" of {len(gone) + others}" if others else ""
+    missing = sum(map(_count_files, gone))
+    of = f" of {missing + others}" if others else ""
     whose = f" of {_name_ranks(coords)}" if coords else ""
     text = "; ".join(rank for rank in ranks[:_MOST_RANKS] if rank) + (
         " and others" if len(ranks) > _MOST_RANKS else ""
     )
-    return _merge_files(gone, f"{len(gone)}{of} files{whose} are missing", coords, text or None)
+    return _merge_files(gone, f"{missing}{of} files{whose} are missing", coords, text or None)
 
 
 def _find_lost_ranks(gone: Sequence[Finding], present: Sequence[RankFile]) -> tuple[str, RankRanges] | None:
     """Find the dimension on which some ranks lack all their files, and no other rank lacks one: a message, and these ranks."""
     if not present:
         return None
-    total = len(gone) + len(present)
+    missing = sum(map(_count_files, gone))
+    total = missing + len(present)
     for dimension, name in _DIMENSIONS.items():
         lost = [finding.coords.get(dimension, ()) for finding in gone]
         there = {file.rank.get(dimension) for file in present}
-        if None in there or not all(len(of) == 1 and len(of[0]) == 1 for of in lost):
+        if None in there or not all(lost):
             continue
-        numbers = runs(of[0][0] for of in lost)
+        numbers = runs(number for of in lost for run in of for number in run)
         if not any(n in run for n in there for run in numbers):
             be = "is" if len(numbers) == 1 == len(numbers[0]) else "are"
             ranks = f"{name}{'' if be == 'is' else 's'} {runs_of(numbers)}"
-            return f"{ranks} {be} missing: {len(gone)} of {total} files", {dimension: numbers}
+            return f"{ranks} {be} missing: {missing} of {total} files", {dimension: numbers}
     return None
 
 
@@ -335,6 +347,7 @@ def _merge_files(
     return gone[0].replace(
         message=message,
         files=[finding.file for finding in gone],
+        count=None,
         coords=coords,
         evidence=_evidence(gone),
         effect=unite_effects([finding.effect for finding in gone if finding.effect is not None]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -272,9 +273,11 @@ def missing(
         run: commands that do what ``help`` says.
     """
     what = "the file is missing" if upto is None else f"the files from this one to {upto} are missing"
-    named = {} if rank is None else {"rank": rank}
+    more: dict[str, Any] = {} if rank is None else {"rank": rank}
+    if upto is not None:
+        more["count"] = math.prod(len(numbers) for numbers in coords.values() if isinstance(numbers, range))
     return Finding.of(
-        codes.MISSING_FILE, what, file=path, coords=coords, evidence=why, help=help, run=run, **named
+        codes.MISSING_FILE, what, file=path, coords=coords, evidence=why, help=help, run=run, **more
     )
 
 

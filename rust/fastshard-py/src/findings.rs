@@ -66,17 +66,20 @@ fn range(py: Python<'_>, layers: Span) -> PyResult<Bound<'_, PyRange>> {
 
 /// Ranks, given as numbers or ranges by dimension.
 fn ranks(given: &Bound<'_, PyAny>) -> PyResult<Ranks> {
-    let mut ranks = Vec::new();
-    for item in given.cast::<PyDict>()?.items() {
-        let (dimension, numbers): (String, Bound<'_, PyAny>) = item.extract()?;
-        let spans = match numbers.extract::<u64>() {
-            Ok(number) => vec![Span { first: number, last: number }],
-            Err(_) if numbers.is_instance_of::<PyRange>() => vec![layers(&numbers)?],
-            Err(_) => numbers.try_iter()?.map(|span| layers(&span?)).collect::<PyResult<_>>()?,
-        };
-        ranks.push((dimension, spans));
-    }
-    Ok(Ranks(ranks))
+    let spans = |numbers: &Bound<'_, PyAny>| match numbers.extract::<u64>() {
+        Ok(number) => Ok(vec![Span { first: number, last: number }]),
+        Err(_) if numbers.is_instance_of::<PyRange>() => Ok(vec![layers(numbers)?]),
+        Err(_) => numbers.try_iter()?.map(|span| layers(&span?)).collect::<PyResult<_>>(),
+    };
+    let read = |given: &Bound<'_, PyAny>| {
+        let mut ranks = Vec::new();
+        for item in given.cast::<PyDict>()?.items() {
+            let (dimension, numbers): (String, Bound<'_, PyAny>) = item.extract()?;
+            ranks.push((dimension, spans(&numbers)?));
+        }
+        PyResult::Ok(Ranks(ranks))
+    };
+    read(given).map_err(|_| PyTypeError::new_err("coords are numbers, or ranges of them, by dimension"))
 }
 
 /// What a finding makes impossible.
