@@ -41,7 +41,7 @@ def find_lacking(opened: Opened) -> list[Finding]:
 
 def _find_zero_update(opened: Opened, adapter: StoredAdapter) -> list[Finding]:
     """Warns where every product is zero: that no value of the base changes. What is read ends with the first other value."""
-    names = tensor_names.told(adapter.shapes, saved=adapter.is_saved)
+    names = tensor_names.read_names(adapter.shapes, saved=adapter.is_saved)
     products = [
         (module.factors[a], module.factors[b])
         for module in names.modules.values()
@@ -91,7 +91,7 @@ def _compare_with_peft(opened: Opened, adapter: StoredAdapter) -> list[Finding]:
     # What few checkpoints need is imported for these.
     from ..expected.from_peft import list_tensors
 
-    own = tensor_names.told(adapter.shapes, saved=adapter.is_saved)
+    own = tensor_names.read_names(adapter.shapes, saved=adapter.is_saved)
     names = {name for module in own.modules.values() for name in module.factors.values()}
     names |= set(own.whole.values())
     shapes = {name: adapter.shapes[name] for name in names}
@@ -102,14 +102,16 @@ def _compare_with_peft(opened: Opened, adapter: StoredAdapter) -> list[Finding]:
     return _list_missing(adapter, own, listed)
 
 
-def _list_missing(adapter: StoredAdapter, own: tensor_names.Told, listed: AdapterTensors) -> list[Finding]:
+def _list_missing(
+    adapter: StoredAdapter, own: tensor_names.AdapterNames, listed: AdapterTensors
+) -> list[Finding]:
     """What peft saves and the file lacks, unless it loads the file without missing anything."""
-    saved = tensor_names.told(listed.saved, saved=True)
+    saved = tensor_names.read_names(listed.saved, saved=True)
     stored = _list_parts(own)
     missing = _list_parts(saved) - stored
     if missing and listed.missing is not None and adapter.is_saved:
         # It knows more spellings than it writes.
-        missing &= _list_parts(tensor_names.told(listed.missing, saved=False))
+        missing &= _list_parts(tensor_names.read_names(listed.missing, saved=False))
     if not missing:
         return []
     if stored.isdisjoint(_list_parts(saved)):
@@ -126,7 +128,7 @@ def _list_missing(adapter: StoredAdapter, own: tensor_names.Told, listed: Adapte
     ]  # fmt: skip
 
 
-def _list_parts(names: tensor_names.Told) -> set[tuple[str, str]]:
+def _list_parts(names: tensor_names.AdapterNames) -> set[tuple[str, str]]:
     """Modules, each with a factor of it, and what is saved as it was trained."""
     factors: Iterable[tuple[str, str]] = (
         (module.name, kind) for module in names.modules.values() for kind in module.factors

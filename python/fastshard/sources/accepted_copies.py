@@ -11,8 +11,8 @@ from ..common.errors import Finding
 
 def patterns(accept: Iterable[str]) -> list[str]:
     """Glob patterns of files that ``copies`` and ``copies=GLOB`` stand for."""
-    said = [what.partition("=") for what in sorted(accept)]
-    return [glob if is_given else "*" for word, is_given, glob in said if word == "copies"]
+    entries = [what.partition("=") for what in sorted(accept)]
+    return [glob if is_given else "*" for word, is_given, glob in entries if word == "copies"]
 
 
 def accepted(findings: list[Finding], globs: Sequence[str]) -> list[Finding]:

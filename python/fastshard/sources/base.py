@@ -145,7 +145,7 @@ class Options:
     accept: frozenset[str] = frozenset()
     layout: str | None = None
     #: Config of a reference, for a checkpoint that has none, and its file.
-    lent: tuple[dict[str, Any], Path] | None = None
+    reference_config: tuple[dict[str, Any], Path] | None = None
     #: All that was given, by the names of the options.
     given: OpenOptions = field(default_factory=OpenOptions)
 

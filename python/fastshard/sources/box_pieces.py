@@ -13,7 +13,7 @@ Piece = tuple[list[int], list[int], int, int]
 
 
 @dataclass
-class _Held:
+class _Tensor:
     #: Shape of the whole; None where no file states it, and it reaches as far as the boxes do.
     shape: list[int] | None
     #: By place: those who hold it, in the order of the files.
@@ -35,50 +35,50 @@ class Boxes:
     """The boxes of all tensors, by name. What several files hold is a copy, to be compared."""
 
     def __init__(self) -> None:
-        self._held: dict[str, _Held] = {}
+        self._tensors: dict[str, _Tensor] = {}
 
     def state(self, name: str, shape: list[int]) -> list[int]:
         """That a tensor is there and how large; what was stated first, if anything was."""
-        held = self._held.setdefault(name, _Held(shape))
-        if held.shape is None:
-            held.shape = shape
-        return held.shape
+        tensor = self._tensors.setdefault(name, _Tensor(shape))
+        if tensor.shape is None:
+            tensor.shape = shape
+        return tensor.shape
 
     def add(self, name: str, lo: list[int], size: list[int], file: int, number: int) -> None:
         """A box that a file holds as its tensor `number`."""
-        held = self._held.setdefault(name, _Held(None))
-        held.boxes.setdefault((tuple(lo), tuple(size)), []).append((file, number))
+        tensor = self._tensors.setdefault(name, _Tensor(None))
+        tensor.boxes.setdefault((tuple(lo), tuple(size)), []).append((file, number))
 
     def names(self) -> list[str]:
         """All names, in the order of the files."""
-        return list(self._held)
+        return list(self._tensors)
 
     def shape(self, name: str) -> list[int]:
         """Shape of the whole."""
-        return self._held[name].whole()
+        return self._tensors[name].whole()
 
     def divided(self, name: str) -> set[int]:
         """The dimensions along which the boxes lie behind one another."""
-        boxes = self._held[name].boxes
+        boxes = self._tensors[name].boxes
         return {d for lo, _ in boxes for d, at in enumerate(lo) if at}
 
     def first(self, name: str) -> list[int]:
         """Extent of the first box."""
-        return list(min(self._held[name].boxes)[1])
+        return list(min(self._tensors[name].boxes)[1])
 
     def shared(self) -> Iterator[tuple[str, list[int], list[int], list[int]]]:
         """Boxes that several files hold: name, place, extent, and the files."""
-        for name, held in self._held.items():
-            for (lo, size), holders in held.boxes.items():
+        for name, tensor in self._tensors.items():
+            for (lo, size), holders in tensor.boxes.items():
                 if len(holders) > 1:
                     yield name, list(lo), list(size), [file for file, _ in holders]
 
     def overlapping(self) -> Iterator[tuple[str, list[int], list[int], int]]:
         """Boxes that others hold parts of: name, place, extent, and a file that holds it."""
-        for name, held in self._held.items():
-            full = prod(held.whole())
-            if sum(prod(size) for _, size in held.boxes) > full:
-                (lo, size), holders = list(held.boxes.items())[-1]
+        for name, tensor in self._tensors.items():
+            full = prod(tensor.whole())
+            if sum(prod(size) for _, size in tensor.boxes) > full:
+                (lo, size), holders = list(tensor.boxes.items())[-1]
                 yield name, list(lo), list(size), holders[0][0]
 
     def assembled(self, *, holes: bool = True) -> list[Assembled]:
@@ -88,18 +88,18 @@ class Boxes:
             holes: whether to declare tensors that are not covered: they are findings of the core.
         """
         sets: list[list[tuple[str, list[int], list[Piece]]]] = []
-        for name, held in self._held.items():
-            if not holes and not held.covered():
+        for name, tensor in self._tensors.items():
+            if not holes and not tensor.covered():
                 continue
-            for n in range(max([1, *(len(holders) for holders in held.boxes.values())])):
+            for n in range(max([1, *(len(holders) for holders in tensor.boxes.values())])):
                 if n == len(sets):
                     sets.append([])
                 # Where there is no further copy of a box, the first one stands for it.
                 pieces = [
                     (list(lo), list(size), *holders[n if n < len(holders) else 0])
-                    for (lo, size), holders in held.boxes.items()
+                    for (lo, size), holders in tensor.boxes.items()
                 ]
-                sets[n].append((name, held.whole(), pieces))
+                sets[n].append((name, tensor.whole(), pieces))
         return [
             Assembled(
                 next((p[2] for _, _, pieces in tensors for p in pieces), 0),

@@ -21,7 +21,7 @@ from ..common.records import dataclass, replace
 from ..common.regex import compile_when_used
 from .base import Options
 from .step_names import alike, bearing, is_step, matching, newer, numbers_of, part_of, plain
-from .step_trackers import TOLD, Step, folders_in, have, pointing_nowhere, tracked
+from .step_trackers import MOST_NAMED, Step, folders_in, have, pointing_nowhere, tracked
 
 #: Folders of optimizer state that FSDP's writers put beside the model's. source: accelerate utils/fsdp_utils.py
 _OPTIMIZER = compile_when_used(r"^optimizer_\d+$")
@@ -46,13 +46,13 @@ def by_folder(
     if at is None and len(paths) > 1:
         return None
     steps: dict[str, Step] = {}
-    held: dict[str, str] = {}
+    step_folders: dict[str, str] = {}
     for root, folder in places:
         whole = "/".join(folder.split("/")[: at + 1]) if at is not None else bearing(folder)
         name = whole.rpartition("/")[2]
         steps.setdefault(name, Step()).folders.append((root, whole))
-        held[name] = folder
-    return steps, held
+        step_folders[name] = folder
+    return steps, step_folders
 
 
 def folder_of(
@@ -76,27 +76,29 @@ def folder_of(
     """
     whole = sorted(set(places))
     every = {folder for _, folder in whole}
-    held = [(root, folder) for root, folder in whole if not any(_below(folder, other) for other in every)]
+    candidates = [
+        (root, folder) for root, folder in whole if not any(_below(folder, other) for other in every)
+    ]
     aside = {folder for folder in every if _of_optimizer(folder, every)}
-    held = [place for place in held if place[1] not in aside]
+    candidates = [place for place in candidates if place[1] not in aside]
     named_by_file = any(f.name in trackers for f in listing.files)
-    found = by_folder(held) or (by_folder(held, any_name=True) if named_by_file else None)
+    found = by_folder(candidates) or (by_folder(candidates, any_name=True) if named_by_file else None)
     wanted = options.step
     if wanted is not None and (found is None or not matching(found[0], wanted)):
         # Nothing orders them, or it is another part of the path; the one asked for may still be one of them.
         named: list[tuple[int, str]] = []
-        for those in (held, whole):
+        for those in (candidates, whole):
             named = [p for p in those if any(matching([part], wanted) for part in p[1].split("/"))]
             if len({folder for _, folder in named}) == 1:
                 return named[0][1], Chosen(bearing(named[0][1]).rpartition("/")[2], [], Step(named)), []
         if found is None and not named:
-            _one([], {folder.rpartition("/")[2] or ".": Step() for _, folder in held}, wanted)
+            _one([], {folder.rpartition("/")[2] or ".": Step() for _, folder in candidates}, wanted)
     if found is None:
-        folders = sorted({folder for _, folder in held})
+        folders = sorted({folder for _, folder in candidates})
         raise FastshardError.of(
             codes.AMBIGUOUS,
             "several folders hold a checkpoint",
-            got=", ".join(folder or "." for folder in folders[:TOLD]),
+            got=", ".join(folder or "." for folder in folders[:MOST_NAMED]),
             help="pass one folder as CKPT, or choose a step",
             run=["--step NAME"],
         )
@@ -173,21 +175,21 @@ def _choose(
         name = _one(matching(steps, options.step), steps, options.step)
         return Chosen(name, [], steps[name])
     usable = [name for name, step in steps.items() if step.usable] or list(steps)
-    told_by = tracked(listing, trackers)
-    if told_by is not None:
-        file, named = told_by
+    pointer = tracked(listing, trackers)
+    if pointer is not None:
+        file, named = pointer
         if found := matching(usable, named):
             name = _one(found, steps, named)
-            said = [*_told(name, steps, file), *_later(listing, name, steps, options, file)]
-            return Chosen(name, said, steps[name])
-        told = pointing_nowhere(listing, steps, file, named)
+            findings = [*_note_choice(name, steps, file), *_later(listing, name, steps, options, file)]
+            return Chosen(name, findings, steps[name])
+        finding = pointing_nowhere(listing, steps, file, named)
         if "older-step" not in options.accept or not any(step.usable for step in steps.values()):
-            raise error_for([told])
+            raise error_for([finding])
         name = _newest(usable)
-        return Chosen(name, [_softened(told), *_told(name, steps, None)], steps[name])
+        return Chosen(name, [_softened(finding), *_note_choice(name, steps, None)], steps[name])
     name = _newest(usable)
-    said = [*_told(name, steps, None), *_later(listing, name, steps, options, None)]
-    return Chosen(name, said, steps[name])
+    findings = [*_note_choice(name, steps, None), *_later(listing, name, steps, options, None)]
+    return Chosen(name, findings, steps[name])
 
 
 def _marked(steps: Mapping[str, Step]) -> Mapping[str, Step]:
@@ -221,14 +223,14 @@ def _outer(steps: Mapping[str, Step]) -> dict[str, Step] | None:
 
 def _of_hosts(folders: Iterable[str]) -> bool:
     """True if the same steps are in several folders side by side: ``node0/checkpoint-500``."""
-    held: dict[str, set[str]] = {}
+    steps_by_host: dict[str, set[str]] = {}
     for folder in folders:
         above, _, step = folder.rpartition("/")
-        held.setdefault(above, set()).add(step)
+        steps_by_host.setdefault(above, set()).add(step)
     return (
-        len(held) > 1
-        and part_of(held, any_name=True) is not None
-        and len(set(map(frozenset, held.values()))) == 1
+        len(steps_by_host) > 1
+        and part_of(steps_by_host, any_name=True) is not None
+        and len(set(map(frozenset, steps_by_host.values()))) == 1
     )
 
 
@@ -288,8 +290,8 @@ def _newest(names: list[str]) -> str:
     return best
 
 
-def _told(name: str, steps: Mapping[str, Step], tracker: File | None) -> list[Finding]:
-    """What is said first where there was a choice."""
+def _note_choice(name: str, steps: Mapping[str, Step], tracker: File | None) -> list[Finding]:
+    """Describe the choice among several steps."""
     others = [n for n in steps if n != name]
     if not others:
         return []
@@ -370,8 +372,8 @@ def _beside(
                 if (root, path) in known or not alike(entry, name) or numbers_of(entry) <= numbers_of(name):
                     continue
                 # A bare number may name anything, a year for one: it is a step if it holds what steps hold, or nothing.
-                held = _entries(listing.roots[root] / path)
-                if not plain(entry).isdecimal() or plain(entry) != entry or not held or held & own:
+                inside = _entries(listing.roots[root] / path)
+                if not plain(entry).isdecimal() or plain(entry) != entry or not inside or inside & own:
                     yield path, plain(entry) != entry
 
 

@@ -57,7 +57,7 @@ def config_of(
     places = sidecar_files.places(listing, folder, above=above)
     path = next((path for place in places if (path := _config_in(listing, place))), None)
     if path is None:
-        return options.lent or (None, None)
+        return options.reference_config or (None, None)
     label = _label(listing, path)
     text = safe_files.read_text(path, safe_files.MAX_TEXT, label=label)
     config = json_text.value(text, label, hook=json_text.read_pairs)
@@ -195,13 +195,13 @@ def with_plain_weights(source: Source, names: Collection[str]) -> Source:
     layout = config_json.layout_of(config, label)
     if layout is None or wrapped(stored) is not None or _why_not(config, layout, names, None) is not None:
         return source
-    made = replace(
+    plain = replace(
         source,
         model=replace(model, dialect=huggingface.DIALECT, no_table=None),
         findings=list(source.findings),
     )
-    _take_layout(made, config, label, layout, names, stored, outer)
-    return made
+    _take_layout(plain, config, label, layout, names, stored, outer)
+    return plain
 
 
 def _find_missing_code(config: dict[str, Any], path: Path | None) -> list[Finding]:

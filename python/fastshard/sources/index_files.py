@@ -41,7 +41,7 @@ def _stays_below(name: str) -> bool:
 
 def disagreeing(
     weight_map: Mapping[str, int],
-    held: Mapping[int, set[str]],
+    stored_names: Mapping[int, set[str]],
     paths: Mapping[int, str],
     index: str | None = None,
     *,
@@ -52,14 +52,16 @@ def disagreeing(
 
     Args:
         weight_map: number of the file that the index sends each tensor to.
-        held: names of the tensors in each file that could be read.
+        stored_names: names of the tensors in each file that could be read.
         paths: of the files, by their numbers.
         index: path of the index; None where there are several.
         whole: True if every file holds whole tensors, so that one is the same wherever it lies.
     """
-    ghosts = [name for name, file in weight_map.items() if file in held and name not in held[file]]
-    unnamed = {file: sorted(names - weight_map.keys()) for file, names in held.items()}
-    elsewhere = {name: file for file, names in held.items() for name in names} if whole else {}
+    ghosts = [
+        name for name, file in weight_map.items() if file in stored_names and name not in stored_names[file]
+    ]
+    unnamed = {file: sorted(names - weight_map.keys()) for file, names in stored_names.items()}
+    elsewhere = {name: file for file, names in stored_names.items() for name in names} if whole else {}
     # A file that could not be read may hold the rest.
     moved = [name for name in ghosts if name in elsewhere]
     gone = [name for name in ghosts if name not in elsewhere]

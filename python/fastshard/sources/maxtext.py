@@ -67,8 +67,8 @@ def describe(
         source.model = Description(config=config)
         return
     hf_llama = config and not maxtext.is_maxtext(config) and config_json.layout_of(config) == "hf.llama"
-    stated = config_json.axes_and_facts(config)[1] if config and hf_llama else None
-    source.model = Description(family, config, dialect=maxtext.MaxText(stated))
+    facts = config_json.axes_and_facts(config)[1] if config and hf_llama else None
+    source.model = Description(family, config, dialect=maxtext.MaxText(facts))
     source.layout = f"maxtext.{family}"
     table = tables.table(source.layout)
     source.axes = maxtext_sizes.axes_of(config or {}, family)
@@ -181,16 +181,16 @@ def _scan_axis(
     table: Table, shapes: Mapping[str, tuple[int, ...]], axes: dict[str, int], config: dict[str, Any]
 ) -> tuple[int, FastshardError | None]:
     """The axis of the layers: as the config says, else the one that all shapes fit."""
-    stated = integer(config, "param_scan_axis") if maxtext.is_maxtext(config) else None
-    if stated is not None:
-        return stated, None
+    declared_axis = integer(config, "param_scan_axis") if maxtext.is_maxtext(config) else None
+    if declared_axis is not None:
+        return declared_axis, None
     ranks = [len(shape) for name, shape in shapes.items() if name.startswith(_STACKED) and shape]
     wrong: dict[int, int] = {}
-    told: set[tuple[int, ...]] = set()
+    seen: set[tuple[int, ...]] = set()
     for axis in _SCAN_AXES:
         places = tuple(place(rank - 1, axis) for rank in ranks)
-        if places not in told:
-            told.add(places)
+        if places not in seen:
+            seen.add(places)
             wrong[axis] = _weights(table, axis).misfits(dict(shapes), axes)
     best = [axis for axis, count in wrong.items() if count == min(wrong.values())]
     if len(best) == 1 or wrong[best[0]]:

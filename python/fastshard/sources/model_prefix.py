@@ -19,7 +19,7 @@ _PREFIXES = ("", "model.", "module.", "state_dict.", "app.model.")
 _DDP = "module."
 _TELLING = ("model.embed_tokens.weight", "gpt_neox.embed_in.weight")
 #: Names that a message gives at most.
-_TOLD = 8
+_MOST_NAMED = 8
 #: Models whose parts have no common beginning. source: base_model_prefix and names in transformers models/t5
 _WITHOUT_BASE = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
 
@@ -60,7 +60,7 @@ def recognise(
         raise FastshardError.of(
             codes.USAGE,
             f"prefix: no name begins with {chosen!r}",
-            expected=f"one of {', '.join(tops[:_TOLD])}",
+            expected=f"one of {', '.join(tops[:_MOST_NAMED])}",
             got=chosen,
             help="pass what stands before the model's own names",
         )

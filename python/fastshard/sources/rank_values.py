@@ -26,8 +26,10 @@ def differing(
         return []
     keys = [key for key, *_ in differ]
     if len(differ) == 1:
-        said, (_, expected, got) = f"{keys[0]} differs", differ[0]
+        subject, (_, expected, got) = f"{keys[0]} differs", differ[0]
     else:
-        said = f"{', '.join(keys[:-1])} and {keys[-1]} differ"
+        subject = f"{', '.join(keys[:-1])} and {keys[-1]} differ"
         expected, got = (", ".join(f"{one[0]} {one[at]}" for one in differ) for at in (1, 2))
-    return [Finding.of(code, f"{said} between ranks", expected=f"{expected}{source}", got=str(got), **fields)]
+    return [
+        Finding.of(code, f"{subject} between ranks", expected=f"{expected}{source}", got=str(got), **fields)
+    ]

@@ -17,7 +17,7 @@ from ..common.regex import compile_when_used
 from .step_names import matching, numbers_of
 
 #: Steps that messages name at most.
-TOLD = 8
+MOST_NAMED = 8
 #: The tracker file of Megatron-LM, which names a step by its number.
 _MEGATRON = "latest_checkpointed_iteration.txt"
 #: source: DeepSpeed engine.py and checkpoint/ds_to_universal.py; Megatron-LM training/checkpointing.py
@@ -65,8 +65,8 @@ def tracked(listing: Listing, trackers: tuple[str, ...]) -> tuple[File, str] | N
 def have(steps: Iterable[str]) -> str:
     """Names of steps in one text, the last of many."""
     names = sorted(steps, key=lambda n: (numbers_of(n), n))
-    more = f"{len(names) - TOLD} more, " if len(names) > TOLD else ""
-    return more + ", ".join(names[-TOLD:])
+    more = f"{len(names) - MOST_NAMED} more, " if len(names) > MOST_NAMED else ""
+    return more + ", ".join(names[-MOST_NAMED:])
 
 
 def folders_in(path: Path) -> list[str]:

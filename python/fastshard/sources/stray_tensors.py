@@ -63,7 +63,7 @@ class Strays:
 
 def of_index(
     weight_map: Mapping[str, int],
-    held: Mapping[int, set[str]],
+    stored_names: Mapping[int, set[str]],
     paths: Mapping[int, str],
     same: Callable[[int, int], bool],
     beside: Callable[[], Mapping[str, set[str]]],
@@ -75,25 +75,25 @@ def of_index(
     Args:
         weight_map: number of the file that the index sends each tensor to.
         missing: names of the tensors that it sends to each file that is not there, by its path.
-        held: names of the tensors in each file that could be read.
+        stored_names: names of the tensors in each file that could be read.
         paths: of the files, by their numbers.
         same: whether two files have the same bytes.
         beside: opens the files that the index does not name; names of the tensors in each, by path.
         index: the index; None where several files are.
     """
-    everywhere = set().union(*held.values())
+    everywhere = set().union(*stored_names.values())
     sent: dict[int, set[str]] = {}
     for name, file in weight_map.items():
         sent.setdefault(file, set()).add(name)
-    gone = {file: sent[file] - everywhere for file in sorted(sent) if file in held}
+    gone = {file: sent[file] - everywhere for file in sorted(sent) if file in stored_names}
     # Of a file that was copied over another the index says rightly what it holds.
-    wrong = [file for file, names in gone.items() if names and not sent[file] & held[file]]
-    right = [file for file in sorted(held) if held[file] and file not in wrong]
+    wrong = [file for file, names in gone.items() if names and not sent[file] & stored_names[file]]
+    right = [file for file in sorted(stored_names) if stored_names[file] and file not in wrong]
     findings: list[Finding] = []
     lost: dict[str, str] = {}
     copies: set[int] = set()
     for file in wrong:
-        original = next((i for i in right if held[i] == held[file] and same(i, file)), None)
+        original = next((i for i in right if stored_names[i] == stored_names[file] and same(i, file)), None)
         if original is not None:
             expected = f"{counted(len(sent[file]), 'tensor')} that the index sends here"
             findings.append(_copy(paths[file], paths[original], "it was copied over this file", expected))
@@ -101,10 +101,10 @@ def of_index(
             copies.add(file)
     holders: set[str] = set()
     left = {**{paths[file]: names for file, names in gone.items()}, **missing}
-    held_beside = beside() if any(left.values()) else {}
+    names_beside = beside() if any(left.values()) else {}
     named: list[str] = []
     astray: set[str] = set()
-    for path, names in sorted(held_beside.items()):
+    for path, names in sorted(names_beside.items()):
         found = {name for of in left.values() for name in of & names}
         if found:
             named += [sent_to for sent_to, of in left.items() if of & names]
@@ -118,21 +118,21 @@ def of_index(
 
 
 def of_numbers(
-    held: Mapping[int, set[str]], paths: Mapping[int, str], same: Callable[[int, int], bool]
+    stored_names: Mapping[int, set[str]], paths: Mapping[int, str], same: Callable[[int, int], bool]
 ) -> Strays:
     """The copies among files that are told apart by the numbers in their names alone.
 
     Args:
-        held: names of the tensors in each file that could be read.
+        stored_names: names of the tensors in each file that could be read.
         paths: of the files, by their numbers.
         same: whether two files have the same bytes.
     """
     findings: list[Finding] = []
     originals: dict[frozenset[str], list[int]] = {}
     copies: set[int] = set()
-    for file in sorted(held):
-        alike = originals.setdefault(frozenset(held[file]), [])
-        original = next((i for i in alike if same(i, file)), None) if held[file] else None
+    for file in sorted(stored_names):
+        alike = originals.setdefault(frozenset(stored_names[file]), [])
+        original = next((i for i in alike if same(i, file)), None) if stored_names[file] else None
         if original is None:
             alike.append(file)
         else:

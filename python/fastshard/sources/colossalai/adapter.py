@@ -52,7 +52,7 @@ _EXPERT = compile_when_used(r"\.experts\.(\d+)\.")
 #: Keys of configs that tell the number of experts. source: transformers models/mixtral, deepseek_v3, qwen3_moe
 _EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 #: By name: file, number of the tensor in it and shape, for each directory that holds it.
-_Held = dict[str, list[tuple[int, int, list[int]]]]
+_Stored = dict[str, list[tuple[int, int, list[int]]]]
 
 
 class ColossalAI:
@@ -62,10 +62,10 @@ class ColossalAI:
 
     def detect(self, listing: Listing, options: Options) -> Found[ColossalFiles] | None:
         """Looks for numbered shards that do not tell how many there are."""
-        held = None if listing.single else _folder(listing, options)
-        if held is None:
+        choice = None if listing.single else _folder(listing, options)
+        if choice is None:
             return None
-        folder, chosen = held
+        folder, chosen = choice
         findings: list[Finding] = [] if chosen is None else list(chosen.findings)
         copies: dict[str, list[File]] = {}
         for file in listing.within(folder):
@@ -83,16 +83,20 @@ class ColossalAI:
         whole = [n for n in others if not weight_map or (writer(n) is not None and writer(n) not in indexed)]
         apart = set(whole)
         unnamed = [copies[name] for name in others if name not in apart]
-        findings += [not_named(held[0]) for held in unnamed]
+        findings += [not_named(shard_copies[0]) for shard_copies in unnamed]
         findings += [stage_not_merged(folder, whole)] if weight_map and whole else []
         stem = next((n.split("-stage-")[0] for n in [*named, *whole] if "-stage-" in n), "model")
         written = {by for name in [*named, *whole] if (by := writer(name)) is not None}
         findings += writers_missing(folder, stem, kind, written)
         have = {name: copies.get(name) or _found_apart(listing, folder, name) for name in [*named, *whole]}
-        findings += [shard_missing(folder, name) for name, held in have.items() if not held]
-        files = [file for held in have.values() for file in held]
+        findings += [shard_missing(folder, name) for name, shard_copies in have.items() if not shard_copies]
+        files = [file for shard_copies in have.values() for file in shard_copies]
         numbers = iter(range(len(files)))
-        shards = [(name, tuple(islice(numbers, len(held)))) for name, held in have.items() if held]
+        shards = [
+            (name, tuple(islice(numbers, len(shard_copies))))
+            for name, shard_copies in have.items()
+            if shard_copies
+        ]
         optim = colossalai_optim.detect(listing, folder, len(files))
         files += [] if optim is None else optim[1]
         seen = ColossalFiles(
@@ -106,7 +110,7 @@ class ColossalAI:
             stem=stem,
             kind=kind,
             index=indexes[0] if len(indexes) == 1 else None,
-            unnamed=tuple(file for held in unnamed for file in held),
+            unnamed=tuple(file for shard_copies in unnamed for file in shard_copies),
             optim=None if optim is None else optim[0],
         )
         step = chosen.name if chosen is not None and is_step(chosen.name) else None
@@ -122,7 +126,7 @@ class ColossalAI:
         source.vocab_size = options.vocab_size
         config, path = hf_config.config_of(listing, found.folder, options)
         hf_config.describe(source, listing, config, path, contents.names())
-        held: _Held = {}
+        stored: _Stored = {}
         seen: set[tuple[str, int]] = set()
         expected: dict[str, int] = {}
         for name, copies in saved.shards:
@@ -132,7 +136,7 @@ class ColossalAI:
                     key = ".".join(tensor["path"])
                     # What all expert-parallel ranks have is one tensor of their directory.
                     if (key, found.files[i].root) not in seen or not saved.experts:
-                        held.setdefault(key, []).append((i, number, tensor["shape"]))
+                        stored.setdefault(key, []).append((i, number, tensor["shape"]))
                     seen.add((key, found.files[i].root))
                     if name in saved.whole:
                         expected.setdefault(key, copies[0])
@@ -142,8 +146,8 @@ class ColossalAI:
         source.unnamed = saved.unnamed
         # An index tells of names, not of shapes: a rank's slice of the vocabulary may have been saved as the whole.
         source.provable = source.layout is not None
-        source.findings += self._missing_layers(found, config, held)
-        source.findings += self._missing_experts(found, config, held)
+        source.findings += self._missing_layers(found, config, stored)
+        source.findings += self._missing_experts(found, config, stored)
         # Where files are called for by their names alone, nothing tells what they held.
         here = {name for name, _ in saved.shards}
         absent = {file for file in saved.weight_map.values() if file not in here}
@@ -155,9 +159,11 @@ class ColossalAI:
         source.listed = bool(saved.weight_map) and called_for == len(absent) and not unread
         source.findings += _total_size(listing, saved.index)
         whole = _Whole(source)
-        together = self._slices(source, found, held, whole)
-        padded = _padded(source, held, whole)
-        source.findings += _copied(listing, found, contents, {name: held[name] for name in sorted(together)})
+        together = self._slices(source, found, stored, whole)
+        padded = _padded(source, stored, whole)
+        source.findings += _copied(
+            listing, found, contents, {name: stored[name] for name in sorted(together)}
+        )
         for name, i in ((name, i) for name, copies in saved.shards for i in copies):
             only = [".".join(t["path"]) for t in contents.tensors(i)] if contents.readable(i) else []
             only = [name for name in only if name not in together | padded]
@@ -171,7 +177,7 @@ class ColossalAI:
                 else format_rank(coords_of(match))
             )
             source.units.append(Unit(file=i, only=only, rank=rank, coords={} if ep is None else {"ep": ep}))
-        shapes = {name: whole(name) or places[0][2] for name, places in held.items()}
+        shapes = {name: whole(name) or places[0][2] for name, places in stored.items()}
         names = enumerate(
             SHARD.match(file.name) or colossalai_optim.SHARD.match(file.name) for file in found.files
         )
@@ -185,12 +191,12 @@ class ColossalAI:
 
     @staticmethod
     def _missing_layers(
-        found: Found[ColossalFiles], config: dict[str, Any] | None, held: _Held
+        found: Found[ColossalFiles], config: dict[str, Any] | None, stored: _Stored
     ) -> list[Finding]:
         """The stages after the last one that is there, by the number of layers."""
         saved = found.seen
         count = (config or {}).get("num_hidden_layers")
-        layers = {int(m[1]) for name in [*held, *saved.weight_map] if (m := _LAYER.search(name))}
+        layers = {int(m[1]) for name in [*stored, *saved.weight_map] if (m := _LAYER.search(name))}
         if not saved.stages or not isinstance(count, int) or not layers or max(layers) + 1 >= count:
             return []
         why = f"layers {max(layers) + 1} to {count - 1} by num_hidden_layers {count}"
@@ -199,12 +205,12 @@ class ColossalAI:
 
     @staticmethod
     def _missing_experts(
-        found: Found[ColossalFiles], config: dict[str, Any] | None, held: _Held
+        found: Found[ColossalFiles], config: dict[str, Any] | None, stored: _Stored
     ) -> list[Finding]:
         """The expert-parallel ranks after the last one that is there, by the number of experts."""
         saved = found.seen
         counts = [n for key in _EXPERTS if isinstance(n := (config or {}).get(key), int)]
-        experts = {int(m[1]) for name in [*held, *saved.weight_map] if (m := _EXPERT.search(name))}
+        experts = {int(m[1]) for name in [*stored, *saved.weight_map] if (m := _EXPERT.search(name))}
         if not saved.experts or not counts or not experts or max(experts) + 1 >= counts[0]:
             return []
         why = f"experts {max(experts) + 1} to {counts[0] - 1} of {counts[0]} by the config"
@@ -215,12 +221,12 @@ class ColossalAI:
         ]
 
     @staticmethod
-    def _slices(source: Source, found: Found[ColossalFiles], held: _Held, whole: _Whole) -> set[str]:
+    def _slices(source: Source, found: Found[ColossalFiles], stored: _Stored, whole: _Whole) -> set[str]:
         """Tensors of which each directory holds one rank's slice: put together in the order of the directories."""
         slices: dict[str, int] = {}
         shards: dict[str, int] = {}
         rows: dict[str, int] = {}
-        for name, places in held.items():
+        for name, places in stored.items():
             shape, want = places[0][2], whole(name)
             if want is None or len(shape) != len(want):
                 continue
@@ -232,7 +238,7 @@ class ColossalAI:
             if len(places) == shards[name] and all(p[2] == shape for p in places):
                 slices[name] = differ[0]
         if not slices:
-            given = max((len(held[name]) for name in shards), default=1)
+            given = max((len(stored[name]) for name in shards), default=1)
             if shards and given > 1:
                 name = next(iter(shards))
                 source.findings.append(
@@ -243,16 +249,16 @@ class ColossalAI:
                     )
                 )  # fmt: skip
             return set()
-        padded = [n for n in slices if whole.vocabulary(n) and len(held[n]) * held[n][0][2][0] != rows[n]]
+        padded = [n for n in slices if whole.vocabulary(n) and len(stored[n]) * stored[n][0][2][0] != rows[n]]
         # Of tensors that are whole elsewhere (or whose moments are) the padding is cut here, else by the plan.
-        vocabulary = [name for name in held if whole.vocabulary(name)]
+        vocabulary = [name for name in stored if whole.vocabulary(name)]
         trimmed = set(vocabulary) != set(padded) or bool(found.seen.optim)
         if padded and not trimmed:
             source.vocab_size = source.vocab_size or source.axes.get("V")
             source.axes.pop("P", None)
         boxes: list[Any] = []
         for name, d in slices.items():
-            places, size = held[name], held[name][0][2]
+            places, size = stored[name], stored[name][0][2]
             if name in padded and trimmed:
                 row = math.prod(size[1:])
                 left, ranges = rows[name] * row, []
@@ -272,7 +278,7 @@ class ColossalAI:
                 " are given: nothing in the files names the ranks",
                 severity="warning",
                 tensor=next(iter(slices)),
-                file=found.files[held[next(iter(slices))][0][0]].path,
+                file=found.files[stored[next(iter(slices))][0][0]].path,
                 help="name the directories from tensor-parallel rank 0 on",
             )
         )
@@ -317,14 +323,14 @@ def _found_apart(listing: Listing, folder: str, name: str) -> list[File]:
 def _total_size(listing: Listing, index: File | None) -> list[Finding]:
     """ColossalAI counts MB where others count bytes."""
     metadata = read_json(listing, index).get("metadata") if index else None
-    stated = metadata.get("total_size") if isinstance(metadata, dict) else None
-    if index is None or not isinstance(stated, float):
+    total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if index is None or not isinstance(total_size, float):
         return []
     message = "total_size of the index is in MB, as ColossalAI counts it, not in bytes"
-    return [Finding.of(codes.UNEXPECTED_FILE, message, severity="note", file=index.path, got=str(stated))]
+    return [Finding.of(codes.UNEXPECTED_FILE, message, severity="note", file=index.path, got=str(total_size))]
 
 
-def _padded(source: Source, held: _Held, whole: _Whole) -> set[str]:
+def _padded(source: Source, stored: _Stored, whole: _Whole) -> set[str]:
     """Tensors with rows beyond the config's vocabulary, of which the first are taken: a mixture of experts is saved with
     the padding of its embedding.
 
@@ -333,7 +339,7 @@ def _padded(source: Source, held: _Held, whole: _Whole) -> set[str]:
     """
     rows = source.axes.get("V", 0)
     tensors: list[Any] = []
-    for name, places in held.items():
+    for name, places in stored.items():
         file, number, shape = places[0]
         if len(places) == 1 and whole.vocabulary(name) and shape and shape[0] > rows > 0 == shape[0] % 64:
             taken = [rows, *shape[1:]]
@@ -353,7 +359,7 @@ def _copied(
     listing: Listing,
     found: Found[ColossalFiles],
     contents: Contents,
-    slices: _Held,
+    slices: _Stored,
 ) -> list[Finding]:
     """Directories of two ranks that are one, or hold the same slice by the checksums of torch's files."""
     findings: list[Finding] = []

@@ -270,10 +270,10 @@ def _not_read(found: Found[ColossalFiles], unknown: dict[str, int]) -> list[Find
 def _steps_differ(folder: str, steps: set[float]) -> list[Finding]:
     if len(steps) < 2:
         return []
-    told = ", ".join(f"{step:g}" for step in sorted(steps))
+    text = ", ".join(f"{step:g}" for step in sorted(steps))
     return [
         Finding.of(
-            codes.MIXED_STEPS, "optimizer step differs between parameters", file=folder or ".", got=told,
+            codes.MIXED_STEPS, "optimizer step differs between parameters", file=folder or ".", got=text,
             help="copy all optimizer files from one save",
         )
     ]  # fmt: skip
@@ -370,12 +370,12 @@ def _names(
     shaped = [[next((s for _, _, s in moments.get(n, {}).values()), None) for n in group] for group in groups]
     if any(shape is None for group in shaped for shape in group):
         return None
-    told = {name: shapes[name] for name in order}
-    if any(shape not in told.values() for group in shaped for shape in group):
+    sizes = {name: shapes[name] for name in order}
+    if any(shape not in sizes.values() for group in shaped for shape in group):
         # Some lie in a row: their sizes decide.
-        told = {name: [math.prod(shape)] for name, shape in told.items()}
+        sizes = {name: [math.prod(shape)] for name, shape in sizes.items()}
         shaped = [[[math.prod(shape or [])] for shape in group] for group in shaped]
-    assigned = by_shape(list(told.items()), shaped)
+    assigned = by_shape(list(sizes.items()), shaped)
     if assigned is None:
         return None
     return {

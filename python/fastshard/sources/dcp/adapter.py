@@ -45,7 +45,7 @@ def _known(transforms: list[str]) -> bool:
 _RECORDS_OF_RANK = compile_when_used(r"^__(\d+)_")
 _EXTRA_STATE = compile_when_used(r"(^|\.)_extra_state(\.|$)")
 #: Names that a finding gives at most.
-_TOLD = 8
+_MOST_NAMED = 8
 #: Records that are looked into at most: those that hold tensors are the largest.
 _MAX_LOOKED_INTO = 256
 
@@ -69,7 +69,7 @@ class _Records(Source):
             f"{len(own)} tensors are modules' own state (_extra_state), such as FP8 scales of the run, and no weights",
             severity="note",
             tensor=own[0],
-            got=some(own, _TOLD),
+            got=some(own, _MOST_NAMED),
         )
         return replace(taken, assembled=kept, findings=[*taken.findings, note])
 
@@ -138,7 +138,7 @@ class Dcp:
         return replace(found, findings=[*chosen.findings, *findings, *found.findings, *within_this(within)])
 
     def _found(
-        self, listing: Listing, folder: str, step: str | None, described: dcp_metadata.Told
+        self, listing: Listing, folder: str, step: str | None, described: dcp_metadata.Metadata
     ) -> Found[DcpFiles]:
         metadata = f"{folder}/{METADATA}" if folder else METADATA
         copies: dict[str, list[File]] = {}
@@ -180,14 +180,14 @@ class Dcp:
         lost = {
             name: f"{folder}/{file}" if folder else file for file, names in lacking.items() for name in names
         }
-        held = DcpFiles(described, placed.places, values, lost)
-        return Found(self, "torch DCP", files, held, folder, findings, step=step, records=placed.records)
+        dcp_files = DcpFiles(described, placed.places, values, lost)
+        return Found(self, "torch DCP", files, dcp_files, folder, findings, step=step, records=placed.records)
 
     def declare(
         self, found: Found[DcpFiles], listing: Listing, contents: Contents, options: Options
     ) -> Source:
         """Every tensor as boxes; the metadata states all shapes."""
-        described = found.seen.told
+        described = found.seen.metadata
         source: Source = _Records(
             found.framework, units=[], step=found.step, pass_unknown=True, provable=True
         )
@@ -239,7 +239,7 @@ class Dcp:
         }
         tensors: _Tensors = []
         copies: list[_Tensors] = []
-        for entry in found.seen.told["tensors"]:
+        for entry in found.seen.metadata["tensors"]:
             name = entry["name"]
             chunks: list[list[Any]] = []
             for lo, size in entry["chunks"]:
@@ -251,16 +251,16 @@ class Dcp:
                     if name not in found.seen.lacking and 0 not in size:
                         source.findings.append(_unstored(found, name, lo))
                     continue
-                held = []
+                stored = []
                 for file, record in place:
                     number = by_record[file].get(record)
                     if number is not None:
-                        held.append((lo, size, file, number))
+                        stored.append((lo, size, file, number))
                         self._same_dtype(source, found, contents, entry, file, number)
-                if held:
-                    chunks.append(held)
+                if stored:
+                    chunks.append(stored)
             if len(chunks) == len(entry["chunks"]) or name not in found.seen.lacking:
-                tensors.append((name, entry["shape"], [held[0] for held in chunks]))
+                tensors.append((name, entry["shape"], [stored[0] for stored in chunks]))
                 for n in range(1, max(map(len, chunks), default=1)):
                     copies += [[]] if len(copies) < n else []
                     copies[n - 1].append((name, entry["shape"], [h[n if n < len(h) else 0] for h in chunks]))
@@ -321,7 +321,7 @@ class _Placed:
 
 
 def _placed(
-    described: dcp_metadata.Told, entries: list[dcp_metadata.StoredAt], inside: Mapping[str, File]
+    described: dcp_metadata.Metadata, entries: list[dcp_metadata.StoredAt], inside: Mapping[str, File]
 ) -> _Placed:
     """The records of tensors, by files that are there, numbered as they occur.
 
@@ -415,7 +415,7 @@ def _not_carried(names: list[str], objects: optim.Objects, alone: bool) -> list[
                 f"{len(own)} records are modules' own state (_extra_state) and no tensors: they are not carried",
                 severity="note",
                 tensor=own[0],
-                got=some(own, _TOLD),
+                got=some(own, _MOST_NAMED),
             )
         )
     others = [name for name in objects if not _EXTRA_STATE.search(name)]
@@ -428,7 +428,7 @@ def _not_carried(names: list[str], objects: optim.Objects, alone: bool) -> list[
                 "they are not carried",
                 severity="error" if alone else "warning",
                 tensor=holding[0],
-                got=some(holding, _TOLD),
+                got=some(holding, _MOST_NAMED),
                 help="load it with torch, and save it again with every tensor under a separate name",
             )
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...common.records import dataclass
-from .metadata import Told
+from .metadata import Metadata
 from .optim import Objects
 
 
@@ -14,7 +14,7 @@ class DcpFiles:
     """What ``.metadata`` says, and what of it is there."""
 
     #: What ``.metadata`` says, or those of all ranks together.
-    told: Told
+    metadata: Metadata
     #: (name, first index of the chunk) -> (file, name of the record in it), several where ranks hold copies.
     places: Mapping[tuple[str, tuple[int, ...]], Sequence[tuple[int, str]]]
     #: Records that are no tensors, and can be read.

@@ -30,8 +30,8 @@ _RECORDS = compile_when_used(r"^__(\d{1,9})_\d+\.distcp$")
 _SAFETENSORS = {theirs: name for name, theirs in TORCH_NAMES.items()}
 
 
-class Told(TypedDict):
-    """What metadata says, as the core tells it (``format/dcp.rs``)."""
+class Metadata(TypedDict):
+    """The contents of ``.metadata``, as the core returns them (``format/dcp.rs``)."""
 
     tensors: list[TensorEntry]
     #: Names of what is no tensor.
@@ -86,17 +86,17 @@ def one_of(listing: Listing, copies: list[File]) -> File:
     return copies[0]
 
 
-def read(listing: Listing, file: File) -> Told:
+def read(listing: Listing, file: File) -> Metadata:
     """What a file of metadata says.
 
     Raises:
         FastshardError: if it cannot be read.
     """
     try:
-        told: Told = _core.dcp_metadata(os.fspath(listing.roots[file.root] / file.path))
+        metadata: Metadata = _core.dcp_metadata(os.fspath(listing.roots[file.root] / file.path))
     except _core.CoreError as error:
         raise from_core(error) from None
-    return told
+    return metadata
 
 
 def apart(stored: Iterable[StoredAt], path: str) -> None:
@@ -125,7 +125,7 @@ def apart(stored: Iterable[StoredAt], path: str) -> None:
                 )
 
 
-def as_records(described: Told, path: str) -> None:
+def as_records(described: Metadata, path: str) -> None:
     """A record is a whole file of torch.save, and larger than its data. ``FileSystemWriter`` may be told to write one
     safetensors file for all (``SerializationFormat.SAFETENSORS``), and then notes places that are none: torch cannot read
     that either.
@@ -153,7 +153,7 @@ def as_records(described: Told, path: str) -> None:
             )
 
 
-def of_ranks(listing: Listing, ranks: dict[int, list[File]], findings: list[Finding]) -> Told:
+def of_ranks(listing: Listing, ranks: dict[int, list[File]], findings: list[Finding]) -> Metadata:
     """What ranks that saved each for itself (``use_collectives=False``) say together, as one .metadata would.
 
     Each states the whole of its tensors, and its own chunks; what all hold alike each of them has saved.
@@ -168,11 +168,11 @@ def of_ranks(listing: Listing, ranks: dict[int, list[File]], findings: list[Find
     version = None
     for rank in sorted(ranks):
         file = one_of(listing, ranks[rank])
-        told = read(listing, file)
-        version = version or told["version"]
-        objects |= dict.fromkeys(told["objects"])
-        stored += told["stored"]
-        for entry in told["tensors"]:
+        metadata = read(listing, file)
+        version = version or metadata["version"]
+        objects |= dict.fromkeys(metadata["objects"])
+        stored += metadata["stored"]
+        for entry in metadata["tensors"]:
             first = tensors.setdefault(entry["name"], {**entry, "chunks": []})
             for code, key, known, here in (
                 (codes.SHAPE, "shape", first["shape"], entry["shape"]),
@@ -222,15 +222,15 @@ def ranks_without(listing: Listing, folder: str, ranks: Collection[int]) -> list
     ]
 
 
-def same_save(described: Told, of_ranks: Told, tracker: File) -> None:
+def same_save(described: Metadata, of_ranks: Metadata, tracker: File) -> None:
     """Metadata of ranks beside one of all must say the same: else one of the two is of a save that was written over.
 
     Raises:
         FastshardError: ``FS106`` if they do not.
     """
 
-    def places(told: Told) -> set[tuple[Any, ...]]:
-        return {(e["name"], str(e["at"]), e["file"], e["offset"], e["len"]) for e in told["stored"]}
+    def places(metadata: Metadata) -> set[tuple[Any, ...]]:
+        return {(e["name"], str(e["at"]), e["file"], e["offset"], e["len"]) for e in metadata["stored"]}
 
     if odd := places(of_ranks) - places(described):
         name, _, file, *_ = min(odd)

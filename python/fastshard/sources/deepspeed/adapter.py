@@ -261,8 +261,12 @@ def _plain(
         source.units.append(
             Unit(file=file, under=["module"], coords={"tp": rank} if tp > 1 else {}, rank=f"mp {rank}")
         )
-        held = as_dict(state.get("module")).values()
-        if not seen.sliced and contents.readable(file) and not any(tensor_index(v) is not None for v in held):
+        values = as_dict(state.get("module")).values()
+        if (
+            not seen.sliced
+            and contents.readable(file)
+            and not any(tensor_index(v) is not None for v in values)
+        ):
             source.findings.append(_no_tensors(found.files[file].path))
     _all_ranks(found, states, source.findings)
     config, path = hf_config.config_of(listing, found.folder, options)
@@ -278,9 +282,9 @@ def _plain(
 
 def _tensor_parallel(seen: DeepSpeedFiles, states: list[dict[str, Any]]) -> int:
     """The tensor-parallel degree, as a file states it or as the names count."""
-    stated = as_dict(states[0].get("checkpoint_parallel_dimensions")).get("tp_degree") if states else None
-    if isinstance(stated, int):
-        return stated
+    tp_degree = as_dict(states[0].get("checkpoint_parallel_dimensions")).get("tp_degree") if states else None
+    if isinstance(tp_degree, int):
+        return tp_degree
     if seen.pipeline:
         return max((rank for _, rank, _ in seen.layers), default=0) + 1
     return len({rank for rank, _ in seen.ranks})

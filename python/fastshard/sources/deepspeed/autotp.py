@@ -40,10 +40,10 @@ def take(source: Source, found: Found[object], contents: Contents, states: list[
     """
     tp = degree(states)
     path = found.files[0].path
-    told = as_dict(as_dict(states[0].get(_INFO)).get("affine_map"))
-    pieces = as_dict(told.get("params"))
+    affine_map = as_dict(as_dict(states[0].get(_INFO)).get("affine_map"))
+    pieces = as_dict(affine_map.get("params"))
     unsupported = as_dict(as_dict(states[0].get(_INFO)).get("autotp_unsupported_parameter_patterns"))
-    if not pieces or told.get("version") != _VERSION:
+    if not pieces or affine_map.get("version") != _VERSION:
         raise _refused(
             f"DeepSpeed automatic tensor parallelism (autotp_size {tp}): the model file does not state how ranks divide"
             " the parameters",
@@ -156,10 +156,10 @@ def _spans(
     for pieces that are no slices along it."""
     spans, pieces = [], rank.get("pieces")
     for piece in pieces if isinstance(pieces, list) else ():
-        held = as_dict(piece)
-        extent = held.get("shape")
-        ends = [held.get("source"), held.get("dest")]
-        if not isinstance(extent, list) or held.get("scale", 1.0) != 1.0:
+        fields = as_dict(piece)
+        extent = fields.get("shape")
+        ends = [fields.get("source"), fields.get("dest")]
+        if not isinstance(extent, list) or fields.get("scale", 1.0) != 1.0:
             return None
         if any(e != (shape[k] if k != d else e) for k, e in enumerate(extent)) or len(extent) != len(shape):
             return None

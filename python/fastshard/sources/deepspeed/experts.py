@@ -20,9 +20,9 @@ from .step_files import DeepSpeedFiles
 
 def counts(states: list[dict[str, Any]]) -> list[int]:
     """Experts of each layer that is a mixture, by the model file; empty for a model without."""
-    told = states[0].get("num_experts") if states else None
-    told = told if isinstance(told, list) else [told]
-    return [n for n in told if isinstance(n, int) and 0 < n <= 1 << 20]
+    num_experts = states[0].get("num_experts") if states else None
+    num_experts = num_experts if isinstance(num_experts, list) else [num_experts]
+    return [n for n in num_experts if isinstance(n, int) and 0 < n <= 1 << 20]
 
 
 def refuse(found: Found[DeepSpeedFiles], states: list[dict[str, Any]]) -> None:
@@ -66,19 +66,19 @@ def take(
     config = as_dict(states[0].get("ds_config"))
     experts = Experts(data_first=config.get("use_data_before_expert_parallelism") is True)
     experts.optimizers = list({rank: (rank, file) for rank, _, file in reversed(seen.expp)}.values())[::-1]
-    held: dict[int, set[int]] = {}
+    present: dict[int, set[int]] = {}
     for layer, expert, _, file in seen.experts:
-        held.setdefault(layer, set()).add(expert)
+        present.setdefault(layer, set()).add(expert)
         source.units.append(Unit(file=file, rank=f"expert {expert} of mixture {layer}"))
         for tensor in contents.tensors(file) if contents.readable(file) else ():
             experts.add(".".join(tensor["path"]), tensor["shape"])
     for layer, count in enumerate(wanted):
-        absent = _missing(found, layer, held.get(layer, set()), count)
+        absent = _missing(found, layer, present.get(layer, set()), count)
         source.findings += absent
         experts.whole = experts.whole and not absent
     extra = [
         (layer, max(have))
-        for layer, have in held.items()
+        for layer, have in present.items()
         if max(have) >= [*wanted, *[0] * (layer + 1)][layer]
     ]
     for layer, expert in extra if wanted else ():
@@ -93,9 +93,9 @@ def take(
     return experts
 
 
-def _missing(found: Found[DeepSpeedFiles], layer: int, held: set[int], count: int) -> list[Finding]:
+def _missing(found: Found[DeepSpeedFiles], layer: int, present: set[int], count: int) -> list[Finding]:
     folder, findings = found.folder, []
-    for first, last in lacking(held, 0, count - 1):
+    for first, last in lacking(present, 0, count - 1):
         name, end = (f"layer_{layer}_expert_{n}_mp_rank_00_model_states.pt" for n in (first, last))
         findings.append(
             missing(

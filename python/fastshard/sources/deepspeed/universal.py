@@ -154,7 +154,7 @@ class Universal:
         config, config_file = hf_config.config_of(listing, found.folder, options)
         names = have.union(*(rank.names() for rank in ranks))
         hf_config.describe(source, listing, config, config_file, names)
-        source.findings += _shapes_not_told(found.folder, parts.flat)
+        source.findings += _report_unknown_shapes(found.folder, parts.flat)
         source.findings += _parameters_missing(found.folder, set(listed) - have)
         source.findings += _steps_differ(found, parts.steps)
         if seen.of_all is not None:
@@ -244,11 +244,11 @@ def _parts(
 def _buffers(model: Model) -> set[str]:
     """Buffers that the model file holds."""
     module = model.state.get("module")
-    held = module if isinstance(module, dict) else {}
+    tensors = module if isinstance(module, dict) else {}
     return {
         name
         for name in name_list(model.state.get("buffer_names"))
-        if tensor_index(held.get(name)) is not None
+        if tensor_index(tensors.get(name)) is not None
     }
 
 
@@ -269,8 +269,8 @@ def _frozen_shards(ranks: list[Model], have: set[str]) -> list[Finding]:
     ]
 
 
-def _shapes_not_told(folder: str, flat: list[str]) -> list[Finding]:
-    """Stage 3 leaves parameters flat: without a model file they have no shapes."""
+def _report_unknown_shapes(folder: str, flat: list[str]) -> list[Finding]:
+    """Report parameters that stage 3 has left flat: without a model file they have no shapes."""
     if not flat:
         return []
     name = "zero_pp_rank_0_mp_rank_00_model_states.pt"
@@ -283,8 +283,8 @@ def _shapes_not_told(folder: str, flat: list[str]) -> list[Finding]:
 
 def _moments_missing(folder: str, slots: dict[str, list[Any]], shapes: dict[str, list[int]]) -> list[Finding]:
     """A parameter that is trained has every moment that another one has; frozen ones have none."""
-    held = {slot: {name for name, *_ in parts} for slot, parts in slots.items() if slot != _VALUES}
-    trained = set(shapes) | set().union(*held.values())
+    names_by_slot = {slot: {name for name, *_ in parts} for slot, parts in slots.items() if slot != _VALUES}
+    trained = set(shapes) | set().union(*names_by_slot.values())
     start = f"{folder}/" if folder else ""
     return [
         missing(
@@ -293,7 +293,7 @@ def _moments_missing(folder: str, slots: dict[str, list[Any]], shapes: dict[str,
             f"{slot} as for {len(names)} other parameters",
             "run ds_to_universal again on the complete checkpoint",
         )
-        for slot, names in held.items()
+        for slot, names in names_by_slot.items()
         for name in sorted(trained - names)
         if names
     ]

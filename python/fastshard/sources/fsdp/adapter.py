@@ -23,8 +23,8 @@ from . import find_files, flat_params, optim
 from .find_files import FsdpFiles
 from .rank_files import Ranks
 
-#: Most tensors that one kind of disagreement is told of.
-_TOLD = 8
+#: Most tensors that findings of one kind name.
+_MOST_NAMED = 8
 
 
 class FsdpRanks:
@@ -69,9 +69,9 @@ class FsdpRanks:
         ranks = Ranks(found, contents, dict(found.seen.model))
         source.findings += ranks.findings
         folder = found.folder
-        source.findings += _stated(listing, folder, found.seen.world or len(ranks.files))
+        source.findings += _check_world_size(listing, folder, found.seen.world or len(ranks.files))
         config, path = hf_config.config_of(listing, folder, options)
-        is_flat = flat_params.is_flat(ranks.told)
+        is_flat = flat_params.is_flat(ranks.distributed)
         shapes = _flat(source, ranks) if is_flat else _boxes(source, ranks, self._any_name)
         model_prefix.recognise(source, shapes, config, options.prefix, None if is_flat else ranks.paths())
         if config is not None:
@@ -94,7 +94,7 @@ def _boxes(source: Source, ranks: Ranks, any_name: bool) -> dict[str, list[int]]
         _collect(source, ranks, rank, boxes)
     overlaps = [_overlap(ranks, *one) for one in boxes.overlapping()]
     # What a file takes with it that is missing, or another's, is said once, by its name.
-    source.findings += [] if ranks.broken else overlaps[:_TOLD]
+    source.findings += [] if ranks.broken else overlaps[:_MOST_NAMED]
     if not overlaps:
         source.assembled += boxes.assembled(holes=not ranks.broken)
     return {name: boxes.shape(name) for name in boxes.names()}
@@ -102,10 +102,10 @@ def _boxes(source: Source, ranks: Ranks, any_name: bool) -> dict[str, list[int]]
 
 def _flat(source: Source, ranks: Ranks) -> dict[str, list[int]]:
     """Declares pieces of flat parameters, one after another: they are vectors until a config tells their shapes."""
-    held, whole = flat_params.pieces(
+    ranges_by_name, whole = flat_params.pieces(
         ranks.files, {rank: ranks.contents.tensors(file) for rank, file in ranks.files.items()}
     )
-    tensors = [(name, [sum(n for n, *_ in ranges)], ranges) for name, ranges in held.items()]
+    tensors = [(name, [sum(n for n, *_ in ranges)], ranges) for name, ranges in ranges_by_name.items()]
     if not ranks.broken:
         source.assembled.append(Assembled(0, {}, None, None, tensors, frozen=True))
     boxes = Boxes()
@@ -125,8 +125,8 @@ def _shaped(source: Source, shapes: dict[str, list[int]]) -> dict[str, list[int]
     known = dict(shapes)
     for group in source.assembled[:1]:
         for n, (name, shape, ranges) in enumerate(group.tensors):
-            told = table.shape(name, source.axes) if table is not None else None
-            if told is None or None in told:
+            table_shape = table.shape(name, source.axes) if table is not None else None
+            if table_shape is None or None in table_shape:
                 raise FastshardError.of(
                     codes.FACT_UNKNOWN,
                     "the shape of a parameter that is saved flat (LOCAL_STATE_DICT)",
@@ -135,7 +135,7 @@ def _shaped(source: Source, shapes: dict[str, list[int]]) -> dict[str, list[int]
                     help="pass the model's config.json, of a family that has a table",
                     run=["--config FILE"],
                 )
-            whole = [d for d in told if d is not None]
+            whole = [d for d in table_shape if d is not None]
             if prod(whole) != shape[0]:
                 raise FastshardError.of(
                     codes.SHAPE,
@@ -151,11 +151,11 @@ def _shaped(source: Source, shapes: dict[str, list[int]]) -> dict[str, list[int]
     return known
 
 
-def _stated(listing: Listing, folder: str, ranks: int) -> list[Finding]:
-    """``fsdp_config.json`` beside the files says how many ranks there were. source: verl, SkyRL"""
+def _check_world_size(listing: Listing, folder: str, ranks: int) -> list[Finding]:
+    """Check the number of ranks in ``fsdp_config.json`` beside the files. source: verl, SkyRL"""
     file = listing.find(f"{folder}/fsdp_config.json" if folder else "fsdp_config.json")
-    said = read_json(listing, file) if file is not None else None
-    world = said.get("world_size") if isinstance(said, dict) else None
+    config = read_json(listing, file) if file is not None else None
+    world = config.get("world_size") if isinstance(config, dict) else None
     if file is None or not isinstance(world, int) or world == ranks:
         return []
     return [
@@ -177,21 +177,21 @@ def _collect(
     file = ranks.files[rank]
     if not ranks.contents.readable(file):
         return
-    told = ranks.told[rank]
+    record = ranks.distributed[rank]
     listed = ranks.contents.tensors(file)
-    parts = {".".join(part["path"]): part for part in told["parts"]}
+    parts = {".".join(part["path"]): part for part in record["parts"]}
     parts = {name: part for name, part in parts.items() if only is None or name in only}
-    said = 0
+    count = 0
     for name, part in parts.items():
         if (before := boxes.state(name, part["shape"])) != part["shape"]:
-            ranks.broken, said = True, said + 1
-            if said <= _TOLD:
+            ranks.broken, count = True, count + 1
+            if count <= _MOST_NAMED:
                 source.findings.append(_other_shape(ranks, rank, name, before, part["shape"]))
             continue
         for lo, size, number in ranks.boxes_of(rank, part):
             if listed[number]["shape"] != size:
-                ranks.broken, said = True, said + 1
-                if said <= _TOLD:
+                ranks.broken, count = True, count + 1
+                if count <= _MOST_NAMED:
                     source.findings.append(_other_part(ranks, rank, name, lo, size, listed[number]["shape"]))
             elif 0 not in size or 0 in part["shape"]:
                 boxes.add(name, lo, size, file, number)
@@ -200,8 +200,8 @@ def _collect(
         if name not in parts and (only is None or name in only):
             shape = tensor["shape"]
             if (before := boxes.state(name, shape)) != shape:
-                ranks.broken, said = True, said + 1
-                if said <= _TOLD:
+                ranks.broken, count = True, count + 1
+                if count <= _MOST_NAMED:
                     source.findings.append(_other_shape(ranks, rank, name, before, shape))
                 continue
             boxes.add(name, [0] * len(shape), shape, file, number)

@@ -109,7 +109,7 @@ def saved(listing: Listing, options: Options, *, any_name: bool = False) -> Save
     models = [one for one in found if one.kind.partition(" ")[0] == "model"]
     if not models or listing.single:
         return None
-    folder, step, said = _taken(listing, {(one.file.root, one.file.folder) for one in models}, options)
+    folder, step, findings = _taken(listing, {(one.file.root, one.file.folder) for one in models}, options)
     inside = [one for one in found if one.file.folder == folder]
     if any_name:
         kinds = sorted({one.kind for one in inside if one.kind.startswith("model")})
@@ -122,7 +122,7 @@ def saved(listing: Listing, options: Options, *, any_name: bool = False) -> Save
                 help="keep the files of the model there, or move the others away",
             )
         inside = [replace(one, kind=one.kind.partition(" ")[0]) for one in inside]
-    save = Saved(folder, step, findings=said)
+    save = Saved(folder, step, findings=findings)
     worlds = {one.world for one in inside if one.kind == "model"}
     if len(worlds) > 1:
         raise FastshardError.of(
@@ -133,12 +133,12 @@ def saved(listing: Listing, options: Options, *, any_name: bool = False) -> Save
             help="keep the files of one run there; by their times the newer one is the likely one",
         )
     save.world = worlds.pop()
-    for kind, held in (("model", save.model), ("optim", save.optim), ("extra_state", save.extra)):
+    for kind, files in (("model", save.model), ("optim", save.optim), ("extra_state", save.extra)):
         copies: dict[int, list[File]] = {}
         for one in inside:
             if one.kind == kind and one.world == save.world:
                 copies.setdefault(one.rank, []).append(one.file)
-        held.update({rank: one_of(listing, copies[rank]) for rank in sorted(copies)})
+        files.update({rank: one_of(listing, copies[rank]) for rank in sorted(copies)})
     return save
 
 
@@ -151,9 +151,9 @@ def _taken(
     """
     parts = {folder: _part(folder) for _, folder in places}
     models = sorted(set(parts.values()))
-    asked = [part for part in (options.step or "").split("/") if part]
+    requested = [part for part in (options.step or "").split("/") if part]
     if len(models) > 1:
-        meant = [part for part in asked if part in models]
+        meant = [part for part in requested if part in models]
         if len(meant) != 1:
             raise FastshardError.of(
                 codes.AMBIGUOUS,
@@ -162,11 +162,11 @@ def _taken(
                 help="choose one, or pass its folder as CKPT",
                 run=[f"--step {shlex.quote(models[0] or models[1])}"],
             )
-        asked = [part for part in asked if part != meant[0]]
+        requested = [part for part in requested if part != meant[0]]
         places = {(root, folder) for root, folder in places if parts[folder] == meant[0]}
-    elif len(asked) > 1 and models[0] in asked:
-        asked.remove(models[0])
-    options = replace(options, step="/".join(asked) or None)
+    elif len(requested) > 1 and models[0] in requested:
+        requested.remove(models[0])
+    options = replace(options, step="/".join(requested) or None)
     folder, chosen, within = folder_of(listing, places, options, _TRACKERS)
     name = chosen.name if is_step(chosen.name) else None
     return folder, name, [*chosen.findings, *within_this(within)]

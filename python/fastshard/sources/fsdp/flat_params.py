@@ -21,9 +21,9 @@ _FLAT = "_flat_param"
 Range = tuple[int, int, int, int]
 
 
-def is_flat(told: Mapping[int, _core.Distributed]) -> bool:
+def is_flat(distributed: Mapping[int, _core.Distributed]) -> bool:
     """True if ranks tell of flat parameters."""
-    return any(part["path"][-1].endswith(_FLAT) for one in told.values() for part in one["parts"])
+    return any(part["path"][-1].endswith(_FLAT) for one in distributed.values() for part in one["parts"])
 
 
 def pieces(

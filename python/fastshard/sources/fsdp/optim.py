@@ -53,21 +53,21 @@ def attach(
     parameters = [name for name in shapes if name in model.parameters()]
     aliases = model.aliases()
     parameters = [name for name in parameters if name not in aliases]
-    held = _Slots(ranks, contents)
-    named = _named(states, parameters, shapes, held)
+    slots = _Slots(ranks, contents)
+    named = _named(states, parameters, shapes, slots)
     if named is None:
         if not state.unstepped:
             state.unread.append(_unnamed(found, ranks))
     else:
-        source.assembled += held.assembled(named, shapes, holes=not ranks.broken)
-        state.unread.extend(held.unread)
-        state.untrained.update(set(shapes) - {named[key] for key in held.every_key() if key in named})
+        source.assembled += slots.assembled(named, shapes, holes=not ranks.broken)
+        state.unread.extend(slots.unread)
+        state.untrained.update(set(shapes) - {named[key] for key in slots.every_key() if key in named})
     first, groups = next(((rank, one.get("param_groups")) for rank, one in states.items()), (0, None))
     if isinstance(groups, list):
         source.values["optimizer"] = {"param_groups": groups}
     members = {key: [name] for key, name in (named or {}).items()}
-    told = listed(groups, members, scalars_of(contents, ranks.files[first])) if states else None
-    source.optimizer = replace(state, groups=told)
+    listed_groups = listed(groups, members, scalars_of(contents, ranks.files[first])) if states else None
+    source.optimizer = replace(state, groups=listed_groups)
 
 
 class _Slots:
@@ -81,9 +81,9 @@ class _Slots:
         self.flat: dict[str, dict[str, list[tuple[int, int, int, int]]]] = {}
         self.unread: list[Finding] = []
         for rank, file in sorted(ranks.files.items()):
-            told = ranks.told[rank]
+            record = ranks.distributed[rank]
             listed = contents.tensors(file) if contents.readable(file) else []
-            parts = {tuple(part["path"]): part for part in told["parts"]}
+            parts = {tuple(part["path"]): part for part in record["parts"]}
             for path, part in parts.items():
                 if (place := _place(path)) is not None:
                     boxes = self.all.setdefault(place[1], Boxes())
@@ -113,8 +113,8 @@ class _Slots:
 
     def shape(self, key: str) -> list[int] | None:
         """Shape of the parameter that a key is of, by its moments; None if they do not tell."""
-        told = {tuple(self.all[slot].shape(key)) for slot, keys in self.boxes.items() if key in keys}
-        return list(told.pop()) if len(told) == 1 else None
+        shapes = {tuple(self.all[slot].shape(key)) for slot, keys in self.boxes.items() if key in keys}
+        return list(shapes.pop()) if len(shapes) == 1 else None
 
     def elements(self, key: str) -> int | None:
         """Elements of the parameter, where moments are flat."""
@@ -151,10 +151,10 @@ def _place(path: tuple[str, ...]) -> tuple[str, str] | None:
 
 
 def _named(
-    states: dict[int, dict[str, Any]], parameters: list[str], shapes: dict[str, list[int]], held: _Slots
+    states: dict[int, dict[str, Any]], parameters: list[str], shapes: dict[str, list[int]], slots: _Slots
 ) -> dict[str, str] | None:
     """The parameter of each of the optimizer's keys; None if that is not told, or told in two ways."""
-    keys = held.every_key()
+    keys = slots.every_key()
     if keys and keys <= set(shapes):
         # FSDP.optim_state_dict gives names.
         return {key: key for key in keys}
@@ -167,7 +167,7 @@ def _named(
     if len(ordered) == 1 and len(every) == len(parameters):
         named = [parameters]
     else:
-        shaped = [[held.shape(key) for key in group] for group in ordered]
+        shaped = [[slots.shape(key) for key in group] for group in ordered]
         assigned = by_shape([(name, shapes[name]) for name in parameters], shaped)
         if assigned is None:
             return None
@@ -178,8 +178,8 @@ def _named(
         for key, name in zip(keys_, names, strict=True)
     }
     fits = all(
-        (shape := held.shape(key)) in (None, shapes[name])
-        and (shape is not None or (n := held.elements(key)) is None or n == prod(shapes[name]))
+        (shape := slots.shape(key)) in (None, shapes[name])
+        and (shape is not None or (n := slots.elements(key)) is None or n == prod(shapes[name]))
         for key, name in found.items()
     )
     return found if fits else None
@@ -210,9 +210,9 @@ def _steps(contents: Contents, file: int, state: dict[str, Any]) -> list[float]:
     return steps
 
 
-def _agree(model: Ranks, ranks: Ranks, told: dict[int, list[float]], what: str) -> list[Finding]:
+def _agree(model: Ranks, ranks: Ranks, steps_by_rank: dict[int, list[float]], what: str) -> list[Finding]:
     """All ranks are of one step: the model's file tells none, so what lies beside it speaks for it."""
-    seen = {rank: tuple(sorted(set(steps))) for rank, steps in told.items() if steps}
+    seen = {rank: tuple(sorted(set(steps))) for rank, steps in steps_by_rank.items() if steps}
     usual = Counter(seen.values()).most_common(1)[0][0] if seen else ()
     return [
         Finding.of(
@@ -231,12 +231,12 @@ def _agree(model: Ranks, ranks: Ranks, told: dict[int, list[float]], what: str) 
 
 def trainer(source: Source, contents: Contents, model: Ranks, ranks: Ranks) -> None:
     """What ``extra_state_*`` says: where the scheduler is, which all ranks must agree on."""
-    told: dict[int, list[float]] = {}
+    steps_by_rank: dict[int, list[float]] = {}
     for rank, file in ranks.files.items():
         scheduler = as_dict(as_dict(contents(file)).get("lr_scheduler"))
         epoch = scheduler.get("last_epoch")
         if isinstance(epoch, int):
-            told[rank] = [float(epoch)]
-    source.findings += _agree(model, ranks, told, "scheduler's step")
-    if told:
-        source.values["lr_scheduler"] = {"last_epoch": int(next(iter(told.values()))[0])}
+            steps_by_rank[rank] = [float(epoch)]
+    source.findings += _agree(model, ranks, steps_by_rank, "scheduler's step")
+    if steps_by_rank:
+        source.values["lr_scheduler"] = {"last_epoch": int(next(iter(steps_by_rank.values()))[0])}

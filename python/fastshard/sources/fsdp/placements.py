@@ -49,7 +49,7 @@ def _chunk(extent: int, count: int, index: int) -> tuple[int, int]:
 def _order(part: _core.RankPart, sizes: list[int], ndim: int) -> list[tuple[int, list[int]]]:
     """Each tensor dimension that is divided, with the mesh dimensions that divide it, first the one that did so first."""
     found: dict[int, list[int]] = {}
-    stated: dict[int, list[int]] = dict(part["order"] or [])
+    declared: dict[int, list[int]] = dict(part["order"] or [])
     for d in reversed(range(len(part["placements"]))):
         placement = part["placements"][d]
         if placement["kind"] == "partial":
@@ -66,7 +66,7 @@ def _order(part: _core.RankPart, sizes: list[int], ndim: int) -> list[tuple[int,
         if place is None:
             raise Unreadable(f"_StridedShard(dim={dim}, split_factor={split}) on a mesh of {sizes}")
         before.insert(place, d)
-    for dim, dims in stated.items():
+    for dim, dims in declared.items():
         strided = any(p.get("split", 1) != 1 for p in part["placements"] if p.get("dim") == dim)
         if strided or sorted(dims) != sorted(found.get(dim, [])):
             raise Unreadable(f"shard_order {dims} of dimension {dim} does not fit its placements")

@@ -29,11 +29,11 @@ class Ranks:
     #: True if a file is missing, cannot be read, or is not the one that its name says.
     broken: bool = False
     #: What each file says of parts.
-    told: dict[int, _core.Distributed] = field(default_factory=dict)
+    distributed: dict[int, _core.Distributed] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for rank, file in self.files.items():
-            self.told[rank] = self.contents.distributed(file)
+            self.distributed[rank] = self.contents.distributed(file)
             self.broken |= not self.contents.readable(file)
         self._all_there()
         self._where_they_say()
@@ -49,11 +49,11 @@ class Ranks:
 
     def parameters(self) -> set[str]:
         """Names of what is divided: of buffers each rank has its own copy."""
-        return {".".join(part["path"]) for told in self.told.values() for part in told["parts"]}
+        return {".".join(part["path"]) for record in self.distributed.values() for part in record["parts"]}
 
     def paths(self) -> dict[str, list[str]]:
         """Keys of nested dicts that lead to each tensor, by its name."""
-        parts = [part["path"] for told in self.told.values() for part in told["parts"]]
+        parts = [part["path"] for record in self.distributed.values() for part in record["parts"]]
         files = [file for file in self.files.values() if self.contents.readable(file)]
         parts += [tensor["path"] for file in files for tensor in self.contents.tensors(file)]
         return {".".join(path): path for path in parts}
@@ -81,7 +81,7 @@ class Ranks:
         if "shards" in part:
             return [(shard["lo"], shard["size"], shard["tensor"]) for shard in part["shards"]]
         try:
-            held = box(part["shape"], self.told[rank]["meshes"][part["mesh"]], part)
+            bounds = box(part["shape"], self.distributed[rank]["meshes"][part["mesh"]], part)
         except Unreadable as why:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
@@ -91,20 +91,20 @@ class Ranks:
                 tensor=".".join(part["path"]),
                 help="redistribute it to Shard or Replicate before saving, or save with torch.distributed.checkpoint",
             ) from None
-        return [] if held is None else [(*held, part["tensor"])]
+        return [] if bounds is None else [(*bounds, part["tensor"])]
 
     def _all_there(self) -> None:
         """Ranks must all be there: by the files' names, else by what the files say, else up to the last one."""
         world = self.found.seen.world
         why = f"{world} ranks by the files' names"
-        stated = [n for told in self.told.values() for n in _worlds(told)]
-        usual = Counter(stated).most_common(1)[0][0] if stated else None
+        worlds = [n for record in self.distributed.values() for n in _worlds(record)]
+        usual = Counter(worlds).most_common(1)[0][0] if worlds else None
         if world is None:
             world = usual or max(self.files, default=0) + 1
             why = f"{world} ranks by the meshes" if usual else f"ranks 0 to {world - 1} by the other files"
         elif usual is not None and usual > world:
             self.broken = True
-            first = next(r for r, told in self.told.items() if usual in _worlds(told))
+            first = next(r for r, record in self.distributed.items() if usual in _worlds(record))
             self.findings.append(
                 Finding.of(
                     codes.RANKS_DISAGREE,
@@ -116,13 +116,13 @@ class Ranks:
                     help="copy all files of this step again; they were renamed, or ranks are missing",
                 )
             )
-        held = self.found.files[next(iter(self.files.values()))]
+        sibling = self.found.files[next(iter(self.files.values()))]
         for rank, last in lacking(self.files, 0, world - 1):
             self.broken = True
-            name, end = (_renumbered(held.name, n) for n in (rank, last))
+            name, end = (_renumbered(sibling.name, n) for n in (rank, last))
             self.findings.append(
                 missing(
-                    f"{held.folder}/{name}" if held.folder else name,
+                    f"{sibling.folder}/{name}" if sibling.folder else name,
                     {"rank": rank_range(rank, last)},
                     why,
                     f"copy {name} from the node that ran rank {rank}, or name that node's directory as another CKPT",
@@ -133,13 +133,13 @@ class Ranks:
             self.broken = True
             why = f"rank {rank} is beyond the {world} of this checkpoint"
             self.findings.append(unexpected(self.path(rank), why))
-            del self.files[rank], self.told[rank]
+            del self.files[rank], self.distributed[rank]
 
     def _where_they_say(self) -> None:
         """A file's own account of its rank must be that of its name."""
-        for rank, told in self.told.items():
-            own = {n for mesh in told["meshes"] if (n := mesh["rank"]) is not None}
-            own |= {n for part in told["parts"] if (n := part.get("rank")) is not None}
+        for rank, record in self.distributed.items():
+            own = {n for mesh in record["meshes"] if (n := mesh["rank"]) is not None}
+            own |= {n for part in record["parts"] if (n := part.get("rank")) is not None}
             if not own - {rank}:
                 continue
             self.broken = True
@@ -161,15 +161,15 @@ class Ranks:
 
     def _one_mesh(self) -> None:
         """All ranks divide a tensor over the same mesh."""
-        held: dict[int, tuple[tuple[Any, ...], ...]] = {
+        meshes_by_rank: dict[int, tuple[tuple[Any, ...], ...]] = {
             rank: tuple(
-                sorted({(*mesh["shape"], *(mesh["names"] or ())) for mesh in told["meshes"]}, key=str)
+                sorted({(*mesh["shape"], *(mesh["names"] or ())) for mesh in record["meshes"]}, key=str)
             )
-            for rank, told in self.told.items()
-            if told["meshes"]
+            for rank, record in self.distributed.items()
+            if record["meshes"]
         }
-        usual = Counter(held.values()).most_common(1)[0][0] if held else ()
-        for rank, meshes in held.items():
+        usual = Counter(meshes_by_rank.values()).most_common(1)[0][0] if meshes_by_rank else ()
+        for rank, meshes in meshes_by_rank.items():
             if meshes == usual:
                 continue
             self.broken = True
@@ -186,9 +186,11 @@ class Ranks:
             )
 
 
-def _worlds(told: _core.Distributed) -> list[int]:
+def _worlds(record: _core.Distributed) -> list[int]:
     """Ranks of the run, by a file's meshes and groups."""
-    worlds = [mesh["ranks"] for mesh in told["meshes"]] + [part.get("ranks") for part in told["parts"][:1]]
+    worlds = [mesh["ranks"] for mesh in record["meshes"]] + [
+        part.get("ranks") for part in record["parts"][:1]
+    ]
     return [max(n for n in worlds if n)] if any(worlds) else []
 
 

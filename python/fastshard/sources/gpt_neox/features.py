@@ -97,7 +97,7 @@ def read(units: list[Unit], values: Contents) -> Parts:
 
 def norm_of(parts: Parts, config: dict[str, Any]) -> str:
     """The kind of norm, in the words of GPT-NeoX's ``norm``: names decide where they differ."""
-    stated = str(config.get("norm") or "layernorm")
+    declared_norm = str(config.get("norm") or "layernorm")
     inside = [n.removeprefix("input_layernorm.") for n in parts.shapes if n.startswith("input_layernorm.")]
     if "scale" in inside:
         return "rmsnorm"
@@ -106,10 +106,14 @@ def norm_of(parts: Parts, config: dict[str, Any]) -> str:
     if "norm.weight" in inside:
         bias = "norm.bias" in inside
         # Without biases the name alone does not tell the two apart.
-        return stated if not bias and stated.startswith("te_") else ("te_layernorm" if bias else "te_rmsnorm")
+        return (
+            declared_norm
+            if not bias and declared_norm.startswith("te_")
+            else ("te_layernorm" if bias else "te_rmsnorm")
+        )
     if "weight" in inside:
         return "layernorm"
-    return stated
+    return declared_norm
 
 
 def _gated(parts: Parts, activation: str | None) -> bool:
@@ -271,20 +275,20 @@ def _contradictions(
 ) -> list[Finding]:
     """Where the config and the tensors' names tell of two models."""
     gated = features.gated
-    stated = model.config.get("norm")
+    declared_norm = model.config.get("norm")
     # TE's modules and GPT-NeoX's own are of one kind by either name, or the names would not fit.
     kind = {"te_layernorm": "layernorm", "te_rmsnorm": "rmsnorm"}
-    told: list[tuple[str, str, object]] = []
+    mismatches: list[tuple[str, str, object]] = []
     # mlp_type llama is gated by its w1 and w3, whatever the activation is called.
     if activation is not None and (activation in GATED) != gated and not source.facts["split_gate"]:
         rows = "as the rows of the MLP's first projection say"
-        told.append(("activation", f"{'a gated' if gated else 'no gated'} one, {rows}", activation))
+        mismatches.append(("activation", f"{'a gated' if gated else 'no gated'} one, {rows}", activation))
     if model.kv_heads is not None and model.kv_heads != features.kv_heads:
         rows = "as the rows of the fused projection say"
-        told.append(("num_kv_heads", f"{features.kv_heads}, {rows}", model.kv_heads))
+        mismatches.append(("num_kv_heads", f"{features.kv_heads}, {rows}", model.kv_heads))
     norm = features.norm
-    if stated is not None and kind.get(stated, stated) != kind.get(norm, norm):
-        told.append(("norm", f"{norm}, as the names of its tensors say", stated))
+    if declared_norm is not None and kind.get(declared_norm, declared_norm) != kind.get(norm, norm):
+        mismatches.append(("norm", f"{norm}, as the names of its tensors say", declared_norm))
     findings = [
         Finding.of(
             codes.CONFIG_DISAGREES,
@@ -295,7 +299,7 @@ def _contradictions(
             help="pass the config of this checkpoint",
             run=["--config FILE"],
         )
-        for key, expected, got in told
+        for key, expected, got in mismatches
     ]
     if features.stale_norm:
         findings.append(

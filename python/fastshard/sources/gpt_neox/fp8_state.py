@@ -46,14 +46,14 @@ def summary(
         if packed is None or not isinstance(packed["values"], dict):
             continue
         content, tensors = packed["values"], packed["tensors"]
-        told = False
+        is_used = False
         recipe = content.get("recipe")
         if isinstance(recipe, dict) and isinstance(recipe.get("__class__"), str):
             recipes[recipe["__class__"].rsplit(".", 1)[-1]] = None
             fields = recipe.get("state")
             fields = fields if isinstance(fields, dict) else {}
             settings |= {k: fields[k] for k in _SETTINGS if isinstance(fields.get(k), (int, str))}
-            told = True
+            is_used = True
         for key, value in content.items():
             index = tensor_index(value)
             if index is None or index >= len(tensors):
@@ -61,13 +61,13 @@ def summary(
             tensor = tensors[index]
             if key.startswith("amax_history") and tensor["shape"]:
                 histories.add(tensor["shape"][0])
-                told = True
+                is_used = True
             if key in ("scale_fwd", "scale_bwd") and tensor["range"]:
                 low, high = tensor["range"]
                 known = scales.setdefault(key, [low, high])
                 scales[key] = [min(known[0], low), max(known[1], high)]
-                told = True
-        used += told
+                is_used = True
+        used += is_used
     if not used:
         return None
     out: dict[str, Any] = {"states": used}

@@ -31,8 +31,8 @@ def others(found: Found[object], units: list[Unit], names: set[str], contents: C
         ends = tuple(name for name in names if name.startswith(beginnings))
         if not ends:
             continue
-        held = ((unit, ".".join(t["path"])) for unit in units for t in contents.tensors(unit.file))
-        unit, tensor = next((unit, name) for unit, name in held if name.endswith(ends))
+        tensors = ((unit, ".".join(t["path"])) for unit in units for t in contents.tensors(unit.file))
+        unit, tensor = next((unit, name) for unit, name in tensors if name.endswith(ends))
         findings.append(
             Finding.of(
                 codes.UNSUPPORTED,

@@ -71,9 +71,9 @@ def slices_as_wholes(
     if file is None or not isinstance(weight_map, dict):
         return []
     holders: dict[str, set[str]] = {}
-    for i, held in enumerate(files):
+    for i, one in enumerate(files):
         for tensor in contents.tensors(i):
-            holders.setdefault(".".join(tensor["path"]), set()).add(held.name)
+            holders.setdefault(".".join(tensor["path"]), set()).add(one.name)
     false = sorted(t for t, name in weight_map.items() if len(holders.get(t, ())) > 1 and name in holders[t])
     if not false:
         return []
@@ -119,10 +119,10 @@ class HuggingFace:
         if listing.single:
             single_files.refuse_unreadable(listing)
             return Found(self, "Hugging Face", listing.files[:1], HfFiles(), listing.files[0].folder)
-        held = self._folder(listing, options)
-        if held is None:
+        choice = self._folder(listing, options)
+        if choice is None:
             return None
-        folder, chosen = held
+        folder, chosen = choice
         inside = {f.name: f for f in reversed(listing.within(folder))}
         found = self._found(listing, folder, inside)
         if chosen is not None:

@@ -128,16 +128,24 @@ def sizes(
         for tensor in contents.tensors(i):
             each.append((".".join(tensor["path"]), tensor["dtype"], tensor["storage_bytes"]))
             storages[i, tensor["storage"]] = tensor["storage_bytes"]
-    held, once = sum(size for *_, size in each), sum(storages.values())
+    stored_bytes, once = sum(size for *_, size in each), sum(storages.values())
     flags = sum(size for _, dtype, size in each if dtype == "BOOL")
     # Older versions of transformers count an eighth of a byte for a bool, mlx-lm the files.
-    usual = {held, once, held - flags + flags / 8, once - flags + flags / 8, sum(file.size for file in files)}
+    usual = {
+        stored_bytes,
+        once,
+        stored_bytes - flags + flags / 8,
+        once - flags + flags / 8,
+        sum(file.size for file in files),
+    }
     if config is None or config.get("tie_word_embeddings") is not False:
-        usual |= {held + size for name, _, size in each if any(word in name for word in WORDS["tied"])}
+        usual |= {
+            stored_bytes + size for name, _, size in each if any(word in name for word in WORDS["tied"])
+        }
     if any(abs(counted - size) < 1 for size in usual):
         return []
-    lacks = counted > max(held, once)
-    if counted in (2 * held, 4 * held, held / 2, held / 4):
+    lacks = counted > max(stored_bytes, once)
+    if counted in (2 * stored_bytes, 4 * stored_bytes, stored_bytes / 2, stored_bytes / 4):
         message = "the index counts the bytes of another dtype than its files hold"
     elif lacks:
         message = "the index counts more bytes of tensors than its files hold"
@@ -150,7 +158,7 @@ def sizes(
             severity="warning" if lacks else "note",
             file=index,
             expected=f"{counted:,} bytes (total_size)",
-            got=f"{held:,} bytes, {abs(counted - held):,} {'fewer' if lacks else 'more'}",
+            got=f"{stored_bytes:,} bytes, {abs(counted - stored_bytes):,} {'fewer' if lacks else 'more'}",
             help="compare the tensors with the model's; something may be gone from the index and the files alike"
             if lacks
             else "write the index again",

@@ -75,7 +75,9 @@ class HfRankShards:
         first = inside[0][1]
         each = max(int(m[4]) for _, m in inside)
         gaps = [(rank, last, 1, each) for rank, last in lacking(parts, 1, max(parts))]
-        gaps += [(r, r, part, last) for r, held in parts.items() for part, last in lacking(held, 1, each)]
+        gaps += [
+            (r, r, part, last) for r, present in parts.items() for part, last in lacking(present, 1, each)
+        ]
         for rank, last_rank, part, last_part in sorted(gaps):
 
             def name(r: int, p: int, first: re.Match[str] = first) -> str:
@@ -238,12 +240,12 @@ def _twice(files: Sequence[File], name: str, lo: list[int], holders: list[int]) 
 
 
 def _offsets(metadata: Any, file: File) -> dict[str, list[int]]:
-    told = offsets(metadata)
-    if told is None:
+    places = offsets(metadata)
+    if places is None:
         raise FastshardError.of(
             codes.UNSAFE_HEADER,
             f"a rank shard without a readable {INFO}",
             file=file.path,
             help="copy the file again; it is damaged, or not written by HuggingFaceStorageWriter",
         )
-    return told
+    return places

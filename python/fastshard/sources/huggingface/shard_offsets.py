@@ -50,8 +50,8 @@ def not_whole(files: Sequence[File], contents: Contents, index: str | None, coun
         index: path of the index that names them, if there is one.
         counted: bytes of tensors by the index, if it says so.
     """
-    told = {i: offsets(contents(i)) for i in range(len(files)) if contents.readable(i)}
-    written = {i: places for i, places in told.items() if places is not None}
+    places_by_file = {i: offsets(contents(i)) for i in range(len(files)) if contents.readable(i)}
+    written = {i: places for i, places in places_by_file.items() if places is not None}
     help_ = (
         "save it again with save_distributed=True, or choose another step; the other slices were written over"
     )
@@ -72,8 +72,8 @@ def not_whole(files: Sequence[File], contents: Contents, index: str | None, coun
                 ]
     if index is None or not files or len(written) < len(files):
         return []
-    held = sum(tensor["storage_bytes"] for i in written for tensor in contents.tensors(i))
-    if not isinstance(counted, int) or counted <= held:
+    stored_bytes = sum(tensor["storage_bytes"] for i in written for tensor in contents.tensors(i))
+    if not isinstance(counted, int) or counted <= stored_bytes:
         return []
     return [
         Finding.of(
@@ -81,7 +81,7 @@ def not_whole(files: Sequence[File], contents: Contents, index: str | None, coun
             "the index counts more than its files hold, as if a rank's slices were counted as full tensors",
             file=index,
             expected=f"{counted} bytes of tensors",
-            got=f"{held} bytes",
+            got=f"{stored_bytes} bytes",
             help=help_,
         )
     ]

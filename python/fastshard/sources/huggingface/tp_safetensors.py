@@ -71,9 +71,9 @@ class TpSafetensors:
         if layout is not None and not isinstance(layout, dict):
             raise FastshardError.of(codes.BAD_VALUE, "layout.json is not an object", file="layout.json")
         path = layout_file.path if layout_file else "layout.json"
-        stated = None if layout is None else _stated_degree(layout, path)
-        tp = max(ranks) + 1 if stated is None else stated
-        why = f"ranks 0..{max(ranks)} by the other files" if stated is None else f"tp {stated} by layout.json"
+        degree = None if layout is None else _read_degree(layout, path)
+        tp = max(ranks) + 1 if degree is None else degree
+        why = f"ranks 0..{max(ranks)} by the other files" if degree is None else f"tp {degree} by layout.json"
         findings = [*chosen.findings, *within_this(within), *_unknown_keys(layout or {}, path)]
         if len(widths) == 1:
             findings += _ranks_missing(folder, *widths.popitem(), ranks, tp, why)
@@ -155,18 +155,18 @@ class TpSafetensors:
         return source
 
 
-def _stated_degree(layout: dict[str, Any], path: str) -> int:
-    """The tensor-parallel degree by layout.json."""
-    stated = _positive(layout, "tp", path)
-    if stated is None or stated > MAX_DEGREE:
+def _read_degree(layout: dict[str, Any], path: str) -> int:
+    """Read the tensor-parallel degree from layout.json."""
+    degree = _positive(layout, "tp", path)
+    if degree is None or degree > MAX_DEGREE:
         raise FastshardError.of(
             codes.BAD_VALUE,
             "layout.json: tp",
             file=path,
-            expected="the tensor-parallel degree" if stated is None else f"at most {MAX_DEGREE}",
-            got="nothing" if stated is None else str(stated),
+            expected="the tensor-parallel degree" if degree is None else f"at most {MAX_DEGREE}",
+            got="nothing" if degree is None else str(degree),
         )
-    return stated
+    return degree
 
 
 def _unknown_keys(layout: dict[str, Any], path: str) -> list[Finding]:
@@ -210,22 +210,22 @@ def _positive(layout: Mapping[str, Any], key: str, path: str) -> int | None:
     return value
 
 
-def _divided(stated: Any, path: str) -> dict[str, tuple[int | None, list[int]]]:
+def _divided(tp_dim: Any, path: str) -> dict[str, tuple[int | None, list[int]]]:
     """``tp_dim`` of a layout.json: the dimension that ranks divide, and the parts of a fused tensor along it.
 
     Raises:
         FastshardError: ``FS211`` for a value that it cannot have.
     """
-    if not isinstance(stated, dict):
+    if not isinstance(tp_dim, dict):
         raise FastshardError.of(
             codes.BAD_VALUE,
             "layout.json: tp_dim",
             file=path,
             expected="an object by tensor names",
-            got=shown(stated),
+            got=shown(tp_dim),
         )
     divided: dict[str, tuple[int | None, list[int]]] = {}
-    for name, value in stated.items():
+    for name, value in tp_dim.items():
         dim, parts = (value.get("dim"), value.get("parts")) if isinstance(value, dict) else (value, [])
         sizes = isinstance(parts, list) and all(_is_number(n, 1 << 40) and n > 0 for n in parts)
         if not sizes or not (_is_number(dim, 64) or (dim is None and not parts)):

@@ -191,8 +191,8 @@ class Megatron:
     def _ranks(found: Found[MegatronFiles], states: list[Any], grid: RankGrid, source: Source) -> None:
         """All ranks must be there, of one iteration and one set of arguments."""
         folder = found.folder
-        stated = f"tensor_model_parallel_size {grid.tp} x pipeline_model_parallel_size {grid.pp}"
-        stated += f" x expert_model_parallel_size {grid.ep}" if grid.ep > 1 else ""
+        degrees = f"tensor_model_parallel_size {grid.tp} x pipeline_model_parallel_size {grid.pp}"
+        degrees += f" x expert_model_parallel_size {grid.ep}" if grid.ep > 1 else ""
         lacking = grid.lacking()
         for place in lacking[:_NAMED]:
             name = grid.folder(place)
@@ -200,7 +200,7 @@ class Megatron:
                 missing(
                     f"{folder}/{name}/model_optim_rng.pt" if folder else f"{name}/model_optim_rng.pt",
                     grid.coords(place),
-                    f"{stated} in the arguments",
+                    f"{degrees} in the arguments",
                     f"copy {name} from the node that ran {grid.long_rank(place)}",
                 )
             )
@@ -210,7 +210,7 @@ class Megatron:
                     codes.MISSING_FILE,
                     f"{len(lacking) - _NAMED} more missing files",
                     file=folder or None,
-                    expected=f"{stated} in the arguments",
+                    expected=f"{degrees} in the arguments",
                     got=f"{len(set(grid.places))} rank files",
                 )
             )
@@ -340,24 +340,24 @@ def _whole(
                 )
                 for n, (key, _) in enumerate(model)
             ]
-    held = merge_without_table.Wholes(args, grid.tp, grid.etp, grid.ep)
-    held.read(places, tensors)
+    wholes = merge_without_table.Wholes(args, grid.tp, grid.etp, grid.ep)
+    wholes.read(places, tensors)
     absent = any(f.severity == "error" for f in source.findings)
-    source.findings += held.findings
-    for name in [] if absent or held.findings else list(held.incomplete())[:_NAMED]:
+    source.findings += wholes.findings
+    for name in [] if absent or wholes.findings else list(wholes.incomplete())[:_NAMED]:
         source.findings.append(
             Finding.of(codes.MISSING_TENSOR, "a rank's slice of this tensor is missing", tensor=name)
         )
-    source.assembled += held.assembled()
-    if held.left:
+    source.assembled += wholes.assembled()
+    if wholes.left:
         source.findings.append(
             Finding.of(
                 codes.IGNORED,
-                f"{len(held.left)} tensors: scales of FP8 and buffers, no weights",
-                tensor=held.left[0],
+                f"{len(wholes.left)} tensors: scales of FP8 and buffers, no weights",
+                tensor=wholes.left[0],
             )
         )
-    shapes = held.shapes()
+    shapes = wholes.shapes()
     arguments.describe(source, args, set(shapes))
     described = table_match.unnamed(tables.table("megatron.legacy"), shapes, source.axes, source.facts, args)
     if described is None:

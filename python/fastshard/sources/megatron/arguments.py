@@ -139,8 +139,8 @@ def describe(source: Source, args: dict[str, Any], names: set[str], lacking: Seq
         dict(args),
         dialect=Unnamed(lacking[0]) if lacking else megatron.DIALECT,
     )
-    said = {dimension: megatron.size(args, key) for dimension, key in _DEGREES.items()}
-    source.ranks = {dimension: degree for dimension, degree in said.items() if degree is not None}
+    degrees = {dimension: megatron.size(args, key) for dimension, key in _DEGREES.items()}
+    source.ranks = {dimension: degree for dimension, degree in degrees.items() if degree is not None}
 
     def has(end: str) -> bool:
         return any(name.endswith(end) for name in names)

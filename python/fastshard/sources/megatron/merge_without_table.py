@@ -98,7 +98,7 @@ class _Tensor:
 
     def pieces(self, copy: int) -> list[Any]:
         """Ranges where ranks divide rows, boxes where they divide columns; the last copy stands for one that is not there."""
-        holders = [held[min(copy, len(held) - 1)] for _, held in sorted(self.holders.items())]
+        holders = [copies[min(copy, len(copies) - 1)] for _, copies in sorted(self.holders.items())]
         if not self.dimension:
             each = self.numel // self.parts
             return [(each, *holder, part * each) for part in range(self.parts) for holder in holders]
@@ -132,10 +132,11 @@ class Wholes:
         Raises:
             FastshardError: ``FS514`` for a tensor of which nothing tells how ranks divide it.
         """
-        held = {place: self._of(place, tensors[place.file]) for place in places}
-        bases = self._bases(held)
+        tensors_by_place = {place: self._of(place, tensors[place.file]) for place in places}
+        bases = self._bases(tensors_by_place)
         own = {
-            place: {name: shape for name, (_, shape) in tensors.items()} for place, tensors in held.items()
+            place: {name: shape for name, (_, shape) in tensors.items()}
+            for place, tensors in tensors_by_place.items()
         }
         firsts: dict[tuple[int, int], Place] = {}
         for place, shapes in own.items():
@@ -144,13 +145,13 @@ class Wholes:
                 self._differ(place, shapes, first, own[first])
         if self.findings:
             return
-        for place, numbered in held.items():
+        for place, numbered in tensors_by_place.items():
             for name, (number, shape) in numbered.items():
                 self._add(place, self._named(name, place, bases), name, number, shape, own[place])
-        self._held_to_arguments(places[0].path if places else None)
+        self._check_against_arguments(places[0].path if places else None)
 
-    def _held_to_arguments(self, file: str | None) -> None:
-        """Holds the kinds of layers to what the arguments say of them: nothing else tells what must be there.
+    def _check_against_arguments(self, file: str | None) -> None:
+        """Check the kinds of layers against the arguments: nothing else tells which must be there.
 
         Raises:
             FastshardError: ``FS514`` naming the argument that says otherwise.
@@ -163,8 +164,8 @@ class Wholes:
                     layers.setdefault(int(match[2]), set()).add(name[match.end() :])
                 elif match[1] == "mtp.layers.":
                     further.add(int(match[2]))
-        mixed = {n for n, held in layers.items() if any(name.startswith("mlp.experts.") for name in held)}
-        shared = {n for n, held in layers.items() if any(".shared_experts." in f".{name}" for name in held)}
+        mixed = {n for n, names in layers.items() if any(name.startswith("mlp.experts.") for name in names)}
+        shared = {n for n, names in layers.items() if any(".shared_experts." in f".{name}" for name in names)}
         every = self.args.get("moe_layer_freq", 1)
         called = mixed
         if self.args.get("num_experts") and isinstance(every, int) and every > 0:
@@ -175,7 +176,7 @@ class Wholes:
         if self.args.get("mtp_use_repeated_layer"):
             # One layer, used again and again.
             further_layers = min(further_layers, 1)
-        latent = any("latent" in name for held in layers.values() for name in held)
+        latent = any("latent" in name for names in layers.values() for name in names)
         for key, expected, got in (
             ("moe_layer_freq", called, mixed),
             ("moe_shared_expert_intermediate_size", mixed if self.args.get("moe_shared_expert_intermediate_size") else set(), shared),
@@ -187,8 +188,8 @@ class Wholes:
                     codes.UNSUPPORTED,
                     f"layers differ from those that {key} calls for",
                     file=file,
-                    expected=f"{key} {self.args.get(key)}: {_told(expected)}",
-                    got=_told(got),
+                    expected=f"{key} {self.args.get(key)}: {_format_layers(expected)}",
+                    got=_format_layers(got),
                     help="copy all rank files of this model again; the arguments are of another model, or tensors are missing",
                 )
 
@@ -201,9 +202,9 @@ class Wholes:
         whole = {name: t for name, t in self.found.items() if len(t.holders) == t.degree}
         most = max((len(h) for t in whole.values() for h in t.holders.values()), default=0)
         for n in range(most):
-            held = {name: t for name, t in whole.items() if any(len(h) > n for h in t.holders.values())}
-            tensors = [(name, t.shape, t.pieces(n)) for name, t in held.items()]
-            first = next(iter(held.values()))
+            present = {name: t for name, t in whole.items() if any(len(h) > n for h in t.holders.values())}
+            tensors = [(name, t.shape, t.pieces(n)) for name, t in present.items()]
+            first = next(iter(present.values()))
             file = next(h[min(n, len(h) - 1)] for h in first.holders.values())[0]
             yield Assembled(file, {"replica": n} if most > 1 else {}, None, None, tensors, frozen=True)
 
@@ -224,10 +225,10 @@ class Wholes:
                     own[name] = (number, tensor["shape"])
         return own
 
-    def _bases(self, held: Mapping[Place, Iterable[str]]) -> dict[tuple[str, int, int], int]:
+    def _bases(self, tensors_by_place: Mapping[Place, Iterable[str]]) -> dict[tuple[str, int, int], int]:
         """Layers before those of each stage, virtual stage by virtual stage: each count of layers by itself."""
         counts: dict[tuple[str, int, int], set[int]] = {}
-        for place, own in held.items():
+        for place, own in tensors_by_place.items():
             for name in own:
                 if match := _ENDLESS.search(name):
                     got = f"one of {len(match[1])} digits"
@@ -329,10 +330,10 @@ class Wholes:
         if dimension is None:
             degree, rank = 1, 0
         new = _Tensor(whole, dimension, parts, degree, prod(shape))
-        held = self.found.setdefault(name, new)
-        if held.shape != new.shape:
-            raise _refused(name, place, "its shape", str(held.shape), str(new.shape))
-        held.holders.setdefault(rank, []).append((place.file, number))
+        tensor = self.found.setdefault(name, new)
+        if tensor.shape != new.shape:
+            raise _refused(name, place, "its shape", str(tensor.shape), str(new.shape))
+        tensor.holders.setdefault(rank, []).append((place.file, number))
 
     def _divided(
         self, place: Place, name: str, shape: list[int], own: Mapping[str, list[int]], degree: int
@@ -408,7 +409,7 @@ class Wholes:
         }
 
 
-def _told(layers: set[int] | bool) -> str:
+def _format_layers(layers: set[int] | bool) -> str:
     if isinstance(layers, bool):
         return "some" if layers else "none"
     return f"layers {', '.join(map(str, sorted(layers)))}"[:80] if layers else "none"

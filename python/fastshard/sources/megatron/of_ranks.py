@@ -46,12 +46,19 @@ def judge(
         tp: tensor-parallel degree.
         pp: pipeline-parallel degree.
     """
-    told = [(at, place[:2], rank, args) for at, place, args in files if (rank := _rank(args)) is not None]
-    if len(told) < len(files) or (len(files) > 1 and len({rank for _, _, rank, _ in told}) == 1):
+    files_with_rank = [
+        (at, place[:2], rank, args) for at, place, args in files if (rank := _rank(args)) is not None
+    ]
+    if len(files_with_rank) < len(files) or (
+        len(files) > 1 and len({rank for _, _, rank, _ in files_with_rank}) == 1
+    ):
         # Converters write no rank, or 0 into all files.
         return
     by_order = [
-        [(at, place, rank, (rank % tp, stage(rank, args, tp, pp))) for at, place, rank, args in told]
+        [
+            (at, place, rank, (rank % tp, stage(rank, args, tp, pp)))
+            for at, place, rank, args in files_with_rank
+        ]
         for stage in (_stage_last, _stage_before_data)
     ]
     # All files are of one order: the one that gives each a place of its own, and contradicts the names least.
@@ -60,7 +67,7 @@ def judge(
         key=lambda of: (len(of) - len({own for *_, own in of}), sum(place != own for _, place, _, own in of)),
     )
     wrong = [one for one in wrong if one[1] != one[3]]
-    paths = {place: found.files[at].path for at, place, _, _ in told}
+    paths = {place: found.files[at].path for at, place, _, _ in files_with_rank}
     for at, place, rank, own in wrong:
         right = f"rename the files back, or copy them again; its place is that of {paths[own]}"
         source.findings.append(
@@ -75,7 +82,7 @@ def judge(
                 help=right if own in paths else "copy the file of this rank from the node that ran it",
             )
         )
-    source.placed |= {at for at, *_ in told} - {at for at, *_ in wrong}
+    source.placed |= {at for at, *_ in files_with_rank} - {at for at, *_ in wrong}
 
 
 def judge_stages(
@@ -94,7 +101,7 @@ def judge_stages(
         files: number, place by its name, and names of the tensors of each model chunk, of each.
         pp: pipeline-parallel degree.
     """
-    told = {file for finding in source.findings for file in finding.files}
+    files_with_findings = {file for finding in source.findings for file in finding.files}
     columns: dict[tuple[int, int], list[_Stage]] = {}
     for at, (tp, stage, ep), chunks in files if pp > 1 else ():
         columns.setdefault((tp, ep), []).append((stage, at, chunks))
@@ -105,9 +112,9 @@ def judge_stages(
             wrong += [(of, norm) for of in _norm_before_layers(column, norm)]
         for (stage, at, chunks), name in wrong:
             path = found.files[at].path
-            if path in told:
+            if path in files_with_findings:
                 continue
-            told.add(path)
+            files_with_findings.add(path)
             own = _own_stage(chunks, norm, pp)
             source.findings.append(
                 Finding.of(
@@ -125,7 +132,7 @@ def judge_stages(
 
 def _final_norm(column: Sequence[_Stage]) -> str:
     """The norm behind all layers; an encoder's where there is no decoder. Empty where there is none."""
-    names = {name for *_, chunks in column for held in chunks for name in held}
+    names = {name for *_, chunks in column for chunk in chunks for name in chunk}
     norms = [name for name in names if _FINAL_NORM.fullmatch(name)]
     return max(norms, key=lambda name: name.startswith("decoder"), default="")
 
@@ -138,7 +145,7 @@ def _embedding_elsewhere(column: Sequence[_Stage], norm: str) -> list[_Stage]:
         return []
     alone = [
         of for of in holders
-        if not (norm and _holds(of[2], norm)) and not any(n.startswith(_MTP) for held in of[2] for n in held)
+        if not (norm and _holds(of[2], norm)) and not any(n.startswith(_MTP) for chunk in of[2] for n in chunk)
     ]  # fmt: skip
     return [first, *alone[:1]]
 
@@ -153,12 +160,12 @@ def _norm_before_layers(column: Sequence[_Stage], norm: str) -> list[_Stage]:
     ]
     if not holding or not layered:
         return []
-    held, last = max(holding, key=lambda one: one[:2]), max(layered, key=lambda one: one[:2])
-    return [held[2], last[2]] if held[:2] < last[:2] and held[1] != last[1] else []
+    norm_stage, last = max(holding, key=lambda one: one[:2]), max(layered, key=lambda one: one[:2])
+    return [norm_stage[2], last[2]] if norm_stage[:2] < last[:2] and norm_stage[1] != last[1] else []
 
 
 def _holds(chunks: Sequence[Collection[str]], name: str) -> bool:
-    return any(name in held for held in chunks)
+    return any(name in chunk for chunk in chunks)
 
 
 def _own_stage(chunks: Sequence[Collection[str]], norm: str, pp: int) -> int | None:

@@ -19,7 +19,7 @@ from ...common.records import dataclass, field, replace
 from ...common.regex import compile_when_used
 from ...layouts.declaration import Assembled, Optimizer, Source
 from ..base import as_dict
-from ..dcp.metadata import Told
+from ..dcp.metadata import Metadata
 from ..param_groups import by_decay
 from . import optim_buckets, optim_model_space
 from .optim_buckets import Stored
@@ -45,7 +45,7 @@ def is_state(name: str) -> bool:
 def divide(
     source: Source,
     tensors: list[Stored],
-    described: Told,
+    described: Metadata,
     args: dict[str, Any],
     common: dict[str, Any],
 ) -> list[Stored]:
@@ -66,26 +66,26 @@ def divide(
         return weights
     shapes = {name: shape for name, shape, _ in weights}
     state = _state_of(tensors, shapes)
-    held = [Assembled(0, {}, None, _slot(kind), found) for kind, found in state.by_parameter.items()]
+    assembled = [Assembled(0, {}, None, _slot(kind), found) for kind, found in state.by_parameter.items()]
     findings = _refused(described, args, state.unread)
     if state.flat and not findings:
         try:
-            held += optim_buckets.read(_weights(weights, described), args, state.flat)
+            assembled += optim_buckets.read(_weights(weights, described), args, state.flat)
         except UnknownPlaces as error:
             findings = [_no_places(state.flat[0][0], error)]
-    masters = not findings and any(group.slot is None for group in held)
+    masters = not findings and any(group.slot is None for group in assembled)
     source.optimizer = Optimizer(
         masters=masters,
-        moments_only=not masters and bool(held or state.flat or state.unread or findings),
+        moments_only=not masters and bool(assembled or state.flat or state.unread or findings),
         findings=findings,
     )
     if findings:
         return weights
-    source.assembled += held
-    known = {name for group in held for name, *_ in group.tensors}
+    source.assembled += assembled
+    known = {name for group in assembled for name, *_ in group.tensors}
     # One file lists all tensors: what it lists no state of has none.
     source.optimizer.untrained.update(
-        n for n in shapes if held and n not in known and not n.endswith("_extra_state")
+        n for n in shapes if assembled and n not in known and not n.endswith("_extra_state")
     )
     source.optimizer.frozen.update(n for n in source.optimizer.untrained if not BUFFERS.search(n))
     groups = list(param_groups(common.get("optimizer")))
@@ -94,7 +94,7 @@ def divide(
         source.optimizer = replace(source.optimizer, groups=by_decay(groups, args))
         source.optimizer.steps[0] = steps(groups)
     is_shifted = bool(args.get("overlap_grad_reduce")) and "param" in state.by_parameter
-    source.findings += _remarks(held, is_shifted)
+    source.findings += _remarks(assembled, is_shifted)
     return weights
 
 
@@ -130,7 +130,7 @@ def _state_of(tensors: list[Stored], shapes: dict[str, list[int]]) -> _State:
     return state
 
 
-def _weights(weights: list[Stored], described: Told) -> Weights:
+def _weights(weights: list[Stored], described: Metadata) -> Weights:
     """The parameters as the order of flat buckets follows from them: shape, boxes and dtype of each."""
     dtypes = {entry["name"]: entry["dtype"] for entry in described["tensors"]}
     return {
@@ -151,7 +151,7 @@ def _no_places(name: str, error: UnknownPlaces) -> Finding:
     )
 
 
-def _remarks(held: list[Assembled], is_shifted: bool) -> list[Finding]:
+def _remarks(assembled: list[Assembled], is_shifted: bool) -> list[Finding]:
     """What is to be known of the state that is read.
 
     source: distrib_optimizer.py (sharded_param_state_fully_reshardable), 0.16 to 0.19
@@ -166,9 +166,9 @@ def _remarks(held: list[Assembled], is_shifted: bool) -> list[Finding]:
                 severity="note",
             )
         )
-    slots = sorted({group.slot for group in held if group.slot})
+    slots = sorted({group.slot for group in assembled if group.slot})
     if slots:
-        count = len({(group.slot, name) for group in held if group.slot for name, *_ in group.tensors})
+        count = len({(group.slot, name) for group in assembled if group.slot for name, *_ in group.tensors})
         remarks.append(
             Finding.of(
                 codes.IGNORED,
@@ -182,7 +182,7 @@ def _slot(kind: str) -> str | None:
     return None if kind in MASTERS else kind
 
 
-def _refused(described: Told, args: dict[str, Any], unread: list[str]) -> list[Finding]:
+def _refused(described: Metadata, args: dict[str, Any], unread: list[str]) -> list[Finding]:
     """Why the optimizer's part is not read, if it is not."""
     again = "load it with Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable, or leave out --optimizer"
     pickled = [name for name in described["objects"] if _PICKLED.match(name)]
@@ -237,5 +237,5 @@ def param_groups(optimizer: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
 
 def steps(groups: list[dict[str, Any]]) -> list[float]:
     """The steps that groups tell."""
-    told = [group.get("step") for group in groups]
-    return [float(step) for step in told if isinstance(step, (int, float)) and abs(step) < _MOST_STEPS]
+    values = [group.get("step") for group in groups]
+    return [float(step) for step in values if isinstance(step, (int, float)) and abs(step) < _MOST_STEPS]

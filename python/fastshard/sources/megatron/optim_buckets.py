@@ -41,28 +41,28 @@ class _Copies:
 
     def __init__(self, shapes: dict[str, list[int]]) -> None:
         self._shapes = shapes
-        self._held: list[dict[str, list[Any]]] = []
+        self._copies: list[dict[str, list[Any]]] = []
         self._seen: dict[tuple[str, str], int] = {}
 
     def add(self, part: Part, boxes: list[Any]) -> None:
         """The boxes that one rank has of a tensor."""
         key = (part.name, repr(part.boxes))
         copy = self._seen[key] = self._seen.get(key, -1) + 1
-        if copy == len(self._held):
-            self._held.append({})
-        self._held[copy].setdefault(part.name, []).extend(boxes)
+        if copy == len(self._copies):
+            self._copies.append({})
+        self._copies[copy].setdefault(part.name, []).extend(boxes)
 
     def assembled(self, slot: str | None) -> list[Assembled]:
         """The tensors, and their copies."""
         return [
             Assembled(
-                next((boxes[0][2] for boxes in held.values() if boxes), 0),
-                {"replica": n} if len(self._held) > 1 else {},
+                next((boxes[0][2] for boxes in tensors.values() if boxes), 0),
+                {"replica": n} if len(self._copies) > 1 else {},
                 f"copy {n}" if n else None,
                 slot,
-                [(name, self._shapes[name], boxes) for name, boxes in held.items()],
+                [(name, self._shapes[name], boxes) for name, boxes in tensors.items()],
             )
-            for n, held in enumerate(self._held)
+            for n, tensors in enumerate(self._copies)
         ]
 
 
@@ -78,8 +78,8 @@ def read(weights: Weights, args: dict[str, Any], tensors: list[Stored]) -> list[
         if match is None:
             raise UnknownPlaces(f"no bucket of a buffer: {name}")
         key = (int(match["chain"] or 0), int(match["group"]))
-        held = buffers.setdefault(key, {}).setdefault(int(match["buffer"]), _Buffer(match["dtype"]))
-        held.buckets.setdefault(int(match["bucket"]), {})[match["slot"]] = (name, shape, chunks)
+        buffer = buffers.setdefault(key, {}).setdefault(int(match["buffer"]), _Buffer(match["dtype"]))
+        buffer.buckets.setdefault(int(match["bucket"]), {})[match["slot"]] = (name, shape, chunks)
     most = sum(len(chunks) for _, _, chunks in tensors)
     fitting: list[tuple[Kind, list[tuple[dict[str, Stored], list[Place]]]]] = []
     failed: UnknownPlaces | None = None
@@ -92,7 +92,7 @@ def read(weights: Weights, args: dict[str, Any], tensors: list[Stored]) -> list[
         fitting.append((kind, found))
     if not fitting:
         raise failed or UnknownPlaces("no order of the parameters is known")
-    places = [[(p.name, a, b) for _, held in found for p, a, b in held] for _, found in fitting]
+    places = [[(p.name, a, b) for _, bucket in found for p, a, b in bucket] for _, found in fitting]
     if any(other != places[0] for other in places[1:]):
         raise UnknownPlaces(
             "the parameters fit into the buffers in more than one order",
@@ -117,13 +117,13 @@ def _placed(ranks: Ranks, kind: Kind, buffers: _Buffers) -> list[tuple[dict[str,
         raise _other_ranks(ranks.tp * ranks.pp + ranks.etp * ranks.ep * ranks.pp * (ranks.ep > 1), buffers)
     for stage in range(ranks.pp):
         for tp in range(ranks.tp):
-            held = [ranks.parts(kind, tp, stage, chunk) for chunk in range(ranks.vp)]
-            lists[0, stage * ranks.tp + tp] = held
+            of_chunks = [ranks.parts(kind, tp, stage, chunk) for chunk in range(ranks.vp)]
+            lists[0, stage * ranks.tp + tp] = of_chunks
         for ep in range(ranks.ep if ranks.ep > 1 else 0):
             for tp in range(ranks.etp):
-                held = [ranks.experts(kind, tp, ep, stage, chunk) for chunk in range(ranks.vp)]
-                if any(held):
-                    lists[1, (stage * ranks.ep + ep) * ranks.etp + tp] = held
+                of_chunks = [ranks.experts(kind, tp, ep, stage, chunk) for chunk in range(ranks.vp)]
+                if any(of_chunks):
+                    lists[1, (stage * ranks.ep + ep) * ranks.etp + tp] = of_chunks
     if left := ranks.unused():
         raise UnknownPlaces(f"where {min(left)} comes among the parameters is not known")
     if lists.keys() != buffers.keys():
@@ -174,18 +174,18 @@ def _filled(
             f"{sum(p.numel for p in parts)} elements of {len(parts)} parameters, and what aligns them",
             f"{sum(next(iter(slots.values()))[1][0] for slots in ordered)} elements in {len(ordered)} buckets",
         )
-    for slots, held in zip(ordered, buckets, strict=True):
+    for slots, bucket in zip(ordered, buckets, strict=True):
         for name, _, chunks in slots.values():
-            _bounded(name, held, chunks)
+            _bounded(name, bucket, chunks)
     return list(zip(ordered, buckets, strict=True))
 
 
-def _bounded(name: str, held: list[Place], chunks: list[Any]) -> None:
+def _bounded(name: str, bucket: list[Place], chunks: list[Any]) -> None:
     """Parameters begin and end where chunks do; no chunk has parts of two, or of one and what was never written."""
     bounds = sorted((lo[0], lo[0] + size[0]) for lo, size, _, _ in chunks)
     begins, ends = {a for a, _ in bounds}, {b for _, b in bounds}
     at = 0
-    for part, start, end in held:
+    for part, start, end in bucket:
         if start not in begins or end not in ends:
             raise UnknownPlaces(
                 f"{part.name} does not lie where it must in {name}",
@@ -201,12 +201,12 @@ def _bounded(name: str, held: list[Place], chunks: list[Any]) -> None:
             at += 1
 
 
-def _cut(held: list[Place], chunks: list[Any]) -> list[tuple[Part, list[Any]]]:
+def _cut(bucket: list[Place], chunks: list[Any]) -> list[tuple[Part, list[Any]]]:
     """The boxes of each parameter in a bucket; chunks are in the order of their places."""
     ordered = sorted(chunks, key=lambda chunk: chunk[0][0])
     found: list[tuple[Part, list[Any]]] = []
     at = 0
-    for part, start, end in held:
+    for part, start, end in bucket:
         boxes: list[Any] = []
         while at < len(ordered) and ordered[at][0][0] + ordered[at][1][0] <= start:
             at += 1

@@ -67,19 +67,19 @@ def in_buckets(parts: Sequence[Part], sizes: Sequence[int]) -> list[list[Place]]
     buckets: list[list[Place]] = []
     rest = deque(reversed(parts))
     for size in sizes:
-        held: list[Place] = []
+        bucket: list[Place] = []
         end = 0
         while rest and aligned(end) + rest[0].numel <= size:
             # Before a shared embedding a bucket ends, where it would begin.
-            if held and (held[-1][0].shared or rest[0].shared):
+            if bucket and (bucket[-1][0].shared or rest[0].shared):
                 break
             start = aligned(end)
             end = start + rest[0].numel
-            held.append((rest.popleft(), start, end))
-        closes = aligned(end) if rest and rest[0].shared and not (held and held[-1][0].shared) else end
-        if not held or size != closes:
+            bucket.append((rest.popleft(), start, end))
+        closes = aligned(end) if rest and rest[0].shared and not (bucket and bucket[-1][0].shared) else end
+        if not bucket or size != closes:
             return None
-        buckets.append(held)
+        buckets.append(bucket)
     return None if rest else buckets
 
 

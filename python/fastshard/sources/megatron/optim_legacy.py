@@ -79,10 +79,10 @@ class _Reading:
 def refuse(source: Source, found: Found[MegatronFiles], states: list[Any]) -> None:
     """Says that the state of a model without a table is not read, if there is any: its order is that of the model's modules."""
     beside = found.seen.beside
-    held = [n for n, state in enumerate(states) if n in beside or _held(as_dict(state))]
-    if not held:
+    with_state = [n for n, state in enumerate(states) if n in beside or _list_optimizers(as_dict(state))]
+    if not with_state:
         return
-    first = next((n for n in held if n in beside), held[0])
+    first = next((n for n in with_state if n in beside), with_state[0])
     finding = _no_places(
         found.files[beside.get(first, first)].path,
         next((unit.rank for unit in source.units if unit.file == first), None),
@@ -106,16 +106,16 @@ def attach(
     ranks = [_rank(source, found, contents, n, as_dict(state), beside) for n, state in enumerate(states)]
     ranks = [rank for rank in ranks if rank.chunks]
     reading = _Reading(found, contents, args, ep > 1)
-    within = any(_held(rank.state) for rank in ranks)
+    within = any(_list_optimizers(rank.state) for rank in ranks)
     if not (beside or within):
         source.findings += _files_elsewhere(found.folder, args, ranks)
         return
-    told: dict[int, list[float]] = {}
+    steps_by_file: dict[int, list[float]] = {}
     values: list[dict[str, Any]] = []
     for rank in ranks:
         groups = list(param_groups(rank.state.get("optimizer")))
         values += [group for group in groups if group not in values]
-        told[rank.file] = sorted(set(steps(groups)))
+        steps_by_file[rank.file] = sorted(set(steps(groups)))
         try:
             if beside:
                 _distributed(reading, rank, ranks)
@@ -124,7 +124,7 @@ def attach(
         except UnknownPlaces as error:
             path = found.files[rank.beside if rank.beside is not None else rank.file].path
             reading.findings.append(_no_places(path, rank.label, error))
-    reading.findings += _steps_agree(found, ranks, told)
+    reading.findings += _steps_agree(found, ranks, steps_by_file)
     absent = any(f.code == codes.MISSING_FILE for f in reading.findings)
     unknown = any(f.code != codes.MISSING_FILE for f in reading.findings)
     masters = not unknown and (absent or any(a.slot is None for a in reading.assembled))
@@ -133,7 +133,7 @@ def attach(
         moments_only=not masters,
         findings=reading.findings,
         files={found.files[file].path for file in beside.values()},
-        steps={} if unknown else told,
+        steps={} if unknown else steps_by_file,
         groups=by_decay(values, args),
     )
     if values:
@@ -214,10 +214,10 @@ def _rank(
     return _Rank(n, found.files[n].path, coords, chunks, beside.get(n), state)
 
 
-def _held(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a rank file holds of optimizers that are not distributed: one, or those of dense parameters and of experts."""
-    held = state.get("optimizer")
-    several = held if isinstance(held, list) else [held]
+def _list_optimizers(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """List the optimizers in a rank file that are not distributed: one, or those of dense parameters and of experts."""
+    stored = state.get("optimizer")
+    several = stored if isinstance(stored, list) else [stored]
     found = [one for one in several if isinstance(one, dict)]
     inner = [as_dict(one.get("optimizer")) or one for one in found]
     return found if any(isinstance(one.get("state"), dict) and one["state"] for one in inner) else []
@@ -247,10 +247,10 @@ def _keep(reading: _Reading, rank: _Rank, slots: _Slots, file: int) -> None:
             chunk = rank.chunks[n]
             own = [t for t in tensors if t[0] not in chunk.flat]
             renamed = [(*chunk.flat[t[0]], t[2]) for t in tensors if t[0] in chunk.flat]
-            for held, bases in ((own, chunk.unit.bases), (renamed, {})):
-                if held:
+            for stored, bases in ((own, chunk.unit.bases), (renamed, {})):
+                if stored:
                     reading.assembled.append(
-                        Assembled(file, chunk.unit.coords, chunk.unit.rank, slot, held, bases=dict(bases))
+                        Assembled(file, chunk.unit.coords, chunk.unit.rank, slot, stored, bases=dict(bases))
                     )
 
 
@@ -272,9 +272,9 @@ def _distributed(reading: _Reading, rank: _Rank, ranks: list[_Rank]) -> None:
     wanted = [dense, experts] if any(experts) else [dense]
     if len(parts) != len(wanted):
         raise UnknownPlaces("optimizers in the file", str(len(wanted)), str(len(parts)))
-    for n, (held, chunks) in enumerate(zip(parts, wanted, strict=True)):
-        if held is not None:
-            slots = _vectors(reading, rank, as_dict(held), chunks, rank.beside)
+    for n, (part, chunks) in enumerate(zip(parts, wanted, strict=True)):
+        if part is not None:
+            slots = _vectors(reading, rank, as_dict(part), chunks, rank.beside)
             _keep(reading, rank, slots, rank.beside)
         elif n or not (first := _same_dense(reading, rank, ranks)):
             raise UnknownPlaces(f"no state of optimizer {n} in {found.files[rank.beside].path}")
@@ -300,7 +300,7 @@ def _same_dense(reading: _Reading, rank: _Rank, ranks: list[_Rank]) -> tuple[int
 
 
 def _vectors(
-    reading: _Reading, rank: _Rank, held: dict[str, Any], chunks: list[list[Part]], file: int
+    reading: _Reading, rank: _Rank, buffers: dict[str, Any], chunks: list[list[Part]], file: int
 ) -> _Slots:
     """Buffers by number: those of the first chunk, one for each dtype, then those of the next."""
     wanted: list[tuple[int, str, list[Part]]] = []
@@ -309,15 +309,15 @@ def _vectors(
         for part in parts:
             by_dtype.setdefault(part.dtype, []).append(part)
         wanted += [(n, dtype, of_one) for dtype, of_one in by_dtype.items()]
-    numbers = sorted(int(key) for key in held if key.isdecimal())
-    if held.get("buckets_coalesced") is not True:
+    numbers = sorted(int(key) for key in buffers if key.isdecimal())
+    if buffers.get("buckets_coalesced") is not True:
         raise UnknownPlaces("buckets apart, as versions before core 0.7 wrote them: not read")
     if numbers != list(range(len(wanted))):
         raise UnknownPlaces("buffers of the rank", str(len(wanted)), str(len(numbers)))
     slots: _Slots = {}
     lengths = {i: t["shape"] for i, t in enumerate(reading.contents.tensors(file))}
     for number, (n, dtype, parts) in enumerate(wanted):
-        buffer = as_dict(held[str(number)])
+        buffer = as_dict(buffers[str(number)])
         if len(buffer) != 1 or not next(iter(buffer)).startswith(f"(torch.{dtype}, "):
             raise UnknownPlaces(f"buffer {number}", f"of {dtype}", ", ".join(buffer))
         vectors = {
@@ -377,13 +377,13 @@ def _whole(reading: _Reading, rank: _Rank) -> None:
 
     source: megatron/core/optimizer/optimizer.py (Float16OptimizerWithFloat16Params, FP32Optimizer)
     """
-    held = _held(rank.state)
+    optimizers = _list_optimizers(rank.state)
     dense, experts = _divided(rank, reading.apart)
     wanted = [dense, experts] if any(experts) else [dense]
-    if len(held) != len(wanted):
-        raise UnknownPlaces("optimizers in the file", str(len(wanted)), str(len(held)))
+    if len(optimizers) != len(wanted):
+        raise UnknownPlaces("optimizers in the file", str(len(wanted)), str(len(optimizers)))
     tensors = reading.contents.tensors(rank.file)
-    for one, chunks in zip(held, wanted, strict=True):
+    for one, chunks in zip(optimizers, wanted, strict=True):
         masters = one.get("fp32_from_fp16_params")
         base = as_dict(one.get("optimizer")) or one
         numbered = [as_list(as_dict(group).get("params")) for group in as_list(base.get("param_groups"))]
@@ -392,15 +392,15 @@ def _whole(reading: _Reading, rank: _Rank) -> None:
         names = [(f"{n}:{p.name}", p.shape) for n, parts in enumerate(chunks) for p in parts]
         parts = {f"{n}:{p.name}": p for n, parts in enumerate(chunks) for p in parts}
         whole = sum(map(len, groups)) == len(names) and not any(None in group for group in groups)
-        told = by_shape(names, groups) if whole else None
-        if told is None:
+        assigned = by_shape(names, groups) if whole else None
+        if assigned is None:
             raise UnknownPlaces(
                 "the shapes of its moments fit the parameters in more than one way or in none",
                 f"{len(names)} parameters",
                 f"moments of {sum(map(len, groups))}",
             )
         slots: _Slots = {}
-        for g, group in enumerate(told):
+        for g, group in enumerate(assigned):
             firsts = as_list(masters[g]) if isinstance(masters, list) and g < len(masters) else []
             if masters is not None and len(firsts) != len(group):
                 raise UnknownPlaces(f"master weights of group {g}", str(len(group)), str(len(firsts)))
@@ -435,10 +435,10 @@ def _stepped(state: Any, tensors: Sequence[_core.StoredTensor]) -> list[int] | N
 
 
 def _steps_agree(
-    found: Found[MegatronFiles], ranks: list[_Rank], told: dict[int, list[float]]
+    found: Found[MegatronFiles], ranks: list[_Rank], steps_by_file: dict[int, list[float]]
 ) -> list[Finding]:
     """All ranks' optimizers must have taken as many steps."""
-    first = next((told[rank.file] for rank in ranks if told[rank.file]), None)
+    first = next((steps_by_file[rank.file] for rank in ranks if steps_by_file[rank.file]), None)
     return [
         Finding.of(
             codes.MIXED_STEPS,
@@ -446,9 +446,9 @@ def _steps_agree(
             file=found.files[rank.file].path,
             rank=rank.label,
             expected=str(first),
-            got=str(told[rank.file]),
+            got=str(steps_by_file[rank.file]),
             help="copy all files from one step",
         )
         for rank in ranks
-        if told[rank.file] and told[rank.file] != first
+        if steps_by_file[rank.file] and steps_by_file[rank.file] != first
     ]

@@ -81,14 +81,16 @@ def count(args: dict[str, Any], name: str) -> int | None:
 
 def kinds(args: dict[str, Any], experts: bool) -> list[Kind]:
     """The kinds that the arguments leave open."""
-    said = args.get("transformer_impl")
-    layers = [said] if isinstance(said, str) and said in _LAYERS else list(_LAYERS)
+    implementation = args.get("transformer_impl")
+    layers = (
+        [implementation] if isinstance(implementation, str) and implementation in _LAYERS else list(_LAYERS)
+    )
     grouped = args.get("moe_grouped_gemm")
     if not experts:
         either = [False]
     else:
         either = [grouped] if isinstance(grouped, bool) else [False, True]
-    if experts and grouped and (args.get("moe_use_legacy_grouped_gemm") or said == "local"):
+    if experts and grouped and (args.get("moe_use_legacy_grouped_gemm") or implementation == "local"):
         raise UnknownPlaces(
             "grouped experts of the older kind keep their master weights transposed: not read"
         )
@@ -131,8 +133,8 @@ class Ranks:
 
     def _layers(self, args: dict[str, Any]) -> int:
         if self.stacked:
-            held = (e[0] for name, e in self.weights.items() if name.startswith("decoder.layers."))
-            return max((shape[0] for shape in held if shape), default=0)
+            shapes = (e[0] for name, e in self.weights.items() if name.startswith("decoder.layers."))
+            return max((shape[0] for shape in shapes if shape), default=0)
         numbers = [int(m[1]) for name in self.weights if (m := re.match(r"decoder\.layers\.(\d+)\.", name))]
         layers = max(numbers, default=-1) + 1
         if args.get("num_layers") not in (None, layers):
@@ -209,18 +211,18 @@ class Ranks:
     def _experts(self, kind: Kind, layer: int, tp: int, ep: int) -> Iterator[Part]:
         ends = ("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_fc2.bias")
         names = [self._of_layer(_EXPERTS + end, layer) for end in ends]
-        held = [(name, at) for name, at in names if name in self.weights]
-        if not held:
+        stored = [(name, at) for name, at in names if name in self.weights]
+        if not stored:
             return
-        shape = self.weights[held[0][0]][0]
-        total = shape[len(held[0][1])] if len(shape) > len(held[0][1]) else 0
+        shape = self.weights[stored[0][0]][0]
+        total = shape[len(stored[0][1])] if len(shape) > len(stored[0][1]) else 0
         if total % self.ep:
             raise UnknownPlaces("experts do not divide among ranks", f"a multiple of {self.ep}", str(total))
-        if kind.grouped and len(held) > 2:
+        if kind.grouped and len(stored) > 2:
             raise UnknownPlaces("grouped experts with biases: the order of their master weights is not known")
         local = range(ep * (total // self.ep), (ep + 1) * (total // self.ep))
-        pairs = [(n, a, e) for n, a in held for e in local] if kind.grouped else [
-            (n, a, e) for e in local for n, a in held
+        pairs = [(n, a, e) for n, a in stored for e in local] if kind.grouped else [
+            (n, a, e) for e in local for n, a in stored
         ]  # fmt: skip
         for name, at, expert in pairs:
             yield from self._one(name, [*at, expert], tp, self.etp)

@@ -69,19 +69,19 @@ def unnamed(
             layers.setdefault(match[1], set()).add(match[2])
     moe = facts["moe"]
     needed = [*_BLOCK, *((name,) for name in ((_ROUTER,) if moe else _DENSE))]
-    for number, held in layers.items():
+    for number, present in layers.items():
         first = next(iter(layers.values()))
         where = "" if number is None else f" in layer {number}"
         for names in needed:
-            if not held.intersection(names):
+            if not present.intersection(names):
                 return Lack("set of tensors", f"{names[0]}{where}", "none")
-        odd = sorted(held ^ first) or sorted(held.intersection(_DENSE) if moe else ())
-        if moe and not any(name.startswith(_EXPERTS) for name in held):
+        odd = sorted(present ^ first) or sorted(present.intersection(_DENSE) if moe else ())
+        if moe and not any(name.startswith(_EXPERTS) for name in present):
             return Lack("set of tensors", f"experts{where}", "none")
         for together in _TOGETHER:
-            biases = {name for name in together if name.removesuffix("bias") + "weight" in held}
-            if facts["linear_bias"] and not biases <= held:
-                odd += sorted(biases - held)
+            biases = {name for name in together if name.removesuffix("bias") + "weight" in present}
+            if facts["linear_bias"] and not biases <= present:
+                odd += sorted(biases - present)
         if odd:
             return Lack(
                 "set of tensors",
@@ -98,9 +98,11 @@ def unnamed(
     applying = table.with_rules([rule for rule in table.rules if _applies(rule, facts.get("gated"))])
     if applying.misfits({name: tuple(shape) for name, shape in shapes.items()}, dict(axes)):
         for name, shape in shapes.items():
-            told = applying.shape(name, dict(axes)) or []
-            if len(told) != len(shape) or any(a not in (None, b) for a, b in zip(told, shape, strict=True)):
-                return Lack(f"shape of {name}", str(told), str(shape))
+            expected = applying.shape(name, dict(axes)) or []
+            if len(expected) != len(shape) or any(
+                a not in (None, b) for a, b in zip(expected, shape, strict=True)
+            ):
+                return Lack(f"shape of {name}", str(expected), str(shape))
         return Lack("set of shapes", "one that a Llama or Mixtral has", "another")
     found = arguments.beyond(args) if facts["moe"] else None
     return Lack(*found) if found else None
@@ -124,13 +126,20 @@ def leave_unnamed(
 
 def _words(shapes: Mapping[str, list[int]], args: Mapping[str, Any]) -> Iterator[Rule]:
     """Rules for what has a row for each word of the padded vocabulary."""
-    held = {name: shape for name, shape in shapes.items() if shape and _WORDS.search(name)}
-    embeddings = [shape[0] for name, shape in held.items() if name.endswith("word_embeddings.weight")]
-    stated = megatron.size(args, "padded_vocab_size")
+    word_shapes = {name: shape for name, shape in shapes.items() if shape and _WORDS.search(name)}
+    embeddings = [shape[0] for name, shape in word_shapes.items() if name.endswith("word_embeddings.weight")]
+    padded_size = megatron.size(args, "padded_vocab_size")
     rows = next(
-        iter([*embeddings, *([stated] if stated else []), *(shape[0] for shape in held.values())]), None
+        iter(
+            [
+                *embeddings,
+                *([padded_size] if padded_size else []),
+                *(shape[0] for shape in word_shapes.values()),
+            ]
+        ),
+        None,
     )
-    for n, (name, shape) in enumerate(held.items()):
+    for n, (name, shape) in enumerate(word_shapes.items()):
         if shape[0] == rows:
             others = [f"n{n}d{d}" for d in range(1, len(shape))]
             yield Rule.literal(name, f"[{', '.join(['V~P', *others])}]", name)

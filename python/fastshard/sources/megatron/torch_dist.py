@@ -41,9 +41,9 @@ class TorchDist:
             return _of_torch(source, found, tensors)
         state = _common(source, found, contents)
         args = arguments.arguments(state)
-        weights = optim.divide(source, tensors, found.seen.told, args, state)
+        weights = optim.divide(source, tensors, found.seen.metadata, args, state)
         shapes = {name: shape for name, shape, _ in weights}
-        names = {entry["name"] for entry in found.seen.told["tensors"]}
+        names = {entry["name"] for entry in found.seen.metadata["tensors"]}
         source.framework, source.pass_unknown = "Megatron-LM (torch_dist)", False
         # Layers that may differ are not stacked: numbered from the first of all, whole, as one rank has them.
         source.layout = "megatron.legacy" if table_match.is_numbered(names) else "megatron.dist"
@@ -58,7 +58,7 @@ class TorchDist:
         # What lies in a file that is gone belongs to the model all the same.
         shapes |= {
             entry["name"]: entry["shape"]
-            for entry in found.seen.told["tensors"]
+            for entry in found.seen.metadata["tensors"]
             if entry["name"] in found.seen.lacking and not optim.is_state(entry["name"])
         }
         lack = table_match.unnamed(tables.table(source.layout), shapes, source.axes, source.facts, args)
@@ -125,9 +125,9 @@ def _common(source: Source, found: Found[DcpFiles], contents: Contents) -> dict[
                 )
             )
         return {}
-    told = read_object(found.seen.objects[_COMMON])
+    value = read_object(found.seen.objects[_COMMON])
     # An object's value is kept as the only item of a list.
-    return as_dict(told[0] if isinstance(told, list) and len(told) == 1 else told)
+    return as_dict(value[0] if isinstance(value, list) and len(value) == 1 else value)
 
 
 def _gated(shapes: dict[str, list[int]]) -> bool | None:

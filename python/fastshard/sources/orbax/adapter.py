@@ -197,7 +197,7 @@ def _evidence(
         per_process=places[0].ocdbt,
         committed=any(p.committed for p in places),
         expected=expected,
-        lost={k: why for h in union.held for k, why in h.lost.items() if k not in union.keys},
+        lost={k: why for h in union.parts for k, why in h.lost.items() if k not in union.keys},
         by_primary={n for n, kind in tree.types.items() if kind in BY_PRIMARY} if tree else set(),
         where=places[0].label(listing),
     )

@@ -27,7 +27,7 @@ class _Seen:
     #: Devices that wrote one, or may have.
     devices: set[int] = field(default_factory=set)
     #: All that held one, where it is known which of them wrote it; and the same by the lowest of them.
-    held: set[frozenset[int]] = field(default_factory=set)
+    holders: set[frozenset[int]] = field(default_factory=set)
     lowest: dict[int, list[frozenset[int]]] = field(default_factory=dict)
     #: Those of first replicas.
     first: set[int] = field(default_factory=set)
@@ -60,28 +60,28 @@ class Writers:
 
     def devices(self, array: Array, index: tuple[int, ...]) -> tuple[int, ...]:
         """Devices that held a chunk, the first replica's first; none where nothing tells."""
-        return self._held(array, index)[0]
+        return self._find_holders(array, index)[0]
 
     def first(self, array: Array, index: tuple[int, ...]) -> int | None:
         """The device whose process wrote a chunk, where that is one."""
-        devices, exact = self._held(array, index)
+        devices, exact = self._find_holders(array, index)
         return devices[0] if exact and devices else None
 
     def here(self, array: Array, index: tuple[int, ...]) -> bool | None:
         """True if the writer of a chunk wrote others that are here, False if nothing of its devices is, None where neither shows."""
         if array.name in self._by_primary:
             return True
-        devices, exact = self._held(array, index)
+        devices, exact = self._find_holders(array, index)
         if not devices:
             return None
         seen = self._present()
         if exact:
             # Were each process' own replicas written, one of these alone need not have written the first ones.
             own = frozenset(devices)
-            within = own in seen.held or any(s < own for d in devices for s in seen.lowest.get(d, ()))
+            within = own in seen.holders or any(s < own for d in devices for s in seen.lowest.get(d, ()))
             if within and devices[0] in seen.first:
                 return True
-        elif all(frozenset((d,)) in seen.held for d in devices):
+        elif all(frozenset((d,)) in seen.holders for d in devices):
             return True
         return False if seen.devices.isdisjoint(devices[:1] if exact else devices) else None
 
@@ -96,20 +96,20 @@ class Writers:
                 for index in array.chunks():
                     if f"{name}/{array.key(index)}" not in self._keys:
                         continue
-                    devices, exact = self._held(array, index)
+                    devices, exact = self._find_holders(array, index)
                     if devices in known:
                         continue
                     known.add(devices)
                     seen.devices.update(devices[:1] if exact else devices)
                     if exact:
-                        seen.held.add(frozenset(devices))
+                        seen.holders.add(frozenset(devices))
                         seen.first.add(devices[0])
-            for held in seen.held:
-                seen.lowest.setdefault(min(held), []).append(held)
+            for group in seen.holders:
+                seen.lowest.setdefault(min(group), []).append(group)
         return self._seen
 
-    def _held(self, array: Array, index: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
-        """Devices that held a chunk, and whether it is known which of them wrote it."""
+    def _find_holders(self, array: Array, index: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
+        """Find the devices that held a chunk, and whether it is known which of them wrote it."""
         if array.name not in self._shardings:
             return (), False
         number, sharding = self._shardings[array.name]
@@ -163,5 +163,5 @@ def _runs(one: str, many: str, numbers: set[int]) -> str:
             runs[-1][1] = n
         else:
             runs.append([n, n])
-    told = [f"{a}" if a == b else f"{a} to {b}" for a, b in runs]
-    return f"{one if len(numbers) == 1 else many} {some(told, 8)}"
+    texts = [f"{a}" if a == b else f"{a} to {b}" for a, b in runs]
+    return f"{one if len(numbers) == 1 else many} {some(texts, 8)}"

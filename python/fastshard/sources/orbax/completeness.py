@@ -60,14 +60,14 @@ class Evidence:
     @functools.cached_property
     def implied(self) -> int | None:
         """Number of processes that took part, where anything states it."""
-        told = None if self.processes is None else 1 + max(self.processes.values())
-        if told is None and self.stores_fill is None and any(s.alone for s in self.shardings.values()):
-            told = 1
+        count = None if self.processes is None else 1 + max(self.processes.values())
+        if count is None and self.stores_fill is None and any(s.alone for s in self.shardings.values()):
+            count = 1
         if self.expected is None:
-            return told
+            return count
         # Fewer than the files tell of: the number given is wrong.
         numbers = [n for n in self.present if isinstance(n, int)]
-        return max(self.expected, told or 0, 1 + max(numbers, default=-1), len(self.present))
+        return max(self.expected, count or 0, 1 + max(numbers, default=-1), len(self.present))
 
     @functools.cached_property
     def numbered(self) -> bool:
@@ -115,8 +115,8 @@ def at_hand(
     own = {owner for owner in owners.values() if owner is not None}
     unknown = {
         process
-        for process, held in of_process.items()
-        if all(owners[key] is None for key in owners.keys() & held)
+        for process, stored in of_process.items()
+        if all(owners[key] is None for key in owners.keys() & stored)
     }
     return {process for process in evidence.present if process in own or process in unknown}
 
@@ -267,14 +267,14 @@ def _ambiguous(
             if here is False:
                 suspects.update(writers.devices(arrays[name], index) if device is None else (device,))
                 first = first or name
-    told = []
+    reasons = []
     if counts[True]:
-        told.append(f"{counts[True]} speak for zeros, since others are here of what wrote them")
+        reasons.append(f"{counts[True]} speak for zeros, since others are here of what wrote them")
     if counts[False]:
         whose = named(suspects, evidence.processes)
-        told.append(f"{counts[False]} for loss, since nothing is here that {whose} wrote")
+        reasons.append(f"{counts[False]} for loss, since nothing is here that {whose} wrote")
     if counts[None]:
-        told.append(f"{counts[None]} have no known writer")
+        reasons.append(f"{counts[None]} have no known writer")
     helps = []
     if suspects:
         helps.append(
@@ -299,7 +299,7 @@ def _ambiguous(
         file=evidence.where,
         tensor=first or next(iter(verdict.missing)),
         expected="the number of processes that wrote it" if evidence.per_process else "a file for each chunk",
-        got="; ".join(told),
+        got="; ".join(reasons),
         help="; or ".join(helps),
     )
 

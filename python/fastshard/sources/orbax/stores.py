@@ -25,7 +25,7 @@ _CHUNK = compile_when_used(r"(.+?)/(?:c(?:[./]\d+)*|\d+(?:[./]\d+)*)$")
 
 
 @dataclass
-class Held:
+class StorePart:
     """One key-value store: a place, or one process' part of it that was never (or not wholly) merged."""
 
     place: Place
@@ -44,7 +44,7 @@ Piece = tuple[list[int], list[int], int]
 class Union:
     """All stores of an item as one."""
 
-    held: list[Held]
+    parts: list[StorePart]
     arrays: dict[str, Array] = field(default_factory=dict)
     keys: set[str] = field(default_factory=set)
     #: Keys that a merged store lacks and the store of a process beside it holds.
@@ -58,12 +58,12 @@ class Union:
     #: Process, label and manifest of each of these.
     manifests: list[tuple[int | str, str, Path]] = field(default_factory=list)
 
-    def add(self, held: Held) -> None:
+    def add(self, part: StorePart) -> None:
         """Takes a further store."""
-        self.held.append(held)
-        self.keys |= held.keys
+        self.parts.append(part)
+        self.keys |= part.keys
 
-    def take(self, listing: Listing, place: Place, process: Process, part: Held) -> None:
+    def take(self, listing: Listing, place: Place, process: Process, part: StorePart) -> None:
         """Notes what a process' own store holds."""
         self.of_process.setdefault(process.id, set()).update(part.keys)
         manifest = place.path(listing) / process.folder / "manifest.ocdbt"
@@ -99,9 +99,9 @@ class Union:
             if first != second and safe_files.same(one, two)
         ]
 
-    def holders(self, key: str) -> list[Held]:
+    def holders(self, key: str) -> list[StorePart]:
         """Stores that hold a key."""
-        return [h for h in self.held if key in h.keys]
+        return [h for h in self.parts if key in h.keys]
 
 
 def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozenset()) -> Union:
@@ -127,7 +127,7 @@ def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozens
             store = array_reader.Store(
                 place.path(listing), ocdbt=place.ocdbt, label=place.label(listing), context=context
             )
-            union.add(_held(listing, place, store))
+            union.add(_describe_part(listing, place, store))
     _describe(union, union.keys)
     if names - set(union.arrays) - set(union.unread) or any(
         _lacks(a, union.keys) for a in union.arrays.values()
@@ -153,21 +153,21 @@ def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozens
     return union
 
 
-def _held(listing: Listing, place: Place, store: array_reader.Store, below: str = "") -> Held:
-    """A store with the keys whose values are there."""
+def _describe_part(listing: Listing, place: Place, store: array_reader.Store, below: str = "") -> StorePart:
+    """Describe a store by the keys whose values are there."""
     if not place.ocdbt:
-        return Held(place, store.label, store, {path for path, _ in place.files(listing)})
+        return StorePart(place, store.label, store, {path for path, _ in place.files(listing)})
     # Files that the listing does not hold, links that leave the directory among them, are not read.
     keys, lost = store.placed({path: file.size for path, file in place.files(listing, below)})
-    return Held(place, store.label, store, set(keys), lost)
+    return StorePart(place, store.label, store, set(keys), lost)
 
 
-def _process(listing: Listing, place: Place, process: Process, context: Any) -> Held:
+def _process(listing: Listing, place: Place, process: Process, context: Any) -> StorePart:
     """The store of one process."""
     name = process.folder
     label = f"{place.label(listing)}/{name}"
     store = array_reader.Store(place.path(listing) / name, ocdbt=True, label=label, context=context)
-    return _held(listing, place, store, name)
+    return _describe_part(listing, place, store, name)
 
 
 def _lacks(array: Array, keys: Set[str]) -> bool:
@@ -176,7 +176,7 @@ def _lacks(array: Array, keys: Set[str]) -> bool:
 
 def _describe(union: Union, keys: Iterable[str]) -> None:
     """Reads the metadata of the arrays that have it among these keys."""
-    where = union.held[0].label
+    where = union.parts[0].label
     chunks = sum(math.prod(a.grid) for a in union.arrays.values())
     for key in sorted(k for k in keys if k.endswith(tuple(METADATA))):
         name, _, last = key.rpartition("/")
@@ -229,8 +229,8 @@ def _describe(union: Union, keys: Iterable[str]) -> None:
 
 def _foreign(union: Union) -> None:
     """Refuses chunks that an array does not have: of another save, with another grid or format."""
-    for held in union.held:
-        for key in held.keys:
+    for part in union.parts:
+        for key in part.keys:
             found = _CHUNK.match(key)
             array = union.arrays.get(found[1]) if found else None
             if array is None:
@@ -240,7 +240,7 @@ def _foreign(union: Union) -> None:
                 raise FastshardError.of(
                     codes.MIXED_STEPS,
                     f"chunk {last} lies outside the array: it is of another save",
-                    file=held.label,
+                    file=part.label,
                     tensor=name,
                     expected=f"chunks {list(array.chunk)} of {list(array.shape)}, keys as {array.key((0,) * len(array.shape))}",
                     help="pass the directories of one save only",
@@ -289,8 +289,8 @@ class Reader:
             self._compare(box, holders)
             holders[0].store.decode(box, view)
         except FastshardError as error:
-            told = (f.replace(message=f"chunk {chunk}: {f.message}") for f in error.findings)
-            raise error_for(list(told)) from None
+            findings = (f.replace(message=f"chunk {chunk}: {f.message}") for f in error.findings)
+            raise error_for(list(findings)) from None
         if array.partial and not holders[0].store.has(key):
             raise FastshardError.of(
                 codes.SOURCE_CHANGED,
@@ -306,7 +306,7 @@ class Reader:
         sparse = array.partial and not self._stores_fill
         return array_reader.Box(array.name, key, driver, array.metadata, array.dtype, sparse, lo, extent)
 
-    def _compare(self, box: array_reader.Box, holders: list[Held]) -> None:
+    def _compare(self, box: array_reader.Box, holders: list[StorePart]) -> None:
         with self._lock:
             if len(holders) == 1 or box.key in self._same:
                 return
@@ -346,17 +346,17 @@ class Reader:
         """
         keys = dict.fromkeys(self.blocks[block][3] for block in blocks)
         send(
-            (held.store.lent, key)
+            (part.store.lent, key)
             for key in keys
             if key is not None
-            for held in self._union.holders(key)
-            if held.store.lent
+            for part in self._union.holders(key)
+            if part.store.lent
         )
 
     @property
     def lies_apart(self) -> bool:
         """True if some stores lie on other hosts' disks."""
-        return any(held.store.lent for held in self._union.held)
+        return any(part.store.lent for part in self._union.parts)
 
 
 def listed(

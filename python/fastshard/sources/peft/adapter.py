@@ -29,30 +29,30 @@ class PeftAdapter:
         """Looks for ``adapter_config.json`` beside ``adapter_model.*``, at the top of the directory given."""
         inside = {file.name: file for file in reversed(listing.within(""))}
         weights = next((inside[name] for name in (*WEIGHTS, MLX_WEIGHTS) if name in inside), None)
-        said = inside.get(adapter_config.FILE)
-        if weights is None or said is None or options.step is not None:
+        config_file = inside.get(adapter_config.FILE)
+        if weights is None or config_file is None or options.step is not None:
             return None
-        return Found(self, "PEFT adapter", [weights], PeftFiles(said))
+        return Found(self, "PEFT adapter", [weights], PeftFiles(config_file))
 
     def declare(
         self, found: Found[PeftFiles], listing: Listing, contents: Contents, options: Options
     ) -> Source:
         """Its tensors as they are; each factor must have the other one."""
         file = found.seen.config
-        said = adapter_config.read(listing.roots[file.root] / file.path, file.path)
+        config = adapter_config.read(listing.roots[file.root] / file.path, file.path)
         source = Source(found.framework, units=[Unit(file=0)], pass_unknown=True)
         source.model = Description(
             no_table="an adapter of PEFT is no model by itself: `fastshard merge BASE OUT --adapter DIR` merges it into its base"
         )
         source.values = {
-            "r": said.r, "lora_alpha": said.alpha, "use_rslora": said.rslora, "use_dora": said.dora, "base": said.base,
+            "r": config.r, "lora_alpha": config.alpha, "use_rslora": config.rslora, "use_dora": config.dora, "base": config.base,
         }  # fmt: skip
         if contents.readable(0):
-            told = tensor_names.told(contents.listed(0), saved=True)
+            adapter = tensor_names.read_names(contents.listed(0), saved=True)
             shapes = {".".join(tensor["path"]): tensor["shape"] for tensor in contents.tensors(0)}
             path = listing.roots[file.root] / file.path
-            source.findings += find_missing_halves(told, said, shapes, found.files[0].path, path)
-            if told.modules:
-                source.findings += find_missing_modules(told, said, found.files[0].path)
-            source.adapter = StoredAdapter(said.stored, file.path, found.files[0].path, shapes)
+            source.findings += find_missing_halves(adapter, config, shapes, found.files[0].path, path)
+            if adapter.modules:
+                source.findings += find_missing_modules(adapter, config, found.files[0].path)
+            source.adapter = StoredAdapter(config.stored, file.path, found.files[0].path, shapes)
         return source

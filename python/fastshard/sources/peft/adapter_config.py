@@ -118,54 +118,54 @@ def read(path: Path, label: str) -> Config:
         FastshardError: ``FS211`` if it is none, ``FS514`` for an adapter whose values are computed in another way.
     """
     help = f"pass the adapter's own {FILE}"
-    said = json_text.value(safe_files.read_text(path, safe_files.MAX_CONFIG, label=label), label, help=help)
-    if isinstance(said, dict) and "peft_type" not in said and _MLX & said.keys():
+    stored = json_text.value(safe_files.read_text(path, safe_files.MAX_CONFIG, label=label), label, help=help)
+    if isinstance(stored, dict) and "peft_type" not in stored and _MLX & stored.keys():
         raise FastshardError.of(
             codes.UNSUPPORTED, "an adapter of mlx-lm, which is not read", file=label, expected="an adapter of PEFT",
             help="merge it into its base with mlx_lm.fuse, and convert the result",
         )  # fmt: skip
-    if not isinstance(said, dict) or "peft_type" not in said:
+    if not isinstance(stored, dict) or "peft_type" not in stored:
         raise FastshardError.of(
             codes.BAD_VALUE, "no config of an adapter: it has no peft_type", file=label, help=help
         )
-    _refuse(said, label)
-    _check_types(said, label)
-    indices = said.get("trainable_token_indices")
-    targets, layers = said.get("target_modules"), _layers(said)
+    _refuse(stored, label)
+    _check_types(stored, label)
+    indices = stored.get("trainable_token_indices")
+    targets, layers = stored.get("target_modules"), _layers(stored)
     is_shorthand = isinstance(targets, str) and targets.lower() == "all-linear"
     words = _words(targets)
     budget = PatternBudget(label)
     return Config(
-        r=_rank(said, "r", label),
-        alpha=_number(said, "lora_alpha", label),
-        rslora=bool(said.get("use_rslora")),
-        dora=bool(said.get("use_dora")),
-        fan_in_fan_out=bool(said.get("fan_in_fan_out")),
-        ranks=_ByModule(_numbers_by_pattern(said, "rank_pattern", _rank, label), budget),
-        alphas=_ByModule(_numbers_by_pattern(said, "alpha_pattern", _number, label), budget),
-        parameters=_words(said.get("target_parameters")),
+        r=_rank(stored, "r", label),
+        alpha=_number(stored, "lora_alpha", label),
+        rslora=bool(stored.get("use_rslora")),
+        dora=bool(stored.get("use_dora")),
+        fan_in_fan_out=bool(stored.get("fan_in_fan_out")),
+        ranks=_ByModule(_numbers_by_pattern(stored, "rank_pattern", _rank, label), budget),
+        alphas=_ByModule(_numbers_by_pattern(stored, "alpha_pattern", _number, label), budget),
+        parameters=_words(stored.get("target_parameters")),
         token_indices=indices if _are_rows(indices, label) else None,
-        base=said.get("base_model_name_or_path") or None,
+        base=stored.get("base_model_name_or_path") or None,
         path=label,
         targets=words,
-        saved_modules=_words(said.get("modules_to_save")),
+        saved_modules=_words(stored.get("modules_to_save")),
         layers=layers,
-        excludes=bool(said.get("exclude_modules")),
+        excludes=bool(stored.get("exclude_modules")),
         is_of_all_layers=(
             (is_shorthand or bool(words))
             # Words with a number may be of single layers.
             and not any(re.search(r"\d+\.", word) for word in words)
             and layers is None
-            and not said.get("exclude_modules")
+            and not stored.get("exclude_modules")
         ),
-        stored=said,
+        stored=stored,
     )
 
 
-def _check_types(said: dict[str, Any], label: str) -> None:
+def _check_types(stored: dict[str, Any], label: str) -> None:
     """Refuses values of types that peft's own config does not have."""
     for key, (kinds, expected) in _TYPES.items():
-        value = said.get(key)
+        value = stored.get(key)
         words = value if isinstance(value, list) and key not in _OF_NUMBERS else ()
         if not isinstance(value, kinds) or not all(isinstance(word, str) for word in words):
             raise _bad(key, expected, value, label)
@@ -176,28 +176,28 @@ def _words(value: Any) -> tuple[str, ...]:
     return tuple(value) if isinstance(value, list) else ()
 
 
-def _layers(said: dict[str, Any]) -> frozenset[int] | None:
+def _layers(stored: dict[str, Any]) -> frozenset[int] | None:
     """The layers that alone are adapted."""
-    found = said.get("layers_to_transform")
+    found = stored.get("layers_to_transform")
     numbers = found if isinstance(found, list) else [found]
     kept = frozenset(n for n in numbers if type(n) is int)
     return kept or None
 
 
-def _refuse(said: dict[str, Any], label: str) -> None:
-    kind = said["peft_type"]
+def _refuse(stored: dict[str, Any], label: str) -> None:
+    kind = stored["peft_type"]
     if kind != "LORA":
         raise FastshardError.of(
             codes.UNSUPPORTED, "an adapter of another kind", file=label, expected="peft_type LORA", got=shown(kind),
             help="merge it with peft's merge_and_unload",
         )  # fmt: skip
     for key, harmless in _UNREAD.items():
-        if key in said and said[key] not in harmless:
+        if key in stored and stored[key] not in harmless:
             raise FastshardError.of(
-                codes.UNSUPPORTED, f"{key}: a variant of LoRA that is computed in another way", file=label, got=shown(said[key]),
+                codes.UNSUPPORTED, f"{key}: a variant of LoRA that is computed in another way", file=label, got=shown(stored[key]),
                 help="merge it with peft's merge_and_unload",
             )  # fmt: skip
-    how = str(said.get("init_lora_weights", True)).lower()
+    how = str(stored.get("init_lora_weights", True)).lower()
     if how.startswith(_CHANGES_BASE):
         raise FastshardError.of(
             codes.UNSUPPORTED, f"init_lora_weights {how}: the base was changed when the adapter was made, which no file holds",
@@ -218,24 +218,24 @@ def _are_rows(indices: Any, label: str) -> bool:
 
 
 def _numbers_by_pattern(
-    said: dict[str, Any], key: str, read_number: Callable[[dict[str, Any], str, str], float], label: str
+    stored: dict[str, Any], key: str, read_number: Callable[[dict[str, Any], str, str], float], label: str
 ) -> dict[str, float]:
     """Numbers by patterns of names, which peft tries as regular expressions."""
-    found = said.get(key) or {}
+    found = stored.get(key) or {}
     if not isinstance(found, dict):
         raise _bad(key, "numbers by names of modules", found, label)
     return {pattern: read_number(found, pattern, label) for pattern in found}
 
 
-def _rank(said: dict[str, Any], key: str, label: str) -> int:
-    value = _number(said, key, label)
+def _rank(stored: dict[str, Any], key: str, label: str) -> int:
+    value = _number(stored, key, label)
     if not 1 <= value < 1 << 31 or value != int(value):
         raise _bad(key, "an integer from 1, of 31 bits at most", value, label)
     return int(value)
 
 
-def _number(said: dict[str, Any], key: str, label: str) -> float:
-    value = said.get(key)
+def _number(stored: dict[str, Any], key: str, label: str) -> float:
+    value = stored.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise _bad(key, "a number", value, label)
     if key != "lora_alpha" and value <= 0:

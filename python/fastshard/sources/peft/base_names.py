@@ -10,18 +10,18 @@ from ...common import codes
 from ...common.errors import FastshardError
 from ...layouts.prefix_moves import moved
 from .adapter_config import Config
-from .tensor_names import Module, Told
+from .tensor_names import AdapterNames, Module
 
 Shapes = Mapping[str, list[int]]
 
 
-def place(told: Told, config: Config, base: Shapes, factors: Shapes, table: Table | None) -> None:
+def place(adapter: AdapterNames, config: Config, base: Shapes, factors: Shapes, table: Table | None) -> None:
     """Gives an adapter's modules and tensors the names that the base has for them.
 
     Names that both have stay. Others are those that a table calls the same, or are told by prefixes.
 
     Args:
-        told: what the adapter's names say.
+        adapter: its tensors by its own names.
         config: its config.
         base: shapes of the base's tensors, by the model's own names.
         factors: shapes of the adapter's tensors, by the names stored.
@@ -30,16 +30,16 @@ def place(told: Told, config: Config, base: Shapes, factors: Shapes, table: Tabl
     Raises:
         FastshardError: ``FS106`` if several prefixes fit.
     """
-    modules = {f"{module.name}.weight": module for module in told.modules.values()}
+    modules = {f"{module.name}.weight": module for module in adapter.modules.values()}
     names = [
         name for name, module in modules.items() if not config.parameters_of(module.name) or name in base
     ]
-    called = _by_table([*names, *told.whole], base, table)
-    mine = [called.get(name, name) for name in (*names, *told.whole)]
+    called = _by_table([*names, *adapter.whole], base, table)
+    mine = [called.get(name, name) for name in (*names, *adapter.whole)]
 
     def fits(name: str, other: str) -> bool:
-        if name in told.whole:
-            return factors[told.whole[name]] == base[other]
+        if name in adapter.whole:
+            return factors[adapter.whole[name]] == base[other]
         return _fits(modules[name], factors, base[other])
 
     way = moved(mine, base.keys(), fits)
@@ -51,7 +51,7 @@ def place(told: Told, config: Config, base: Shapes, factors: Shapes, table: Tabl
     called |= way.names
     for name, module in modules.items():
         module.at = called.get(name, way.of(name)).removesuffix(".weight")
-    told.whole = {called.get(name, name): stored for name, stored in told.whole.items()}
+    adapter.whole = {called.get(name, name): stored for name, stored in adapter.whole.items()}
 
 
 def _by_table(names: list[str], base: Shapes, table: Table | None) -> dict[str, str]:
@@ -66,8 +66,8 @@ def _by_table(names: list[str], base: Shapes, table: Table | None) -> dict[str, 
     lacking = [(name, key) for name in names if name not in base and (key := same(name)) is not None]
     if not lacking:
         return {}
-    held = {key: name for name in base if (key := same(name)) is not None}
-    return {name: held[key] for name, key in lacking if key in held}
+    by_key = {key: name for name in base if (key := same(name)) is not None}
+    return {name: by_key[key] for name, key in lacking if key in by_key}
 
 
 def _fits(module: Module, factors: Shapes, shape: list[int]) -> bool:

@@ -49,15 +49,15 @@ def find(path: StrPath) -> Files:
         raise FastshardError.of(codes.NO_SUCH_PATH, "no such file or directory", file=os.fspath(at))
     folder = at if at.is_dir() else at.parent
     # The file that was named is the user's choice, wherever it leads.
-    held = Folder.named(folder)
+    inside = Folder.named(folder)
     weights = None
     if at.is_dir():
-        weights = next((name for name in WEIGHTS if held.file(name) is not None), None)
+        weights = next((name for name in WEIGHTS if inside.file(name) is not None), None)
     elif at.suffix != ".json":
         weights = at.name
     is_config = not at.is_dir() and weights is None
-    said = at if is_config and safe_files.is_file(at) else held.file(adapter_config.FILE)
-    if said is None:
+    config_file = at if is_config and safe_files.is_file(at) else inside.file(adapter_config.FILE)
+    if config_file is None:
         what = (
             "an adapter without its config, which says how it is scaled" if weights else "no adapter of PEFT"
         )
@@ -65,4 +65,4 @@ def find(path: StrPath) -> Files:
             codes.MISSING_FILE if weights else codes.NOT_A_CHECKPOINT, what, file=os.fspath(folder / adapter_config.FILE), expected=f"{adapter_config.FILE} beside its tensors",
             got="no such file", help="copy it from the original adapter",
         )  # fmt: skip
-    return Files(folder, said, weights)
+    return Files(folder, config_file, weights)

@@ -32,9 +32,9 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
         FastshardError: as :func:`.lora_update.attach`; ``FS106`` where two adapters are there, ``FS101`` for none, ``FS514`` for
             a base that has no names of Hugging Face.
     """
-    said = adapter_config.read(files.config, files.config.name)
-    held = _shapes(source, contents)
-    own = tensor_names.is_of_adapters(held)
+    config = adapter_config.read(files.config, files.config.name)
+    shapes = _shapes(source, contents)
+    own = tensor_names.is_of_adapters(shapes)
     file = found.files[0].path if files.weights is None else files.weights
     if own and files.weights is not None:
         raise FastshardError.of(
@@ -53,35 +53,37 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
         source.weights_prefix = source.weights_prefix.removesuffix(tensor_names.OUTER)
         # A container that the trainer saved the model in ({"model": ...}) is no part of the names.
         outer = {
-            name.partition(tensor_names.OUTER)[0] for name in held if tensor_names.is_of_adapters([name])
+            name.partition(tensor_names.OUTER)[0] for name in shapes if tensor_names.is_of_adapters([name])
         }
         container = outer.pop() if len(outer) == 1 else ""
-        container = container if all(name.startswith(container) for name in held) else ""
+        container = container if all(name.startswith(container) for name in shapes) else ""
         source.weights_prefix = source.weights_prefix.removeprefix(container)
-        told = tensor_names.told(held, saved=False, container=container)
-        source.names.update({stored: name for name, stored in told.base.items() if stored != name})
-        source.names.update({stored: name for name, stored in told.whole.items() if stored != name})
-        factors = {name for module in told.modules.values() for name in module.factors.values()} | told.unused
-        added = held
-        raise_errors(find_missing_halves(told, said, held, file, files.config))
-        in_base = {*told.base, *told.whole, *held} - factors
+        adapter = tensor_names.read_names(shapes, saved=False, container=container)
+        source.names.update({stored: name for name, stored in adapter.base.items() if stored != name})
+        source.names.update({stored: name for name, stored in adapter.whole.items() if stored != name})
+        factors = {
+            name for module in adapter.modules.values() for name in module.factors.values()
+        } | adapter.unused
+        added = shapes
+        raise_errors(find_missing_halves(adapter, config, shapes, file, files.config))
+        in_base = {*adapter.base, *adapter.whole, *shapes} - factors
         model = source.model
         if model.config is not None:
             renamed = dict(source.names)
-            mine = [renamed.get(name, name) for name in held if name not in factors]
+            mine = [renamed.get(name, name) for name in shapes if name not in factors]
             hf_config.describe(source, listing, model.config, model.config_file, mine)
             source.names = renamed
     else:
         last = len(found.files) - 1
         if contents.readable(last):
-            told = tensor_names.told(contents.listed(last), saved=True)
-            base = {source.names.get(name, name): shape for name, shape in held.items()}
+            adapter = tensor_names.read_names(contents.listed(last), saved=True)
+            base = {source.names.get(name, name): shape for name, shape in shapes.items()}
             source.units.append(Unit(file=last))
             added = _shapes_of(source.units[-1], contents)
-            raise_errors(find_missing_halves(told, said, added, file, files.config))
+            raise_errors(find_missing_halves(adapter, config, added, file, files.config))
             in_base = set(base)
-            base_names.place(told, said, base, added, source.table or source.usual_table)
-            held |= added
+            base_names.place(adapter, config, base, added, source.table or source.usual_table)
+            shapes |= added
         else:
             return
     if not (source.model.hf_names or own) or source.weights_prefix or source.degrees.get("tp", 1) > 1:
@@ -93,13 +95,13 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
             help="convert the base first, and merge the adapter into that",
             run=["fastshard convert BASE OUT --to hf"],
         )
-    raise_errors(find_missing_modules(told, said, file, in_base))
+    raise_errors(find_missing_modules(adapter, config, file, in_base))
     # Before what the adapter makes of the config.
     source.adapter = StoredAdapter(
-        said.stored, said.path, file, added, is_saved=not own, base=source.model.config
+        config.stored, config.path, file, added, is_saved=not own, base=source.model.config
     )
-    by_own = {source.names.get(name, name): shape for name, shape in held.items()}
-    lora_update.attach(source, told, said, by_own | held)
+    by_own = {source.names.get(name, name): shape for name, shape in shapes.items()}
+    lora_update.attach(source, adapter, config, by_own | shapes)
 
 
 def _shapes(source: Source, contents: Contents) -> dict[str, list[int]]:

@@ -17,18 +17,18 @@ from ...layouts.declaration import Source
 from ...layouts.declared_parts import Adapted, Change, LowRank, Rows, Vector, Window
 from ...models.tensor_words import WORDS
 from .adapter_config import Config
-from .tensor_names import Module, Told
+from .tensor_names import AdapterNames, Module
 
 #: Models whose stacked experts have inputs first, where shapes do not tell. source: transformers (is_transposed experts)
 _INPUTS_FIRST = ("gpt_oss", "llama4", "llama4_text")
 
 
-def attach(source: Source, told: Told, config: Config, shapes: Mapping[str, list[int]]) -> None:
+def attach(source: Source, adapter: AdapterNames, config: Config, shapes: Mapping[str, list[int]]) -> None:
     """Puts an adapter's changes on a declaration.
 
     Args:
         source: of the base, the adapter's tensors among its units or assembled ones.
-        told: what the adapter's names say.
+        adapter: its tensors by its own names.
         config: its config.
         shapes: of all stored tensors, by the model's own names and by those stored.
 
@@ -36,19 +36,19 @@ def attach(source: Source, told: Told, config: Config, shapes: Mapping[str, list
         FastshardError: ``FS106`` for several adapters, ``FS209`` where nothing
             tells how a tensor is multiplied, ``FS514`` for what is computed otherwise.
     """
-    if len(told.adapters) > 1:
+    if len(adapter.adapters) > 1:
         raise FastshardError.of(
-            codes.AMBIGUOUS, "several adapters are here", got=", ".join(sorted(told.adapters)),
+            codes.AMBIGUOUS, "several adapters are here", got=", ".join(sorted(adapter.adapters)),
             help="save one of them by itself",
         )  # fmt: skip
     changes: dict[str, list[Change]] = {}
-    hidden = set(told.unused)
-    for module in told.modules.values():
+    hidden = set(adapter.unused)
+    for module in adapter.modules.values():
         hidden |= set(module.factors.values())
         for name, change in _changes(module, config, shapes, source.model.config or {}):
             changes.setdefault(name, []).append(change)
-    head = _find_untied_head(source, told, config, shapes, changes)
-    for own, stored in told.whole.items():
+    head = _find_untied_head(source, adapter, config, shapes, changes)
+    for own, stored in adapter.whole.items():
         # What was trained as a whole takes the place of the base's.
         replaced = {name for name, bare in _names(source, shapes) if bare == own and name != stored}
         if head is not None and own == head[0]:
@@ -60,14 +60,14 @@ def attach(source: Source, told: Told, config: Config, shapes: Mapping[str, list
                 source.findings.append(_warn_of_addition(own, source, config))
         if own != stored:
             source.names[stored] = own
-    source.names.update({stored: own for own, stored in told.base.items() if own != stored})
+    source.names.update({stored: own for own, stored in adapter.base.items() if own != stored})
     source.adapted += [Adapted(name, of) for name, of in sorted(changes.items())]
     source.hidden |= hidden
-    _untie(source, told, changes, head)
+    _untie(source, adapter, changes, head)
     source.findings.append(
         Finding.of(
             codes.IGNORED,
-            f"the adapter changes {len(changes)} tensors and replaces {len(told.whole)}; it is in the result, not beside it",
+            f"the adapter changes {len(changes)} tensors and replaces {len(adapter.whole)}; it is in the result, not beside it",
             severity="note",
             file=config.path,
         )
@@ -256,7 +256,11 @@ def _is_head(name: str) -> bool:
 
 
 def _find_untied_head(
-    source: Source, told: Told, config: Config, shapes: Mapping[str, list[int]], changes: Collection[str]
+    source: Source,
+    adapter: AdapterNames,
+    config: Config,
+    shapes: Mapping[str, list[int]],
+    changes: Collection[str],
 ) -> tuple[str, str] | None:
     """The embedding that an adapter replaces alone and the name that the head tied to it gets; None where no head was tied
     to it, or has a tensor of its own.
@@ -268,13 +272,13 @@ def _find_untied_head(
     """
     saved = [
         own
-        for own in told.whole
+        for own in adapter.whole
         # One that has factors was saved beside them, as it is in the base.
         if own.endswith(".weight") and own.split(".")[-2] in WORDS["embedding_modules"] and own not in changes
     ]
     if not _is_tied(source) or not saved or config.stored.get("ensure_weight_tying"):
         return None
-    if any(map(_is_head, told.whole)):
+    if any(map(_is_head, adapter.whole)):
         return None
     if any(map(_is_head, shapes)):
         # Stored besides, with the values that it keeps.
@@ -292,7 +296,9 @@ def _is_tied(source: Source) -> bool:
     return bool(source.facts.get("tied") or (source.model.config or {}).get("tie_word_embeddings"))
 
 
-def _untie(source: Source, told: Told, changes: Collection[str], head: tuple[str, str] | None) -> None:
+def _untie(
+    source: Source, adapter: AdapterNames, changes: Collection[str], head: tuple[str, str] | None
+) -> None:
     """A head of its own makes the model one that is not tied; a change of one of two tied tensors has no place.
 
     Raises:
@@ -302,7 +308,7 @@ def _untie(source: Source, told: Told, changes: Collection[str], head: tuple[str
     if not _is_tied(source):
         return
     heads = [
-        own for own in told.whole if own.rpartition(".")[0].rpartition(".")[2] in ("lm_head", "embed_out")
+        own for own in adapter.whole if own.rpartition(".")[0].rpartition(".")[2] in ("lm_head", "embed_out")
     ]
     changed = sorted(
         name for name in changes if "embed" in name.rpartition(".")[0].rpartition(".")[2] or "lm_head" in name
@@ -312,7 +318,7 @@ def _untie(source: Source, told: Told, changes: Collection[str], head: tuple[str
         config = {**(model.config or {}), "tie_word_embeddings": False}
         source.model = replace(model, config=config)
         return
-    if changed and not any("tokens" in module.factors for module in told.modules.values()):
+    if changed and not any("tokens" in module.factors for module in adapter.modules.values()):
         raise FastshardError.of(
             codes.UNSUPPORTED,
             "the adapter changes one of two tensors that the model ties, which the other is not",

@@ -17,7 +17,7 @@ from ...common.listing import Folder
 from ...common.regex import compile_when_used
 from ...models.tensor_words import WORDS
 from .adapter_config import Config
-from .tensor_names import OUTER, Module, Told
+from .tensor_names import OUTER, AdapterNames, Module
 
 #: The factors that belong together.
 PAIRS = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
@@ -34,46 +34,46 @@ _MOST = 3
 
 
 def find_missing_halves(
-    told: Told, config: Config, shapes: Mapping[str, list[int]], file: str, path: Path
+    adapter: AdapterNames, config: Config, shapes: Mapping[str, list[int]], file: str, path: Path
 ) -> list[Finding]:
     """Lists what an adapter's own names and shapes show to be missing: all factors, one of two, or all values of a tensor.
 
     Args:
-        told: what its names say.
+        adapter: its tensors by its own names.
         config: its config.
         shapes: of its tensors, by the names stored.
         file: the file of its tensors, as messages name it.
         path: its config's file.
     """
-    if not told.modules:
+    if not adapter.modules:
         run = find_run_beside(path)
         return [
             Finding.of(
                 codes.MISSING_TENSOR, "the file of an adapter holds none of its factors", file=file, expected="tensors named lora_A and lora_B",
-                got=some(sorted(told.whole.values()), _MOST) if told.whole else "no tensors",
+                got=some(sorted(adapter.whole.values()), _MOST) if adapter.whole else "no tensors",
                 help="save the adapter again, gathered from all ranks" if run is None
                 else "merge the factors that the DeepSpeed checkpoint beside it holds", run=[] if run is None else [run],
             )
         ]  # fmt: skip
-    return [*_find_without_values(told, shapes, file), *_find_without_counterpart(told, config, file)]
+    return [*_find_without_values(adapter, shapes, file), *_find_without_counterpart(adapter, config, file)]
 
 
 def find_missing_modules(
-    told: Told, config: Config, file: str, base: Collection[str] | None = None
+    adapter: AdapterNames, config: Config, file: str, base: Collection[str] | None = None
 ) -> list[Finding]:
     """Lists the modules that an adapter lacks by its config, or by its other layers.
 
     Args:
-        told: what the adapter's names say; modules by the base's names where a base is there.
+        adapter: its tensors by its own names; modules by the base's names where a base is there.
         config: its config.
         file: the file of its tensors.
         base: names of the base's tensors; None for an adapter by itself.
     """
     found = [
-        *_find_unsaved_modules(told, config, file, base),
-        *_find_unmatched_targets(told, config, file, base),
+        *_find_unsaved_modules(adapter, config, file, base),
+        *_find_unmatched_targets(adapter, config, file, base),
     ]
-    return [*found, *_find_gaps(told, config, file, base)]
+    return [*found, *_find_gaps(adapter, config, file, base)]
 
 
 def find_run_beside(config: Path) -> str | None:
@@ -90,10 +90,12 @@ def find_run_beside(config: Path) -> str | None:
     return None
 
 
-def _find_without_values(told: Told, shapes: Mapping[str, list[int]], file: str) -> Iterator[Finding]:
+def _find_without_values(
+    adapter: AdapterNames, shapes: Mapping[str, list[int]], file: str
+) -> Iterator[Finding]:
     """Tensors of size 0, as ZeRO-3 leaves them where they are saved without being gathered."""
-    names = [name for module in told.modules.values() for name in module.factors.values()]
-    empty = sorted(name for name in (*names, *told.whole.values()) if 0 in shapes.get(name, ()))
+    names = [name for module in adapter.modules.values() for name in module.factors.values()]
+    empty = sorted(name for name in (*names, *adapter.whole.values()) if 0 in shapes.get(name, ()))
     if empty:
         yield Finding.of(
             codes.MISSING_TENSOR, f"{counted(len(empty), 'tensor')} of the adapter hold no values", file=file, tensor=empty[0],
@@ -102,10 +104,10 @@ def _find_without_values(told: Told, shapes: Mapping[str, list[int]], file: str)
         )  # fmt: skip
 
 
-def _find_without_counterpart(told: Told, config: Config, file: str) -> Iterator[Finding]:
+def _find_without_counterpart(adapter: AdapterNames, config: Config, file: str) -> Iterator[Finding]:
     """Factors without the other one, and products without the magnitude that DoRA has of every module."""
     lacking: dict[str, list[str]] = {}
-    for module in told.modules.values():
+    for module in adapter.modules.values():
         for pair in PAIRS:
             for kind, other in (pair, pair[::-1]):
                 if kind not in module.factors:
@@ -140,10 +142,10 @@ def _is_module(name: str, word: str) -> bool:
 
 
 def _find_unsaved_modules(
-    told: Told, config: Config, file: str, base: Collection[str] | None
+    adapter: AdapterNames, config: Config, file: str, base: Collection[str] | None
 ) -> Iterator[Finding]:
     """Entries of `modules_to_save` of which the file has nothing, and the base, if it is known, has something."""
-    saved = [f".{own}" for own in told.whole]
+    saved = [f".{own}" for own in adapter.whole]
 
     def is_there(word: str) -> bool:
         return any(f".{word}." in own for own in saved)
@@ -164,13 +166,13 @@ def _find_unsaved_modules(
 
 
 def _find_unmatched_targets(
-    told: Told, config: Config, file: str, base: Collection[str] | None
+    adapter: AdapterNames, config: Config, file: str, base: Collection[str] | None
 ) -> Iterator[Finding]:
     """Words of `target_modules` of which no module has a factor; only a base tells whether the model has such a module."""
     if base is not None and config.excludes:
         return
-    names = [name for module in told.modules.values() for name in (module.name, module.at)]
-    names += [own.rpartition(".")[0] for own in told.whole]
+    names = [name for module in adapter.modules.values() for name in (module.name, module.at)]
+    names += [own.rpartition(".")[0] for own in adapter.whole]
     for word in config.targets:
         if any(_is_module(name, word) for name in names):
             continue
@@ -197,12 +199,14 @@ def _list_targets(word: str, config: Config, base: Iterable[str]) -> list[str]:
     return sorted(found)
 
 
-def _find_gaps(told: Told, config: Config, file: str, base: Collection[str] | None) -> Iterator[Finding]:
+def _find_gaps(
+    adapter: AdapterNames, config: Config, file: str, base: Collection[str] | None
+) -> Iterator[Finding]:
     """Layers between others that have no factors of a module, where nothing in the config limits the layers."""
     if not config.is_of_all_layers:
         return
-    modules: dict[str, Module | None] = {module.at: module for module in told.modules.values()}
-    for own in told.whole:
+    modules: dict[str, Module | None] = {module.at: module for module in adapter.modules.values()}
+    for own in adapter.whole:
         name = own.rpartition(".")[0]
         if any(_is_module(name, word) for word in config.saved_modules):
             modules.setdefault(name, None)

@@ -41,8 +41,8 @@ class Module:
 
 
 @dataclass
-class Told:
-    """What all names say."""
+class AdapterNames:
+    """An adapter's tensors by its own names: modules with factors, full tensors, those of the base."""
 
     modules: dict[tuple[str, int], Module] = field(default_factory=dict)
     #: Names of adapters, in live models.
@@ -55,15 +55,15 @@ class Told:
     unused: set[str] = field(default_factory=set)
 
 
-def told(names: Iterable[str], *, saved: bool, container: str = "") -> Told:
-    """Reads names.
+def read_names(names: Iterable[str], *, saved: bool, container: str = "") -> AdapterNames:
+    """Read the names of an adapter's tensors.
 
     Args:
         names: of all tensors.
         saved: whether they are those of a saved adapter, of which whatever is no factor stands in for the base's tensor.
         container: what precedes all names.
     """
-    found = Told()
+    found = AdapterNames()
     for name in names:
         own = name.removeprefix(container).removeprefix(OUTER)
         if match := _FACTORS.match(own):

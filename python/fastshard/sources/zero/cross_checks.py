@@ -55,14 +55,14 @@ def same_step(found: Found[ZeroFiles], states: list[dict[str, Any]], word: str) 
     """The model files must tell of one step; ``word`` is what their framework calls a rank."""
     values: dict[tuple[int, int, str], list[tuple[str, Any, Any]]] = {}
     for key in ("iteration", "global_steps"):
-        told = [
+        counters = [
             (rank, file, state[key])
             for (rank, file), state in zip(found.seen.ranks, states, strict=True)
             if key in state
         ]
-        for rank, file, value in told:
-            first = found.files[told[0][1]].name
-            values.setdefault((rank, file, first), []).append((key, told[0][2], value))
+        for rank, file, value in counters:
+            first = found.files[counters[0][1]].name
+            values.setdefault((rank, file, first), []).append((key, counters[0][2], value))
     return [
         finding
         for (rank, file, first), each in values.items()
@@ -79,8 +79,8 @@ def same_step(found: Found[ZeroFiles], states: list[dict[str, Any]], word: str) 
 
 def steps_agree(found: Found[ZeroFiles], steps: dict[int, list[float]]) -> list[Finding]:
     """All ranks must have taken the same number of optimizer steps."""
-    told = {file: tuple(sorted(set(each))) for file, each in steps.items() if each}
-    usual = max(told.values(), key=list(told.values()).count, default=())
+    steps_by_file = {file: tuple(sorted(set(each))) for file, each in steps.items() if each}
+    usual = max(steps_by_file.values(), key=list(steps_by_file.values()).count, default=())
     ranks = {file: f"dp {dp}, mp {mp}" for dp, mp, file in found.seen.optim}
     return [
         Finding.of(
@@ -92,7 +92,7 @@ def steps_agree(found: Found[ZeroFiles], steps: dict[int, list[float]]) -> list[
             got=_listed(each),
             help="copy all optimizer files from one step",
         )
-        for file, each in sorted(told.items())
+        for file, each in sorted(steps_by_file.items())
         if each != usual
     ]
 

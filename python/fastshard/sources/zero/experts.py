@@ -59,8 +59,8 @@ class Experts:
             return [order[e * count : (e + 1) * count] for e in range(width)]
         return [order[e::width] for e in range(width)]
 
-    def held_by(self, rank: int, width: int) -> list[tuple[str, list[int]]]:
-        """Names and shapes of what an expert-parallel rank has of the experts."""
+    def list_of_rank(self, rank: int, width: int) -> list[tuple[str, list[int]]]:
+        """List names and shapes of the experts that an expert-parallel rank holds."""
         found = []
         for name, shape in self.tensors.items():
             match = _NAME.match(name)

@@ -141,13 +141,13 @@ class Model:
     def stored(self) -> tuple[list[Parameter], dict[str, str]]:
         """Parameters that the module holds, in order, and further names of them: {alias: owner}."""
         module = self.state.get("module")
-        held = [(self.file, "", module)]
+        modules = [(self.file, "", module)]
         if not isinstance(module, dict):
-            held = [(file, f"{layer}.", self.contents(file)) for layer, file in self.layers]
+            modules = [(file, f"{layer}.", self.contents(file)) for layer, file in self.layers]
         buffers = set(name_list(self.state.get("buffer_names")))
         parameters: list[Parameter] = []
         aliases: dict[str, str] = {}
-        for file, prefix, values in held:
+        for file, prefix, values in modules:
             tensors = self.contents.tensors(file) if isinstance(values, dict) else []
             owners: dict[tuple[int, int, tuple[int, ...]], str] = {}
             for key, value in values.items() if isinstance(values, dict) else ():

@@ -176,17 +176,21 @@ def _partitioned(model: Model, parts: list[tuple[int, int]], is_stage3: bool) ->
     )
 
 
-def _whole(each: list[stage0.Held]) -> _State:
+def _whole(each: list[stage0.StoredOptimizer]) -> _State:
     """The state of stage 0, which is divided among expert-parallel ranks at most."""
-    alone = [held for held in each if held.key is None]
+    alone = [optimizer for optimizer in each if optimizer.key is None]
     return _State(
-        assembled=[one for held in each for one in held.assembled],
-        findings=[held.unnamed() for held in each if held.key is not None and not held.named],
-        unread=[finding for held in each for finding in held.unread()],
-        trained={name for held in each for name, *_ in held.members()},
-        steps={held.model.file: held.steps() for held in each},
-        groups=[held.listed() for held in each],
-        state_files=[held.state_file() for held in each if held.key is not None and held.named],
+        assembled=[one for optimizer in each for one in optimizer.assembled],
+        findings=[
+            optimizer.unnamed() for optimizer in each if optimizer.key is not None and not optimizer.named
+        ],
+        unread=[finding for optimizer in each for finding in optimizer.unread()],
+        trained={name for optimizer in each for name, *_ in optimizer.members()},
+        steps={optimizer.model.file: optimizer.steps() for optimizer in each},
+        groups=[optimizer.listed() for optimizer in each],
+        state_files=[
+            optimizer.state_file() for optimizer in each if optimizer.key is not None and optimizer.named
+        ],
         moments_only=bool(alone),
         unstepped=alone[-1].states == {} if alone else None,
     )
@@ -202,13 +206,13 @@ def _model_missing(folder: str, mp: int, count: int) -> Finding:
     )
 
 
-def _stage0(model: Model) -> tuple[list[stage0.Held], list[Finding]]:
+def _stage0(model: Model) -> tuple[list[stage0.StoredOptimizer], list[Finding]]:
     """What the files hold of optimizers of stage 0, and what is missing: the model file, or of a mixture of experts one file
     per expert-parallel rank (of which the model file holds the first once more)."""
     experts = model.experts
     if experts is None or not experts.optimizers:
-        held = stage0.read(model)
-        return [] if held is None else [held], []
+        optimizer = stage0.read(model)
+        return [] if optimizer is None else [optimizer], []
     dense = model.stored()[0]
     each: list[tuple[int, Model]] = []
     width = max(rank for rank, _ in experts.optimizers) + 1
@@ -226,9 +230,9 @@ def _stage0(model: Model) -> tuple[list[stage0.Held], list[Finding]]:
     if absent:
         why = f"one of {width} parts of the experts"
         return [], [_no_experts_state(model, first, last, why) for first, last in absent]
-    found: list[stage0.Held] = []
+    found: list[stage0.StoredOptimizer] = []
     for rank, of_rank in each:
-        apart = [*dense, *((name, shape, 0) for name, shape in experts.held_by(rank, width))]
+        apart = [*dense, *((name, shape, 0) for name, shape in experts.list_of_rank(rank, width))]
         one = stage0.read(of_rank, apart)
         found += [] if one is None else [one]
     return found, []

@@ -134,8 +134,8 @@ class Partitions:
             value = _partitions(rank)
             if value is not None and 0 < value <= 1 << 20:
                 counts.append(value)
-        stated = self.model.state.get("dp_world_size")
-        world = stated if isinstance(stated, int) and 0 < stated <= 1 << 20 else None
+        world_size = self.model.state.get("dp_world_size")
+        world = world_size if isinstance(world_size, int) and 0 < world_size <= 1 << 20 else None
         if world is None or (counts and world not in counts):
             world = (
                 max(set(counts), key=counts.count) if counts else (world or max(self.ranks, default=0) + 1)

@@ -51,8 +51,8 @@ class Vector:
 
 
 @dataclass
-class Held:
-    """What a model file holds of an optimizer."""
+class StoredOptimizer:
+    """An optimizer's state in a model file."""
 
     model: Model
     #: The state as torch's optimizers give it: ``state`` and ``param_groups``.
@@ -149,31 +149,31 @@ class Held:
         return found
 
 
-def read(model: Model, apart: list[Parameter] | None = None) -> Held | None:
+def read(model: Model, apart: list[Parameter] | None = None) -> StoredOptimizer | None:
     """What the model file holds of an optimizer, under the parameters' names; None if there is nothing.
 
     Args:
         model: the model-parallel rank.
         apart: its parameters, where the file holds none.
     """
-    held = _held(model)
-    if held is not None:
-        held.apart = apart
+    optimizer = _read_optimizer(model)
+    if optimizer is not None:
+        optimizer.apart = apart
         parameters, aliases = model.stored() if apart is None else (apart, {})
         # Nothing says which layers are those of a stage.
-        held.named = model.stages == 1 and _name(held, parameters)
-        if held.named:
-            held.assembled = _assembled(held, aliases)
-    return held
+        optimizer.named = model.stages == 1 and _name(optimizer, parameters)
+        if optimizer.named:
+            optimizer.assembled = _assembled(optimizer, aliases)
+    return optimizer
 
 
 def of_experts(model: Model) -> int:
     """Elements of the parameters that an optimizer has in groups of experts; 0 if it does not tell."""
-    held = _held(model)
-    if held is None:
+    optimizer = _read_optimizer(model)
+    if optimizer is None:
         return 0
-    held.apart = []
-    groups = [group for group, kind in zip(held.groups, _of_experts(held), strict=True) if kind]
+    optimizer.apart = []
+    groups = [group for group, kind in zip(optimizer.groups, _of_experts(optimizer), strict=True) if kind]
     shapes = [vector.shape for group in groups for vector in group]
     return 0 if None in shapes else sum(math.prod(shape) for shape in shapes if shape is not None)
 
@@ -184,16 +184,16 @@ def partitioned(model: Model) -> bool:
     return isinstance(optimizer, dict) and "single_partition_of_fp32_groups" in optimizer
 
 
-def _held(model: Model) -> Held | None:
-    optimizer = model.state.get("optimizer")
-    if not isinstance(optimizer, dict):
+def _read_optimizer(model: Model) -> StoredOptimizer | None:
+    stored = model.state.get("optimizer")
+    if not isinstance(stored, dict):
         return None
     tensors = model.contents.tensors(model.file)
     for key in ("fp32_groups", "fp32_groups_flat"):
-        groups = optimizer.get(key)
+        groups = stored.get(key)
         if not isinstance(groups, list) or not groups:
             continue
-        base = optimizer.get("optimizer_state_dict")
+        base = stored.get("optimizer_state_dict")
         found: list[list[Vector]] = []
         number = 0
         for group in groups:
@@ -202,13 +202,13 @@ def _held(model: Model) -> Held | None:
                 if (index := tensor_index(value)) is not None:
                     found[-1].append(Vector(str(number), tensors[index]["shape"], index))
                     number += 1
-        return Held(model, base if isinstance(base, dict) else {}, key, found)
-    states, groups = optimizer.get("state"), optimizer.get("param_groups")
+        return StoredOptimizer(model, base if isinstance(base, dict) else {}, key, found)
+    states, groups = stored.get("state"), stored.get("param_groups")
     if not isinstance(states, dict) or not isinstance(groups, list):
         return None
     numbers = [ints(group.get("params")) if isinstance(group, dict) else None for group in groups]
     vectors = [[Vector(str(n), _stepped(states, n, tensors), None) for n in group or []] for group in numbers]
-    return Held(model, optimizer, None, vectors)
+    return StoredOptimizer(model, stored, None, vectors)
 
 
 def _stepped(states: dict[str, Any], number: int, tensors: Sequence[_core.StoredTensor]) -> list[int] | None:
@@ -221,32 +221,36 @@ def _stepped(states: dict[str, Any], number: int, tensors: Sequence[_core.Stored
     return shapes[0] if shapes and all(shape == shapes[0] for shape in shapes) else None
 
 
-def _name(held: Held, parameters: list[Parameter]) -> bool:
+def _name(optimizer: StoredOptimizer, parameters: list[Parameter]) -> bool:
     """Gives the optimizer's tensors the parameters that they are; False if that is not told."""
-    if held.key == "fp32_groups_flat":
-        return _name_flat(held, parameters)
+    if optimizer.key == "fp32_groups_flat":
+        return _name_flat(optimizer, parameters)
     found = _apart(
-        held, parameters, lambda g: [vector.shape for vector in held.groups[g]], lambda shape: shape, by_shape
+        optimizer,
+        parameters,
+        lambda g: [vector.shape for vector in optimizer.groups[g]],
+        lambda shape: shape,
+        by_shape,
     )
     if found is None:
         return False
     shapes = {name: shape for name, shape, _ in parameters}
-    for group, names in zip(held.groups, found, strict=True):
+    for group, names in zip(optimizer.groups, found, strict=True):
         for vector, name in zip(group, names, strict=True):
             vector.members = [(name, shapes[name], 0)]
     return True
 
 
 def _apart(
-    held: Held,
+    optimizer: StoredOptimizer,
     parameters: list[Parameter],
     sized: Callable[[int], Any],
     decides: Callable[[list[int]], Any],
     assign: Callable[[list[tuple[str, Any]], list[Any]], list[list[str]] | None],
 ) -> list[list[str]] | None:
     """Names of each group's parameters, those of experts by themselves; None if they are not told."""
-    of_experts = _of_experts(held)
-    found: list[list[str]] = [[] for _ in held.groups]
+    of_experts = _of_experts(optimizer)
+    found: list[list[str]] = [[] for _ in optimizer.groups]
     for kind in sorted(set(of_experts)):
         places = [g for g, is_kind in enumerate(of_experts) if is_kind is kind]
         named = [(n, decides(s)) for n, s, _ in parameters if True not in of_experts or is_expert(n) is kind]
@@ -258,27 +262,27 @@ def _apart(
     return found
 
 
-def _of_experts(held: Held) -> list[bool]:
+def _of_experts(optimizer: StoredOptimizer) -> list[bool]:
     """Which groups are of experts: DeepSpeed keeps them apart from others. source: deepspeed/moe/utils.py"""
-    groups = held.base.get("param_groups")
-    told = [isinstance(g, dict) and g.get("moe") is True for g in groups] if isinstance(groups, list) else []
-    if held.apart is None or len(told) != len(held.groups):
-        return [False] * len(held.groups)
-    return told
+    groups = optimizer.base.get("param_groups")
+    flags = [isinstance(g, dict) and g.get("moe") is True for g in groups] if isinstance(groups, list) else []
+    if optimizer.apart is None or len(flags) != len(optimizer.groups):
+        return [False] * len(optimizer.groups)
+    return flags
 
 
-def _name_flat(held: Held, parameters: list[Parameter]) -> bool:
+def _name_flat(optimizer: StoredOptimizer, parameters: list[Parameter]) -> bool:
     """The members of flat masters: by the flat 16-bit vectors that the module's tensors are views of, or by sizes."""
-    vectors = held.vectors()
+    vectors = optimizer.vectors()
     lengths = [math.prod(vector.shape or []) for vector in vectors]
     shapes = {name: shape for name, shape, _ in parameters}
     # What has no elements is in no place that tells whether it is frozen.
     filled = [p for p in parameters if math.prod(p[1])]
     # Layer files hold copies.
-    elsewhere = held.model.layers or held.apart is not None
-    found = None if elsewhere else _by_views(held.model, filled, lengths)
+    elsewhere = optimizer.model.layers or optimizer.apart is not None
+    found = None if elsewhere else _by_views(optimizer.model, filled, lengths)
     if found is None:
-        found = _apart(held, filled, lambda g: lengths[g], math.prod, by_size)
+        found = _apart(optimizer, filled, lambda g: lengths[g], math.prod, by_size)
     if found is None:
         return False
     for vector, names in zip(vectors, found, strict=True):
@@ -298,16 +302,16 @@ def _by_views(model: Model, parameters: list[Parameter], lengths: list[int]) -> 
     views = _views(model, parameters)
     # Two vectors of one length, or a frozen parameter of that size, do not tell which is which.
     sure = {n for n in lengths if lengths.count(n) == 1 and len(views.get(n, ())) == 1}
-    told = {n: views[n][0] for n in sure if len(views[n][0]) > 1}
-    if not told:
+    names_by_length = {n: views[n][0] for n in sure if len(views[n][0]) > 1}
+    if not names_by_length:
         return None
-    rest = [n for n in lengths if n not in told]
-    taken = {name for names in told.values() for name in names}
+    rest = [n for n in lengths if n not in names_by_length]
+    taken = {name for names in names_by_length.values() for name in names}
     alone = by_size([(n, math.prod(s)) for n, s, _ in parameters if n not in taken], rest) if rest else []
     if alone is None:
         return None
     left = iter(alone)
-    return [told[n] if n in told else next(left) for n in lengths]
+    return [names_by_length[n] if n in names_by_length else next(left) for n in lengths]
 
 
 def _views(model: Model, parameters: list[Parameter]) -> dict[int, list[list[str]]]:
@@ -331,14 +335,14 @@ def _views(model: Model, parameters: list[Parameter]) -> dict[int, list[list[str
     return tiled
 
 
-def _assembled(held: Held, aliases: dict[str, str]) -> list[Assembled]:
+def _assembled(optimizer: StoredOptimizer, aliases: dict[str, str]) -> list[Assembled]:
     """Masters under all names of a parameter, and moments under that of its owner."""
-    model = held.model
+    model = optimizer.model
     tensors = model.contents.tensors(model.file)
     masters: list[Parts] = []
     slots: dict[str, list[Parts]] = {}
-    for vector in held.vectors():
-        kept = [(s, i) for s, i in held.slots(vector) if tensors[i]["shape"] == vector.whole]
+    for vector in optimizer.vectors():
+        kept = [(s, i) for s, i in optimizer.slots(vector) if tensors[i]["shape"] == vector.whole]
         for name, shape, at in vector.members:
             count = math.prod(shape)
             if vector.master is not None:

@@ -62,8 +62,8 @@ def _vectors(
     if not experts.whole:
         return []
     counts = [ints(rank.state.get("partition_count")) or [] for rank in order]
-    told = {count[g] if g < len(count) else len(order) for count in counts}
-    divided = experts.divided(order, told.pop()) if len(told) == 1 else None
+    degrees = {count[g] if g < len(count) else len(order) for count in counts}
+    divided = experts.divided(order, degrees.pop()) if len(degrees) == 1 else None
     if divided is None:
         partitions.problem(
             codes.PARTITION, f"partition_count of group {g}, which is of experts", order[0].path, None,
@@ -153,12 +153,12 @@ def _mappings(
         expected = []
         for r in range(len(order)):
             lo, hi = r * largest, r * largest + lengths[r]
-            held = {}
+            ranges = {}
             for name, shape in group.items():
                 a, b = max(offsets[name], lo), min(offsets[name] + math.prod(shape), hi)
                 if a < b:
-                    held[name] = (a - lo, b - a)
-            expected.append(held)
+                    ranges[name] = (a - lo, b - a)
+            expected.append(ranges)
         return expected
 
     accounts = [_account(rank, g) for rank in order]
@@ -167,11 +167,11 @@ def _mappings(
         by_others = by(others)
         expected = by_others if accounts == by_others else expected
     for r, rank in enumerate(order):
-        told = accounts[r]
-        if told is None or told == expected[r]:
+        account = accounts[r]
+        if account is None or account == expected[r]:
             continue
-        twin = next((o.dp for s, o in enumerate(order) if s != r and _alike(told, expected[s])), None)
-        wrong = next((n for n in [*told, *expected[r]] if told.get(n) != expected[r].get(n)), "")
+        twin = next((o.dp for s, o in enumerate(order) if s != r and _alike(account, expected[s])), None)
+        wrong = next((n for n in [*account, *expected[r]] if account.get(n) != expected[r].get(n)), "")
         if twin is not None:
             partitions.problem(
                 codes.DUPLICATED_SHARD, f"the file holds data-parallel rank {twin}'s partition: it was copied over this rank's",
@@ -181,7 +181,7 @@ def _mappings(
         else:
             partitions.problem(
                 codes.PARTITION, f"param_slice_mappings do not tile the flat vector: {wrong}", rank.path, rank.dp,
-                _told(expected[r].get(wrong)), _told(told.get(wrong)),
+                _format_range(expected[r].get(wrong)), _format_range(account.get(wrong)),
             )  # fmt: skip
     return len(partitions.findings) == before
 
@@ -210,7 +210,7 @@ def _before_round_robin(
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     if not isinstance(zero, dict) or zero.get("round_robin_gradients") is not True:
         return None
-    order = list(dict.fromkeys(name for told in accounts for name in told or ()))
+    order = list(dict.fromkeys(name for account in accounts for name in account or ()))
     filled = [name for name, shape in group.items() if math.prod(shape)]
     if sorted(order) != sorted(filled):
         return None
@@ -236,9 +236,9 @@ def _address(value: Any) -> tuple[int, int] | None:
     return None
 
 
-def _alike(told: dict[str, tuple[int, int]], other: dict[str, tuple[int, int]]) -> bool:
-    return bool(told) and told == other
+def _alike(account: dict[str, tuple[int, int]], other: dict[str, tuple[int, int]]) -> bool:
+    return bool(account) and account == other
 
 
-def _told(place: tuple[int, int] | None) -> str:
+def _format_range(place: tuple[int, int] | None) -> str:
     return "not on this rank" if place is None else f"{place[1]} elements from {place[0]}"

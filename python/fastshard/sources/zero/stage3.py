@@ -41,8 +41,8 @@ def slices(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named 
         part = -(-count // world)
         out: list[Range] = []
         for r in range(world):
-            held = min(part, count - r * part)
-            for length, k, first in cut(at, held, *starts[r]) if held > 0 or r == 0 else ():
+            size = min(part, count - r * part)
+            for length, k, first in cut(at, size, *starts[r]) if size > 0 or r == 0 else ():
                 vector = vectors[r][k]
                 if vector is None:
                     return None
@@ -69,12 +69,12 @@ def buffers(contents: Contents, file: int, state: dict[str, Any]) -> list[str]:
     listed = name_list(state.get("buffer_names"))
     tensors = contents.tensors(file) if state else []
     module = state.get("module")
-    held = [
+    stored = [
         name
         for name, value in (module.items() if isinstance(module, dict) else ())
         if (index := tensor_index(value)) is not None and tensors[index]["shape"] != [0]
     ]
-    return list(dict.fromkeys([*listed, *held]))
+    return list(dict.fromkeys([*listed, *stored]))
 
 
 def buffers_left_out(found: Found[ZeroFiles], unit: Unit, state: dict[str, Any]) -> list[Finding]:
@@ -135,12 +135,12 @@ def _frozen_shapes(model: Model) -> dict[str, list[int]]:
     return {name: shape for name, shape in shapes.items() if is_shape(shape)}
 
 
-def left_out(model: Model, held: set[str]) -> list[Finding]:
+def left_out(model: Model, stored: set[str]) -> list[Finding]:
     """Parameters that `module` lists, each empty, and that neither a partition nor a fragment holds.
 
     Args:
         model: the model-parallel rank.
-        held: names that `module` holds with their elements.
+        stored: names that `module` holds with their elements.
     """
     groups = model.shapes()
     if groups is None:
@@ -153,12 +153,12 @@ def left_out(model: Model, held: set[str]) -> list[Finding]:
         *(fragments if isinstance(fragments, dict) else ()),
     ]
     # Before DeepSpeed 0.8 tied names were not told.
-    told = isinstance(model.state.get("shared_params"), dict)
+    has_ties = isinstance(model.state.get("shared_params"), dict)
     return [
         Finding.of(
             codes.MISSING_TENSOR,
             "missing parameter: the model file lists it, and no partition holds it",
-            severity="error" if told else "warning",
+            severity="error" if has_ties else "warning",
             file=model.path,
             rank=model.label,
             tensor=name,
@@ -167,7 +167,7 @@ def left_out(model: Model, held: set[str]) -> list[Finding]:
             help="copy the model file from the node that wrote it",
         )
         for name in dict.fromkeys(named)
-        if name not in known and name not in held
+        if name not in known and name not in stored
     ]
 
 
