@@ -16,7 +16,7 @@ from fastshard.checkpoint import code_blocks, stored_bytes
 from fastshard.checkpoint.code_blocks import Blocks, count_lost
 from fastshard.checkpoint.stored_bytes import StoredBytes
 from fastshard.models.quantised import gptq_awq
-from fastshard.models.quantised.values import Asked
+from fastshard.models.quantised.values import ValueAccess
 from fastshard.sources.base import Contents
 from helpers import cli
 from test_long_names import measured
@@ -200,7 +200,7 @@ def test_zero_points_in_pieces_are_those_of_the_rows(
             lengths.append(length)
             return content[start : start + length]
 
-        found = list(gptq_awq._read_zero_points(bits, Asked("F32", read), rows, "z", groups))
+        found = list(gptq_awq._read_zero_points(bits, ValueAccess("F32", read), rows, "z", groups))
         assert np.concatenate(found).tolist() == codes.ravel().tolist()
         assert max(lengths) <= window and sum(lengths) == len(content)
 

@@ -13,7 +13,7 @@ from ..common.formatting import counted
 from ..common.records import dataclass, field, replace
 from ..layouts.declaration import Source
 from ..models.quantised.forms import Weight
-from ..models.quantised.values import Asked, DamagedError, NoValuesError
+from ..models.quantised.values import DamagedError, NoValuesError, ValueAccess
 from ..sources.hf_config import with_plain_weights
 from .drafting import Opened
 from .stored_bytes import StoredBytes
@@ -72,7 +72,7 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
         return Dequantised(findings=opened.quantised.unsaid)
     prefix = source.weights_prefix
     stored = StoredBytes(opened)
-    request = Asked(dtype, lambda name, start, length: stored.read(name.removeprefix(prefix), start, length))
+    access = ValueAccess(dtype, lambda name, start, length: stored.read(name.removeprefix(prefix), start, length))
     weights_coded: list[Mapping[str, object]] = []
     values_of_codes: dict[str, str] = {}
     open_points: list[tuple[str, str]] = []
@@ -83,7 +83,7 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
         if prefix:
             weight = _below(prefix, weight)
         try:
-            values = weight.values(request)
+            values = weight.values(access)
         except DamagedError as error:
             damages.append(error.finding)
             continue
@@ -144,12 +144,12 @@ class Logical:
 
 def weights_of(opened: Opened) -> dict[str, Logical]:
     """The weights that are stored quantised, by the names of their codes; without those whose record is damaged."""
-    request = Asked("F32", StoredBytes(opened).read, looks=False, compares_readers=False)
+    access = ValueAccess("F32", StoredBytes(opened).read, looks=False, compares_readers=False)
     found: dict[str, Logical] = {}
     for weight in opened.quantised.weights:
         suffix, shape = ".weight", weight.sizes.shape
         try:
-            values = weight.values(request)
+            values = weight.values(access)
             suffix, shape = values.suffix, values.shape
         except DamagedError:
             continue

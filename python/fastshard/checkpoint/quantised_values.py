@@ -9,7 +9,7 @@ from .. import _core
 from ..common import codes, memory_budget
 from ..common.errors import Finding
 from ..models.quantised.forms import Weight, ceil_div
-from ..models.quantised.values import Asked, DamagedError, NoValuesError
+from ..models.quantised.values import DamagedError, NoValuesError, ValueAccess
 from .code_blocks import Blocks, classify, count_lost, show_first
 from .drafting import Opened
 from .stored_bytes import StoredBytes
@@ -95,7 +95,7 @@ def _of_factors(weight: Weight, role: str, name: str, stored: StoredBytes) -> It
 def _find_damage(weight: Weight, stored: StoredBytes) -> Iterator[Finding]:
     """Finds what keeps codes from having values, by asking for these: a record, a shape in numbers, a table."""
     try:
-        weight.values(Asked("F32", stored.read, compares_readers=False))
+        weight.values(ValueAccess("F32", stored.read, compares_readers=False))
     except DamagedError as error:
         yield error.finding
     except NoValuesError:

@@ -17,8 +17,8 @@ from ..layouts.declaration import Source, is_state
 from ..models.config_json import QUANTISER_FILES
 from ..models.quantised import bitsandbytes
 from ..models.quantised.forms import F8, FLOATS, Stored, Weight
-from ..models.quantised.judge import CODES, judged
-from ..models.quantised.stated import Stated, stated, stated_in_files
+from ..models.quantised.judge import CODES, check_weights
+from ..models.quantised.quantisation_config import QuantisationConfig, find_in_configs, find_in_files
 from ..models.quantised.torchao import (
     Record,
     find_impossible,
@@ -43,7 +43,7 @@ _CUT = Finding.of(
     help="copy the files as they are, or save the model's values with torchao (dequantize)",
 )
 #: What fp8 weights have that nothing else says anything of.
-_UNSAID = Stated("fp8", {}, "")
+_UNSAID = QuantisationConfig("fp8", {}, "")
 
 
 @dataclass(frozen=True)
@@ -101,20 +101,20 @@ def found_in(
     if model.is_part:
         return QuantisedWeights()
     files = _beside(source)
-    config = stated(model.config, _contents(files))
+    config = find_in_configs(model.config, _contents(files))
     if config is None and contents.dtypes().isdisjoint(CODES):
         return QuantisedWeights(files=files)
     tensors = _below(source, full() if is_divided else _tensors(source, contents))
     if found := without_header(tensors):
         return QuantisedWeights(findings=found, is_unstated=True)
-    config = config or stated_in_files(headers, tensors)
+    config = config or find_in_files(headers, tensors)
     if config is None and model.config is None and any(bitsandbytes.RECORD in name for name in tensors):
         # Records say what codes are, as all of a model that no config.json describes (a single file).
-        config = Stated("bitsandbytes", {}, "a record of bitsandbytes")
+        config = QuantisationConfig("bitsandbytes", {}, "a record of bitsandbytes")
     if config is not None and config.method == "comfyui":
         by_names, unsaid = _by_names(tensors)
         return QuantisedWeights(by_names, [], unsaid, files, method=config.method)
-    weights, found = judged(config, tensors)
+    weights, found = check_weights(config, tensors)
     if config is None and model.config is None:
         # Scales of fp8 tell enough of a model that no config.json describes.
         found = [finding for finding in found if tensors[finding.tensor or ""][0] not in F8]
@@ -152,7 +152,7 @@ def _by_names(tensors: Mapping[str, Stored]) -> tuple[list[Weight], list[Finding
     """The fp8 weights that have scales, by their names alone, and what is wrong with these."""
     if not any(dtype in F8 for dtype, _ in tensors.values()):
         return [], []
-    weights, found = judged(_UNSAID, tensors)
+    weights, found = check_weights(_UNSAID, tensors)
     return weights, [finding for finding in found if finding.is_a("misfit")]
 
 

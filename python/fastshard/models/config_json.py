@@ -38,8 +38,8 @@ class Architecture:
 
 def architecture_of(config: dict[str, Any]) -> Architecture | None:
     """The first of a config's ``architectures``; None if it states none."""
-    stated = config.get("architectures")
-    name = stated[0] if isinstance(stated, list) and stated else None
+    architectures = config.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
     if not isinstance(name, str):
         return None
     # Code of its own may call things otherwise.
@@ -152,8 +152,8 @@ def unquantised(config: dict[str, Any]) -> dict[str, Any]:
 
 def quantised_by(config: dict[str, Any]) -> str | None:
     """The method by which a model's weights are quantised, as its config states it; None for plain weights."""
-    stated = config.get("quantization_config")
-    return shown(stated.get("quant_method")) if isinstance(stated, dict) else None
+    quantisation = config.get("quantization_config")
+    return shown(quantisation.get("quant_method")) if isinstance(quantisation, dict) else None
 
 
 def dtype_of(config: dict[str, Any]) -> Any:

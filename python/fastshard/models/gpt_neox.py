@@ -250,7 +250,9 @@ class GptNeoX:
             # GPT-NeoX has windows in flash attention alone.
             out["sliding_window_width"] = model.window - 1
             out["attention_config"] = [[["flash"], axes["L"]]]
-        findings = model.told("eps", "max_positions", "rope.base", "rope.share", "rope.scaling", file=file)
+        findings = model.list_assumptions(
+            "eps", "max_positions", "rope.base", "rope.share", "rope.scaling", file=file
+        )
         if llama and not model.eps_outside:
             findings.append(
                 Finding.of(
@@ -335,8 +337,8 @@ def refuse(model: Model) -> None:
 
 def activation_of(config: Mapping[str, Any]) -> str:
     """GPT-NeoX's ``activation``; its default where the tensors do not disprove that."""
-    stated = config.get("activation")
-    return DEFAULT_ACTIVATION if stated is None else str(stated)
+    activation = config.get("activation")
+    return DEFAULT_ACTIVATION if activation is None else str(activation)
 
 
 def te_differences(config: Mapping[str, Any], features: Features, written: str) -> list[Finding]:
@@ -433,17 +435,19 @@ def attention_kinds(config: Mapping[str, Any]) -> set[str]:
     Raises:
         FastshardError: ``FS211`` if it is of another form.
     """
-    stated = config.get("attention_config")
-    if stated is None:
+    attention_config = config.get("attention_config")
+    if attention_config is None:
         return {"global"}
     kinds: list[Any] = []
-    for block in stated if isinstance(stated, list) else [None]:
+    for block in attention_config if isinstance(attention_config, list) else [None]:
         if isinstance(block, list) and len(block) == 2:
             kinds += block[0] if isinstance(block[0], list) else [block[0]]
         else:
             kinds.append(block)
     if not kinds or not all(isinstance(kind, str) for kind in kinds):
-        raise refused("config: attention_config", 'kinds and numbers of layers, as [[["flash"], 12]]', stated)
+        raise refused(
+            "config: attention_config", 'kinds and numbers of layers, as [[["flash"], 12]]', attention_config
+        )
     return set(kinds)
 
 

@@ -142,20 +142,20 @@ def write(
     """
     model.settled("parallel", "activation")
     if model.config is not None:
-        return {**model.config, **_sizes(axes)}, model.told(file=file)
+        return {**model.config, **_sizes(axes)}, model.list_assumptions(file=file)
     written = ["activation", "eps", "max_positions", "rope.base", "rope.share"]
     written += ["parallel"] if of.having("use_parallel_residual") else []
     written += ["rope.scaling"] if model.rope.kind != "default" else []
     written += ["experts.best"] if model.experts is not None else []
     values = _values(model, axes)
-    stated = {
+    declared = {
         key: value
         for key, value in values.items()
         if value is not None and (key not in KEYS or key in of.keys)
     }
-    out = {"architectures": [of.architecture], "model_type": of.model_type, **stated, **of.config}
+    out = {"architectures": [of.architecture], "model_type": of.model_type, **declared, **of.config}
     out |= {key: None for key in of.null if key not in out}
-    return out, [*model.told(*written, file=file), *_outside(model, file)]
+    return out, [*model.list_assumptions(*written, file=file), *_outside(model, file)]
 
 
 def _whole(value: float | None) -> float | None:
@@ -197,10 +197,10 @@ class HuggingFace:
         )
         near = [one for one in classes.values() if one.family == evidence.family] or list(classes.values())
         of = next((one for one in near if one.model_type == kind), near[0])
-        stated = {**of.defaults, **values}
-        window, some = find_windows(stated, of)
-        rope, several = rope_of(stated)
-        activation = str(stated.get("hidden_act", "silu"))
+        settings = {**of.defaults, **values}
+        window, some = find_windows(settings, of)
+        rope, several = rope_of(settings)
+        activation = str(settings.get("hidden_act", "silu"))
         eps = "layer_norm_eps" if of.having("layer_norm_eps") else "rms_norm_eps"
         return Model(
             framework=self.name,
@@ -208,18 +208,18 @@ class HuggingFace:
             family=of.family if of.model_type == kind and not of.experts else evidence.family,
             norm=of.norm,
             norm_bias=of.norm_bias,
-            eps=positive_number(stated, eps, 1e-6),
+            eps=positive_number(settings, eps, 1e-6),
             gated=of.gated,
             activation=_SAME.get(activation, activation),
-            parallel=of.having("use_parallel_residual") and bool(stated.get("use_parallel_residual")),
+            parallel=of.having("use_parallel_residual") and bool(settings.get("use_parallel_residual")),
             rope=rope,
             window=window,
             biases=_biases(evidence.facts, of),
             qk_norm=evidence.facts.get("qk_norm", False),
             grouped=evidence.axes.get("r", 1) > 1,
             tied=evidence.facts.get("tied", False),
-            experts=_experts(stated, of),
-            max_positions=whole_number(stated, "max_position_embeddings", 2048),
+            experts=_experts(settings, of),
+            max_positions=whole_number(settings, "max_position_embeddings", 2048),
             kin=kind,
             others=(*some, *several, *strange),
             words=_WORDS | {"eps": eps},
@@ -229,11 +229,11 @@ class HuggingFace:
 
 def _biases(facts: Mapping[str, bool], of: ModelClass) -> tuple[bool, bool, bool, bool]:
     """The biases that the facts of a table tell; of those that no fact tells what the class has."""
-    told = [facts.get(fact) for fact in ("attention_bias", "out_bias", "mlp_bias", "mlp_bias")]
+    known = [facts.get(fact) for fact in ("attention_bias", "out_bias", "mlp_bias", "mlp_bias")]
     for biases in map(_places, of.biases):
-        if all(fact in (None, has) for fact, has in zip(told, biases, strict=True)):
+        if all(fact in (None, has) for fact, has in zip(known, biases, strict=True)):
             return biases
-    qkv, out, mlp, last = (bool(fact) for fact in told)
+    qkv, out, mlp, last = (bool(fact) for fact in known)
     return qkv, out, mlp, last
 
 
@@ -279,10 +279,10 @@ def rope_of(config: Mapping[str, Any]) -> tuple[Rope, list[Lack]]:
     tables: dict[str, dict[str, Any]] = {}
     several: list[Lack] = []
     for key in ("rope_parameters", "rope_scaling"):
-        stated = config.get(key)
-        if not isinstance(stated, (dict, type(None))):
-            raise refused(f"config: {key}", "a table", stated)
-        tables[key] = stated or {}
+        value = config.get(key)
+        if not isinstance(value, (dict, type(None))):
+            raise refused(f"config: {key}", "a table", value)
+        tables[key] = value or {}
         if nested := [name for name, value in tables[key].items() if isinstance(value, dict)]:
             several.append(Lack(f"{key} by kinds of layers", f"one set of {key}", ", ".join(nested)))
     if several:

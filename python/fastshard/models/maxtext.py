@@ -97,7 +97,7 @@ class MaxText:
 
     name: ClassVar[str] = "MaxText"
     #: What a ``config.json`` of transformers' Llama says in place of a yml; None where there is none.
-    stated: Mapping[str, bool] | None = None
+    config_facts: Mapping[str, bool] | None = None
 
     def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
         """The model of a yml, or of a ``config.json`` that was given for it.
@@ -134,17 +134,17 @@ class MaxText:
             found[name] = None
             if not values:
                 # A guess would be a model that loads and is wrong.
-                told = f"{theirs} (MaxText's {key}): config.json lacks it, and transformers takes its own default"
-                remarks.append(_stated_nowhere(told, "warning"))
+                subject = f"{theirs} (MaxText's {key}): config.json lacks it, and transformers takes its own default"
+                remarks.append(_report_assumed(subject, "warning"))
                 continue
             if values.get(key) is None:
                 assumed[name], found[name] = key, _DEFAULTS[key]
             else:
                 found[name] = positive_number(values, key, _DEFAULTS[key])
         if values.get("decoder_block") is None:
-            remarks.append(_stated_nowhere("decoder_block: config.json says Llama", "note"))
+            remarks.append(_report_assumed("decoder_block: config.json says Llama", "note"))
         remarks.append(
-            _stated_nowhere(
+            _report_assumed(
                 "max_position_embeddings, bos_token_id, eos_token_id: config.json lacks them, "
                 "and transformers takes its own defaults",
                 "warning",
@@ -172,9 +172,9 @@ class MaxText:
         """The model of a ``config.json``, as far as the tensors are those of one."""
         facts = {"tied": evidence.facts.get("tied", False)}
         facts |= dict.fromkeys(("attention_bias", "out_bias", "mlp_bias", "qk_norm"), False)
-        stated = self.stated
-        differing = sorted(key for key in facts if stated is not None and stated[key] != facts[key])
-        if stated is None or differing:
+        declared = self.config_facts
+        differing = sorted(key for key in facts if declared is not None and declared[key] != facts[key])
+        if declared is None or differing:
             with_ = f" with {', '.join(f'{key}: {facts[key]}' for key in differing)}" if differing else ""
             raise FastshardError.of(
                 codes.CONFIG_DISAGREES,
@@ -206,7 +206,7 @@ class MaxText:
         """
         refuse(model)
         model.settled("parallel", "activation")
-        findings = model.told("eps", "rope.base", "rope.share", "rope.scaling", file=file)
+        findings = model.list_assumptions("eps", "rope.base", "rope.share", "rope.scaling", file=file)
         if model.window is not None:
             findings.append(
                 Finding.of(
@@ -285,14 +285,14 @@ def _besides(config: Mapping[str, Any], tied: bool) -> list[Lack]:
 
 
 def _order_open() -> Finding:
-    return _stated_nowhere(
+    return _report_assumed(
         "rope_type: taken for llama3.1, whose order of queries and keys MaxText's converter writes; "
         "a run with rope_type default needs its yml with --config",
         "warning",
     )
 
 
-def _stated_nowhere(what: str, severity: str) -> Finding:
+def _report_assumed(what: str, severity: str) -> Finding:
     return Finding.of(
         codes.DEFAULT_ASSUMED,
         f"not stated: {what}",

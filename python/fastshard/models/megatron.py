@@ -189,7 +189,9 @@ class Megatron:
         if model.window is not None:
             # Positions to the left besides the token itself, and to the right.
             out["window_size"] = (model.window - 1, 0)
-        return out, model.told("eps", "max_positions", "rope.base", "rope.share", "rope.scaling", file=file)
+        return out, model.list_assumptions(
+            "eps", "max_positions", "rope.base", "rope.share", "rope.scaling", file=file
+        )
 
 
 def read_config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Lack]]:
@@ -309,8 +311,8 @@ def _flag(args: Mapping[str, Any], key: str) -> bool:
 
 
 def _positions(args: Mapping[str, Any]) -> str:
-    stated = args.get("position_embedding_type") or "rope"
-    return "rotary" if stated == "rope" else str(stated)
+    kind = args.get("position_embedding_type") or "rope"
+    return "rotary" if kind == "rope" else str(kind)
 
 
 def window_of(args: Mapping[str, Any]) -> tuple[int | None, list[Lack]]:

@@ -99,8 +99,8 @@ class Model:
         """What the source calls a field."""
         return self.words.get(name, default or name)
 
-    def told(self, *fields: str, file: str) -> list[Finding]:
-        """What had to be assumed of the fields that are written to a file, and the remarks."""
+    def list_assumptions(self, *fields: str, file: str) -> list[Finding]:
+        """List what had to be assumed of the fields that are written to a file, and the remarks."""
         found = [
             Finding.of(
                 codes.DEFAULT_ASSUMED,
@@ -135,15 +135,15 @@ def read_model(source: Source) -> Model:
     Raises:
         FastshardError: ``FS211`` for a value of another kind, ``FS514`` where nothing says what its values mean.
     """
-    told = source.model
-    if told.dialect is None:
+    description = source.model
+    if description.dialect is None:
         raise FastshardError.of(
             codes.UNSUPPORTED,
             f"no words are known for {source.called}: its tensors can be merged, not converted",
         )
     own = {} if source.own_table is None else model_classes.of_table(source.own_table)
-    evidence = Evidence(told.family or "", source.facts, source.axes, own)
-    read = told.dialect.read(told.config or {}, evidence)
+    evidence = Evidence(description.family or "", source.facts, source.axes, own)
+    read = description.dialect.read(description.config or {}, evidence)
     assert isinstance(read, Model)
     return read
 

@@ -277,8 +277,8 @@ def _rope(part: Mapping[str, Any]) -> Iterator[list[Statement]]:
         for where, table in tables.items():
             inner = [kind for kind in kinds if isinstance(table.get(kind), Mapping)]
             named = [(f"{where}.{kind}.rope_theta", table[kind].get("rope_theta")) for kind in inner]
-            stated = [(key, part.get(key)), *named]
-            yield [(name, value, value) for name, value in stated if _is_single(value)]
+            bases = [(key, part.get(key)), *named]
+            yield [(name, value, value) for name, value in bases if _is_single(value)]
 
 
 def _plain(part: Mapping[str, Any], keys: tuple[str, str]) -> list[Statement]:

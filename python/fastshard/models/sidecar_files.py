@@ -101,15 +101,15 @@ def from_above(folders: Iterable[Folder], paths: Mapping[str, Path]) -> dict[str
     return found
 
 
-def passed_over(folders: Iterable[Folder], held: Collection[str]) -> list[Finding]:
+def passed_over(folders: Iterable[Folder], present: Collection[str]) -> list[Finding]:
     """One warning for the files that are not taken since anybody may have put them where they lie.
 
     Args:
         folders: where companions were looked for.
-        held: names of those that were found or given; of a tokenizer's files any is enough.
+        present: names of those that were found or given; of a tokenizer's files any is enough.
     """
-    words = () if any(tokenizer.is_of(name) for name in held) else tokenizer.NAMES
-    wanted = [name for name in ("config.json", *OTHERS, *words) if name not in held]
+    words = () if any(tokenizer.is_of(name) for name in present) else tokenizer.NAMES
+    wanted = [name for name in ("config.json", *OTHERS, *words) if name not in present]
     left = [
         (folder.path / name, why)
         for folder in folders
@@ -207,13 +207,13 @@ def _right_one(name: str) -> str:
 
 
 def _same(one: Path, other: Path) -> bool:
-    held = [safe_files.read_bytes(path, safe_files.MAX_TEXT) for path in (one, other)]
-    if held[0] == held[1]:
+    contents = [safe_files.read_bytes(path, safe_files.MAX_TEXT) for path in (one, other)]
+    if contents[0] == contents[1]:
         return True
     if one.suffix != ".json":
         return False
     try:
-        first, second = (json_text.load(content) for content in held)
+        first, second = (json_text.load(content) for content in contents)
     except ValueError:
         return False
     return bool(_without_paths(first) == _without_paths(second))

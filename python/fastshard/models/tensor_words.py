@@ -67,4 +67,4 @@ _OWN = frozenset(("embedding_modules", "head_modules", "tied", "kept", "tops"))
 
 def declared() -> dict[str, tuple[str, ...]]:
     """The words that the core takes."""
-    return {told: words for told, words in WORDS.items() if told not in _OWN}
+    return {kind: words for kind, words in WORDS.items() if kind not in _OWN}

@@ -28,7 +28,7 @@ NAMES = (
     "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 #: Where the special tokens are named.
-_STATED = ("special_tokens_map.json", "tokenizer_config.json")
+_TOKEN_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 #: Ids of a model's config, and what the tokenizer calls the tokens.
 _SPECIAL = {"bos_token_id": "bos_token", "eos_token_id": "eos_token", "pad_token_id": "pad_token"}
 #: What ends a document for GPT-2's vocabulary and GPT-NeoX's, whose files name no special tokens.
@@ -155,7 +155,7 @@ def _name(path: Path) -> str:
 def _described(files: dict[str, Path]) -> Tokenizer:
     named: dict[str, str] = {}
     added: dict[str, int] = {}
-    for content in (_stated(files[name]) for name in _STATED if name in files):
+    for content in (_read_object(files[name]) for name in _TOKEN_FILES if name in files):
         for key, word in _SPECIAL.items():
             token = content.get(word)
             token = token.get("content") if isinstance(token, dict) else token
@@ -168,10 +168,13 @@ def _described(files: dict[str, Path]) -> Tokenizer:
     wanted = [*named.values(), END_OF_DOCUMENT]
     largest: list[int] = list(added.values())
     ids: dict[str, int] = dict(added)
-    held = [name for name in _VOCABULARIES if name in files] + [n for n in files if n.endswith(_TIKTOKEN)]
+    vocabularies = [name for name in _VOCABULARIES if name in files] + [
+        n for n in files if n.endswith(_TIKTOKEN)
+    ]
     # The first that can be read: those after it say the same in another form.
     name, known = next(
-        ((n, f) for n in held if (f := vocab_files.read(files[n], _kind(n) or "", wanted))), ("", None)
+        ((n, f) for n in vocabularies if (f := vocab_files.read(files[n], _kind(n) or "", wanted))),
+        ("", None),
     )
     if "added_tokens.json" in files:
         more = vocab_files.read(files["added_tokens.json"], "ids", wanted)
@@ -185,12 +188,12 @@ def _described(files: dict[str, Path]) -> Tokenizer:
     return Tokenizer(
         files,
         largest=max(largest, default=None),
-        unread=None if known else next((files[n] for n in (*held, *NAMES) if n in files), None),
+        unread=None if known else next((files[n] for n in (*vocabularies, *NAMES) if n in files), None),
         partial=files[name] if partial else None,
         special={key: ids[token] for key, token in named.items() if token in ids},
         end_of_document=ids.get(END_OF_DOCUMENT),
     )
 
 
-def _stated(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
     return json_text.object_in(safe_files.read_text(path, safe_files.MAX_TEXT))

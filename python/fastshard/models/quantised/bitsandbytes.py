@@ -12,7 +12,7 @@ from ...common.patterns import PatternBudget
 from ...common.records import dataclass
 from .forms import FLOATS, Companion, Form, Sizes, Weight, ceil_div, matrix
 from .settings import ImpossibleSettingError, Settings
-from .values import Asked, Coded, DamagedError, NoValuesError, Values, operand, scale, view
+from .values import Coded, DamagedError, NoValuesError, ValueAccess, Values, operand, scale, view
 
 __all__ = ["RECORD", "forms", "methods", "telling"]
 
@@ -91,7 +91,7 @@ class QuantState:
     nested: Nested | None
 
 
-def read_state(weight: Weight, access: Asked) -> QuantState:
+def read_state(weight: Weight, access: ValueAccess) -> QuantState:
     """Reads the record of a weight: the one reader, for whoever judges it and for whoever decodes by it.
 
     source: bitsandbytes 0.50 functional.py QuantState.from_dict
@@ -130,7 +130,7 @@ def read_state(weight: Weight, access: Asked) -> QuantState:
     return state
 
 
-def _read_record(weight: Weight, access: Asked) -> dict[str, Any]:
+def _read_record(weight: Weight, access: ValueAccess) -> dict[str, Any]:
     """Reads the object that the record of a weight is.
 
     Raises:
@@ -187,7 +187,7 @@ def _check_maxima(weight: Weight, state: QuantState) -> None:
             )  # fmt: skip
 
 
-def _check_table(weight: Weight, role: str, access: Asked) -> None:
+def _check_table(weight: Weight, role: str, access: ValueAccess) -> None:
     """Refuses a table in which all codes are one number.
 
     Raises:
@@ -203,13 +203,13 @@ def _check_table(weight: Weight, role: str, access: Asked) -> None:
         )  # fmt: skip
 
 
-def _values(weight: Weight, asked: Asked) -> Values:
+def _values(weight: Weight, access: ValueAccess) -> Values:
     """Entries of a table times the maximum of their block, which counts on over the rows. source: bitsandbytes 0.50 functional.py"""
-    state = read_state(weight, asked)
+    state = read_state(weight, access)
     _check_maxima(weight, state)
-    if asked.looks:
+    if access.looks:
         for role in ("table of values", "nested table") if state.nested else ("table of values",):
-            _check_table(weight, role, asked)
+            _check_table(weight, role, access)
     size = min(state.blocksize, max(1, math.prod(state.shape)))
     count = ceil_div(math.prod(state.shape), size)
     maxima = weight.companions["absolute maxima"]
@@ -237,7 +237,7 @@ def _values(weight: Weight, asked: Asked) -> Values:
     return Values(".weight", state.shape, coded)
 
 
-def _keep_int8(weight: Weight, access: Asked) -> Values:
+def _keep_int8(weight: Weight, access: ValueAccess) -> Values:
     """Refuses to make values of int8, whose layout a byte beside it states. source: bitsandbytes 0.50 nn/modules.py
 
     Raises:

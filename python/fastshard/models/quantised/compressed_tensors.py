@@ -33,10 +33,10 @@ from .settings import Settings
 from .values import (
     E2M1,
     NIBBLES,
-    Asked,
     Block,
     Coded,
     DamagedError,
+    ValueAccess,
     Values,
     fitting,
     operand,
@@ -292,15 +292,15 @@ def _blocks(weights: _Weights, sizes: Sizes) -> list[Block]:
     return [(1, sizes.columns) if strategy == "channel" else (sizes.rows, sizes.columns)]
 
 
-def _groups_of(weight: Weight, columns: int, asked: Asked) -> Mapping[str, object] | None:
+def _groups_of(weight: Weight, columns: int, access: ValueAccess) -> Mapping[str, object] | None:
     """The groups of columns that are not in order; -1 says that they are. source: compressed-tensors forward_helpers.py"""
     indices = weight.companions.get("group indices")
-    if indices is None or (asked.looks and _has_minus_one(indices, columns, asked)):
+    if indices is None or (access.looks and _has_minus_one(indices, columns, access)):
         return None
     return {"of": view(indices, [1, 1, columns]), "rows": False}
 
 
-def _has_minus_one(indices: str, columns: int, access: Asked) -> bool:
+def _has_minus_one(indices: str, columns: int, access: ValueAccess) -> bool:
     """Says whether one of the indices is -1."""
     import numpy as np
 
@@ -311,7 +311,7 @@ def _has_minus_one(indices: str, columns: int, access: Asked) -> bool:
     )
 
 
-def _plain(weights: _Weights, weight: Weight, asked: Asked) -> Values:
+def _plain(weights: _Weights, weight: Weight, access: ValueAccess) -> Values:
     """The product in the dtype of the scales. source: compressed-tensors 0.20 quantization/lifecycle/forward_helpers.py"""
     sizes, (kind, _) = weight.sizes, weight.stored[weight.codes]
     name, dtype, shape = weight.of("scales")
@@ -324,19 +324,19 @@ def _plain(weights: _Weights, weight: Weight, asked: Asked) -> Values:
     coded = Coded(
         view(weight.codes, sizes.matrices),
         {"signed": 8} if kind == "I8" else {"float": kind}, zero=zero, scales=[scale(view(name, grid), block)],
-        groups=_groups_of(weight, sizes.columns, asked), rounded=dtype,
+        groups=_groups_of(weight, sizes.columns, access), rounded=dtype,
     )  # fmt: skip
     return Values(".weight", sizes.shape, coded)
 
 
-def _of_words(weights: _Weights, weight: Weight, asked: Asked) -> Values:
+def _of_words(weights: _Weights, weight: Weight, access: ValueAccess) -> Values:
     """The same of codes of fewer bits. source: compressed-tensors 0.20 compressors/pack_quantized/base.py"""
     bits, words = weights.bits, weight.stored[weight.codes][1]
-    if not asked.looks and weights.strategy == "group" and weights.group_size is not None:
+    if not access.looks and weights.strategy == "group" and weights.group_size is not None:
         # Groups are whole, so that they tell.
         extents = [*words[:-1], weight.of("scales")[2][-1] * weights.group_size]
     else:
-        extents = _read_shape(bits, weight, asked)
+        extents = _read_shape(bits, weight, access)
     *lead, rows, columns = extents
     sizes = Sizes(tuple(lead), rows, columns)
     name, dtype, shape = weight.of("scales")
@@ -351,12 +351,12 @@ def _of_words(weights: _Weights, weight: Weight, asked: Asked) -> Values:
         zero = {"of": operand(zeros, grid, points), "block": block}
     coded = Coded(
         view(weight.codes, [math.prod(lead), *words[-2:]]), less, {"row": {"bits": bits}}, zero=zero,
-        scales=[scale(view(name, grid), block)], groups=_groups_of(weight, columns, asked), rounded=dtype,
+        scales=[scale(view(name, grid), block)], groups=_groups_of(weight, columns, access), rounded=dtype,
     )  # fmt: skip
     return Values(".weight", sizes.shape, coded)
 
 
-def _read_shape(bits: int, weight: Weight, access: Asked) -> list[int]:
+def _read_shape(bits: int, weight: Weight, access: ValueAccess) -> list[int]:
     """Reads the shape in numbers that lies beside codes.
 
     Raises:
@@ -376,9 +376,9 @@ def _read_shape(bits: int, weight: Weight, access: Asked) -> list[int]:
     return numbers
 
 
-def _nvfp4(weight: Weight, asked: Asked) -> Values:
+def _nvfp4(weight: Weight, access: ValueAccess) -> Values:
     """Scales divided by the global one. source: compressed-tensors 0.20 compressors/nvfp4/base.py"""
-    del asked
+    del access
     sizes = weight.sizes
     (name, _, shape), (outer, _, of_outer) = weight.of("scales"), weight.of("global scale")
     block, grid = fitting(sizes, shape, [(1, 16)])
@@ -392,9 +392,9 @@ def _nvfp4(weight: Weight, asked: Asked) -> Values:
     return Values(".weight", sizes.shape, coded)
 
 
-def _of_powers(bits: int, weight: Weight, asked: Asked) -> Values:
+def _of_powers(bits: int, weight: Weight, access: ValueAccess) -> Values:
     """Powers of two times small floats. source: compressed-tensors 0.20 compressors/mxfp4, mxfp6, mxfp8"""
-    del asked
+    del access
     sizes, (kind, shape) = weight.sizes, weight.stored[weight.codes]
     lead, rows, _ = sizes.matrices
     numbers: object = {4: E2M1, 6: "e2m3"}.get(bits, {"float": kind})

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from ...common.patterns import PatternBudget, PatternList
 from ...common.records import dataclass, field
 from .sizes import Sizes, Stored, ceil_div
-from .values import Asked, NoValuesError, Values
+from .values import NoValuesError, ValueAccess, Values
 
 __all__ = [
     "Companion",
@@ -81,7 +81,7 @@ class Form:
     #: Whether the codes may be of a weight of this shape, by what their own shape says.
     fits: Callable[[Sizes, tuple[int, ...]], bool] = exactly
     #: What makes its values, where they are made here; the reason where they are not.
-    values: Callable[[Weight, Asked], Values] | str = "its values are not made here"
+    values: Callable[[Weight, ValueAccess], Values] | str = "its values are not made here"
 
     def module(self, name: str) -> str | None:
         """The name of the module (or of the stack of experts) whose codes a tensor is; None for other tensors."""
@@ -107,7 +107,7 @@ class Weight:
         names = [self.codes, *self.companions.values()]
         return [(name, names) for name in (f"{self.module}.weight", self.module)]
 
-    def values(self, asked: Asked) -> Values:
+    def values(self, access: ValueAccess) -> Values:
         """What makes its values.
 
         Raises:
@@ -115,7 +115,7 @@ class Weight:
         """
         if isinstance(self.form.values, str):
             raise NoValuesError(self.form.values)
-        return self.form.values(self, asked)
+        return self.form.values(self, access)
 
     def of(self, role: str) -> tuple[str, str, tuple[int, ...]]:
         """Name, dtype and shape of a companion."""

@@ -25,7 +25,7 @@ from .forms import (
     pairs,
 )
 from .settings import Settings
-from .values import E2M1, NIBBLES, Asked, Coded, Values, fitting, scale, view
+from .values import E2M1, NIBBLES, Coded, ValueAccess, Values, fitting, scale, view
 
 __all__ = ["forms", "methods", "telling"]
 
@@ -54,9 +54,9 @@ def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
     static = settings.word("activation_scheme", ("dynamic", "static"), any_case=True) == "static"
     measured = Companion("activation scale", (".input_scale", ".activation_scale"), FLOATS, one, static)
 
-    def values(weight: Weight, asked: Asked) -> Values:
+    def values(weight: Weight, access: ValueAccess) -> Values:
         """The product in float32. source: compressed-tensors 0.20 fp8block_dequantizer.py; DeepSeek-V3 inference/kernel.py"""
-        del asked
+        del access
         sizes, (kind, shape) = weight.sizes, weight.stored[weight.codes]
         lead, rows, columns = sizes.matrices
         name, dtype, of = weight.of("scales")

@@ -13,7 +13,7 @@ from ...common.patterns import PatternBudget, PatternList
 from ...common.records import dataclass
 from .forms import FLOATS, Companion, Form, Sizes, Weight, ceil_div
 from .settings import Settings
-from .values import Asked, Coded, NoValuesError, Values, operand, scale, view
+from .values import Coded, NoValuesError, ValueAccess, Values, operand, scale, view
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,8 +43,8 @@ def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
     bits = _read_bits(settings, 4 if is_awq else None, "w_bit" if is_awq else "bits")
     size = settings.group_size("group_size" if "group_size" in config else "q_group_size", 128)
     if is_awq:
-        said = config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm"
-        return [_awq(size)] if bits == 4 and str(said).lower() == "gemm" else []
+        version = config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm"
+        return [_awq(size)] if bits == 4 and str(version).lower() == "gemm" else []
     kind = config.get("checkpoint_format") or config.get("format") or "gptq"
     if kind not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
         return []
@@ -143,7 +143,7 @@ class _Kind:
     symmetric: bool = False
 
 
-def _values(kind: _Kind, weight: Weight, asked: Asked) -> Values:
+def _values(kind: _Kind, weight: Weight, access: ValueAccess) -> Values:
     """``scale * (code - zero point)`` as the scales are rounded; codes lie as ``[in, out]``.
 
     source: AutoGPTQ qlinear_cuda_old.py; GPTQModel utils/model.py; AutoAWQ utils/packing_utils.py
@@ -153,8 +153,8 @@ def _values(kind: _Kind, weight: Weight, asked: Asked) -> Values:
     block = [1, min(kind.size, max(1, sizes.columns)) if kind.size > 0 else max(1, sizes.columns), 1]
     grid = [1, _groups(sizes.columns, kind.size), sizes.rows]
     zeros_name, _, zeros_shape = weight.of("zero points")
-    compares = asked.compares_readers and (kind.symmetric or kind.low)
-    points = _notes_of(kind, asked, sizes.rows, zeros_name, zeros_shape[0]) if compares else ()
+    compares = access.compares_readers and (kind.symmetric or kind.low)
+    points = _notes_of(kind, access, sizes.rows, zeros_name, zeros_shape[0]) if compares else ()
     zeros = Coded(view(zeros_name, [1, *zeros_shape]), {"less": 0}, kind.of_zeros, term=float(kind.low))
     indices = weight.companions.get("group indices")
     coded = Coded(
@@ -165,17 +165,19 @@ def _values(kind: _Kind, weight: Weight, asked: Asked) -> Values:
     return Values(".weight", sizes.shape, coded, points)
 
 
-def _notes_of(kind: _Kind, asked: Asked, rows: int, name: str, count: int) -> tuple[str, ...]:
+def _notes_of(kind: _Kind, access: ValueAccess, rows: int, name: str, count: int) -> tuple[str, ...]:
     """What the first version of GPTQ leaves open: of the highest zero point, one more is read as 2^bits by some and as 0 by others.
 
     Raises:
         NoValuesError: where all zero points are those of the other version.
     """
     most, middle, highest = (1 << kind.bits) - 1, (1 << (kind.bits - 1)) - 1 + kind.low, 0
-    said, other = ("gptq", "gptq_v2") if kind.low else ("gptq_v2", "gptq")
-    for codes in _read_zero_points(kind.bits, asked, rows, name, count):
+    declared, other = ("gptq", "gptq_v2") if kind.low else ("gptq_v2", "gptq")
+    for codes in _read_zero_points(kind.bits, access, rows, name, count):
         if kind.symmetric and bool((codes == middle).all()):
-            raise NoValuesError(f"the config says {said}, and the zero points of {name} are those of {other}")
+            raise NoValuesError(
+                f"the config says {declared}, and the zero points of {name} are those of {other}"
+            )
         highest += int((codes == most).sum()) if kind.low else 0
         if kind.symmetric:
             # Where all are alike the first tell.
@@ -188,7 +190,7 @@ def _notes_of(kind: _Kind, asked: Asked, rows: int, name: str, count: int) -> tu
 
 
 def _read_zero_points(
-    bits: int, access: Asked, rows: int, name: str, count: int
+    bits: int, access: ValueAccess, rows: int, name: str, count: int
 ) -> Iterator[np.ndarray[Any, Any]]:
     """Reads the codes of zero points of several groups together, or of a part of one: no more than a window of bytes at a time."""
     import numpy as np

@@ -12,15 +12,15 @@ from ...common.patterns import PatternBudget
 from ...common.records import replace
 from ...common.regex import compile_when_used
 from .forms import F8, FLOATS, Companion, Form, Sizes, Stored, Weight
+from .quantisation_config import KNOWN, QuantisationConfig
 from .settings import ImpossibleSettingError
-from .stated import KNOWN, Stated
 
-__all__ = ["CODES", "Weight", "judged"]
+__all__ = ["CODES", "Weight", "check_weights"]
 
 Tensors = Mapping[str, Stored]
 _NUMBERS = compile_when_used(r"(?<=\.)\d+(?=\.)")
-#: Tensors of one kind that are told one by one.
-_TOLD = 20
+#: Most findings of one kind.
+_MOST_NAMED = 20
 #: Dtypes in which no plain weight is stored.
 CODES = F8 | {"F8_E8M0", "U8", "I8", "I32", "U32"}
 #: Names that belong to other things too.
@@ -28,19 +28,19 @@ _AMBIGUOUS = (".scale", ".scales", "_scales")
 _COPY = "copy the file that holds it from the original checkpoint"
 
 
-def judged(stated: Stated | None, tensors: Tensors) -> tuple[list[Weight], list[Finding]]:
-    """The quantised weights of a model that are whole by names and shapes; what is missing, and what contradicts the config.
+def check_weights(config: QuantisationConfig | None, tensors: Tensors) -> tuple[list[Weight], list[Finding]]:
+    """Check quantised weights by names and shapes: those that are complete, and findings of missing ones and of contradictions.
 
     Args:
-        stated: what the model says of its quantisation; None if it says nothing.
+        config: what the model says of its quantisation; None if it says nothing.
         tensors: dtype and shape of every tensor, by name.
     """
-    if stated is None:
+    if config is None:
         return [], list(_first(_unstated(tensors)))
     try:
-        forms = [_wanting(form, tensors) for form in stated.forms]
+        forms = [_wanting(form, tensors) for form in config.forms]
     except ImpossibleSettingError as error:
-        return [], [_impossible(stated, error)]
+        return [], [_impossible(config, error)]
     if not forms:
         return [], []
     weights: dict[str, Weight] = {}
@@ -59,17 +59,17 @@ def judged(stated: Stated | None, tensors: Tensors) -> tuple[list[Weight], list[
         judgements = [
             (form, sizes, *_companions(module, name, form, sizes, tensors, spelled)) for form, sizes in tried
         ]
-        form, sizes, told, companions = min(judgements, key=lambda one: bool(one[2]))
-        found += told
-        faulty |= {module} if told else set()
+        form, sizes, new_findings, companions = min(judgements, key=lambda one: bool(one[2]))
+        found += new_findings
+        faulty |= {module} if new_findings else set()
         stored = {one: tensors[one] for one in (name, *companions.values())}
         weights[module] = Weight(module, form, name, sizes, companions, stored)
     taken = {name for weight in weights.values() for name in (weight.codes, *weight.companions.values())}
-    found += _orphans(forms, tensors, taken, stated.is_before_compression)
-    if not weights and stated.is_of_what_is_stored and not any(map(_is_of_codes, tensors.values())):
-        found.append(_none_at_all(stated))
-    if stated.is_of_what_is_stored:
-        found += _uneven(stated, forms, weights, tensors)
+    found += _orphans(forms, tensors, taken, config.is_before_compression)
+    if not weights and config.is_of_what_is_stored and not any(map(_is_of_codes, tensors.values())):
+        found.append(_none_at_all(config))
+    if config.is_of_what_is_stored:
+        found += _uneven(config, forms, weights, tensors)
     return [weight for module, weight in weights.items() if module not in faulty], list(_first(found))
 
 
@@ -202,7 +202,7 @@ def _orphans(
         for suffix in one.suffixes
         if one.role != "input scale"
     }
-    told: set[str] = set()
+    named: set[str] = set()
     roles = {_NUMBERS.sub("{}", name) for name in taken}
     longest = sorted(suffixes, key=len, reverse=True)
     for name in tensors:
@@ -224,9 +224,9 @@ def _orphans(
             ):
                 # What a norm or another module calls so.
                 continue
-            if codes_name in told:
+            if codes_name in named:
                 continue
-            told.add(codes_name)
+            named.add(codes_name)
             yield Finding.of(
                 codes.MISSING_TENSOR, f"its {one.role} {_are(one)} there, and the codes are missing", tensor=codes_name, file=None, help=_COPY,
             )  # fmt: skip
@@ -240,7 +240,7 @@ def _orphans(
             )  # fmt: skip
 
 
-def _impossible(config: Stated, error: ImpossibleSettingError) -> Finding:
+def _impossible(config: QuantisationConfig, error: ImpossibleSettingError) -> Finding:
     place = "header" if config.file.startswith("the header") else config.file
     return Finding.of(
         codes.CONFIG_DISAGREES, f"{config.file} states {error.key} of weights quantised by {config.method} as {error.got}, by which no code has a value",
@@ -250,16 +250,16 @@ def _impossible(config: Stated, error: ImpossibleSettingError) -> Finding:
     )  # fmt: skip
 
 
-def _none_at_all(stated: Stated) -> Finding:
+def _none_at_all(config: QuantisationConfig) -> Finding:
     return Finding.of(
-        codes.CONFIG_DISAGREES, f"{stated.file} says that weights are quantised ({stated.method}), and none is", file=stated.file,
+        codes.CONFIG_DISAGREES, f"{config.file} says that weights are quantised ({config.method}), and none is", file=config.file,
         expected="quantised weights", got="plain tensors alone",
         help="leave quantization_config out of config.json, if the weights were written with their values",
     )  # fmt: skip
 
 
 def _uneven(
-    stated: Stated, forms: Iterable[Form], weights: Mapping[str, Weight], tensors: Tensors
+    config: QuantisationConfig, forms: Iterable[Form], weights: Mapping[str, Weight], tensors: Tensors
 ) -> Iterator[Finding]:
     """Modules that are plain where they are quantised in most layers, or in most experts, and no list says so."""
     by_role: dict[str, list[str]] = defaultdict(list)
@@ -278,14 +278,14 @@ def _uneven(
             ):
                 plain[role].append(module)
     for role, modules in plain.items():
-        if stated.skipped is None or len(modules) >= len(by_role[role]):
+        if config.skipped is None or len(modules) >= len(by_role[role]):
             # Where no list is kept the dtype alone tells, and models leave some as they are.
             continue
         for module in modules:
-            if not stated.skips(module):
+            if not config.skips(module):
                 yield Finding.of(
                     codes.CONFIG_DISAGREES,
-                    f"{module}.weight is stored as {tensors[f'{module}.weight'][0]}, and {stated.file} says that it is quantised ({stated.method})",
+                    f"{module}.weight is stored as {tensors[f'{module}.weight'][0]}, and {config.file} says that it is quantised ({config.method})",
                     tensor=f"{module}.weight",
                     expected=f"{weights[by_role[role][0]].form.name}, as in {len(by_role[role])} other places",
                     got=tensors[f"{module}.weight"][0],
@@ -344,10 +344,10 @@ def _first(found: Iterable[Finding]) -> Iterator[Finding]:
     for finding in found:
         counts[finding.code, _NUMBERS.sub("{}", finding.tensor or "")].append(finding)
     for alike in counts.values():
-        yield from alike[:_TOLD]
-        if len(alike) > _TOLD:
-            rest = alike[_TOLD]
+        yield from alike[:_MOST_NAMED]
+        if len(alike) > _MOST_NAMED:
+            rest = alike[_MOST_NAMED]
             yield rest.replace(
-                message=f"{rest.message}; so it is with {len(alike) - _TOLD - 1:,} more",
-                count=len(alike) - _TOLD,
+                message=f"{rest.message}; so it is with {len(alike) - _MOST_NAMED - 1:,} more",
+                count=len(alike) - _MOST_NAMED,
             )

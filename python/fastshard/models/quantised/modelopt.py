@@ -25,7 +25,18 @@ from .forms import (
     spellings,
 )
 from .settings import Settings
-from .values import NIBBLES, Asked, Coded, NoValuesError, Values, fitting, powers, scale, scale_of_all, view
+from .values import (
+    NIBBLES,
+    Coded,
+    NoValuesError,
+    ValueAccess,
+    Values,
+    fitting,
+    powers,
+    scale,
+    scale_of_all,
+    view,
+)
 
 __all__ = ["forms", "methods", "telling"]
 
@@ -158,7 +169,7 @@ def _of(algorithm: str, size: int | None, takes: Callable[[str], bool]) -> list[
     return []
 
 
-def _fp8(block_size: int | None, weight: Weight, asked: Asked) -> Values:
+def _fp8(block_size: int | None, weight: Weight, access: ValueAccess) -> Values:
     """The product as the wanted dtype has it, scales rounded to that before. source: ModelOpt 0.47 export/quant_utils.py"""
     sizes, (kind, _) = weight.sizes, weight.stored[weight.codes]
     name, _, shape = weight.of("scales")
@@ -167,14 +178,14 @@ def _fp8(block_size: int | None, weight: Weight, asked: Asked) -> Values:
     known = {None: (sizes.rows, sizes.columns), 0: (1, sizes.columns)}.get(block_size, (128, 128))
     block, grid = fitting(sizes, shape, [known])
     coded = Coded(
-        view(weight.codes, sizes.matrices), {"float": kind}, scales=[scale(view(name, grid), block, rounded=asked.dtype)], rounded=asked.dtype,
+        view(weight.codes, sizes.matrices), {"float": kind}, scales=[scale(view(name, grid), block, rounded=access.dtype)], rounded=access.dtype,
     )  # fmt: skip
     return Values(".weight", sizes.shape, coded)
 
 
-def _nvfp4(size: int, weight: Weight, asked: Asked) -> Values:
+def _nvfp4(size: int, weight: Weight, access: ValueAccess) -> Values:
     """The product in float32 of code and both scales. source: ModelOpt 0.47 torch/quantization/qtensor/nvfp4_tensor.py"""
-    del asked
+    del access
     _refuse_before(weight)
     sizes = weight.sizes
     (name, _, shape), (outer, _, of_outer) = weight.of("scales"), weight.of("global scale")
@@ -187,7 +198,7 @@ def _nvfp4(size: int, weight: Weight, asked: Asked) -> Values:
     return Values(".weight", sizes.shape, coded)
 
 
-def _awq(size: int, weight: Weight, asked: Asked) -> Values:
+def _awq(size: int, weight: Weight, access: ValueAccess) -> Values:
     """Integers of two rows in a byte. source: ModelOpt 0.47 torch/export/quant_utils.py"""
     _refuse_before(weight)
     sizes = weight.sizes
@@ -196,13 +207,13 @@ def _awq(size: int, weight: Weight, asked: Asked) -> Values:
     lead, rows, columns = sizes.matrices
     coded = Coded(
         view(weight.codes, [lead, rows // 2, columns]), {"signed": 4}, {"column": {"bits": 4}},
-        scales=[scale(view(name, grid), block, rounded=asked.dtype)], rounded=asked.dtype,
+        scales=[scale(view(name, grid), block, rounded=access.dtype)], rounded=access.dtype,
     )  # fmt: skip
     return Values(".weight", sizes.shape, coded)
 
 
-def _mxfp8(weight: Weight, asked: Asked) -> Values:
-    del asked
+def _mxfp8(weight: Weight, access: ValueAccess) -> Values:
+    del access
     _refuse_before(weight)
     sizes, (kind, _) = weight.sizes, weight.stored[weight.codes]
     coded = Coded(

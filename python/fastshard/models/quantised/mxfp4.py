@@ -7,7 +7,7 @@ from typing import Any
 
 from ...common.patterns import PatternBudget
 from .forms import Companion, Form, Sizes, Weight
-from .values import E2M1, NIBBLES, Asked, Coded, Values, powers, view
+from .values import E2M1, NIBBLES, Coded, ValueAccess, Values, powers, view
 
 __all__ = ["forms", "methods", "telling"]
 
@@ -25,9 +25,9 @@ def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
     return [Form("MXFP4", "_blocks", frozenset(("U8",)), _sizes, (scales,), fits=_turned, values=_values)]
 
 
-def _values(weight: Weight, asked: Asked) -> Values:
+def _values(weight: Weight, access: ValueAccess) -> Values:
     """Powers of two times numbers of three bits, exact; turned round. source: transformers 5.24 integrations/mxfp4.py"""
-    del asked
+    del access
     sizes = weight.sizes
     lead, rows, columns = sizes.matrices
     codes = view(weight.codes, [lead, rows, columns // 2])

@@ -25,7 +25,7 @@ class Record:
 
     #: As it stands there.
     text: str
-    said: Mapping[str, Any]
+    fields: Mapping[str, Any]
     #: The tensors in the files that a subclass is made of; none for a plain tensor. A header has plain ones that no file has:
     #: tied weights, and names in memory. source: transformers 5.24 save_pretrained
     parts: tuple[str, ...]
@@ -35,7 +35,7 @@ def is_of_torchao(header: Any) -> bool:
     """True for the metadata of a safetensors file that describes tensors of torchao."""
     if not isinstance(header, Mapping) or NAMES not in header:
         return False
-    return any("_tensor_data_names" in _said(name, text) for name, text in header.items())
+    return any("_tensor_data_names" in _read_record(name, text) for name, text in header.items())
 
 
 def records_of(headers: Iterable[Mapping[str, object]]) -> tuple[dict[str, Record], list[Finding]]:
@@ -47,15 +47,15 @@ def records_of(headers: Iterable[Mapping[str, object]]) -> tuple[dict[str, Recor
     for header in headers:
         listed |= dict.fromkeys(_listed(header.get(NAMES)))
         for name, text in header.items():
-            said = _said(name, text)
-            if "_type" not in said:
+            fields = _read_record(name, text)
+            if "_type" not in fields:
                 continue
             try:
-                _check_numbers(said)
+                _check_numbers(fields)
             except ImpossibleSettingError as error:
                 differing[name] = _impossible(name, error)
-            record = Record(str(text), said, tuple(_parts(name, said)))
-            if found.setdefault(name, record).said != said:
+            record = Record(str(text), fields, tuple(_parts(name, fields)))
+            if found.setdefault(name, record).fields != fields:
                 differing[name] = Finding.of(
                     codes.BAD_VALUE,
                     "two files say different things of a tensor of torchao, so one of them is of another model",
@@ -171,14 +171,14 @@ def _listed(text: object) -> list[str]:
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
-def _said(name: str, text: object) -> dict[str, Any]:
-    """The record in a text of a header; empty for another one."""
+def _read_record(name: str, text: object) -> dict[str, Any]:
+    """Read the record in a text of a header; empty for another one."""
     return json_text.object_in(text) if isinstance(text, str) and name != NAMES else {}
 
 
-def _parts(name: str, said: Mapping[str, Any]) -> list[str]:
+def _parts(name: str, fields: Mapping[str, Any]) -> list[str]:
     """The tensors in a file that one of torchao is made of."""
-    parts = said.get("_tensor_data_names")
+    parts = fields.get("_tensor_data_names")
     if not isinstance(parts, list):
         return []
     module, _, leaf = name.rpartition(".")

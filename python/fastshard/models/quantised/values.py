@@ -17,11 +17,11 @@ from .sizes import Sizes, ceil_div
 __all__ = [
     "E2M1",
     "NIBBLES",
-    "Asked",
     "Block",
     "Coded",
     "DamagedError",
     "NoValuesError",
+    "ValueAccess",
     "Values",
     "fitting",
     "operand",
@@ -58,8 +58,8 @@ class DamagedError(NoValuesError):
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a decoder may ask."""
+class ValueAccess:
+    """A decoder's access to the stored values, and the dtype that is wanted."""
 
     #: The dtype that is wanted: ``BF16``.
     dtype: str

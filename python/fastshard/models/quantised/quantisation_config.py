@@ -14,7 +14,7 @@ from ..config_json import QUANTISED
 from . import bitsandbytes, compressed_tensors, fp8, gptq_awq, mlx, modelopt, mxfp4
 from .forms import Form, ListedModules
 
-__all__ = ["KNOWN", "Stated", "stated", "stated_in_files"]
+__all__ = ["KNOWN", "QuantisationConfig", "find_in_configs", "find_in_files"]
 
 #: Modules that know forms, by ``quant_method``.
 KNOWN = {
@@ -35,8 +35,8 @@ _COMFYUI, _OF_COMFYUI = "_quantization_metadata", (".comfy_quant", "scaled_fp8")
 
 
 @dataclass(frozen=True)
-class Stated:
-    """What a config says."""
+class QuantisationConfig:
+    """The quantisation that a config declares."""
 
     method: str
     config: Mapping[str, Any]
@@ -103,8 +103,10 @@ class Stated:
         )
 
 
-def stated(config: Mapping[str, Any] | None, beside: Mapping[str, Mapping[str, Any]]) -> Stated | None:
-    """What a model says of its quantisation.
+def find_in_configs(
+    config: Mapping[str, Any] | None, beside: Mapping[str, Mapping[str, Any]]
+) -> QuantisationConfig | None:
+    """Find the quantisation that a model's configs declare.
 
     Args:
         config: content of config.json.
@@ -114,16 +116,16 @@ def stated(config: Mapping[str, Any] | None, beside: Mapping[str, Mapping[str, A
         for key in (*QUANTISED, _MLX):
             content = part.get(key)
             if isinstance(content, Mapping) and isinstance(method := _method(content), str):
-                return Stated(method, content, "config.json")
+                return QuantisationConfig(method, content, "config.json")
     for file, content in beside.items():
         inner = content.get("quantization", content)
         if isinstance(inner, Mapping) and isinstance(method := _method(inner, file), str):
-            return Stated(method, inner, file)
+            return QuantisationConfig(method, inner, file)
     return None
 
 
-def stated_in_files(headers: Iterable[object], names: Collection[str]) -> Stated | None:
-    """What the files of the tensors say of their quantisation themselves.
+def find_in_files(headers: Iterable[object], names: Collection[str]) -> QuantisationConfig | None:
+    """Find the quantisation that the tensor files themselves declare.
 
     Args:
         headers: what the headers of the files say besides the tensors.
@@ -135,19 +137,19 @@ def stated_in_files(headers: Iterable[object], names: Collection[str]) -> Stated
             content = json_text.object_in(text) if isinstance(text, str) else {}
             method = "comfyui" if key == _COMFYUI and content else _method(content)
             if method is not None:
-                return Stated(method, content, "the header of a file")
+                return QuantisationConfig(method, content, "the header of a file")
     if any(name.endswith(_OF_COMFYUI) for name in names):
-        return Stated("comfyui", {}, "a tensor of ComfyUI")
+        return QuantisationConfig("comfyui", {}, "a tensor of ComfyUI")
     return None
 
 
-def _method(said: Mapping[str, Any], file: str = "") -> str | None:
-    method = said.get("quant_method")
-    if method is None and ("quant_algo" in said or "quantized_layers" in said):
+def _method(content: Mapping[str, Any], file: str = "") -> str | None:
+    method = content.get("quant_method")
+    if method is None and ("quant_algo" in content or "quantized_layers" in content):
         return "modelopt"
-    if method is None and (said.get("load_in_4bit") or said.get("load_in_8bit")):
+    if method is None and (content.get("load_in_4bit") or content.get("load_in_8bit")):
         return "bitsandbytes"
-    if method is None and not file and "bits" in said and "group_size" in said:
+    if method is None and not file and "bits" in content and "group_size" in content:
         return "mlx"
     if method is None and file == "quantize_config.json":
         return "gptq"
