@@ -17,13 +17,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 import zero_maker as maker
-from fastshard.expected.heuristics import Held, judge
+from fastshard.expected.heuristics import ShapeDtype, judge
 from helpers import assert_refused, cli, edit_safetensors
 from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import modeling_auto
 
-Tensors = dict[str, Held]
+Tensors = dict[str, ShapeDtype]
 #: Auto classes, the one that most models are saved as first.
 KINDS = (
     "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "SPEECH_SEQ_2_SEQ", "PRETRAINING",

@@ -12,7 +12,7 @@ from ..common import codes
 from ..common.errors import FastshardError, Finding, from_core
 from ..common.records import replace
 from ..common.thread_counts import default_threads
-from ..expected.compare_reference import fit, judged
+from ..expected.compare_reference import compare, fit
 from ..expected.expected_list import ExpectedTensors
 from ..expected.reference import Reference
 from ..expected.reference_names import Side, gain, moves
@@ -71,7 +71,7 @@ def judged_of(
     sides: Iterable[Side], reference: Reference, request: Request, named: Iterable[str | None]
 ) -> list[Finding]:
     """What a reference has that these tensors have not, or have in another form."""
-    return judged(sides, reference, request.wants, DTYPES[request.dtype], named)
+    return compare(sides, reference, request.wants, DTYPES[request.dtype], named)
 
 
 def fitting(

@@ -40,7 +40,7 @@ def of(given: OpenOptions, reference: Reference | None) -> Options:
         config_path=path,
         accept=checked_accept(given.get("accept", ())),
         layout=None if layout is None else os.fspath(layout),
-        reference_config=reference.lent if reference is not None else None,
+        reference_config=reference.own_config if reference is not None else None,
         given=given,
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..common import codes
 from ..common.errors import Finding
 from ..common.regex import compile_when_used
-from ..expected.comparison import HEAD, stated
+from ..expected.comparison import HEAD, read_setting
 from ..expected.expected_list import ExpectedTensors
 from ..models.tensor_words import WORDS
 from .drafting import Merged, Opened
@@ -51,7 +51,7 @@ def find_differing_ties(
             values = values or Values(opened.catalog, merged.core_request)
             if values.same(stored[0], other, True):
                 continue
-            is_stated = stated(config, "tie_word_embeddings") is True
+            is_stated = read_setting(config, "tie_word_embeddings") is True
             findings.append(
                 Finding.of(
                     codes.TIED_DIFFER,
@@ -75,7 +75,7 @@ def find_differing_head(opened: Opened, merged: Merged) -> list[Finding]:
         merged: its draft.
     """
     config = opened.source.model.config
-    is_tied = stated(config or {}, "tie_word_embeddings")
+    is_tied = read_setting(config or {}, "tie_word_embeddings")
     if config is None or opened.source.model.is_part or is_tied not in (None, True):
         return []
     matrices = {

@@ -13,17 +13,17 @@ from .reference import Reference
 from .reference_names import Met, Side, aligned
 from .shapes_and_dtypes import dtypes, shapes, total_bytes
 
-__all__ = ["fit", "judged"]
+__all__ = ["compare", "fit"]
 
 
-def judged(
+def compare(
     sides: Iterable[Side],
     reference: Reference,
     wanted: Callable[[str], bool],
     cast: str | None,
     named: Iterable[str | None] = (),
 ) -> list[Finding]:
-    """Tells what a checkpoint lacks, has too much, or has otherwise than a reference; and what that proves.
+    """Compare a checkpoint with a reference: missing, unexpected and different tensors, and the evidence that they are.
 
     Args:
         sides: its tensors under the names that may be the reference's, the likeliest first.
@@ -66,15 +66,15 @@ def _findings(compared: Comparison) -> list[Finding]:
     unmatched = unexplained(compared)
     of_shapes, shape_notes = shapes(compared)
     of_dtypes, dtype_notes = dtypes(compared)
-    told = [
+    findings = [
         *missing(compared, unmatched.missing),
         *of_shapes,
         *of_dtypes,
         *further(compared, unmatched.further),
     ]
-    told = told or total_bytes(compared)
-    proven = [] if any(f.severity == "error" for f in told) else [_proven(compared)]
-    return [*told, *unmatched.remarks, *shape_notes, *dtype_notes, *proven]
+    findings = findings or total_bytes(compared)
+    proven = [] if any(f.severity == "error" for f in findings) else [_proven(compared)]
+    return [*findings, *unmatched.remarks, *shape_notes, *dtype_notes, *proven]
 
 
 def _proven(compared: Comparison) -> Finding:

@@ -13,10 +13,21 @@ from ..common.regex import compile_when_used
 from .reference import Reference
 from .reference_names import Met
 
-__all__ = ["HEAD", "LAYER", "TOLD", "WORDS", "Comparison", "Missing", "extents", "more", "number", "stated"]
+__all__ = [
+    "HEAD",
+    "LAYER",
+    "MOST_LISTED",
+    "WORDS",
+    "Comparison",
+    "Missing",
+    "extents",
+    "more",
+    "number",
+    "read_setting",
+]
 
-#: Findings of one kind that are told one by one.
-TOLD = 100
+#: Most findings of one kind.
+MOST_LISTED = 100
 #: The number of a layer: the first of a name.
 LAYER = compile_when_used(r"^((?:[A-Za-z_]\w*\.)*?)(\d+)\.(.+)$")
 #: Tensors that have a row for each word, and that models tie. source: transformers models/*/modeling_*.py (_tied_weights_keys)
@@ -56,16 +67,16 @@ class Comparison:
     def own(self) -> Mapping[str, Any]:
         """The checkpoint's own config; empty where it is the reference's."""
         model = self.met.side.source.model
-        lent = self.reference.config_file is not None and model.config_file == self.reference.config_file
-        return {} if lent else model.config or {}
+        is_shared = self.reference.config_file is not None and model.config_file == self.reference.config_file
+        return {} if is_shared else model.config or {}
 
     @property
     def theirs(self) -> Mapping[str, Any]:
         """The reference's config."""
         return self.reference.config or {}
 
-    def asked(self, name: str) -> bool:
-        """Whether a tensor that is not there is asked for: by the name that it would be stored under."""
+    def is_expected(self, name: str) -> bool:
+        """Tell whether a tensor that is not there is asked for: by the name that it would be stored under."""
         stored = self.stored(name)
         return self.wanted(stored) and not {name, stored} & self.named
 
@@ -94,9 +105,9 @@ class Comparison:
 
 def more(code: str, count: int, what: str, severity: str | None = None) -> list[Finding]:
     """Says how many findings of a kind are not told one by one."""
-    if count <= TOLD:
+    if count <= MOST_LISTED:
         return []
-    return [Finding.of(code, f"and {count - TOLD} more {what}", severity=severity)]
+    return [Finding.of(code, f"and {count - MOST_LISTED} more {what}", severity=severity)]
 
 
 def extents(shape: Iterable[int | None]) -> str:
@@ -104,8 +115,8 @@ def extents(shape: Iterable[int | None]) -> str:
     return f"[{', '.join('?' if n is None else str(n) for n in shape)}]"
 
 
-def stated(config: Mapping[str, Any], *keys: str) -> Any:
-    """What a config, or that of its language model, says by the first of some keys; None if it says nothing."""
+def read_setting(config: Mapping[str, Any], *keys: str) -> Any:
+    """Read the setting that a config, or that of its language model, has under the first of some keys; None if it has none."""
     text = config.get("text_config")
     parts = [config, text] if isinstance(text, Mapping) else [config]
     return next((part[key] for part in parts for key in keys if part.get(key) is not None), None)
@@ -113,5 +124,5 @@ def stated(config: Mapping[str, Any], *keys: str) -> Any:
 
 def number(config: Mapping[str, Any], *keys: str) -> int | None:
     """What a config states by the first of some keys; None if that is no whole number."""
-    value = stated(config, *keys)
+    value = read_setting(config, *keys)
     return value if type(value) is int else None

@@ -128,13 +128,13 @@ class ExpectedTensors:
         }
 
 
-def document_of(told: Mapping[str, Any], quantised: bool = False) -> dict[str, Any]:
+def document_of(answer: Mapping[str, Any], quantised: bool = False) -> dict[str, Any]:
     """The document of a worker's answer, with dtypes as safetensors spells them."""
     tensors = {
-        part: [[name, _DTYPES.get(dtype, dtype), shape] for name, dtype, shape in told[part]]
+        part: [[name, _DTYPES.get(dtype, dtype), shape] for name, dtype, shape in answer[part]]
         for part in ("tensors", "in_memory")
     }
-    return {"schema": SCHEMA, **told, **tensors, "quantised": quantised}
+    return {"schema": SCHEMA, **answer, **tensors, "quantised": quantised}
 
 
 def from_document(document: object, file: str) -> ExpectedTensors:

@@ -9,7 +9,7 @@ from ..common import codes
 from ..common.errors import Finding
 from ..common.regex import compile_when_used
 from ..models.tensor_words import WORDS
-from .from_layers import Held, Stack, sliced
+from .from_layers import ShapeDtype, Stack, sliced
 
 #: Degrees of tensor parallelism that a slice may be of.
 _DEGREES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
@@ -43,7 +43,7 @@ _PARTS = (
 )  # fmt: skip
 
 
-class Stated:
+class ConfigNumbers:
     """Numbers of a config, wherever they lie in it."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -92,15 +92,15 @@ def _parts(config: Mapping[str, Any]) -> Iterator[int]:
                 yield len(others)
 
 
-def rows(tensors: Mapping[str, Held], stated: Stated) -> Iterator[Finding]:
+def rows(tensors: Mapping[str, ShapeDtype], numbers: ConfigNumbers) -> Iterator[Finding]:
     """Embeddings and output layers against ``vocab_size``: ``FS208`` for slices, ``FS201`` for transposed ones, ``FS215``."""
-    sizes = set(stated.of(("vocab_size",)).values())
+    sizes = set(numbers.of(("vocab_size",)).values())
     if not sizes:
         return
     for name, (shape, dtype) in tensors.items():
         if len(shape) != 2 or not _of_words(name) or not dtype.upper().startswith(("F", "BF")):
             continue
-        yield from _row(name, shape, sizes, stated)
+        yield from _row(name, shape, sizes, numbers)
 
 
 def _of_words(name: str) -> bool:
@@ -111,14 +111,14 @@ def _of_words(name: str) -> bool:
     return parts[-2] in WORDS["embedding_modules"] or parts[-2] in WORDS["head_modules"]
 
 
-def _row(name: str, shape: tuple[int, ...], sizes: set[int], stated: Stated) -> Iterator[Finding]:
+def _row(name: str, shape: tuple[int, ...], sizes: set[int], numbers: ConfigNumbers) -> Iterator[Finding]:
     count, columns = shape
-    widths = set(stated.of(("hidden_size", "d_model", "n_embd", "dim", "embedding_size")).values())
-    if count in sizes or stated.has(count, "vocab", "token", "codebook", "embeddings"):
-        if not stated.has(columns):
+    widths = set(numbers.of(("hidden_size", "d_model", "n_embd", "dim", "embedding_size")).values())
+    if count in sizes or numbers.has(count, "vocab", "token", "codebook", "embeddings"):
+        if not numbers.has(columns):
             yield from _columns(name, shape, widths)
         return
-    if columns in sizes and (count in widths or stated.has(count)):
+    if columns in sizes and (count in widths or numbers.has(count)):
         yield Finding.of(
             codes.SHAPE, "the matrix is transposed: its columns are the vocabulary", tensor=name,
             expected=f"{columns} rows (vocab_size)", got=str(list(shape)),
@@ -141,7 +141,7 @@ def _row(name: str, shape: tuple[int, ...], sizes: set[int], stated: Stated) -> 
             help="copy the slices of the other ranks from the checkpoint that it was made of",
         )  # fmt: skip
     else:
-        yield _differs(name, count, near, "warning" if stated.lists_blocks else "error")
+        yield _differs(name, count, near, "warning" if numbers.lists_blocks else "error")
 
 
 def _columns(name: str, shape: tuple[int, ...], widths: set[int]) -> Iterator[Finding]:
@@ -162,19 +162,19 @@ def _differs(name: str, count: int, size: int, severity: str) -> Finding:
     )  # fmt: skip
 
 
-def ends(tensors: Mapping[str, Held], config: Mapping[str, Any]) -> Iterator[Finding]:
+def ends(tensors: Mapping[str, ShapeDtype], config: Mapping[str, Any]) -> Iterator[Finding]:
     """The output layer, or the embedding, of a causal model whose config says that the two are not tied: ``FS102``."""
     kinds, words = config.get("architectures"), config.get("vocab_size")
     causal = isinstance(kinds, list) and any(str(kind).endswith("ForCausalLM") for kind in kinds)
     if not causal or config.get("tie_word_embeddings") is not False or not isinstance(words, int):
         return
     outside = [name for name in tensors if not any(part.isdecimal() for part in name.split("."))]
-    held = [name for name in outside if len(shape := tensors[name][0]) == 2 and shape[0] >= words]
-    if len(held) != 1 or held[0].count(".") < 1:
+    matrices = [name for name in outside if len(shape := tensors[name][0]) == 2 and shape[0] >= words]
+    if len(matrices) != 1 or matrices[0].count(".") < 1:
         return
-    module = held[0].split(".")[-2]
+    module = matrices[0].split(".")[-2]
     # Without a prefix it is the model below the output layer, saved by itself.
-    if module in WORDS["embedding_modules"] and held[0].count(".") > 1:
+    if module in WORDS["embedding_modules"] and matrices[0].count(".") > 1:
         lacking, there = "output layer", any(word in name for name in outside for word in ("head", "output"))
     elif module in WORDS["head_modules"]:
         lacking, there = "embedding", any("emb" in name or "wte" in name for name in outside)
@@ -182,7 +182,7 @@ def ends(tensors: Mapping[str, Held], config: Mapping[str, Any]) -> Iterator[Fin
         return
     if not there:
         yield Finding.of(
-            codes.MISSING_TENSOR, f"no tensor is the {lacking}, which the config says is not tied to {held[0]}",
+            codes.MISSING_TENSOR, f"no tensor is the {lacking}, which the config says is not tied to {matrices[0]}",
             expected=f"a further matrix of {words} rows (tie_word_embeddings false)", got="nothing",
             help="copy the file that held it, which is missing from the index too, or correct tie_word_embeddings if the two are tied",
         )  # fmt: skip
@@ -196,7 +196,11 @@ def holds_embedding(tensors: Iterable[str]) -> bool:
 
 
 def counts(
-    stacks: Iterable[Stack], stated: Stated | None, tensors: Mapping[str, Held], *, in_files: bool
+    stacks: Iterable[Stack],
+    numbers: ConfigNumbers | None,
+    tensors: Mapping[str, ShapeDtype],
+    *,
+    in_files: bool,
 ) -> Iterator[Finding]:
     """Gaps among numbered layers and experts, and ends that the config states: ``FS103``, ``FS102``.
 
@@ -205,20 +209,20 @@ def counts(
     """
     for stack in stacks:
         if stack.is_layers and len(stack.elements) > 1:
-            yield from _gap(stack, codes.MISSING_LAYER, "layer", stated)
-            if stated is not None:
-                yield from _ends(stack, stated, in_files)
+            yield from _gap(stack, codes.MISSING_LAYER, "layer", numbers)
+            if numbers is not None:
+                yield from _ends(stack, numbers, in_files)
         elif stack.is_experts and len(stack.elements) > 1:
-            yield from _gap(stack, codes.MISSING_TENSOR, "expert", stated)
-            if stated is not None:
-                yield from _experts(stack, stated, tensors, in_files)
+            yield from _gap(stack, codes.MISSING_TENSOR, "expert", numbers)
+            if numbers is not None:
+                yield from _experts(stack, numbers, tensors, in_files)
 
 
-def _gap(stack: Stack, code: str, what: str, stated: Stated | None) -> Iterator[Finding]:
+def _gap(stack: Stack, code: str, what: str, numbers: ConfigNumbers | None) -> Iterator[Finding]:
     gaps = stack.gaps()
     if not gaps:
         return
-    meant = stated is not None and stated.lists_blocks
+    meant = numbers is not None and numbers.lists_blocks
     yield Finding.of(
         code, f"the names of {what}s go to {stack.count - 1}, and no tensor has some of the numbers below",
         severity="warning" if meant else "error", tensor=f"{stack.prefix}{gaps[0]}",
@@ -227,12 +231,12 @@ def _gap(stack: Stack, code: str, what: str, stated: Stated | None) -> Iterator[
     )  # fmt: skip
 
 
-def _ends(stack: Stack, stated: Stated, in_files: bool) -> Iterator[Finding]:
+def _ends(stack: Stack, numbers: ConfigNumbers, in_files: bool) -> Iterator[Finding]:
     """The number of layers against what the config says of this part of the model."""
-    sizes = _layers_of(stack.prefix, stated)
-    if stated.parts and all(_has_both(held) for held in stack.elements.values()):
-        sizes |= stated.parts
-    if not sizes or not stated.of(("vocab_size",)) or stated.has(stack.count, "layer", "depth", "block"):
+    sizes = _layers_of(stack.prefix, numbers)
+    if numbers.parts and all(_has_both(element) for element in stack.elements.values()):
+        sizes |= numbers.parts
+    if not sizes or not numbers.of(("vocab_size",)) or numbers.has(stack.count, "layer", "depth", "block"):
         # Towers that no words go through count otherwise: by one less, by multipliers.
         return
     if stack.count < min(sizes):
@@ -242,7 +246,7 @@ def _ends(stack: Stack, stated: Stated, in_files: bool) -> Iterator[Finding]:
             expected=f"{' or '.join(map(str, sorted(sizes)))} layers by the config", got=f"{stack.count}",
             help="copy the files that held them from the original checkpoint; they are missing from the index too",
         )  # fmt: skip
-    elif stack.count > max(sizes) + sum(stated.of(_FURTHER).values()):
+    elif stack.count > max(sizes) + sum(numbers.of(_FURTHER).values()):
         yield Finding.of(
             codes.CONFIG_DISAGREES, "there are more layers than the config says", severity="warning",
             tensor=f"{stack.prefix}{stack.count - 1}", expected=f"{max(sizes)} layers", got=f"{stack.count}",
@@ -257,9 +261,9 @@ def _has_both(names: Iterable[str]) -> bool:
     return any(_MLP.search(module) for module in modules) and any(_MIXER.search(module) for module in modules)
 
 
-def _layers_of(prefix: str, stated: Stated) -> set[int]:
+def _layers_of(prefix: str, numbers: ConfigNumbers) -> set[int]:
     """The numbers of layers that a config may mean for a stack, by the words that the two share."""
-    found = stated.of(_LAYERS)
+    found = numbers.of(_LAYERS)
     words = {part for part in _PARTS if any(word in prefix for word in part)}
     if not words:
         others = {path: n for path, n in found.items() if not _part_of(path)}
@@ -272,9 +276,11 @@ def _part_of(path: tuple[str, ...]) -> set[tuple[str, ...]]:
     return {part for part in _PARTS if any(word in key for word in part for key in path)}
 
 
-def _experts(stack: Stack, stated: Stated, tensors: Mapping[str, Held], in_files: bool) -> Iterator[Finding]:
-    sizes = set(stated.of(_EXPERTS).values())
-    if len(sizes) == 1 and stack.count < min(sizes) and not stated.lists_blocks:
+def _experts(
+    stack: Stack, numbers: ConfigNumbers, tensors: Mapping[str, ShapeDtype], in_files: bool
+) -> Iterator[Finding]:
+    sizes = set(numbers.of(_EXPERTS).values())
+    if len(sizes) == 1 and stack.count < min(sizes) and not numbers.lists_blocks:
         beside = stack.prefix[: -len(stack.word) - 1]
         routed = any(
             shape[:1] == (min(sizes),) and name.startswith(beside) and not name.startswith(stack.prefix)
@@ -290,10 +296,10 @@ def _experts(stack: Stack, stated: Stated, tensors: Mapping[str, Held], in_files
 
 def _ranges(numbers: list[int]) -> str:
     """``3, 5-8`` for people."""
-    told: list[str] = []
+    parts: list[str] = []
     start = numbers[0]
     for n, after in zip(numbers, [*numbers[1:], -1], strict=True):
         if after != n + 1:
-            told.append(str(n) if start == n else f"{start}-{n}")
+            parts.append(str(n) if start == n else f"{start}-{n}")
             start = after
-    return ", ".join(told[:8]) + (" ..." if len(told) > 8 else "")
+    return ", ".join(parts[:8]) + (" ..." if len(parts) > 8 else "")

@@ -17,7 +17,7 @@ from ..common.records import dataclass, field
 from ..common.regex import compile_when_used
 
 #: Shape and dtype of a whole tensor.
-Held = tuple[tuple[int, ...], str]
+ShapeDtype = tuple[tuple[int, ...], str]
 #: Words before the number of a layer: what is counted there is a transformer's, no stage of a pyramid.
 _LAYERS = frozenset(("layers", "layer", "blocks", "block", "h", "resblocks"))
 #: Words before numbers of experts.
@@ -34,8 +34,8 @@ _SISTERS = 3
 _MANY = 5
 #: Modules that a layer has at least: a norm, and two matrices.
 _MODULES = 3
-#: Findings about one layer that are told one by one.
-_TOLD = 4
+#: Most tensors of one layer that findings name.
+_MOST_NAMED = 4
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Stack:
     #: Name up to the number, with its dot.
     prefix: str
     #: Tensors of each number, by their names behind it.
-    elements: dict[int, dict[str, Held]]
+    elements: dict[int, dict[str, ShapeDtype]]
     #: Numbers of tensors of which a finding tells why they are not here.
     lost: set[int] = field(default_factory=set)
 
@@ -60,10 +60,10 @@ class Stack:
         if self.word not in _LAYERS or any(part.isdecimal() for part in self.prefix.split(".")):
             return False
         return all(
-            len({rest.rpartition(".")[0] for rest in held}) >= _MODULES
-            and not any(_STAGE.match(rest) for rest in held)
-            and any(_BLOCK.search(rest) for rest in held)
-            for held in self.elements.values()
+            len({rest.rpartition(".")[0] for rest in element}) >= _MODULES
+            and not any(_STAGE.match(rest) for rest in element)
+            and any(_BLOCK.search(rest) for rest in element)
+            for element in self.elements.values()
         )
 
     @property
@@ -79,14 +79,14 @@ class Stack:
     @cached_property
     def holders(self) -> Counter[str]:
         """How many elements have each tensor."""
-        return Counter(rest for held in self.elements.values() for rest in held)
+        return Counter(rest for element in self.elements.values() for rest in element)
 
     def gaps(self) -> list[int]:
         """Numbers that nothing has and no finding tells of, below the largest."""
         return [i for i in range(self.count) if i not in self.elements and i not in self.lost]
 
 
-def stacks(tensors: Mapping[str, Held], lost: Iterable[str] = ()) -> list[Stack]:
+def stacks(tensors: Mapping[str, ShapeDtype], lost: Iterable[str] = ()) -> list[Stack]:
     """All stacks of names that count something, in the order of the names.
 
     Args:
@@ -94,10 +94,10 @@ def stacks(tensors: Mapping[str, Held], lost: Iterable[str] = ()) -> list[Stack]
         lost: names of others, of which a finding tells.
     """
     found: dict[str, Stack] = {}
-    for name, held in tensors.items():
+    for name, stored in tensors.items():
         for at, number, end in _numbered(name):
             stack = found.setdefault(name[:at], Stack(name[:at], {}))
-            stack.elements.setdefault(number, {})[name[end:]] = held
+            stack.elements.setdefault(number, {})[name[end:]] = stored
     for name in lost:
         for at, number, _ in _numbered(name):
             if name[:at] in found:
@@ -121,14 +121,14 @@ def repeated(stacks: Iterable[Stack]) -> set[str]:
         f"{stack.prefix}{number}.{rest}"
         for stack in stacks
         if stack.is_layers
-        for number, held in stack.elements.items()
-        for rest in held
+        for number, element in stack.elements.items()
+        for rest in element
         if stack.holders[rest] > _SISTERS
     }
 
 
-def judged(stack: Stack) -> Iterator[Finding]:
-    """Findings about one stack of layers: ``FS102`` for tensors that one lacks, ``FS201`` and ``FS208`` for shapes."""
+def check_stack(stack: Stack) -> Iterator[Finding]:
+    """Check one stack of layers: ``FS102`` for tensors that one lacks, ``FS201`` and ``FS208`` for shapes."""
     if not stack.is_layers or len(stack.elements) <= _SISTERS:
         return
     yield from _lacking(stack)
@@ -139,12 +139,12 @@ def _lacking(stack: Stack) -> Iterator[Finding]:
     """What one layer lacks that all have which are like it."""
     total = len(stack.elements)
     usual = [(rest, n) for rest, n in stack.holders.items() if n >= _SISTERS and not _ADDED.search(rest)]
-    for number, held in stack.elements.items():
+    for number, element in stack.elements.items():
         missing: dict[str, tuple[int, bool]] = {}
         likes: dict[str, list[int]] = {}
-        modules = {name[: at + 1] for name in held for at, letter in enumerate(name) if letter == "."}
+        modules = {name[: at + 1] for name in element for at, letter in enumerate(name) if letter == "."}
         for rest, count in usual:
-            if rest in held:
+            if rest in element:
                 continue
             module = _left_of(rest, modules)
             if module not in likes:
@@ -165,7 +165,7 @@ def _lacking(stack: Stack) -> Iterator[Finding]:
         whole = len(blocks) > 1 or any(
             len({rest.rpartition(".")[0] for rest in missing if rest.startswith(f"{b}.")}) > 1 for b in blocks
         )
-        yield from _told(stack.prefix, number, missing, total, doubtful=whole)
+        yield from _list_missing(stack.prefix, number, missing, total, doubtful=whole)
 
 
 def _left_of(rest: str, modules: set[str]) -> str:
@@ -178,23 +178,23 @@ def _alike(stack: Stack, number: int, module: str) -> list[int]:
     """Other layers that have all that this one has of a module; none where they are not mostly built the same themselves."""
     own = {name for name in stack.elements[number] if name.startswith(module)}
     alike = {
-        n: frozenset(name for name in held if name.startswith(module))
-        for n, held in stack.elements.items()
-        if n != number and own <= held.keys()
+        n: frozenset(name for name in element if name.startswith(module))
+        for n, element in stack.elements.items()
+        if n != number and own <= element.keys()
     }
     # Sizes that grow from layer to layer hold each other.
     most = max(Counter(alike.values()).values(), default=0)
     return list(alike) if 4 * most >= 3 * len(alike) else []
 
 
-def _told(
+def _list_missing(
     prefix: str, number: int, missing: dict[str, tuple[int, bool]], total: int, *, doubtful: bool
 ) -> Iterator[Finding]:
-    """A finding for each tensor that a layer lacks, the last of many for the rest."""
+    """List a finding for each tensor that a layer lacks, the last of many for the rest."""
     names = list(missing)
-    for i, rest in enumerate(names[:_TOLD]):
+    for i, rest in enumerate(names[:_MOST_NAMED]):
         alike, inside = missing[rest]
-        more = len(names) - _TOLD if i == _TOLD - 1 else 0
+        more = len(names) - _MOST_NAMED if i == _MOST_NAMED - 1 else 0
         yield Finding.of(
             codes.MISSING_TENSOR,
             f"{alike} other layers have this tensor, and this layer lacks it"
@@ -213,7 +213,7 @@ def _shapes(stack: Stack) -> Iterator[Finding]:
     for rest, count in stack.holders.items():
         if count <= _SISTERS or _ADDED.search(rest):
             continue
-        of = {n: held[rest] for n, held in stack.elements.items() if rest in held}
+        of = {n: element[rest] for n, element in stack.elements.items() if rest in element}
         shapes = Counter(shape for shape, _ in of.values())
         if len(shapes) != 2 or min(shapes.values()) != 1:
             continue
@@ -230,7 +230,7 @@ def _shapes(stack: Stack) -> Iterator[Finding]:
         if len(modules) > 1 and number in (0, stack.count - 1):
             # What comes in and goes out may have another width.
             continue
-        for rest, common in deviating[:_TOLD]:
+        for rest, common in deviating[:_MOST_NAMED]:
             shape = stack.elements[number][rest][0]
             name, sisters = f"{stack.prefix}{number}.{rest}", stack.holders[rest] - 1
             if shape == common[::-1]:
@@ -257,7 +257,8 @@ def _of_its_own(stack: Stack, number: int, rest: str) -> bool:
     """True if no other layer has a tensor of this name in the shape that this layer has it in."""
     shape = stack.elements[number][rest][0]
     return all(
-        n == number or rest not in held or held[rest][0] != shape for n, held in stack.elements.items()
+        n == number or rest not in element or element[rest][0] != shape
+        for n, element in stack.elements.items()
     )
 
 

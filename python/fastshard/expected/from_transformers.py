@@ -102,9 +102,9 @@ def list_for(
         raise FastshardError.of(
             codes.BAD_VALUE, f"architectures names no class: {shown(config['architectures'])}", file=file
         )
-    asked = {"config": cleaned(config), "class": name}
+    request = {"config": cleaned(config), "class": name}
     quantised = any(part.get(key) for part in _parts(config) for key in QUANTISED)
-    key = hashlib.sha256(json_text.canonical([RULES, version, asked, quantised]).encode()).hexdigest()
+    key = hashlib.sha256(json_text.canonical([RULES, version, request, quantised]).encode()).hexdigest()
     # Versions in development change under one number.
     keeps = cache and "dev" not in version
     if keeps and (kept := cached_lists.read(key)) is not None:
@@ -114,14 +114,14 @@ def list_for(
                 return found
     if only_kept:
         raise FastshardError.of(codes.UNSUPPORTED, "no list of this config is kept", file=file)
-    told = transformers_process.answer_of(asked, timeout, memory)
-    if "error" in told:
-        raise _refused(told, config, file, version)
-    document = document_of(told, quantised)
-    made = from_document(document, file)
+    answer = transformers_process.answer_of(request, timeout, memory)
+    if "error" in answer:
+        raise _refused(answer, config, file, version)
+    document = document_of(answer, quantised)
+    expected = from_document(document, file)
     if keeps:
         cached_lists.keep(key, document)
-    return made
+    return expected
 
 
 def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -230,9 +230,9 @@ def installed_version(file: str) -> str:
 UNKNOWN_CLASS = "does not know this model"
 
 
-def _refused(told: Mapping[str, Any], config: Mapping[str, Any], file: str, version: str) -> FastshardError:
+def _refused(answer: Mapping[str, Any], config: Mapping[str, Any], file: str, version: str) -> FastshardError:
     what = {"unknown": UNKNOWN_CLASS, "import": "cannot be imported"}.get(
-        told["kind"], "cannot build this model"
+        answer["kind"], "cannot build this model"
     )
     code = (
         "; its code is part of the checkpoint (auto_map), which is never executed"
@@ -240,11 +240,11 @@ def _refused(told: Mapping[str, Any], config: Mapping[str, Any], file: str, vers
         else ""
     )
     help_ = "pass a good checkpoint of the model with --like"
-    if told["kind"] == "unknown" and not code:
+    if answer["kind"] == "unknown" and not code:
         help_ = f"install a newer transformers, or {help_}"
     return FastshardError.of(
         codes.UNSUPPORTED,
-        f"transformers {version} {what}: {printable(told['error'][:300])}{code}",
+        f"transformers {version} {what}: {printable(answer['error'][:300])}{code}",
         file=file,
         help=help_,
     )

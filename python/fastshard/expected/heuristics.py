@@ -13,9 +13,9 @@ from ..common.errors import Finding
 from ..common.formatting import printable, some
 from ..common.records import dataclass
 from . import from_config as by_config
-from .from_layers import Held, judged, repeated, stacks
+from .from_layers import ShapeDtype, check_stack, repeated, stacks
 
-__all__ = ["Evidence", "Held", "judge", "unheld"]
+__all__ = ["Evidence", "ShapeDtype", "judge", "unheld"]
 
 #: Names that are told of many.
 _NAMED = 4
@@ -33,7 +33,7 @@ class Evidence:
 
 
 def judge(
-    tensors: Mapping[str, Held],
+    tensors: Mapping[str, ShapeDtype],
     config: Mapping[str, Any] | None = None,
     *,
     saved_whole: bool = True,
@@ -51,15 +51,15 @@ def judge(
         lost: names of tensors that are not here for a reason that is told; of their layers nothing more is said.
     """
     found = stacks(tensors, lost)
-    stated = None if config is None else by_config.Stated(config)
-    findings = [finding for stack in found for finding in judged(stack)]
+    numbers = None if config is None else by_config.ConfigNumbers(config)
+    findings = [finding for stack in found for finding in check_stack(stack)]
     partial = not saved_whole and not by_config.holds_embedding(tensors)
     findings += [
         finding.replace(severity="warning") if partial else finding
-        for finding in by_config.counts(found, stated, tensors, in_files=in_files)
+        for finding in by_config.counts(found, numbers, tensors, in_files=in_files)
     ]
-    if stated is not None:
-        findings += by_config.rows(tensors, stated)
+    if numbers is not None:
+        findings += by_config.rows(tensors, numbers)
         findings += by_config.ends(tensors, config or {})
     spoken = repeated(found)
     return Evidence(findings, [name for name in tensors if name not in spoken], len(tensors))

@@ -9,7 +9,18 @@ from ..common import codes
 from ..common.errors import Finding
 from ..common.records import dataclass
 from ..common.regex import compile_when_used
-from .comparison import HEAD, LAYER, TOLD, WORDS, Comparison, Missing, extents, more, number, stated
+from .comparison import (
+    HEAD,
+    LAYER,
+    MOST_LISTED,
+    WORDS,
+    Comparison,
+    Missing,
+    extents,
+    more,
+    number,
+    read_setting,
+)
 from .expected_list import unexpected_allowed
 from .promised_parts import promised
 
@@ -45,7 +56,7 @@ def unexplained(compared: Comparison) -> Unmatched:
     """Tells what the checkpoint lacks or has too much without good reason."""
     met = compared.met
     unmatched = Unmatched(
-        [(name, shape) for name, shape in met.found["missing"] if compared.asked(name)],
+        [(name, shape) for name, shape in met.found["missing"] if compared.is_expected(name)],
         [stored for stored in met.further if compared.wanted(stored)],
     )
     for without in (_without_buffers, _without_copies, _without_ties, _without_layers):
@@ -110,8 +121,8 @@ def _copied(compared: Comparison, stored: str) -> str | None:
     own = met.side.tensors[stored]
     alike = (
         other
-        for other, told in met.side.tensors.items()
-        if told == own
+        for other, entry in met.side.tensors.items()
+        if entry == own
         and (name := met.name(other)) in compared.there
         and met.side.own(other) is not None
         and _UNNUMBERED.sub("#", name) != like
@@ -129,14 +140,14 @@ def _copied(compared: Comparison, stored: str) -> str | None:
 
 def _without_ties(compared: Comparison, unmatched: Unmatched) -> Unmatched:
     """Without tensors that a config ties to one that is there."""
-    tied = stated(compared.own, "tie_word_embeddings")
-    tied = stated(compared.theirs, "tie_word_embeddings") if tied is None else tied
+    tied = read_setting(compared.own, "tie_word_embeddings")
+    tied = read_setting(compared.theirs, "tie_word_embeddings") if tied is None else tied
     if tied is not True:
         # What a model that ties nothing lacks is lost: it must be stated.
         return Unmatched(unmatched.missing, unmatched.further)
     words = [(n, compared.expected[n]) for n in compared.there if WORDS.search(n)]
     partners = {
-        name: [other for other, held in words if held == shape]
+        name: [other for other, other_shape in words if other_shape == shape]
         for name, shape in unmatched.missing
         if WORDS.search(name)
     }
@@ -165,7 +176,7 @@ def _without_layers(compared: Comparison, unmatched: Unmatched) -> Unmatched:
     own, theirs = number(compared.own, *_LAYERS), number(compared.theirs, *_LAYERS)
     if own is None or theirs is None or own == theirs:
         return Unmatched(unmatched.missing, unmatched.further)
-    stacks = {stack for stack, held in compared.stacks.items() if len(held) == theirs}
+    stacks = {stack for stack, members in compared.stacks.items() if len(members) == theirs}
     beyond = range(min(own, theirs), max(own, theirs))
 
     def is_beyond(name: str) -> bool:
@@ -202,7 +213,7 @@ def _are_whole_layers(compared: Comparison, names: Set[str], stacks: Set[str], n
     for name in names:
         if match := LAYER.match(name):
             layers[match[1], int(match[2])].add(match[3])
-    alike = all(held in compared.stacks[stack].values() for (stack, _), held in layers.items())
+    alike = all(members in compared.stacks[stack].values() for (stack, _), members in layers.items())
     return alike and layers.keys() == {(stack, n) for stack in stacks for n in numbers}
 
 
@@ -217,9 +228,11 @@ def missing(compared: Comparison, names: Missing) -> list[Finding]:
         if name not in aside and (match := LAYER.match(name)):
             lost[match[1], int(match[2])].append(name)
     whole = {
-        layer: held for layer, held in lost.items() if len(held) == len(compared.stacks[layer[0]][layer[1]])
+        layer: members
+        for layer, members in lost.items()
+        if len(members) == len(compared.stacks[layer[0]][layer[1]])
     }
-    in_layers = {name for held in whole.values() for name in held}
+    in_layers = {name for members in whole.values() for name in members}
     singles = [one for one in names if one[0] not in in_layers]
     others = [one for one in singles if one[0] not in aside]
     message = (
@@ -238,7 +251,7 @@ def missing(compared: Comparison, names: Missing) -> list[Finding]:
                 got="missing",
                 help="copy the file that holds it from the original checkpoint",
             )
-            for name, shape in (*(one for one in singles if one[0] in aside), *others[:TOLD])
+            for name, shape in (*(one for one in singles if one[0] in aside), *others[:MOST_LISTED])
         ),
         *more(codes.MISSING_TENSOR, len(others), "tensors that are missing"),
     ]
@@ -280,6 +293,6 @@ def further(compared: Comparison, names: list[str]) -> list[Finding]:
             got=extents(compared.shape(stored)),
             help="leave it out on purpose (--exclude), choose a source without it, or leave out --like; nothing is dropped",
         )
-        for stored in names[:TOLD]
+        for stored in names[:MOST_LISTED]
     ]
     return findings + more(codes.UNKNOWN_TENSOR, len(names), "tensors that the reference has not")

@@ -103,8 +103,8 @@ _LAYER = compile_when_used(r"^((?:\w+\.)*?)(?:layers|h|blocks)\.(\d+)\.(.+)$")
 _OWN_LAYER = compile_when_used(r"(?:^|\.)(?:mtp|nextn)\w*\.(?:layers\.)?(\d+)\.(.+)$")
 #: What joins the embedding to the state of the layer before, where a layer has any of these.
 _JOINS = ("enorm", "hnorm", "eh_proj")
-#: Layers that are told of many.
-_TOLD = 100
+#: Most layers that a finding names.
+_MOST_NAMED = 100
 #: Of the name of a class; none has more characters.
 _LONGEST = 200
 
@@ -229,8 +229,8 @@ def lacking(part: Part, names: Iterable[str]) -> list[str]:
         if match is not None and int(match[2]) < part.layers and not part.holds(name):
             layers[match[1], int(match[2])].add(_module(match[3]))
     found: list[str] = []
-    for number, held in sorted(blocks.items()):
-        modules = set(map(_module, held))
+    for number, members in sorted(blocks.items()):
+        modules = set(map(_module, members))
         joins = [join for join in _JOINS if join not in modules]
         gone = joins if len(joins) < len(_JOINS) else []
         likest = max(layers.values(), key=lambda one: (len(one & modules), -len(one)), default=set())
@@ -240,7 +240,7 @@ def lacking(part: Part, names: Iterable[str]) -> list[str]:
         found += [f"{module} of MTP layer {number + 1}" for module in gone]
     if part.number is not None and len(blocks) < part.number:
         none = (n for n in range(part.number) if n not in blocks)
-        found += [f"MTP layer {n + 1}" for n in islice(none, min(part.number - len(blocks), _TOLD))]
+        found += [f"MTP layer {n + 1}" for n in islice(none, min(part.number - len(blocks), _MOST_NAMED))]
     return found
 
 

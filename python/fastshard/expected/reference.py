@@ -63,8 +63,8 @@ class Reference:
     listed: ExpectedTensors | None = None
 
     @property
-    def lent(self) -> tuple[dict[str, Any], Path] | None:
-        """Its config, and the file, for a checkpoint that has none; None for a file by itself."""
+    def own_config(self) -> tuple[dict[str, Any], Path] | None:
+        """Return its config and the file, for a checkpoint that has none; None for a file by itself."""
         if self.config is None or self.config_file is None or not self.places:
             return None
         return self.config, self.config_file
@@ -81,9 +81,9 @@ class Reference:
             FastshardError: ``FS515`` if the reference is the checkpoint of these roots and files.
         """
         at = Path(self.path).resolve()
-        held = {path.resolve() for path in files}
+        paths = {path.resolve() for path in files}
         is_root = not single and at in {root.resolve() for root in roots}
-        if is_root or (held and held <= {path.resolve() for path in self.files}):
+        if is_root or (paths and paths <= {path.resolve() for path in self.files}):
             raise FastshardError.of(
                 codes.USAGE,
                 "--like names the checkpoint itself, which is like itself whatever it lacks",
@@ -155,8 +155,8 @@ def _read(at: Path, given: str, opened: Callable[..., Whole]) -> Reference:
         return (
             _of_list(from_document(content, given), given) if "schema" in content else _of_config(at, given)
         )
-    if at.is_dir() and (said := Folder.named(at).file("config.json")) and not _holds_more(at):
-        return _of_config(said, given)
+    if at.is_dir() and (config_file := Folder.named(at).file("config.json")) and not _holds_more(at):
+        return _of_config(config_file, given)
     if at.is_file() and (named := _SHARD.search(at.name)) and int(named[1]) > 1:
         raise FastshardError.of(
             codes.USAGE,

@@ -176,8 +176,8 @@ def aligned(met: Met, roster: _core.Roster, path: str) -> Met | None:
         if len(names) == len(own) and 2 * len(names & listed) > least:
             fitting.append(reading)
     if len(fitting) > 1:
-        told = "; ".join(map(str, fitting))
-        raise _ambiguous(path, told, "say where the model begins with --prefix")
+        text = "; ".join(map(str, fitting))
+        raise _ambiguous(path, text, "say where the model begins with --prefix")
     if not fitting:
         return None
     # What is no part of the model has no name there.

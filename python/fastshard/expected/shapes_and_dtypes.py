@@ -9,7 +9,7 @@ from ..common import codes
 from ..common.dtypes import TORCH_FLOATS, item_size
 from ..common.errors import Finding
 from ..common.records import dataclass
-from .comparison import TOLD, WORDS, Comparison, extents, more, number
+from .comparison import MOST_LISTED, WORDS, Comparison, extents, more, number
 from .reference_names import unequal
 
 __all__ = ["dtypes", "shapes", "total_bytes"]
@@ -53,7 +53,7 @@ def shapes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
     by_config = own is not None and own != theirs
     resized = [one for one in differing if by_config and one.has(own, theirs)]
     rest = [one for one in differing if not (by_config and one.has(own, theirs))]
-    findings = [_shaped(compared, one, own, theirs) for one in rest[:TOLD]]
+    findings = [_shaped(compared, one, own, theirs) for one in rest[:MOST_LISTED]]
     findings += more(codes.SHAPE, len(rest), "tensors of another shape")
     if own is None or theirs is None or own == theirs:
         return findings, []
@@ -108,7 +108,7 @@ def _rows(compared: Comparison, rows: int) -> list[str]:
 
 def _shaped(compared: Comparison, one: _Differing, own: int | None, theirs: int | None) -> Finding:
     got, expected, at = one.got, one.expected, one.at
-    told: dict[str, str | None] = {
+    fields: dict[str, str | None] = {
         "tensor": one.stored,
         "expected": extents(expected),
         "got": extents(got),
@@ -120,11 +120,11 @@ def _shaped(compared: Comparison, one: _Differing, own: int | None, theirs: int 
             f"dimension {at} has {got[at]} of the {want} that the reference {compared.path} has: it looks like one of "
             f"{want // got[at]} tensor-parallel slices",
             help="add the slices of the other ranks, or use a checkpoint with full tensors",
-            **told,
+            **fields,
         )
-    said = ""
+    vocabulary_note = ""
     if own != theirs and at is not None and (own in got or theirs in expected):
-        said = f" (vocab_size: {own if own is not None else 'no config'} here, {theirs} there)"
+        vocabulary_note = f" (vocab_size: {own if own is not None else 'no config'} here, {theirs} there)"
     longer = (
         at is not None
         and want is not None
@@ -140,12 +140,12 @@ def _shaped(compared: Comparison, one: _Differing, own: int | None, theirs: int 
         codes.SHAPE,
         f"its shape differs from that in the reference {compared.path}"
         + (", the same turned" if turned else "")
-        + said,
+        + vocabulary_note,
         help=_help_with_rows(got[at or 0], is_padding)
         if longer
         else "compare the two configs: it is from another model, or was changed after it was saved",
         run=[f"--vocab-size {want}"] if is_padding else [],
-        **told,
+        **fields,
     )
 
 
@@ -182,7 +182,7 @@ def dtypes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
             got=got,
             help="pass a reference that is stored alike: one is quantised and the other is not",
         )
-        for stored, got, expected in other[:TOLD]
+        for stored, got, expected in other[:MOST_LISTED]
     ]
     findings += more(codes.DTYPE, len(other), "tensors of other elements")
     findings += [
@@ -194,7 +194,7 @@ def dtypes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
             expected=expected,
             got=got,
         )
-        for stored, got, expected in rest[:TOLD]
+        for stored, got, expected in rest[:MOST_LISTED]
     ]
     return findings + more(codes.DTYPE, len(rest), "tensors of another dtype", "warning"), notes
 
@@ -242,9 +242,9 @@ def total_bytes(compared: Comparison) -> list[Finding]:
     mine = {s: n for s, n in sizes.items() if compared.met.side.own(s) is not None}
     if any(not compared.wanted(stored) for stored in mine):
         return []
-    held = sum(mine.values())
+    stored_bytes = sum(mine.values())
     heads = [n for s, n in mine.items() if WORDS.search(compared.met.name(s))]
-    likely = {held, *(held - n for n in heads), *(held + n for n in heads)}
+    likely = {stored_bytes, *(stored_bytes - n for n in heads), *(stored_bytes + n for n in heads)}
     if total in likely or any(round(total * ratio) in likely for ratio in _RATIOS):
         return []
     return [
@@ -252,7 +252,7 @@ def total_bytes(compared: Comparison) -> list[Finding]:
             codes.SHAPE,
             f"the tensors have other bytes than the index of the reference {compared.path} states (metadata.total_size)",
             expected=f"{total} bytes, or as many times more or less as other dtypes make",
-            got=f"{held} bytes",
+            got=f"{stored_bytes} bytes",
             help="pass the reference's files too, whose headers decide; a tensor is truncated or of another model",
         )
     ]

@@ -30,7 +30,7 @@ class Part(NamedTuple):
     dims: list[Digits]
 
 
-class Made(NamedTuple):
+class Tiling(NamedTuple):
     """The parts that tile a tensor of a shape."""
 
     shape: list[int]
@@ -60,14 +60,14 @@ def joined(digits: Digits) -> Digits:
     return found
 
 
-def whole(name: str, shape: list[int]) -> Made:
+def whole(name: str, shape: list[int]) -> Tiling:
     """A tensor in memory as it is."""
     dims: list[Digits] = []
     stride = 1
     for n in reversed(shape):
         dims.insert(0, [(n, stride)] if n > 1 else [])
         stride *= n
-    return Made(list(shape), [Part(name, 0, [0] * len(shape), dims)])
+    return Tiling(list(shape), [Part(name, 0, [0] * len(shape), dims)])
 
 
 def cut(digits: Digits, low: int, high: int) -> tuple[int, Digits]:
@@ -85,10 +85,10 @@ def cut(digits: Digits, low: int, high: int) -> tuple[int, Digits]:
     raise Untraceable("a slice across blocks")
 
 
-def sliced(made: Made, dim: int, low: int, high: int) -> Made:
+def sliced(tiling: Tiling, dim: int, low: int, high: int) -> Tiling:
     """Indices from ``low`` to below ``high`` of one dimension."""
     parts = []
-    for part in made.parts:
+    for part in tiling.parts:
         first = part.start[dim]
         a, b = max(low, first), min(high, first + count(part.dims[dim]))
         if a < b:
@@ -96,33 +96,33 @@ def sliced(made: Made, dim: int, low: int, high: int) -> Made:
             start = [*part.start[:dim], a - low, *part.start[dim + 1 :]]
             dims = [*part.dims[:dim], digits, *part.dims[dim + 1 :]]
             parts.append(Part(part.name, part.offset + offset, start, dims))
-    return Made([*made.shape[:dim], high - low, *made.shape[dim + 1 :]], parts)
+    return Tiling([*tiling.shape[:dim], high - low, *tiling.shape[dim + 1 :]], parts)
 
 
-def permuted(made: Made, order: list[int]) -> Made:
+def permuted(tiling: Tiling, order: list[int]) -> Tiling:
     """The dimensions in another order."""
     parts = [
-        Part(p.name, p.offset, [p.start[i] for i in order], [p.dims[i] for i in order]) for p in made.parts
+        Part(p.name, p.offset, [p.start[i] for i in order], [p.dims[i] for i in order]) for p in tiling.parts
     ]
-    return Made([made.shape[i] for i in order], parts)
+    return Tiling([tiling.shape[i] for i in order], parts)
 
 
-def reshaped(made: Made, shape: list[int]) -> Made:
+def reshaped(tiling: Tiling, shape: list[int]) -> Tiling:
     """The elements in the same order under another shape."""
-    kept = [i for i, n in enumerate(made.shape) if n > 1]
-    if [made.shape[i] for i in kept] == [n for n in shape if n > 1]:
+    kept = [i for i, n in enumerate(tiling.shape) if n > 1]
+    if [tiling.shape[i] for i in kept] == [n for n in shape if n > 1]:
         parts = []
-        for part in made.parts:
+        for part in tiling.parts:
             left = iter(kept)
             at = [next(left) if n > 1 else None for n in shape]
             start = [0 if i is None else part.start[i] for i in at]
             parts.append(Part(part.name, part.offset, start, [[] if i is None else part.dims[i] for i in at]))
-        return Made(list(shape), parts)
-    if len(made.parts) != 1:
+        return Tiling(list(shape), parts)
+    if len(tiling.parts) != 1:
         raise Untraceable("another shape of what was put together")
-    (part,) = made.parts
+    (part,) = tiling.parts
     dims = regrouped([digit for digits in part.dims for digit in digits], shape)
-    return Made(list(shape), [part._replace(start=[0] * len(shape), dims=dims)])
+    return Tiling(list(shape), [part._replace(start=[0] * len(shape), dims=dims)])
 
 
 def regrouped(digits: Digits, shape: list[int]) -> list[Digits]:
@@ -145,16 +145,16 @@ def regrouped(digits: Digits, shape: list[int]) -> list[Digits]:
     return dims
 
 
-def put_together(several: list[Made], dim: int) -> Made:
+def put_together(several: list[Tiling], dim: int) -> Tiling:
     """Tensors one after another along a dimension."""
     at, parts = 0, []
-    for made in several:
-        for part in made.parts:
+    for tiling in several:
+        for part in tiling.parts:
             start = [n + at if i == dim else n for i, n in enumerate(part.start)]
             parts.append(part._replace(start=start))
-        at += made.shape[dim]
+        at += tiling.shape[dim]
     first = several[0].shape
-    return Made([*first[:dim], at, *first[dim + 1 :]], parts)
+    return Tiling([*first[:dim], at, *first[dim + 1 :]], parts)
 
 
 def argument(args: tuple[Any, ...], at: int, default: Any) -> Any:
@@ -162,19 +162,19 @@ def argument(args: tuple[Any, ...], at: int, default: Any) -> Any:
     return args[at] if len(args) > at and args[at] is not None else default
 
 
-def every(made: Made, args: tuple[Any, ...]) -> Made:
+def every(tiling: Tiling, args: tuple[Any, ...]) -> Tiling:
     """What ``aten::slice`` takes: a range, or each n-th index."""
-    dim = argument(args, 1, 0) % len(made.shape)
-    n = made.shape[dim]
+    dim = argument(args, 1, 0) % len(tiling.shape)
+    n = tiling.shape[dim]
     low, high, step = argument(args, 2, 0), argument(args, 3, n), argument(args, 4, 1)
     low, high = (max(0, min(n, at + n if at < 0 else at)) for at in (low, high))
     if step == 1:
-        return sliced(made, dim, low, high)
+        return sliced(tiling, dim, low, high)
     if high < n or low >= step or n % step:
         raise Untraceable("steps that do not divide")
-    apart = reshaped(made, [*made.shape[:dim], n // step, step, *made.shape[dim + 1 :]])
+    apart = reshaped(tiling, [*tiling.shape[:dim], n // step, step, *tiling.shape[dim + 1 :]])
     taken = sliced(apart, dim + 1, low, low + 1)
-    return reshaped(taken, [*made.shape[:dim], n // step, *made.shape[dim + 1 :]])
+    return reshaped(taken, [*tiling.shape[:dim], n // step, *tiling.shape[dim + 1 :]])
 
 
 class Trace:
@@ -182,7 +182,7 @@ class Trace:
 
     def __init__(self, named: dict[str, torch.Tensor]) -> None:
         #: Each tensor is held, so that none that is followed has the id of another.
-        self._held: dict[int, tuple[torch.Tensor, Made | None]] = {
+        self._tensors: dict[int, tuple[torch.Tensor, Tiling | None]] = {
             id(tensor): (tensor, whole(name, list(tensor.shape))) for name, tensor in named.items()
         }
         self._mode: Any = None
@@ -208,10 +208,10 @@ class Trace:
 
     def parts(self, tensor: torch.Tensor) -> list[Part] | None:
         """The parts of a tensor; None for one that was computed."""
-        _, made = self._held.get(id(tensor), (tensor, None))
-        if made is None:
+        _, tiling = self._tensors.get(id(tensor), (tensor, None))
+        if tiling is None:
             return None
-        return [part._replace(dims=[joined(digits) for digits in part.dims]) for part in made.parts]
+        return [part._replace(dims=[joined(digits) for digits in part.dims]) for part in tiling.parts]
 
     def is_itself(self, name: str, tensor: torch.Tensor) -> bool:
         """True for the tensor of that name in memory, as it lies there."""
@@ -223,7 +223,7 @@ class Trace:
 
         out = func(*args, **kwargs)
         given = [a for arg in args for a in (arg if isinstance(arg, list | tuple) else (arg,))]
-        inputs = [self._held.get(id(a), (a, None))[1] for a in given if isinstance(a, torch.Tensor)]
+        inputs = [self._tensors.get(id(a), (a, None))[1] for a in given if isinstance(a, torch.Tensor)]
         results = [
             o for o in (out if isinstance(out, list | tuple) else (out,)) if isinstance(o, torch.Tensor)
         ]
@@ -231,19 +231,21 @@ class Trace:
             return out
         try:
             shapes = [list(result.shape) for result in results]
-            made: list[Any] = self._followed(func._schema.name.removeprefix("aten::"), inputs, args, shapes)
-            if [one.shape for one in made] != shapes:
+            tilings: list[Any] = self._followed(
+                func._schema.name.removeprefix("aten::"), inputs, args, shapes
+            )
+            if [one.shape for one in tilings] != shapes:
                 raise Untraceable("another shape")
         except Untraceable:
-            made = [None] * len(results)
-        self._held |= {id(result): (result, one) for result, one in zip(results, made, strict=True)}
+            tilings = [None] * len(results)
+        self._tensors |= {id(result): (result, one) for result, one in zip(results, tilings, strict=True)}
         return out
 
     @staticmethod
     def _followed(
-        name: str, inputs: list[Made | None], args: tuple[Any, ...], shapes: list[list[int]]
-    ) -> list[Made]:
-        several = [made for made in inputs if made is not None]
+        name: str, inputs: list[Tiling | None], args: tuple[Any, ...], shapes: list[list[int]]
+    ) -> list[Tiling]:
+        several = [tiling for tiling in inputs if tiling is not None]
         if len(several) < len(inputs):
             raise Untraceable("of a tensor that was computed")
         first = several[0]

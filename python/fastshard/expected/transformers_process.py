@@ -51,13 +51,13 @@ def _answered(question: dict[str, Any], timeout: float, memory: int) -> dict[str
         root = Path(folder)
         for name in ("cwd", "home"):
             (root / name).mkdir()
-        asked = json.dumps(question | {"path": _packages(), "memory": memory})
-        (root / "asked.json").write_text(asked, "utf-8")
+        request = json.dumps(question | {"path": _packages(), "memory": memory})
+        (root / "asked.json").write_text(request, "utf-8")
         words = [sys.executable, "-I", str(_WORKER), str(root / "asked.json"), str(root / "answer.json")]
-        with (root / "said").open("wb") as said:
+        with (root / "said").open("wb") as output:
             process = subprocess.Popen(
-                words, cwd=root / "cwd", env=_environment(root / "home"), stdin=subprocess.DEVNULL, stdout=said,
-                stderr=said, start_new_session=True,
+                words, cwd=root / "cwd", env=_environment(root / "home"), stdin=subprocess.DEVNULL, stdout=output,
+                stderr=output, start_new_session=True,
             )  # fmt: skip
             try:
                 process.wait(timeout)

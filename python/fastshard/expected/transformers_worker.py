@@ -65,16 +65,16 @@ def decoded(value: Any) -> Any:
     return [decoded(inner) for inner in value] if isinstance(value, list) else value
 
 
-def config_of(asked: dict[str, Any]) -> Any:
+def config_of(question: dict[str, Any]) -> Any:
     """The config as an object of its class."""
     from transformers import CONFIG_MAPPING
 
-    kind = asked["config"].get("model_type")
+    kind = question["config"].get("model_type")
     if not isinstance(kind, str):
         raise Unknown("the config has no model_type")
     if kind not in CONFIG_MAPPING:
         raise Unknown(f"model_type {kind!r}")
-    return CONFIG_MAPPING[kind].from_dict(decoded(asked["config"]))
+    return CONFIG_MAPPING[kind].from_dict(decoded(question["config"]))
 
 
 def class_of(config: Any, name: str | None) -> Any:
@@ -133,24 +133,26 @@ def on_disk(model: Any, state: dict[str, Any], kept: set[str]) -> tuple[dict[str
     trace = tracer().Trace(memory)
     with trace:
         saved = revert_weight_conversion(model, dict(memory))
-    made = {name: trace.parts(tensor) for name, tensor in saved.items() if not trace.is_itself(name, tensor)}
+    parts_by_name = {
+        name: trace.parts(tensor) for name, tensor in saved.items() if not trace.is_itself(name, tensor)
+    }
     left = state.keys() - kept
     written = {
         name: tensor
         for name, tensor in saved.items()
-        if not left & ({part.name for part in made[name] or ()} if name in made else {name})
+        if not left & ({part.name for part in parts_by_name[name] or ()} if name in parts_by_name else {name})
     }
-    return written, made
+    return written, parts_by_name
 
 
-def listed(asked: dict[str, Any]) -> dict[str, Any]:
+def listed(question: dict[str, Any]) -> dict[str, Any]:
     """The list that ANSWER holds."""
     import torch
     import transformers
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    config = config_of(asked)
-    cls = class_of(config, asked["class"])
+    config = config_of(question)
+    cls = class_of(config, question["class"])
     dtype = getattr(config, "dtype", None)
     dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
     with on_meta():
@@ -164,7 +166,7 @@ def listed(asked: dict[str, Any]) -> dict[str, Any]:
     for name in spelled(list(state), plan):
         state[name] = state[name].to(torch.float32)
     kept = set(remove_tied_weights_from_state_dict(dict(state), model))
-    saved, made = on_disk(model, state, kept)
+    saved, parts_by_name = on_disk(model, state, kept)
     names = sorted({*saved, *state})
     keeps = {}
     for spelling, narrow in (("BF16", torch.bfloat16), ("F16", torch.float16)):
@@ -180,7 +182,7 @@ def listed(asked: dict[str, Any]) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "tensors": entries(saved),
         "in_memory": entries(state),
-        "made": made,
+        "made": parts_by_name,
         "ties": ties,
         "keeps": keeps,
         "may_be_missing": sorted(model._keys_to_ignore_on_load_missing or ()),
@@ -188,24 +190,24 @@ def listed(asked: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def loading(asked: dict[str, Any]) -> dict[str, Any]:
+def loading(question: dict[str, Any]) -> dict[str, Any]:
     """What from_pretrained would complain about, given the names, dtypes and shapes that are stored; nothing is read.
 
     It knows more spellings than it writes: those of earlier versions, and of other vendors.
     """
     import torch
 
-    config = config_of(asked)
-    cls = class_of(config, asked["class"])
+    config = config_of(question)
+    cls = class_of(config, question["class"])
     state = {
         name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-        for name, dtype, shape in asked["stored"]
+        for name, dtype, shape in question["stored"]
     }
     dtype = getattr(config, "dtype", None)
     try:
         with on_meta():
             # The map of devices needs the package accelerate.
-            _, told = cls.from_pretrained(
+            _, loading_info = cls.from_pretrained(
                 None,
                 config=config,
                 state_dict=state,
@@ -217,29 +219,31 @@ def loading(asked: dict[str, Any]) -> dict[str, Any]:
     except RuntimeError as error:  # tensors of one stack that do not fit together
         first = str(error).splitlines()[0] if str(error) else "RuntimeError"
         return {"complaints": [first], "base": ""}
-    complaints = [str(name) for name in told.get("missing_keys", ())]
-    complaints += [str(one[0] if isinstance(one, tuple) else one) for one in told.get("mismatched_keys", ())]
-    complaints += [str(one) for one in told.get("error_msgs", ())]
-    complaints += [str(one) for one in told.get("conversion_errors", None) or ()]
+    complaints = [str(name) for name in loading_info.get("missing_keys", ())]
+    complaints += [
+        str(one[0] if isinstance(one, tuple) else one) for one in loading_info.get("mismatched_keys", ())
+    ]
+    complaints += [str(one) for one in loading_info.get("error_msgs", ())]
+    complaints += [str(one) for one in loading_info.get("conversion_errors", None) or ()]
     return {"complaints": sorted(complaints), "base": str(getattr(cls, "base_model_prefix", "") or "")}
 
 
-def list_adapter(asked: dict[str, Any]) -> dict[str, Any]:
+def list_adapter(question: dict[str, Any]) -> dict[str, Any]:
     """Lists what peft saves of an adapter of this config, and what it misses when it loads tensors of these names and shapes."""
     import torch
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
-    config = config_of(asked)
+    config = config_of(question)
     with on_meta():
-        model = class_of(config, asked["class"])._from_config(config, dtype=torch.float32)
+        model = class_of(config, question["class"])._from_config(config, dtype=torch.float32)
         model.tie_weights()
         # It passes over keys that this version does not know.
         config_class: Any = PeftConfig
-        adapter = config_class.from_peft_type(**decoded(asked["adapter"]))
+        adapter = config_class.from_peft_type(**decoded(question["adapter"]))
         adapted = get_peft_model(model, adapter, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
     # Rows of an embedding that go along for a load elsewhere are the base's own.
     saved = sorted(get_peft_model_state_dict(adapted, save_embedding_layers=False))
-    state = {name: torch.empty(shape, device="meta") for name, shape in asked["adapter_tensors"].items()}
+    state = {name: torch.empty(shape, device="meta") for name, shape in question["adapter_tensors"].items()}
     try:
         loaded: Any = set_peft_model_state_dict(
             adapted, state, ignore_mismatched_sizes=True, low_cpu_mem_usage=True
@@ -267,13 +271,13 @@ def answer_to(question: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}", "kind": "build"}
 
 
-def main(asked: str, answer: str) -> int:
+def main(question_file: str, answer: str) -> int:
     """Writes the answer; 0 if it is a list."""
     sys.addaudithook(refuse_network)
     # It does not outlive whoever asks. source: prctl(2), PR_SET_PDEATHSIG
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    question = json.loads(Path(asked).read_text("utf-8"))
+    question = json.loads(Path(question_file).read_text("utf-8"))
     resource.setrlimit(resource.RLIMIT_DATA, (question["memory"],) * 2)
     sys.path += [path for path in question["path"] if path not in sys.path]
     found = answer_to(question)
