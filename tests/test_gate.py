@@ -380,11 +380,11 @@ def test_the_library_judges_alike(tmp_path: Path) -> None:
 def test_judged_twice_is_judged_once() -> None:
     found = [Finding.of("FS108", "w"), Finding.of("FS109", "n"), Finding.of("FS101", "e")]
     gate = Gate.of("warning", ["FS109"])
-    once = gate.judged(found)
-    assert gate.judged(once) == once
+    once = gate.evaluate(found)
+    assert gate.evaluate(once) == once
     assert [f.severity for f in once] == ["error", "error", "error"]
     assert [f.decided for f in once] == ["fail_on warning", "error FS109", None]
-    assert Gate().judged(found) == found
+    assert Gate().evaluate(found) == found
 
 
 def test_findings_keep_their_schema(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_launcher_is_found(name: str) -> None:
     environ, world, wanted, told = FOUND[name]
     found = detect(world, environ)
     assert (found.rank, found.world) == wanted
-    assert found.told.startswith(told), found.told
+    assert found.origin.startswith(told), found.origin
 
 
 REFUSED = {

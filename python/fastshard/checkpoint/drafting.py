@@ -189,7 +189,7 @@ def draft_of(catalog: _core.Catalog, core_request: CoreRequest) -> _core.Draft:
     table = core_request.source.taken_table if core_request.table is None else core_request.table
     target = None if core_request.target is None else core_request.target.table
     try:
-        catalog.within(memory_budget.stated())
+        catalog.within(memory_budget.get_limit())
         return catalog.draft(core_request, table, target)
     except _core.CoreError as error:
         raise from_core(error) from None

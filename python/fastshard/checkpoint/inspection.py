@@ -115,7 +115,7 @@ def inspect(
         known = {f.tensor for f in findings} | {file for f in findings for file in f.files}
         missing = manifest_files.find_missing(manifest, read(manifest), checkpoint)
         new = [f for f in missing if (f.tensor or f.file) not in known]
-        findings += checkpoint.opened.gate.judged(new)
+        findings += checkpoint.opened.gate.evaluate(new)
     files, file_bytes = checkpoint.extent
     return Inspection(
         framework=checkpoint.framework,

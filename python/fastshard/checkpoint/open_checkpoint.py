@@ -169,7 +169,7 @@ def _detect(listing: Listing, placeholders: dict[str, Finding], options: Options
             others = [f for f in listing.without_hidden(refused.findings) if f.file not in closed]
             raise error_for([*listing.closed, *others]) from None
         raise
-    return replace(found, findings=hub_downloads.said_of_missing(listing, found.findings))
+    return replace(found, findings=hub_downloads.explain_missing(listing, found.findings))
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def _open_headers(files: _Files, request: _Request) -> _Headers:
             request.threads,
             dict(found.records),
             {index: blocks.listed() for index, blocks in found.blocks.items()},
-            memory_budget.stated(),
+            memory_budget.get_limit(),
             tensor_words.declared(),
         )
     except _core.CoreError as error:
@@ -574,7 +574,7 @@ def _names_in(files: Sequence[File], listing: Listing, threads: int) -> dict[str
             [os.fspath(root) for root in listing.roots],
             [(file.root, file.path) for file in files],
             threads,
-            memory=memory_budget.stated(),
+            memory=memory_budget.get_limit(),
         )
     except _core.CoreError as error:
         raise from_core(error) from None

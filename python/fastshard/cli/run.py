@@ -80,7 +80,7 @@ class Run:
             from ..common.gate import Gate
 
             try:
-                Gate.of(ignore=ignore).judged(error.findings)
+                Gate.of(ignore=ignore).evaluate(error.findings)
             except FastshardError as misused:
                 return misused.findings, misused.exit_code
         return [self._not_out(f) for f in error.findings], self._code(error.exit_code)

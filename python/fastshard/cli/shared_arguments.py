@@ -17,7 +17,6 @@ from ..common.options import (
     Comparing,
     Gating,
     Lending,
-    Made,
     Opening,
     Option,
     Placing,
@@ -26,6 +25,7 @@ from ..common.options import (
     Sharding,
     Source,
     Threads,
+    ValueOptions,
     Vocabulary,
     table,
 )
@@ -171,7 +171,7 @@ def gating(a: argparse.Namespace) -> dict[str, Any]:
 
 def add_shaping(parser: argparse.ArgumentParser) -> None:
     """What is made of the tensors: :func:`shape`."""
-    add_options(parser.add_argument_group("result"), Made, Sharding)
+    add_options(parser.add_argument_group("result"), ValueOptions, Sharding)
 
 
 def add_choosing(parser: argparse._ActionsContainer) -> None:
@@ -238,7 +238,7 @@ def ranked(a: argparse.Namespace) -> dict[str, Any]:
         from ..conversion.distributed.launcher_env import detect
 
         found = detect(a.world)
-        Streams().say(f"rank {found.rank} of {found.world} ({found.told})")
+        Streams().say(f"rank {found.rank} of {found.world} ({found.origin})")
     return given(a, Ranked)
 
 
@@ -279,7 +279,7 @@ def progress(a: argparse.Namespace) -> str | bool:
 
 def shape(a: argparse.Namespace) -> dict[str, Any]:
     """Options of a result under any names."""
-    return given(a, Made, Sharding)
+    return given(a, ValueOptions, Sharding)
 
 
 def placing(a: argparse.Namespace) -> dict[str, Any]:

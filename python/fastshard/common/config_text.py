@@ -40,7 +40,7 @@ def parse_yaml(text: str) -> Any:
     except yaml.YAMLError as error:
         raise ValueError(f"not valid YAML: {error}") from None
     except _MALFORMED as error:
-        raise ValueError(f"not valid YAML: {_said(error)}") from None
+        raise ValueError(f"not valid YAML: {_shorten_error(error)}") from None
     finally:
         if loader is not None:
             loader.dispose()
@@ -105,7 +105,7 @@ def parse_json(text: str) -> Any:
     try:
         return checked(json_text.load(text, json_text.read_pairs))
     except ValueError as error:
-        raise ValueError(f"not valid JSON: {_said(error)}") from None
+        raise ValueError(f"not valid JSON: {_shorten_error(error)}") from None
 
 
 def written(config: Mapping[str, Any]) -> str:
@@ -139,7 +139,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _said(error: BaseException) -> str:
+def _shorten_error(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 

@@ -102,7 +102,7 @@ def files_of(files: Sequence[str]) -> str:
     """
     split = [_NUMBER.split(file) for file in files]
     if len({tuple(parts[::2]) for parts in split}) == 1:
-        differ = [i for i, held in enumerate(zip(*split, strict=True)) if len(set(held)) > 1]
+        differ = [i for i, texts in enumerate(zip(*split, strict=True)) if len(set(texts)) > 1]
         if len(differ) == 1:
             (at,) = differ
             first = split[0]

@@ -49,8 +49,8 @@ class Gate:
     def __bool__(self) -> bool:
         return self.warnings or bool(self.error or self.ignore)
 
-    def judged(self, findings: Iterable[Finding]) -> list[Finding]:
-        """The findings as they count; what was judged before stays so.
+    def evaluate(self, findings: Iterable[Finding]) -> list[Finding]:
+        """Evaluate findings: each as it counts; one that was evaluated before stays as it is.
 
         Raises:
             FastshardError: ``FS515`` if an error is to be ignored.
@@ -69,9 +69,9 @@ class Gate:
         Raises:
             FastshardError: if one of them is an error; all go along.
         """
-        judged = self.judged(findings)
-        raise_errors(judged)
-        return judged
+        evaluated = self.evaluate(findings)
+        raise_errors(evaluated)
+        return evaluated
 
     def to_dict(self, findings: Iterable[Finding] = ()) -> dict[str, Any]:
         """The gate as the core takes it, with findings of which the manifest is to say how they were decided."""

@@ -20,7 +20,7 @@ from .records import dataclass
 from .regex import compile_when_used
 from .thread_pools import stoppable_pool
 
-__all__ = ["Record", "compared", "records", "said_of_missing", "unfinished"]
+__all__ = ["Record", "compared", "explain_missing", "records", "unfinished"]
 
 #: Of a file in LFS its SHA-256, of another the SHA-1 of its git blob. Other etags say nothing.
 _DIGEST = compile_when_used(r"[0-9a-f]{64}|[0-9a-f]{40}")
@@ -215,16 +215,17 @@ def unfinished(listing: Listing) -> list[Finding]:
     ]
 
 
-def said_of_missing(listing: Listing, findings: Sequence[Finding]) -> list[Finding]:
-    """The findings, where those for missing files say that their download did not finish."""
+def explain_missing(listing: Listing, findings: Sequence[Finding]) -> list[Finding]:
+    """Explain missing files whose download did not finish, in their findings."""
     if not any(f.code == codes.MISSING_FILE and f.file for f in findings):
         return list(findings)
     return [
-        _said(listing, f) if f.code == codes.MISSING_FILE and f.file and f.evidence else f for f in findings
+        _explain_one(listing, f) if f.code == codes.MISSING_FILE and f.file and f.evidence else f
+        for f in findings
     ]
 
 
-def _said(listing: Listing, finding: Finding) -> Finding:
+def _explain_one(listing: Listing, finding: Finding) -> Finding:
     name = finding.file or ""
     for root in listing.roots:
         path = root / name
@@ -296,9 +297,9 @@ def _size(path: Path) -> int:
 
 def _finish(root: Path, path: Path | None) -> str:
     """The command that finishes a download: it continues where it stopped."""
-    told = _again(path or root / "FILE").removesuffix(" --force-download")
+    command = _again(path or root / "FILE").removesuffix(" --force-download")
     if path is None:
-        told = told.replace(" FILE", "", 1)
+        command = command.replace(" FILE", "", 1)
     bases = _local_bases(root)
-    local = f" --local-dir {shlex.quote(str(root))}" if "REPO" in told and bases else ""
-    return f"{told}{local}"
+    local = f" --local-dir {shlex.quote(str(root))}" if "REPO" in command and bases else ""
+    return f"{command}{local}"

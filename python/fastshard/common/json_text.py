@@ -78,7 +78,7 @@ def _find_key(content: Any, wanted: object) -> str | None:
 def value(
     text: str | bytes,
     file: str,
-    said: str = "not valid JSON",
+    message: str = "not valid JSON",
     *,
     code: str = codes.BAD_VALUE,
     help: str | None = None,
@@ -87,13 +87,13 @@ def value(
     """The value that a file's text holds; ``hook`` makes an object of its pairs.
 
     Raises:
-        FastshardError: ``code``, with what is ``said`` of the file, if the text is damaged or too deep.
+        FastshardError: ``code``, with ``message``, if the text is damaged or too deep.
     """
     try:
         return load(text, hook)
     except ValueError as error:
         again = f"copy {file.rpartition('/')[2]} again from the original checkpoint"
-        raise FastshardError.of(code, f"{said}: {error}", file=file, help=help or again) from None
+        raise FastshardError.of(code, f"{message}: {error}", file=file, help=help or again) from None
 
 
 def read_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

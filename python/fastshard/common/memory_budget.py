@@ -17,7 +17,7 @@ from .byte_sizes import parse_size
 from .errors import FastshardError
 from .option_checks import checked, describe_later
 
-_STATED: ContextVar[int | None] = ContextVar("stated", default=None)
+_LIMIT: ContextVar[int | None] = ContextVar("limit", default=None)
 
 #: Files smaller than this are read without asking.
 _SMALL = 1 << 20
@@ -28,9 +28,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def stated() -> int | None:
-    """Bytes of anonymous memory that the process may hold, if the call says so."""
-    return _STATED.get()
+def get_limit() -> int | None:
+    """Return the bytes of anonymous memory that the process may hold; None without a limit."""
+    return _LIMIT.get()
 
 
 @contextlib.contextmanager
@@ -43,11 +43,11 @@ def of(memory: str | int | None) -> Iterator[None]:
     if memory is None:
         yield
         return
-    token = _STATED.set(parse_size(memory, "memory"))
+    token = _LIMIT.set(parse_size(memory, "memory"))
     try:
         yield
     finally:
-        _STATED.reset(token)
+        _LIMIT.reset(token)
 
 
 def kept(function: Callable[P, T]) -> Callable[P, T]:
@@ -70,7 +70,7 @@ def ask(size: int, file: str | None = None, *, tensor: str | None = None) -> Non
     Raises:
         FastshardError: ``FS512`` if that is more than the budget.
     """
-    limit = stated()
+    limit = get_limit()
     if limit is None or size < _SMALL:
         return
     need = _core.anonymous_memory() + size * _PER_BYTE

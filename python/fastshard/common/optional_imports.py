@@ -25,12 +25,12 @@ def install(extra: str) -> str:
     return " ".join(["pip install", *(f"'{package}'" for package in EXTRAS[extra])])
 
 
-def imported(*modules: str, told: str, extra: str) -> Any:
+def imported(*modules: str, purpose: str, extra: str) -> Any:
     """The first of these modules; all are imported.
 
     Args:
         modules: names of modules of one library.
-        told: what the library does, for people.
+        purpose: what the library does, for people.
         extra: the extra of fastshard that brings it.
 
     Raises:
@@ -40,6 +40,6 @@ def imported(*modules: str, told: str, extra: str) -> Any:
         first, *_ = [import_module(name) for name in modules]
     except ImportError as error:
         raise FastshardError.of(
-            codes.UNSUPPORTED, f"{told}: {error}", help=f"install what it needs: {install(extra)}"
+            codes.UNSUPPORTED, f"{purpose}: {error}", help=f"install what it needs: {install(extra)}"
         ) from None
     return first

@@ -268,8 +268,8 @@ class Choosing(TypedDict, total=False):
     exclude: Annotated[Iterable[str], Option("patterns", "not these tensors", (), metavar="GLOB")]
 
 
-class Made(Choosing, total=False):
-    """What is made of the tensors, under any names."""
+class ValueOptions(Choosing, total=False):
+    """The values of a result's tensors, under any names."""
 
     dtype: Annotated[
         Dtype,
@@ -309,7 +309,7 @@ class Made(Choosing, total=False):
     ]
 
 
-class Shaping(Made, Placing, total=False):
+class Shaping(ValueOptions, Placing, total=False):
     """What is made of the tensors."""
 
 

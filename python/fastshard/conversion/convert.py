@@ -112,8 +112,8 @@ def plan(
 def _made(checkpoint: Checkpoint, request: Request) -> Plan:
     """The plan of what is asked for, with a warning for what would go along, and lies where anybody may have put it."""
     made = to_be_written(make_plan(with_promised(checkpoint.opened, for_hf=request.to == "hf"), request))
-    made.findings += checkpoint.opened.gate.judged(adapter_factors.find_lacking(checkpoint.opened))
-    made.findings += checkpoint.opened.gate.judged(find_ids_beyond(made, request.tokenizer))
+    made.findings += checkpoint.opened.gate.evaluate(adapter_factors.find_lacking(checkpoint.opened))
+    made.findings += checkpoint.opened.gate.evaluate(find_ids_beyond(made, request.tokenizer))
     source, words = made.source, request.tokenizer
     if made.target == "merge" and not source.model.hf_names:
         # Nothing goes along but what is given; a config would have told the model's names.
@@ -331,7 +331,7 @@ def prepared(
     if "part" in accepted_before(checkpoint.roots) and "part" not in options.get("accept", ()):
         made.findings.append(_part_before(checkpoint))
     raise_errors(made.findings)
-    raise_errors(checkpoint.opened.gate.judged(quantised_values.damaged(checkpoint.opened)))
+    raise_errors(checkpoint.opened.gate.evaluate(quantised_values.damaged(checkpoint.opened)))
     copies_of_index = superseded_copies.compare_copies(checkpoint.opened, writes=True)
     # The default grows with what the plan takes.
     run = run_options(memory, threads, checkpoint.opened.catalog, made.core)

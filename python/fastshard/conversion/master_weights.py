@@ -114,7 +114,7 @@ def masters(
     except _core.CoreError as error:
         raise from_core(error) from None
     findings += differing_ones
-    findings = checkpoint.opened.gate.judged(dict.fromkeys(findings))
+    findings = checkpoint.opened.gate.evaluate(dict.fromkeys(findings))
     differing = [f.tensor for f in findings if f.code == codes.MASTERS_DIFFER and f.tensor]
     steps = sorted({step for each in held.steps.values() for step in each})
     elements = sum(_count(shape) for _, _, shape, _, _ in outputs)
@@ -144,7 +144,7 @@ def _with_masters(checkpoint: Checkpoint) -> Declaration:
 
 def _plan(checkpoint: Checkpoint, make: Any) -> _core.Plan:
     try:
-        checkpoint.opened.catalog.within(memory_budget.stated())
+        checkpoint.opened.catalog.within(memory_budget.get_limit())
         plan: _core.Plan = make()
     except _core.CoreError as error:
         raise from_core(error) from None

@@ -99,7 +99,7 @@ def attach_effects(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
 
 def apply_gate(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
     """Weigh warnings and notes as the caller asks: ``--fail-on``, ``--error``, ``--ignore``."""
-    return facts.gate.judged(findings)
+    return facts.gate.evaluate(findings)
 
 
 def merge_parts(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:

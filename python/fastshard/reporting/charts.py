@@ -156,7 +156,7 @@ def needed() -> Any:
     Raises:
         FastshardError: ``FS514`` if it is not installed.
     """
-    return imported("vl_convert", told="pictures of distributions are drawn by vl-convert", extra="report")
+    return imported("vl_convert", purpose="pictures of distributions are drawn by vl-convert", extra="report")
 
 
 #: What of an SVG gets into the page: pictures hold names of strangers, and vl-convert writes what its next version likes.

@@ -57,7 +57,7 @@ def needed() -> Any:
     Raises:
         FastshardError: ``FS514`` if it is not installed.
     """
-    return imported("jinja2", told="a report is made with Jinja2", extra="report")
+    return imported("jinja2", purpose="a report is made with Jinja2", extra="report")
 
 
 def rendered(report: Report) -> str:

@@ -194,7 +194,7 @@ def gathered(
         before = (comparison.before if comparison else None) or {}
         names = [name for name, _ in worth_a_look(numbers.tensors, before)]
         numbers = replace(numbers, largest=largest(plan, names))
-    findings = checkpoint.opened.gate.judged(dict.fromkeys(findings))
+    findings = checkpoint.opened.gate.evaluate(dict.fromkeys(findings))
     grouped = set(plan.findings)
     each = [*plan.each, *(f for f in findings if f not in grouped)]
     echoes = plan.core.findings()

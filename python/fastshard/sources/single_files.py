@@ -325,7 +325,9 @@ def _is_numbered_model(path: Path) -> bool:
 def _shapes_in(path: Path) -> dict[str, list[int]] | None:
     """Returns the shapes of the tensors in a file, by their names; None if it cannot be read."""
     try:
-        catalog = _core.Catalog([os.fspath(path.parent)], [(0, path.name)], 1, memory=memory_budget.stated())
+        catalog = _core.Catalog(
+            [os.fspath(path.parent)], [(0, path.name)], 1, memory=memory_budget.get_limit()
+        )
         if catalog.files()[0] is None:
             return None
         return {".".join(tensor["path"]): tensor["shape"] for tensor in catalog.tensors(0)}

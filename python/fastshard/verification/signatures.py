@@ -55,7 +55,7 @@ def check(
     library = imported(
         "model_signing",
         "model_signing.verifying",
-        told="signatures are verified by model-signing",
+        purpose="signatures are verified by model-signing",
         extra="sign",
     )
     # The library reads them again, and would wait for a pipe.

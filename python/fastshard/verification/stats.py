@@ -243,7 +243,7 @@ def with_findings(
     # The figures say how many there are, and are what is asked for.
     counted = [finding for finding in findings if finding.code == codes.NON_FINITE]
     findings = checkpoint.opened.gate.passed(f for f in findings if f.code != codes.NON_FINITE)
-    return gathered, [*plan.findings, *findings, *checkpoint.opened.gate.judged(counted)]
+    return gathered, [*plan.findings, *findings, *checkpoint.opened.gate.evaluate(counted)]
 
 
 def gather(

@@ -56,7 +56,7 @@ def library() -> Any:
     Raises:
         FastshardError: ``FS514`` if it is not installed, and as :func:`refuse_fork`.
     """
-    tensorstore = imported("tensorstore", told="zarr and OCDBT are read by TensorStore", extra="orbax")
+    tensorstore = imported("tensorstore", purpose="zarr and OCDBT are read by TensorStore", extra="orbax")
     refuse_fork()
     _share_heap(_share(_HEAP_PART, _HEAP, _LEAST, _MOST))
     return tensorstore
@@ -86,8 +86,8 @@ def refuse_fork() -> None:
 
 def _share(part: int, default: int, least: int, most: int) -> int:
     """A part of the memory budget in bytes, within bounds."""
-    stated = memory_budget.stated()
-    return default if stated is None else min(max(stated // part, least), most)
+    limit = memory_budget.get_limit()
+    return default if limit is None else min(max(limit // part, least), most)
 
 
 @functools.lru_cache(1)

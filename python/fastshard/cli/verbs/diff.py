@@ -57,7 +57,7 @@ def _run(a: argparse.Namespace) -> Outcome:
         word="DIFFERENT" if differences else "EQUAL",
         tells=frozenset({codes.DIFFERENT}),
     )
-    return result, gate.judged([*(d.to_finding() for d in differences), *decided])
+    return result, gate.evaluate([*(d.to_finding() for d in differences), *decided])
 
 
 def _reason(differences: Differences) -> str:

@@ -51,7 +51,7 @@ def _run(a: argparse.Namespace) -> Outcome:
     manifest = None if a.to or a.hash else beside(checkpoint)
     if a.hash:
         document["blake3"], damage = _read(a, plan)
-        findings += checkpoint.opened.gate.judged(damage)
+        findings += checkpoint.opened.gate.evaluate(damage)
     elif manifest is not None:
         document["blake3_stated"] = _stated(read(manifest), document)
     roots = [str(root) for root in checkpoint.roots] if len(checkpoint.roots) > 1 else None

@@ -29,7 +29,7 @@ class Rank:
     rank: int
     world: int
     #: Where that comes from, for people.
-    told: str
+    origin: str
     #: Hosts by rank, as far as the launcher tells.
     hosts: tuple[str, ...] = ()
 

@@ -69,7 +69,7 @@ def library() -> Any:
         "ray",
         "ray.exceptions",
         "ray.util.scheduling_strategies",
-        told="tasks on a cluster are run by Ray",
+        purpose="tasks on a cluster are run by Ray",
         extra="ray",
     )
 
