@@ -118,10 +118,10 @@ class Run:
         code = 128 + getattr(error, "number", signal.SIGINT)
         findings: list[Finding] = getattr(error, "findings", [])
         if not findings and self._destination is not None:
-            from ..conversion.convert import told
+            from ..conversion.convert import get_last_outcome
 
             # Between the end of a write and its use no exception carries what it came to.
-            findings = told()
+            findings = get_last_outcome()
         if not findings:
             findings = [Finding.of(codes.INTERRUPTED, "stopped by the user", help=self._nothing_begun())]
         return self._tell(None, findings, code)

@@ -20,27 +20,27 @@ __all__ = ["CopiedFile", "along", "find_left_out", "from_above", "hash_copies"]
 CopiedFile = tuple[str, str, str | None]
 
 
-def along(made: Plan, tokenizer: Tokenizer | None, *, given: bool) -> list[tuple[str, str]]:
+def along(plan: Plan, tokenizer: Tokenizer | None, *, given: bool) -> list[tuple[str, str]]:
     """Files that go along with the result: (name, path).
 
     Raises:
         FastshardError: ``FS601`` if one of these names is no regular file's.
     """
-    source, merged = made.source, made.target == "merge"
+    source, merged = plan.source, plan.target == "merge"
     if merged and not source.model.hf_names:
         return (
             sorted((name, str(path)) for name, path in tokenizer.files.items()) if tokenizer and given else []
         )
     config = source.model.config_file or sidecar_files.first(source.places, "config.json")
     # Code of its own is for those who load the model under its own names.
-    own = source.model.hf_names and (merged or made.target == "hf")
+    own = source.model.hf_names and (merged or plan.target == "hf")
     found: dict[str, Path] = sidecar_files.beside(source.places, config if own else None)
     found |= tokenizer.files if tokenizer else {}
-    if config is not None and source.model.hf_names and (merged or made.keeps_names):
+    if config is not None and source.model.hf_names and (merged or plan.keeps_names):
         found["config.json"] = config
-    if source.model.hf_names and (merged or made.target == "hf" or made.keeps_names):
+    if source.model.hf_names and (merged or plan.target == "hf" or plan.keeps_names):
         found |= source.quantiser_files
-    return sorted((name, str(path)) for name, path in found.items() if name not in made.summary["texts"])
+    return sorted((name, str(path)) for name, path in found.items() if name not in plan.summary["texts"])
 
 
 def hash_copies(copies: Iterable[tuple[str, str]], folders: Iterable[Folder]) -> list[CopiedFile]:
@@ -91,11 +91,11 @@ def find_left_out(checkpoint: Checkpoint, copies: Iterable[tuple[str, str]]) -> 
     )
 
 
-def from_above(made: Plan, copies: Iterable[tuple[str, str]], given: Container[str]) -> dict[str, str]:
+def from_above(plan: Plan, copies: Iterable[tuple[str, str]], given: Container[str]) -> dict[str, str]:
     """What a result has from a folder above the checkpoint, and was not ``given``; a config.json that was made of one there
     too."""
     paths = {name: Path(path) for name, path in copies if name not in given}
-    said = made.source.model.config_file
-    if said is not None and "config.json" in made.texts:
-        paths["config.json"] = said
-    return sidecar_files.from_above(made.source.places, paths)
+    config_file = plan.source.model.config_file
+    if config_file is not None and "config.json" in plan.texts:
+        paths["config.json"] = config_file
+    return sidecar_files.from_above(plan.source.places, paths)

@@ -106,23 +106,23 @@ def plan(
         tokenizer=_words(tokenizer, checkpoint.opened.source, to, vocab_size),
         writes=True,
     )
-    return _made(checkpoint, request)
+    return _plan_result(checkpoint, request)
 
 
-def _made(checkpoint: Checkpoint, request: Request) -> Plan:
-    """The plan of what is asked for, with a warning for what would go along, and lies where anybody may have put it."""
-    made = to_be_written(make_plan(with_promised(checkpoint.opened, for_hf=request.to == "hf"), request))
-    made.findings += checkpoint.opened.gate.evaluate(adapter_factors.find_lacking(checkpoint.opened))
-    made.findings += checkpoint.opened.gate.evaluate(find_ids_beyond(made, request.tokenizer))
-    source, words = made.source, request.tokenizer
-    if made.target == "merge" and not source.model.hf_names:
+def _plan_result(checkpoint: Checkpoint, request: Request) -> Plan:
+    """Plan a result, with a warning for companion files that lie where anybody may have put them."""
+    plan = to_be_written(make_plan(with_promised(checkpoint.opened, for_hf=request.to == "hf"), request))
+    plan.findings += checkpoint.opened.gate.evaluate(adapter_factors.find_lacking(checkpoint.opened))
+    plan.findings += checkpoint.opened.gate.evaluate(find_ids_beyond(plan, request.tokenizer))
+    source, words = plan.source, request.tokenizer
+    if plan.target == "merge" and not source.model.hf_names:
         # Nothing goes along but what is given; a config would have told the model's names.
-        held = {*sidecar_files.OTHERS, *tokenizers.NAMES}
+        present = {*sidecar_files.OTHERS, *tokenizers.NAMES}
     else:
-        held = {*sidecar_files.beside(source.places, None), *(words.files if words else ())}
-    held |= set() if source.model.config is None else {"config.json"}
-    made.findings += sidecar_files.passed_over(source.places, held)
-    return made
+        present = {*sidecar_files.beside(source.places, None), *(words.files if words else ())}
+    present |= set() if source.model.config is None else {"config.json"}
+    plan.findings += sidecar_files.passed_over(source.places, present)
+    return plan
 
 
 def _words(
@@ -207,7 +207,7 @@ def convert(
             ``FS519`` if it came too late and the result is published.
     """
     this, wait = rendezvous.rank_of(rank, world), rendezvous.seconds(timeout)
-    asked: dict[str, Any] = {
+    request: dict[str, Any] = {
         "to": to,
         "resume": resume,
         "overwrite": overwrite,
@@ -215,10 +215,10 @@ def convert(
         "stats": stats,
         "node_local": node_local,
     }
-    alike = rendezvous.words_of({**asked, "expect": expect, "tokenizer": tokenizer, **options})
+    alike = rendezvous.words_of({**request, "expect": expect, "tokenizer": tokenizer, **options})
     left = _left(out) if this is not None and not overwrite and resume else set()
     late = this is not None and not overwrite and left is not None and "complete" not in left
-    own = (lambda: lending.asked(alike, lending.own_files(source))) if node_local else None
+    own = (lambda: lending.digest_request(alike, lending.own_files(source))) if node_local else None
     if late and (done := _done(source, out, to, expect, tokenizer, options, own)):
         if left and "removed" in left:
             # Some that have published it were gone before all was removed. What cannot be is left to `clean`, and another
@@ -228,12 +228,12 @@ def convert(
         return done
     with (
         rendezvous.met(out, this, wait, alike) as meeting,
-        lending.lent(meeting, source, node_local) as lent,
+        lending.share_files(meeting, source, node_local) as shared,
         Progress(progress) as bar,
     ):
         # Each rank compares a part of the source with its manifest, where it has one.
         share = (this.rank + 1, this.world) if this else (1, 1)
-        whole = source if lent is None else lent.sources
+        whole = source if shared is None else shared.sources
         is_decided = to == "hf" or options.get("dtype") in ("bf16", "f16")
         if this is not None and this.rank > 0 and not isinstance(whole, Checkpoint) and not is_decided:
             # What rank 0 finds by the list of transformers stops all. Names on disk and dtypes that are kept follow from it.
@@ -251,23 +251,23 @@ def convert(
         }
         if this is not None:
             writing["patience"] = rendezvous.patience(wait)
-        if lent is not None:
-            writing["near"] = lent.near
-        with carrying(job.made.core):
-            written = job.made.core.write(
+        if shared is not None:
+            writing["near"] = shared.near
+        with carrying(job.plan.core):
+            written = job.plan.core.write(
                 os.fspath(out),
                 job.options(**writing),
                 bar.phase("writing"),
-                _find_array_writer(job.made),
+                _find_array_writer(job.plan),
                 (job.copies, job.checkpoint.read_from),
                 bar.tell,
                 meeting=meeting.core if meeting else None,
-                about=lent.about(alike, job.checkpoint.opened.behind) if lent else None,
+                about=shared.about(alike, job.checkpoint.opened.behind) if shared else None,
             )
             manifest = job.manifest(written)
-        if lent is not None:
-            told = [lent.told()] if this is not None and this.rank == 0 else []
-            manifest.findings[:] = [*lent.named(manifest.findings), *told]
+        if shared is not None:
+            notes = [shared.report_bytes()] if this is not None and this.rank == 0 else []
+            manifest.findings[:] = [*shared.named(manifest.findings), *notes]
         return manifest
 
 
@@ -276,7 +276,7 @@ class Job:
     """A plan and all that is needed to carry it out."""
 
     checkpoint: Checkpoint
-    made: Plan
+    plan: Plan
     #: Memory, threads and the like.
     run: RunOptions
     #: Files that go along with the result.
@@ -296,7 +296,7 @@ class Job:
             **self.run,
             **writing,
             "stats": "full" if stats else "nothing",
-            "values": self.made.source.values,
+            "values": self.plan.source.values,
             "above": self.above,
             "expected": self.settled,
             "gate": self.checkpoint.opened.gate.to_dict(self.findings),
@@ -304,8 +304,8 @@ class Job:
 
     def manifest(self, written: tuple[str, list[Finding]]) -> Manifest:
         """The manifest of what the core has written."""
-        made, found = written
-        manifest = Manifest.written(made, [*self.findings, *found])
+        document, found = written
+        manifest = Manifest.written(document, [*self.findings, *found])
         manifest.left_out = self.left_out
         return manifest
 
@@ -327,16 +327,16 @@ def prepared(
     Raises:
         FastshardError: with all findings that keep the result from being made.
     """
-    expected, checkpoint, made, words = planned(source, to, expect, tokenizer, options)
+    expected, checkpoint, plan, words = planned(source, to, expect, tokenizer, options)
     if "part" in accepted_before(checkpoint.roots) and "part" not in options.get("accept", ()):
-        made.findings.append(_part_before(checkpoint))
-    raise_errors(made.findings)
+        plan.findings.append(_part_before(checkpoint))
+    raise_errors(plan.findings)
     raise_errors(checkpoint.opened.gate.evaluate(quantised_values.damaged(checkpoint.opened)))
     copies_of_index = superseded_copies.compare_copies(checkpoint.opened, writes=True)
     # The default grows with what the plan takes.
-    run = run_options(memory, threads, checkpoint.opened.catalog, made.core)
+    run = run_options(memory, threads, checkpoint.opened.catalog, plan.core)
     findings = checkpoint.opened.gate.passed(copies_of_index)
-    findings += [] if share is None else compared(expected, checkpoint, made, run, bar, share)
+    findings += [] if share is None else compared(expected, checkpoint, plan, run, bar, share)
     # What was compared with a manifest is where it belongs.
     settled = (expected.manifest or beside(checkpoint)) is not None or host_parts.settled(checkpoint)
     if not options.get("check_hub"):
@@ -344,20 +344,20 @@ def prepared(
     elif share is not None:
         differing = downloaded_files.compare_download(checkpoint, share, run["threads"], bar)
         findings += checkpoint.opened.gate.passed(differing)
-    found = [f for f in made.findings if not settled or not f.is_a("unproven")]
-    copies = along(made, words, given=tokenizer is not None)
+    found = [f for f in plan.findings if not settled or not f.is_a("unproven")]
+    copies = along(plan, words, given=tokenizer is not None)
     given = set(words.files) if words and tokenizer is not None else set()
     # A config that is not given was compared when it was read.
-    said = {"config.json", *given}
+    compared_before = {"config.json", *given}
     findings += checkpoint.opened.gate.passed(
         sidecar_files.differing(
             checkpoint.listing,
-            (Path(p) for n, p in copies if n not in said and n not in sidecar_files.DOCUMENTS),
+            (Path(p) for n, p in copies if n not in compared_before and n not in sidecar_files.DOCUMENTS),
         )
     )
-    above, left_out = from_above(made, copies, given), find_left_out(checkpoint, copies)
-    hashed = hash_copies(copies, [*tokenizers.named_folders(tokenizer), *made.source.places])
-    return Job(checkpoint, made, run, hashed, above, settled, [*found, *findings], left_out)
+    above, left_out = from_above(plan, copies, given), find_left_out(checkpoint, copies)
+    hashed = hash_copies(copies, [*tokenizers.named_folders(tokenizer), *plan.source.places])
+    return Job(checkpoint, plan, run, hashed, above, settled, [*found, *findings], left_out)
 
 
 def _part_before(checkpoint: Checkpoint) -> Finding:
@@ -371,9 +371,9 @@ def _part_before(checkpoint: Checkpoint) -> Finding:
     )
 
 
-def _find_array_writer(made: Plan) -> Any:
+def _find_array_writer(plan: Plan) -> Any:
     """Returns what writes the arrays of a plan; None for one that has none."""
-    if not made.writes_arrays:
+    if not plan.writes_arrays:
         return None
     from ..zarr import array_writer
 
@@ -383,7 +383,7 @@ def _find_array_writer(made: Plan) -> Any:
 def compared(
     expected: Expected,
     checkpoint: Checkpoint,
-    made: Plan,
+    plan: Plan,
     run: RunOptions,
     bar: Progress,
     share: tuple[int, int],
@@ -394,8 +394,8 @@ def compared(
         FastshardError: with all findings, if they differ.
     """
     part = run if share == (1, 1) else {**run, "subset": share}
-    with carrying(made.core):
-        findings = expected.check(checkpoint, made, part, bar.phase("verifying the source"))
+    with carrying(plan.core):
+        findings = expected.check(checkpoint, plan, part, bar.phase("verifying the source"))
     findings += host_parts.compared(checkpoint, share, run, bar)
     return checkpoint.opened.gate.passed(findings)
 
@@ -417,7 +417,7 @@ def planned(
     checkpoint = as_checkpoint(source, **opening)
     words = _words(tokenizer, checkpoint.opened.source, to, planning.get("vocab_size"))
     request = Request(to, options=target_options.of(planning), tokenizer=words, writes=True, **planning)
-    return expected, checkpoint, _made(checkpoint, request), words
+    return expected, checkpoint, _plan_result(checkpoint, request), words
 
 
 def _left(out: StrPath) -> set[str] | None:
@@ -437,7 +437,7 @@ def _done(
     expect: StrPath | Mapping[str, Any] | None,
     tokenizer: StrPath | None,
     options: Mapping[str, Any],
-    asked: Callable[[], str] | None,
+    own_digest: Callable[[], str] | None,
 ) -> Manifest | None:
     """The manifest of a result of the same plan that several processes have published: a rank that comes late has
     nothing to do. One that has a part of the sources alone is known by what it was ``asked`` for, and what it has."""
@@ -449,29 +449,29 @@ def _done(
     )
     if not document.get("provenance"):
         return None
-    if asked is not None:
+    if own_digest is not None:
         # What keeps it from being asked is told to the others once they have met.
         with contextlib.suppress(FastshardError):
-            if asked() in document["provenance"].get("asked", []):
+            if own_digest() in document["provenance"].get("asked", []):
                 return _complete(document, out)
         return None
-    _, _, made, _ = planned(source, to, expect, tokenizer, options)
-    return _complete(document, out) if document.get("plan") == made.digest else None
+    _, _, plan, _ = planned(source, to, expect, tokenizer, options)
+    return _complete(document, out) if document.get("plan") == plan.digest else None
 
 
 def _complete(document: dict[str, Any], out: StrPath) -> Manifest:
-    told = Finding.of(
+    finding = Finding.of(
         codes.PUBLISHED, "the result is complete here already: there is nothing left to do", file=str(out)
     )
-    return Manifest(document, [told])
+    return Manifest(document, [finding])
 
 
-#: The plan that was written last, for :func:`told`.
+#: The plan that was written last, for :func:`get_last_outcome`.
 _latest: _core.Plan | None = None
 
 
-def told() -> list[Finding]:
-    """What the last write of this process came to: ``FS519`` if its result is published. For the command line,
+def get_last_outcome() -> list[Finding]:
+    """Return the outcome of this process' last write: ``FS519`` if its result is published. For the command line,
     which may be stopped between a call's end and its use."""
     return [] if _latest is None else _latest.told()
 

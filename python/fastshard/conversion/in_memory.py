@@ -145,6 +145,6 @@ def view(
     Raises:
         FastshardError: with all findings that keep a conversion from being begun.
     """
-    expected, checkpoint, made, words = planned(source, to, expect, tokenizer, options)
-    raise_errors(made.findings)
-    return View(checkpoint, made, expected, dict(along(made, words, given=tokenizer is not None)))
+    expected, checkpoint, plan, words = planned(source, to, expect, tokenizer, options)
+    raise_errors(plan.findings)
+    return View(checkpoint, plan, expected, dict(along(plan, words, given=tokenizer is not None)))

@@ -87,8 +87,10 @@ def load_model(
         )
     _judge(info)
     if "generation_config.json" in view.companions:
-        said = safe_files.read_object(view.companions["generation_config.json"], safe_files.MAX_CONFIG)
-        model.generation_config = transformers.GenerationConfig.from_dict(said)
+        generation_config = safe_files.read_object(
+            view.companions["generation_config.json"], safe_files.MAX_CONFIG
+        )
+        model.generation_config = transformers.GenerationConfig.from_dict(generation_config)
     return (model if device is None else model.to(device)).eval()
 
 
@@ -126,9 +128,9 @@ def _class(transformers: Any, config: dict[str, Any]) -> Any:
 @contextlib.contextmanager
 def _bar(shown: bool) -> Iterator[None]:
     """With or without the bar that transformers draws."""
-    from transformers.utils import logging as told
+    from transformers.utils import logging as transformers_logging
 
-    logging: Any = told
+    logging: Any = transformers_logging
     before = logging.is_progress_bar_enabled()
     if not shown:
         logging.disable_progress_bar()

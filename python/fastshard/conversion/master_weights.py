@@ -89,11 +89,11 @@ def masters(
     """
     checkpoint = as_checkpoint(source, **opening)
     declared = _with_masters(checkpoint)
-    held = declared.optimizer
-    findings = [*checkpoint.opened.findings, *held.findings]
+    optimizer = declared.optimizer
+    findings = [*checkpoint.opened.findings, *optimizer.findings]
     plan = _plan(checkpoint, lambda: checkpoint.opened.catalog.compare(CoreRequest(declared)))
     outputs = plan.outputs()
-    if held.params_stored:
+    if optimizer.params_stored:
         findings += plan.findings()
         if not outputs and not any(f.severity == "error" for f in findings):
             why = "not checkable: no master could be compared"
@@ -116,7 +116,7 @@ def masters(
     findings += differing_ones
     findings = checkpoint.opened.gate.evaluate(dict.fromkeys(findings))
     differing = [f.tensor for f in findings if f.code == codes.MASTERS_DIFFER and f.tensor]
-    steps = sorted({step for each in held.steps.values() for step in each})
+    steps = sorted({step for each in optimizer.steps.values() for step in each})
     elements = sum(_count(shape) for _, _, shape, _, _ in outputs)
     advice = _LOADING_MEGATRON if declared.framework.startswith("Megatron") else _LOADING
     return MastersReport(len(outputs), elements, differing, steps, findings, advice)
@@ -190,8 +190,8 @@ def repair_masters(
     """
     checkpoint = as_checkpoint(source, **opening)
     declared = _with_masters(checkpoint)
-    held = declared.optimizer
-    if not held.params_stored:
+    optimizer = declared.optimizer
+    if not optimizer.params_stored:
         raise FastshardError.of(
             codes.MASTERS_NOT_CHECKABLE,
             "nothing to rebuild from: ZeRO stage 3 stores the parameters as fp32 master weights only",
@@ -205,24 +205,24 @@ def repair_masters(
         )
     opened, gate = checkpoint.opened.findings, checkpoint.opened.gate
     if drop_optimizer:
-        if any(s.file not in _indices(checkpoint, held.files) for s in held.state_files):
+        if any(s.file not in _indices(checkpoint, optimizer.files) for s in optimizer.state_files):
             raise FastshardError.of(
                 codes.UNSUPPORTED,
                 "the optimizer state is in the model files (ZeRO stage 0)",
                 help="rebuild the master weights instead (--repair without --drop-optimizer)",
             )
-        told = gate.passed(f for f in opened if f.file not in held.files)
+        gated = gate.passed(f for f in opened if f.file not in optimizer.files)
     else:
-        told = gate.passed([*opened, *held.findings])
+        gated = gate.passed([*opened, *optimizer.findings])
         # A step that was not looked at would be kept.
         read_in_part = {f.file: f for f in opened if f.code == codes.NOT_PROVABLE}
-        paths = [checkpoint.opened.files[s.file].path for s in held.state_files]
+        paths = [checkpoint.opened.files[s.file].path for s in optimizer.state_files]
         raise_errors([read_in_part[p].replace(severity="error") for p in paths if p in read_in_part])
-        if not held.state_files:
+        if not optimizer.state_files:
             raise FastshardError.of(
                 codes.MASTERS_NOT_CHECKABLE, "there are no master weights to rebuild", severity="error"
             )
-    files, texts, copies, left = _files(checkpoint, held, drop_optimizer)
+    files, texts, copies, left = _files(checkpoint, optimizer, drop_optimizer)
     hashed = hash_copies(copies, [Folder(root, checkpoint.listing.links_within) for root in checkpoint.roots])
     pointers = [name for name in _TRACKERS if name in texts]
     repair = {"files": files, "texts": texts, "pointers": pointers}
@@ -231,17 +231,17 @@ def repair_masters(
     options: RunOptions = {
         **run_options(memory, threads, checkpoint.opened.catalog), "resume": resume, "overwrite": overwrite, "fsync": fsync,
         "values": {**declared.values, "repaired": "optimizer left out" if drop_optimizer else "master weights from parameters"},
-        "gate": gate.to_dict([*told, *findings]),
+        "gate": gate.to_dict([*gated, *findings]),
     }  # fmt: skip
     with carrying(plan), Progress(progress) as bar:
         apart = checkpoint.read_from
-        made, found = plan.write(
+        document, found = plan.write(
             os.fspath(out), options, bar.phase("writing"), None, (hashed, apart), bar.tell
         )
         if not drop_optimizer:
             raise_errors(masters(out, memory=memory, threads=threads).findings)
-        decided = [f for f in told if f.decided is not None]
-        return Manifest.written(made, list(dict.fromkeys([*decided, *findings, *found])))
+        decided = [f for f in gated if f.decided is not None]
+        return Manifest.written(document, list(dict.fromkeys([*decided, *findings, *found])))
 
 
 def _indices(checkpoint: Checkpoint, paths: set[str]) -> set[int]:
@@ -249,10 +249,10 @@ def _indices(checkpoint: Checkpoint, paths: set[str]) -> set[int]:
 
 
 def _files(
-    checkpoint: Checkpoint, held: Optimizer, drop_optimizer: bool
+    checkpoint: Checkpoint, optimizer: Optimizer, drop_optimizer: bool
 ) -> tuple[list[dict[str, Any]], dict[str, str], list[tuple[str, str]], list[Finding]]:
     """Files of the result: those of the catalog, tracker texts, and plain copies; and what is left behind."""
-    state = {s.file: s for s in held.state_files}
+    state = {s.file: s for s in optimizer.state_files}
     files: list[dict[str, Any]] = []
     taken: set[str] = {MANIFEST_NAME}
     folders: set[tuple[int, str]] = set()
@@ -261,7 +261,7 @@ def _files(
         if file.path in taken:
             continue
         taken.add(file.path)
-        if drop_optimizer and file.path in held.files:
+        if drop_optimizer and file.path in optimizer.files:
             continue
         part = state.get(i)
         masters_of = part.masters if part else []
@@ -272,7 +272,7 @@ def _files(
     copies: list[tuple[str, str]] = []
     left: list[Finding] = []
     for other in checkpoint.listing.files:
-        if other.path in taken or (drop_optimizer and other.path in held.files):
+        if other.path in taken or (drop_optimizer and other.path in optimizer.files):
             continue
         if _belongs(other, folders):
             taken.add(other.path)

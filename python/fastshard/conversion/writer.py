@@ -153,7 +153,7 @@ class Writer:
             raise_errors(downloaded)
             texts, copies = self._companions()
             values = {"accept": list(self._accept)} if self._accept else None
-            made, findings = self._core.finish(
+            document, findings = self._core.finish(
                 texts, copies, values, tensor_words.declared(), "non-finite" in self._accept
             )
         except _core.CoreError as core_error:
@@ -162,7 +162,7 @@ class Writer:
             if left := self._abandon():
                 carry(stopped, left)
             raise
-        self.manifest = Manifest.written(made, [*downloaded, *findings])
+        self.manifest = Manifest.written(document, [*downloaded, *findings])
 
     def _find_damaged_downloads(self) -> list[Finding]:
         """Finds files of the expected checkpoint that are not what was downloaded, or that nobody has compared."""

@@ -11,7 +11,7 @@ from ...checkpoint.dequantised import told
 from ...checkpoint.manifests import MANIFEST_NAME, Manifest
 from ...common.formatting import counted
 from ...conversion.convert import convert as convert_checkpoint
-from ...conversion.distributed.node_local import LENT
+from ...conversion.distributed.node_local import SHARED_BYTES
 from ..render import human
 from ..shared_arguments import (
     add_common,
@@ -82,7 +82,7 @@ def published(manifest: Manifest, out: str, verbose: int = 0) -> Outcome:
         text = f"{text}\n{told(record)}"
     if verbose and manifest.left_out:
         text = "\n".join([text, "not taken from the source:", *(f"  {path}" for path in manifest.left_out)])
-    text = "\n".join([text, *(f"{f.message}: {f.got}" for f in manifest.findings if f.code == LENT)])
+    text = "\n".join([text, *(f"{f.message}: {f.got}" for f in manifest.findings if f.code == SHARED_BYTES)])
     summary = {
         "out": str(out),
         "tensors": len(document["tensors"]),

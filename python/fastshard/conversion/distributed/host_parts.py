@@ -75,19 +75,19 @@ def piece(
             raise
         listing = list_roots([source])
         taken = [file for file in listing.files if file.path != MANIFEST_NAME]
-    told = gate.passed(listing.findings)
+    findings = gate.passed(listing.findings)
     root = listing.roots[0]
     files = [(file.path, os.fspath(root / file.path)) for file in taken]
     run = run_options(memory, threads)
-    options: RunOptions = {**run, "overwrite": overwrite, "fsync": fsync, "gate": gate.to_dict(told)}
+    options: RunOptions = {**run, "overwrite": overwrite, "fsync": fsync, "gate": gate.to_dict(findings)}
     with Progress(progress) as bar:
         try:
-            made, found = _core.write_piece(
+            document, found = _core.write_piece(
                 files, [os.fspath(root)], os.fspath(out), options, bar.phase("copying"), bar.tell
             )
         except _core.CoreError as error:
             raise from_core(error) from None
-    return Manifest.written(made, found)
+    return Manifest.written(document, found)
 
 
 def _of_it(checkpoint: Checkpoint) -> list[File]:
@@ -104,8 +104,8 @@ def _of_it(checkpoint: Checkpoint) -> list[File]:
     return [file for file in taken if file.path != MANIFEST_NAME]
 
 
-def _held(checkpoint: Checkpoint) -> Iterator[tuple[int, Path]]:
-    """Roots that are pieces, and their manifests."""
+def _list_parts(checkpoint: Checkpoint) -> Iterator[tuple[int, Path]]:
+    """List roots that are pieces, and their manifests."""
     for index, root in enumerate(checkpoint.listing.roots):
         path = root / MANIFEST_NAME
         if safe_files.is_file(path) and is_piece(path):
@@ -114,7 +114,7 @@ def _held(checkpoint: Checkpoint) -> Iterator[tuple[int, Path]]:
 
 def settled(checkpoint: Checkpoint) -> bool:
     """True if all of a checkpoint comes in pieces, whose files are where their hosts had them."""
-    return len(list(_held(checkpoint))) == len(checkpoint.listing.roots)
+    return len(list(_list_parts(checkpoint))) == len(checkpoint.listing.roots)
 
 
 def compared(checkpoint: Checkpoint, part: tuple[int, int], run: RunOptions, bar: Progress) -> list[Finding]:
@@ -130,10 +130,10 @@ def compared(checkpoint: Checkpoint, part: tuple[int, int], run: RunOptions, bar
     Raises:
         FastshardError: ``FS518`` for a manifest that cannot be read.
     """
-    held = dict(_held(checkpoint))
+    manifests = dict(_list_parts(checkpoint))
     several = len(checkpoint.listing.roots) > 1
     elsewhere = {index for index, root in enumerate(checkpoint.listing.roots) if _core.is_elsewhere(root)}
-    phase = bar.phase("comparing the parts") if held else None
+    phase = bar.phase("comparing the parts") if manifests else None
     findings = [
         Finding.of(
             codes.BAD_MANIFEST,
@@ -142,9 +142,9 @@ def compared(checkpoint: Checkpoint, part: tuple[int, int], run: RunOptions, bar
             help="copy it from the host that made the part, or make the part again (`fastshard copy-local`)",
         )
         for index, root in enumerate(checkpoint.listing.roots)
-        if held and index not in held
+        if manifests and index not in manifests
     ]
-    for number, (index, path) in enumerate(held.items()):
+    for number, (index, path) in enumerate(manifests.items()):
         others = index in elsewhere if elsewhere else number % part[1] != part[0] - 1
         if others:
             continue

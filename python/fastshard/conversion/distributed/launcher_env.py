@@ -70,7 +70,7 @@ def detect(world: int | None = None, environ: Mapping[str, str] | None = None) -
             is unknown or not the one given.
     """
     environ = os.environ if environ is None else environ
-    found = [said for launcher in _LAUNCHERS if (said := _said(launcher, environ)) is not None]
+    found = [reading for launcher in _LAUNCHERS if (reading := _read_launcher(launcher, environ)) is not None]
     if not found:
         raise _none(environ)
     launcher, rank, size = found[0]
@@ -113,10 +113,12 @@ def is_alone(environ: Mapping[str, str] | None = None) -> bool:
     """Whether nothing that starts several processes has started this one."""
     environ = os.environ if environ is None else environ
     scheduled = "SLURM_JOB_ID" in environ or "SLURM_ARRAY_TASK_ID" in environ
-    return not scheduled and all(_said(launcher, environ) is None for launcher in _LAUNCHERS)
+    return not scheduled and all(_read_launcher(launcher, environ) is None for launcher in _LAUNCHERS)
 
 
-def _said(launcher: _Launcher, environ: Mapping[str, str]) -> tuple[_Launcher, int, int | None] | None:
+def _read_launcher(
+    launcher: _Launcher, environ: Mapping[str, str]
+) -> tuple[_Launcher, int, int | None] | None:
     if launcher.rank not in environ or (launcher.needs and launcher.needs not in environ):
         return None
     rank = _number(launcher.rank, environ)

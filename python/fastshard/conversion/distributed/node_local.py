@@ -20,14 +20,14 @@ from ...common.options import StrPath
 from ...common.records import dataclass
 from .rendezvous import Meeting
 
-__all__ = ["LENT", "Lent", "lent", "own_files"]
+__all__ = ["SHARED_BYTES", "SharedSource", "own_files", "share_files"]
 
 #: Code of the finding that says how much went from host to host.
-LENT = codes.LENT
+SHARED_BYTES = codes.LENT
 
 
 @dataclass(frozen=True)
-class Lent:
+class SharedSource:
     """The whole checkpoint, as one rank sees it."""
 
     #: All CKPTs, in the order of the ranks.
@@ -51,27 +51,27 @@ class Lent:
             changed[field] = text
         return finding.replace(**changed)
 
-    def asked(self, words: Mapping[str, Any]) -> list[str]:
-        """:func:`asked` of each rank."""
+    def digest_requests(self, words: Mapping[str, Any]) -> list[str]:
+        """Return the :func:`digest_request` of each rank."""
         of_rank: dict[int, list[Path]] = {}
         for path, rank in zip(self.sources, self.near, strict=True):
             of_rank.setdefault(rank, []).append(path)
-        return [asked(words, list_roots(of_rank[rank])) for rank in sorted(of_rank)]
+        return [digest_request(words, list_roots(of_rank[rank])) for rank in sorted(of_rank)]
 
     def about(self, words: Mapping[str, Any], behind: Sequence[File]) -> dict[str, Any]:
         """What a run is known by later: what each rank was asked for, and the files ``behind`` the plan as they are now."""
         places = [(rank, self.near[:root].count(rank)) for root, rank in enumerate(self.near)]
         stamp = self._meeting.core.stamp([(*places[file.root], file.path) for file in behind])
-        return {"asked": self.asked(words), "stamps": stamp}
+        return {"asked": self.digest_requests(words), "stamps": stamp}
 
-    def told(self) -> Finding:
-        """How many bytes went by way of the destination, for rank 0."""
-        lent = self._meeting.core.lent()
-        each = ", ".join(f"rank {rank}: {lent[rank]}" for rank in sorted(lent))
+    def report_bytes(self) -> Finding:
+        """Report the bytes that went by way of the destination, for rank 0."""
+        bytes_by_rank = self._meeting.core.lent()
+        each = ", ".join(f"rank {rank}: {bytes_by_rank[rank]}" for rank in sorted(bytes_by_rank))
         return Finding.of(
-            LENT,
+            SHARED_BYTES,
             "bytes of the sources went from host to host by way of the destination",
-            got=f"{sum(lent.values())} bytes ({each})",
+            got=f"{sum(bytes_by_rank.values())} bytes ({each})",
         )
 
 
@@ -97,8 +97,8 @@ def _paths(source: Any) -> list[Path]:
     return [Path(path).absolute() for path in paths]
 
 
-def asked(words: Mapping[str, Any], listing: Listing) -> str:
-    """Digest of what a rank is asked for, and of the files that it has."""
+def digest_request(words: Mapping[str, Any], listing: Listing) -> str:
+    """Compute the digest of a rank's request and of the files that it has."""
     what = {key: value for key, value in words.items() if key not in ("resume", "overwrite")}
     files = [
         (f.root, f.path, f.size, (listing.roots[f.root] / f.path).stat().st_mtime_ns)
@@ -112,8 +112,10 @@ def asked(words: Mapping[str, Any], listing: Listing) -> str:
 
 
 @contextlib.contextmanager
-def lent(meeting: Meeting | None, source: Sequence[StrPath] | Any, node_local: bool) -> Iterator[Lent | None]:
-    """Lends this rank's part of the checkpoint, and shows all of it; None where every rank sees all.
+def share_files(
+    meeting: Meeting | None, source: Sequence[StrPath] | Any, node_local: bool
+) -> Iterator[SharedSource | None]:
+    """Share this rank's part of the checkpoint, and show all of it; None where every rank sees all.
 
     Raises:
         FastshardError: ``FS515`` without ranks; for what cannot be listed; what another rank stopped for.
@@ -154,7 +156,7 @@ def lent(meeting: Meeting | None, source: Sequence[StrPath] | Any, node_local: b
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _shown(meeting: Meeting, found: list[_core.LentRoot]) -> Iterator[Lent]:
+def _shown(meeting: Meeting, found: list[_core.LentRoot]) -> Iterator[SharedSource]:
     own = meeting.rank.rank
     # Longer paths first: one may begin another.
     names = sorted(
@@ -162,7 +164,7 @@ def _shown(meeting: Meeting, found: list[_core.LentRoot]) -> Iterator[Lent]:
         key=lambda name: -len(name[0]),
     )
     sources = [Path(root["here"]) / root["file"] if root["file"] else Path(root["here"]) for root in found]
-    shown = Lent(sources, [root["rank"] for root in found], names, meeting)
+    shown = SharedSource(sources, [root["rank"] for root in found], names, meeting)
     try:
         yield shown
     except FastshardError as error:

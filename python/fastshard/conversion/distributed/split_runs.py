@@ -95,9 +95,9 @@ def begin(
     if job.checkpoint.opened.reference is not None:
         job.checkpoint.opened.reference.refuse_inside(out)
     given = job.checkpoint.read_from
-    with carrying(job.made.core):
+    with carrying(job.plan.core):
         nonce, folder, _, sizes, found = _core.begin_parts(
-            job.made.core,
+            job.plan.core,
             os.fspath(out),
             job.options(**writing, resume=resume),
             parts,
@@ -204,9 +204,9 @@ def run_part(
             about["source"], about["to"], about["expect"], about["tokenizer"], memory, threads, about["options"], bar,
             (part + 1, parts),
         )  # fmt: skip
-        with carrying(job.made.core):
+        with carrying(job.plan.core):
             return _core.make_part(
-                job.made.core,
+                job.plan.core,
                 os.fspath(out),
                 job.options(**about["writing"]),
                 found["run"],
@@ -244,13 +244,13 @@ def commit(
             about["source"], about["to"], about["expect"], about["tokenizer"], memory, threads, about["options"], bar,
             None,
         )  # fmt: skip
-        with carrying(job.made.core):
+        with carrying(job.plan.core):
             written = _core.commit(
-                job.made.core,
+                job.plan.core,
                 os.fspath(out),
                 job.options(**about["writing"]),
                 found["run"],
-                array_writer.writer() if job.made.writes_arrays else None,
+                array_writer.writer() if job.plan.writes_arrays else None,
                 (job.copies, job.checkpoint.read_from),
                 bar.phase("writing"),
                 bar.tell,

@@ -22,13 +22,13 @@ __all__ = [
     "Node",
     "called",
     "connected",
+    "describe_error",
     "end",
     "library",
     "line_of",
     "living",
     "nodes_for",
     "on",
-    "told_by",
     "wait",
 ]
 
@@ -188,7 +188,7 @@ def end(ray: Any, refs: list[Any]) -> None:
         _, refs = wait(ray, refs, seconds, every=True)
 
 
-def told_by(error: BaseException) -> str:
-    """What an error of Ray says; of one that a task raised, what that was."""
+def describe_error(error: BaseException) -> str:
+    """Describe an error of Ray; one that a task raised by its cause."""
     cause = getattr(error, "cause", None)
     return f"{type(cause).__name__}: {line_of(cause)}" if cause is not None else line_of(error)

@@ -117,8 +117,8 @@ def convert(
         with Progress(progress) as bar:
             tasks.make(run, bar.phase("writing"))
         manifest = commit(out, run.id, memory=memory, threads=threads, progress=progress)
-    told = [finding for finding in run.findings if finding not in manifest.findings]
-    return Manifest(manifest.document, [*told, *manifest.findings])
+    run_findings = [finding for finding in run.findings if finding not in manifest.findings]
+    return Manifest(manifest.document, [*run_findings, *manifest.findings])
 
 
 @checked

@@ -14,7 +14,7 @@ from ....common import codes
 from ....common.errors import UNPUBLISHED, FastshardError, Finding, carry, error_for
 from ....common.progress import Callback
 from ...convert import convert
-from .cluster import Node, called, end, library, line_of, living, on, told_by, wait
+from .cluster import Node, called, describe_error, end, library, line_of, living, on, wait
 from .tasks import LOOK, Board, telling
 
 __all__ = ["on_own_disks", "take_part"]
@@ -35,12 +35,12 @@ def take_part(
     ray = library()
     here = {"host": socket.gethostname(), "node": ray.get_runtime_context().get_node_id(), "manifest": None}
     try:
-        made = convert(
+        manifest = convert(
             **arguments, rank=rank, world=world, threads=threads, node_local=True, progress=telling(board, rank)
         )  # fmt: skip
     except FastshardError as error:
         return {**here, "findings": error.findings}
-    return {**here, "manifest": made.document, "findings": made.findings}
+    return {**here, "manifest": manifest.document, "findings": manifest.findings}
 
 
 def on_own_disks(
@@ -50,7 +50,7 @@ def on_own_disks(
     cpus: int | None,
     threads: int | None,
     retries: int,
-    told: Callback | None,
+    on_progress: Callback | None,
 ) -> Manifest:
     """Runs a rank on each node, again where a worker has died, with what was done before.
 
@@ -61,22 +61,22 @@ def on_own_disks(
         cpus: CPUs that each rank reserves; default all of its node.
         threads: of each rank; default ``cpus``, or as many as its node has.
         retries: how often all ranks are run again.
-        told: called with bytes done and in all.
+        on_progress: called with bytes done and in all.
 
     Raises:
         FastshardError: as :func:`fastshard.convert`; ``FS523`` with a node that has died: nobody else has its files.
-        BaseException: what ``told`` or a signal handler raised, with ``FS510`` as its ``findings``.
+        BaseException: what ``on_progress`` or a signal handler raised, with ``FS510`` as its ``findings``.
     """
     # The same order in a later run: which rank has which files is part of what is made.
     nodes = sorted(nodes, key=lambda node: (node.host, node.id))
     board = None
-    if told is not None:
+    if on_progress is not None:
         here = ray.get_runtime_context().get_node_id()
         options = {"num_cpus": 0, "scheduling_strategy": on(ray, here, soft=True)}
         board = ray.remote(Board).options(**options).remote([0] * len(nodes))
     try:
         for left in range(retries, -1, -1):
-            outcome = _once(ray, nodes, arguments, cpus, threads, board, told)
+            outcome = _once(ray, nodes, arguments, cpus, threads, board, on_progress)
             if isinstance(outcome, Manifest):
                 return outcome
             # A worker comes back, a node does not: Ray gives it another name.
@@ -96,7 +96,7 @@ def _once(
     cpus: int | None,
     threads: int | None,
     board: Any,
-    told: Callback | None,
+    on_progress: Callback | None,
 ) -> Manifest | list[Finding]:
     """One run of all ranks: the result, or which have died.
 
@@ -113,7 +113,7 @@ def _once(
         )
         given = threads or cpus or max(1, int(node.cpus))
         pending[task.remote(arguments, rank, len(nodes), given, board)] = rank
-    made: dict[int, Manifest] = {}
+    manifests: dict[int, Manifest] = {}
     stopped: list[Finding] = []
     died: list[Finding] = []
     try:
@@ -132,7 +132,7 @@ def _once(
                     stopped.append(
                         Finding.of(
                             codes.INTERNAL,
-                            f"rank {rank}: {told_by(error)}",
+                            f"rank {rank}: {describe_error(error)}",
                             host=str(node),
                             rank=f"rank {rank}",
                         )
@@ -146,22 +146,22 @@ def _once(
                     host = called(outcome["host"], outcome["node"])
                     stopped += [f if f.host or f.rank else f.replace(host=host) for f in findings]
                 else:
-                    made[rank] = Manifest(outcome["manifest"], findings)
-            if told is not None and board is not None:
+                    manifests[rank] = Manifest(outcome["manifest"], findings)
+            if on_progress is not None and board is not None:
                 with contextlib.suppress(ray.exceptions.RayError):
-                    told(*ray.get(board.seen.remote()))
+                    on_progress(*ray.get(board.seen.remote()))
     except BaseException as error:
         end(ray, list(pending))
         way = f"continue the run; {UNPUBLISHED}"
         carry(error, [Finding.of(codes.INTERRUPTED, "stopped by the user", help=way, run=["--resume"])])
         raise
     end(ray, list(pending))
-    if died and 0 not in made:
+    if died and 0 not in manifests:
         return died
-    if 0 not in made:
+    if 0 not in manifests:
         # All ranks tell what one has stopped for.
         raise error_for(list(dict.fromkeys(stopped)))
-    return made[0]
+    return manifests[0]
 
 
 def _dead(rank: int, node: Node, why: str) -> Finding:

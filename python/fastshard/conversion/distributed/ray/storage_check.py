@@ -14,7 +14,7 @@ from typing import Any
 from .... import _core
 from ....common import codes, safe_files
 from ....common.errors import FastshardError, Finding, error_for
-from .cluster import Node, called, line_of, living, on, told_by, wait
+from .cluster import Node, called, describe_error, line_of, living, on, wait
 
 __all__ = ["look", "sharing"]
 
@@ -26,7 +26,7 @@ _OTHERS = 2.0
 _LOOK = 0.5
 
 
-def look(path: str, said: str, answer: str) -> dict[str, Any]:
+def look(path: str, token: str, answer: str) -> dict[str, Any]:
     """On a node: whether a file holds what was said to be in it, answered in another file beside it.
 
     Returns:
@@ -34,7 +34,7 @@ def look(path: str, said: str, answer: str) -> dict[str, Any]:
     """
     about = {"host": socket.gethostname(), "storage": _core.storage_of(path), "version": _core.__version__}
     try:
-        if safe_files.read_bytes(Path(path), 64, code=codes.NOT_SHARED, may_change=True) != said.encode():
+        if safe_files.read_bytes(Path(path), 64, code=codes.NOT_SHARED, may_change=True) != token.encode():
             return {**about, "error": "another file is there"}
         (Path(path).parent / answer).write_text(answer)
     except (OSError, FastshardError) as error:
@@ -50,16 +50,16 @@ def _beacon(out: Path) -> Iterator[tuple[Path, str] | None]:
     # The folder in which ranks meet, and a name of their files: `fastshard clean` knows what a dead process leaves there.
     called = os.fsdecode(os.fsencode(real.name)[:200])
     folder = real / ".fastshard-ranks" if inside else real.parent / f".{called}.fastshard-ranks"
-    said = uuid.uuid4().hex
-    file = folder / f"{said}.new"
+    token = uuid.uuid4().hex
+    file = folder / f"{token}.new"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        file.write_text(said)
+        file.write_text(token)
     except OSError:
         yield None
         return
     try:
-        yield file, said
+        yield file, token
     finally:
         with contextlib.suppress(OSError):
             file.unlink()
@@ -77,47 +77,49 @@ def sharing(ray: Any, nodes: list[Node], out: Path) -> list[Node]:
     with _beacon(out) as beacon:
         if beacon is None:
             return nodes
-        file, said = beacon
+        file, token = beacon
         answers = {node: f"{uuid.uuid4().hex}.new" for node in nodes}
         try:
-            told = _answers(ray, {
+            replies = _answers(ray, {
                 node: ray.remote(look)
                 .options(num_cpus=0, max_retries=1, scheduling_strategy=on(ray, node.id, soft=False))
-                .remote(str(file), said, answer)
+                .remote(str(file), token, answer)
                 for node, answer in answers.items()
             })  # fmt: skip
-            findings = [f for node, about in told.items() for f in _unlike(node, about, file, answers[node])]
+            findings = [
+                f for node, about in replies.items() for f in _unlike(node, about, file, answers[node])
+            ]
         finally:
             for answer in answers.values():
                 with contextlib.suppress(OSError):
                     (file.parent / answer).unlink()
     if findings:
         raise error_for(findings)
-    return [node for node in nodes if node in told]
+    return [node for node in nodes if node in replies]
 
 
-def _answers(ray: Any, asked: dict[Node, Any]) -> dict[Node, Any]:
+def _answers(ray: Any, requests: dict[Node, Any]) -> dict[Node, Any]:
     """What nodes answer, by node: a document, or an error of Ray. Those that have gone meanwhile are left out."""
-    nodes = {ref: node for node, ref in asked.items()}
-    told: dict[Node, Any] = {}
+    nodes = {ref: node for node, ref in requests.items()}
+    replies: dict[Node, Any] = {}
     waiting, until = list(nodes), time.monotonic() + _START
     while waiting and (left := until - time.monotonic()) > 0:
         done, waiting = wait(ray, waiting, min(left, _LOOK))
         for ref in done:
             try:
-                told[nodes[ref]] = ray.get(ref)
+                replies[nodes[ref]] = ray.get(ref)
             except ray.exceptions.RayError as error:
-                told[nodes[ref]] = error
-            if not _sees(told[nodes[ref]]):
+                replies[nodes[ref]] = error
+            if not _sees(replies[nodes[ref]]):
                 # Others of its kind are named too, if they answer at once.
                 until = min(until, time.monotonic() + _OTHERS)
     alive = {node.id for node in living(ray)}
     for ref in waiting:
         ray.cancel(ref, force=True)
-        if all(_sees(about) for about in told.values()):
-            told[nodes[ref]] = TimeoutError(f"it did not answer within {_START:g} s")
-    gone = [node for node, about in told.items() if isinstance(about, Exception) and node.id not in alive]
-    return {node: about for node, about in told.items() if node not in gone}
+        if all(_sees(about) for about in replies.values()):
+            replies[nodes[ref]] = TimeoutError(f"it did not answer within {_START:g} s")
+    gone = [node for node, about in replies.items() if isinstance(about, Exception) and node.id not in alive]
+    return {node: about for node, about in replies.items() if node not in gone}
 
 
 def _sees(about: Any) -> bool:
@@ -130,7 +132,7 @@ def _unlike(node: Node, about: Any, file: Path, answer: str) -> list[Finding]:
         return [
             Finding.of(
                 codes.NOT_SHARED,
-                f"this node could not be asked whether it sees the destination: {told_by(about)}",
+                f"this node could not be asked whether it sees the destination: {describe_error(about)}",
                 file=str(file.parent),
                 host=str(node),
                 help="install fastshard there, in the version that is here, and see what Ray's logs say of that node",

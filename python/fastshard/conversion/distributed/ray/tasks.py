@@ -12,7 +12,7 @@ from ....common.errors import UNPUBLISHED, FastshardError, Finding, carry, error
 from ....common.progress import Callback, Report
 from ....common.records import dataclass, replace
 from ..split_runs import Run, run_part
-from .cluster import Node, called, end, library, line_of, living, on, told_by, wait
+from .cluster import Node, called, describe_error, end, library, line_of, living, on, wait
 
 __all__ = ["Board", "Tasks", "make_part", "telling"]
 
@@ -114,7 +114,7 @@ class Tasks:
         second = nodes[min(1, len(nodes) - 1)].cpus
         self._cpus = {node: float(cpus or min(node.cpus, second)) for node in nodes}
         self._board: Any = None
-        self._asked: Any = None
+        self._request: Any = None
         self._nobody: float | None = None
         #: When nodes of tasks were first seen to be dead.
         self._dead: dict[str, float] = {}
@@ -128,15 +128,15 @@ class Tasks:
         """Threads of the node that has most: the work is divided for so many."""
         return max(self._threads_on(node) for node in self._nodes)
 
-    def make(self, run: Run, told: Callback | None) -> None:
+    def make(self, run: Run, on_progress: Callback | None) -> None:
         """Makes all parts.
 
         Raises:
             FastshardError: with all that kept parts from being made.
-            BaseException: what ``told`` or a signal handler raised, with ``FS510`` as its ``findings``.
+            BaseException: what ``on_progress`` or a signal handler raised, with ``FS510`` as its ``findings``.
         """
         way = f"continue the run, or remove {run.folder}; {UNPUBLISHED}"
-        if told is not None:
+        if on_progress is not None:
             here = self._ray.get_runtime_context().get_node_id()
             board = self._ray.remote(Board).options(
                 num_cpus=0, scheduling_strategy=on(self._ray, here, soft=True)
@@ -147,7 +147,7 @@ class Tasks:
             for part in range(len(run.bytes)):
                 node = self._nodes[part % len(self._nodes)]
                 self._start(run, _Task(part, node, self._cpus[node]), pending)
-            self._watch(run, pending, told)
+            self._watch(run, pending, on_progress)
         except FastshardError as error:
             findings = [*error.findings, *self._stop(pending)]
             raise error_for([_with_way(f, way) for f in dict.fromkeys(findings)]) from None
@@ -171,29 +171,29 @@ class Tasks:
         ref = remote.remote(run.out, run.id, task.part, self._memory, threads, self._board)
         pending[ref] = task
 
-    def _watch(self, run: Run, pending: dict[Any, _Task], told: Callback | None) -> None:
+    def _watch(self, run: Run, pending: dict[Any, _Task], on_progress: Callback | None) -> None:
         while pending:
             done, _ = wait(self._ray, list(pending), LOOK)
             for ref in done:
                 if findings := self._came_to(ref, pending.pop(ref)):
                     raise error_for(findings)
-            if told is not None and (seen := self._seen()):
-                told(*seen)
+            if on_progress is not None and (seen := self._seen()):
+                on_progress(*seen)
             if time.monotonic() - self._looked > _NODES:
                 self._looked = time.monotonic()
                 self._fit(run, pending)
-        if told is not None:
-            told(sum(run.bytes), sum(run.bytes))
+        if on_progress is not None:
+            on_progress(sum(run.bytes), sum(run.bytes))
 
     def _seen(self) -> tuple[int, int] | None:
         """Bytes done and in all, as the tasks have told; None where nothing is known yet. Never waited for."""
-        if self._asked is None:
-            self._asked = self._board.seen.remote()
-        if not wait(self._ray, [self._asked], 0)[0]:
+        if self._request is None:
+            self._request = self._board.seen.remote()
+        if not wait(self._ray, [self._request], 0)[0]:
             return None
-        asked, self._asked = self._asked, None
+        request, self._request = self._request, None
         with contextlib.suppress(self._ray.exceptions.RayError):
-            done, total = self._ray.get(asked)
+            done, total = self._ray.get(request)
             return done, total
         return None
 
@@ -231,7 +231,7 @@ class Tasks:
         except exceptions.TaskCancelledError:
             return [self._missing(task, "its task was cancelled")]
         except exceptions.RayTaskError as error:
-            what = f"part {task.part}: {told_by(error)}"
+            what = f"part {task.part}: {describe_error(error)}"
             return [Finding.of(codes.INTERNAL, what, host=str(task.node))]
         except exceptions.RayError as error:
             return [self._missing(task, line_of(error))]
