@@ -15,7 +15,7 @@ from urllib.parse import unquote
 import junitparser
 import pytest
 from fastshard.cli import output_formats
-from fastshard.cli.output_formats import Told
+from fastshard.cli.output_formats import RunReport
 from fastshard.cli.verbs import VERBS
 from fastshard.common.codes import CODES
 from fastshard.common.errors import Finding
@@ -37,12 +37,12 @@ HOSTILE = [
 ]
 
 
-def told(name: str, *, code: int = 1, severity: str = "error") -> Told:
+def told(name: str, *, code: int = 1, severity: str = "error") -> RunReport:
     finding = Finding(
         "FS303", severity, f"message {name}", file=f"dir/{name}", rank=name, host=name, tensor=name,
         expected=name, got=name, help=f"help {name}",
     )  # fmt: skip
-    return Told("verify", ["verify", name], code, [finding, finding.replace(file=None)])
+    return RunReport("verify", ["verify", name], code, [finding, finding.replace(file=None)])
 
 
 def commands(text: str) -> list[tuple[str, dict[str, str], str]]:
@@ -217,7 +217,7 @@ def test_json_is_short_for_its_format() -> None:
 
 def test_every_code_makes_a_rule() -> None:
     findings = [Finding.of(code, "x") for code in CODES]
-    document = json.loads(output_formats.as_sarif(Told("verify", [], 1, findings)))
+    document = json.loads(output_formats.as_sarif(RunReport("verify", [], 1, findings)))
     Sarif.model_validate(document)
     assert len(document["runs"][0]["tool"]["driver"]["rules"]) == len(CODES)
 

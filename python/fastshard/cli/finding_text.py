@@ -62,18 +62,18 @@ def lines(
         max(width, 2 * _INDENT) if wraps else len(message) + 80,
         subsequent_indent="  ", break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
-    told = [f"{severity} {paint(first.removeprefix(finding.severity).lstrip(), 'bold')}"]
-    told += [paint(line, "bold") for line in rest]
+    out = [f"{severity} {paint(first.removeprefix(finding.severity).lstrip(), 'bold')}"]
+    out += [paint(line, "bold") for line in rest]
     if len(files) > (len(alike) == 1):
-        told += _labelled("where", files if verbose else [files_of(files)], width, paint)
+        out += _labelled("where", files if verbose else [files_of(files)], width, paint)
     for label, texts in facts:
-        told += _labelled(label, texts, width, paint)
+        out += _labelled(label, texts, width, paint)
     help_ = help_of(finding)
     if help_ and helps:
-        told += _labelled("help", [f"{help_}:" if finding.run else help_], width, paint)
+        out += _labelled("help", [f"{help_}:" if finding.run else help_], width, paint)
         # Not wrapped: a command is copied as it stands.
-        told += [f"{' ' * _INDENT}  {printable(command)}" for command in finding.run]
-    return told
+        out += [f"{' ' * _INDENT}  {printable(command)}" for command in finding.run]
+    return out
 
 
 def help_of(finding: Finding) -> str | None:
@@ -117,14 +117,14 @@ def _part(part: Finding) -> str:
 def _tensors(alike: Sequence[Finding], verbose: int) -> list[str]:
     """A line for each tensor: its name, and what was found and expected of it."""
     shown = alike if verbose else alike[:_NAMED]
-    told = []
+    rows = []
     for finding in shown:
         got = [finding.got] if finding.got else []
         expected = [f"expected {finding.expected}"] if finding.expected else []
-        said = f": {', '.join(got + expected)}" if got or expected else ""
-        told.append(f"{finding.tensor}{f' ({finding.rank})' if finding.rank else ''}{said}")
+        details = f": {', '.join(got + expected)}" if got or expected else ""
+        rows.append(f"{finding.tensor}{f' ({finding.rank})' if finding.rank else ''}{details}")
     more = len(alike) - len(shown)
-    return [*told, f"and {more:,} more (-v lists them)"] if more else told
+    return [*rows, f"and {more:,} more (-v lists them)"] if more else rows
 
 
 def _labelled(label: str, texts: Sequence[str], width: int, paint: Paint) -> list[str]:

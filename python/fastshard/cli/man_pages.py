@@ -35,14 +35,14 @@ def page(command: str | None = None) -> str:
             lines += _item(verb, _summary(parser, verb))
         lines.append(r"fastshard COMMAND \-\-help lists the arguments of each.")
     for group in own._action_groups:
-        told = [
+        actions = [
             action
             for action in group._group_actions
             if not isinstance(action, argparse._SubParsersAction) and action.help is not argparse.SUPPRESS
         ]
-        if told:
+        if actions:
             lines.append(f'.SH "{_text(group.title or "options").upper()}"')
-            for action in told:
+            for action in actions:
                 lines += _item(_invocation(action), meaning(action))
     if command is not None and VERBS[command].examples:
         lines += [".SH EXAMPLES", ".nf", *map(_text, VERBS[command].examples), ".fi"]

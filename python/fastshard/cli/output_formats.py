@@ -41,8 +41,8 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Told:
-    """What there is to tell of a run."""
+class RunReport:
+    """The outcome of a run, for all output formats."""
 
     #: None if the command line names none.
     command: str | None
@@ -62,24 +62,28 @@ class Told:
     quiet: int = 0
 
 
-def asked_for(argv: Sequence[str]) -> str:
-    """The format that a command line asks for, which may not be one that can be parsed."""
+def find_requested_format(argv: Sequence[str]) -> str:
+    """Find the format that a command line asks for, which may not be one that can be parsed."""
     named = [word.partition("=")[2] for word in argv if word.startswith("--output-format=")]
     named += [after for word, after in itertools.pairwise(argv) if word == "--output-format"]
     return next((name for name in named if name in FORMATS), "json" if "--json" in argv else "text")
 
 
-def as_json(told: Told) -> str:
+def as_json(report: RunReport) -> str:
     """One object: what the run came to, and all findings."""
-    document: dict[str, Any] = {"command": told.command, "exit_code": told.code, "verdict": told.verdict}
-    if told.published is not None:
-        document["published"] = told.published
-    document |= told.document
-    if told.not_proven is not None:
-        document["not_proven"] = told.not_proven
-    if told.not_checked:
-        document["not_checked"] = list(told.not_checked)
-    document["findings"] = [f.to_dict() for f in told.findings]
+    document: dict[str, Any] = {
+        "command": report.command,
+        "exit_code": report.code,
+        "verdict": report.verdict,
+    }
+    if report.published is not None:
+        document["published"] = report.published
+    document |= report.document
+    if report.not_proven is not None:
+        document["not_proven"] = report.not_proven
+    if report.not_checked:
+        document["not_checked"] = list(report.not_checked)
+    document["findings"] = [f.to_dict() for f in report.findings]
     return json.dumps(_numbers(document), indent=2, ensure_ascii=True, allow_nan=False) + "\n"
 
 
@@ -92,9 +96,9 @@ def _numbers(value: Any) -> Any:
     return [_numbers(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
-def as_sarif(told: Told) -> str:
+def as_sarif(report: RunReport) -> str:
     """A SARIF 2.1.0 log of one run: a result per finding, the codes as rules."""
-    found_codes = sorted({f.code for f in told.findings})
+    found_codes = sorted({f.code for f in report.findings})
     rules = [
         {
             "id": code,
@@ -111,13 +115,13 @@ def as_sarif(told: Told) -> str:
         "columnKind": "unicodeCodePoints",
         "invocations": [
             {
-                "arguments": [printable(word) for word in told.arguments],
-                "exitCode": told.code,
+                "arguments": [printable(word) for word in report.arguments],
+                "exitCode": report.code,
                 # A checkpoint that is found wanting is what the tool is for.
-                "executionSuccessful": told.code in (0, 1, 3),
+                "executionSuccessful": report.code in (0, 1, 3),
             }
         ],
-        "results": [_sarif_result(f, found_codes.index(f.code)) for f in told.findings],
+        "results": [_sarif_result(f, found_codes.index(f.code)) for f in report.findings],
     }
     log = {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
@@ -140,7 +144,7 @@ def _sarif_result(finding: Finding, rule: int) -> dict[str, Any]:
     }
     if finding.tensor:
         location["logicalLocations"] = [{"fullyQualifiedName": printable(finding.tensor), "kind": "member"}]
-    told = {
+    properties = {
         key: value
         for key in ("rank", "host", "expected", "got")
         if (value := getattr(finding, key)) is not None
@@ -155,25 +159,25 @@ def _sarif_result(finding: Finding, rule: int) -> dict[str, Any]:
     }
     if accepted(finding) or ignored(finding):
         result["suppressions"] = [{"kind": "external", "justification": printable(finding.decided or "")}]
-    return result | ({"properties": told} if told else {})
+    return result | ({"properties": properties} if properties else {})
 
 
-def as_junit(told: Told) -> str:
+def as_junit(report: RunReport) -> str:
     """JUnit XML: one test for each kind of finding, always the same ones, and one for the run itself."""
     from xml.etree import ElementTree as tree
 
-    name = f"fastshard {told.command or ''}".strip()
-    shown = [f for f in told.findings if (f.severity != "note" and not ignored(f)) or told.verbose]
+    name = f"fastshard {report.command or ''}".strip()
+    shown = [f for f in report.findings if (f.severity != "note" and not ignored(f)) or report.verbose]
     # Could not run, or was stopped: an error of the run and not a failure of what it looked at.
-    kind = "error" if told.code == 2 or told.code >= 128 else "failure"
-    unexplained = told.code != 0 and not any(f.severity == "error" for f in shown)
+    kind = "error" if report.code == 2 or report.code >= 128 else "failure"
+    unexplained = report.code != 0 and not any(f.severity == "error" for f in shown)
     suites = tree.Element("testsuites", {"name": name})
     suite = tree.SubElement(suites, "testsuite", {"name": name, "skipped": "0", "time": "0"})
-    run = _junit_case(suite, name, printable(" ".join(told.arguments)))
+    run = _junit_case(suite, name, printable(" ".join(report.arguments)))
     if unexplained:
-        tree.SubElement(run, kind, {"message": f"exit code {told.code}", "type": "exit"})
-    if told.not_checked:
-        lines = "\n".join(f"not checked: {line}" for line in told.not_checked)
+        tree.SubElement(run, kind, {"message": f"exit code {report.code}", "type": "exit"})
+    if report.not_checked:
+        lines = "\n".join(f"not checked: {line}" for line in report.not_checked)
         tree.SubElement(run, "system-out").text = printable(lines, keep="\n")
     wrong = 0
     for title, first in _KINDS.items():
@@ -182,8 +186,8 @@ def as_junit(told: Told) -> str:
         case = _junit_case(suite, name, title)
         if errors:
             more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-            told_as = {"message": printable(str(errors[0])) + more, "type": errors[0].code}
-            tree.SubElement(case, kind, told_as).text = "\n\n".join(map(_sentence, errors))
+            attributes = {"message": printable(str(errors[0])) + more, "type": errors[0].code}
+            tree.SubElement(case, kind, attributes).text = "\n\n".join(map(_sentence, errors))
             wrong += 1
         if others := [f for f in found if f.severity != "error"]:
             tree.SubElement(case, "system-out").text = "\n\n".join(
@@ -203,10 +207,10 @@ def _junit_case(suite: ElementTree.Element, classname: str, name: str) -> Elemen
     return tree.SubElement(suite, "testcase", {"classname": classname, "name": name, "time": "0"})
 
 
-def as_annotations(told: Told) -> str:
+def as_annotations(report: RunReport) -> str:
     """GitHub's workflow commands: an annotation per finding."""
     lines = []
-    findings, hidden = shown(told.findings, verbose=told.verbose, quiet=told.quiet)
+    findings, hidden = shown(report.findings, verbose=report.verbose, quiet=report.quiet)
     for finding in findings:
         title = _property(f"{finding.code} {finding.title}")
         lines.append(f"::{_COMMANDS[finding.severity]} title={title}::{_data(_sentence(finding))}")
@@ -245,11 +249,11 @@ def _property(text: str) -> str:
     return _data(text).replace(":", "%3A").replace(",", "%2C")
 
 
-def as_markdown(told: Told, ending: str) -> str:
+def as_markdown(report: RunReport, ending: str) -> str:
     """A summary for the page of a job: the verdict, and a table of errors and warnings."""
-    found = [f for f in told.findings if f.severity != "note" and not ignored(f)]
-    mark = "❌" if told.code else "⚠️" if found else "✅"
-    lines = [f"### {mark} fastshard {told.command or ''}".rstrip(), "", _cell(ending), ""]
+    found = [f for f in report.findings if f.severity != "note" and not ignored(f)]
+    mark = "❌" if report.code else "⚠️" if found else "✅"
+    lines = [f"### {mark} fastshard {report.command or ''}".rstrip(), "", _cell(ending), ""]
     if found:
         lines += ["| finding | what | effect | help |", "|---|---|---|---|"]
         for finding in sorted(found, key=lambda f: f.severity):
@@ -268,4 +272,4 @@ def _cell(text: str) -> str:
 
 
 #: Formats whose one document takes stdout.
-DOCUMENTS: dict[str, Callable[[Told], str]] = {"json": as_json, "sarif": as_sarif, "junit": as_junit}
+DOCUMENTS: dict[str, Callable[[RunReport], str]] = {"json": as_json, "sarif": as_sarif, "junit": as_junit}

@@ -81,8 +81,8 @@ def print_findings(
         print(f"... and {count} more of {code} (-v shows all)", file=file)
     aside = Counter(f.code for f in findings if ignored(f))
     if aside and not (verbose or quiet):
-        told = ", ".join(f"{count} of {code}" for code, count in aside.items())
-        print(f"ignored as asked: {told} (-v shows them)", file=file)
+        counts = ", ".join(f"{count} of {code}" for code, count in aside.items())
+        print(f"ignored as asked: {counts} (-v shows them)", file=file)
 
 
 def _for_people(findings: Iterable[Finding], verbose: int, quiet: int) -> list[Finding]:
@@ -120,8 +120,8 @@ def alike(findings: Iterable[Finding]) -> Iterable[Group]:
     """Findings that say the same of different tensors, together; the others by themselves."""
     found: dict[object, list[Finding]] = {}
     for finding in findings:
-        said = (finding.code, finding.severity, finding.message, finding.decided, finding.advice)
-        found.setdefault(said if finding.tensor else finding, []).append(finding)
+        key = (finding.code, finding.severity, finding.message, finding.decided, finding.advice)
+        found.setdefault(key if finding.tensor else finding, []).append(finding)
     return found.values()
 
 

@@ -52,7 +52,7 @@ class Run:
         self._verbs = verbs
         self._streams = Streams()
         self._begun = time.monotonic()
-        unparsed = argparse.Namespace(command=None, output_format=output_formats.asked_for(argv))
+        unparsed = argparse.Namespace(command=None, output_format=output_formats.find_requested_format(argv))
         self._arguments = arguments or unparsed
 
     def carried_out(self) -> int:
@@ -166,10 +166,10 @@ class Run:
 
             at = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{os.path.basename(at.filename)}:{at.lineno}"  # noqa: PTH119 - a name, not a path
-            told = " ".join(str(error).split())
+            message = " ".join(str(error).split())
             finding = Finding.of(
                 codes.INTERNAL,
-                f"{type(error).__name__}: {told} ({where})",
+                f"{type(error).__name__}: {message} ({where})",
                 help="report this defect of fastshard; -v prints where it was raised",
             )
             if getattr(self._arguments, "verbose", 0):
@@ -186,7 +186,7 @@ class Run:
         out = to if result and to is not None else published(findings)
         prove = verb.not_proven if verb and result and result.proof else None
         verbose, quiet = getattr(a, "verbose", 0), getattr(a, "quiet", 0)
-        told = output_formats.Told(
+        report = output_formats.RunReport(
             command=a.command,
             arguments=list(self._argv),
             code=code,
@@ -208,19 +208,19 @@ class Run:
             outcome=self._outcome(out, findings) if code else "",
         )
         if getattr(a, "summary", None) is not None:
-            self._summarised(output_formats.as_markdown(told, ending), a.summary)
+            self._summarised(output_formats.as_markdown(report, ending), a.summary)
         document = output_formats.DOCUMENTS.get(a.output_format)
         if document is not None:
-            self._streams.write(lambda: sys.stdout.write(document(told)))
+            self._streams.write(lambda: sys.stdout.write(document(report)))
             if a.output_format != "json":
-                self._print_findings(told, "stderr")
+                self._print_findings(report, "stderr")
         elif a.output_format == "github":
-            text = self._text(result, told)
+            text = self._text(result, report)
             if text is not None:
                 self._streams.write(lambda: print(output_formats.without_commands(text)))
-            self._streams.write(lambda: sys.stdout.write(output_formats.as_annotations(told)))
+            self._streams.write(lambda: sys.stdout.write(output_formats.as_annotations(report)))
         else:
-            self._as_text(result, told, ending)
+            self._as_text(result, report, ending)
             return self._ended(code, out)
         if code and a.output_format != "json":
             self._streams.say(ending)
@@ -232,44 +232,44 @@ class Run:
         except OSError as error:
             self._streams.lost = f"{render.printable(path)} cannot be written to: {error.strerror}"
 
-    def _text(self, result: Result | None, told: output_formats.Told) -> str | None:
+    def _text(self, result: Result | None, report: output_formats.RunReport) -> str | None:
         """The result for people; None if there is none, or it is kept back."""
         verb = self._verb
-        if not result or not result.text or (told.quiet and verb and verb.silent and not result.product):
+        if not result or not result.text or (report.quiet and verb and verb.silent and not result.product):
             return None
         # Which of several steps it is comes before all that is said of it.
-        steps = [] if result.product else [f.message for f in told.findings if f.code == codes.STEP_TAKEN]
+        steps = [] if result.product else [f.message for f in report.findings if f.code == codes.STEP_TAKEN]
         return "\n".join([*map(render.printable, steps), render.printable(result.text, keep="\n")])
 
-    def _as_text(self, result: Result | None, told: output_formats.Told, ending: str) -> None:
+    def _as_text(self, result: Result | None, report: output_formats.RunReport, ending: str) -> None:
         """The result, what was found and the verdict; all on stdout for a verb that was asked for them."""
-        verb, text = self._verb, self._text(result, told)
+        verb, text = self._verb, self._text(result, report)
         if text is not None:
             say = pager.show if result and result.paged else print
             shown = styles.headed(text, styles.painter(sys.stdout, self._color))
             self._streams.write(lambda: say(shown))
         if text is not None and verb is not None and verb.silent and (self._is_watched or _size(result)):
             self._streams.say(self._figures(result))
-        asked_for = verb is not None and verb.finds and (result is not None or told.code in _FOUND)
-        name = "stdout" if asked_for else "stderr"
-        tells = result.tells if result and text is not None and not told.verbose else frozenset()
-        rest = [f for f in told.findings if f.code not in tells]
-        self._print_findings(replace(told, findings=rest), name)
-        below = render.printable(result.below, keep="\n") if result and not told.quiet else ""
+        is_requested = verb is not None and verb.finds and (result is not None or report.code in _FOUND)
+        name = "stdout" if is_requested else "stderr"
+        tells = result.tells if result and text is not None and not report.verbose else frozenset()
+        rest = [f for f in report.findings if f.code not in tells]
+        self._print_findings(replace(report, findings=rest), name)
+        below = render.printable(result.below, keep="\n") if result and not report.quiet else ""
         lines = [below] if below else []
         # What is broken needs no word about what was not looked at.
         unchecked = (
-            told.not_checked
-            if told.verbose
+            report.not_checked
+            if report.verbose
             else ()
-            if told.quiet or told.code
-            else told.not_checked[:_UNCHECKED]
+            if report.quiet or report.code
+            else report.not_checked[:_UNCHECKED]
         )
         stream = getattr(sys, name)
         label = styles.painter(stream, self._color)("not checked:", "warn")
         lines += [f"{label} {render.printable(line)}" for line in unchecked]
-        if told.code or (asked_for and not told.quiet):
-            wrong = told.code or any(finding.severity == "error" for finding in told.findings)
+        if report.code or (is_requested and not report.quiet):
+            wrong = report.code or any(finding.severity == "error" for finding in report.findings)
             style = "bad" if wrong else "warn" if " with " in ending else "good"
             lines.append(styles.painter(stream, self._color)(ending, style))
         if lines:
@@ -327,12 +327,12 @@ class Run:
             return ()
         return not_checked(findings) if result.unchecked is None else result.unchecked
 
-    def _print_findings(self, told: output_formats.Told, name: str) -> None:
+    def _print_findings(self, report: output_formats.RunReport, name: str) -> None:
         stream = getattr(sys, name)
         paint = styles.painter(stream, self._color)
         self._streams.write(
             lambda: render.print_findings(
-                told.findings, verbose=told.verbose, quiet=told.quiet, file=stream, paint=paint
+                report.findings, verbose=report.verbose, quiet=report.quiet, file=stream, paint=paint
             ),
             name,
         )

@@ -84,8 +84,8 @@ def apply(arguments: Namespace) -> Path | None:
         arguments.fail_on = settings.get("fail_on")
     arguments.error = [*settings.get("error", ()), *arguments.error]
     # What one asks to see is not put aside.
-    asked = {code.upper().removeprefix("FS") for code in arguments.error}
-    aside = [code for code in settings.get("ignore", ()) if code.upper().removeprefix("FS") not in asked]
+    requested = {code.upper().removeprefix("FS") for code in arguments.error}
+    aside = [code for code in settings.get("ignore", ()) if code.upper().removeprefix("FS") not in requested]
     arguments.ignore = [*aside, *arguments.ignore]
     return path
 

@@ -54,8 +54,8 @@ def verdict(
         # As many as are printed.
         warnings = sum(f.severity == "warning" and not ignored(f) for f, *_ in alike(findings))
         word = in_a_word(code, findings, word) + (f" with {counted(warnings, 'warning')}" if warnings else "")
-    told = f"{word}, {reason}" if reason else word
-    return f"{printable(about)}: {printable(told)}{outcome} (exit {code})"
+    text = f"{word}, {reason}" if reason else word
+    return f"{printable(about)}: {printable(text)}{outcome} (exit {code})"
 
 
 def in_a_word(code: int, findings: Sequence[Finding], word: str | None = None) -> str:
@@ -88,14 +88,14 @@ def _why(findings: Sequence[Finding]) -> str:
 def _short(group: Sequence[Finding]) -> str:
     """What is said of one thing, or of several tensors, in a few words that name it."""
     finding = group[0]
-    told = finding.headline
+    text = finding.headline
     if len(group) > 1:
-        told = f"{counted(len(group), 'tensor')}: {finding.message}"
+        text = f"{counted(len(group), 'tensor')}: {finding.message}"
     elif finding.file:
         # Where it lies is said above.
-        told = told.replace(finding.file, _name(finding.file))
-    if len(told) <= _LONGEST:
-        return told
+        text = text.replace(finding.file, _name(finding.file))
+    if len(text) <= _LONGEST:
+        return text
     if finding.code == codes.FACT_UNKNOWN and len(finding.message) <= _LONGEST:
         # It is about a setting, and not about a file or a tensor that needs it.
         return finding.message

@@ -11,7 +11,7 @@ from ..render import human
 from ..shared_arguments import add_common
 from ..verb import Outcome, Result, Verb
 
-_TOLD = {
+_FATES = {
     "removed": "removed",
     "resumable": "kept: run the same command with --resume to continue it; --abandon RUN removes it",
     "at_work": "kept: a process is at work on it",
@@ -37,10 +37,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(a: argparse.Namespace) -> Outcome:
     found = gc(a.out, abandon=a.abandon, timeout=a.timeout, dry_run=a.dry_run)
-    told = {**_TOLD, "removed": "would be removed"} if a.dry_run else _TOLD
+    fates = {**_FATES, "removed": "would be removed"} if a.dry_run else _FATES
     lines = []
     for left in found:
-        words = _results(left, str(a.out)) if left.results else [told[left.fate]]
+        words = _results(left, str(a.out)) if left.results else [fates[left.fate]]
         lines.append(f"{left.path} (run {left.run or '-'}): {words[0]}")
         lines += [f"  {line}" for line in words[1:]]
     removed = [left for left in found if left.fate == "removed"]

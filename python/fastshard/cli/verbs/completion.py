@@ -45,8 +45,8 @@ def script(shell: str) -> str:
 
 
 def _run(a: argparse.Namespace) -> Outcome:
-    made = script(a.shell)
-    return Result(made.rstrip("\n"), {"shell": a.shell, "script": made}), []
+    text = script(a.shell)
+    return Result(text.rstrip("\n"), {"shell": a.shell, "script": text}), []
 
 
 COMPLETION = Verb(

@@ -75,9 +75,9 @@ def published(manifest: Manifest, out: str, verbose: int = 0) -> Outcome:
     document = manifest.document
     files = manifest.tensor_files
     size = sum(f["size"] for f in files) if files else manifest.tensor_bytes
-    held = f"in {counted(len(files), 'file')}" if files else "of arrays"
+    container = f"in {counted(len(files), 'file')}" if files else "of arrays"
     tensors = counted(len(document["tensors"]), "tensor")
-    text = f"{out}: {tensors}, {human(size)} {held}, every byte hashed in {MANIFEST_NAME}"
+    text = f"{out}: {tensors}, {human(size)} {container}, every byte hashed in {MANIFEST_NAME}"
     if record := document["values"].get("dequantised"):
         text = f"{text}\n{told(record)}"
     if verbose and manifest.left_out:

@@ -27,7 +27,7 @@ def _out(a: argparse.Namespace) -> str | None:
 
 
 def _run(a: argparse.Namespace) -> Outcome:
-    made = piece(
+    manifest = piece(
         a.ckpt,
         a.out,
         memory=a.memory,
@@ -36,10 +36,10 @@ def _run(a: argparse.Namespace) -> Outcome:
         progress=progress(a),
         **opening(a),
     )
-    files = made.document["files"]
+    files = manifest.document["files"]
     size = sum(file["size"] for file in files)
     text = f"{a.out}: {counted(len(files), 'file')}, {human(size)}, every byte hashed in {MANIFEST_NAME}"
-    return Result(text, {"out": str(a.out), "files": files, "bytes": size}), made.findings
+    return Result(text, {"out": str(a.out), "files": files, "bytes": size}), manifest.findings
 
 
 COPY_LOCAL = Verb(

@@ -76,7 +76,7 @@ def _table(differences: Differences, verbose: int) -> str:
     shown = ordered if verbose else ordered[:_SHOWN]
     rows = [("TENSOR", "WHAT", "CHANGED", "MAX DIFF", "REL DIFF", "COSINE"), *map(_row, shown)]
     lines = table(rows, indent="").splitlines()
-    zeros = [[f"  {told}" for told in (d.not_numbers, d.zeros) if told] for d in shown]
+    zeros = [[f"  {note}" for note in (d.not_numbers, d.zeros) if note] for d in shown]
     below = [line for row, more in zip(lines[1:], zeros, strict=True) for line in (row, *more)]
     left = len(ordered) - len(shown)
     return "\n".join([lines[0], *below, *([f"... and {left} more (-v)"] if left else [])])

@@ -73,8 +73,8 @@ def _writing(parser: argparse.ArgumentParser) -> None:
 
 def _zero(a: argparse.Namespace) -> Outcome:
     checkpoint = open_checkpoint(a.ckpt, step=a.tag, **gating(a))
-    held = checkpoint.opened.source.optimizer
-    if not held.masters:
+    optimizer = checkpoint.opened.source.optimizer
+    if not optimizer.masters:
         raise FastshardError.of(
             codes.MASTERS_NOT_CHECKABLE,
             "no fp32 master weights: not written by ZeRO, or by stage 0",
@@ -82,15 +82,15 @@ def _zero(a: argparse.Namespace) -> Outcome:
             file=a.ckpt,
             help="run `fastshard merge`, which takes the parameters as they are",
         )
-    excluded = [glob.escape(name) for name in sorted(held.frozen)] if a.exclude_frozen_parameters else []
+    excluded = [glob.escape(name) for name in sorted(optimizer.frozen)] if a.exclude_frozen_parameters else []
     manifest = merge(
         checkpoint, a.out, weights="masters", exclude=excluded, max_shard_size=a.max_shard_size, memory=a.memory,
         threads=a.threads, resume=a.resume, overwrite=a.overwrite, fsync=a.fsync == "full", progress=progress(a),
     )  # fmt: skip
     result, findings = published(manifest, a.out)
     if not a.safe_serialization:
-        told = "written as safetensors: zero_to_fp32 writes pytorch_model.bin unless it is given --safe_serialization"
-        findings = [*findings, Finding.of(codes.WEIGHTS_TAKEN, told)]
+        message = "written as safetensors: zero_to_fp32 writes pytorch_model.bin unless it is given --safe_serialization"
+        findings = [*findings, Finding.of(codes.WEIGHTS_TAKEN, message)]
     return result, findings
 
 

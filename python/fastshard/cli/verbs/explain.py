@@ -42,12 +42,12 @@ def _page(row: Code) -> str:
     exits = {1: "1 (problem)", 2: "2 (could not run)", 3: "3 (incomplete)"}
     when = "" if row.severity == "error" else "as an error, "
     title = f"{row.code} {row.title} ({row.severity}; {when}exit code {exits[row.exit]})"
-    told = {"What it means": row.meaning}
+    sections = {"What it means": row.meaning}
     if page := PAGES.get(row.code):
-        told |= {"Why it happens": page.why, "How to confirm": page.confirm}
-    told["How to fix"] = row.help
+        sections |= {"Why it happens": page.why, "How to confirm": page.confirm}
+    sections["How to fix"] = row.help
     lines = [textwrap.fill(text, 80, initial_indent=f"{label:<16}", subsequent_indent=" " * 16, break_on_hyphens=False)
-             for label, text in told.items() if text]  # fmt: skip
+             for label, text in sections.items() if text]  # fmt: skip
     return "\n".join([title, "", *lines])
 
 

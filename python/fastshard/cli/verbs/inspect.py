@@ -88,8 +88,8 @@ def _model(seen: Inspection) -> list[tuple[str, str]]:
     if "V" in axes:
         padded = f" (padded to {axes['P']} rows)" if axes.get("P", axes["V"]) != axes["V"] else ""
         sizes.append(f"vocab_size {axes['V']}{padded}")
-    told = ": ".join(filter(None, [seen.family, ", ".join(sizes)]))
-    return [("model", told)] if told else []
+    text = ": ".join(filter(None, [seen.family, ", ".join(sizes)]))
+    return [("model", text)] if text else []
 
 
 def _trained_with(features: dict[str, Any] | None) -> list[tuple[str, str]]:
@@ -108,15 +108,15 @@ def _trained_with(features: dict[str, Any] | None) -> list[tuple[str, str]]:
     return rows
 
 
-def _chunks(judged: dict[str, Any] | None) -> list[tuple[str, str]]:
+def _chunks(store: dict[str, Any] | None) -> list[tuple[str, str]]:
     """One row on the chunks of a store of arrays."""
-    if not judged:
+    if not store:
         return []
-    absent = judged["absent_chunks"]
-    told = f"{judged['verdict']}: {judged['chunks']} called for, " + (
+    absent = store["absent_chunks"]
+    text = f"{store['verdict']}: {store['chunks']} called for, " + (
         f"{absent} absent" if absent else "all there"
     )
-    return [("chunks", told)]
+    return [("chunks", text)]
 
 
 def _reason(seen: Inspection) -> str:

@@ -142,7 +142,7 @@ def _groups(rows: Iterable[TensorRow], by: str) -> list[dict[str, Any]]:
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     whole = sum(row.nbytes for members in groups.values() for row in members)
-    made = [
+    totals = [
         {
             "group": "none" if name is None else name,
             "tensors": len(members),
@@ -154,8 +154,8 @@ def _groups(rows: Iterable[TensorRow], by: str) -> list[dict[str, Any]]:
         for name, members in groups.items()
     ]
     if by == "layer":
-        return sorted(made, key=lambda group: -1 if group["group"] == "none" else group["group"])
-    return sorted(made, key=lambda group: -group["bytes"])
+        return sorted(totals, key=lambda group: -1 if group["group"] == "none" else group["group"])
+    return sorted(totals, key=lambda group: -group["bytes"])
 
 
 class _Node:

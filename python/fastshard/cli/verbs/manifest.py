@@ -28,7 +28,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(a: argparse.Namespace) -> Outcome:
-    made = make_manifest(
+    manifest = make_manifest(
         a.ckpt,
         a.output,
         exclude=a.exclude,
@@ -37,14 +37,14 @@ def _run(a: argparse.Namespace) -> Outcome:
         progress=progress(a),
         **opening(a),
     )
-    document = made.document
+    document = manifest.document
     path = a.output or Path(a.ckpt[0]) / MANIFEST_NAME
     size = sum(f["size"] for f in document["files"])
     text = (
         f"{path}: {counted(len(document['tensors']), 'tensor')} in {counted(len(document['files']), 'file')}, "
         f"{human(size)} hashed"
     )
-    return Result(text, {"manifest": str(path), "tensors": len(document["tensors"])}), made.findings
+    return Result(text, {"manifest": str(path), "tensors": len(document["tensors"])}), manifest.findings
 
 
 MANIFEST = Verb(

@@ -55,15 +55,15 @@ def _run(a: argparse.Namespace) -> Outcome:
             )
         return split(a)
     checkpoint = opened(a)
-    made = plan_of(checkpoint, a.to, tokenizer=a.tokenizer, **placing(a), **shape(a))
-    summary = made.summary
+    plan = plan_of(checkpoint, a.to, tokenizer=a.tokenizer, **placing(a), **shape(a))
+    summary = plan.summary
     memory = run_options(a.memory, a.threads, checkpoint.opened.catalog)["memory"]
     try:
         free = shutil.disk_usage(os.curdir).free
     except OSError as error:
         raise FastshardError.of(codes.IO, f"the current directory: {error.strerror}") from None
     document: dict[str, Any] = {
-        "digest": made.digest,
+        "digest": plan.digest,
         "summary": summary,
         "space": {"needed": summary["bytes"], "free_here": free},
         "memory": {
@@ -74,7 +74,7 @@ def _run(a: argparse.Namespace) -> Outcome:
         "read_amplification": summary["read_amplification"],
     }
     if a.verbose or a.output_format == "json":
-        document["plan"] = made.to_dict()
+        document["plan"] = plan.to_dict()
     changes = [f"{change} ({count})" for change, count in summary["changes"].items()]
     files = [f"{f['name']} ({human(f['size'])})" for f in summary["files"]]
     step = f", step {checkpoint.step}" if checkpoint.step else ""
@@ -86,7 +86,7 @@ def _run(a: argparse.Namespace) -> Outcome:
         ),
         (
             "to",
-            f"{made.target}: {counted(len(files), 'file')}, {counted(summary['outputs'], 'tensor')}, "
+            f"{plan.target}: {counted(len(files), 'file')}, {counted(summary['outputs'], 'tensor')}, "
             f"{summary['parameters']:,} parameters, {human(summary['bytes'])}",
         ),
         (
@@ -105,7 +105,7 @@ def _run(a: argparse.Namespace) -> Outcome:
             "reads",
             f"{summary['read_amplification']:.4g} x the bytes of the stored tensors, replicas and checksums included",
         ),
-        ("digest", made.digest),
+        ("digest", plan.digest),
     ]
     if decoding := summary["decoding"]:
         beyond = decoding["live"] > memory
@@ -119,8 +119,8 @@ def _run(a: argparse.Namespace) -> Outcome:
         )
     text = fields(rows)
     if a.verbose:
-        text += "\n\n" + table([(n, d, str(s), human(b), f"{p} pieces") for n, d, s, b, p in made.outputs])
-    return Result(text, document), made.findings
+        text += "\n\n" + table([(n, d, str(s), human(b), f"{p} pieces") for n, d, s, b, p in plan.outputs])
+    return Result(text, document), plan.findings
 
 
 PLAN = Verb(

@@ -71,11 +71,11 @@ def _run(a: argparse.Namespace) -> Outcome:
     from ...reporting.statement import statement
 
     path = _place(a)
-    told = about(
+    report = about(
         a.ckpt, against=a.against, stats=a.stats, memory=a.memory, progress=progress(a), **opening(a)
     )
-    text = page.rendered(told)
-    findings = told.all_findings
+    text = page.rendered(report)
+    findings = report.all_findings
     if path is None:
         return Result(text, proof=False, product=True), findings
     # What somebody has put there while all was read stays too.
@@ -84,11 +84,11 @@ def _run(a: argparse.Namespace) -> Outcome:
     document = {
         "report": str(a.output),
         "bytes": size,
-        "verdict": told.verdict,
-        "errors": told.errors,
-        "warnings": told.warnings,
+        "verdict": report.verdict,
+        "errors": report.errors,
+        "warnings": report.warnings,
     }
-    return Result(f"{a.output}: {statement(told).line}; a page of {human(size)}", document), findings
+    return Result(f"{a.output}: {statement(report).line}; a page of {human(size)}", document), findings
 
 
 REPORT = Verb(

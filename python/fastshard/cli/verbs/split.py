@@ -86,9 +86,9 @@ def _part_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _part(a: argparse.Namespace) -> Outcome:
-    made = run_part(a.out, a.part, a.run, memory=a.memory, threads=a.threads, progress=progress(a))
-    text = f"part {a.part} of {a.out}: {'made' if made else 'was made before'}; `fastshard commit` puts the result in place"
-    return Result(text, {"out": str(a.out), "part": a.part, "made": made}), []
+    is_new = run_part(a.out, a.part, a.run, memory=a.memory, threads=a.threads, progress=progress(a))
+    text = f"part {a.part} of {a.out}: {'made' if is_new else 'was made before'}; `fastshard commit` puts the result in place"
+    return Result(text, {"out": str(a.out), "part": a.part, "made": is_new}), []
 
 
 def _commit(a: argparse.Namespace) -> Outcome:

@@ -53,21 +53,21 @@ def _run(a: argparse.Namespace) -> Outcome:
         document["blake3"], damage = _read(a, plan)
         findings += checkpoint.opened.gate.evaluate(damage)
     elif manifest is not None:
-        document["blake3_stated"] = _stated(read(manifest), document)
+        document["blake3_stated"] = _read_stored_hash(read(manifest), document)
     roots = [str(root) for root in checkpoint.roots] if len(checkpoint.roots) > 1 else None
     text = tree(_tree(document, roots, None if a.verbose else _SHOWN))
     return Result(text, document), findings
 
 
-def _stated(manifest: dict[str, Any], whole: dict[str, Any]) -> str | None:
-    """The hash of a whole tensor by a manifest: of shards, which may have its name, it tells something else."""
+def _read_stored_hash(manifest: dict[str, Any], whole: dict[str, Any]) -> str | None:
+    """Read the hash of a full tensor from a manifest: of shards, which may have its name, it has another one."""
     named = [entry for entry in manifest["tensors"] if entry["name"] == whole["name"]]
     alike = [(entry.get("dtype"), entry.get("shape")) == (whole["dtype"], whole["shape"]) for entry in named]
     return named[0]["blake3"] if alike == [True] else None
 
 
-def _is_said(cause: Finding, errors: list[Finding]) -> bool:
-    """True if an error says it, for its file alone or for several."""
+def _is_reported(cause: Finding, errors: list[Finding]) -> bool:
+    """Tell whether an error reports the cause, for its file alone or for several."""
     return any(e.code == cause.code and (e.file == cause.file or cause.file in e.files) for e in errors)
 
 
@@ -80,15 +80,15 @@ def _unknown(plan: Plan, name: str, own: bool) -> FastshardError:
         first = about[0]
         errors = [finding for finding in plan.findings if finding.severity == "error"]
         cause = plan.causes.of(first) or first
-        told = first.replace(
+        changed = first.replace(
             code=cause.code,
             message=f"not in the result: {first.message}",
             # What is wrong with the checkpoint makes the exit code: it may be incomplete alone.
             severity="warning" if errors and cause is not first else "error",
             file=cause.file,
-            help=None if cause is not first and _is_said(cause, errors) else first.help,
+            help=None if cause is not first and _is_reported(cause, errors) else first.help,
         )
-        return error_for([told, *(error for error in errors if error is not first)])
+        return error_for([changed, *(error for error in errors if error is not first)])
     if own:
         return FastshardError.of(
             codes.USAGE,

@@ -51,7 +51,7 @@ def _run(a: argparse.Namespace) -> Outcome:
     options = opening(a)
     if options["config"] is None:
         del options["config"]
-    made = verify(
+    verification = verify(
         a.ckpt,
         expect=a.expect,
         subset=subset,
@@ -64,17 +64,17 @@ def _run(a: argparse.Namespace) -> Outcome:
         progress=progress(a),
         **options,
     )
-    findings = made.findings
+    findings = verification.findings
     errors = sum(f.severity == "error" for f in findings)
     warnings = sum(f.severity == "warning" and not ignored(f) for f in findings)
     document: dict[str, Any] = {"ok": not errors, "errors": errors, "warnings": warnings}
-    if made.checked is not None:
-        document["checked"] = made.checked.to_dict()
+    if verification.checked is not None:
+        document["checked"] = verification.checked.to_dict()
     below = ""
     if missing := absent(findings, a.ckpt):
         below = missing.told() if missing.may_be_elsewhere else ""
         document["absent"] = asdict(missing)
-    how = made.checked
+    how = verification.checked
     return Result(
         document=document,
         below=below,
