@@ -38,9 +38,9 @@ def core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Core]:
     remote_ranges.forget(tmp_path.resolve())
 
 
-def database(folder: Path) -> remote_ranges.Lent:
+def database(folder: Path) -> remote_ranges.RemoteStore:
     (folder / "manifest.ocdbt").write_bytes(b"123")
-    return remote_ranges.Lent(folder, ocdbt=True)
+    return remote_ranges.RemoteStore(folder, ocdbt=True)
 
 
 def test_a_value_is_brought_once_for_all_who_read_it(core: Core, tmp_path: Path) -> None:
@@ -52,14 +52,14 @@ def test_a_value_is_brought_once_for_all_who_read_it(core: Core, tmp_path: Path)
     other = database(tmp_path)
     other.placed({"c": ("d/x", 100, 20)})
     core.said.clear()
-    with store.held("a"), store.held("b"), other.held("c"):
+    with store.fetch("a"), store.fetch("b"), other.fetch("c"):
         pass
-    with store.held("a"):
+    with store.fetch("a"):
         pass
     assert core.said == [("bring", "x", 100, 120)]
     core.said.clear()
     # What the index itself holds lies nowhere else.
-    with store.held("inline"):
+    with store.fetch("inline"):
         assert core.said == []
     remote_ranges.send([(store, "a"), (store, "inline"), (other, "c")])
     assert core.said == [("will read", "x", 100, 120)] * 2
@@ -69,33 +69,33 @@ def test_no_more_is_kept_than_was_read_last(core: Core, tmp_path: Path) -> None:
     store = database(tmp_path)
     store.placed({str(i): ("d/x", 100 * i, 20) for i in range(50)})
     core.said.clear()
-    with store.held("0"):
+    with store.fetch("0"):
         for key in range(1, 50):
-            with store.held(str(key)):
+            with store.fetch(str(key)):
                 pass
         let_go = [said[2] for said in core.said if said[0] == "let go"]
         # The oldest first, and never what is being read.
         assert let_go == [100 * i for i in range(1, 42)]
-    with store.held("1"):
+    with store.fetch("1"):
         pass
     assert core.said[-2:] == [("bring", "x", 100, 120), ("let go", "x", 4300, 4320)]
 
 
 def test_what_fails_is_brought_again(core: Core, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "0.0").write_bytes(bytes(7))
-    store = remote_ranges.Lent(tmp_path, ocdbt=False)
+    store = remote_ranges.RemoteStore(tmp_path, ocdbt=False)
 
     def fails(path: Path, lo: int, hi: int) -> None:
         raise Core.CoreError([fastshard.Finding.of("FS507", "gone")])
 
     with monkeypatch.context() as broken:
         broken.setattr(core, "bring", fails)
-        with pytest.raises(fastshard.FastshardError), store.held("0.0"):
+        with pytest.raises(fastshard.FastshardError), store.fetch("0.0"):
             raise AssertionError
-    with pytest.raises(ZeroDivisionError), store.held("0.0"):
+    with pytest.raises(ZeroDivisionError), store.fetch("0.0"):
         raise ZeroDivisionError
     assert core.said == [("bring", "0.0", 0, 7)]
-    with store.held("1.0"):
+    with store.fetch("1.0"):
         assert len(core.said) == 1
 
 
@@ -113,7 +113,7 @@ def test_readers_wait_for_one_another(core: Core, tmp_path: Path, monkeypatch: p
     seen: list[bool] = []
 
     def read() -> None:
-        with store.held("a"):
+        with store.fetch("a"):
             seen.append(here.is_set())
 
     threads = [threading.Thread(target=read) for _ in range(3)]

@@ -12,7 +12,7 @@ from ..common.errors import FastshardError, Finding
 from ..common.records import dataclass, field
 from ..common.target_options import ZARR2
 from ..layouts.declaration import Source
-from ..zarr.dtypes import HELD
+from ..zarr.dtypes import ARRAY_DTYPES
 from .base import Bound, Completed, Target
 from .form import Form
 from .request import Request
@@ -116,12 +116,12 @@ class OrbaxTarget(Target):
     def _writable(self, dtypes: dict[str, str]) -> None:
         """Refuses what the store cannot hold: other dtypes, and lists of which a part was left out."""
         for name, dtype in dtypes.items():
-            if dtype not in HELD:
+            if dtype not in ARRAY_DTYPES:
                 raise FastshardError.of(
                     codes.UNSUPPORTED,
                     "arrays of this dtype are not written",
                     tensor=name,
-                    expected=" | ".join(HELD),
+                    expected=" | ".join(ARRAY_DTYPES),
                     got=dtype,
                     help="pass --dtype bf16 to write their values, where their scales are there",
                 )

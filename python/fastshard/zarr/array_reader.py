@@ -18,7 +18,7 @@ from ..common.dtypes import numpy_dtype
 from ..common.errors import FastshardError
 from ..common.optional_imports import imported
 from . import ocdbt_index
-from .remote_ranges import Lent
+from .remote_ranges import RemoteStore
 
 #: Part of the memory budget that nodes of an OCDBT index are kept in: each holds thousands of keys, and is decoded anew for every
 #: chunk otherwise. In bytes where no budget is stated, at least, and at most.
@@ -118,7 +118,7 @@ class Store:
     def __init__(self, path: Path, *, ocdbt: bool, label: str, context: Any = None) -> None:
         self._ts = library()
         #: Its files, if they lie on another host's disk.
-        self.lent = Lent(path, ocdbt=ocdbt) if _core.is_elsewhere(path) else None
+        self.remote = RemoteStore(path, ocdbt=ocdbt) if _core.is_elsewhere(path) else None
         self.label = label
         # TensorStore takes no path with `..` in it.
         self._folder = f"{path.resolve()}/"
@@ -142,10 +142,10 @@ class Store:
             raise
         except Exception as error:
             # TensorStore raises ValueError for what it finds in stores, and adds where in its sources.
-            told = str(error).partition(" [source locations")[0]
+            message = str(error).partition(" [source locations")[0]
             raise FastshardError.of(
                 codes.UNSAFE_HEADER,
-                f"the store cannot be read: {told}",
+                f"the store cannot be read: {message}",
                 file=self.label,
                 tensor=tensor,
                 help="copy the file again from the host that wrote it: it is damaged or truncated",
@@ -160,7 +160,7 @@ class Store:
             sizes: files below the store's folder that may be read, with their sizes in bytes.
         """
         base = {"driver": "file", "path": self._folder}
-        bring = self.lent.bring if self.lent else lambda place: None
+        bring = self.remote.bring if self.remote else lambda place: None
         there: list[str] = []
         lost: dict[str, str] = {}
         places = {}
@@ -170,15 +170,15 @@ class Store:
                 lost[key] = why
             else:
                 there.append(key)
-                if self.lent and place:
+                if self.remote and place:
                     places[key] = place
-        if self.lent:
-            self.lent.placed(places)
+        if self.remote:
+            self.remote.placed(places)
         return there, lost
 
-    def _held(self, key: str) -> contextlib.AbstractContextManager[None]:
-        """The value of a key, where its files lie on another host."""
-        return self.lent.held(key) if self.lent else contextlib.nullcontext()
+    def _fetch(self, key: str) -> contextlib.AbstractContextManager[None]:
+        """Fetch the value of a key, where its files lie on another host."""
+        return self.remote.fetch(key) if self.remote else contextlib.nullcontext()
 
     def read(self, key: str, limit: int | None = None) -> bytes:
         """The value of a key as it is stored.
@@ -186,7 +186,7 @@ class Store:
         Raises:
             FastshardError: ``FS601`` if it cannot be read or has more than ``limit`` bytes.
         """
-        with self._held(key):
+        with self._fetch(key):
             value: bytes = self._wait(lambda: self._kv.read(key).result().value, key)
         if limit is not None and len(value) > limit:
             raise FastshardError.of(
@@ -237,12 +237,12 @@ class Store:
         stored = self._view(box)
         # Decoded straight to where it is wanted: one copy less of what may be many MiB.
         target = self._ts.array(np.frombuffer(view, stored.dtype.numpy_dtype).reshape(box.extent))
-        with self._held(box.key):
+        with self._fetch(box.key):
             self._wait(lambda: target.write(stored).result(), box.name)
 
     def decoded(self, box: Box) -> bytes:
         """The same as bytes."""
         stored = self._view(box)
-        with self._held(box.key):
+        with self._fetch(box.key):
             found: bytes = self._wait(lambda: stored.read(order="C").result(), box.name).tobytes()
         return found

@@ -114,7 +114,7 @@ class StoreWriter:
         # What is published is brought to disk as a whole, once.
         self._context = self._ts.Context({"cache_pool": {"total_bytes_limit": 0}, "file_io_sync": False})
         self._arrays = {a["key"]: Array(**a) for a in arrays}
-        return self._told(lambda: self._create(list(self._arrays.values())))
+        return self._catch_findings(lambda: self._create(list(self._arrays.values())))
 
     def _create(self, arrays: list[Array]) -> None:
         zarr = self._how["zarr"]
@@ -172,7 +172,7 @@ class StoreWriter:
         self, key: str, index: list[int], shape: list[int], data: bytearray | mmap.mmap
     ) -> list[Finding] | None:
         """Stores the block at ``index``: ``data`` holds its elements in C order, and nobody changes it any more."""
-        return self._told(lambda: self._write(key, index, shape, data))
+        return self._catch_findings(lambda: self._write(key, index, shape, data))
 
     def _write(self, key: str, index: list[int], shape: list[int], data: bytearray | mmap.mmap) -> None:
         import numpy as np
@@ -198,7 +198,7 @@ class StoreWriter:
 
     def finish(self) -> list[Finding] | None:
         """Waits for all that is under way; every key that must be there is looked up."""
-        return self._told(self._finish)
+        return self._catch_findings(self._finish)
 
     def _finish(self) -> None:
         while self._under_way:
@@ -224,7 +224,7 @@ class StoreWriter:
                 self._under_way.popleft()[1].result()
         self._open.clear()
 
-    def _told(self, work: Any) -> list[Finding] | None:
+    def _catch_findings(self, work: Any) -> list[Finding] | None:
         try:
             work()
         except FastshardError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..common.dtypes import ML_DTYPES_NAMES, NUMPY_NAMES
 
-__all__ = ["HELD", "WIDER", "ZARR2", "ZARR3", "fill"]
+__all__ = ["ARRAY_DTYPES", "WIDER", "ZARR2", "ZARR3", "fill"]
 
 #: zarr v3's data_type, by safetensors' name: numpy's, or ml_dtypes'.
 #: source: zarr specs, core v3; TensorStore's zarr3 driver for bfloat16 and 8-bit floats; measured with 0.1.86
@@ -15,7 +15,7 @@ ZARR2 = ML_DTYPES_NAMES | {
     "I64": "<i8", "U64": "<u8", "F16": "<f2", "F32": "<f4", "F64": "<f8", "C64": "<c8", "C128": "<c16",
 }  # fmt: skip
 #: Dtypes that arrays may have.
-HELD = tuple(ZARR3)
+ARRAY_DTYPES = tuple(ZARR3)
 #: What else arrays may have, in a byte for each element and in zarr v2 and v3 by the same name: the smallest of safetensors' dtypes
 #: that has all its values. source: tensorstore's data types; measured with 0.1.86
 WIDER = {

@@ -41,7 +41,7 @@ _lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def _held(wanted: Range) -> Iterator[None]:
+def _fetch_range(wanted: Range) -> Iterator[None]:
     with _lock:
         brought = _ranges.setdefault(wanted, _Brought())
         brought.readers += 1
@@ -80,7 +80,7 @@ def _bring(wanted: Range) -> None:
         raise from_core(error) from None
 
 
-class Lent:
+class RemoteStore:
     """The files of a store on another host's disk.
 
     Nothing of them may be read that was not brought: what was not is zeros.
@@ -121,17 +121,17 @@ class Lent:
             return place and self._range(place)
         return self._range((key, 0, self._size(key))) if (self._folder / key).is_file() else None
 
-    def held(self, key: str) -> contextlib.AbstractContextManager[None]:
-        """Has the value of a key here as long as it is read.
+    def fetch(self, key: str) -> contextlib.AbstractContextManager[None]:
+        """Fetch the value of a key, and keep it here as long as it is read.
 
         Raises:
             FastshardError: what keeps it from coming.
         """
         wanted = self.range_of(key)
-        return _held(wanted) if wanted else contextlib.nullcontext()
+        return _fetch_range(wanted) if wanted else contextlib.nullcontext()
 
 
-def send(wanted: Iterable[tuple[Lent, str]]) -> None:
+def send(wanted: Iterable[tuple[RemoteStore, str]]) -> None:
     """Says that the values of keys will be read, in this order.
 
     Raises:

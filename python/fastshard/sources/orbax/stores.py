@@ -67,7 +67,7 @@ class Union:
         """Notes what a process' own store holds."""
         self.of_process.setdefault(process.id, set()).update(part.keys)
         manifest = place.path(listing) / process.folder / "manifest.ocdbt"
-        if part.keys and not part.store.lent and safe_files.is_file(manifest):
+        if part.keys and not part.store.remote and safe_files.is_file(manifest):
             self.manifests.append((process.id, part.label, manifest))
 
     def wrote(self) -> set[int | str]:
@@ -346,17 +346,17 @@ class Reader:
         """
         keys = dict.fromkeys(self.blocks[block][3] for block in blocks)
         send(
-            (part.store.lent, key)
+            (part.store.remote, key)
             for key in keys
             if key is not None
             for part in self._union.holders(key)
-            if part.store.lent
+            if part.store.remote
         )
 
     @property
     def lies_apart(self) -> bool:
         """True if some stores lie on other hosts' disks."""
-        return any(part.store.lent for part in self._union.parts)
+        return any(part.store.remote for part in self._union.parts)
 
 
 def listed(

@@ -17,7 +17,7 @@ from ...common.config_text import parse_json
 from ...common.dtypes import item_size, numpy_dtype
 from ...common.errors import FastshardError
 from ...common.records import dataclass, replace
-from ...zarr.dtypes import HELD, WIDER, ZARR2, ZARR3
+from ...zarr.dtypes import ARRAY_DTYPES, WIDER, ZARR2, ZARR3
 
 #: Version by the name of an array's metadata file.
 METADATA = {".zarray": 2, "zarr.json": 3}
@@ -217,7 +217,7 @@ def _stored(array: Array) -> Any:
 
 def _unread(name: str, where: str, what: str, got: Any) -> FastshardError:
     return FastshardError.of(
-        codes.UNSUPPORTED, f"{what} of an array: not read", file=where, tensor=name, expected=", ".join(sorted(HELD)) if what == "dtype" else None,
+        codes.UNSUPPORTED, f"{what} of an array: not read", file=where, tensor=name, expected=", ".join(sorted(ARRAY_DTYPES)) if what == "dtype" else None,
         got=json.dumps(got)[:80], help=f"leave it out (--exclude '{name}'), or save it again without that",
     )  # fmt: skip
 
