@@ -72,7 +72,9 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
         return Dequantised(findings=opened.quantised.unsaid)
     prefix = source.weights_prefix
     stored = StoredBytes(opened)
-    access = ValueAccess(dtype, lambda name, start, length: stored.read(name.removeprefix(prefix), start, length))
+    access = ValueAccess(
+        dtype, lambda name, start, length: stored.read(name.removeprefix(prefix), start, length)
+    )
     weights_coded: list[Mapping[str, object]] = []
     values_of_codes: dict[str, str] = {}
     open_points: list[tuple[str, str]] = []

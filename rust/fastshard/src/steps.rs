@@ -72,7 +72,7 @@ impl fmt::Display for Step {
 pub fn reach(_step: Step) {}
 
 #[cfg(feature = "steps")]
-pub use pausing::reach;
+pub use held::reach;
 
 #[cfg(feature = "steps")]
 pub use failing::Failing;
@@ -159,7 +159,7 @@ mod failing {
 }
 
 #[cfg(feature = "steps")]
-mod pausing {
+mod held {
     use std::env::var_os;
     use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;

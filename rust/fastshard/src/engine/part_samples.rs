@@ -26,7 +26,7 @@ struct Place {
     number: u32,
 }
 
-/// What parts of matrices begin with, of those that are compared in any case and lie in encoded blocks.
+/// Samples of the first elements of parts of matrices, of those that are compared in any case and lie in encoded blocks.
 #[derive(Default)]
 pub(super) struct PartSamples {
     /// Stored tensor, first element -> number of the sample.
