@@ -121,3 +121,33 @@ def test_the_tree_of_the_sources_is_made_of_their_first_sentences() -> None:
     tree = load("tree")
     page = tree.PAGE.read_text(encoding="utf-8")
     assert tree.write_tree(page) == page
+
+
+#: Names of the dialect that are keys of stored documents, public, or the name by which a released wheel is searched.
+KEPT = {"findings/proof.py told", "expected/expected_list.py made", "src/steps.rs held"}
+
+
+def test_names_say_what_things_are(structure: ModuleType) -> None:
+    """Not what happened to them: told, held, said, stated, lent, judged, asked, made."""
+    names, _ = structure.find_dialect(parse(structure), structure.read_rust())
+    short = {"/".join(name.split(":")[0].split("/")[-2:]) + " " + name.split()[-1] for name in names}
+    assert short == KEPT
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("def told(): pass", 1),
+        ("def find(held): pass", 1),
+        ("class Held: pass", 1),
+        ("_TOLD = 3", 1),
+        ("def find():\n    told = 1", 0),
+        ("def tell(findings): pass", 0),
+    ],
+)
+def test_a_name_of_the_dialect_is_seen(structure: ModuleType, text: str, count: int) -> None:
+    assert len(structure.find_dialect({structure.ROOT / "a.py": ast.parse(text)}, {})[0]) == count
+
+
+def test_files_of_the_core_import_in_few_circles(structure: ModuleType) -> None:
+    assert len(structure.find_rust_circles(structure.read_rust())) <= 1

@@ -18,7 +18,7 @@ from ..sources.hf_config import with_plain_weights
 from .drafting import Opened
 from .stored_bytes import StoredBytes
 
-__all__ = ["Dequantised", "Logical", "dequantised", "told", "weights_of"]
+__all__ = ["Dequantised", "Logical", "dequantised", "describe_record", "weights_of"]
 
 _HELP = (
     "leave out --dtype to keep them as they are, or give them their values with the tool that quantised them"
@@ -119,7 +119,7 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
     findings.append(
         Finding.of(
             codes.IGNORED,
-            told(record),
+            describe_record(record),
             severity="note",
             tensor=done[0].codes if done else others[0],
             count=len(done) or None,
@@ -181,7 +181,7 @@ def _refused(form: str, why: str, weights: Sequence[Weight]) -> Finding:
     )  # fmt: skip
 
 
-def told(record: Mapping[str, Any]) -> str:
+def describe_record(record: Mapping[str, Any]) -> str:
     """What the manifest's record of them says, in one line."""
     forms = " and ".join(
         f"{counted(count, 'weight')} stored as {form}" for form, count in record["forms"].items()

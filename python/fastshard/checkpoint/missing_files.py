@@ -38,8 +38,8 @@ class Absent:
         """True for what a process of the job wrote: of a model that was downloaded no other host has more."""
         return bool(self.chunks or self.layers or any(self.files))
 
-    def told(self) -> str:
-        """Where it may be, and how to go on, for people."""
+    def describe(self) -> str:
+        """Describe where it may be, and how to go on, for people."""
         if self.siblings:
             missing = len({file for files in self.files.values() for file in files})
             held = [

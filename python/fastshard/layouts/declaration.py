@@ -335,7 +335,7 @@ class Source:
     def _slots(self, moments: Moments) -> Source:
         """The source with moments as slots of their parameters."""
         raise_errors(moments.refused)
-        groups, steps = moments.told()
+        groups, steps = moments.read()
         assembled: list[Assembled] = []
         for group in self.assembled:
             slots: dict[str, list[tuple[str, list[int], list[Any]]]] = {}

@@ -223,7 +223,7 @@ class Moments:
     #: (parameter, slot) by the names stored; a parameter by its own name.
     slots: dict[str, tuple[str, str]]
     #: Reads the groups (None where nothing tells of them) and the steps of the parameters.
-    told: Callable[[], tuple[list[Group] | None, list[float]]]
+    read: Callable[[], tuple[list[Group] | None, list[float]]]
     #: Why these cannot be slots, if they cannot.
     refused: list[Finding] = field(default_factory=list)
 

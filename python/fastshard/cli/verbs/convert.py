@@ -7,7 +7,7 @@ import contextlib
 import sys
 from typing import Any
 
-from ...checkpoint.dequantised import told
+from ...checkpoint.dequantised import describe_record
 from ...checkpoint.manifests import MANIFEST_NAME, Manifest
 from ...common.formatting import counted
 from ...conversion.convert import convert as convert_checkpoint
@@ -79,7 +79,7 @@ def published(manifest: Manifest, out: str, verbose: int = 0) -> Outcome:
     tensors = counted(len(document["tensors"]), "tensor")
     text = f"{out}: {tensors}, {human(size)} {container}, every byte hashed in {MANIFEST_NAME}"
     if record := document["values"].get("dequantised"):
-        text = f"{text}\n{told(record)}"
+        text = f"{text}\n{describe_record(record)}"
     if verbose and manifest.left_out:
         text = "\n".join([text, "not taken from the source:", *(f"  {path}" for path in manifest.left_out)])
     text = "\n".join([text, *(f"{f.message}: {f.got}" for f in manifest.findings if f.code == SHARED_BYTES)])

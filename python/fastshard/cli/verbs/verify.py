@@ -72,7 +72,7 @@ def _run(a: argparse.Namespace) -> Outcome:
         document["checked"] = verification.checked.to_dict()
     below = ""
     if missing := absent(findings, a.ckpt):
-        below = missing.told() if missing.may_be_elsewhere else ""
+        below = missing.describe() if missing.may_be_elsewhere else ""
         document["absent"] = asdict(missing)
     how = verification.checked
     return Result(
