@@ -261,13 +261,8 @@ def _merge_lost_ranks(findings: list[Finding], present: Sequence[RankFile]) -> l
     for gone in groups.values():
         kinds = {without_numbers(finding.file or "") for finding in gone}
         if len(kinds) > 1 and (lost := _find_lost_ranks(gone, [f for f in present if f.kind in kinds])):
-            at = findings.index(gone[0])
-            merged = _merge_files(gone, *lost)
-            findings = (
-                [f for f in findings[:at] if f not in gone]
-                + [merged]
-                + [f for f in findings[at:] if f not in gone]
-            )
+            merged, rest = _merge_files(gone, *lost), set(gone)
+            findings = [merged if f == gone[0] else f for f in findings if f == gone[0] or f not in rest]
     return findings
 
 
