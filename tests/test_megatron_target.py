@@ -396,9 +396,16 @@ def test_many_missing_ranks_are_named_and_counted(tmp_path: Path) -> None:
     ran = cli("verify", tmp_path / "megatron")
     # The sizes that follow from so many ranks are not the tensors' either; where ranks are missing that tells nothing new.
     assert ran.code == 3, ran.out[:500]
-    lacking = [f for f in ran.doc["findings"] if f["code"] == "FS101"]
-    assert len(lacking) == 101
-    assert ran.having("FS101", message=f"{(1 << 16) - 101} more missing files")
+    (one,) = [f for f in ran.doc["findings"] if f["code"] == "FS101"]
+    assert (one["rank"], one["count"]) == ("tp 1 to 65535, pp 0", 65535)
+    assert one["message"] == "the files from this one to mp_rank_65535/model_optim_rng.pt are missing"
+
+
+def test_missing_ranks_of_many_stages_are_one_finding(tmp_path: Path) -> None:
+    degrees = {"tensor_model_parallel_size": 512, "pipeline_model_parallel_size": 4}
+    rank_file_of("llama", tmp_path / "megatron", **degrees)
+    (one,) = [f for f in cli("verify", tmp_path / "megatron").doc["findings"] if f["code"] == "FS101"]
+    assert one["message"] == "2047 files are missing" and len(one["files"]) == 4
 
 
 @pytest.mark.parametrize("step", ["²", "9" * 4000])

@@ -259,6 +259,7 @@ def missing(
     *,
     rank: str | None = None,
     upto: str | None = None,
+    count: int | None = None,
     run: Sequence[str] = (),
 ) -> Finding:
     """Report a file that must exist and is missing, or a run of files.
@@ -270,12 +271,14 @@ def missing(
         help: what to do.
         rank: what people call the rank, where ``coords`` says it otherwise.
         upto: name of the last file of a run.
+        count: how many files the run has, where it is not a file for each rank of ``coords``.
         run: commands that do what ``help`` says.
     """
     what = "the file is missing" if upto is None else f"the files from this one to {upto} are missing"
     more: dict[str, Any] = {} if rank is None else {"rank": rank}
-    if upto is not None:
-        more["count"] = math.prod(len(numbers) for numbers in coords.values() if isinstance(numbers, range))
+    ranges = [numbers for numbers in coords.values() if isinstance(numbers, range)]
+    if upto is not None and (count or ranges):
+        more["count"] = count or math.prod(map(len, ranges))
     return Finding.of(
         codes.MISSING_FILE, what, file=path, coords=coords, evidence=why, help=help, run=run, **more
     )

@@ -92,6 +92,7 @@ class HfRankShards:
                     "a shard between others, by the file names",
                     f"copy {one} from the node that ran rank {rank - 1}",
                     upto=end if end != one else None,
+                    count=(last_rank - rank + 1) * (last_part - part + 1),
                 )
             )
         files: list[File] = [f for f, _ in inside]

@@ -14,6 +14,7 @@ from typing import Any
 from ...common import codes
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
+from ...common.ranks import rank_range
 from ...common.regex import compile_when_used
 from ...layouts import tables
 from ...layouts.declaration import Assembled, Source, Unit
@@ -193,22 +194,28 @@ class Megatron:
         folder = found.folder
         degrees = f"tensor_model_parallel_size {grid.tp} x pipeline_model_parallel_size {grid.pp}"
         degrees += f" x expert_model_parallel_size {grid.ep}" if grid.ep > 1 else ""
-        lacking = grid.lacking()
-        for place in lacking[:_NAMED]:
-            name = grid.folder(place)
+        gaps = grid.find_gaps()
+        for first, last in gaps[:_NAMED]:
+            name, end = grid.folder(first), grid.folder(last)
+            coords = {**grid.coords(first), "tp": rank_range(first[0], last[0])}
+            node = f"the node that ran {grid.long_rank(first)}"
             source.findings.append(
                 missing(
                     f"{folder}/{name}/model_optim_rng.pt" if folder else f"{name}/model_optim_rng.pt",
-                    grid.coords(place),
+                    coords,
                     f"{degrees} in the arguments",
-                    f"copy {name} from the node that ran {grid.long_rank(place)}",
+                    f"copy {name} from {node}"
+                    if first == last
+                    else f"copy {name} to {end} from the nodes that ran them",
+                    upto=None if first == last else f"{end}/model_optim_rng.pt",
                 )
             )
-        if len(lacking) > _NAMED:
+        if len(gaps) > _NAMED:
+            rest = sum(last[0] - first[0] + 1 for first, last in gaps[_NAMED:])
             source.findings.append(
                 Finding.of(
                     codes.MISSING_FILE,
-                    f"{len(lacking) - _NAMED} more missing files",
+                    f"{rest} more missing files",
                     file=folder or None,
                     expected=f"{degrees} in the arguments",
                     got=f"{len(set(grid.places))} rank files",

@@ -18,6 +18,10 @@ from .rank_folders import MegatronFiles
 _MAX_RANKS = 1 << 20
 
 
+#: Missing places that are named one by one; of more the runs are.
+_ONE_BY_ONE = 256
+
+
 @dataclass
 class RankGrid:
     """Degrees, and the (tp, pp, ep) rank of each file."""
@@ -70,11 +74,22 @@ class RankGrid:
             )
         return cls(tp, pp, ep, places, etp)
 
-    def lacking(self) -> list[tuple[int, int, int]]:
-        """Every place that a file must be there for and is not."""
+    def find_gaps(self) -> list[tuple[tuple[int, int, int], tuple[int, int, int]]]:
+        """Find the places that a file must be there for and is not: first and last of each run of tensor-parallel ranks, each place
+        by itself if they are few."""
         there = set(self.places)
-        every = itertools.product(range(self.tp), range(self.pp), range(self.ep))
-        return [place for place in every if place not in there and self.of_expert(place) is not None]
+        every = itertools.product(range(self.pp), range(self.ep), range(self.tp))
+        places = [(tensor, stage, expert) for stage, expert, tensor in every]
+        gaps = [one for one in places if one not in there and self.of_expert(one) is not None]
+        if len(gaps) <= _ONE_BY_ONE:
+            return [(place, place) for place in sorted(gaps)]
+        found: list[tuple[tuple[int, int, int], tuple[int, int, int]]] = []
+        for place in gaps:
+            if found and found[-1][1] == (place[0] - 1, *place[1:]):
+                found[-1] = (found[-1][0], place)
+            else:
+                found.append((place, place))
+        return found
 
     def of_expert(self, place: tuple[int, int, int]) -> int | None:
         """The rank among those that divide an expert's tensors; None for one of which no file is saved.
