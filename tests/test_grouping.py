@@ -317,3 +317,12 @@ def test_coords_survive_copies() -> None:
     assert pickle.loads(pickle.dumps(finding)) == copy_of(finding) == finding
     assert finding.rank == "tp 3 to 5, pp 1" and finding.replace(coords=None).rank is None
     assert "coords" not in finding.to_dict()
+    assert finding.replace(rank=None).coords == {} and finding.replace(rank="mp 3").coords == finding.coords
+
+
+def test_several_files_of_different_ranks_are_of_no_one_rank() -> None:
+    found = [
+        Finding.of("FS110", "rank on tp", file=f"x_{n}", coords={"tp": n}, help="move it") for n in range(2)
+    ]
+    (one,) = group_by_cause(found, [])
+    assert len(one.files) == 2 and one.rank is None and one.coords == {}

@@ -401,6 +401,12 @@ def test_many_missing_ranks_are_named_and_counted(tmp_path: Path) -> None:
     assert one["message"] == "the files from this one to mp_rank_65535/model_optim_rng.pt are missing"
 
 
+def test_missing_ranks_beyond_a_hundred_are_all_counted(tmp_path: Path) -> None:
+    rank_file_of("llama", tmp_path / "megatron", tensor_model_parallel_size=200)
+    (one,) = [f for f in cli("verify", tmp_path / "megatron").doc["findings"] if f["code"] == "FS101"]
+    assert (one["rank"], one["count"]) == ("tp 1 to 199, pp 0", 199)
+
+
 def test_missing_ranks_of_many_stages_are_one_finding(tmp_path: Path) -> None:
     degrees = {"tensor_model_parallel_size": 512, "pipeline_model_parallel_size": 4}
     rank_file_of("llama", tmp_path / "megatron", **degrees)

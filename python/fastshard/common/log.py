@@ -5,21 +5,26 @@ from __future__ import annotations
 import os
 import sys
 
-__all__ = ["log", "log_to_stderr"]
+__all__ = ["is_logged", "log", "log_to_stderr"]
 
 #: A level of logging, by which the command line and the API log to stderr: ``FASTSHARD_LOG=debug``.
 VARIABLE = "FASTSHARD_LOG"
 
 
-def log(topic: str, message: str, *arguments: object, level: int = 10) -> None:
-    """Log a message of a topic, e.g. ``findings``, at level DEBUG unless another is given.
+#: The level DEBUG of logging, which is not imported for it.
+_DEBUG = 10
 
-    Arguments are formatted only if somebody listens; without a program that uses logging nobody does, and it is not imported.
-    """
-    if "logging" in sys.modules:
-        logger = sys.modules["logging"].getLogger(f"fastshard.{topic}")
-        if logger.isEnabledFor(level):
-            logger.log(level, message, *arguments, stacklevel=2)
+
+def is_logged(topic: str) -> bool:
+    """Tell whether somebody listens to a topic, e.g. ``findings``; without a program that uses logging nobody does."""
+    logging = sys.modules.get("logging")
+    return logging is not None and logging.getLogger(f"fastshard.{topic}").isEnabledFor(_DEBUG)
+
+
+def log(topic: str, message: str, *arguments: object) -> None:
+    """Log a message of a topic at level DEBUG. Arguments are formatted only if somebody listens."""
+    if is_logged(topic):
+        sys.modules["logging"].getLogger(f"fastshard.{topic}").log(_DEBUG, message, *arguments, stacklevel=2)
 
 
 def log_to_stderr(level: str | None = None) -> None:

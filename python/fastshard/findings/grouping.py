@@ -81,7 +81,7 @@ def _merge_duplicates(findings: Iterable[Finding]) -> list[Finding]:
 
 def _cause(finding: Finding) -> object:
     """What findings have in common that are one for people; the finding itself where it stands alone."""
-    judged = (finding.code, finding.severity, finding.decided)
+    weight = (finding.code, finding.severity, finding.decided)
     if (
         finding.code == codes.MISSING_LAYER
         and finding.layers
@@ -90,7 +90,7 @@ def _cause(finding: Finding) -> object:
         and not finding.files
     ):
         return (
-            *judged,
+            *weight,
             finding.axis,
             finding.advice,
             finding.evidence,
@@ -102,7 +102,7 @@ def _cause(finding: Finding) -> object:
         return finding
     if finding.code == codes.MISSING_FILE and not finding.tensor and _count_files(finding):
         return (
-            *judged,
+            *weight,
             _message_of_missing(finding),
             finding.evidence,
             finding.host,
@@ -111,12 +111,12 @@ def _cause(finding: Finding) -> object:
         )
     if finding.code == codes.MISSING_CHUNKS and finding.severity == "error":
         # Of one store.
-        return (*judged, finding.file)
+        return (*weight, finding.file)
     if finding.code == codes.RENAMED and finding.expected and finding.got:
-        return (*judged, frozenset((finding.expected, finding.got)))
+        return (*weight, frozenset((finding.expected, finding.got)))
     if finding.is_a("per_file") and finding.severity == "error" and not finding.tensor and not finding.count:
         return (
-            *judged,
+            *weight,
             finding.message,
             finding.evidence,
             finding.host,
@@ -256,8 +256,8 @@ def _merge_lost_ranks(findings: list[Finding], present: Sequence[RankFile]) -> l
     for finding in findings:
         is_of_rank = finding.coords and len(finding.files) == 1 and not (finding.tensor or finding.host)
         if finding.code == codes.MISSING_FILE and is_of_rank:
-            judged = (finding.severity, finding.decided, _message_of_missing(finding), finding.got)
-            groups.setdefault(judged, []).append(finding)
+            key = (finding.severity, finding.decided, _message_of_missing(finding), finding.got)
+            groups.setdefault(key, []).append(finding)
     for gone in groups.values():
         kinds = {without_numbers(finding.file or "") for finding in gone}
         if len(kinds) > 1 and (lost := _find_lost_ranks(gone, [f for f in present if f.kind in kinds])):
@@ -268,7 +268,9 @@ def _merge_lost_ranks(findings: list[Finding], present: Sequence[RankFile]) -> l
 
 def _count_files(finding: Finding) -> int:
     """Count the missing files that a finding stands for; 0 where it names none of those that it counts."""
-    return finding.count if finding.count and finding.coords else 0 if finding.count else 1
+    if not finding.count:
+        return 1
+    return finding.count if finding.coords else 0
 
 
 def _message_of_missing(finding: Finding) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from ..common import codes
 from ..common.errors import Finding
 from ..common.gate import Gate
-from ..common.log import log
+from ..common.log import is_logged, log
 from ..common.records import dataclass, field
 from . import effects
 from .causes import Causes
@@ -188,11 +188,12 @@ def judge(facts: Facts, findings: Sequence[Finding], stages: Sequence[Stage] = S
     """
     each: list[Finding] = []
     for stage in stages:
-        judged = stage.apply(facts, findings)
-        _log_changes(stage, findings, judged)
-        findings = judged
+        result = stage.apply(facts, findings)
+        if is_logged("findings"):
+            _log_changes(stage, findings, result)
+        findings = result
         if stage.name == _LAST_OF_EACH:
-            each = judged
+            each = result
     return Judgement(list(findings), each)
 
 

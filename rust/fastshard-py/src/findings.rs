@@ -224,8 +224,11 @@ fn set(finding: &mut CoreFinding, changes: &Bound<'_, PyDict>) -> PyResult<()> {
         };
         *place = (!given.is_none()).then(|| text(&given)).transpose()?;
     }
-    if changes.contains("coords")? && !changes.contains("rank")? {
-        finding.rank = Some(finding.coords.to_string()).filter(|text| !text.is_empty());
+    match (changes.contains("coords")?, changes.contains("rank")?) {
+        (true, false) => finding.rank = Some(finding.coords.to_string()).filter(|text| !text.is_empty()),
+        // What is of no rank any more is of none as data either.
+        (false, true) if finding.rank.is_none() => finding.coords = Ranks::default(),
+        _ => {}
     }
     // Commands do what their help says.
     if changes.contains("help")? && !changes.contains("run")? {

@@ -19,7 +19,7 @@ _MAX_RANKS = 1 << 20
 
 
 #: Missing places that are named one by one; of more the runs are.
-_ONE_BY_ONE = 256
+_ONE_BY_ONE = 100
 
 
 @dataclass
