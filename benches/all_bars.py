@@ -45,32 +45,108 @@ class Bar:
 
 _FAULTS = "It hangs on the state of memory: `cp` pays for its cache where freed pages must be faulted in on the host again, and fastshard does not."
 BARS = {
-    "P0": Bar("merge on many cores, against copies at once", ("many_cores.measure_p0",), "The kernel finds the pages of one file under one lock: 2.2 GB/s by 16 threads."),
-    "P1": Bar("durable row merge, against cp and fsync", ("compare.measure_p1", "many_cores.measure_durable"), f"{_FAULTS} A small result pays for its syncs and for the start."),
-    "P2": Bar("row merge, against cp", ("compare.measure_p2",), f"{_FAULTS} Copies of the page cache are 23 % of its CPU time, BLAKE3 24 %."),
-    "P3": Bar("row merge, against DCP's consolidation", ("compare.measure_p3",), "The kernel's copies out of and into the page cache are the floor."),
-    "P4": Bar("column merge, against DCP's consolidation and our row merge", ("compare.measure_p4",), "Short runs are read by way of a buffer of their span and scattered from there."),
+    "P0": Bar(
+        "merge on many cores, against copies at once",
+        ("many_cores.measure_p0",),
+        "The kernel finds the pages of one file under one lock: 2.2 GB/s by 16 threads.",
+    ),
+    "P1": Bar(
+        "durable row merge, against cp and fsync",
+        ("compare.measure_p1", "many_cores.measure_durable"),
+        f"{_FAULTS} A small result pays for its syncs and for the start.",
+    ),
+    "P2": Bar(
+        "row merge, against cp",
+        ("compare.measure_p2",),
+        f"{_FAULTS} Copies of the page cache are 23 % of its CPU time, BLAKE3 24 %.",
+    ),
+    "P3": Bar(
+        "row merge, against DCP's consolidation",
+        ("compare.measure_p3",),
+        "The kernel's copies out of and into the page cache are the floor.",
+    ),
+    "P4": Bar(
+        "column merge, against DCP's consolidation and our row merge",
+        ("compare.measure_p4",),
+        "Short runs are read by way of a buffer of their span and scattered from there.",
+    ),
     "P5": Bar("row merge, against load, concatenate and save", ("compare.measure_p5",), "The same copies."),
-    "P6": Bar("peak memory within a budget of 256 MiB", ("compare.measure_p6",), "Not analysed: what is in memory beside the blocks under way."),
-    "P7": Bar("verify, against b3sum and sha256sum", ("compare.measure_p7",), "BLAKE3 and the copy out of the page cache: 0.33 s of CPU per GB of 0.36."),
+    "P6": Bar(
+        "peak memory within a budget of 256 MiB",
+        ("compare.measure_p6",),
+        "Not analysed: what is in memory beside the blocks under way.",
+    ),
+    "P7": Bar(
+        "verify, against b3sum and sha256sum",
+        ("compare.measure_p7",),
+        "BLAKE3 and the copy out of the page cache: 0.33 s of CPU per GB of 0.36.",
+    ),
     "P8": Bar("hashes of merged tensors from manifests of shards", ()),
-    "P9": Bar("start, above bare Python", ("start.measure_p9",), "Imports: Python's own modules take 15 ms, those of fastshard 30."),
-    "P10": Bar("transpose of bf16 on one thread, against torch and numpy", ("compare.measure_p10",), "Tiles and stores that pass by the cache: 4.8 GB/s."),
-    "P11": Bar("f32 to bf16, against torch and a plain merge", ("compare.measure_p11",), "Integers of AVX2 make 6.5 GB/s, torch 8.4."),
-    "P12": Bar("ZeRO to safetensors, against zero_to_fp32", ("zero.measure_p12",), "zero_to_fp32 reads by mmap, copies once and writes: it wastes one copy of the model. Parameters are read too, and compared."),
-    "P13": Bar("models of 175 billion parameters and more on sparse files", ("scale.measure_p13",), "Names: 65 to 110 us and 5 KB each, when they were last counted."),
-    "P14": Bar("two processes of one thread, against one", ("parts.measure_p14",), "Each process starts, opens and plans by itself."),
+    "P9": Bar(
+        "start, above bare Python",
+        ("start.measure_p9",),
+        "Imports: Python's own modules take 15 ms, those of fastshard 30.",
+    ),
+    "P10": Bar(
+        "transpose of bf16 on one thread, against torch and numpy",
+        ("compare.measure_p10",),
+        "Tiles and stores that pass by the cache: 4.8 GB/s.",
+    ),
+    "P11": Bar(
+        "f32 to bf16, against torch and a plain merge",
+        ("compare.measure_p11",),
+        "Integers of AVX2 make 6.5 GB/s, torch 8.4.",
+    ),
+    "P12": Bar(
+        "ZeRO to safetensors, against zero_to_fp32",
+        ("zero.measure_p12",),
+        "zero_to_fp32 reads by mmap, copies once and writes: it wastes one copy of the model. Parameters are read too, and compared.",
+    ),
+    "P13": Bar(
+        "models of 175 billion parameters and more on sparse files",
+        ("scale.measure_p13",),
+        "Names: 65 to 110 us and 5 KB each, when they were last counted.",
+    ),
+    "P14": Bar(
+        "two processes of one thread, against one",
+        ("parts.measure_p14",),
+        "Each process starts, opens and plans by itself.",
+    ),
     "P15": Bar("merge by reflinks", ()),
-    "P16": Bar("Paxml to MaxText, against tensorstore and numpy", ("orbax.measure_p16",), "TensorStore decodes and encodes, on both sides."),
-    "P17": Bar("DCP and rank files of FSDP, against torch's and verl's tools", ("dcp.measure_p17", "fsdp.measure_p17"), "The copies of the page cache, and a CRC32 of every record."),
-    "P18": Bar("very many names", ("start.measure_p18",), "65 to 110 us and 5 KB for each name, when they were last counted."),
+    "P16": Bar(
+        "Paxml to MaxText, against tensorstore and numpy",
+        ("orbax.measure_p16",),
+        "TensorStore decodes and encodes, on both sides.",
+    ),
+    "P17": Bar(
+        "DCP and rank files of FSDP, against torch's and verl's tools",
+        ("dcp.measure_p17", "fsdp.measure_p17"),
+        "The copies of the page cache, and a CRC32 of every record.",
+    ),
+    "P18": Bar(
+        "very many names",
+        ("start.measure_p18",),
+        "65 to 110 us and 5 KB for each name, when they were last counted.",
+    ),
     "P19": Bar("object store to object store", ()),
-    "P20": Bar("fp8 blocks to bf16, against compressed-tensors", ("dequantised.measure_p20",), "The kernel finds pages for the result: 60 % of the time."),
+    "P20": Bar(
+        "fp8 blocks to bf16, against compressed-tensors",
+        ("dequantised.measure_p20",),
+        "The kernel finds pages for the result: 60 % of the time.",
+    ),
     "P21": Bar("loss of a checkpoint from its shards", ()),
-}  # fmt: skip
+}
 PACKAGES = (
-    "fastshard", "torch", "safetensors", "deepspeed", "compressed-tensors", "verl", "tensorstore", "transformers", "numpy",
-)  # fmt: skip
+    "fastshard",
+    "torch",
+    "safetensors",
+    "deepspeed",
+    "compressed-tensors",
+    "verl",
+    "tensorstore",
+    "transformers",
+    "numpy",
+)
 
 
 def describe(result: Result, cores: int) -> dict[str, Any]:
@@ -78,11 +154,17 @@ def describe(result: Result, cores: int) -> dict[str, Any]:
     figures, loads = result.figures(), result.loads()
     targets = [asdict(t) | {"verdict": t.judge(figures, result.nbytes, cores)} for t in result.targets]
     return {
-        "case": result.case, "ours": result.ours, "peer": result.peer, "state": result.state, "bytes": result.nbytes,
+        "case": result.case,
+        "ours": result.ours,
+        "peer": result.peer,
+        "state": result.state,
+        "bytes": result.nbytes,
         "figures": {name: float(f"{value:.5g}") for name, value in figures.items()},
-        "targets": [] if result.reason else targets, "loads": loads, "loaded": any(load > IDLE for load in loads),
+        "targets": [] if result.reason else targets,
+        "loads": loads,
+        "loaded": any(load > IDLE for load in loads),
         "reason": f"not run: {result.reason}" if result.reason else "",
-    }  # fmt: skip
+    }
 
 
 def run_bar(name: str, bar: Bar, place: Place) -> dict[str, Any]:
@@ -101,9 +183,14 @@ def run_bar(name: str, bar: Bar, place: Place) -> dict[str, Any]:
             traceback.print_exc()
             reason, failed = f"failed: {type(error).__name__}: {str(error)[:300]}", True
     return {
-        "bar": name, "about": bar.about, "limit": bar.limit, "reason": reason, "failed": failed,
-        "seconds": round(time.monotonic() - begun, 1), "cases": cases,
-    }  # fmt: skip
+        "bar": name,
+        "about": bar.about,
+        "limit": bar.limit,
+        "reason": reason,
+        "failed": failed,
+        "seconds": round(time.monotonic() - begun, 1),
+        "cases": cases,
+    }
 
 
 def run_section(rows: Iterator[dict[str, Any]], program: str) -> dict[str, Any]:
@@ -196,11 +283,18 @@ def run_bars(place: Place, names: list[str]) -> dict[str, Any]:
     """Everything measured, as JSON."""
     load = find_load(1)
     document: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(), "revision": find_revision(), "core": find_profile(), "versions": find_versions(),
-        "machine": machine(place.disk), "memory_file_system": machine(place.memory)["filesystem"], "size": place.size,
-        "rounds": place.rounds, "load": load, "touch_seconds_per_gib": time_touch(max(64 * MIB, min(place.size, 1 << 30))),
+        "date": datetime.date.today().isoformat(),
+        "revision": find_revision(),
+        "core": find_profile(),
+        "versions": find_versions(),
+        "machine": machine(place.disk),
+        "memory_file_system": machine(place.memory)["filesystem"],
+        "size": place.size,
+        "rounds": place.rounds,
+        "load": load,
+        "touch_seconds_per_gib": time_touch(max(64 * MIB, min(place.size, 1 << 30))),
         "bars": [],
-    }  # fmt: skip
+    }
     for name in names:
         if name in BARS:
             print(f"{name}: {BARS[name].about}", file=sys.stderr)

@@ -23,9 +23,13 @@ from synthetic import model, parse_size, tp_safetensors
 
 #: Calls by what they are counted as.
 KINDS = {
-    "reads": ("read", "pread64", "readv", "preadv"), "writes": ("write", "pwrite64", "writev", "pwritev"),
-    "copies": ("copy_file_range",), "opens": ("openat",), "syncs": ("fsync", "fdatasync"), "writebacks": ("sync_file_range",),
-}  # fmt: skip
+    "reads": ("read", "pread64", "readv", "preadv"),
+    "writes": ("write", "pwrite64", "writev", "pwritev"),
+    "copies": ("copy_file_range",),
+    "opens": ("openat",),
+    "syncs": ("fsync", "fdatasync"),
+    "writebacks": ("sync_file_range",),
+}
 #: A line of a trace that begins a call.
 CALL = re.compile(r"\d+ +(\w+)\(")
 
@@ -56,16 +60,22 @@ def measure_calls(folder: Path, size: int) -> Iterator[dict[str, Any]]:
         source, out = Path(below, "in"), Path(below, "out")
         nbytes = tp_safetensors(source, model(size, "row"), RANKS)
         for side in (
-            merge(source, out, "merge, durable", fsync=True), peer("cp + fsync", "copy", source, out, fsync=True),
-            merge(source, out, "merge, not synced"), peer("DCP consolidate", "consolidate", source, out),
-        ):  # fmt: skip
+            merge(source, out, "merge, durable", fsync=True),
+            peer("cp + fsync", "copy", source, out, fsync=True),
+            merge(source, out, "merge, not synced"),
+            peer("DCP consolidate", "consolidate", source, out),
+        ):
             calls, written = count_calls(side, Path(below, "log"))
             remove(out)
             per_gib = {kind: round(count / nbytes * (1 << 30)) for kind, count in calls.items()}
             yield {
-                "side": side.label, "file_system": find_file_system(folder), "bytes": nbytes, "written_bytes": written,
-                "calls": calls, "per_gib": per_gib,
-            }  # fmt: skip
+                "side": side.label,
+                "file_system": find_file_system(folder),
+                "bytes": nbytes,
+                "written_bytes": written,
+                "calls": calls,
+                "per_gib": per_gib,
+            }
 
 
 def main() -> None:

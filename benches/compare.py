@@ -32,7 +32,7 @@ from measure import (
     show_size,
     touch,
     warm,
-)  # fmt: skip
+)
 
 GIB = 1 << 30
 #: Small results have targets of their own at a quarter of the size.
@@ -66,7 +66,16 @@ def compute_hashes(size: int, kind: str, ranks: int = RANKS) -> dict[str, str]:
     return {spec.name: synthetic.whole_digest(spec, ranks) for spec in synthetic.model(size, kind)}
 
 
-def measure_copy(place: Place, case: str, base: Path, size: int, targets: tuple[Target, ...], *, fsync: bool, chill: bool = False) -> Result:  # fmt: skip
+def measure_copy(
+    place: Place,
+    case: str,
+    base: Path,
+    size: int,
+    targets: tuple[Target, ...],
+    *,
+    fsync: bool,
+    chill: bool = False,
+) -> Result:
     """A row merge against ``cp`` of the same bytes, below a folder."""
     source, nbytes = place.source("row", size)
     if base != place.disk:
@@ -117,9 +126,10 @@ def measure_p2(place: Place) -> Iterator[Result]:
 def measure_p3(place: Place) -> Iterator[Result]:
     """Row merge against DCP's consolidation."""
     targets = (
-        Target("wall_ratio", 0.15, least_bytes=2 * GIB), Target("cpu_ratio", 0.17, least_bytes=2 * GIB),
+        Target("wall_ratio", 0.15, least_bytes=2 * GIB),
+        Target("cpu_ratio", 0.17, least_bytes=2 * GIB),
         Target("wall_ratio", 0.07, least_bytes=2 * GIB, least_cores=16),
-    )  # fmt: skip
+    )
     yield measure_consolidation(place, "row", targets)
 
 
@@ -130,7 +140,9 @@ def measure_p4(place: Place) -> Iterator[Result]:
     out = place.disk / "out"
     ours, theirs = merge(column, out), merge(row, out, "own row merge")
     warm(row)
-    result = Result("column merge", ours.label, theirs.label, (Target("wall_ratio", 1.05, least_bytes=2 * GIB),), nbytes)  # fmt: skip
+    result = Result(
+        "column merge", ours.label, theirs.label, (Target("wall_ratio", 1.05, least_bytes=2 * GIB),), nbytes
+    )
     yield compare(result, [theirs, ours], place.rounds, source=column, out=out)
 
 
@@ -148,8 +160,9 @@ def measure_p5(place: Place) -> Iterator[Result]:
     out = place.disk / "out"
     ours, theirs = merge(source, out), peer("load + cat + save", "script", source, out)
     targets = (
-        Target("wall_ratio", 0.15, least_bytes=2 * GIB), Target("memory_ratio", 0.01, least_bytes=2 * GIB),
-    )  # fmt: skip
+        Target("wall_ratio", 0.15, least_bytes=2 * GIB),
+        Target("memory_ratio", 0.01, least_bytes=2 * GIB),
+    )
     result = Result("row merge", ours.label, theirs.label, targets, nbytes)
     yield compare(result, [theirs, ours], place.rounds, source=source, out=out, check=expect_same(digests))
 
@@ -162,10 +175,21 @@ def measure_p6(place: Place) -> Iterator[Result]:
         size = int(times * place.size)
         specs = synthetic.llama(source, size, single=single)
         side = merge(
-            source, out, to="hf", dtype="bf16", layout=str(source / "transposed.toml"), config=str(source / "config.json"),
-        )  # fmt: skip
+            source,
+            out,
+            to="hf",
+            dtype="bf16",
+            layout=str(source / "transposed.toml"),
+            config=str(source / "config.json"),
+        )
         largest = max(spec.nbytes() for spec in specs)
-        result = Result(f"transpose + cast, largest tensor {show_size(largest)}", side.label, "", (limit,), sum(s.nbytes() for s in specs))  # fmt: skip
+        result = Result(
+            f"transpose + cast, largest tensor {show_size(largest)}",
+            side.label,
+            "",
+            (limit,),
+            sum(s.nbytes() for s in specs),
+        )
         measure_once(result, side, out)
         found = digests(out)
         for spec in specs[:2]:
@@ -215,16 +239,24 @@ def measure_p7(place: Place) -> Iterator[Result]:
     for side, chill, targets in (
         (b3sum, False, (Target("wall_ratio", 0.90, least_bytes=large),)),
         (b3sum, True, (Target("wall_ratio", 1.0, least_bytes=large),)),
-        (sha256sum, False, (
-            Target("wall_ratio", 0.07, least_bytes=large),
-            Target("gb_per_second", 20, at_least=True, least_bytes=large, least_cores=16),
-        )),
-    ):  # fmt: skip
+        (
+            sha256sum,
+            False,
+            (
+                Target("wall_ratio", 0.07, least_bytes=large),
+                Target("gb_per_second", 20, at_least=True, least_bytes=large, least_cores=16),
+            ),
+        ),
+    ):
         result = Result(f"verify, {'cold' if chill else 'warm'}", ours.label, side.label, targets, nbytes)
         result.reason = find_lack(program=side.label)
         if chill and in_memory:
             result.reason = NO_DISK
-        yield result if result.reason else compare(result, [side, ours], place.rounds, source=merged, out=None, chill=chill)  # fmt: skip
+        yield (
+            result
+            if result.reason
+            else compare(result, [side, ours], place.rounds, source=merged, out=None, chill=chill)
+        )
     remove(merged)
 
 
@@ -235,7 +267,9 @@ def find_kernel_bench() -> Path | None:
     return program if program.exists() else None
 
 
-def measure_kernel(place: Place, case: str, work: str, dtype: str, name: str, shape: tuple[int, int], limit: float) -> Result:  # fmt: skip
+def measure_kernel(
+    place: Place, case: str, work: str, dtype: str, name: str, shape: tuple[int, int], limit: float
+) -> Result:
     """A kernel on one thread against torch or numpy."""
     nbytes = shape[0] * shape[1] * {"bfloat16": 2, "float32": 4}[dtype]
     targets = (Target("wall_ratio", limit),)
@@ -266,9 +300,13 @@ def measure_p11(place: Place) -> Iterator[Result]:
     nbytes = synthetic.tp_safetensors(source, specs, RANKS)
     ours = merge(source, out, dtype="bf16")
     for theirs, limits, check in (
-        (merge(source, out, "own merge without a cast"), (Target("wall_ratio", 1.05, least_bytes=2 * GIB),), None),
+        (
+            merge(source, out, "own merge without a cast"),
+            (Target("wall_ratio", 1.05, least_bytes=2 * GIB),),
+            None,
+        ),
         (peer("load + cat + bfloat16 + save", "cast_script", source, out), (), expect_same(digests)),
-    ):  # fmt: skip
+    ):
         result = Result("f32 to bf16, merged", ours.label, theirs.label, limits, nbytes)
         yield compare(result, [theirs, ours], place.rounds, source=source, out=out, check=check)
     remove(source)

@@ -53,9 +53,15 @@ def llama(nbytes: int) -> tuple[dict[str, Any], dict[str, list[int]]]:
         layers += 1
     shapes |= {"model.norm.weight": [hidden], "lm_head.weight": [vocab, hidden]}
     config = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "vocab_size": vocab,
-        "intermediate_size": wide, "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 4,
-    }  # fmt: skip
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": hidden,
+        "vocab_size": vocab,
+        "intermediate_size": wide,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
     return config, shapes
 
 
@@ -96,11 +102,22 @@ def write(folder: Path, size: int, world: int, seed: int, extra: bool = False) -
     code = "import sys, dcp; a = sys.argv; dcp.save(int(a[1]), int(a[2]), a[3], int(a[4]), int(a[5]), a[6] == '1')"
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), str(world), str(folder), str(size), str(seed), str(int(extra))],
-            cwd=Path(__file__).parent, stderr=subprocess.DEVNULL,
+            [
+                sys.executable,
+                "-c",
+                code,
+                str(rank),
+                str(world),
+                str(folder),
+                str(size),
+                str(seed),
+                str(int(extra)),
+            ],
+            cwd=Path(__file__).parent,
+            stderr=subprocess.DEVNULL,
         )
         for rank in range(world)
-    ]  # fmt: skip
+    ]
     if any(rank.wait() for rank in ranks):
         raise RuntimeError("a rank that writes the checkpoint failed")
     (folder / f"store-{seed}").unlink(missing_ok=True)
@@ -134,8 +151,9 @@ def measure_p17(place: Place) -> Iterator[Result]:
     out = place.disk / "out"
     nbytes = 2 * sum(torch.Size(s).numel() for s in llama(place.size)[1].values())
     for form, name, run in (
-        (SHARDED, "dcp_to_torch_save", "torch_save"), (RANKS, "DCP consolidate", "consolidate_ranks"),
-    ):  # fmt: skip
+        (SHARDED, "dcp_to_torch_save", "torch_save"),
+        (RANKS, "DCP consolidate", "consolidate_ranks"),
+    ):
         source = place.disk / f"{form}-1"
         ours = merge(source, out)
         theirs = peer(name, run, source, out, index=mapping(place.size))

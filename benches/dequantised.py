@@ -72,9 +72,10 @@ def measure_p20(place: Place) -> Iterator[Result]:
     # Bytes of values: those of the result.
     nbytes = 2 * max(1, place.size // 2 // (ROWS * COLUMNS)) * ROWS * COLUMNS
     targets = (
-        Target("wall_ratio", 0.10, least_bytes=2 << 30), Target("memory_ratio", 1 / 64, least_bytes=2 << 30),
+        Target("wall_ratio", 0.10, least_bytes=2 << 30),
+        Target("memory_ratio", 1 / 64, least_bytes=2 << 30),
         Target("gb_per_second", 8, at_least=True, least_bytes=2 << 30, least_cores=16),
-    )  # fmt: skip
+    )
     result = Result("fp8 blocks to bf16", "fastshard", "compressed-tensors", targets, nbytes)
     if reason := find_lack("compressed_tensors"):
         result.reason = reason

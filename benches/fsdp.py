@@ -61,10 +61,11 @@ def write(folder: Path, size: int, world: int, seed: int) -> Path:
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(rank), str(world), str(folder), str(size), str(seed)],
-            cwd=Path(__file__).parent, stderr=subprocess.DEVNULL,
+            cwd=Path(__file__).parent,
+            stderr=subprocess.DEVNULL,
         )
         for rank in range(world)
-    ]  # fmt: skip
+    ]
     if any(rank.wait() for rank in ranks):
         raise RuntimeError("a rank that writes its file failed")
     config = llama(size)[0] | {"dtype": "bfloat16"}

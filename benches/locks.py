@@ -69,10 +69,15 @@ def measure_locks(
             shutil.rmtree(out)
             number, time = waits.pop("rwsem:W", (0, 0.0))
             yield {
-                "file_system": find_file_system(folder), "files": files, "threads": count, "fsync": fsync,
-                "waits": number, "ms": round(time, 1), "other_waits": sum(n for n, _ in waits.values()),
+                "file_system": find_file_system(folder),
+                "files": files,
+                "threads": count,
+                "fsync": fsync,
+                "waits": number,
+                "ms": round(time, 1),
+                "other_waits": sum(n for n, _ in waits.values()),
                 "other_ms": round(sum(t for _, t in waits.values()), 1),
-            }  # fmt: skip
+            }
 
 
 def main() -> int:

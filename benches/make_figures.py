@@ -21,16 +21,29 @@ BLOCK = re.compile(r"(<!-- figures -->\n+)\|.*?(<!-- end of figures -->)", re.DO
 #: The figures that a user compares tools by: the bar, the case, its peer, and how people call it.
 FEW = (
     ("P1", "row merge, durable", "cp + fsync", "merge, verified and durable, against `cp` + fsync"),
-    ("P3", "row merge", "DCP consolidate", "merge, not synced, against torch DCP's `consolidate_safetensors_files`"),
+    (
+        "P3",
+        "row merge",
+        "DCP consolidate",
+        "merge, not synced, against torch DCP's `consolidate_safetensors_files`",
+    ),
     ("P5", "row merge", "load + cat + save", "the same against load + `torch.cat` + `save_file`"),
     ("P7", "verify, warm", "sha256sum", "verify (BLAKE3), warm, against `sha256sum`"),
-)  # fmt: skip
+)
 #: What a limit is stated for, and how it is written.
 FIGURES = {
-    "wall_ratio": "time {}x", "cpu_ratio": "CPU {}x", "memory_ratio": "memory {}", "cpu_seconds_per_gb": "CPU {} s/GB",
-    "gb_per_second": "{} GB/s", "peak_mib": "{} MiB", "spread_mib": "flat within {} MiB", "above_ms": "{} ms above it",
-    "seconds": "{} s", "growth": "{}x the time for 4x the names", "read_share": "reads {} of the payload",
-}  # fmt: skip
+    "wall_ratio": "time {}x",
+    "cpu_ratio": "CPU {}x",
+    "memory_ratio": "memory {}",
+    "cpu_seconds_per_gb": "CPU {} s/GB",
+    "gb_per_second": "{} GB/s",
+    "peak_mib": "{} MiB",
+    "spread_mib": "flat within {} MiB",
+    "above_ms": "{} ms above it",
+    "seconds": "{} s",
+    "growth": "{}x the time for 4x the names",
+    "read_share": "reads {} of the payload",
+}
 
 
 def build_table(heads: list[str], rows: list[list[str]]) -> Iterator[str]:
@@ -89,11 +102,20 @@ def build_bars(document: dict[str, Any]) -> Iterator[str]:
     for bar, case in measured:
         figures = case["figures"]
         name = [bar["bar"], case["case"], case["peer"] or "-"]
-        rows.append([
-            *name, show_size(case["bytes"]) if case["bytes"] else "-", case["state"], show_ratio(figures, "wall"), show_ratio(figures, "cpu"),
-            show_pair(figures, "seconds"), show_pair(figures, "cpu_seconds_per_gb"), show_pair(figures, "gb_per_second"),
-            show_pair(figures, "peak_mib"), "beside other work" if case["loaded"] else "idle",
-        ])  # fmt: skip
+        rows.append(
+            [
+                *name,
+                show_size(case["bytes"]) if case["bytes"] else "-",
+                case["state"],
+                show_ratio(figures, "wall"),
+                show_ratio(figures, "cpu"),
+                show_pair(figures, "seconds"),
+                show_pair(figures, "cpu_seconds_per_gb"),
+                show_pair(figures, "gb_per_second"),
+                show_pair(figures, "peak_mib"),
+                "beside other work" if case["loaded"] else "idle",
+            ]
+        )
         targets += [[*name, show_target(target), show_verdict(case, target)] for target in case["targets"]]
     yield from ("", "## Targets", "", "A bar that is missed is written as missed, with its figure.")
     yield from build_table(["bar", "case", "against", "target", "result"], targets)
@@ -110,8 +132,22 @@ def build_bars(document: dict[str, Any]) -> Iterator[str]:
         "Ours over theirs, below 1 is better; median (lowest to highest round). Pairs are ours / theirs.",
     )
     yield from build_table(
-        ["bar", "case", "against", "tensors", "file system, inputs", "time", "CPU", "seconds", "CPU s per GB", "GB/s", "peak anonymous MiB", "machine"], rows,
-    )  # fmt: skip
+        [
+            "bar",
+            "case",
+            "against",
+            "tensors",
+            "file system, inputs",
+            "time",
+            "CPU",
+            "seconds",
+            "CPU s per GB",
+            "GB/s",
+            "peak anonymous MiB",
+            "machine",
+        ],
+        rows,
+    )
     left_out = [[bar["bar"], bar["about"], bar["reason"]] for bar in document["bars"] if bar["reason"]]
     left_out += [
         [bar["bar"], ", against ".join(filter(None, (case["case"], case["peer"]))), case["reason"]]
@@ -132,10 +168,14 @@ def build_calls(section: dict[str, Any]) -> Iterator[str]:
         section["reason"] or "From the beginning of the work to its end; in all, and per GiB of tensors.",
     )
     rows = [
-        [row["side"], show_size(row["bytes"]), show_size(row["written_bytes"]),
-         *(f"{count:,} ({row['per_gib'][kind]:,})" for kind, count in row["calls"].items())]
+        [
+            row["side"],
+            show_size(row["bytes"]),
+            show_size(row["written_bytes"]),
+            *(f"{count:,} ({row['per_gib'][kind]:,})" for kind, count in row["calls"].items()),
+        ]
         for row in section["rows"]
-    ]  # fmt: skip
+    ]
     kinds = list(section["rows"][0]["calls"]) if rows else []
     yield from build_table(["side", "tensors", "written", *kinds], rows)
 
@@ -161,10 +201,12 @@ def build_page(document: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     first, second = document["touch_seconds_per_gib"]
     lines = [
-        "# Figures", "",
+        "# Figures",
+        "",
         "Made by `benches/make_figures.py` of what `benches/all_bars.py` measured: both sides in turns on the same bytes, outputs compared by",
-        "hash. fastshard hashes every byte (BLAKE3), checks completeness and writes a manifest; most peers do not.", "",
-    ]  # fmt: skip
+        "hash. fastshard hashes every byte (BLAKE3), checks completeness and writes a manifest; most peers do not.",
+        "",
+    ]
     if reason := find_objection(document):
         lines += [f"**These are no release figures: {reason}.**", ""]
     lines += [
@@ -173,7 +215,7 @@ def build_page(document: dict[str, Any]) -> str:
         f"- {show_size(document['size'])}, rounds: {document['rounds']}; cores that other processes had before the first: {document['load']}",
         f"- memory is touched before each run; a GiB of fresh pages took {first} s, and {second} s again",
         *build_bars(document),
-    ]  # fmt: skip
+    ]
     for name, build in (("calls", build_calls), ("locks", build_locks)):
         if name in document:
             lines += build(document[name])

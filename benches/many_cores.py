@@ -39,7 +39,7 @@ from measure import (
     remove,
     warm,
     workplace,
-)  # fmt: skip
+)
 from synthetic import model, parse_size, tp_safetensors
 
 RANKS = 8
@@ -88,7 +88,15 @@ def measure(name: str, threads: int, command: list[str], nbytes: int) -> Row:
     seconds, after = time.monotonic() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
     size = nbytes / 1e9
     user, system = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
-    return Row(name, threads, round(seconds, 3), round(size / seconds, 3), round(user / size, 3), round(system / size, 3), load)  # fmt: skip
+    return Row(
+        name,
+        threads,
+        round(seconds, 3),
+        round(size / seconds, 3),
+        round(user / size, 3),
+        round(system / size, 3),
+        load,
+    )
 
 
 def list_cases(memory: Path, disk: Path, size: int, cores: int) -> Iterator[Case]:
@@ -107,7 +115,13 @@ def list_cases(memory: Path, disk: Path, size: int, cores: int) -> Iterator[Case
             yield Case("row merge, durable, many files", disk / kind, nbytes, ["merge", *many], disk / "out")
             yield Case("row merge, durable, one file", disk / kind, nbytes, ["merge"], disk / "out")
             remove(disk / kind)
-            yield Case("row merge, cast to f32, many files", memory / kind, 2 * nbytes, [*quick, "--dtype", "f32", *many], memory / "out")  # fmt: skip
+            yield Case(
+                "row merge, cast to f32, many files",
+                memory / kind,
+                2 * nbytes,
+                [*quick, "--dtype", "f32", *many],
+                memory / "out",
+            )
         remove(memory / kind)
     try:
         from dequantised import write
@@ -231,7 +245,11 @@ def main() -> int:
             ):
                 assert case.out is not None
                 sync = f" && sync {case.out}/* {case.out}" if "durable" in case.name else ""
-                add(measure_copies(f"{COPIES} cp{' + sync' if sync else ''}", case.source, case.out, case.nbytes, sync))  # fmt: skip
+                add(
+                    measure_copies(
+                        f"{COPIES} cp{' + sync' if sync else ''}", case.source, case.out, case.nbytes, sync
+                    )
+                )
             for count in threads:
                 if time.monotonic() > end:
                     left_out.append(f"{case.name}, {count} threads")

@@ -349,7 +349,10 @@ def machine(folder: Path) -> dict[str, str]:
     models = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory = int(Path("/proc/meminfo").read_text().split()[1]) / (1 << 20)
     return {
-        "cpu": models[0] if models else platform.processor(), "cores": str(len(os.sched_getaffinity(0))),
-        "memory": f"{memory:.0f} GiB", "kernel": ".".join(platform.release().split(".")[:2]), "filesystem": find_file_system(folder),
+        "cpu": models[0] if models else platform.processor(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{memory:.0f} GiB",
+        "kernel": ".".join(platform.release().split(".")[:2]),
+        "filesystem": find_file_system(folder),
         "python": platform.python_version(),
-    }  # fmt: skip
+    }

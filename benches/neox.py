@@ -17,9 +17,11 @@ def model(hidden: int, layers: int, vocab: int) -> dict[str, list[Spec]]:
 
     block = [*norm("input_layernorm"), *norm("post_attention_layernorm")]
     for name, rows, columns, dim in (
-        ("attention.query_key_value", 3 * hidden, hidden, 0), ("attention.dense", hidden, hidden, 1),
-        ("mlp.dense_h_to_4h", 4 * hidden, hidden, 0), ("mlp.dense_4h_to_h", hidden, 4 * hidden, 1),
-    ):  # fmt: skip
+        ("attention.query_key_value", 3 * hidden, hidden, 0),
+        ("attention.dense", hidden, hidden, 1),
+        ("mlp.dense_h_to_4h", 4 * hidden, hidden, 0),
+        ("mlp.dense_4h_to_h", hidden, 4 * hidden, 1),
+    ):
         block.append(Spec(f"{name}.weight", (rows, columns), dim, "F16"))
         block.append(Spec(f"{name}.bias", (rows,), 0 if dim == 0 else None, "F16"))
     files = {"00": [Spec("word_embeddings.weight", (vocab, hidden), 0, "F16")]}

@@ -82,12 +82,19 @@ def write(folder: Path, size: int) -> int:
                 "driver": "zarr",
                 "kvstore": {"driver": "file", "path": f"{path}/"},
                 "metadata": {
-                    "shape": shape, "chunks": chunk, "dtype": "<f4", "compressor": {"id": "zstd", "level": 1},
-                    "fill_value": None, "order": "C", "filters": None, "dimension_separator": ".",
+                    "shape": shape,
+                    "chunks": chunk,
+                    "dtype": "<f4",
+                    "compressor": {"id": "zstd", "level": 1},
+                    "fill_value": None,
+                    "order": "C",
+                    "filters": None,
+                    "dimension_separator": ".",
                 },
             },
-            create=True, context=context,
-        ).result()  # fmt: skip
+            create=True,
+            context=context,
+        ).result()
         for index in itertools.product(*(range(0, n, c) for n, c in zip(shape, chunk, strict=True))):
             part = tuple(slice(i, min(i + c, n)) for i, c, n in zip(index, chunk, shape, strict=True))
             extent = [s.stop - s.start for s in part]

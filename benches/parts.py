@@ -98,9 +98,27 @@ def divided(folder: Path, parts: int, at_once: int) -> None:
     size, files = sparse_gpt3.neox(source)
     start = time.perf_counter()
     begun = subprocess.run(
-        [sys.executable, "-m", "fastshard", "plan", source, "--to", "hf", "--parts", str(parts), "--out", out, "--sparse", "--accept", "holes", "--json"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "fastshard",
+            "plan",
+            source,
+            "--to",
+            "hf",
+            "--parts",
+            str(parts),
+            "--out",
+            out,
+            "--sparse",
+            "--accept",
+            "holes",
+            "--json",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     seconds = time.perf_counter() - start
     document = json.loads(begun.stdout)
     shares = document["parts"]

@@ -135,7 +135,7 @@ def measure_p13(place: Place) -> Iterator[Result]:
     yield Result("verify of the manifest of GPT-3", "verify", "", (), 0, reason="no case is written yet")
 
 
-def measure_command(case: str, source: Path, targets: tuple[Target, ...], verb: str, *more: str) -> Result:  # fmt: skip
+def measure_command(case: str, source: Path, targets: tuple[Target, ...], verb: str, *more: str) -> Result:
     """One command on a checkpoint of holes, its start not included."""
     side = Side(verb, "cli", {"command": [verb, str(source), *more, "--accept", "holes"]})
     result = Result(case, side.label, "", targets, 0, state="headers of sparse files, warm")

@@ -229,17 +229,24 @@ def verl_merge(a: dict[str, Any]) -> Job:
 
     # What it imports when it is called: a model's and a tokenizer's classes, and what transformers finds installed.
     for module in (
-        "transformers.models.llama.modeling_llama", "transformers.tokenization_utils_tokenizers", "deepspeed", "accelerate",
-    ):  # fmt: skip
+        "transformers.models.llama.modeling_llama",
+        "transformers.tokenization_utils_tokenizers",
+        "deepspeed",
+        "accelerate",
+    ):
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
 
     def job() -> None:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             config = ModelMergerConfig(
-                operation="merge", backend="fsdp", local_dir=a["src"], target_dir=a["out"],
-                hf_model_config_path=str(Path(a["src"]) / "huggingface"), trust_remote_code=False,
-            )  # fmt: skip
+                operation="merge",
+                backend="fsdp",
+                local_dir=a["src"],
+                target_dir=a["out"],
+                hf_model_config_path=str(Path(a["src"]) / "huggingface"),
+                trust_remote_code=False,
+            )
             FSDPModelMerger(config).merge_and_save()
 
     return job
@@ -344,11 +351,12 @@ def paxml_script(a: dict[str, Any]) -> Job:
                 "driver": "zarr3",
                 "kvstore": {"driver": "ocdbt", "base": f"file://{item}/", "path": f"params.params.{to}/"},
                 "metadata": {
-                    "shape": value.shape, "data_type": "float32",
+                    "shape": value.shape,
+                    "data_type": "float32",
                     "chunk_grid": {"name": "regular", "configuration": inner},
                     "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
                 },
-            }  # fmt: skip
+            }
             ts.open(spec, create=True, context=context).result().write(value).result()
 
     return job
@@ -392,10 +400,25 @@ def model(a: dict[str, Any]) -> Job:
 SIDES = {
     f.__name__: f
     for f in (
-        fastshard, verify, copy, consolidate, consolidate_ranks, torch_save, script, zero_to_fp32, command, cli,
-        paxml_script, model, verl_merge, fp8_dequantizer, program_speed, kernel, cast_script,
+        fastshard,
+        verify,
+        copy,
+        consolidate,
+        consolidate_ranks,
+        torch_save,
+        script,
+        zero_to_fp32,
+        command,
+        cli,
+        paxml_script,
+        model,
+        verl_merge,
+        fp8_dequantizer,
+        program_speed,
+        kernel,
+        cast_script,
     )
-}  # fmt: skip
+}
 #: Sides whose work is done by other programs.
 PROGRAMS = ("copy", "command", "program_speed")
 

@@ -119,10 +119,16 @@ def paxml(
         path = root / variable.name
         path.mkdir(parents=True)
         metadata = {
-            "zarr_format": 2, "shape": variable.shape, "chunks": variable.chunk, "dtype": variable.dtype,
-            "compressor": {"id": "zstd", "level": 1}, "fill_value": None, "filters": None, "order": "C",
+            "zarr_format": 2,
+            "shape": variable.shape,
+            "chunks": variable.chunk,
+            "dtype": variable.dtype,
+            "compressor": {"id": "zstd", "level": 1},
+            "fill_value": None,
+            "filters": None,
+            "order": "C",
             "dimension_separator": ".",
-        }  # fmt: skip
+        }
         (path / ".zarray").write_text(json.dumps(metadata))
         size = math.prod(variable.chunk) * 4
         for index in variable.chunks():

@@ -170,13 +170,19 @@ def gpt3(layers: int, hidden: int = 12288, vocab: int = 51200) -> list[Spec]:
     for layer in range(layers):
         p = f"transformer.h.{layer}."
         specs += [
-            Spec(p + "ln_1.weight", (hidden,), None), Spec(p + "ln_1.bias", (hidden,), None),
-            Spec(p + "attn.qkv.weight", (3 * hidden, hidden), 0), Spec(p + "attn.qkv.bias", (3 * hidden,), 0),
-            Spec(p + "attn.proj.weight", (hidden, hidden), 1), Spec(p + "attn.proj.bias", (hidden,), None),
-            Spec(p + "ln_2.weight", (hidden,), None), Spec(p + "ln_2.bias", (hidden,), None),
-            Spec(p + "mlp.fc.weight", (4 * hidden, hidden), 0), Spec(p + "mlp.fc.bias", (4 * hidden,), 0),
-            Spec(p + "mlp.proj.weight", (hidden, 4 * hidden), 1), Spec(p + "mlp.proj.bias", (hidden,), None),
-        ]  # fmt: skip
+            Spec(p + "ln_1.weight", (hidden,), None),
+            Spec(p + "ln_1.bias", (hidden,), None),
+            Spec(p + "attn.qkv.weight", (3 * hidden, hidden), 0),
+            Spec(p + "attn.qkv.bias", (3 * hidden,), 0),
+            Spec(p + "attn.proj.weight", (hidden, hidden), 1),
+            Spec(p + "attn.proj.bias", (hidden,), None),
+            Spec(p + "ln_2.weight", (hidden,), None),
+            Spec(p + "ln_2.bias", (hidden,), None),
+            Spec(p + "mlp.fc.weight", (4 * hidden, hidden), 0),
+            Spec(p + "mlp.fc.bias", (4 * hidden,), 0),
+            Spec(p + "mlp.proj.weight", (hidden, 4 * hidden), 1),
+            Spec(p + "mlp.proj.bias", (hidden,), None),
+        ]
     if layers == 96:
         specs += [Spec(f"transformer.ln_f.{part}", (hidden,), None) for part in ("weight", "bias")]
     return specs
@@ -196,20 +202,29 @@ def llama(folder: Path, size: int, *, single: bool = False, tp: int = 4) -> list
     for n in range(layers):
         p = f"model.layers.{n}."
         for name, shape, dim in (
-            ("self_attn.q_proj", (hidden, hidden), 1), ("self_attn.k_proj", (hidden, hidden), 1),
-            ("self_attn.v_proj", (hidden, hidden), 1), ("self_attn.o_proj", (hidden, hidden), 0),
-            ("mlp.gate_proj", (hidden, inner), 1), ("mlp.up_proj", (hidden, inner), 1),
+            ("self_attn.q_proj", (hidden, hidden), 1),
+            ("self_attn.k_proj", (hidden, hidden), 1),
+            ("self_attn.v_proj", (hidden, hidden), 1),
+            ("self_attn.o_proj", (hidden, hidden), 0),
+            ("mlp.gate_proj", (hidden, inner), 1),
+            ("mlp.up_proj", (hidden, inner), 1),
             ("mlp.down_proj", (inner, hidden), 0),
-            ("input_layernorm", (hidden,), None), ("post_attention_layernorm", (hidden,), None),
-        ):  # fmt: skip
+            ("input_layernorm", (hidden,), None),
+            ("post_attention_layernorm", (hidden,), None),
+        ):
             specs.append(Spec(f"{p}{name}.weight", shape, dim, "F32"))
     specs.append(Spec("model.norm.weight", (hidden,), None, "F32"))
     tp_safetensors(folder, specs, tp, layout=False)
     config = {
-        "model_type": "llama", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
-        "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64, "vocab_size": vocab,
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 64,
+        "vocab_size": vocab,
         "tie_word_embeddings": True,
-    }  # fmt: skip
+    }
     (folder / "config.json").write_text(json.dumps(config))
     table = Path(tables.__file__).with_name("hf.llama.toml").read_text()
     table = table.replace('layout = "hf.llama"', 'layout = "transposed"')

@@ -29,10 +29,14 @@ def shapes(nbytes: int) -> OrderedDict[str, torch.Size]:
     found = OrderedDict({"embed.weight": torch.Size([4 * hidden + 1, hidden])})
     for layer in itertools.count():
         for name, shape in (
-            ("norm.weight", [hidden]), ("qkv.weight", [3 * hidden, hidden]), ("qkv.bias", [3 * hidden]),
-            ("dense.weight", [hidden, hidden]), ("up.weight", [4 * hidden, hidden]), ("up.bias", [4 * hidden + 3]),
+            ("norm.weight", [hidden]),
+            ("qkv.weight", [3 * hidden, hidden]),
+            ("qkv.bias", [3 * hidden]),
+            ("dense.weight", [hidden, hidden]),
+            ("up.weight", [4 * hidden, hidden]),
+            ("up.bias", [4 * hidden + 3]),
             ("down.weight", [hidden, 4 * hidden]),
-        ):  # fmt: skip
+        ):
             found[f"layers.{layer}.{name}"] = torch.Size(shape)
         if 4 * sum(s.numel() for s in found.values()) >= nbytes:
             return found
@@ -46,11 +50,19 @@ def values(numel: int, seed: int) -> torch.Tensor:
 
 def model_state(module: dict[str, torch.Tensor], groups: list[Any], stage: int, world: int) -> dict[str, Any]:
     return {
-        "module": OrderedDict(module), "buffer_names": [], "optimizer": None, "param_shapes": groups,
-        "frozen_param_shapes": None, "frozen_param_fragments": None, "shared_params": {}, "global_steps": 10,
-        "dp_world_size": world, "mp_world_size": 1, "ds_version": "0.19.8",
+        "module": OrderedDict(module),
+        "buffer_names": [],
+        "optimizer": None,
+        "param_shapes": groups,
+        "frozen_param_shapes": None,
+        "frozen_param_fragments": None,
+        "shared_params": {},
+        "global_steps": 10,
+        "dp_world_size": world,
+        "mp_world_size": 1,
+        "ds_version": "0.19.8",
         "ds_config": {"zero_optimization": {"stage": stage}},
-    }  # fmt: skip
+    }
 
 
 def write(folder: Path, size: int, stage: int, world: int) -> int:
@@ -96,10 +108,16 @@ def write(folder: Path, size: int, stage: int, world: int) -> int:
         )
         padding = max(0, min(hi - total, part))
         base = {"state": {}, "param_groups": []}
-        optimizer(rank, {
-            "base_optimizer_state": base, "single_partition_of_fp32_groups": [flat[: part - padding]],
-            "group_paddings": [padding], "partition_count": [world], "param_slice_mappings": [mapping],
-        })  # fmt: skip
+        optimizer(
+            rank,
+            {
+                "base_optimizer_state": base,
+                "single_partition_of_fp32_groups": [flat[: part - padding]],
+                "group_paddings": [padding],
+                "partition_count": [world],
+                "param_slice_mappings": [mapping],
+            },
+        )
     module = {
         name: rounded[start:end].view(shape)
         for (name, shape), (start, end) in zip(parameters.items(), spans, strict=True)
@@ -113,8 +131,9 @@ def measure_p12(place: Place) -> Iterator[Result]:
     out = place.disk / "out"
     for stage in (1, 3):
         targets = (
-            Target("wall_ratio", 0.12, least_bytes=2 << 30), Target("memory_ratio", 1 / 64, least_bytes=2 << 30),
-        )  # fmt: skip
+            Target("wall_ratio", 0.12, least_bytes=2 << 30),
+            Target("memory_ratio", 1 / 64, least_bytes=2 << 30),
+        )
         result = Result(f"ZeRO-{stage}, {WORLD} ranks", "fastshard", "zero_to_fp32", targets, 0)
         if reason := find_lack("deepspeed"):
             result.reason = reason

@@ -118,9 +118,19 @@ def _bars(label: str, root: Path, pattern: str, ending: str, axis: int = 0) -> l
 def _layer(root: Path, label: str, framework: str, part: str, axis: int = 0) -> list[Bar]:
     """A tensor of the first layer as a framework's ranks hold it."""
     where = {
-        "gpt_neox": ("layer_02-model_*", {"qkv": "query_key_value.weight", "mlp": "mlp.linear1.weight", "out": "attention.dense.weight"}),
-        "megatron": ("model_optim_rng.pt", {"qkv": "layers.0.self_attention.linear_qkv.weight", "mlp": "layers.0.mlp.linear_fc1.weight", "out": "layers.0.self_attention.linear_proj.weight"}),
-    }  # fmt: skip
+        "gpt_neox": (
+            "layer_02-model_*",
+            {"qkv": "query_key_value.weight", "mlp": "mlp.linear1.weight", "out": "attention.dense.weight"},
+        ),
+        "megatron": (
+            "model_optim_rng.pt",
+            {
+                "qkv": "layers.0.self_attention.linear_qkv.weight",
+                "mlp": "layers.0.mlp.linear_fc1.weight",
+                "out": "layers.0.self_attention.linear_proj.weight",
+            },
+        ),
+    }
     pattern, endings = where[framework]
     return _bars(label, root, pattern, endings[part], axis)
 
@@ -186,18 +196,28 @@ def pictures() -> dict[str, str]:
         return {
             "qkv": _svg(
                 "Queries, keys and values of one layer: three tensors of Hugging Face, and the ranks of two frameworks",
-                [*plain, *_layer(of_neox, "GPT-NeoX", "gpt_neox", "qkv"), *_layer(of_megatron, "Megatron", "megatron", "qkv")],
+                [
+                    *plain,
+                    *_layer(of_neox, "GPT-NeoX", "gpt_neox", "qkv"),
+                    *_layer(of_megatron, "Megatron", "megatron", "qkv"),
+                ],
             ),
             "qkv_heads": _svg(
                 "Queries, keys and values of one layer of a GPT-NeoX model: together by head, in Hugging Face and on each rank",
                 [
-                    *_bars("query_key_value", neox, "*.safetensors", "layers.0.attention.query_key_value.weight"),
+                    *_bars(
+                        "query_key_value", neox, "*.safetensors", "layers.0.attention.query_key_value.weight"
+                    ),
                     *_layer(made["gpt_neox", "gpt_neox"], "GPT-NeoX", "gpt_neox", "qkv"),
                 ],
             ),
             "mlp": _svg(
                 "The gated MLP of one layer: two tensors of Hugging Face, and the ranks of two frameworks",
-                [*gated, *_layer(of_neox, "GPT-NeoX", "gpt_neox", "mlp"), *_layer(of_megatron, "Megatron", "megatron", "mlp")],
+                [
+                    *gated,
+                    *_layer(of_neox, "GPT-NeoX", "gpt_neox", "mlp"),
+                    *_layer(of_megatron, "Megatron", "megatron", "mlp"),
+                ],
             ),
             "columns": _svg(
                 "Columns of the output projection: a rank holds those of its own heads",
@@ -206,9 +226,10 @@ def pictures() -> dict[str, str]:
             "vocabulary": _svg(
                 "Rows of the vocabulary: 500 words, padded to 512, over two ranks",
                 [*words, *_bars("GPT-NeoX", of_neox, "layer_00-model_*", "word_embeddings.weight")],
-                numbered=False, extents=True,
+                numbered=False,
+                extents=True,
             ),
-        }  # fmt: skip
+        }
 
 
 if __name__ == "__main__":

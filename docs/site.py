@@ -262,9 +262,13 @@ def _by_kind() -> Iterator[tuple[str, list[str]]]:
 
 def python_nav() -> list[Any]:
     """The public names by kind."""
-    return ["reference/python/index.md", *(
-        {kind: [{name: f"reference/python/{name}.md"} for name in of_kind]} for kind, of_kind in _by_kind()
-    )]  # fmt: skip
+    return [
+        "reference/python/index.md",
+        *(
+            {kind: [{name: f"reference/python/{name}.md"} for name in of_kind]}
+            for kind, of_kind in _by_kind()
+        ),
+    ]
 
 
 def names() -> dict[str, str]:
@@ -321,11 +325,20 @@ def blocks() -> str:
     pages = [page for page in found.PAGES if found.blocks(page)]
     apart = [block for page in pages for block in found.blocks(page) if block.held == "checked only"]
     lines = [
-        "# Blocks of these pages", "",
+        "# Blocks of these pages",
+        "",
         "Every command and every block of code on these pages is executed by `tests/docs` with each change, page by page, "
-        "beginning in an empty folder. What cannot run there is checked by a parser or a schema, and counted apart.", "",
-        "| held | meaning |", "|---|---|", *(f"| {how} | {meaning} |" for how, meaning in found.MEANT.items()), "",
-        found.table(found.counts(pages)), "## Checked only", "", "| block | why it is not run |", "|---|---|",
+        "beginning in an empty folder. What cannot run there is checked by a parser or a schema, and counted apart.",
+        "",
+        "| held | meaning |",
+        "|---|---|",
+        *(f"| {how} | {meaning} |" for how, meaning in found.MEANT.items()),
+        "",
+        found.table(found.counts(pages)),
+        "## Checked only",
+        "",
+        "| block | why it is not run |",
+        "|---|---|",
         *(f"| {block.where} | {_cell(block.reason)} |" for block in apart),
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"

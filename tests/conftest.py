@@ -23,9 +23,17 @@ from hypothesis import HealthCheck, settings
 #: Cases of `broken/` that name a checkpoint this version reads.
 BROKEN = ("neox_", "tp4_", "zero", "stale_masters_", "dcp_", "hf_", "latest_points_nowhere")
 #: fixture argument -> (folder, prefix of the names)
-KINDS = {"neox": ("gpt_neox", ""), "tp4": ("sharded", "tp4_"), "hf": ("sharded", "hf_"),
-         "sharded": ("sharded", ""), "deepspeed": ("deepspeed", ""), "universal": ("universal", ""),
-         "orbax": ("orbax", ""), "maxtext": ("orbax", "gpt3_"), "twin": ("maxtext_twins", "a_mt_")}  # fmt: skip
+KINDS = {
+    "neox": ("gpt_neox", ""),
+    "tp4": ("sharded", "tp4_"),
+    "hf": ("sharded", "hf_"),
+    "sharded": ("sharded", ""),
+    "deepspeed": ("deepspeed", ""),
+    "universal": ("universal", ""),
+    "orbax": ("orbax", ""),
+    "maxtext": ("orbax", "gpt3_"),
+    "twin": ("maxtext_twins", "a_mt_"),
+}
 
 #: Cases that real frameworks wrote and that this version does not read right yet: each fails, and says so once it
 #: does not any more.

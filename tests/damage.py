@@ -215,7 +215,10 @@ CASES: dict[str, tuple[str, Damage]] = {
     "neox_truncated": (NEOX, cut(f"global_step4/{layer_file(2, 1)}")),
     "neox_bit_flipped": (NEOX, flipped(f"global_step4/{layer_file(3, 0)}")),
     "neox_copied_shard": (NEOX, over(f"global_step4/{layer_file(3, 0)}", f"global_step4/{layer_file(3, 1)}")),
-    "neox_swapped_ranks": (NEOX, swapped(f"global_step4/{layer_file(3, 0)}", f"global_step4/{layer_file(3, 1)}")),
+    "neox_swapped_ranks": (
+        NEOX,
+        swapped(f"global_step4/{layer_file(3, 0)}", f"global_step4/{layer_file(3, 1)}"),
+    ),
     "neox_no_config": (NEOX, lost("*/configs/*.yml")),
     "neox_latest_points_nowhere": (NEOX, says("latest", "global_step9")),
     "neox_norms_drifted": ("gpt_neox/neox_pp_tp2_normdiverged", none),
@@ -229,7 +232,9 @@ CASES: dict[str, tuple[str, Damage]] = {
     "megatron_missing_rank": (LEGACY, lost("*/mp_rank_01_001/*")),
     "megatron_copied_rank": (
         LEGACY,
-        over("iter_0000010/mp_rank_00_000/model_optim_rng.pt", "iter_0000010/mp_rank_01_000/model_optim_rng.pt"),
+        over(
+            "iter_0000010/mp_rank_00_000/model_optim_rng.pt", "iter_0000010/mp_rank_01_000/model_optim_rng.pt"
+        ),
     ),
     "torch_dist_missing_file": (DIST, lost("*/__3_1.distcp")),
     "dcp_no_metadata": (DCP, lost(".metadata")),
@@ -250,7 +255,7 @@ CASES: dict[str, tuple[str, Damage]] = {
     "orbax_lone_host": ("orbax/mp2_local_BROKEN_063_zarr3/node0", none),
     "orbax_lone_host_that_is_not_primary": ("orbax/mp2_local_BROKEN_0128_zarr3_primarynone/node1", none),
     "paxml_missing_chunk": ("orbax/paxml_gpt3_micro_weights", lost("*/*/state/*linear.w/0.1.0")),
-}  # fmt: skip
+}
 
 
 class Example(NamedTuple):
@@ -294,60 +299,119 @@ EXAMPLES: dict[str, Example] = {
     "FS110": Example("run", NEOX_SEQ, edited(RANK_1, put("args", hidden_size=64)), "verify run"),
     "FS112": Example("run", NEOX, second("global_step4", "global_step2"), "verify run -v"),
     "FS114": Example("run", TP4, none, "verify run -v"),
-    "FS115": Example("model", HF, edited(INDEX, put("weight_map", **dict.fromkeys(IN_FIRST, SHARD.format(4)))), "verify model"),
+    "FS115": Example(
+        "model",
+        HF,
+        edited(INDEX, put("weight_map", **dict.fromkeys(IN_FIRST, SHARD.format(4)))),
+        "verify model",
+    ),
     "FS116": Example("model", HF, edited("config.json", put(num_nextn_predict_layers=1)), "verify model"),
     "FS117": Example("model", HF, second(".", "../original"), "merge model out --fill-from original"),
     "FS118": Example("run", TP4, none, f"merge run/{TP_RANK.format(0)} out"),
-    "FS119": Example("model", HF, in_turn(*(
-        edited(SHARD.format(n), prefixed("policy.")) for n in range(1, 5)
-    ), edited(INDEX, lambda c: c.update(weight_map={f"policy.{n}": f for n, f in c["weight_map"].items()}))), "verify model"),
+    "FS119": Example(
+        "model",
+        HF,
+        in_turn(
+            *(edited(SHARD.format(n), prefixed("policy.")) for n in range(1, 5)),
+            edited(
+                INDEX, lambda c: c.update(weight_map={f"policy.{n}": f for n, f in c["weight_map"].items()})
+            ),
+        ),
+        "verify model",
+    ),
     "FS201": Example("run", NEOX, edited(LAYER_3, mapped(LINEAR, lambda t: t[:32])), "verify run"),
     "FS202": Example("run", NEOX, edited(LAYER_3, mapped(LINEAR, torch.Tensor.float)), "verify run"),
     # Where no config states a size, the tensors alone do; without the vocabulary's, padding looks like a lost part.
-    "FS203": Example("run", TP4, in_turn(
-        lost("config.json"), PADDED, edited("layout.json", lambda c: [c.pop(key) for key in [*c] if "vocab" in key]),
-        edited(TP_RANK.format(2), mapped(UP, lambda t: t[:, :24])),
-    ), "verify run"),
+    "FS203": Example(
+        "run",
+        TP4,
+        in_turn(
+            lost("config.json"),
+            PADDED,
+            edited("layout.json", lambda c: [c.pop(key) for key in [*c] if "vocab" in key]),
+            edited(TP_RANK.format(2), mapped(UP, lambda t: t[:, :24])),
+        ),
+        "verify run",
+    ),
     "FS204": Example("model", HF, none, "convert model out --to tp-safetensors --tp 8"),
-    "FS205": Example("run", DCP, edited(".metadata", lambda m: m.state_dict_metadata[EMBED].chunks.pop()), "verify run"),
+    "FS205": Example(
+        "run", DCP, edited(".metadata", lambda m: m.state_dict_metadata[EMBED].chunks.pop()), "verify run"
+    ),
     "FS206": Example("model", HF, edited(SHARD.format(4), held(Q, torch.ones(64, 64))), "verify model"),
     "FS207": Example("run", NEOX, edited(LAYER_3, held("attention.lora_a", torch.ones(4, 8))), "verify run"),
-    "FS210": Example("model", HF, beside("own.toml", OWN.replace("shape", "shapes")), "verify model --layout own.toml"),
-    "FS212": Example("model", HF, in_turn(
-        edited(SHARD.format(4), held(BUFFER, torch.ones(4))), edited(INDEX, put("weight_map", **{BUFFER: SHARD.format(4)})),
-    ), "convert model out --to hf -v"),
+    "FS210": Example(
+        "model", HF, beside("own.toml", OWN.replace("shape", "shapes")), "verify model --layout own.toml"
+    ),
+    "FS212": Example(
+        "model",
+        HF,
+        in_turn(
+            edited(SHARD.format(4), held(BUFFER, torch.ones(4))),
+            edited(INDEX, put("weight_map", **{BUFFER: SHARD.format(4)})),
+        ),
+        "convert model out --to hf -v",
+    ),
     "FS213": Example("model", HF, beside("own.toml", OWN), "verify model --layout own.toml"),
     "FS214": Example("model", HF, none, "convert model out --to hf --dtype f16 -v"),
     "FS215": Example("model", HF, edited("config.json", put(num_hidden_layers=3)), "verify model"),
     "FS216": Example("model", LAYER, none, "convert model out --to hf"),
-    "FS304": Example("run", TP4, in_turn(
-        *(edited(TP_RANK.format(rank), copied(BLOCK.format(0, "mlp.up_proj"), UP)) for rank in range(4)),
-    ), "verify run"),
+    "FS304": Example(
+        "run",
+        TP4,
+        in_turn(
+            *(edited(TP_RANK.format(rank), copied(BLOCK.format(0, "mlp.up_proj"), UP)) for rank in range(4)),
+        ),
+        "verify run",
+    ),
     # Copies that differ are looked into where they are averaged.
     "FS305": Example("run", TP4, edited(TP_RANK.format(2), copied(*NORMS)), "merge run out --replicas mean"),
-    "FS306": Example("run", TP4, edited(TP_RANK.format(2), filled(HEAD, slice(1), float("nan"))), "verify run"),
+    "FS306": Example(
+        "run", TP4, edited(TP_RANK.format(2), filled(HEAD, slice(1), float("nan"))), "verify run"
+    ),
     "FS307": Example("run", TP4, PADDED, "verify run"),
     "FS308": Example("model", HF, in_turn(recorded, flipped(SHARD.format(4))), "verify model"),
-    "FS309": Example("model", HF, in_turn(
-        second(".", "../other"), edited(SHARD.format(4), filled(HEAD, slice(1), 0.0)),
-    ), "diff model other -v"),
+    "FS309": Example(
+        "model",
+        HF,
+        in_turn(
+            second(".", "../other"),
+            edited(SHARD.format(4), filled(HEAD, slice(1), 0.0)),
+        ),
+        "diff model other -v",
+    ),
     "FS310": Example("run", DRIFTED, none, "merge run out --replicas mean"),
     "FS311": Example("model", HF, edited("config.json", put(tie_word_embeddings=True)), "verify model"),
     "FS313": Example("model", HF, edited(SHARD.format(2), filled(UP, slice(48, None), 0.0)), "verify model"),
     "FS314": Example("run", NEOX, without_checksums("*/layer_03-*"), "verify run -v"),
-    "FS315": Example("model", HF, in_turn(
-        signed, says("modeling.py", ""),
-    ), "verify model --signature model.sig --public-key signer.pem"),
+    "FS315": Example(
+        "model",
+        HF,
+        in_turn(
+            signed,
+            says("modeling.py", ""),
+        ),
+        "verify model --signature model.sig --public-key signer.pem",
+    ),
     "FS316": Example("model", HF, says(SHARD.format(4), LFS), "verify model"),
     "FS317": Example("model", HF, unwritten(SHARD.format(4)), "merge model out"),
     # Of stage 3, whose files hold the weights once.
     "FS402": Example("run", ZERO3, none, "master-weights run"),
     "FS403": Example("run", ZERO, none, "verify run -v"),
-    "FS404": Example("run", ZERO3, in_turn(*(
-        edited(MODEL_STATES.format(rank), lambda c: c["param_shapes"][0].update({"up.weight": torch.Size([41, 24])}))
-        for rank in range(2)
-    )), "verify run"),
-}  # fmt: skip
+    "FS404": Example(
+        "run",
+        ZERO3,
+        in_turn(
+            *(
+                edited(
+                    MODEL_STATES.format(rank),
+                    lambda c: c["param_shapes"][0].update({"up.weight": torch.Size([41, 24])}),
+                )
+                for rank in range(2)
+            )
+        ),
+        "verify run",
+    ),
+}
 
 
 def made(name: str, root: Path) -> Path:

@@ -125,8 +125,23 @@ def bnb(t: Tensors, o: int, i: int, dtype: torch.dtype) -> torch.Tensor:
 
 #: The oracle of each form of `quantised_maker.FORMS` whose values are made.
 ORACLES = {
-    "fp8 blocks": fp8, "fp8 V4": fp8, "fp8 tensor": fp8, "mxfp8": fp8, "ct 4 bit": ct_pack(4), "ct 4 bit asymmetric": ct_pack(4),
-    "ct 3 bit": ct_pack(3), "ct int8": ct_float, "ct fp8": ct_float, "ct nvfp4": ct_nvfp4, "ct mxfp4": ct_mxfp4,
-    "modelopt fp8": modelopt_fp8, "modelopt nvfp4": modelopt_nvfp4, "gptq 4 bit": gptq(4), "gptq 3 bit": gptq(3),
-    "gptq 8 bit": gptq(8), "awq": awq, "bnb nf4": bnb, "bnb nf4 nested": bnb,
-}  # fmt: skip
+    "fp8 blocks": fp8,
+    "fp8 V4": fp8,
+    "fp8 tensor": fp8,
+    "mxfp8": fp8,
+    "ct 4 bit": ct_pack(4),
+    "ct 4 bit asymmetric": ct_pack(4),
+    "ct 3 bit": ct_pack(3),
+    "ct int8": ct_float,
+    "ct fp8": ct_float,
+    "ct nvfp4": ct_nvfp4,
+    "ct mxfp4": ct_mxfp4,
+    "modelopt fp8": modelopt_fp8,
+    "modelopt nvfp4": modelopt_nvfp4,
+    "gptq 4 bit": gptq(4),
+    "gptq 3 bit": gptq(3),
+    "gptq 8 bit": gptq(8),
+    "awq": awq,
+    "bnb nf4": bnb,
+    "bnb nf4 nested": bnb,
+}

@@ -30,9 +30,13 @@ class Forks:
         self._answers, answers = os.pipe()
         command = [sys.executable, __file__, str(answers), *modules]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, pass_fds=[answers], env={**os.environ, **environment}, text=True,
+            command,
+            stdin=subprocess.PIPE,
+            pass_fds=[answers],
+            env={**os.environ, **environment},
+            text=True,
             start_new_session=True,
-        )  # fmt: skip
+        )
         os.close(answers)
         atexit.register(self.kill)
 

@@ -58,9 +58,14 @@ class Ran:
     def having(self, code: str, **parts: str) -> list[dict[str, Any]]:
         """Findings of a code whose fields contain the given texts; ``file`` is any of those that one is about."""
         return [
-            f for f in self.findings
-            if f["code"] == code and all(part in " ".join(files_of([f])) if key == "file" else part in str(f.get(key, "")) for key, part in parts.items())
-        ]  # fmt: skip
+            f
+            for f in self.findings
+            if f["code"] == code
+            and all(
+                part in " ".join(files_of([f])) if key == "file" else part in str(f.get(key, ""))
+                for key, part in parts.items()
+            )
+        ]
 
 
 def files_of(findings: Iterable[dict[str, Any]]) -> list[str]:
@@ -142,8 +147,14 @@ def in_a_mount(script: str, *argv: object, **environment: str) -> subprocess.Com
     command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-euc", script, "sh", *map(str, argv)]
     if os.geteuid() == 0:
         del command[1:3]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG,
-                          env=os.environ | {"PYTHON": sys.executable} | environment)  # fmt: skip
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG,
+        env=os.environ | {"PYTHON": sys.executable} | environment,
+    )
 
 
 def copy(source: Path, destination: Path) -> Path:
@@ -156,8 +167,9 @@ def state_of(folder: Path) -> dict[str, tuple[int, str]]:
     """Every file below a folder: time of change and hash."""
     return {
         str(p.relative_to(folder)): (p.stat().st_mtime_ns, hashlib.sha256(p.read_bytes()).hexdigest())
-        for p in sorted(folder.rglob("*")) if p.is_file()
-    }  # fmt: skip
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
 
 
 def sha256(tensor: torch.Tensor) -> str:

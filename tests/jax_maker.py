@@ -55,10 +55,16 @@ def _zarr(tree: Tree, item: Path) -> None:
     for name, array in tree.items():
         array = np.array(array, order="C")
         metadata = {
-            "zarr_format": 2, "shape": array.shape, "chunks": array.shape, "order": "C", "filters": None,
+            "zarr_format": 2,
+            "shape": array.shape,
+            "chunks": array.shape,
+            "order": "C",
+            "filters": None,
             "dtype": "bfloat16" if array.dtype == ml_dtypes.bfloat16 else array.dtype.str,
-            "compressor": None, "fill_value": None, "dimension_separator": ".",
-        }  # fmt: skip
+            "compressor": None,
+            "fill_value": None,
+            "dimension_separator": ".",
+        }
         (item / name).mkdir(parents=True)
         (item / name / ".zarray").write_text(json.dumps(metadata))
         (item / name / ("0" + ".0" * (array.ndim - 1))).write_bytes(array.tobytes())
@@ -74,9 +80,11 @@ def saved_orbax(tree: Tree, folder: Path, **custom: Any) -> Path:
         entries[str(tuple(keys))] = {
             "key_metadata": [{"key": key, "key_type": 2} for key in keys],
             "value_metadata": {
-                "value_type": "np.ndarray", "skip_deserialize": False, "write_shape": array.shape
+                "value_type": "np.ndarray",
+                "skip_deserialize": False,
+                "write_shape": array.shape,
             },
-        }  # fmt: skip
+        }
     described = {"tree_metadata": entries, "use_ocdbt": False, "use_zarr3": False, "custom_metadata": None}
     (item / "_METADATA").write_text(json.dumps(described))
     (folder / "7/_CHECKPOINT_METADATA").write_text(json.dumps({"custom_metadata": custom}))
@@ -165,22 +173,41 @@ def hf_llama(size: Size, dtype: Any = np.float32, tied: bool = False, seed: int 
 
 def llama_config(size: Size, tied: bool = False, **more: Any) -> dict[str, Any]:
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-        "vocab_size": size.vocab, "hidden_size": size.hidden, "intermediate_size": size.ffn,
-        "num_hidden_layers": size.layers, "num_attention_heads": size.heads,
-        "num_key_value_heads": size.groups, "head_dim": size.head_dim, "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0, "max_position_embeddings": 64, "tie_word_embeddings": tied, **more,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "vocab_size": size.vocab,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.ffn,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.groups,
+        "head_dim": size.head_dim,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": tied,
+        **more,
+    }
 
 
 def llama_yml(size: Size, **more: Any) -> dict[str, Any]:
     return {
-        "decoder_block": "llama2", "base_emb_dim": size.hidden, "base_num_query_heads": size.heads,
-        "base_num_kv_heads": size.groups, "base_mlp_dim": size.ffn, "base_num_decoder_layers": size.layers,
-        "head_dim": size.head_dim, "vocab_size": size.vocab, "mlp_activations": ["silu", "linear"],
-        "normalization_layer_epsilon": "1e-6", "rope_max_timescale": 500_000, "logits_via_embedding": False,
-        "rope_type": "default", **more,
-    }  # fmt: skip
+        "decoder_block": "llama2",
+        "base_emb_dim": size.hidden,
+        "base_num_query_heads": size.heads,
+        "base_num_kv_heads": size.groups,
+        "base_mlp_dim": size.ffn,
+        "base_num_decoder_layers": size.layers,
+        "head_dim": size.head_dim,
+        "vocab_size": size.vocab,
+        "mlp_activations": ["silu", "linear"],
+        "normalization_layer_epsilon": "1e-6",
+        "rope_max_timescale": 500_000,
+        "logits_via_embedding": False,
+        "rope_type": "default",
+        **more,
+    }
 
 
 def stacked(layers: list[np.ndarray], axis: int) -> np.ndarray:

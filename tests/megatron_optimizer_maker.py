@@ -36,7 +36,10 @@ State = dict[str, torch.Tensor]
 _PROJ = ("self_attention.linear_proj.weight", "self_attention.linear_proj.weight", "columns")
 _QKV = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.weight", "rows")
 _NORM1, _NORM2 = "self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"
-_MLP = [("mlp.linear_fc1.weight", "mlp.linear_fc1.weight", "gated"), ("mlp.linear_fc2.weight", "mlp.linear_fc2.weight", "columns")]  # fmt: skip
+_MLP = [
+    ("mlp.linear_fc1.weight", "mlp.linear_fc1.weight", "gated"),
+    ("mlp.linear_fc2.weight", "mlp.linear_fc2.weight", "columns"),
+]
 ORDERS = {
     "local": [
         ("input_layernorm.weight", _NORM1, ""),
@@ -96,17 +99,25 @@ class Run:
         """Every tensor of torch_dist: weights (""), masters and moments."""
         generator = torch.Generator().manual_seed(self.seed)
         stacked = {
-            _NORM1: [HIDDEN], self._norm2(): [HIDDEN], _PROJ[1]: [HIDDEN, HIDDEN],
+            _NORM1: [HIDDEN],
+            self._norm2(): [HIDDEN],
+            _PROJ[1]: [HIDDEN, HIDDEN],
             _QKV[1]: [(HEADS + 2 * GROUPS) * HIDDEN // HEADS, HIDDEN],
-        }  # fmt: skip
+        }
         if self.moe:
-            stacked |= {"mlp.router.weight": [EXPERTS, HIDDEN], "mlp.experts.experts.linear_fc1.weight": [EXPERTS, 2 * FFN, HIDDEN],
-                        "mlp.experts.experts.linear_fc2.weight": [EXPERTS, HIDDEN, FFN]}  # fmt: skip
+            stacked |= {
+                "mlp.router.weight": [EXPERTS, HIDDEN],
+                "mlp.experts.experts.linear_fc1.weight": [EXPERTS, 2 * FFN, HIDDEN],
+                "mlp.experts.experts.linear_fc2.weight": [EXPERTS, HIDDEN, FFN],
+            }
         else:
             stacked |= {"mlp.linear_fc1.weight": [2 * FFN, HIDDEN], "mlp.linear_fc2.weight": [HIDDEN, FFN]}
         shapes = {f"decoder.layers.{key}": [LAYERS, *shape] for key, shape in stacked.items()}
-        shapes |= {"embedding.word_embeddings.weight": [VOCAB, HIDDEN], "decoder.final_layernorm.weight": [HIDDEN],
-                   "output_layer.weight": [VOCAB, HIDDEN]}  # fmt: skip
+        shapes |= {
+            "embedding.word_embeddings.weight": [VOCAB, HIDDEN],
+            "decoder.final_layernorm.weight": [HIDDEN],
+            "output_layer.weight": [VOCAB, HIDDEN],
+        }
         found = {}
         for key, shape in shapes.items():
             master = torch.randn(shape, generator=generator)
@@ -157,16 +168,35 @@ class Run:
 
     def arguments(self, **more: Any) -> Namespace:
         known = {
-            "num_layers": LAYERS, "hidden_size": HIDDEN, "ffn_hidden_size": FFN, "num_attention_heads": HEADS,
-            "group_query_attention": True, "num_query_groups": GROUPS, "kv_channels": HIDDEN // HEADS,
-            "padded_vocab_size": VOCAB, "swiglu": True, "normalization": "RMSNorm", "norm_epsilon": 1e-5,
-            "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False, "position_embedding_type": "rope",
-            "rotary_base": 10000, "untie_embeddings_and_output_weights": True, "max_position_embeddings": 64,
-            "tensor_model_parallel_size": self.tp, "pipeline_model_parallel_size": 1, "world_size": self.tp * self.dp,
-            "expert_model_parallel_size": self.ep, "expert_tensor_parallel_size": self.tp, "iteration": 10,
-            "use_distributed_optimizer": True, "overlap_grad_reduce": self.bucket is not None,
-            "ddp_bucket_size": self.bucket, "transformer_impl": self.spec,
-        }  # fmt: skip
+            "num_layers": LAYERS,
+            "hidden_size": HIDDEN,
+            "ffn_hidden_size": FFN,
+            "num_attention_heads": HEADS,
+            "group_query_attention": True,
+            "num_query_groups": GROUPS,
+            "kv_channels": HIDDEN // HEADS,
+            "padded_vocab_size": VOCAB,
+            "swiglu": True,
+            "normalization": "RMSNorm",
+            "norm_epsilon": 1e-5,
+            "add_bias_linear": False,
+            "add_qkv_bias": False,
+            "qk_layernorm": False,
+            "position_embedding_type": "rope",
+            "rotary_base": 10000,
+            "untie_embeddings_and_output_weights": True,
+            "max_position_embeddings": 64,
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": 1,
+            "world_size": self.tp * self.dp,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.tp,
+            "iteration": 10,
+            "use_distributed_optimizer": True,
+            "overlap_grad_reduce": self.bucket is not None,
+            "ddp_bucket_size": self.bucket,
+            "transformer_impl": self.spec,
+        }
         if self.moe:
             known |= {"num_experts": EXPERTS, "moe_ffn_hidden_size": FFN, "moe_grouped_gemm": self.grouped}
         return Namespace(**known | self.args | more)
@@ -302,8 +332,10 @@ def buckets(run: Run) -> Tensors:
         for number, one in enumerate(laid_out(parameters, dp, run.bucket)):
             begin, unpadded = one["begin"], one["unpadded"] - one["begin"]
             each = (one["end"] - begin) // dp
-            name = (f"{prefix}optimizer.distributed.dp_group_idx_{group}.gbuf_idx_0"
-                    f".dtype_(torch.bfloat16, torch.float32).bucket_idx_{number}")  # fmt: skip
+            name = (
+                f"{prefix}optimizer.distributed.dp_group_idx_{group}.gbuf_idx_0"
+                f".dtype_(torch.bfloat16, torch.float32).bucket_idx_{number}"
+            )
             bounds = {0, unpadded, *(n for n in range(0, unpadded, each))}
             bounds |= {at - begin for _, start, end in one["held"] for at in (start, end)}
             cuts = sorted(bounds)
@@ -376,8 +408,12 @@ def torch_dist(root: Path, run: Run, form: str, **tensors: Any) -> Path:
         }
     write_dcp(folder, held | tensors, objects)
     groups = [{"lr": 0.01, "weight_decay": 0.01, "step": 7.0}, {"lr": 0.01, "weight_decay": 0.0, "step": 7.0}]
-    common = {"args": run.arguments(), "checkpoint_version": 3.0, "iteration": 10, "optimizer": {
-        "param_state_sharding_type": form, "optimizer": {"param_groups": groups}}}  # fmt: skip
+    common = {
+        "args": run.arguments(),
+        "checkpoint_version": 3.0,
+        "iteration": 10,
+        "optimizer": {"param_state_sharding_type": form, "optimizer": {"param_groups": groups}},
+    }
     torch.save(common, folder / "common.pt")
     (folder / "metadata.json").write_text(
         json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
@@ -402,9 +438,11 @@ def legacy(root: Path, run: Run, distributed: bool = True) -> Path:
             parameters = run.locals(tp, ep)
             parts = [[p for p in parameters if p.expert is expert] for expert in (False, True)][: 1 + run.moe]
             content: dict[str, Any] = {
-                "args": run.arguments(use_distributed_optimizer=distributed), "checkpoint_version": 3.0, "iteration": 10,
+                "args": run.arguments(use_distributed_optimizer=distributed),
+                "checkpoint_version": 3.0,
+                "iteration": 10,
                 "model": {p.name: p.values[""] for p in parameters},
-            }  # fmt: skip
+            }
             state: list[Any] = []
             own: list[Any] = []
             for expert, held in enumerate(parts):
@@ -435,14 +473,22 @@ def legacy(root: Path, run: Run, distributed: bool = True) -> Path:
                     of_groups = [group for group in of_groups if group]
                     numbered = [p for group in of_groups for p in group]
                     numbers = {id(p): n for n, p in enumerate(numbered)}
-                    own.append({
-                        "optimizer": {
-                            "state": {n: {"step": torch.tensor(7.0)} | {s: p.values[s] for s in SLOTS}
-                                      for n, p in enumerate(numbered)},
-                            "param_groups": [{"lr": 0.01, "params": [numbers[id(p)] for p in g]} for g in of_groups],
-                        },
-                        "fp32_from_fp16_params": [[p.values["param"] for p in group] for group in of_groups],
-                    })  # fmt: skip
+                    own.append(
+                        {
+                            "optimizer": {
+                                "state": {
+                                    n: {"step": torch.tensor(7.0)} | {s: p.values[s] for s in SLOTS}
+                                    for n, p in enumerate(numbered)
+                                },
+                                "param_groups": [
+                                    {"lr": 0.01, "params": [numbers[id(p)] for p in g]} for g in of_groups
+                                ],
+                            },
+                            "fp32_from_fp16_params": [
+                                [p.values["param"] for p in group] for group in of_groups
+                            ],
+                        }
+                    )
             content["optimizer"] = own if run.moe else own[0]
             torch.save(content, folder / "model_optim_rng.pt")
             if distributed:

@@ -24,10 +24,16 @@ from transformers import (
 
 #: More vocabulary than a multiple of 128, so that Megatron pads it.
 SIZES: dict[str, int] = {
-    "vocab_size": 250, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "vocab_size": 250,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
     "max_position_embeddings": 64,
-}  # fmt: skip
+}
 PADDED = 256
 TOKENS = torch.arange(24).reshape(2, 12) * 31 % 250
 
@@ -54,8 +60,11 @@ def qwen(version: int, seed: int = 0, **changes: Any) -> Any:
     sizes |= {"num_experts": 4, "moe_intermediate_size": 24, "intermediate_size": 40, "rope_theta": 1e4}
     if version == 2:
         return _filled(
-            Qwen2MoeForCausalLM(Qwen2MoeConfig(**(sizes | {"shared_expert_intermediate_size": 16} | changes))), seed
-        )  # fmt: skip
+            Qwen2MoeForCausalLM(
+                Qwen2MoeConfig(**(sizes | {"shared_expert_intermediate_size": 16} | changes))
+            ),
+            seed,
+        )
     return _filled(Qwen3MoeForCausalLM(Qwen3MoeConfig(**(sizes | {"head_dim": 8} | changes))), seed)
 
 
@@ -95,8 +104,10 @@ def rank_state(
     (tp_rank, stage, ep_rank), (tp, pp, ep) = place, degrees
     config = MixtralConfig(**SIZES)
     heads, groups, layers = (
-        config.num_attention_heads, config.num_key_value_heads, config.num_hidden_layers,
-    )  # fmt: skip
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.num_hidden_layers,
+    )
     padded = {
         name: torch.cat([whole[name], torch.zeros(PADDED - config.vocab_size, config.hidden_size)])
         for name in ("model.embed_tokens.weight", "lm_head.weight")
@@ -125,8 +136,11 @@ def rank_state(
         down = whole[f"{theirs}.mlp.experts.down_proj"]
         first = torch.cat([_part(gate, tp_rank, tp, 1), _part(up, tp_rank, tp, 1)], 1)
         state |= _experts(
-            f"{ours}.mlp.experts", _part(first, ep_rank, ep), _part(_part(down, tp_rank, tp, 2), ep_rank, ep), form
-        )  # fmt: skip
+            f"{ours}.mlp.experts",
+            _part(first, ep_rank, ep),
+            _part(_part(down, tp_rank, tp, 2), ep_rank, ep),
+            form,
+        )
     if stage == pp - 1:
         state["decoder.final_layernorm.weight"] = whole["model.norm.weight"]
         state["output_layer.weight"] = _part(padded["lm_head.weight"], tp_rank, tp)
@@ -136,16 +150,38 @@ def rank_state(
 def arguments(tp: int, pp: int, ep: int, **changes: Any) -> Namespace:
     """What Megatron-LM's arguments say of the model. source: megatron/training/arguments.py"""
     known = {
-        "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 24, "moe_ffn_hidden_size": 24, "kv_channels": 8,
-        "num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2, "padded_vocab_size": PADDED,
-        "swiglu": True, "normalization": "RMSNorm", "norm_epsilon": 1e-5, "add_bias_linear": False,
-        "position_embedding_type": "rope", "rotary_base": 10000, "max_position_embeddings": 64,
-        "untie_embeddings_and_output_weights": True, "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep, "expert_tensor_parallel_size": tp,
-        "num_experts": 4, "moe_router_topk": 2, "moe_router_pre_softmax": False, "moe_layer_freq": 1,
-        "moe_router_score_function": "softmax", "moe_shared_expert_intermediate_size": None, "iteration": 10,
-        "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01, "moe_grouped_gemm": False,
-    }  # fmt: skip
+        "num_layers": 2,
+        "hidden_size": 32,
+        "ffn_hidden_size": 24,
+        "moe_ffn_hidden_size": 24,
+        "kv_channels": 8,
+        "num_attention_heads": 4,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "padded_vocab_size": PADDED,
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "norm_epsilon": 1e-5,
+        "add_bias_linear": False,
+        "position_embedding_type": "rope",
+        "rotary_base": 10000,
+        "max_position_embeddings": 64,
+        "untie_embeddings_and_output_weights": True,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": tp,
+        "num_experts": 4,
+        "moe_router_topk": 2,
+        "moe_router_pre_softmax": False,
+        "moe_layer_freq": 1,
+        "moe_router_score_function": "softmax",
+        "moe_shared_expert_intermediate_size": None,
+        "iteration": 10,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.01,
+        "moe_grouped_gemm": False,
+    }
     return Namespace(**(known | changes))
 
 
@@ -166,9 +202,11 @@ def save_legacy(
         folder = root / "iter_0000010" / rank_folder(place, degrees)
         folder.mkdir(parents=True)
         content = {
-            "args": arguments(tp, pp, ep, **changes), "checkpoint_version": 3.0, "iteration": 10,
+            "args": arguments(tp, pp, ep, **changes),
+            "checkpoint_version": 3.0,
+            "iteration": 10,
             "model": rank_state(whole, place, degrees, form),
-        }  # fmt: skip
+        }
         torch.save(content, folder / "model_optim_rng.pt")
     (root / "latest_checkpointed_iteration.txt").write_text("10")
     return root

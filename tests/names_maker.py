@@ -9,16 +9,29 @@ import torch
 
 #: Of one layer; the rest is in `rename`.
 TITAN = {
-    "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attention.qkv_linear.wq",
-    "self_attn.k_proj": "attention.qkv_linear.wk", "self_attn.v_proj": "attention.qkv_linear.wv", "self_attn.o_proj": "attention.wo",
-    "self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm", "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
-}  # fmt: skip
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attention.qkv_linear.wq",
+    "self_attn.k_proj": "attention.qkv_linear.wk",
+    "self_attn.v_proj": "attention.qkv_linear.wv",
+    "self_attn.o_proj": "attention.wo",
+    "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+}
 OLMO = {
-    "self_attn.q_proj": "attention.w_q", "self_attn.k_proj": "attention.w_k", "self_attn.v_proj": "attention.w_v",
-    "self_attn.o_proj": "attention.w_out", "self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm",
-    "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
-}  # fmt: skip
+    "self_attn.q_proj": "attention.w_q",
+    "self_attn.k_proj": "attention.w_k",
+    "self_attn.v_proj": "attention.w_v",
+    "self_attn.o_proj": "attention.w_out",
+    "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+}
 NORMS = {
     "llama": {"input_layernorm": "attention_norm", "post_attention_layernorm": "feed_forward_norm"},
     "olmo2": {
@@ -61,8 +74,9 @@ def olmo(state: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
             _, _, layer, *inner = name.split(".")
             name = f"blocks.{layer}.{table['.'.join(inner[:-1])]}.{inner[-1]}"
         whole = {
-            "model.embed_tokens.weight": "embeddings.weight", "model.norm.weight": "lm_head.norm.weight",
+            "model.embed_tokens.weight": "embeddings.weight",
+            "model.norm.weight": "lm_head.norm.weight",
             "lm_head.weight": "lm_head.w_out.weight",
-        }  # fmt: skip
+        }
         found[f"model.{whole.get(name, name)}"] = tensor.clone()
     return found

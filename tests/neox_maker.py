@@ -17,14 +17,29 @@ Shard = dict[str, torch.Tensor]
 
 #: Tensors that each rank holds a copy of, whatever the residual.
 REPLICATED = (
-    "layernorm.weight", "layernorm.bias", "norm.weight", "norm.bias", "norm.scale", "layernorm.scale",
-    "layernorm.norm.weight", "layernorm.norm.bias", "norm.norm.weight", "norm.norm.bias",
-    "layer_norm_weight", "layer_norm_bias", "attention.proj.bias", "mlp.fc2_bias",
-)  # fmt: skip
+    "layernorm.weight",
+    "layernorm.bias",
+    "norm.weight",
+    "norm.bias",
+    "norm.scale",
+    "layernorm.scale",
+    "layernorm.norm.weight",
+    "layernorm.norm.bias",
+    "norm.norm.weight",
+    "norm.norm.bias",
+    "layer_norm_weight",
+    "layer_norm_bias",
+    "attention.proj.bias",
+    "mlp.fc2_bias",
+)
 ROW_BIAS = ("attention.dense.bias", "mlp.linear2.bias")
 ROW_WEIGHT = (
-    "attention.dense.weight", "attention.proj.weight", "mlp.linear2.weight", "mlp.fc2_weight", "mlp.w2.weight",
-)  # fmt: skip
+    "attention.dense.weight",
+    "attention.proj.weight",
+    "mlp.linear2.weight",
+    "mlp.fc2_weight",
+    "mlp.w2.weight",
+)
 
 
 @dataclass
@@ -80,20 +95,35 @@ class Spec:
     def config(self) -> dict[str, Any]:
         """The training config; NeoX mixes '-' and '_' in its keys."""
         return {
-            "num-layers": self.layers, "hidden-size": self.hidden, "num-attention-heads": self.heads,
-            "max-position-embeddings": 64, "seq-length": 64, "model-parallel-size": self.tp, "norm": self.norm,
-            "pos-emb": "rotary", "rotary_pct": self.rotary_pct, "gpt_j_residual": self.residual,
-            "no-weight-tying": not self.tied, "make_vocab_size_divisible_by": 128, "activation": self.activation,
-            **({} if self.kv_heads is None else {"num_kv_heads": self.kv_heads}), **self.more,
-        }  # fmt: skip
+            "num-layers": self.layers,
+            "hidden-size": self.hidden,
+            "num-attention-heads": self.heads,
+            "max-position-embeddings": 64,
+            "seq-length": 64,
+            "model-parallel-size": self.tp,
+            "norm": self.norm,
+            "pos-emb": "rotary",
+            "rotary_pct": self.rotary_pct,
+            "gpt_j_residual": self.residual,
+            "no-weight-tying": not self.tied,
+            "make_vocab_size_divisible_by": 128,
+            "activation": self.activation,
+            **({} if self.kv_heads is None else {"num_kv_heads": self.kv_heads}),
+            **self.more,
+        }
 
     def arguments(self) -> dict[str, Any]:
         """What the rank files carry."""
         return {
-            "num_layers": self.layers, "hidden_size": self.hidden, "num_attention_heads": self.heads,
-            "max_position_embeddings": 64, "make_vocab_size_divisible_by": 128, "padded_vocab_size": self.padded,
-            "tokenizer_type": "HFTokenizer", "model_parallel_size": self.tp,
-        }  # fmt: skip
+            "num_layers": self.layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "max_position_embeddings": 64,
+            "make_vocab_size_divisible_by": 128,
+            "padded_vocab_size": self.padded,
+            "tokenizer_type": "HFTokenizer",
+            "model_parallel_size": self.tp,
+        }
 
 
 def make_shards(spec: Spec) -> list[Shard]:
@@ -116,8 +146,12 @@ def make_shards(spec: Spec) -> list[Shard]:
             shard[name] = value.clone()
 
     def norm(prefix: str, weight: str = "", bias: str = "") -> None:
-        names = {"layernorm": (".weight", ".bias"), "rmsnorm": (".scale", ""),
-                 "te_layernorm": (".norm.weight", ".norm.bias"), "te_rmsnorm": (".norm.weight", "")}  # fmt: skip
+        names = {
+            "layernorm": (".weight", ".bias"),
+            "rmsnorm": (".scale", ""),
+            "te_layernorm": (".norm.weight", ".norm.bias"),
+            "te_rmsnorm": (".norm.weight", ""),
+        }
         own_weight, own_bias = names[spec.norm]
         same(f"{prefix}{weight or own_weight}", h, around=1.0)
         if own_bias and (bias or not weight):
@@ -181,11 +215,20 @@ def make_shards(spec: Spec) -> list[Shard]:
 def rank_state(spec: Spec, module: Any = None, iteration: int = 7) -> dict[str, Any]:
     """A rank file as DeepSpeed writes it."""
     return {
-        "module": module, "optimizer": None, "global_steps": iteration, "global_samples": 16 * iteration,
-        "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": spec.tp, "ds_config": {"zero_optimization": {"stage": 1}},
-        "ds_version": "0.16.0", "iteration": iteration, "args": spec.arguments(), "sparse_tensor_module_names": set(),
+        "module": module,
+        "optimizer": None,
+        "global_steps": iteration,
+        "global_samples": 16 * iteration,
+        "skipped_steps": 0,
+        "dp_world_size": 1,
+        "mp_world_size": spec.tp,
+        "ds_config": {"zero_optimization": {"stage": 1}},
+        "ds_version": "0.16.0",
+        "iteration": iteration,
+        "args": spec.arguments(),
+        "sparse_tensor_module_names": set(),
         "rng_tracker_states": {"model-parallel-rng": torch.arange(16, dtype=torch.uint8)},
-    }  # fmt: skip
+    }
 
 
 def write(root: Path, spec: Spec, shards: list[Shard] | None = None, *, pipeline: bool = True) -> Path:

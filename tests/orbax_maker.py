@@ -38,14 +38,17 @@ def write(
     else:
         described |= {
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
-            "data_type": values.dtype.name, "fill_value": 0 if fill is None else fill,
-        }  # fmt: skip
+            "data_type": values.dtype.name,
+            "fill_value": 0 if fill is None else fill,
+        }
         if values.dtype == bool:
             described["fill_value"] = bool(fill)
     spec = {
-        "driver": "zarr" if zarr == 2 else "zarr3", "kvstore": kvstore, "metadata": described,
+        "driver": "zarr" if zarr == 2 else "zarr3",
+        "kvstore": kvstore,
+        "metadata": described,
         "store_data_equal_to_fill_value": not elide,
-    }  # fmt: skip
+    }
     store = ts.open(spec, create=True, open=True).result()
     store.write(values).result()
 

@@ -77,15 +77,18 @@ def ct_pack(bits: int, symmetric: bool = True) -> Callable[[str, int, int], Tens
 
 def ct_channel(dtype: torch.dtype) -> Callable[[str, int, int], Tensors]:
     return lambda name, o, i: {
-        f"{name}.weight": codes(o, i, dtype=dtype), f"{name}.weight_scale": scales(o, 1, dtype=torch.bfloat16),
-    }  # fmt: skip
+        f"{name}.weight": codes(o, i, dtype=dtype),
+        f"{name}.weight_scale": scales(o, 1, dtype=torch.bfloat16),
+    }
 
 
 def ct_nvfp4(name: str, o: int, i: int) -> Tensors:
     return {
-        f"{name}.weight_packed": codes(o, i // 2), f"{name}.weight_scale": scales(o, i // 16, dtype=F8),
-        f"{name}.weight_global_scale": scales(1), f"{name}.input_global_scale": scales(1),
-    }  # fmt: skip
+        f"{name}.weight_packed": codes(o, i // 2),
+        f"{name}.weight_scale": scales(o, i // 16, dtype=F8),
+        f"{name}.weight_global_scale": scales(1),
+        f"{name}.input_global_scale": scales(1),
+    }
 
 
 def ct_mxfp4(name: str, o: int, i: int) -> Tensors:
@@ -94,15 +97,19 @@ def ct_mxfp4(name: str, o: int, i: int) -> Tensors:
 
 def modelopt_nvfp4(name: str, o: int, i: int) -> Tensors:
     return {
-        f"{name}.weight": codes(o, i // 2), f"{name}.weight_scale": scales(o, i // 16, dtype=F8),
-        f"{name}.weight_scale_2": scales(), f"{name}.input_scale": scales(),
-    }  # fmt: skip
+        f"{name}.weight": codes(o, i // 2),
+        f"{name}.weight_scale": scales(o, i // 16, dtype=F8),
+        f"{name}.weight_scale_2": scales(),
+        f"{name}.input_scale": scales(),
+    }
 
 
 def modelopt_awq(name: str, o: int, i: int) -> Tensors:
     return {
-        f"{name}.weight": codes(o // 2, i), f"{name}.weight_scale": scales(o, i // 64), f"{name}.pre_quant_scale": scales(i),
-    }  # fmt: skip
+        f"{name}.weight": codes(o // 2, i),
+        f"{name}.weight_scale": scales(o, i // 64),
+        f"{name}.pre_quant_scale": scales(i),
+    }
 
 
 def gptq(bits: int) -> Callable[[str, int, int], Tensors]:
@@ -116,9 +123,10 @@ def gptq(bits: int) -> Callable[[str, int, int], Tensors]:
 
 def awq(name: str, o: int, i: int) -> Tensors:
     return {
-        f"{name}.qweight": codes(i, o // 8, dtype=torch.int32), f"{name}.qzeros": codes(i // 64, o // 8, dtype=torch.int32),
+        f"{name}.qweight": codes(i, o // 8, dtype=torch.int32),
+        f"{name}.qzeros": codes(i // 64, o // 8, dtype=torch.int32),
         f"{name}.scales": scales(i // 64, o, dtype=torch.float16),
-    }  # fmt: skip
+    }
 
 
 def bnb_nf4(nested: bool) -> Callable[[str, int, int], Tensors]:
@@ -147,9 +155,10 @@ def bnb_nf4(nested: bool) -> Callable[[str, int, int], Tensors]:
 
 def bnb_int8(name: str, o: int, i: int) -> Tensors:
     return {
-        f"{name}.weight": codes(o, i, dtype=torch.int8), f"{name}.SCB": scales(o),
+        f"{name}.weight": codes(o, i, dtype=torch.int8),
+        f"{name}.SCB": scales(o),
         f"{name}.weight_format": torch.tensor(0, dtype=torch.uint8),
-    }  # fmt: skip
+    }
 
 
 def ct(format_: str, bits: int, kind: str, **more: Any) -> dict[str, Any]:
@@ -161,9 +170,12 @@ def ct(format_: str, bits: int, kind: str, **more: Any) -> dict[str, Any]:
         "group_size": 64,
     } | more
     return {
-        "quant_method": "compressed-tensors", "format": format_, "quantization_status": "compressed", "ignore": ["lm_head"],
+        "quant_method": "compressed-tensors",
+        "format": format_,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-    }  # fmt: skip
+    }
 
 
 BLOCKS = {
@@ -176,7 +188,10 @@ BLOCKS = {
 FORMS: dict[str, tuple[dict[str, Any], Callable[[str, int, int], Tensors]]] = {
     "fp8 blocks": (BLOCKS, fp8_blocks),
     "fp8 V4": (BLOCKS | {"scale_fmt": "ue8m0"}, fp8_v4),
-    "fp8 tensor": ({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}, fp8_tensor),
+    "fp8 tensor": (
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+        fp8_tensor,
+    ),
     "mxfp8": (BLOCKS | {"scale_fmt": "ue8m0"}, mxfp8),
     "ct 4 bit": (ct("pack-quantized", 4, "int"), ct_pack(4)),
     "ct 4 bit asymmetric": (ct("pack-quantized", 4, "int", symmetric=False), ct_pack(4, False)),
@@ -187,35 +202,51 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[str, int, int], Tensors]]] = {
     "ct mxfp4": (ct("mxfp4-pack-quantized", 4, "float", group_size=32), ct_mxfp4),
     "modelopt fp8": ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, fp8_tensor),
     "modelopt nvfp4": (
-        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}, modelopt_nvfp4,
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]},
+        modelopt_nvfp4,
     ),
     "modelopt awq": (
-        {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 64, "ignore": ["lm_head"]}, modelopt_awq,
+        {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 64, "ignore": ["lm_head"]},
+        modelopt_awq,
     ),
-    "gptq 4 bit": ({"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}, gptq(4)),
-    "gptq 3 bit": ({"quant_method": "gptq", "bits": 3, "group_size": 64, "sym": True, "desc_act": True}, gptq(3)),
+    "gptq 4 bit": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False},
+        gptq(4),
+    ),
+    "gptq 3 bit": (
+        {"quant_method": "gptq", "bits": 3, "group_size": 64, "sym": True, "desc_act": True},
+        gptq(3),
+    ),
     "gptq 8 bit": ({"quant_method": "gptq", "bits": 8, "group_size": 64, "sym": True}, gptq(8)),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}, awq),
     "bnb nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, bnb_nf4(False)),
     "bnb nf4 nested": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, bnb_nf4(True)),
     "bnb int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, bnb_int8),
-}  # fmt: skip
+}
 
 
 def model(form: str) -> tuple[dict[str, Any], Tensors]:
     """Config and tensors of a model of an unknown family, all of whose layers are quantised."""
     torch.manual_seed(7)
     said, weight = FORMS[form]
-    found = {"model.embed_tokens.weight": torch.randn(96, 256).bfloat16(), "model.norm.weight": torch.ones(256).bfloat16(),
-             "lm_head.weight": torch.randn(96, 256).bfloat16()}  # fmt: skip
+    found = {
+        "model.embed_tokens.weight": torch.randn(96, 256).bfloat16(),
+        "model.norm.weight": torch.ones(256).bfloat16(),
+        "lm_head.weight": torch.randn(96, 256).bfloat16(),
+    }
     for layer in range(LAYERS):
         for name, (o, i) in LINEAR.items():
             found |= weight(f"model.layers.{layer}.{name}", o, i)
         found[f"model.layers.{layer}.input_layernorm.weight"] = torch.ones(256).bfloat16()
     config = {
-        "model_type": "pebble", "tie_word_embeddings": False, "architectures": ["PebbleForCausalLM"], "hidden_size": 256, "num_hidden_layers": LAYERS,
-        "vocab_size": 96, "quantization_config": said,
-    }  # fmt: skip
+        "model_type": "pebble",
+        "tie_word_embeddings": False,
+        "architectures": ["PebbleForCausalLM"],
+        "hidden_size": 256,
+        "num_hidden_layers": LAYERS,
+        "vocab_size": 96,
+        "quantization_config": said,
+    }
     return config, found
 
 

@@ -87,7 +87,7 @@ LOST: dict[str, tuple[dict[str, Any], Callable[[Tensors], None], str]] = {
     "values of what is saved": (SAVES, empty("embed_tokens"), "embed_tokens"),
     "values of a product": (PLAIN, zero_rank, "layers.1.self_attn.q_proj.lora_A"),
     "what is saved": (SAVES, drop("lm_head"), "lm_head"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("lost", LOST)
@@ -176,12 +176,24 @@ GOOD: dict[str, tuple[str, dict[str, Any]]] = {
     "a pattern": ("llama", {**PLAIN, "target_modules": r"^(?!.*visual).*(?:q_proj|gate_proj).*"}),
     "all-linear": ("llama", {**PLAIN, "target_modules": "all-linear", "use_rslora": True}),
     "modules left out": ("llama", {**PLAIN, "exclude_modules": r".*layers\.1\..*"}),
-    "modules by full names": ("llama", {**PLAIN, "target_modules": ["layers.0.self_attn.q_proj", "layers.2.self_attn.q_proj"]}),
-    "words for other models": ("llama", {**PLAIN, "target_modules": ["q_proj", "c_attn"], "modules_to_save": ["embed_tokens", "wte"]}),
-    "stacked experts": ("mixtral", {**PLAIN, "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}),
-    "DoRA with patterns": ("llama", {**PLAIN, "use_dora": True, "rank_pattern": {"v_proj": 2}, "alpha_pattern": {"q_proj": 3}}),
+    "modules by full names": (
+        "llama",
+        {**PLAIN, "target_modules": ["layers.0.self_attn.q_proj", "layers.2.self_attn.q_proj"]},
+    ),
+    "words for other models": (
+        "llama",
+        {**PLAIN, "target_modules": ["q_proj", "c_attn"], "modules_to_save": ["embed_tokens", "wte"]},
+    ),
+    "stacked experts": (
+        "mixtral",
+        {**PLAIN, "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]},
+    ),
+    "DoRA with patterns": (
+        "llama",
+        {**PLAIN, "use_dora": True, "rank_pattern": {"v_proj": 2}, "alpha_pattern": {"q_proj": 3}},
+    ),
     "biases": ("llama_biases", {**PLAIN, "lora_bias": True}),
-}  # fmt: skip
+}
 
 
 #: Those whose modules only peft finds, or that it saves in its own way.

@@ -24,26 +24,58 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "all_linear": ("qwen3", {"r": 16, "lora_alpha": 32, "target_modules": ALL}),
     "rank_one": ("llama", {"r": 1, "lora_alpha": 3, "target_modules": ALL}),
     "rslora": ("llama", {"r": 8, "lora_alpha": 16, "use_rslora": True, "target_modules": ALL}),
-    "patterns": ("llama", {
-        "r": 4, "lora_alpha": 8, "target_modules": ALL, "rank_pattern": {r"layers\.0\..*q_proj": 2, "v_proj": 6},
-        "alpha_pattern": {"model.layers.1.self_attn.k_proj": 64, "o_proj": 1},
-    }),
-    "biases": ("llama_biases", {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "all"}),
-    "lora_bias": ("llama_biases", {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "lora_bias": True}),
-    "modules_to_save": ("llama", {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}),
+    "patterns": (
+        "llama",
+        {
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": ALL,
+            "rank_pattern": {r"layers\.0\..*q_proj": 2, "v_proj": 6},
+            "alpha_pattern": {"model.layers.1.self_attn.k_proj": 64, "o_proj": 1},
+        },
+    ),
+    "biases": (
+        "llama_biases",
+        {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "all"},
+    ),
+    "lora_bias": (
+        "llama_biases",
+        {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "lora_bias": True},
+    ),
+    "modules_to_save": (
+        "llama",
+        {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]},
+    ),
     "embeddings": ("llama", {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "embed_tokens"]}),
-    "tokens": ("llama", {
-        "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [3, 199, 17]},
-    }),
+    "tokens": (
+        "llama",
+        {
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": ["q_proj"],
+            "trainable_token_indices": {"embed_tokens": [3, 199, 17]},
+        },
+    ),
     "layers": ("llama", {"r": 4, "lora_alpha": 8, "target_modules": ALL, "layers_to_transform": [1, 3]}),
-    "conv1d": ("gpt2", {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn", "c_fc", "c_proj"], "fan_in_fan_out": True}),
-    "experts": ("mixtral", {
-        "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"],
-        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    }),
+    "conv1d": (
+        "gpt2",
+        {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn", "c_fc", "c_proj"], "fan_in_fan_out": True},
+    ),
+    "experts": (
+        "mixtral",
+        {
+            "r": 2,
+            "lora_alpha": 4,
+            "target_modules": ["q_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        },
+    ),
     "dora": ("llama", {"r": 8, "lora_alpha": 16, "target_modules": ALL, "use_dora": True}),
-    "dora_embeddings": ("llama", {"r": 4, "lora_alpha": 8, "target_modules": ["embed_tokens", "q_proj"], "use_dora": True}),
-}  # fmt: skip
+    "dora_embeddings": (
+        "llama",
+        {"r": 4, "lora_alpha": 8, "target_modules": ["embed_tokens", "q_proj"], "use_dora": True},
+    ),
+}
 #: Norms are summed in another order: a few units in the last place.
 NORMED = ("dora", "dora_embeddings")
 
@@ -203,7 +235,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, int]] = {
     "A of another rank": (lambda a: damaged(a, lambda t: t.update({A: t[A][:4].clone()})), "FS201", 1),
     "another rank in the config": (lambda a: said(a, r=4), "FS215", 1),
     "a layer too many": (
-        lambda a: damaged(a, lambda t: t.update({n.replace("layers.1", "layers.9"): t[n].clone() for n in (A, B)})), "FS102", 3,
+        lambda a: damaged(
+            a, lambda t: t.update({n.replace("layers.1", "layers.9"): t[n].clone() for n in (A, B)})
+        ),
+        "FS102",
+        3,
     ),
     "no config": (lambda a: (a / "adapter_config.json").unlink(), "FS101", 3),
     "a config that is none": (lambda a: (a / "adapter_config.json").write_text("{}"), "FS211", 2),
@@ -212,14 +248,28 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, int]] = {
     "another kind": (lambda a: said(a, peft_type="LOHA"), "FS514", 2),
     "an adapter of mlx-lm": (write_mlx_config, "FS514", 2),
     "a variant": (lambda a: said(a, use_qalora=True), "FS514", 2),
-    "an initialisation that changed the base": (lambda a: said(a, init_lora_weights="pissa_niter_4"), "FS514", 2),
+    "an initialisation that changed the base": (
+        lambda a: said(a, init_lora_weights="pissa_niter_4"),
+        "FS514",
+        2,
+    ),
     "a pattern that is none": (lambda a: said(a, rank_pattern={"(a+": 4}), "FS211", 2),
-    "a pattern without an end": (lambda a: said(a, rank_pattern={"(.*)" * 9 + r"\3\4\5\6(?=x)": 4}), "FS514", 2),
+    "a pattern without an end": (
+        lambda a: said(a, rank_pattern={"(.*)" * 9 + r"\3\4\5\6(?=x)": 4}),
+        "FS514",
+        2,
+    ),
     "DoRA without magnitudes": (lambda a: said(a, use_dora=True), "FS102", 3),
     "no tensors": (lambda a: (a / "adapter_model.safetensors").unlink(), "FS101", 3),
-    "cut": (lambda a: (a / "adapter_model.safetensors").write_bytes((a / "adapter_model.safetensors").read_bytes()[:-9]), "FS312", 1),
+    "cut": (
+        lambda a: (a / "adapter_model.safetensors").write_bytes(
+            (a / "adapter_model.safetensors").read_bytes()[:-9]
+        ),
+        "FS312",
+        1,
+    ),
     "not there": (lambda a: shutil.rmtree(a), "FS501", 2),
-}  # fmt: skip
+}
 
 
 def test_an_adapter_of_mlx_by_itself_is_refused_by_name(tmp_path: Path) -> None:

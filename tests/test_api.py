@@ -22,8 +22,18 @@ from safetensors.torch import save_file
 
 MEMORY = "2GiB"
 TP1 = FIXTURES / "gpt_neox/neox_pp_tp1"
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-         "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
 
 
 def schema(name: str) -> dict[str, object]:
@@ -102,9 +112,21 @@ def test_findings_follow_their_schema(tmp_path: Path) -> None:
         jsonschema.validate([{"code": "X1"}], schema("findings"))
 
 
-@pytest.mark.parametrize("options", [{"to": "nothing"}, {"to": "megatron"}, {"dtype": "f8"}, {"replicas": "any"},
-                                     {"vocab_size": 0}, {"vocab_size": -5}, {"max_shard_size": "much"}, {"tp": 2},
-                                     {"max_shard_size": 0}, {"include": ["nothing*"]}])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"to": "nothing"},
+        {"to": "megatron"},
+        {"dtype": "f8"},
+        {"replicas": "any"},
+        {"vocab_size": 0},
+        {"vocab_size": -5},
+        {"max_shard_size": "much"},
+        {"tp": 2},
+        {"max_shard_size": 0},
+        {"include": ["nothing*"]},
+    ],
+)
 def test_arguments_that_cannot_be_are_refused(options: dict[str, object], tmp_path: Path) -> None:
     with pytest.raises(fastshard.CannotRunError):
         fastshard.convert(NEOX, tmp_path / "out", **{"to": "hf", **options}, memory=MEMORY)
@@ -209,8 +231,11 @@ def test_tensors_chosen_that_one_side_lacks(tmp_path: Path) -> None:
     pair = (tmp_path / "one.safetensors", tmp_path / "two.safetensors")
     one, two = (("only.one.weight", "only_a"), ("only.two.weight", "only_b"))
     for include, wanted in (
-        (["*.one.*"], [one]), (["*.two.*"], [two]), (["only.*"], [one, two]), (["both.*"], []),
-    ):  # fmt: skip
+        (["*.one.*"], [one]),
+        (["*.two.*"], [two]),
+        (["only.*"], [one, two]),
+        (["both.*"], []),
+    ):
         found = fastshard.diff(*pair, include=include, memory=MEMORY)
         assert [(f.tensor, f.kind) for f in found] == wanted
         assert fastshard.diff(*pair, include=iter(include), exclude=iter(()), memory=MEMORY) == found
@@ -312,8 +337,15 @@ def test_layout_can_be_registered() -> None:
     assert {"hf.gpt_neox", "hf.llama", "gpt_neox.neox"} <= set(fastshard.layouts.names())
 
 
-@pytest.mark.parametrize("text", ["layout = 1\n", "\n", "layout = 'x'\nfamily = 'x'\n[[tensor]]\nname = '{'\nshape='[H]'\n",
-                                  "layout = 'x'\nfamily = 'x'\n[[tensor]]\nname = 'a'\nshape='[H'\n"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "layout = 1\n",
+        "\n",
+        "layout = 'x'\nfamily = 'x'\n[[tensor]]\nname = '{'\nshape='[H]'\n",
+        "layout = 'x'\nfamily = 'x'\n[[tensor]]\nname = 'a'\nshape='[H'\n",
+    ],
+)
 def test_bad_layout_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(fastshard.CannotRunError) as caught:
         fastshard.layouts.register(text)
@@ -439,12 +471,16 @@ def test_whole_numbers_of_numpy_are_numbers() -> None:
     ("name", "option", "told"),
     [
         ("repair_masters", "drop_optimiser", "did you mean drop_optimizer?"),
-        ("plan", "memory", r"plan\(\) does not take it"), ("plan", "memroy", None),
-        ("manifest", "include", r"manifest\(\) does not take it"), ("merge", "to", r"merge\(\) does not take it"),
-        ("open", "max_shard_size", r"open\(\) does not take it"), ("masters", "overwrite", r"masters\(\) does not take it"),
-        ("verify", "subsets", "did you mean subset?"), ("manifest", "exlude", "did you mean exclude?"),
+        ("plan", "memory", r"plan\(\) does not take it"),
+        ("plan", "memroy", None),
+        ("manifest", "include", r"manifest\(\) does not take it"),
+        ("merge", "to", r"merge\(\) does not take it"),
+        ("open", "max_shard_size", r"open\(\) does not take it"),
+        ("masters", "overwrite", r"masters\(\) does not take it"),
+        ("verify", "subsets", "did you mean subset?"),
+        ("manifest", "exlude", "did you mean exclude?"),
     ],
-)  # fmt: skip
+)
 def test_options_of_the_function_that_is_called_are_suggested(
     name: str, option: str, told: str | None
 ) -> None:

@@ -94,11 +94,21 @@ def test_a_file_of_the_users_is_not_written_over(result: Path) -> None:
     assert cli("attest", result).code == 3
 
 
-@pytest.mark.parametrize("change", [
-    {"files": [{"name": "../secret.txt", "size": 4}]}, {"files": [{"name": ["a"]}]}, {"files": [{"name": "a\0b"}]},
-    {"findings": "all well"}, {"sources": {"a": 1}}, {"value_ops": [1]}, {"provenance": [1]}, {"provenance": {"parts": [{"bytes": "many"}]}},
-    {"topology": [1]}, {"tensors": [{"name": 5, "blake3": ""}]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": [{"name": "../secret.txt", "size": 4}]},
+        {"files": [{"name": ["a"]}]},
+        {"files": [{"name": "a\0b"}]},
+        {"findings": "all well"},
+        {"sources": {"a": 1}},
+        {"value_ops": [1]},
+        {"provenance": [1]},
+        {"provenance": {"parts": [{"bytes": "many"}]}},
+        {"topology": [1]},
+        {"tensors": [{"name": 5, "blake3": ""}]},
+    ],
+)
 def test_a_manifest_that_says_odd_things_is_refused_by_name(result: Path, change: dict[str, object]) -> None:
     (result.parent / "secret.txt").write_text("well")
     file = result / "fastshard.manifest.json"
@@ -216,12 +226,27 @@ def of_another_checkpoint(signed: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "key", "message", "help_"),
     [
-        (without_hint, "theirs.pub", "made with another key, or was changed since", "pass the signer's key, or copy"),
-        (cut_short, "ours.pub", "no signature of model-signing, or it is truncated", "copy the signature file again"),
-        (with_other_payload, "ours.pub", "the signature was changed since it was made", "copy the signature file"),
+        (
+            without_hint,
+            "theirs.pub",
+            "made with another key, or was changed since",
+            "pass the signer's key, or copy",
+        ),
+        (
+            cut_short,
+            "ours.pub",
+            "no signature of model-signing, or it is truncated",
+            "copy the signature file again",
+        ),
+        (
+            with_other_payload,
+            "ours.pub",
+            "the signature was changed since it was made",
+            "copy the signature file",
+        ),
         (of_another_checkpoint, "ours.pub", "of another checkpoint", "pass the signature of this checkpoint"),
     ],
-)  # fmt: skip
+)
 def test_each_cause_of_a_mismatch_is_named(
     change: Callable[[Path], None], key: str, message: str, help_: str, signed: Path, keys: Path
 ) -> None:
@@ -245,10 +270,20 @@ def certificate(folder: Path, name: str) -> Path:
         )
     )
     who = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    usage = [name == "digital_signature" for name in (
-        "digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
-        "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
-    )]  # fmt: skip
+    usage = [
+        name == "digital_signature"
+        for name in (
+            "digital_signature",
+            "content_commitment",
+            "key_encipherment",
+            "data_encipherment",
+            "key_agreement",
+            "key_cert_sign",
+            "crl_sign",
+            "encipher_only",
+            "decipher_only",
+        )
+    ]
     made = (
         x509.CertificateBuilder(who, who, key.public_key(), 1)
         .not_valid_before(datetime.datetime(2020, 1, 1))
@@ -264,9 +299,18 @@ def test_a_signature_by_a_certificate_names_the_chain(result: Path, keys: Path, 
     ours, theirs = certificate(tmp_path, "us"), certificate(tmp_path, "them")
     signature = result / "model.sig"
     done = model_signing(
-        "sign", "certificate", result, "--signature", signature, "--private_key", tmp_path / "us.key",
-        "--signing_certificate", ours, "--certificate_chain", ours,
-    )  # fmt: skip
+        "sign",
+        "certificate",
+        result,
+        "--signature",
+        signature,
+        "--private_key",
+        tmp_path / "us.key",
+        "--signing_certificate",
+        ours,
+        "--certificate_chain",
+        ours,
+    )
     assert done.returncode == 0, done.stderr
     sig = ("verify", result, "--signature", signature)
     assert cli(*sig, "--certificate-chain", ours).code == 0

@@ -94,62 +94,83 @@ Q1 = "model.layers.1.self_attn.q_proj.weight"
 #: name -> (fixture, the file that is lost, what else is lost, the tensors of the latter, its file or rank)
 PAIRS: dict[str, tuple[str, str, Damage, set[str]]] = {
     "neox, another layer of the same rank": (
-        NEOX, f"{STEP}/{layer_file(3, 1)}", without(f"{STEP}/{layer_file(2, 1)}", "attention.dense.weight"),
+        NEOX,
+        f"{STEP}/{layer_file(3, 1)}",
+        without(f"{STEP}/{layer_file(2, 1)}", "attention.dense.weight"),
         {"2.attention.dense.weight"},
     ),
     "neox, the same layer of another rank": (
-        NEOX, f"{STEP}/{layer_file(3, 1)}", without(f"{STEP}/{layer_file(3, 0)}", "mlp.linear1.weight"),
+        NEOX,
+        f"{STEP}/{layer_file(3, 1)}",
+        without(f"{STEP}/{layer_file(3, 0)}", "mlp.linear1.weight"),
         {"3.mlp.linear1.weight"},
     ),
     "neox, the embedding": (
-        NEOX, f"{STEP}/{layer_file(3, 1)}", without(f"{STEP}/{layer_file(0, 1)}", "word_embeddings.weight"),
+        NEOX,
+        f"{STEP}/{layer_file(3, 1)}",
+        without(f"{STEP}/{layer_file(0, 1)}", "word_embeddings.weight"),
         {"0.word_embeddings.weight"},
     ),
     "neox in rank files": (
-        NEOX_SEQ, f"{STEP}/mp_rank_01_model_states.pt",
-        without(f"{STEP}/mp_rank_00_model_states.pt", "sequential.3.mlp.linear1.weight"), {"3.mlp.linear1.weight"},
+        NEOX_SEQ,
+        f"{STEP}/mp_rank_01_model_states.pt",
+        without(f"{STEP}/mp_rank_00_model_states.pt", "sequential.3.mlp.linear1.weight"),
+        {"3.mlp.linear1.weight"},
     ),
     "megatron, the other stage of the same rank": (
-        LEGACY, f"{ITER}/mp_rank_01_001/model_optim_rng.pt",
+        LEGACY,
+        f"{ITER}/mp_rank_01_001/model_optim_rng.pt",
         without(f"{ITER}/mp_rank_01_000/model_optim_rng.pt", "decoder.layers.1.mlp.linear_fc1.weight"),
         {"decoder.layers.1.mlp.linear_fc1.weight"},
     ),
     "megatron, the embedding": (
-        LEGACY, f"{ITER}/mp_rank_01_001/model_optim_rng.pt",
+        LEGACY,
+        f"{ITER}/mp_rank_01_001/model_optim_rng.pt",
         without(f"{ITER}/mp_rank_01_000/model_optim_rng.pt", "embedding.word_embeddings.weight"),
         {"embedding.word_embeddings.weight"},
     ),
     "megatron, the other rank of the same stage": (
-        LEGACY, f"{ITER}/mp_rank_01_001/model_optim_rng.pt",
+        LEGACY,
+        f"{ITER}/mp_rank_01_001/model_optim_rng.pt",
         without(f"{ITER}/mp_rank_00_001/model_optim_rng.pt", "decoder.layers.1.mlp.linear_fc1.weight"),
         {"decoder.layers.3.mlp.linear_fc1.weight"},
     ),
     "tp, not by layout.json": (
-        TP4, "tp_rank_02.safetensors", without("tp_rank_01.safetensors", "model.layers.1.mlp.up_proj.weight"),
+        TP4,
+        "tp_rank_02.safetensors",
+        without("tp_rank_01.safetensors", "model.layers.1.mlp.up_proj.weight"),
         {"model.layers.1.mlp.up_proj.weight"},
     ),
     "hugging face, not in its file": (
-        HF, "model-00003-of-00004.safetensors", without("model-00002-of-00004.safetensors", Q1),
+        HF,
+        "model-00003-of-00004.safetensors",
+        without("model-00002-of-00004.safetensors", Q1),
         {Q1},
     ),
     "hugging face, not in the index either": (
-        HF, "model-00003-of-00004.safetensors",
+        HF,
+        "model-00003-of-00004.safetensors",
         both(without("model-00002-of-00004.safetensors", Q1), unnamed(Q1)),
         {Q1},
     ),
     "dcp, of the lost file": (DCP, "__1_0.distcp", unlisted(Q1, "__1_0.distcp"), {Q1}),
     "dcp, of the other file": (DCP, "__1_0.distcp", unlisted(Q1, "__0_0.distcp"), {Q1}),
     "colossalai": (
-        COLOSSAL, "model-stage-00002-shard-00001.safetensors",
+        COLOSSAL,
+        "model-stage-00002-shard-00001.safetensors",
         without("model-stage-00001-shard-00001.safetensors", "model.layers.0.self_attn.q_proj.weight"),
         {"model.layers.0.self_attn.q_proj.weight"},
     ),
     "colossalai, not in the index either": (
-        COLOSSAL, "model-stage-00002-shard-00001.safetensors",
-        both(without("model-stage-00001-shard-00001.safetensors", "model.layers.0.self_attn.q_proj.weight"), unnamed("model.layers.0.self_attn.q_proj.weight")),
+        COLOSSAL,
+        "model-stage-00002-shard-00001.safetensors",
+        both(
+            without("model-stage-00001-shard-00001.safetensors", "model.layers.0.self_attn.q_proj.weight"),
+            unnamed("model.layers.0.self_attn.q_proj.weight"),
+        ),
         {"model.layers.0.self_attn.q_proj.weight"},
     ),
-}  # fmt: skip
+}
 
 
 def _copy(fixture: str, root: Path, *damages: Damage) -> Path:
@@ -349,7 +370,7 @@ def test_a_rank_that_is_lost_accounts_for_its_own_tensors_alone() -> None:
         Unit(0, coords={"tp": 0, "pp": 0}),
         Unit(1, coords={"tp": 1, "pp": 0}),
         Unit(2, coords={"tp": 0, "pp": 1}, bases={"L": 1}),
-    ]  # fmt: skip
+    ]
     source = Source("any", units)
     gone = _lost("a_01_001", tp=1, pp=1)
     causes = causes_of([gone], source, paths, held.__getitem__)

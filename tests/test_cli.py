@@ -109,21 +109,53 @@ def test_what_is_not_proven_is_said(command: str, tmp_path: Path) -> None:
     assert "not checked: " in text.err + text.out
 
 
-@pytest.mark.parametrize("argv", [
-    (), ("merge",), ("merge", TP4), ("convert", TP4, "out"), ("nothing",), ("merge", TP4, "out", "--nothing"),
-    ("merge", TP4, "out", "--dtype", "f8"), ("merge", TP4, "out", "--replicas", "some"), ("verify",),
-    ("merge", TP4, "out", "--vocab-size", "many"), ("merge", TP4, "out", "--fsync", "maybe"), ("explain", "FS999"),
-    ("merge", TP4, "out", "--threads", "0"), ("merge", TP4, "out", "--threads", "-1"), ("merge", TP4, "out", "--vocab-size", "0"),
-    ("merge", TP4, "out", "--memory", "lots"), ("merge", TP4, "out", "--max-shard-size", "0"),
-    ("convert", TP4, "out", "--to", "nothing"), ("convert", TP4, "out", "--to", "hf", "--zarr2"), ("verify", TP4, "--subset", "3/2"),
-    ("verify", TP4, "--subset", "0/2"), ("verify", TP4, "--subset", "x"), ("merge", TP4, "out", "--optimizer"),
-    ("merge", TP4, "out", "--weights", "masters"), ("convert", TP4, "out", "--to", "hf", "--tp", "2"),
-    ("merge", TP4, "out", "--tokenizer", "nowhere"), ("merge", TP4, "out", "--config", "nowhere.json"),
-    ("merge", TP4, "out", "--expect", "nowhere.json"), ("merge", TP4, "out", "--layout", "nowhere.toml"),
-    ("merge", TP4, "out", "--thread", "2"), ("inspect", ""), ("merge", TP4, ""), ("merge", TP4, "", "out"), ("diff", TP4, ""),
-    ("manifest", TP4, "-o", ""), ("inspect", TP4, "--config", ""), ("inspect", TP4, "--layout", ""), ("verify", TP4, "--expect", ""),
-    ("inspect", TP4, "--step", ""), ("merge", TP4, "out", "--tokenizer", ""), ("inspect", TP4, "--layout", "."),
-], ids=lambda argv: " ".join(str(a) for a in argv if not isinstance(a, Path)) or "none")  # fmt: skip
+@pytest.mark.parametrize(
+    "argv",
+    [
+        (),
+        ("merge",),
+        ("merge", TP4),
+        ("convert", TP4, "out"),
+        ("nothing",),
+        ("merge", TP4, "out", "--nothing"),
+        ("merge", TP4, "out", "--dtype", "f8"),
+        ("merge", TP4, "out", "--replicas", "some"),
+        ("verify",),
+        ("merge", TP4, "out", "--vocab-size", "many"),
+        ("merge", TP4, "out", "--fsync", "maybe"),
+        ("explain", "FS999"),
+        ("merge", TP4, "out", "--threads", "0"),
+        ("merge", TP4, "out", "--threads", "-1"),
+        ("merge", TP4, "out", "--vocab-size", "0"),
+        ("merge", TP4, "out", "--memory", "lots"),
+        ("merge", TP4, "out", "--max-shard-size", "0"),
+        ("convert", TP4, "out", "--to", "nothing"),
+        ("convert", TP4, "out", "--to", "hf", "--zarr2"),
+        ("verify", TP4, "--subset", "3/2"),
+        ("verify", TP4, "--subset", "0/2"),
+        ("verify", TP4, "--subset", "x"),
+        ("merge", TP4, "out", "--optimizer"),
+        ("merge", TP4, "out", "--weights", "masters"),
+        ("convert", TP4, "out", "--to", "hf", "--tp", "2"),
+        ("merge", TP4, "out", "--tokenizer", "nowhere"),
+        ("merge", TP4, "out", "--config", "nowhere.json"),
+        ("merge", TP4, "out", "--expect", "nowhere.json"),
+        ("merge", TP4, "out", "--layout", "nowhere.toml"),
+        ("merge", TP4, "out", "--thread", "2"),
+        ("inspect", ""),
+        ("merge", TP4, ""),
+        ("merge", TP4, "", "out"),
+        ("diff", TP4, ""),
+        ("manifest", TP4, "-o", ""),
+        ("inspect", TP4, "--config", ""),
+        ("inspect", TP4, "--layout", ""),
+        ("verify", TP4, "--expect", ""),
+        ("inspect", TP4, "--step", ""),
+        ("merge", TP4, "out", "--tokenizer", ""),
+        ("inspect", TP4, "--layout", "."),
+    ],
+    ids=lambda argv: " ".join(str(a) for a in argv if not isinstance(a, Path)) or "none",
+)
 def test_bad_usage_is_2(argv: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ran = cli(*argv, json_output=False) if argv else run()
@@ -201,10 +233,16 @@ def test_a_quiet_diff_speaks_of_differences_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "command"),
     [
-        (("merge", TP4), "merge"), (("manifest", TP4, "--include", "x"), "manifest"), (("diff", TP4), "diff"),
-        (("inspect", TP4, "--threads", "many"), "inspect"), (("masters", TP4, "--resume"), "master-weights"), (("mrege", TP4), None), ((), None), (("masters", "--nothing"), "master-weights"),
+        (("merge", TP4), "merge"),
+        (("manifest", TP4, "--include", "x"), "manifest"),
+        (("diff", TP4), "diff"),
+        (("inspect", TP4, "--threads", "many"), "inspect"),
+        (("masters", TP4, "--resume"), "master-weights"),
+        (("mrege", TP4), None),
+        ((), None),
+        (("masters", "--nothing"), "master-weights"),
     ],
-)  # fmt: skip
+)
 def test_json_of_bad_usage_names_the_command(argv: tuple[object, ...], command: str | None) -> None:
     document = json.loads(run(*argv, "--json").stdout)
     assert (document["command"], document["exit_code"]) == (command, 2)
@@ -214,14 +252,23 @@ def test_json_of_bad_usage_names_the_command(argv: tuple[object, ...], command: 
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (("manifest", TP4, "--include", "x"), "it is of stats, trace, plan, merge, convert, consolidate, verify, diff, split"),
+        (
+            ("manifest", TP4, "--include", "x"),
+            "it is of stats, trace, plan, merge, convert, consolidate, verify, diff, split",
+        ),
         (("verify", TP4, "--tokenizer", "x"), "it is of plan, merge, convert, split"),
-        (("masters", TP4, "--max-shard-size", "1GB"), "it is of trace, plan, merge, convert, zero-to-fp32, consolidate, split"),
-        (("clean", "out", "--memory", "1GiB"), "it is of inspect, ls, stats, trace, report, plan, merge, convert, zero-to-fp32, consolidate, master-weights, verify, diff, manifest, attest, split, make-part, commit, copy-local"),
+        (
+            ("masters", TP4, "--max-shard-size", "1GB"),
+            "it is of trace, plan, merge, convert, zero-to-fp32, consolidate, split",
+        ),
+        (
+            ("clean", "out", "--memory", "1GiB"),
+            "it is of inspect, ls, stats, trace, report, plan, merge, convert, zero-to-fp32, consolidate, master-weights, verify, diff, manifest, attest, split, make-part, commit, copy-local",
+        ),
         (("masters", TP4, "--drop-optimiser"), "did you mean --drop-optimizer?"),
         (("plan", TP4, "--tokeniser", "x"), "did you mean --tokenizer?"),
     ],
-)  # fmt: skip
+)
 def test_flags_of_another_command_are_said_to_be(argv: tuple[object, ...], told: str) -> None:
     ran = cli(*argv, json_output=False)
     first, hint = ran.err.splitlines()
@@ -238,11 +285,15 @@ def test_plan_takes_a_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "file",
     [
-        HF / "config.json", HF / "model.safetensors.index.json", TP4 / "layout.json", NEOX / "latest", FIXTURES / "README.md",
+        HF / "config.json",
+        HF / "model.safetensors.index.json",
+        TP4 / "layout.json",
+        NEOX / "latest",
+        FIXTURES / "README.md",
         FIXTURES / "sharded/dcp_tp_micro/.metadata",
     ],
     ids=lambda file: file.name,
-)  # fmt: skip
+)
 def test_a_file_that_only_tells_of_tensors_leads_to_its_folder(file: Path, tmp_path: Path) -> None:
     for argv in (("inspect", file), ("merge", file, tmp_path / "out"), ("verify", file), ("diff", HF, file)):
         ran = cli(*argv)
@@ -252,9 +303,14 @@ def test_a_file_that_only_tells_of_tensors_leads_to_its_folder(file: Path, tmp_p
 
 @pytest.mark.parametrize(
     "ckpt",
-    ["sharded/hf_sharded", "sharded/tp4_micro", "sharded/hf_sharded/model-00001-of-00004.safetensors", "sharded/dcp_tp_micro",
-     "orbax/gpt3_micro_scan_bf16_zarr2"],
-)  # fmt: skip
+    [
+        "sharded/hf_sharded",
+        "sharded/tp4_micro",
+        "sharded/hf_sharded/model-00001-of-00004.safetensors",
+        "sharded/dcp_tp_micro",
+        "orbax/gpt3_micro_scan_bf16_zarr2",
+    ],
+)
 def test_a_step_is_asked_of_what_has_none(ckpt: str) -> None:
     ran = cli("inspect", FIXTURES / ckpt, "--step", "77")
     assert ran.code == 2 and ran.having("FS501", message="no step '77': this checkpoint has no steps"), (
@@ -267,10 +323,11 @@ def test_a_step_is_asked_of_what_has_none(ckpt: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "code"),
     [
-        (("inspect", HF, "--config", HF), "FS211"), (("inspect", HF, "--layout", HF), "FS211"),
+        (("inspect", HF, "--config", HF), "FS211"),
+        (("inspect", HF, "--layout", HF), "FS211"),
         (("manifest", HF, "-o", HF), "FS515"),
     ],
-)  # fmt: skip
+)
 def test_a_folder_where_a_file_is_named_says_so(argv: tuple[object, ...], code: str) -> None:
     ran = cli(*argv)
     assert ran.code == 2 and ran.having(code, message="a folder, not a file", help="name a file")

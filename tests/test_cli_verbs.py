@@ -95,8 +95,10 @@ def test_what_a_record_says_of_its_result(capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_verb_may_take_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     none: dict[str, Any] = {
-        "arguments": lambda parser: None, "run": lambda a: (Result("done"), []), "not_proven": None
-    }  # fmt: skip
+        "arguments": lambda parser: None,
+        "run": lambda a: (Result("done"), []),
+        "not_proven": None,
+    }
     assert run(capsys, "count", **none) == (0, "done\n", "")
 
 

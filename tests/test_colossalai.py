@@ -174,8 +174,13 @@ def test_the_newer_of_two_steps_is_taken(tmp_path: Path) -> None:
     assert_refused(tmp_path / "run", tmp_path / "out", "FS106", exit=2)
 
 
-SLICED = [(EMBED, 0), (HEAD, 0), ("model.layers.1.self_attn.k_proj.weight", 0), ("model.layers.2.mlp.down_proj.weight", 1),
-          ("model.layers.0.self_attn.o_proj.weight", 1)]  # fmt: skip
+SLICED = [
+    (EMBED, 0),
+    (HEAD, 0),
+    ("model.layers.1.self_attn.k_proj.weight", 0),
+    ("model.layers.2.mlp.down_proj.weight", 1),
+    ("model.layers.0.self_attn.o_proj.weight", 1),
+]
 
 
 def slices(tensor: torch.Tensor, name: str, dim: int, tp: int) -> list[torch.Tensor]:
@@ -335,8 +340,14 @@ def test_a_moment_that_does_not_fit_its_parameter(run: Path, tmp_path: Path) -> 
     assert cli("merge", run, tmp_path / "out").code == 0, "the parameters alone are whole"
 
 
-@pytest.mark.parametrize(("file", "code"), [("pytorch_optim-00002.bin", "FS101"), ("pytorch_optim_group.bin", "FS101"),
-                                            ("pytorch_optim.bin.index.json", "FS104")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "code"),
+    [
+        ("pytorch_optim-00002.bin", "FS101"),
+        ("pytorch_optim_group.bin", "FS101"),
+        ("pytorch_optim.bin.index.json", "FS104"),
+    ],
+)
 def test_a_missing_file_of_the_optimizer(file: str, code: str, run: Path, tmp_path: Path) -> None:
     optimizer(run / "optimizer", "bin")
     (run / "optimizer" / file).unlink()
@@ -353,9 +364,13 @@ def test_states_of_a_stage_are_missing(run: Path, tmp_path: Path) -> None:
     del shard[4]
     torch.save(shard, file)
     assert_refused(
-        run, tmp_path / "out", "FS102", exit=3, options=("--optimizer",),
+        run,
+        tmp_path / "out",
+        "FS102",
+        exit=3,
+        options=("--optimizer",),
         tensor="model.layers.0.self_attn.o_proj.weight",
-    )  # fmt: skip
+    )
 
 
 def test_an_unknown_kind_of_state_is_refused_by_name(run: Path, tmp_path: Path) -> None:
@@ -393,10 +408,15 @@ SMALL = {
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("llama", {}), ("llama", {"tie_word_embeddings": True}), ("llama", {"attention_bias": True, "mlp_bias": True}),
-        ("mistral", {}), ("qwen2", {}), ("qwen3", {"head_dim": 4}), ("gpt_neox", {}),
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("mistral", {}),
+        ("qwen2", {}),
+        ("qwen3", {"head_dim": 4}),
+        ("gpt_neox", {}),
     ],
-)  # fmt: skip
+)
 def test_the_order_is_that_of_named_parameters(kind: str, options: dict[str, Any]) -> None:
     config = transformers.AutoConfig.for_model(kind, **SMALL, **options)
     with torch.device("meta"):

@@ -19,10 +19,18 @@ from safetensors.torch import save_file
 Tensors = dict[str, torch.Tensor]
 V, H, F, L, E, EP, PP = 40, 16, 24, 2, 4, 2, 2
 CONFIG = {
-    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "vocab_size": V, "hidden_size": H,
-    "intermediate_size": F, "num_hidden_layers": L, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "num_local_experts": E, "num_experts_per_tok": 2, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "vocab_size": V,
+    "hidden_size": H,
+    "intermediate_size": F,
+    "num_hidden_layers": L,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": E,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+}
 EMBED = "model.embed_tokens.weight"
 
 

@@ -41,8 +41,9 @@ MERGE, TO_HF, TO_RANKS = (
 #: Code goes along with the model's own names alone.
 LINKED = [
     *((name, command) for name in WORDS_OF for command in (MERGE, TO_HF, TO_RANKS)),
-    ("modeling_own.py", MERGE), ("modeling_own.py", TO_HF),
-]  # fmt: skip
+    ("modeling_own.py", MERGE),
+    ("modeling_own.py", TO_HF),
+]
 
 
 @pytest.mark.parametrize("name, command", LINKED, ids=[f"{name} {command[-1]}" for name, command in LINKED])
@@ -112,8 +113,11 @@ def snapshot_of(root: Path, revision: str) -> Path:
     blobs.mkdir()
     held = [p for p in sorted(HF.iterdir()) if p.name != "expected.json"]
     contents = {p.name: p.read_bytes() for p in held} | {
-        "tokenizer.json": WORDS.encode(), "tokenizer.model": b"words", "merges.txt": b"a b\n", "modeling_own.py": b"class Model: ...\n",
-    }  # fmt: skip
+        "tokenizer.json": WORDS.encode(),
+        "tokenizer.model": b"words",
+        "merges.txt": b"a b\n",
+        "modeling_own.py": b"class Model: ...\n",
+    }
     config = {**json.loads(contents["config.json"]), "auto_map": {"AutoModel": "modeling_own.Model"}}
     contents["config.json"] = json.dumps(config).encode()
     for i, (name, content) in enumerate(contents.items()):
@@ -143,10 +147,16 @@ def test_a_hub_cache_with_its_companions(revision: str, tmp_path: Path) -> None:
 
 #: What the files of :func:`swap` hold when they are chosen.
 CHOSEN = {
-    "tokenizer.json": WORDS, "merges.txt": "a b\n", "tokenizer.model": "words", "chat_template.jinja": "{{ x }}",
-    "modeling_own.py": "class Model: ...\n", "generation_config.json": "{}", "README.md": "about it",
-    "modules.json": json.dumps([{"path": "1_Pooling", "type": "x.Pooling"}]), "1_Pooling/config.json": "{}",
-}  # fmt: skip
+    "tokenizer.json": WORDS,
+    "merges.txt": "a b\n",
+    "tokenizer.model": "words",
+    "chat_template.jinja": "{{ x }}",
+    "modeling_own.py": "class Model: ...\n",
+    "generation_config.json": "{}",
+    "README.md": "about it",
+    "modules.json": json.dumps([{"path": "1_Pooling", "type": "x.Pooling"}]),
+    "1_Pooling/config.json": "{}",
+}
 
 
 def swap(path: Path, key: Path, how: str) -> None:
@@ -169,11 +179,12 @@ def swap(path: Path, key: Path, how: str) -> None:
 
 
 SWAPPED = [
-    *((name, "link", MERGE) for name in CHOSEN), *((name, "link", TO_HF) for name in ("merges.txt", "modeling_own.py")),
+    *((name, "link", MERGE) for name in CHOSEN),
+    *((name, "link", TO_HF) for name in ("merges.txt", "modeling_own.py")),
     *(("tokenizer.model", "link", ("convert", "--to", to)) for to in ("dcp", "tp-safetensors")),
     *(("merges.txt", how, MERGE) for how in ("hard link", "replaced", "written")),
     ("1_Pooling/config.json", "folder", MERGE),
-]  # fmt: skip
+]
 
 
 @needs_steps
@@ -358,9 +369,12 @@ def test_an_adapter_whose_files_are_links_out_of_its_folder(tmp_path: Path, ckpt
         (adapter / name).symlink_to(f"../{name}")
     assert_refused(ckpt, tmp_path / "out", "FS603", command=("merge", "--adapter", adapter))
     assert_refused(
-        ckpt, tmp_path / "out", "FS603", command=("merge", "--adapter", tmp_path / "adapter/adapter_model.safetensors"),
+        ckpt,
+        tmp_path / "out",
+        "FS603",
+        command=("merge", "--adapter", tmp_path / "adapter/adapter_model.safetensors"),
         file="adapter_config.json",
-    )  # fmt: skip
+    )
 
 
 def test_a_config_that_a_reference_lends_is_no_link_out_of_it(tmp_path: Path, ckpt: Path) -> None:

@@ -31,11 +31,46 @@ FIXTURES = Path(__file__).parent / "fixtures"
 _MANY = int(os.environ.get("FASTSHARD_FUZZ_EXAMPLES", "0"))
 #: Values as their text: of other types, of other sizes, and of no size at all.
 VALUES = [
-    "null", "true", "0", "-1", "1.5", "7", '""', '"x"', '"7"', "[]", "{}", "[null]", "[7]", '[[1, "x"]]', '{"a": 7}', '{"": null}', '"("',
-    '"re:("', '"\\ud800"', '"\\u0000"', "1e999", "-1e999", "NaN", "1" + "0" * 30, "1" + "0" * 299, "1" + "0" * 400, "-1" + "0" * 400,
-    "18446744073709551616", "9223372036854775808", "4294967296", "[" * 99 + "]" * 99, "[" * 110 + "]" * 110, "[" * 100_000, '{"a":' * 3000,
-    '"' + "a" * 70_000 + '"', '"(a|a)*b"', '{"(a+)+$": 8}', '{"(a|a)*b": 1' + "0" * 400 + "}", "[1.5, 1" + "0" * 299 + ", 1" + "0" * 299 + "]",
-]  # fmt: skip
+    "null",
+    "true",
+    "0",
+    "-1",
+    "1.5",
+    "7",
+    '""',
+    '"x"',
+    '"7"',
+    "[]",
+    "{}",
+    "[null]",
+    "[7]",
+    '[[1, "x"]]',
+    '{"a": 7}',
+    '{"": null}',
+    '"("',
+    '"re:("',
+    '"\\ud800"',
+    '"\\u0000"',
+    "1e999",
+    "-1e999",
+    "NaN",
+    "1" + "0" * 30,
+    "1" + "0" * 299,
+    "1" + "0" * 400,
+    "-1" + "0" * 400,
+    "18446744073709551616",
+    "9223372036854775808",
+    "4294967296",
+    "[" * 99 + "]" * 99,
+    "[" * 110 + "]" * 110,
+    "[" * 100_000,
+    '{"a":' * 3000,
+    '"' + "a" * 70_000 + '"',
+    '"(a|a)*b"',
+    '{"(a+)+$": 8}',
+    '{"(a|a)*b": 1' + "0" * 400 + "}",
+    "[1.5, 1" + "0" * 299 + ", 1" + "0" * 299 + "]",
+]
 
 
 def _model(folder: Path) -> Path:
@@ -114,23 +149,55 @@ _TOKENIZER = {
 _INSPECT, _VERIFY, _MERGE = ["inspect", "in"], ["verify", "in"], ["merge", "in", "OUT"]
 #: How a checkpoint with a config is made, and what reads it.
 READERS: dict[str, tuple[Callable[[Path], Path], list[list[str]]]] = {
-    "config.json": (_model, [_INSPECT, _VERIFY, ["convert", "in", "OUT", "--to", "gpt_neox"], ["convert", "in", "OUT", "--to", "dcp"]]),
-    "compressed-tensors": (functools.partial(_quantised, "ct 4 bit"), [_VERIFY, _MERGE, ["convert", "in", "OUT", "--to", "hf", "--dtype", "bf16"]]),
-    "gptq": (functools.partial(_quantised, "gptq 4 bit"), [_VERIFY, _INSPECT, ["convert", "in", "OUT", "--to", "hf", "--dtype", "bf16"]]),
-    "fp8": (functools.partial(_quantised, "fp8 blocks"), [_VERIFY, _INSPECT, ["convert", "in", "OUT", "--to", "hf", "--dtype", "bf16"]]),
+    "config.json": (
+        _model,
+        [
+            _INSPECT,
+            _VERIFY,
+            ["convert", "in", "OUT", "--to", "gpt_neox"],
+            ["convert", "in", "OUT", "--to", "dcp"],
+        ],
+    ),
+    "compressed-tensors": (
+        functools.partial(_quantised, "ct 4 bit"),
+        [_VERIFY, _MERGE, ["convert", "in", "OUT", "--to", "hf", "--dtype", "bf16"]],
+    ),
+    "gptq": (
+        functools.partial(_quantised, "gptq 4 bit"),
+        [_VERIFY, _INSPECT, ["convert", "in", "OUT", "--to", "hf", "--dtype", "bf16"]],
+    ),
+    "fp8": (
+        functools.partial(_quantised, "fp8 blocks"),
+        [_VERIFY, _INSPECT, ["convert", "in", "OUT", "--to", "hf", "--dtype", "bf16"]],
+    ),
     "adapter_config.json": (_adapter, [_INSPECT, _VERIFY, ["merge", "base", "OUT", "--adapter", "in"]]),
     "index": (_index, [_INSPECT, _VERIFY, _MERGE]),
     "tokenizer.json": (functools.partial(_beside, "tokenizer.json", _TOKENIZER), [_VERIFY, _MERGE]),
     "tokenizer_config.json": (
-        functools.partial(_beside, "tokenizer_config.json", {"model_max_length": 7, "added_tokens_decoder": {"1": {"content": "x"}}}), [_VERIFY, _MERGE],
+        functools.partial(
+            _beside,
+            "tokenizer_config.json",
+            {"model_max_length": 7, "added_tokens_decoder": {"1": {"content": "x"}}},
+        ),
+        [_VERIFY, _MERGE],
     ),
-    "modules.json": (functools.partial(_beside, "modules.json", {"a": [{"path": "1_Pooling", "type": "x"}]}), [_MERGE]),
+    "modules.json": (
+        functools.partial(_beside, "modules.json", {"a": [{"path": "1_Pooling", "type": "x"}]}),
+        [_MERGE],
+    ),
     "config.yml": (
-        functools.partial(_fixture, "gpt_neox/neox_pp_tp1", "global_step4/configs/config.yml"), [_INSPECT, ["convert", "in", "OUT", "--to", "hf"]],
+        functools.partial(_fixture, "gpt_neox/neox_pp_tp1", "global_step4/configs/config.yml"),
+        [_INSPECT, ["convert", "in", "OUT", "--to", "hf"]],
     ),
-    "_METADATA": (functools.partial(_fixture, "orbax/gpt3_micro_scan_bf16_zarr2", "ckpt/_METADATA"), [_INSPECT, _VERIFY]),
-    "manifest": (_manifest, [["verify", "in", "--expect", "out/fastshard.manifest.json"], ["verify", "out"], ["inspect", "out"]]),
-}  # fmt: skip
+    "_METADATA": (
+        functools.partial(_fixture, "orbax/gpt3_micro_scan_bf16_zarr2", "ckpt/_METADATA"),
+        [_INSPECT, _VERIFY],
+    ),
+    "manifest": (
+        _manifest,
+        [["verify", "in", "--expect", "out/fastshard.manifest.json"], ["verify", "out"], ["inspect", "out"]],
+    ),
+}
 
 
 def _places(content: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -182,8 +249,11 @@ def ends_well(folder: Path, words: list[str]) -> None:
 
 @pytest.mark.parametrize("reader", READERS)
 @settings(
-    max_examples=_MANY or 12, derandomize=not _MANY, deadline=None, suppress_health_check=list(HealthCheck),
-)  # fmt: skip
+    max_examples=_MANY or 12,
+    derandomize=not _MANY,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 @given(choice=st.data())
 def test_a_reader_takes_any_value(
     reader: str, choice: st.DataObject, made: Callable[[str], tuple[Path, Path, Any]]
@@ -293,10 +363,13 @@ def test_good_values_are_taken(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a = " + "[" * 100_000, "levels"), ("a." * 200_000 + "b = 1", "parts"), ("[" + "a." * 200_000 + "b]", "parts"),
-        ("a = " + "{b = " * 100_000, "levels"), ("a = 1" + "0" * 5000, "digits"),
+        ("a = " + "[" * 100_000, "levels"),
+        ("a." * 200_000 + "b = 1", "parts"),
+        ("[" + "a." * 200_000 + "b]", "parts"),
+        ("a = " + "{b = " * 100_000, "levels"),
+        ("a = 1" + "0" * 5000, "digits"),
     ],
-)  # fmt: skip
+)
 def test_settings_that_are_too_deep_are_refused(
     text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,10 +387,13 @@ def test_settings_that_are_too_deep_are_refused(
 @pytest.mark.parametrize(
     "text",
     [
-        'ignore = ["FS108"] # a.b.c [[[\n', "ignore = ['FS108']", 'ignore = [\n  "FS108", # one\n  "FS109",\n]\n', "",
+        'ignore = ["FS108"] # a.b.c [[[\n',
+        "ignore = ['FS108']",
+        'ignore = [\n  "FS108", # one\n  "FS109",\n]\n',
+        "",
         'ignore = ["""FS108"""]',
     ],
-)  # fmt: skip
+)
 def test_settings_that_people_write_are_taken(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,14 +406,42 @@ def test_settings_that_people_write_are_taken(
 @settings(max_examples=_MANY or 40, derandomize=not _MANY, deadline=None)
 @given(
     st.lists(
-        st.sampled_from([
-            "a", "b", ".", "=", "[", "]", "{", "}", ",", ":", "\n", '"', "'", '"""', "\\", "#", "1", "-", "?", "&a", "*a", "<<", "!!", "!!int ", "  ",
-            "ignore", "1e999", "1" + "0" * 400,
-        ]),
+        st.sampled_from(
+            [
+                "a",
+                "b",
+                ".",
+                "=",
+                "[",
+                "]",
+                "{",
+                "}",
+                ",",
+                ":",
+                "\n",
+                '"',
+                "'",
+                '"""',
+                "\\",
+                "#",
+                "1",
+                "-",
+                "?",
+                "&a",
+                "*a",
+                "<<",
+                "!!",
+                "!!int ",
+                "  ",
+                "ignore",
+                "1e999",
+                "1" + "0" * 400,
+            ]
+        ),
         max_size=10,
     ).map("".join),
     st.sampled_from([1, 3, 20_000]),
-)  # fmt: skip
+)
 @example("[", 100_000)
 @example("a.", 200_000)
 @example("ignore = [", 100_000)

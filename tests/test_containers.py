@@ -23,8 +23,11 @@ SPELLINGS: dict[str, Callable[[State], Any]] = {
     "model": lambda s: {"model": s},
     "model and more": lambda s: {"model": s, "optim": MOMENTS, "rng": torch.arange(7), "epoch": 3},
     "app.model": lambda s: {"app": {"model": s, "optim": MOMENTS}},
-    "a name of its own": lambda s: {"policy": s, "opt": {"state": {name: {"exp_avg": t} for name, t in s.items()}}},
-}  # fmt: skip
+    "a name of its own": lambda s: {
+        "policy": s,
+        "opt": {"state": {name: {"exp_avg": t} for name, t in s.items()}},
+    },
+}
 
 
 def saved(content: Any, config: transformers.PreTrainedConfig, folder: Path, container: str) -> Path:

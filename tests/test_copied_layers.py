@@ -18,10 +18,17 @@ from safetensors.torch import save_file
 
 Tensors = dict[str, torch.Tensor]
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 48,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64, "rms_norm_eps": 1e-5, "dtype": "bfloat16",
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 64,
+    "rms_norm_eps": 1e-5,
+    "dtype": "bfloat16",
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 #: What a model tells of itself only where nothing else does.
 UNKNOWN = {"architectures": ["OddForCausalLM"], "model_type": "odd"}
 

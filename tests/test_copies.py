@@ -286,10 +286,22 @@ def test_layers_that_were_all_doubled_are_meant(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "key",
     [
-        "rotary", "average", "policy", "experts", "tied", "positions", "frozen", "deeper", "lookahead", "amsgrad",
-        "moco", "draft", "order", "shared expert",
+        "rotary",
+        "average",
+        "policy",
+        "experts",
+        "tied",
+        "positions",
+        "frozen",
+        "deeper",
+        "lookahead",
+        "amsgrad",
+        "moco",
+        "draft",
+        "order",
+        "shared expert",
     ],
-)  # fmt: skip
+)
 def test_what_is_equal_by_its_nature_is_no_copy(key: str, files: str, tmp_path: Path) -> None:
     """In one file, and in one for each tensor."""
     base = drawn(*(f"layers.{i}.{n}" for i in range(3) for n in ("q", "k")))
@@ -656,11 +668,14 @@ def test_rows_that_were_added_alike_are_no_copies(tmp_path: Path) -> None:
 
 
 SWAPPED = {
-    "chunks": ("maxtext_twins/a_mt_bf16_unscan_noocdbt_zarr2", "params.params.decoder.layers_*.mlp.wi_0.kernel/0.0"),
+    "chunks": (
+        "maxtext_twins/a_mt_bf16_unscan_noocdbt_zarr2",
+        "params.params.decoder.layers_*.mlp.wi_0.kernel/0.0",
+    ),
     "ranks of slices": ("sharded/tp4_micro", "tp_rank_*.safetensors"),
     "distcp": (TORCH_DIST, "__[02]_0.distcp"),
     "legacy ranks": ("sharded/megatron_legacy_tp2_pp2", "mp_rank_*_000/model_optim_rng.pt"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("key", SWAPPED)

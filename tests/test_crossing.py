@@ -16,9 +16,19 @@ from fastshard import _core
 from fastshard.models import tensor_words
 
 FULL: dict[str, Any] = {
-    "file": "a/b", "rank": "tp 1", "host": "n0", "tensor": "w", "layers": range(3, 5), "axis": "L", "count": 7, "expected": "x",
-    "got": "y", "help": "z", "decided": "accept copies", "unnoticed": "u",
-}  # fmt: skip
+    "file": "a/b",
+    "rank": "tp 1",
+    "host": "n0",
+    "tensor": "w",
+    "layers": range(3, 5),
+    "axis": "L",
+    "count": 7,
+    "expected": "x",
+    "got": "y",
+    "help": "z",
+    "decided": "accept copies",
+    "unnoticed": "u",
+}
 
 
 def test_a_finding_says_what_it_was_made_of() -> None:

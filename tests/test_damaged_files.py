@@ -102,11 +102,13 @@ HOSTILE = {
     "negative_extent": header({"a": entry(0, 64, [-16])}),
     "fractional_extent": header({"a": entry(0, 64, [16.5])}),
     "unknown_dtype": header({"a": entry(0, 64, dtype="F33")}),
-    "same_name_twice": header(b'{"a":{"dtype":"F32","shape":[8],"data_offsets":[0,32]},'
-                              b'"a":{"dtype":"F32","shape":[8],"data_offsets":[32,64]}}'),
+    "same_name_twice": header(
+        b'{"a":{"dtype":"F32","shape":[8],"data_offsets":[0,32]},'
+        b'"a":{"dtype":"F32","shape":[8],"data_offsets":[32,64]}}'
+    ),
     "no_offsets": header({"a": {"dtype": "F32", "shape": [16]}}),
     "invalid_utf8": header(b'{"\xff\xfe":{"dtype":"F32","shape":[16],"data_offsets":[0,64]}}'),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -123,8 +125,16 @@ def test_hostile_header(name: str, tmp_path: Path, out: Path) -> None:
     assert not out.exists() and not (ckpt / "fastshard.manifest.json").exists()
 
 
-BAD_NAMES = ["../secret.safetensors", "a/../../secret.safetensors", "/etc/hostname", "a\0b", "..\\secret", "a\x1b[2J",
-             "", "C:secret"]  # fmt: skip
+BAD_NAMES = [
+    "../secret.safetensors",
+    "a/../../secret.safetensors",
+    "/etc/hostname",
+    "a\0b",
+    "..\\secret",
+    "a\x1b[2J",
+    "",
+    "C:secret",
+]
 
 
 @pytest.mark.parametrize("name", BAD_NAMES, ids=[repr(n)[1:-1] or "empty" for n in BAD_NAMES])
@@ -241,8 +251,12 @@ def test_names_with_control_characters_do_not_reach_the_terminal(tmp_path: Path)
     good = json.dumps({name: {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]}}).encode()
     (tmp_path / "good").mkdir()
     (tmp_path / "good/model.safetensors").write_bytes(struct.pack("<Q", len(good)) + good + b"\0" * 64)
-    for command in (("verify", ckpt), ("inspect", "-v", tmp_path / "good"), ("verify", "-v", tmp_path / "good"),
-                    ("plan", "-v", tmp_path / "good")):  # fmt: skip
+    for command in (
+        ("verify", ckpt),
+        ("inspect", "-v", tmp_path / "good"),
+        ("verify", "-v", tmp_path / "good"),
+        ("plan", "-v", tmp_path / "good"),
+    ):
         ran = cli(*command, json_output=False)
         for stream in (ran.out, ran.err):
             assert not set(stream) & {"\x1b", "\x07", "\u202e"}, (command, stream)

@@ -325,11 +325,23 @@ TARGETS = ["gpt_neox", "hf"]
 @pytest.mark.parametrize(
     "text",
     [
-        "x: 2024-02-30", "x: 0b_", "x: !!float a", "x: !!bool a", "x: !!timestamp a", "x: !!int", "x: !!set [a]",
-        "x: 99999999999999999999999", "x: &a [*a]", "x: [" * 3000, BOMB, f"{BOMB}norm: *a8", "x: \0", "? [1]: {}",
+        "x: 2024-02-30",
+        "x: 0b_",
+        "x: !!float a",
+        "x: !!bool a",
+        "x: !!timestamp a",
+        "x: !!int",
+        "x: !!set [a]",
+        "x: 99999999999999999999999",
+        "x: &a [*a]",
+        "x: [" * 3000,
+        BOMB,
+        f"{BOMB}norm: *a8",
+        "x: \0",
+        "? [1]: {}",
     ],
     ids=lambda text: text[:20],
-)  # fmt: skip
+)
 def test_yaml_that_does_not_fit_is_one_finding(text: str, place: str, tmp_path: Path) -> None:
     root = write(tmp_path / "ckpt", Spec())
     given = tmp_path / "given.yml"

@@ -57,10 +57,14 @@ def test_rank_shards_are_merged(tmp_path: Path) -> None:
 
 def test_every_kind_of_tensor_that_torch_saves(tmp_path: Path) -> None:
     tensors = {
-        "scalar": torch.tensor(3.5), "empty": torch.empty(0, 3), "bits": torch.tensor([True, False]),
-        "long": torch.arange(6).reshape(2, 3), "half": torch.randn(5, 7).to(torch.float16),
-        "view": torch.randn(4, 6).t(), "f8": torch.randn(3, 3).to(torch.float8_e4m3fn),
-    }  # fmt: skip
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 3),
+        "bits": torch.tensor([True, False]),
+        "long": torch.arange(6).reshape(2, 3),
+        "half": torch.randn(5, 7).to(torch.float16),
+        "view": torch.randn(4, 6).t(),
+        "f8": torch.randn(3, 3).to(torch.float8_e4m3fn),
+    }
     state = {"model": tensors, "step": 7, "note": "text"}
     dcp.save(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
     ran = cli("merge", tmp_path / "ckpt", tmp_path / "out")

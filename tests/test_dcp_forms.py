@@ -14,9 +14,26 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage")
 
 TYPES = (
-    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32",
-    "float64", "complex64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
-)  # fmt: skip
+    "bool",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)
 
 
 def raw(tensor: torch.Tensor) -> list[int]:
@@ -49,9 +66,27 @@ def test_every_type_of_elements(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["a.b", "a b", "\u00fcn\u00ef", "x[0]", "x[0,0]", "x[0][1]", "a/b", "..", "", "a\nb", ".hidden", "w.", '"q"', "a\\b",
-     "\U0001f600", "state", "optim.x", "very" * 60],
-)  # fmt: skip
+    [
+        "a.b",
+        "a b",
+        "\u00fcn\u00ef",
+        "x[0]",
+        "x[0,0]",
+        "x[0][1]",
+        "a/b",
+        "..",
+        "",
+        "a\nb",
+        ".hidden",
+        "w.",
+        '"q"',
+        "a\\b",
+        "\U0001f600",
+        "state",
+        "optim.x",
+        "very" * 60,
+    ],
+)
 def test_every_name(name: str, tmp_path: Path) -> None:
     check({name: torch.arange(6.0).reshape(2, 3), "other": torch.ones(1)}, tmp_path)
 
@@ -59,10 +94,19 @@ def test_every_name(name: str, tmp_path: Path) -> None:
 def test_every_shape_and_view(tmp_path: Path) -> None:
     weight = torch.randn(4, 6)
     tensors = {
-        "scalar": torch.tensor(3), "none": torch.empty(0), "hollow": torch.empty(3, 0, 2), "same": weight,
-        "again": weight, "rows": weight[1:3], "turned": weight.t(), "spread": torch.ones(1).expand(5),
-        "parameter": torch.nn.Parameter(torch.ones(3)), "steps": weight[:, ::2], "x": torch.ones(2, 2), "x[0,0]": weight,
-    }  # fmt: skip
+        "scalar": torch.tensor(3),
+        "none": torch.empty(0),
+        "hollow": torch.empty(3, 0, 2),
+        "same": weight,
+        "again": weight,
+        "rows": weight[1:3],
+        "turned": weight.t(),
+        "spread": torch.ones(1).expand(5),
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "steps": weight[:, ::2],
+        "x": torch.ones(2, 2),
+        "x[0,0]": weight,
+    }
     check(tensors, tmp_path)
 
 

@@ -75,15 +75,22 @@ def write(root: Path) -> Path:
     params = {f"^{re.escape(name)}$": mapped(name) for name in PARAMETERS}
     for rank in range(TP):
         state = {
-            "module": OrderedDict((n, local(n, t, rank)) for n, t in whole().items()), "buffer_names": [],
-            "optimizer": None, "param_shapes": None, "shared_params": None, "global_steps": 7, "dp_world_size": 1,
-            "mp_world_size": TP, "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": TP},
+            "module": OrderedDict((n, local(n, t, rank)) for n, t in whole().items()),
+            "buffer_names": [],
+            "optimizer": None,
+            "param_shapes": None,
+            "shared_params": None,
+            "global_steps": 7,
+            "dp_world_size": 1,
+            "mp_world_size": TP,
+            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": TP},
             "ds_config": {"zero_optimization": {"stage": 0}, "tensor_parallel": {"autotp_size": TP}},
             "universal_checkpoint_info": {
-                "universal_checkpoint_version": 0.4, "affine_map": {"version": 1, "params": params},
+                "universal_checkpoint_version": 0.4,
+                "affine_map": {"version": 1, "params": params},
                 "autotp_unsupported_parameter_patterns": {},
             },
-        }  # fmt: skip
+        }
         save(state, root / TAG / f"mp_rank_{rank:02d}_model_states.pt")
     return root
 

@@ -116,12 +116,23 @@ def write(root: Path, stage: int, ep: int = EP, data_first: bool = False) -> Pat
         {n: list(experts()[g].shape) for n, g in local(0, ep).items()},
     ]
     state = {
-        "module": OrderedDict((n, low[n]) for n in dense()), "buffer_names": [], "optimizer": None,
-        "param_shapes": [OrderedDict((n, torch.Size(s)) for n, s in group.items()) for group in shapes] if stage else None,
-        "frozen_param_shapes": None, "shared_params": {} if stage else None, "frozen_param_fragments": None,
-        "global_steps": int(STEP), "dp_world_size": WORLD, "mp_world_size": 1, "ds_config": config,
-        "ds_version": "0.19.8", "num_experts": list(COUNTS), "ds_autoep_layers": None,
-    }  # fmt: skip
+        "module": OrderedDict((n, low[n]) for n in dense()),
+        "buffer_names": [],
+        "optimizer": None,
+        "param_shapes": [OrderedDict((n, torch.Size(s)) for n, s in group.items()) for group in shapes]
+        if stage
+        else None,
+        "frozen_param_shapes": None,
+        "shared_params": {} if stage else None,
+        "frozen_param_fragments": None,
+        "global_steps": int(STEP),
+        "dp_world_size": WORLD,
+        "mp_world_size": 1,
+        "ds_config": config,
+        "ds_version": "0.19.8",
+        "num_experts": list(COUNTS),
+        "ds_autoep_layers": None,
+    }
     groups = [{"name": "dense", "lr": 0.1}, {"name": f"ep_size_{ep}", "moe": True, "lr": 0.1}]
     if not stage:
         for rank in range(ep):
@@ -135,17 +146,27 @@ def write(root: Path, stage: int, ep: int = EP, data_first: bool = False) -> Pat
     for rank, among in enumerate(ranks_of(ep, data_first)):
         of_experts = partition(local(rank, ep), len(among))
         for place, dp in enumerate(among):
-            both = [(parts[i][0][at], parts[i][1][at], parts[i][2][at]) for i, (parts, at) in enumerate(
-                [([everywhere], dp), ([everywhere, of_experts], place)])]  # fmt: skip
-            adam = {g: {"step": torch.tensor(STEP), "exp_avg": h["exp_avg"], "exp_avg_sq": h["exp_avg_sq"]}
-                    for g, (h, _, _) in enumerate(both)}  # fmt: skip
+            both = [
+                (parts[i][0][at], parts[i][1][at], parts[i][2][at])
+                for i, (parts, at) in enumerate([([everywhere], dp), ([everywhere, of_experts], place)])
+            ]
+            adam = {
+                g: {"step": torch.tensor(STEP), "exp_avg": h["exp_avg"], "exp_avg_sq": h["exp_avg_sq"]}
+                for g, (h, _, _) in enumerate(both)
+            }
             content = {
-                "loss_scaler": LossScaler(), "zero_stage": Stage(stage),
-                "base_optimizer_state": {"state": adam, "param_groups": [{**g, "params": [i]} for i, g in enumerate(groups)]},
+                "loss_scaler": LossScaler(),
+                "zero_stage": Stage(stage),
+                "base_optimizer_state": {
+                    "state": adam,
+                    "param_groups": [{**g, "params": [i]} for i, g in enumerate(groups)],
+                },
                 "single_partition_of_fp32_groups": [h[""][: len(h[""]) - pad] for h, _, pad in both],
-                "group_paddings": [pad for *_, pad in both], "partition_count": [WORLD, len(among)],
-                "param_slice_mappings": [told for _, told, _ in both], "ds_version": "0.19.8",
-            }  # fmt: skip
+                "group_paddings": [pad for *_, pad in both],
+                "partition_count": [WORLD, len(among)],
+                "param_slice_mappings": [told for _, told, _ in both],
+                "ds_version": "0.19.8",
+            }
             save({"optimizer_state_dict": content, "ds_version": "0.19.8"}, root / optim_file(dp))
     return root
 
@@ -160,8 +181,11 @@ def unfused(own: dict[str, str], groups: list[dict[str, Any]]) -> dict[str, Any]
     }
     numbers = iter(range(len(flat)))
     told = [{**g, "params": [next(numbers) for _ in group]} for g, group in zip(groups, values, strict=True)]
-    return {"fp32_groups": [[t.clone() for t in group] for group in values], "cur_scale": 1.0,
-            "optimizer_state_dict": {"state": state, "param_groups": told}}  # fmt: skip
+    return {
+        "fp32_groups": [[t.clone() for t in group] for group in values],
+        "cur_scale": 1.0,
+        "optimizer_state_dict": {"state": state, "param_groups": told},
+    }
 
 
 def same(out: Path, want: Tensors) -> None:

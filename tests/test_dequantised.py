@@ -122,8 +122,10 @@ def test_vectors_that_vendors_code_has_made(tmp_path: Path) -> None:
     want = ["bf4d", "bf33", "bf1a", "bf00", "becd", "be9a", "be4d", "bdcd"]
     assert written(tmp_path / "pack", ct("pack-quantized", 4, "int", strategy="channel"), pack) == want
     straddling = {
-        "weight_packed": words(0xC0000000, 1)[None], "weight_scale": torch.ones(1, 1).bfloat16(), "weight_shape": torch.tensor([1, 16]),
-    }  # fmt: skip
+        "weight_packed": words(0xC0000000, 1)[None],
+        "weight_scale": torch.ones(1, 1).bfloat16(),
+        "weight_shape": torch.tensor([1, 16]),
+    }
     have = written(tmp_path / "straddle", ct("pack-quantized", 3, "int", strategy="channel"), straddling)
     assert have[9:12] == bf16([-4, 3, -4]) and len(have) == 16
     nvfp4 = ct("nvfp4-pack-quantized", 4, "float", strategy="tensor_group", group_size=16)
@@ -159,9 +161,13 @@ def test_vectors_of_integers_and_tables(tmp_path: Path) -> None:
     nf4[0], nf4[8], nf4[15] = -1, 0.07958029955625534, 1
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [1, 4]}
     tensors = {
-        "weight": torch.tensor([[0x07], [0xF8]], dtype=torch.uint8), "weight.absmax": torch.tensor([2.0]), "weight.quant_map": nf4,
-        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
-    }  # fmt: skip
+        "weight": torch.tensor([[0x07], [0xF8]], dtype=torch.uint8),
+        "weight.absmax": torch.tensor([2.0]),
+        "weight.quant_map": nf4,
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(
+            list(json.dumps(state).encode()), dtype=torch.uint8
+        ),
+    }
     assert written(tmp_path / "nf4", {"quant_method": "bitsandbytes", "load_in_4bit": True}, tensors) == bf16(
         [-2, 0, 2, 0.1591606]
     )
@@ -212,8 +218,13 @@ def test_stacked_experts_have_scales_each(tmp_path: Path) -> None:
     blocks = torch.rand(3, 2, 2) + 0.5
     tensors = {"mlp.experts.gate_up_proj": codes, "mlp.experts.gate_up_proj_scale_inv": blocks}
     folder = write(
-        tmp_path / "in", {"model_type": "other", "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, tensors
-    )  # fmt: skip
+        tmp_path / "in",
+        {
+            "model_type": "other",
+            "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        },
+        tensors,
+    )
     assert cli("merge", folder, tmp_path / "out", "--dtype", "f32").code == 0
     scales = blocks.repeat_interleave(128, 1)[:, :160].repeat_interleave(128, 2)[:, :, :200]
     assert same(read_result(tmp_path / "out")["mlp.experts.gate_up_proj"], codes.float() * scales)
@@ -285,9 +296,13 @@ FROM_CONFIG = {
 
 #: Sizes of a Llama.
 LLAMA: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("method", FROM_CONFIG)
@@ -514,8 +529,14 @@ def test_groups_are_of_the_size_that_is_stated(tmp_path: Path) -> None:
     signed = stream(codes.T, 4, 128).T
     assert same(have, torch.where(signed > 7, signed - 16, signed).float() * each)
     # A size of its own for each layer, and one that only the copy in config.json states.
-    mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {
-        "a": {"quant_algo": "W4A16_AWQ", "group_size": 64}, "b": {"quant_algo": "W4A16_AWQ", "group_size": 32}}}  # fmt: skip
+    mixed = {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {
+            "a": {"quant_algo": "W4A16_AWQ", "group_size": 64},
+            "b": {"quant_algo": "W4A16_AWQ", "group_size": 32},
+        },
+    }
     tensors = {f"{m}.weight": codes.clone() for m in "ab"} | {
         "a.weight_scale": torch.rand(128, 3),
         "b.weight_scale": torch.rand(128, 6),
@@ -544,17 +565,37 @@ MARLIN = {"quant_method": "gptq", "bits": 4, "group_size": 64, "checkpoint_forma
 KEPT_ONLY: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "marlin in a part": ({"text_config": {"quantization_config": MARLIN}}, {}, "gptq 4 bit"),
     "marlin in a file": ({}, {"quantize_config.json": MARLIN}, "gptq 4 bit"),
-    "gemv": ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 64, "format": "gemv"}}, {}, "awq"),
-    "an algorithm that is not known": ({}, {"hf_quant_config.json": {"quantization": {"quant_algo": "W4A8_AWQ"}}}, "modelopt awq"),
+    "gemv": (
+        {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 64, "format": "gemv"}},
+        {},
+        "awq",
+    ),
+    "an algorithm that is not known": (
+        {},
+        {"hf_quant_config.json": {"quantization": {"quant_algo": "W4A8_AWQ"}}},
+        "modelopt awq",
+    ),
     "hqq": ({"quantization_config": {"quant_method": "hqq"}}, {}, "ct 4 bit"),
     "codes viewed as floats": (
-        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}}, {}, "bnb nf4",
+        {
+            "quantization_config": {
+                "quant_method": "bitsandbytes",
+                "load_in_4bit": True,
+                "bnb_4bit_quant_storage": "bfloat16",
+            }
+        },
+        {},
+        "bnb nf4",
     ),
     "turned by the model": (
-        {"quantization_config": ct("float-quantized", 8, "float", strategy="channel") | {"transform_config": {"config_groups": {"u": {}}}}},
-        {}, "ct fp8",
+        {
+            "quantization_config": ct("float-quantized", 8, "float", strategy="channel")
+            | {"transform_config": {"config_groups": {"u": {}}}}
+        },
+        {},
+        "ct fp8",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", KEPT_ONLY)
@@ -579,8 +620,15 @@ def test_what_has_no_values_here_is_kept_or_refused_and_never_cast(name: str, tm
 def test_a_part_of_the_layer_beside_the_weight_is_refused(also: str, tmp_path: Path) -> None:
     for algorithm, stored in (
         ("FP8", {"weight": torch.randn(64, 64).to(F8), "weight_scale": torch.tensor(1.0)}),
-        ("NVFP4_SVD", {"weight": torch.zeros(64, 32, dtype=torch.uint8), "weight_scale": torch.ones(64, 4).to(F8), "weight_scale_2": torch.ones(())}),
-    ):  # fmt: skip
+        (
+            "NVFP4_SVD",
+            {
+                "weight": torch.zeros(64, 32, dtype=torch.uint8),
+                "weight_scale": torch.ones(64, 4).to(F8),
+                "weight_scale_2": torch.ones(()),
+            },
+        ),
+    ):
         folder = plain(
             tmp_path / algorithm,
             {"quant_method": "modelopt", "quant_algo": algorithm},
@@ -594,11 +642,15 @@ def test_a_part_of_the_layer_beside_the_weight_is_refused(also: str, tmp_path: P
 def test_only_scales_of_activations_are_left_out(tmp_path: Path) -> None:
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     tensors = {
-        "a.weight": torch.randn(128, 128).to(F8), "a.weight_scale_inv": torch.rand(1, 1), "a.qscale_act": torch.ones(()),
-        "attn.k_scale": torch.ones(1), "attn.v_scale": torch.ones(4, 1, 1),
+        "a.weight": torch.randn(128, 128).to(F8),
+        "a.weight_scale_inv": torch.rand(1, 1),
+        "a.qscale_act": torch.ones(()),
+        "attn.k_scale": torch.ones(1),
+        "attn.v_scale": torch.ones(4, 1, 1),
         # What other modules call so.
-        "attn.q_scale": torch.randn(64).bfloat16(), "vision.patch.v_scale": torch.randn(16, 16).bfloat16(),
-    }  # fmt: skip
+        "attn.q_scale": torch.randn(64).bfloat16(),
+        "vision.patch.v_scale": torch.randn(16, 16).bfloat16(),
+    }
     folder = write(tmp_path / "in", {"model_type": "other", "quantization_config": fp8}, tensors)
     assert cli("merge", folder, tmp_path / "out", "--dtype", "bf16").code == 0
     assert set(read_result(tmp_path / "out")) == {"a.weight", "attn.q_scale", "vision.patch.v_scale"}
@@ -637,10 +689,17 @@ def test_records_of_a_stranger(tmp_path: Path) -> None:
     record = json.loads(bytes(good[name].tolist()))
     for number, change in enumerate(
         (
-            {"nested_offset": 10**400}, {"blocksize": 2**70}, {"nested_blocksize": 2**70}, {"nested_blocksize": 2**20},
-            {"shape": [2**40, 2**40]}, {"shape": [-64, -64]}, {"blocksize": 0}, {"dtype": "int8"}, {"pad": "x" * (1 << 17)},
+            {"nested_offset": 10**400},
+            {"blocksize": 2**70},
+            {"nested_blocksize": 2**70},
+            {"nested_blocksize": 2**20},
+            {"shape": [2**40, 2**40]},
+            {"shape": [-64, -64]},
+            {"blocksize": 0},
+            {"dtype": "int8"},
+            {"pad": "x" * (1 << 17)},
         )
-    ):  # fmt: skip
+    ):
         text = json.dumps(record | change).encode()
         stored = good | {name: torch.tensor(list(text), dtype=torch.uint8)}
         folder = plain(tmp_path / str(number), said, stored)

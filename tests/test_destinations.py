@@ -110,8 +110,10 @@ def mounts(tmp_path: Path) -> Path:
 def test_too_little_space_is_said_before_a_byte_is_written(mounts: Path) -> None:
     done = in_a_mount(
         'mount -t tmpfs -o size=200k none "$1"; "$PYTHON" -m fastshard merge "$2" "$1/out" --json && exit 99 || c=$?; '
-        'ls -A "$1" >&2; exit $c', mounts, HF,
-    )  # fmt: skip
+        'ls -A "$1" >&2; exit $c',
+        mounts,
+        HF,
+    )
     assert done.returncode == 2, done
     assert '"FS503"' in done.stdout and done.stderr == ""
 
@@ -119,8 +121,10 @@ def test_too_little_space_is_said_before_a_byte_is_written(mounts: Path) -> None
 def test_too_few_inodes_are_said_before_a_byte_is_written(mounts: Path) -> None:
     done = in_a_mount(
         'mount -t tmpfs -o nr_inodes=4 none "$1"; "$PYTHON" -m fastshard merge "$2" "$1/out" --json && exit 99 || c=$?; '
-        'ls -A "$1" >&2; exit $c', mounts, TP4,
-    )  # fmt: skip
+        'ls -A "$1" >&2; exit $c',
+        mounts,
+        TP4,
+    )
     assert done.returncode == 2, done
     assert '"FS503"' in done.stdout and done.stderr == ""
 
@@ -128,8 +132,9 @@ def test_too_few_inodes_are_said_before_a_byte_is_written(mounts: Path) -> None:
 def test_destination_that_may_not_be_written(mounts: Path) -> None:
     done = in_a_mount(
         'mount -t tmpfs none "$1"; mount -o remount,ro "$1"; "$PYTHON" -m fastshard merge "$2" "$1/out" --json',
-        mounts, TP4,
-    )  # fmt: skip
+        mounts,
+        TP4,
+    )
     assert done.returncode == 2, done
     assert '"FS502"' in done.stdout and "Traceback" not in done.stderr
 
@@ -138,8 +143,10 @@ def test_source_that_may_not_be_written_is_enough(mounts: Path, tmp_path: Path) 
     done = in_a_mount(
         'cp -r "$2" "$1/ckpt"; mount --bind "$1" "$1"; mount -o remount,bind,ro "$1"; '
         '"$PYTHON" -m fastshard merge "$1/ckpt" "$3" && "$PYTHON" -m fastshard verify "$1/ckpt"',
-        mounts, TP4, tmp_path / "out",
-    )  # fmt: skip
+        mounts,
+        TP4,
+        tmp_path / "out",
+    )
     assert done.returncode == 0, done
     assert len(read_result(tmp_path / "out")) == 21
 
@@ -147,17 +154,29 @@ def test_source_that_may_not_be_written_is_enough(mounts: Path, tmp_path: Path) 
 def test_manifest_into_a_place_that_may_not_be_written(mounts: Path) -> None:
     done = in_a_mount(
         'mount -t tmpfs none "$1"; cp -r "$2" "$1/ckpt"; mount -o remount,ro "$1"; '
-        '"$PYTHON" -m fastshard manifest "$1/ckpt" --json', mounts, TP4,
-    )  # fmt: skip
+        '"$PYTHON" -m fastshard manifest "$1/ckpt" --json',
+        mounts,
+        TP4,
+    )
     assert done.returncode == 2, done
     assert '"FS502"' in done.stdout and "Traceback" not in done.stderr
 
 
 def test_file_size_limit_is_an_error_and_publishes_nothing(tmp_path: Path) -> None:
     done = subprocess.run(
-        ["sh", "-c", 'ulimit -f 64; exec "$0" -m fastshard merge "$1" "$2" --json', sys.executable, HF, tmp_path / "out"],
-        capture_output=True, text=True, check=False, timeout=HANG,
-    )  # fmt: skip
+        [
+            "sh",
+            "-c",
+            'ulimit -f 64; exec "$0" -m fastshard merge "$1" "$2" --json',
+            sys.executable,
+            HF,
+            tmp_path / "out",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG,
+    )
     assert done.returncode == 2, (done.returncode, done.stderr)
     assert not (tmp_path / "out").exists()
 

@@ -26,8 +26,13 @@ from transformers.models.auto import modeling_auto
 Tensors = dict[str, ShapeDtype]
 #: Auto classes, the one that most models are saved as first.
 KINDS = (
-    "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "SPEECH_SEQ_2_SEQ", "PRETRAINING",
-)  # fmt: skip
+    "CAUSAL_LM",
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "IMAGE_TEXT_TO_TEXT",
+    "MASKED_LM",
+    "SPEECH_SEQ_2_SEQ",
+    "PRETRAINING",
+)
 #: Sizes of models with hundreds of experts, which are no different with fewer.
 FEWER = {"n_routed_experts": 16, "num_experts": 16, "num_local_experts": 16, "moe_num_experts": 16}
 
@@ -75,8 +80,27 @@ def wrong(tensors: Tensors, config: dict[str, Any] | None) -> list[str]:
 
 
 #: One of each kind that layers alternate in, or that has stacks of its own.
-SOME = ["t5", "modernbert", "whisper", "jamba", "gemma3n_text", "openelm", "stablelm", "glm4_moe", "dots3_note", "encodec",
-        "pvt_v2", "dory", "fastspeech2_conformer", "deepseek_v4", "nemotron_h", "mllama", "swin", "zamba2", "moshi"]  # fmt: skip
+SOME = [
+    "t5",
+    "modernbert",
+    "whisper",
+    "jamba",
+    "gemma3n_text",
+    "openelm",
+    "stablelm",
+    "glm4_moe",
+    "dots3_note",
+    "encodec",
+    "pvt_v2",
+    "dory",
+    "fastspeech2_conformer",
+    "deepseek_v4",
+    "nemotron_h",
+    "mllama",
+    "swin",
+    "zamba2",
+    "moshi",
+]
 
 
 def test_good_models_are_left_alone() -> None:
@@ -104,18 +128,33 @@ def test_no_family_of_transformers_is_accused() -> None:
 @cache
 def stablelm() -> tuple[Tensors, dict[str, Any]]:
     config = transformers.StableLmConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         use_qkv_bias=True,
-    )  # fmt: skip
+    )
     return saved(config, transformers.StableLmForCausalLM)
 
 
 @cache
 def mixture() -> tuple[Tensors, dict[str, Any]]:
     config = transformers.Glm4MoeConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    )
     return saved(config, transformers.Glm4MoeForCausalLM)
 
 
@@ -141,7 +180,12 @@ DAMAGE: dict[str, tuple[Any, Callable[[Tensors], Tensors], str, str]] = {
     "a bias": (stablelm, without(f"{LAYER}self_attn.q_proj.bias"), "error", "FS102"),
     "a module": (stablelm, without(f"{LAYER}self_attn.k_proj"), "error", "FS102"),
     "a norm": (stablelm, without(f"{LAYER}input_layernorm"), "error", "FS102"),
-    "a block, which may be meant": (stablelm, without(f"{LAYER}self_attn", f"{LAYER}input_layernorm"), "warning", "FS102"),
+    "a block, which may be meant": (
+        stablelm,
+        without(f"{LAYER}self_attn", f"{LAYER}input_layernorm"),
+        "warning",
+        "FS102",
+    ),
     "a layer between": (stablelm, without(LAYER), "error", "FS103"),
     "the last layer, which the config alone counts": (stablelm, without(LAST), "warning", "FS103"),
     "the first layers": (stablelm, without("layers.0.", "layers.1."), "error", "FS103"),
@@ -149,10 +193,25 @@ DAMAGE: dict[str, tuple[Any, Callable[[Tensors], Tensors], str, str]] = {
     "the embedding": (stablelm, without("embed_tokens"), "error", "FS102"),
     "half a matrix": (stablelm, shaped(f"{LAYER}mlp.up_proj.weight", half), "error", "FS208"),
     "a matrix turned": (stablelm, shaped(f"{LAYER}mlp.up_proj.weight", turned), "error", "FS201"),
-    "another matrix": (stablelm, shaped(f"{LAYER}mlp.up_proj.weight", lambda s: (s[0] + 3, s[1])), "error", "FS201"),
+    "another matrix": (
+        stablelm,
+        shaped(f"{LAYER}mlp.up_proj.weight", lambda s: (s[0] + 3, s[1])),
+        "error",
+        "FS201",
+    ),
     "half the embedding": (stablelm, shaped("model.embed_tokens.weight", half), "error", "FS208"),
-    "half the columns of it": (stablelm, shaped("model.embed_tokens.weight", lambda s: (s[0], 33)), "none", ""),
-    "a slice of its columns": (stablelm, shaped("lm_head.weight", lambda s: (s[0], s[1] // 4)), "error", "FS208"),
+    "half the columns of it": (
+        stablelm,
+        shaped("model.embed_tokens.weight", lambda s: (s[0], 33)),
+        "none",
+        "",
+    ),
+    "a slice of its columns": (
+        stablelm,
+        shaped("lm_head.weight", lambda s: (s[0], s[1] // 4)),
+        "error",
+        "FS208",
+    ),
     "the embedding turned": (stablelm, shaped("model.embed_tokens.weight", turned), "error", "FS201"),
     "rows gone": (stablelm, shaped("lm_head.weight", lambda s: (s[0] - 9, s[1])), "error", "FS215"),
     "rows more, padded": (stablelm, shaped("lm_head.weight", lambda s: (s[0] + 64, s[1])), "none", ""),
@@ -161,11 +220,16 @@ DAMAGE: dict[str, tuple[Any, Callable[[Tensors], Tensors], str, str]] = {
     "an expert": (mixture, without(f"{LAYER}mlp.experts.5."), "error", "FS102"),
     "an expert of all layers": (mixture, without("experts.5."), "error", "FS102"),
     "a rank's experts": (mixture, without(*(f"experts.{i}." for i in range(4, 8))), "error", "FS102"),
-    "a rank's experts, and the routers": (mixture, without("mlp.gate", *(f"experts.{i}." for i in range(4, 8))), "warning", "FS102"),
+    "a rank's experts, and the routers": (
+        mixture,
+        without("mlp.gate", *(f"experts.{i}." for i in range(4, 8))),
+        "warning",
+        "FS102",
+    ),
     "a router": (mixture, without(f"{LAYER}mlp.gate.weight"), "error", "FS102"),
     "a matrix of the dense layer": (mixture, without("layers.0.self_attn.o_proj"), "error", "FS102"),
     "the final norm, which nothing tells of": (stablelm, without("model.norm"), "none", ""),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", DAMAGE)
@@ -341,8 +405,13 @@ def void(_: object) -> None:
 
 #: Ways in which a model is saved whose names are those of transformers.
 FORMS = {
-    "dcp": as_dcp, "ranks": as_ranks, "bin": as_bin, "trainer": as_trainer, "zero2": as_zero(2), "zero3": as_zero(3),
-}  # fmt: skip
+    "dcp": as_dcp,
+    "ranks": as_ranks,
+    "bin": as_bin,
+    "trainer": as_trainer,
+    "zero2": as_zero(2),
+    "zero3": as_zero(3),
+}
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -24,10 +24,20 @@ from holding import HANG
 from safetensors.torch import load_file, save_file
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 120, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-}  # fmt: skip
-VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 32,
-          "patch_size": 8}  # fmt: skip
+    "vocab_size": 120,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+VISION = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "image_size": 32,
+    "patch_size": 8,
+}
 MODELS = {
     "phi": lambda: transformers.PhiForCausalLM(transformers.PhiConfig(**SIZES)),
     "olmoe": lambda: transformers.OlmoeForCausalLM(
@@ -153,10 +163,13 @@ def test_nothing_of_the_checkpoint_or_the_working_directory_is_executed(
     (packages / "sitecustomize.py").write_text(PLANTED.format(mark=mark))
     config = json.loads((folder / "config.json").read_text()) | {
         "auto_map": {"AutoConfig": "modeling_phi.Config", "AutoModelForCausalLM": "modeling_phi.Model"},
-        "attn_implementation": "kernels-community/flash-attn", "_attn_implementation": "kernels-community/flash-attn",
-        "use_kernels": True, "custom_generate": "somebody/theirs", "_name_or_path": "somebody/theirs",
+        "attn_implementation": "kernels-community/flash-attn",
+        "_attn_implementation": "kernels-community/flash-attn",
+        "use_kernels": True,
+        "custom_generate": "somebody/theirs",
+        "_name_or_path": "somebody/theirs",
         "quantization_config": {"quant_method": "fp8"},
-    }  # fmt: skip
+    }
     (folder / "config.json").write_text(json.dumps(config))
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(packages))
@@ -173,8 +186,12 @@ def test_what_shapes_a_model_is_left_of_its_config() -> None:
     config = {"model_type": "x", "text_config": part, "list": [part], "kernel_size": 3, "use_kernels": True}
     limit = {"limit": [0.0, {"__float__": "Infinity"}]}
     assert from_transformers.cleaned(config | limit) == {
-        "model_type": "x", "text_config": {"hidden_size": 8}, "list": [{"hidden_size": 8}], "kernel_size": 3, **limit,
-    }  # fmt: skip
+        "model_type": "x",
+        "text_config": {"hidden_size": 8},
+        "list": [{"hidden_size": 8}],
+        "kernel_size": 3,
+        **limit,
+    }
     assert transformers_worker.decoded(limit) == {"limit": [0.0, float("inf")]}
 
 
@@ -373,10 +390,16 @@ def test_tied_tensors_and_what_a_class_accepts_are_no_finding(olmoe: tuple[Path,
 @pytest.mark.parametrize(
     "change",
     [
-        {"schema": "fastshard.expected.v9"}, {"tensors": None}, {"tensors": [["a", "F99", [1]]]}, {"tensors": [["a", "F32", [-1]]]},
-        {"tensors": [["a", "F32", [1]], ["a", "F32", [1]]]}, {"ties": [[1]]}, {"made": []}, {"class": 3},
+        {"schema": "fastshard.expected.v9"},
+        {"tensors": None},
+        {"tensors": [["a", "F99", [1]]]},
+        {"tensors": [["a", "F32", [-1]]]},
+        {"tensors": [["a", "F32", [1]], ["a", "F32", [1]]]},
+        {"ties": [[1]]},
+        {"made": []},
+        {"class": 3},
     ],
-)  # fmt: skip
+)
 def test_a_list_that_is_none(change: dict[str, Any], olmoe: tuple[Path, Path]) -> None:
     folder, document = olmoe
     document.write_text(json.dumps(json.loads(document.read_text()) | change))
@@ -609,10 +632,24 @@ def names_of(folder: Path) -> list[str]:
 
 
 VL = {
-    "text_config": SIZES | {"num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}},
-    "vision_config": {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32, "fullatt_block_indexes": [1]},
-    "image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6,
-}  # fmt: skip
+    "text_config": SIZES
+    | {
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+    },
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "out_hidden_size": 32,
+        "fullatt_block_indexes": [1],
+    },
+    "image_token_id": 3,
+    "video_token_id": 4,
+    "vision_start_token_id": 5,
+    "vision_end_token_id": 6,
+}
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -14,8 +14,15 @@ from safetensors.torch import save_file
 
 #: Nothing tells the sizes: no tensor is named that ranges of optimizer state held, the file with all names is lost, or a
 #: tensor that no layout gives a shape has the wrong one, or lacks a chunk.
-UNKNOWN = ("zero3_missing_rank", "tp_no_layout_no_config", "hf_embed_is_a_slice", "orbax_lone_host",
-           "orbax_lone_host_that_is_not_primary", "maxtext_missing_chunk", "paxml_missing_chunk")  # fmt: skip
+UNKNOWN = (
+    "zero3_missing_rank",
+    "tp_no_layout_no_config",
+    "hf_embed_is_a_slice",
+    "orbax_lone_host",
+    "orbax_lone_host_that_is_not_primary",
+    "maxtext_missing_chunk",
+    "paxml_missing_chunk",
+)
 #: Cannot be opened.
 UNOPENED = ("neox_latest_points_nowhere", "dcp_no_metadata", "hf_index_is_no_json")
 #: Each file of these is taken away, one after the other.

@@ -18,22 +18,40 @@ from helpers import assert_refused, cli, read_result
 from safetensors.torch import load_file, save_file
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 32,
-}  # fmt: skip
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
 DEEPSEEK: dict[str, Any] = SMALL | {
-    "num_key_value_heads": 4, "moe_intermediate_size": 10, "n_routed_experts": 4, "n_shared_experts": 2, "n_group": 2,
-    "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "kv_lora_rank": 5, "qk_nope_head_dim": 3,
-    "qk_rope_head_dim": 2, "v_head_dim": 7,
-}  # fmt: skip
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 10,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 5,
+    "qk_nope_head_dim": 3,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 7,
+}
 EXPERTS: dict[str, Any] = SMALL | {
-    "moe_intermediate_size": 10, "num_experts": 4, "num_experts_per_tok": 2,
-}  # fmt: skip
+    "moe_intermediate_size": 10,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 MODELS: dict[str, tuple[str, transformers.PretrainedConfig]] = {
     "deepseek": ("hf.deepseek_v3", transformers.DeepseekV3Config(**DEEPSEEK, q_lora_rank=6)),
     "deepseek_biases": (
         "hf.deepseek_v3",
-        transformers.DeepseekV3Config(**DEEPSEEK | {"first_k_dense_replace": 2}, q_lora_rank=6, attention_bias=True),
+        transformers.DeepseekV3Config(
+            **DEEPSEEK | {"first_k_dense_replace": 2}, q_lora_rank=6, attention_bias=True
+        ),
     ),
     "deepseek_no_lora": ("hf.deepseek_v3", transformers.DeepseekV3Config(**DEEPSEEK, q_lora_rank=None)),
     "gemma2": ("hf.gemma2", transformers.Gemma2Config(**SMALL, head_dim=6)),
@@ -45,15 +63,20 @@ MODELS: dict[str, tuple[str, transformers.PretrainedConfig]] = {
     ),
     "qwen2_moe_step": (
         "hf.qwen2_moe",
-        transformers.Qwen2MoeConfig(**EXPERTS, decoder_sparse_step=2, shared_expert_intermediate_size=14, qkv_bias=False),
+        transformers.Qwen2MoeConfig(
+            **EXPERTS, decoder_sparse_step=2, shared_expert_intermediate_size=14, qkv_bias=False
+        ),
     ),
     "qwen3_moe": ("hf.qwen2_moe", transformers.Qwen3MoeConfig(**EXPERTS, head_dim=6, mlp_only_layers=[0, 3])),
-}  # fmt: skip
+}
 #: A layer of each set that a model has, and a tensor of the other set there.
 STRAY = {
-    "deepseek": [("dense", 0, "mlp.experts.0.up_proj.weight", (10, 16)), ("moe", 1, "mlp.up_proj.weight", (24, 16))],
+    "deepseek": [
+        ("dense", 0, "mlp.experts.0.up_proj.weight", (10, 16)),
+        ("moe", 1, "mlp.up_proj.weight", (24, 16)),
+    ],
     "qwen2_moe": [("dense", 1, "mlp.gate.weight", (4, 16)), ("moe", 0, "mlp.down_proj.weight", (16, 24))],
-}  # fmt: skip
+}
 
 
 @cache
@@ -83,9 +106,13 @@ def further(name: str) -> dict[str, torch.Tensor]:
     have = tensors(name)
     layer = {n.replace("layers.3.", "layers.4."): t + 2 for n, t in have.items() if ".layers.3." in n}
     sizes = {
-        "enorm": (16,), "hnorm": (16,), "eh_proj": (16, 32), "embed_tokens": (40, 16), "shared_head.norm": (16,),
+        "enorm": (16,),
+        "hnorm": (16,),
+        "eh_proj": (16, 32),
+        "embed_tokens": (40, 16),
+        "shared_head.norm": (16,),
         "shared_head.head": (40, 16),
-    }  # fmt: skip
+    }
     return layer | {f"model.layers.4.{n}.weight": torch.randn(size) for n, size in sizes.items()}
 
 
@@ -242,11 +269,17 @@ def test_phi3_goes_to_other_frameworks_and_comes_back(
     """As Phi-3 where no plainer class of transformers computes it: where a part of each head is rotated."""
     torch.manual_seed(5)
     config = transformers.Phi3Config(
-        **SMALL | {"hidden_size": 32}, **form, pad_token_id=None, bos_token_id=None, eos_token_id=1,
+        **SMALL | {"hidden_size": 32},
+        **form,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=1,
         rope_parameters={
-            "rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5 if back == "phi3" else 1.0,
+            "rope_type": "default",
+            "rope_theta": 100.0,
+            "partial_rotary_factor": 0.5 if back == "phi3" else 1.0,
         },
-    )  # fmt: skip
+    )
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -273,10 +306,16 @@ def test_phi3_goes_to_other_frameworks_and_comes_back(
     ("to", "rope", "named"),
     [
         ("maxtext", {"rope_type": "default", "partial_rotary_factor": 0.5}, "share of a head"),
-        *((to, {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [1.0, 4.0]}, "rope_scaling")
-          for to in ("megatron", "gpt_neox", "maxtext")),
+        *(
+            (
+                to,
+                {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [1.0, 4.0]},
+                "rope_scaling",
+            )
+            for to in ("megatron", "gpt_neox", "maxtext")
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_others_cannot_say_of_phi3_is_refused(
     to: str, rope: dict[str, Any], named: str, tmp_path: Path
 ) -> None:

@@ -46,9 +46,19 @@ def build_document(*bars: dict[str, Any], loaded: bool = False) -> dict[str, Any
         "python": "3",
     }
     return {
-        "date": "2026-01-01", "revision": "abc", "core": "optimised", "versions": {}, "machine": machine, "size": LARGE, "rounds": 5,
-        "memory_file_system": "tmpfs", "load": 0.0, "touch_seconds_per_gib": [1, 1], "loaded": loaded, "bars": list(bars),
-    }  # fmt: skip
+        "date": "2026-01-01",
+        "revision": "abc",
+        "core": "optimised",
+        "versions": {},
+        "machine": machine,
+        "size": LARGE,
+        "rounds": 5,
+        "memory_file_system": "tmpfs",
+        "load": 0.0,
+        "touch_seconds_per_gib": [1, 1],
+        "loaded": loaded,
+        "bars": list(bars),
+    }
 
 
 def run_results(monkeypatch: pytest.MonkeyPatch, *results: Result | Exception) -> dict[str, Any]:

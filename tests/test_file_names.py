@@ -19,8 +19,9 @@ def checkpoint(folder: Path, *names: str) -> Path:
     """A safetensors file of small tensors; written by hand, as the library refuses some names."""
     folder.mkdir()
     header = {
-        name: {"dtype": "F32", "shape": [4], "data_offsets": [16 * i, 16 * i + 16]} for i, name in enumerate(names)
-    }  # fmt: skip
+        name: {"dtype": "F32", "shape": [4], "data_offsets": [16 * i, 16 * i + 16]}
+        for i, name in enumerate(names)
+    }
     text = json.dumps(header).encode()
     data = b"".join(struct.pack("<4f", i + 1, 2, 3, 4) for i in range(len(names)))
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
@@ -41,14 +42,33 @@ def published(ckpt: Path, out: Path, command: tuple[str, ...]) -> None:
 
 #: Names that files of texts have, or that mean something elsewhere.
 ANYWHERE = [
-    "config.json", "layout.json", "model.safetensors.index.json", "latest", "d", "0", "c", "zarr.json", "manifest.ocdbt",
-    "ocdbt.process_0", "_CHECKPOINT_METADATA", "fastshard.manifest.json", "a b", "ü", "x" * 255,
-]  # fmt: skip
+    "config.json",
+    "layout.json",
+    "model.safetensors.index.json",
+    "latest",
+    "d",
+    "0",
+    "c",
+    "zarr.json",
+    "manifest.ocdbt",
+    "ocdbt.process_0",
+    "_CHECKPOINT_METADATA",
+    "fastshard.manifest.json",
+    "a b",
+    "ü",
+    "x" * 255,
+]
 #: Names that no folder can have, or that have a meaning as one.
 NO_FOLDER = {
-    "NUL": "a\0b", "backslash": "a\\b", "256 bytes": "x" * 256, "300 bytes": "é" * 150, "staging": "a.fastshard-b",
-    "the tree's metadata": "_METADATA", "the arrays' metadata": "array_metadatas", "the commit's marker": "commit_success.txt",
-}  # fmt: skip
+    "NUL": "a\0b",
+    "backslash": "a\\b",
+    "256 bytes": "x" * 256,
+    "300 bytes": "é" * 150,
+    "staging": "a.fastshard-b",
+    "the tree's metadata": "_METADATA",
+    "the arrays' metadata": "array_metadatas",
+    "the commit's marker": "commit_success.txt",
+}
 
 
 @pytest.mark.parametrize("command", [MERGE, OCDBT, ZARR2], ids=lambda c: c[-1])

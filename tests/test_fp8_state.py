@@ -86,9 +86,15 @@ def test_fp8_state_is_told_of(
     ran = cli("inspect", root)
     assert (ran.code, ran.errors) == (0, [])
     assert ran.doc["metadata"]["features"]["fp8"] == {
-        "states": 15, "recipe": "DelayedScaling", "margin": 0, "amax_history_len": 16, "amax_compute_algo": "max",
-        "amax_history": [16], "scale_bwd": [2.0, 4.0], "scale_fwd": [0.5, 512.0],
-    }  # fmt: skip
+        "states": 15,
+        "recipe": "DelayedScaling",
+        "margin": 0,
+        "amax_history_len": 16,
+        "amax_compute_algo": "max",
+        "amax_history": [16],
+        "scale_bwd": [2.0, 4.0],
+        "scale_fwd": [0.5, 512.0],
+    }
     shown = cli("inspect", root, json_output=False).out
     assert "DelayedScaling" in shown and "512" in shown
     assert cli("merge", root, tmp_path / "out").code == 0

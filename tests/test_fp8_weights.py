@@ -49,19 +49,25 @@ def test_weights_are_multiplied_by_the_scale_of_their_block(kind: torch.dtype, t
     small = torch.rand(10, 5) + 0.5
     rows = torch.rand(300, 1).to(torch.bfloat16)
     tensors = {
-        "usual.weight": raw, "usual.weight_scale_inv": blocks,
-        "rows.weight": raw.clone(), "rows.weight_scale": rows,
-        "flat.weight": raw.clone(), "flat.weight_scale": rows.reshape(-1).clone(),
-        "one.weight": raw.clone(), "one.weight_scale_inv": torch.tensor([0.25]),
+        "usual.weight": raw,
+        "usual.weight_scale_inv": blocks,
+        "rows.weight": raw.clone(),
+        "rows.weight_scale": rows,
+        "flat.weight": raw.clone(),
+        "flat.weight_scale": rows.reshape(-1).clone(),
+        "one.weight": raw.clone(),
+        "one.weight_scale_inv": torch.tensor([0.25]),
         "norm.weight": torch.ones(7, dtype=torch.bfloat16),
-    }  # fmt: skip
+    }
     root = write(tmp_path / "ckpt", tensors)
     assert cli("merge", root, tmp_path / "out", "--dtype", "bf16").code == 0
     have = read_result(tmp_path / "out")
     scales = {
-        "usual": expanded(blocks, shape, (128, 128)), "rows": expanded(rows, shape, (1, 200)),
-        "flat": expanded(rows, shape, (1, 200)), "one": torch.full(shape, 0.25),
-    }  # fmt: skip
+        "usual": expanded(blocks, shape, (128, 128)),
+        "rows": expanded(rows, shape, (1, 200)),
+        "flat": expanded(rows, shape, (1, 200)),
+        "one": torch.full(shape, 0.25),
+    }
     assert set(have) == {"norm.weight", *(f"{name}.weight" for name in scales)}
     for name, scale in scales.items():
         assert torch.equal(have[f"{name}.weight"], (raw.float() * scale).to(torch.bfloat16)), name

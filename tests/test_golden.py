@@ -14,10 +14,11 @@ GOLDEN = Path(__file__).parent / "golden"
 PLANS: dict[str, tuple[str, tuple[object, ...]]] = {
     "neox_pipeline_to_hf": ("gpt_neox/llama_gqa_pp_tp2", ("--to", "hf", "--vocab-size", 509)),
     "torch_dist_to_tp_safetensors": (
-        "sharded/megatron_torch_dist_tp2_pp2", ("--to", "tp-safetensors", "--tp", 2, "--vocab-size", 1000),
+        "sharded/megatron_torch_dist_tp2_pp2",
+        ("--to", "tp-safetensors", "--tp", 2, "--vocab-size", 1000),
     ),
     "maxtext_to_hf": ("maxtext_twins/a_mt_f32_scan", ("--to", "hf", "--vocab-size", 250)),
-}  # fmt: skip
+}
 #: What the machine and the moment decide.
 ELSEWHERE = ("space", "memory")
 

@@ -123,9 +123,14 @@ def test_files_that_are_missing_for_another_reason_stay_apart() -> None:
 
 def pointer(name: str, size: int = 9) -> Finding:
     return Finding.of(
-        "FS316", "a Git LFS pointer", file=name, expected=f"{size} bytes", got="131 bytes",
-        help="fetch the file itself, inside the clone", run=[f"git lfs pull --include {name}"],
-    )  # fmt: skip
+        "FS316",
+        "a Git LFS pointer",
+        file=name,
+        expected=f"{size} bytes",
+        got="131 bytes",
+        help="fetch the file itself, inside the clone",
+        run=[f"git lfs pull --include {name}"],
+    )
 
 
 def test_files_of_which_the_same_is_said_are_one_finding() -> None:
@@ -178,8 +183,10 @@ def test_layers_that_are_missing_are_one_finding() -> None:
     ]
     (one,) = group_by_cause(gone[1:], [])
     assert (one.layers, one.count, one.message) == (
-        range(4, 6), 6, "layers 4, 5 are missing: no file has any of their 6 tensors",
-    )  # fmt: skip
+        range(4, 6),
+        6,
+        "layers 4, 5 are missing: no file has any of their 6 tensors",
+    )
     (one,) = group_by_cause(gone, [])
     assert one.layers is None and [part.layers for part in one.parts] == [f.layers for f in gone]
 

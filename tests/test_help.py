@@ -156,14 +156,19 @@ LONG = "what is said of it is longer than a line of a terminal has room for, so 
     ("code", "message", "fields", "reason"),
     [
         ("FS306", LONG, {"file": "a.safetensors", "tensor": "x"}, "NaN or infinite values: a.safetensors"),
-        ("FS101", "the file is missing", {"file": RANK}, "mp_rank_01_001/model_optim_rng.pt: the file is missing"),
+        (
+            "FS101",
+            "the file is missing",
+            {"file": RANK},
+            "mp_rank_01_001/model_optim_rng.pt: the file is missing",
+        ),
         ("FS113", LONG, {"files": ["s/x_01.pt", "s/x_02.pt"]}, "renamed or swapped file: x_{01,02}.pt"),
         ("FS102", LONG, {"tensor": "a.b"}, "missing tensor: a.b"),
         ("FS514", LONG, {"file": "s/x_01.pt"}, "not supported: x_01.pt"),
         ("FS209", "`a` is not stated", {"file": f"{LONG}.pt"}, "`a` is not stated"),
         ("FS111", LONG, {"file": "4000/items", "rank": "process 1"}, "missing chunks: process 1"),
     ],
-)  # fmt: skip
+)
 def test_a_verdict_names_what_it_is_about(
     code: str, message: str, fields: dict[str, Any], reason: str
 ) -> None:

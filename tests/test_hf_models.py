@@ -19,9 +19,15 @@ from safetensors.torch import load_file, save_file
 from tiny_models import SIZES, model
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 200, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": 200,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 CONFIGS = {
     "t5": transformers.T5Config(
         vocab_size=200, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
@@ -152,9 +158,12 @@ def test_the_parts_of_a_config_say_the_dtype_too(tmp_path: Path) -> None:
     (tmp_path / "hf/config.json").write_text(json.dumps({"model_type": "x", "dtype": "bfloat16", **parts}))
     assert cli("merge", tmp_path / "hf", tmp_path / "out", "--dtype", "f32").code == 0
     assert json.loads((tmp_path / "out/config.json").read_text()) == {
-        "model_type": "x", "dtype": "float32", "text_config": {"dtype": "float32", "n": 1},
-        "vision_config": {"torch_dtype": "float32"}, "quiet_config": {"n": 2},
-    }  # fmt: skip
+        "model_type": "x",
+        "dtype": "float32",
+        "text_config": {"dtype": "float32", "n": 1},
+        "vision_config": {"torch_dtype": "float32"},
+        "quiet_config": {"n": 2},
+    }
 
 
 HEADS = {
@@ -383,10 +392,15 @@ def test_adapters_in_a_trainers_checkpoint_are_merged_and_named(name: str, tmp_p
 
 #: Hugging Face's words for a Llama, and torchtitan's.
 TITAN = {
-    "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
-    "self_attn.o_proj": "attention.wo", "mlp.": "feed_forward.", "embed_tokens": "tok_embeddings",
-    "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
-}  # fmt: skip
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.": "feed_forward.",
+    "embed_tokens": "tok_embeddings",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
 
 
 def titan(text: str) -> str:
@@ -421,10 +435,12 @@ def test_a_model_under_other_names_than_its_config_s_is_merged(form: str, tmp_pa
     """Names of a trainer that nobody knows beside the config of the model: transformers would find none of its tensors."""
     of = model("llama", tmp_path / "plain")
     state = {
-        name.replace("model.layers.", "stack.layers.").replace("self_attn", "attn").replace("mlp", "ffn")
+        name.replace("model.layers.", "stack.layers.")
+        .replace("self_attn", "attn")
+        .replace("mlp", "ffn")
         .replace("layernorm", "norm"): tensor.clone()
         for name, tensor in of.state_dict().items()
-    }  # fmt: skip
+    }
     if form == "dcp":
         dcp.save(state, checkpoint_id=tmp_path / "run/step-10", no_dist=True)
         config_at(tmp_path / "run", of)

@@ -224,9 +224,14 @@ def test_another_config_of_transformers_is_no_models(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 2, "transformers_version": "5.0.0"}')
     for command in BOTH:
         assert_refused(
-            HF, tmp_path / "out", "FS211", exit=2, command=tuple(command), message="no model's",
+            HF,
+            tmp_path / "out",
+            "FS211",
+            exit=2,
+            command=tuple(command),
+            message="no model's",
             options=("--config", tmp_path / "generation_config.json"),
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize("to", ["dcp", "tp-safetensors"])

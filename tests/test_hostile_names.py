@@ -122,8 +122,10 @@ def test_few_descriptors_for_many_files(tmp_path: Path) -> None:
     )
     ran = subprocess.run(
         [sys.executable, "-c", script, "merge", tmp_path / "ckpt", tmp_path / "out", "--json"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert "Traceback" not in ran.stderr, ran.stderr
     found = [f["code"] for f in json.loads(ran.stdout)["findings"] if f["severity"] == "error"]
     assert (ran.returncode, found) in [(0, []), (2, ["FS511"])]
@@ -172,10 +174,15 @@ def test_a_tensor_s_name_is_suggested() -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("adapter_model.safetensors", "PEFT"), ("m.Q4_K_M.gguf", "GGUF"),
-        ("consolidated.00.pth", "Meta"), ("flax_model.msgpack", "Flax"), ("step.ckpt", "a trainer saved"), ("x.nemo", "NeMo"), ("w.npz", "script"),
+        ("adapter_model.safetensors", "PEFT"),
+        ("m.Q4_K_M.gguf", "GGUF"),
+        ("consolidated.00.pth", "Meta"),
+        ("flax_model.msgpack", "Flax"),
+        ("step.ckpt", "a trainer saved"),
+        ("x.nemo", "NeMo"),
+        ("w.npz", "script"),
     ],
-)  # fmt: skip
+)
 def test_formats_that_are_not_read_are_named(name: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "ckpt").mkdir()
     (tmp_path / "ckpt" / name).write_bytes(b"x")
@@ -204,10 +211,12 @@ def test_quiet_says_errors_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fixture", "old"),
     [
-        ("sharded/colossalai_049_tp2_pp2", "modeling"), ("universal/zero1_bf16_dp2", "global_step4/zero/norm.bias"),
-        ("orbax/paxml_gpt3_micro_weights", "checkpoints"), ("gpt_neox/neox_pp_tp2", "global_step4"),
+        ("sharded/colossalai_049_tp2_pp2", "modeling"),
+        ("universal/zero1_bf16_dp2", "global_step4/zero/norm.bias"),
+        ("orbax/paxml_gpt3_micro_weights", "checkpoints"),
+        ("gpt_neox/neox_pp_tp2", "global_step4"),
     ],
-)  # fmt: skip
+)
 def test_a_name_that_is_not_utf8(fixture: str, old: str, tmp_path: Path) -> None:
     root = copy(FIXTURES / fixture, tmp_path / "ckpt")
     (root / old).rename((root / old).with_name(os.fsdecode(b"a\xff")))

@@ -15,9 +15,20 @@ PACKAGE = Path(fastshard.__file__).parent
 
 #: The rooms, from the floor up: each imports from those below it alone.
 ROOMS = (
-    "common", "layouts", "zarr", "models", "expected", "sources", "targets", "findings", "checkpoint", "conversion", "verification",
-    "reporting", "cli",
-)  # fmt: skip
+    "common",
+    "layouts",
+    "zarr",
+    "models",
+    "expected",
+    "sources",
+    "targets",
+    "findings",
+    "checkpoint",
+    "conversion",
+    "verification",
+    "reporting",
+    "cli",
+)
 #: Rooms of one floor.
 APART = ("expected", "sources", "targets")
 #: Public paths of modules that are elsewhere: for users.
@@ -25,9 +36,13 @@ DOORS = ("errors", "examples", "manifests", "ray")
 #: Containers of tensors, which any framework may use, and the frameworks.
 CONTAINERS = ("sources.dcp", "sources.zero", "sources.orbax")
 FRAMEWORKS = (
-    "sources.huggingface", "sources.megatron", "sources.deepspeed", "sources.gpt_neox", "sources.colossalai",
+    "sources.huggingface",
+    "sources.megatron",
+    "sources.deepspeed",
+    "sources.gpt_neox",
+    "sources.colossalai",
     "sources.fsdp",
-)  # fmt: skip
+)
 
 
 class Rule(NamedTuple):
@@ -40,18 +55,46 @@ class Rule(NamedTuple):
 
 
 RULES = [
-    *(Rule(room, (*ROOMS[at + 1 :], *DOORS), "a room imports from those below it") for at, room in enumerate(ROOMS)),
-    *(Rule(room, tuple(other for other in APART if other != room),
-           "where a tensor lies, where it goes and what must exist are three questions") for room in APART),
+    *(
+        Rule(room, (*ROOMS[at + 1 :], *DOORS), "a room imports from those below it")
+        for at, room in enumerate(ROOMS)
+    ),
+    *(
+        Rule(
+            room,
+            tuple(other for other in APART if other != room),
+            "where a tensor lies, where it goes and what must exist are three questions",
+        )
+        for room in APART
+    ),
     Rule("zarr", ("layouts",), "arrays know no names"),
-    Rule("reporting", ("sources", "targets", "models"), "a page tells what the library says, and knows no framework",
-         but=("targets.request", "models.tensor_roles")),
-    Rule("reporting.grid", ("reporting.page", "reporting.charts"), "what is told knows nothing of how it looks"),
-    Rule("reporting.report_data", ("reporting.page", "reporting.charts"), "what is told knows nothing of how it looks"),
-    *(Rule(container, (*FRAMEWORKS, "sources.registry"), "a container serves every framework") for container in CONTAINERS),
-    *(Rule(one, (*(other for other in FRAMEWORKS if other != one), "sources.registry"),
-           "adding a framework edits no other's file; only the registry knows all") for one in FRAMEWORKS),
-]  # fmt: skip
+    Rule(
+        "reporting",
+        ("sources", "targets", "models"),
+        "a page tells what the library says, and knows no framework",
+        but=("targets.request", "models.tensor_roles"),
+    ),
+    Rule(
+        "reporting.grid", ("reporting.page", "reporting.charts"), "what is told knows nothing of how it looks"
+    ),
+    Rule(
+        "reporting.report_data",
+        ("reporting.page", "reporting.charts"),
+        "what is told knows nothing of how it looks",
+    ),
+    *(
+        Rule(container, (*FRAMEWORKS, "sources.registry"), "a container serves every framework")
+        for container in CONTAINERS
+    ),
+    *(
+        Rule(
+            one,
+            (*(other for other in FRAMEWORKS if other != one), "sources.registry"),
+            "adding a framework edits no other's file; only the registry knows all",
+        )
+        for one in FRAMEWORKS
+    ),
+]
 #: (part, name, why): names that nothing of a part imports.
 NAMES = [("models", "Contents", "models see names and shapes, never what files hold")]
 
@@ -235,9 +278,12 @@ def test_circles_and_rules_are_seen(tmp_path: Path) -> None:
     ]
     said = broken(found)
     for expected in (
-        "common.sizes imports sources.hf: a room", "models.m imports targets.t: ", "models.m imports Contents: ",
-        "targets.t imports sources.dcp: ", "sources.dcp imports sources.megatron.names: a container",
-    ):  # fmt: skip
+        "common.sizes imports sources.hf: a room",
+        "models.m imports targets.t: ",
+        "models.m imports Contents: ",
+        "targets.t imports sources.dcp: ",
+        "sources.dcp imports sources.megatron.names: a container",
+    ):
         assert any(line.startswith(expected) for line in said), (expected, said)
     assert len(said) == 5
 

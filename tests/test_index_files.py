@@ -27,8 +27,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("index") / "stablelm"
     torch.manual_seed(11)
     config = transformers.StableLmConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=4
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
     transformers.StableLmForCausalLM(config).save_pretrained(folder, max_shard_size="200KB")
     assert len(list(folder.glob("*.safetensors"))) == 6
     return folder
@@ -155,8 +160,16 @@ CASES: dict[str, tuple[Callable[[Path, Index], str | None], int, str]] = {
     "the index does not name a tensor of a file": (unnamed, 0, "FS108 warning"),
     "a tensor of a layer is gone from file and index": (gone_from_both, 3, "FS102 error"),
     "a shard is gone, and from the index too": (shard_gone_from_both, 3, "FS101 warning"),
-    "the index sends a tensor to a file that does not hold it, another does": (another_file, 0, "FS115 warning"),
-    "the index sends all tensors of a file to another, and names it nowhere": (unnamed_file, 1, "FS115 error"),
+    "the index sends a tensor to a file that does not hold it, another does": (
+        another_file,
+        0,
+        "FS115 warning",
+    ),
+    "the index sends all tensors of a file to another, and names it nowhere": (
+        unnamed_file,
+        1,
+        "FS115 error",
+    ),
     "a shard was copied over another": (copied_shard, 1, "FS303 error"),
     "the file holds a slice of the tensor": (slice_in_file, 1, "FS208 error"),
     "two files hold the tensor, with other values": (twice(lambda t: t + 1), 1, "FS206 error"),
@@ -172,7 +185,7 @@ CASES: dict[str, tuple[Callable[[Path, Index], str | None], int, str]] = {
     "names in the files lack the prefix `model.`": (prefix_in_files, 0, "FS115 warning"),
     "a name stands twice in the index": (name_twice, 0, "-"),
     "a shard of another number (`-of-00007`) lies beside": (shard_of_another_division, 0, "FS108 warning"),
-}  # fmt: skip
+}
 
 
 def loaded(folder: Path, reference: Path) -> str:

@@ -296,8 +296,11 @@ fastshard.merge(sys.argv[1], sys.argv[2], threads=1, fsync=False, progress=step)
 def called_back(act: str, source: Path, out: Path, steps: Steps) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", CALLED_BACK.format(act=act), source, out],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=steps.environment,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=steps.environment,
+    )
 
 
 def test_progress_is_called_and_ends_with_everything(ckpt: Path, place: Path, steps: Steps) -> None:

@@ -18,10 +18,22 @@ def routed(folder: Path, bias: torch.dtype = torch.float32) -> Path:
     """A small glm4_moe in float32, whose router has biases that bfloat16 cannot tell apart."""
     torch.manual_seed(5)
     config = transformers.Glm4MoeConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, n_routed_experts=16, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1,
-        n_group=1, topk_group=1, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        n_routed_experts=16,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        tie_word_embeddings=False,
+    )
     transformers.Glm4MoeForCausalLM(config).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     for name in tensors:

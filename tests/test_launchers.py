@@ -25,16 +25,41 @@ FOUND = {
     "mpiexec": (PMI, None, (2, 4), "PMI: PMI_RANK=2, PMI_SIZE=4"),
     "kubernetes": (INDEX, 8, (5, 8), "Kubernetes: JOB_COMPLETION_INDEX=5"),
     "kubernetes, with a variable": (INDEX | {"FASTSHARD_WORLD": "6"}, None, (5, 6), "Kubernetes"),
-    "by hand": ({"FASTSHARD_RANK": "0", "FASTSHARD_WORLD": "2"} | SRUN, None, (0, 2), "fastshard's own variables"),
+    "by hand": (
+        {"FASTSHARD_RANK": "0", "FASTSHARD_WORLD": "2"} | SRUN,
+        None,
+        (0, 2),
+        "fastshard's own variables",
+    ),
     "the same number given": (SRUN, 4, (2, 4), "Slurm"),
     # srun starts one torchrun for each node: SLURM_PROCID numbers these.
-    "torchrun under srun": (TORCHRUN | SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, None, (3, 8), "torchrun"),
-    "mpirun in an allocation": (MPI | {"SLURM_JOB_ID": "5", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, None, (1, 2), "Open MPI"),
-    "mpirun by way of srun": (MPI | SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None, (1, 2), "Open MPI"),
+    "torchrun under srun": (
+        TORCHRUN | SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
+        None,
+        (3, 8),
+        "torchrun",
+    ),
+    "mpirun in an allocation": (
+        MPI | {"SLURM_JOB_ID": "5", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"},
+        None,
+        (1, 2),
+        "Open MPI",
+    ),
+    "mpirun by way of srun": (
+        MPI | SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+        None,
+        (1, 2),
+        "Open MPI",
+    ),
     "srun with PMI": (SRUN | PMI, None, (2, 4), "PMI"),
-    "a script that exports torch's names": (SRUN | {"RANK": "2", "WORLD_SIZE": "4"}, None, (2, 4), "torchrun"),
+    "a script that exports torch's names": (
+        SRUN | {"RANK": "2", "WORLD_SIZE": "4"},
+        None,
+        (2, 4),
+        "torchrun",
+    ),
     "half of torch's names, left over": (SRUN | {"RANK": "7"}, None, (2, 4), "Slurm"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FOUND)

@@ -12,11 +12,21 @@ from fastshard.layouts import model_classes
 DOCS = (Path(__file__).parent.parent / "docs/layouts.md").read_text()
 BLOCKS = re.findall(r"^```toml\n(.*?)^```", DOCS, re.MULTILINE | re.DOTALL)
 CONFIG = {
-    "model_type": "example", "vocab_size": 40, "ffn_ratio": 1.75, "text_config": {
-        "num_hidden_layers": 5, "num_nextn_predict_layers": 1, "hidden_size": 16, "intermediate_size": 24, "num_experts": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "first_dense": 1, "sparse_step": 2,
+    "model_type": "example",
+    "vocab_size": 40,
+    "ffn_ratio": 1.75,
+    "text_config": {
+        "num_hidden_layers": 5,
+        "num_nextn_predict_layers": 1,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_experts": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "first_dense": 1,
+        "sparse_step": 2,
     },
-}  # fmt: skip
+}
 
 
 def test_the_first_table_is_one() -> None:

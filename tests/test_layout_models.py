@@ -129,9 +129,14 @@ def test_a_table_of_ones_own_says_what_its_models_compute(how: str, tmp_path: Pa
     """Without a section no other framework is told."""
     torch.manual_seed(5)
     config = transformers.LlamaConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32,
-    )  # fmt: skip
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
     model = transformers.LlamaForCausalLM(config).eval()
     model.save_pretrained(tmp_path / "in")
     stated = json.loads((tmp_path / "in/config.json").read_text()) | {"model_type": "pebble"}

@@ -274,10 +274,13 @@ def test_pipeline_ranks_number_their_own_layers(tmp_path: Path) -> None:
     first = {n: t for n, t in apart.items() if n.startswith(("moe.0.", "moe.1.", "dense.0."))}
     first |= {f"h.{n}.norm": tensors[f"h.{n}.norm"] for n in range(3)}
     second = {
-        "moe.0.experts.0": apart["moe.2.experts.0"], "moe.0.experts.1": apart["moe.2.experts.1"],
-        "moe.1.experts.0": apart["moe.3.experts.0"], "moe.1.experts.1": apart["moe.3.experts.1"],
-        "dense.0.mlp": apart["dense.1.mlp"], "h.2.join": apart["h.5.join"],
-    }  # fmt: skip
+        "moe.0.experts.0": apart["moe.2.experts.0"],
+        "moe.0.experts.1": apart["moe.2.experts.1"],
+        "moe.1.experts.0": apart["moe.3.experts.0"],
+        "moe.1.experts.1": apart["moe.3.experts.1"],
+        "dense.0.mlp": apart["dense.1.mlp"],
+        "h.2.join": apart["h.5.join"],
+    }
     second |= {f"h.{n}.norm": tensors[f"h.{n + 3}.norm"] for n in range(3)}
     found, back = plan(
         tmp_path / "back", {"a.safetensors": first, "b.safetensors": second}, numbered, APART, units=units

@@ -22,19 +22,30 @@ from helpers import NEOX, Ran, assert_refused, cli, copy, edit_safetensors, read
 from safetensors.torch import load_file, save_file
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 120, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-}  # fmt: skip
+    "vocab_size": 120,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
 CONFIGS = {
     "phi": transformers.PhiConfig(**SIZES),
     "gpt2": transformers.GPT2Config(vocab_size=120, n_embd=32, n_layer=4, n_head=4, n_positions=24),
     "opt": transformers.OPTConfig(
-        vocab_size=120, hidden_size=32, ffn_dim=48, num_hidden_layers=4, num_attention_heads=4,
-        word_embed_proj_dim=32, max_position_embeddings=24,
+        vocab_size=120,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        word_embed_proj_dim=32,
+        max_position_embeddings=24,
     ),
-    "falcon": transformers.FalconConfig(vocab_size=120, hidden_size=32, num_hidden_layers=4, num_attention_heads=4),
+    "falcon": transformers.FalconConfig(
+        vocab_size=120, hidden_size=32, num_hidden_layers=4, num_attention_heads=4
+    ),
     "bert": transformers.BertConfig(**SIZES, max_position_embeddings=24),
     "t5": transformers.T5Config(vocab_size=120, d_model=32, d_kv=8, d_ff=48, num_layers=4, num_heads=4),
-}  # fmt: skip
+}
 AUTO = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
 INDEX = "model.safetensors.index.json"
 
@@ -282,8 +293,9 @@ def test_whole_layers_are_a_finding_each(phi: Path, tmp_path: Path) -> None:
     bad = damaged(copy(phi, tmp_path / "bad"), cut)
     ran = cli("verify", bad, "--like", phi)
     assert [(f["code"], f["message"][:22]) for f in ran.errors] == [
-        ("FS103", "layer model.layers.1: "), ("FS103", "layer model.layers.3: "),
-    ]  # fmt: skip
+        ("FS103", "layer model.layers.1: "),
+        ("FS103", "layer model.layers.3: "),
+    ]
     assert "4 layers by the checkpoint's own config, 4 by the reference's" in ran.errors[0]["got"]
 
 
@@ -474,9 +486,13 @@ def of_colossalai(root: Path, state: dict[str, torch.Tensor]) -> Path:
 
 
 SOURCES: dict[str, Callable[[Path, dict[str, torch.Tensor]], Path]] = {
-    "dcp": of_dcp, "fsdp": of_fsdp, "zero1": of_zero(1), "zero2": of_zero(2), "zero3": of_zero(3),
+    "dcp": of_dcp,
+    "fsdp": of_fsdp,
+    "zero1": of_zero(1),
+    "zero2": of_zero(2),
+    "zero3": of_zero(3),
     "colossalai": of_colossalai,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("form", SOURCES)
@@ -494,9 +510,14 @@ def test_trainers_checkpoints_without_a_config_become_the_model(form: str, phi: 
     for options in (("--like", phi), ("--like", source)):
         config = ("--config", phi / "config.json") if options[1] == source else ()
         assert_refused(
-            bad, tmp_path / "refused", "FS102", exit=3, command=command, options=(*options, *config),
+            bad,
+            tmp_path / "refused",
+            "FS102",
+            exit=3,
+            command=command,
+            options=(*options, *config),
             tensor="model.layers.1.mlp.fc1.bias",
-        )  # fmt: skip
+        )
 
 
 def test_a_checkpoints_own_config_goes_before_the_references(phi: Path, tmp_path: Path) -> None:
@@ -759,8 +780,12 @@ def test_the_api_takes_it(phi: Path, tmp_path: Path) -> None:
     assert [f.code for f in opened.findings if f.severity == "error"] == ["FS102"]
     assert [f.code for f in fastshard.verify(bad, like=phi) if f.severity == "error"] == ["FS102"]
     assert [f.code for f in fastshard.plan(bad, like=phi).findings if f.severity == "error"] == ["FS102"]
-    for function in (fastshard.stats, lambda p, **k: fastshard.open(p, to="hf", **k), lambda p, **k: fastshard.merge(p, tmp_path / "o", **k),
-                     lambda p, **k: fastshard.convert(p, tmp_path / "o", "hf", **k)):  # fmt: skip
+    for function in (
+        fastshard.stats,
+        lambda p, **k: fastshard.open(p, to="hf", **k),
+        lambda p, **k: fastshard.merge(p, tmp_path / "o", **k),
+        lambda p, **k: fastshard.convert(p, tmp_path / "o", "hf", **k),
+    ):
         with pytest.raises(fastshard.FastshardError, match="FS102"):
             function(bad, like=phi)
     with pytest.raises(fastshard.FastshardError, match="open already"):

@@ -18,41 +18,109 @@ from safetensors.torch import load_file, save_file
 
 State = dict[str, torch.Tensor]
 TEXT: dict[str, Any] = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48,
-    "vocab_size": 96, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 VISION: dict[str, Any] = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 32, "patch_size": 8,
-}  # fmt: skip
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "image_size": 32,
+    "patch_size": 8,
+}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 FAMILIES: dict[str, Callable[..., Any]] = {
-    "llava": lambda **more: transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(
-        text_config=TEXT | {"model_type": "llama"} | more, vision_config=VISION | {"model_type": "clip_vision_model"},
-        image_token_index=95,
-    )),
-    "qwen2_5_vl": lambda **more: transformers.Qwen2_5_VLForConditionalGeneration(transformers.Qwen2_5_VLConfig(
-        text_config=TEXT | {"rope_parameters": MROPE} | more, image_token_id=93, video_token_id=94, vision_start_token_id=92,
-        vision_end_token_id=91, vision_config={
-            "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32, "patch_size": 8,
-            "spatial_merge_size": 2, "fullatt_block_indexes": [1], "window_size": 32,
-        },
-    )),
-    "gemma3": lambda **more: transformers.Gemma3ForConditionalGeneration(transformers.Gemma3Config(
-        text_config=TEXT | {"head_dim": 8} | more, vision_config=VISION, mm_tokens_per_image=4, image_token_index=95,
-    )),
-    "whisper": lambda **more: transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**{
-        "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 96, "num_mel_bins": 8, "max_source_positions": 16,
-        "max_target_positions": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, **more,
-    })),
-    "t5": lambda **more: transformers.T5ForConditionalGeneration(transformers.T5Config(**{
-        "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 96, "decoder_start_token_id": 0, **more,
-    })),
-    "mixtral": lambda **more: transformers.MixtralForCausalLM(transformers.MixtralConfig(**TEXT | {"num_local_experts": 4} | more)),
-    "qwen3_moe": lambda **more: transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(
-        **TEXT | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48} | more,
-    )),
-}  # fmt: skip
+    "llava": lambda **more: transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(
+            text_config=TEXT | {"model_type": "llama"} | more,
+            vision_config=VISION | {"model_type": "clip_vision_model"},
+            image_token_index=95,
+        )
+    ),
+    "qwen2_5_vl": lambda **more: transformers.Qwen2_5_VLForConditionalGeneration(
+        transformers.Qwen2_5_VLConfig(
+            text_config=TEXT | {"rope_parameters": MROPE} | more,
+            image_token_id=93,
+            video_token_id=94,
+            vision_start_token_id=92,
+            vision_end_token_id=91,
+            vision_config={
+                "depth": 2,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_heads": 4,
+                "out_hidden_size": 32,
+                "patch_size": 8,
+                "spatial_merge_size": 2,
+                "fullatt_block_indexes": [1],
+                "window_size": 32,
+            },
+        )
+    ),
+    "gemma3": lambda **more: transformers.Gemma3ForConditionalGeneration(
+        transformers.Gemma3Config(
+            text_config=TEXT | {"head_dim": 8} | more,
+            vision_config=VISION,
+            mm_tokens_per_image=4,
+            image_token_index=95,
+        )
+    ),
+    "whisper": lambda **more: transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(
+            **{
+                "d_model": 32,
+                "encoder_layers": 2,
+                "decoder_layers": 2,
+                "encoder_attention_heads": 4,
+                "decoder_attention_heads": 4,
+                "encoder_ffn_dim": 48,
+                "decoder_ffn_dim": 48,
+                "vocab_size": 96,
+                "num_mel_bins": 8,
+                "max_source_positions": 16,
+                "max_target_positions": 16,
+                "pad_token_id": 0,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+                "decoder_start_token_id": 1,
+                **more,
+            }
+        )
+    ),
+    "t5": lambda **more: transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            **{
+                "d_model": 32,
+                "d_kv": 8,
+                "d_ff": 48,
+                "num_layers": 2,
+                "num_heads": 4,
+                "vocab_size": 96,
+                "decoder_start_token_id": 0,
+                **more,
+            }
+        )
+    ),
+    "mixtral": lambda **more: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**TEXT | {"num_local_experts": 4} | more)
+    ),
+    "qwen3_moe": lambda **more: transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
+            **TEXT
+            | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+            | more,
+        )
+    ),
+}
 #: Families whose parts lie elsewhere in memory.
 MOVED = ["llava", "qwen2_5_vl", "gemma3"]
 
@@ -290,14 +358,19 @@ def test_what_lies_beside_the_model_stays_in_a_merge(tmp_path: Path) -> None:
 #: Adapters whose modules lie elsewhere in the files of their base.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "llava": {"target_modules": ["q_proj", "fc1", "linear_1"], "modules_to_save": ["lm_head"]},
-    "qwen2_5_vl": {"target_modules": ["q_proj", "qkv"], "rank_pattern": {"language_model.layers.1.self_attn.q_proj": 3}},
+    "qwen2_5_vl": {
+        "target_modules": ["q_proj", "qkv"],
+        "rank_pattern": {"language_model.layers.1.self_attn.q_proj": 3},
+    },
     "gemma3": {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
     "whisper": {"target_modules": ["q_proj"]},
     "mixtral": {
-        "target_modules": ["q_proj"], "modules_to_save": ["gate"], "target_parameters": ["mlp.experts.gate_up_proj"],
+        "target_modules": ["q_proj"],
+        "modules_to_save": ["gate"],
+        "target_parameters": ["mlp.experts.gate_up_proj"],
     },
     "qwen3_moe": {"target_modules": ["q_proj"], "modules_to_save": ["gate"]},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family", ADAPTERS)

@@ -132,11 +132,19 @@ def test_a_prefix_comes_off_where_a_table_knows_the_model(
 def _torchtitan(name: str) -> str:
     """source: torchtitan models/llama3/model/state_dict_adapter.py"""
     for one, other in (
-        ("model.embed_tokens", "tok_embeddings"), ("lm_head", "output"), ("model.", ""), ("self_attn.q_proj", "attention.wq"),
-        ("self_attn.k_proj", "attention.wk"), ("self_attn.v_proj", "attention.wv"), ("self_attn.o_proj", "attention.wo"),
-        ("mlp.gate_proj", "feed_forward.w1"), ("mlp.down_proj", "feed_forward.w2"), ("mlp.up_proj", "feed_forward.w3"),
-        ("input_layernorm", "attention_norm"), ("post_attention_layernorm", "ffn_norm"),
-    ):  # fmt: skip
+        ("model.embed_tokens", "tok_embeddings"),
+        ("lm_head", "output"),
+        ("model.", ""),
+        ("self_attn.q_proj", "attention.wq"),
+        ("self_attn.k_proj", "attention.wk"),
+        ("self_attn.v_proj", "attention.wv"),
+        ("self_attn.o_proj", "attention.wo"),
+        ("mlp.gate_proj", "feed_forward.w1"),
+        ("mlp.down_proj", "feed_forward.w2"),
+        ("mlp.up_proj", "feed_forward.w3"),
+        ("input_layernorm", "attention_norm"),
+        ("post_attention_layernorm", "ffn_norm"),
+    ):
         name = name.replace(one, other)
     return name
 

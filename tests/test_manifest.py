@@ -100,9 +100,13 @@ def test_manifest_of_a_result_holds_for_other_shardings(tmp_path: Path) -> None:
     other = copy(NEOX, tmp_path / "ckpt")
     edit_pt(other / STEP / layer_file(3, 1), lambda layer: layer["mlp.linear1.weight"].mul_(2))
     assert_refused(
-        other, tmp_path / "out", "FS308", command=("convert", "--to", "hf"), options=("--expect", manifest),
+        other,
+        tmp_path / "out",
+        "FS308",
+        command=("convert", "--to", "hf"),
+        options=("--expect", manifest),
         tensor="gpt_neox.layers.1.mlp.dense_h_to_4h.weight",
-    )  # fmt: skip
+    )
 
 
 def test_a_results_manifest_holds_for_its_source_of_the_same_file_names(tmp_path: Path) -> None:
@@ -128,8 +132,15 @@ def test_a_results_manifest_holds_for_its_source_of_the_same_file_names(tmp_path
         assert ran.code == 0, ran.out
         assert cli("verify", source / "model.safetensors", "--expect", expect).code == 0
         assert cli("verify", result, "--expect", expect).code == 0
-    for number, command in enumerate((("merge",), ("convert", "--to", "hf"), ("merge", "--dtype", "f16"),
-                                      ("merge", "--include", "*norm*"), ("convert", "--to", "gpt_neox"))):  # fmt: skip
+    for number, command in enumerate(
+        (
+            ("merge",),
+            ("convert", "--to", "hf"),
+            ("merge", "--dtype", "f16"),
+            ("merge", "--include", "*norm*"),
+            ("convert", "--to", "gpt_neox"),
+        )
+    ):
         for checkpoint in (source, result):
             out = tmp_path / f"out{number}_{checkpoint.name}"
             ran = cli(command[0], checkpoint, out, *command[1:], "--expect", apart)
@@ -161,8 +172,16 @@ def test_no_manifest_is_written_for_what_is_damaged(tmp_path: Path) -> None:
     assert state_of(ckpt) == before
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"format": "fastshard.manifest"}', '{"format": "fastshard.manifest", "ten',
-                                     '{"format": "fastshard.manifest", "version": 1, "files": 3, "tensors": []}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{}",
+        '{"format": "fastshard.manifest"}',
+        '{"format": "fastshard.manifest", "ten',
+        '{"format": "fastshard.manifest", "version": 1, "files": 3, "tensors": []}',
+    ],
+)
 def test_bad_manifest_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "m.json").write_text(content)
     ran = cli("merge", TP4, tmp_path / "out", "--expect", tmp_path / "m.json")

@@ -93,12 +93,13 @@ def test_the_yml_gives_what_the_checkpoint_does_not_hold(tmp_path: Path) -> None
         ({"decoder_block": "mistral", "sliding_window_size": 16}, "sliding_window", None),
         ({"rope_type": "llama3.1"}, "rope_scaling", {"rope_type": "llama3", **maxtext.LLAMA3_SCALING}),
         (
-            {"model_name": "llama3.1-8b"}, "rope_scaling",
+            {"model_name": "llama3.1-8b"},
+            "rope_scaling",
             {"rope_type": "llama3", **maxtext.LLAMA3_SCALING},
         ),
         ({"rope_max_timescale": None}, "rope_theta", 10_000),
     ],
-)  # fmt: skip
+)
 def test_fields_of_config_json(more: dict[str, Any], field: str, value: Any, tmp_path: Path) -> None:
     config, _ = config_of(llama(tmp_path, llama_yml(SIZE, **more)), tmp_path / "hf")
     assert config[field] == value
@@ -128,10 +129,15 @@ def test_transformers_loads_the_result(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("base_emb_dim", 24), ("base_mlp_dim", 64), ("base_num_decoder_layers", 4), ("head_dim", 8),
-        ("vocab_size", 60), ("base_num_kv_heads", 4), ("global_parameter_scale", 2),
+        ("base_emb_dim", 24),
+        ("base_mlp_dim", 64),
+        ("base_num_decoder_layers", 4),
+        ("head_dim", 8),
+        ("vocab_size", 60),
+        ("base_num_kv_heads", 4),
+        ("global_parameter_scale", 2),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("scan", [1, None], ids=["scan", "apart"])
 def test_sizes_that_the_tensors_contradict(key: str, value: int, scan: int | None, tmp_path: Path) -> None:
     source = llama(tmp_path, llama_yml(SIZE, **{key: value}), scan=scan)
@@ -152,8 +158,10 @@ def test_a_config_of_another_head_dim_is_one_finding(tmp_path: Path) -> None:
     assert (errors[0].got or "").startswith("16 ")
 
 
-@pytest.mark.parametrize(("scale", "times"), [(1, (1, 1, 1, 1)), (2, (1, 2, 2, 1)), (4, (2, 2, 2, 1)), (8, (2, 2, 2, 2)),
-                                               (16, (2, 4, 4, 2))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scale", "times"),
+    [(1, (1, 1, 1, 1)), (2, (1, 2, 2, 1)), (4, (2, 2, 2, 1)), (8, (2, 2, 2, 2)), (16, (2, 4, 4, 2))],
+)
 def test_global_parameter_scale(scale: int, times: tuple[int, ...]) -> None:
     """As MaxText rotates: heads and MLP, then the width, then the layers."""
     sizes = maxtext_sizes.sizes(llama_yml(SIZE, global_parameter_scale=scale))
@@ -168,8 +176,10 @@ def test_global_parameter_scale(scale: int, times: tuple[int, ...]) -> None:
 
 def test_a_run_states_its_products(tmp_path: Path) -> None:
     assert maxtext_sizes.axes_of({"scan_layers": True, "emb_dim": 40, "vocab_size": 9}, "llama") == {
-        "H": 40, "V": 9, "P": 9,
-    }  # fmt: skip
+        "H": 40,
+        "V": 9,
+        "P": 9,
+    }
 
 
 BAD: list[Any] = ["x", -1, 0, 1.5, True, [1], {"a": 1}, 10**30, float("nan"), float("inf")]
@@ -216,11 +226,17 @@ def test_choices_that_are_none(key: str, value: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"mlp_activations": ["gelu", "linear"]}, {"rope_min_timescale": 2},
-        {"decoder_block": "default"}, {"decoder_block": ["llama2"]}, {"use_qk_norm": True}, {"num_experts": 8}, {"final_logits_soft_cap": 30.0}, {"rope_linear_scaling_factor": 8},
+        {"mlp_activations": ["gelu", "linear"]},
+        {"rope_min_timescale": 2},
+        {"decoder_block": "default"},
+        {"decoder_block": ["llama2"]},
+        {"use_qk_norm": True},
+        {"num_experts": 8},
+        {"final_logits_soft_cap": 30.0},
+        {"rope_linear_scaling_factor": 8},
     ],
     ids=lambda more: next(iter(more)),
-)  # fmt: skip
+)
 def test_what_transformers_llama_does_not_compute(more: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(FastshardError) as error:
         plan(llama(tmp_path, llama_yml(SIZE, **more)), to="hf")
@@ -313,10 +329,17 @@ def test_gpt3_says_what_it_is(tmp_path: Path) -> None:
     converted(source, tmp_path / "out", "maxtext", fused_qkv=False)
     yml = yaml.safe_load((tmp_path / "out/maxtext_model.yml").read_text())
     want = {
-        "base_emb_dim": SIZE.hidden, "base_num_query_heads": SIZE.heads, "base_mlp_dim": SIZE.ffn,
-        "base_num_decoder_layers": SIZE.layers, "head_dim": SIZE.head_dim, "vocab_size": SIZE.vocab,
-        "trainable_position_size": SIZE.positions, "fused_qkv": False, "decoder_block": "gpt3", "scan_layers": True,
-    }  # fmt: skip
+        "base_emb_dim": SIZE.hidden,
+        "base_num_query_heads": SIZE.heads,
+        "base_mlp_dim": SIZE.ffn,
+        "base_num_decoder_layers": SIZE.layers,
+        "head_dim": SIZE.head_dim,
+        "vocab_size": SIZE.vocab,
+        "trainable_position_size": SIZE.positions,
+        "fused_qkv": False,
+        "decoder_block": "gpt3",
+        "scan_layers": True,
+    }
     assert {key: yml[key] for key in want} == want
     # With it, everything fits; with another size or form, it does not.
     tree = maxtext_gpt3_state(SIZE, 1, fused=False)

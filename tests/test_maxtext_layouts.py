@@ -77,9 +77,10 @@ def test_llama_to_maxtext_and_back(scan: int | None, dtype: Any, rope: str, tmp_
     metadata = source.metadata()
     assert metadata.pop("completeness")["verdict"] == "COMPLETE"
     assert metadata == {
-        "custom_metadata": {"scan_layers": scan is not None}, "scan_layers": scan is not None,
+        "custom_metadata": {"scan_layers": scan is not None},
+        "scan_layers": scan is not None,
         **({} if scan is None else {"param_scan_axis": scan}),
-    }  # fmt: skip
+    }
     # Queries of 16 are scaled by a power of two.
     back, findings = converted(source, tmp_path / "back", "hf")
     assert_same(back, hf)
@@ -87,21 +88,27 @@ def test_llama_to_maxtext_and_back(scan: int | None, dtype: Any, rope: str, tmp_
 
 
 SCALING = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("more", [{}, {"model_type": "mistral"}], ids=["llama", "mistral"])
 @pytest.mark.parametrize(
     ("scaling", "asked", "rope"),
     [
-        (None, None, "llama3.1"), (None, "default", "default"), (None, "llama3.1", "llama3.1"),
-        (SCALING, None, "llama3.1"), (SCALING, "llama3.1", "llama3.1"),
+        (None, None, "llama3.1"),
+        (None, "default", "default"),
+        (None, "llama3.1", "llama3.1"),
+        (SCALING, None, "llama3.1"),
+        (SCALING, "llama3.1", "llama3.1"),
         ({**SCALING, "rope_type": "default"}, None, "llama3.1"),
         ({**SCALING, "rope_type": "default"}, "default", "default"),
     ],
-)  # fmt: skip
+)
 def test_the_order_of_pairs_is_the_converters_unless_another_is_asked_for(
     scaling: Any, asked: str | None, rope: str, more: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -304,9 +311,10 @@ def test_moments_scale_inversely(tmp_path: Path) -> None:
     tree = maxtext_llama(hf_llama(SIZE), SIZE, None)
     for slot in ("mu", "nu"):
         tree |= {
-            name.replace("params.params.", f"opt_state.{slot}.params."): a for name, a in list(tree.items())
+            name.replace("params.params.", f"opt_state.{slot}.params."): a
+            for name, a in list(tree.items())
             if name.startswith("params.params.")
-        }  # fmt: skip
+        }
     source = fastshard_open(saved_orbax(tree, tmp_path / "first"))
     bare = _core.Table(tables.get("maxtext.llama").replace('scale = "d^-0.5"\n', ""))
     table = jax_train_states.table(bare, default_names())
@@ -321,9 +329,10 @@ def test_moments_scale_inversely(tmp_path: Path) -> None:
     document = json.loads(made.to_json())
     ops = {
         output["name"].split("layers_0.")[0]: part["ops"]
-        for output in document["outputs"] if output["name"].endswith("layers_0.self_attention.query.kernel")
+        for output in document["outputs"]
+        if output["name"].endswith("layers_0.self_attention.query.kernel")
         for part in output["parts"]
-    }  # fmt: skip
+    }
     assert ops == {
         "params.params.decoder.": [{"scale": 4.0}],
         "opt_state.mu.params.decoder.": [{"scale": 0.25}],
@@ -369,9 +378,10 @@ def test_moments_that_an_optimizer_does_not_have_are_not_missing(
 def test_paxml_without_all_moments(slot: str | None, tmp_path: Path) -> None:
     state = paxml_state(SIZE)
     tree = {
-        name: a for name, a in state.items()
+        name: a
+        for name, a in state.items()
         if not name.startswith("opt_states_0.") or (slot is not None and f".{slot}.params." in name)
-    }  # fmt: skip
+    }
     source = fastshard_open(saved_paxml(tree, tmp_path / "paxml"))
     assert codes(source.findings) == []
     assert_same({name: t.numpy() for name, t in source.items()}, tree)
@@ -458,8 +468,9 @@ def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(FastshardError) as error:
         converted(source, tmp_path / "out", "hf")
     assert (error.value.code, error.value.tensor) == (
-        "FS102", "params.params.decoder.layers_1.mlp.wo.kernel",
-    )  # fmt: skip
+        "FS102",
+        "params.params.decoder.layers_1.mlp.wo.kernel",
+    )
 
 
 @pytest.mark.parametrize(

@@ -205,12 +205,16 @@ def test_zarr2(zarr2: bool, paxml: Path, tmp_path: Path) -> None:
         (to, flags)
         for to in ("hf", "megatron:legacy", "gpt_neox", "dcp", "tp-safetensors", "orbax")
         for flags in (
-            ["--param-scan-axis", "0"], ["--fused-qkv"], ["--no-fused-qkv"], ["--rope-type", "default"], ["--zarr2"]
+            ["--param-scan-axis", "0"],
+            ["--fused-qkv"],
+            ["--no-fused-qkv"],
+            ["--rope-type", "default"],
+            ["--zarr2"],
         )
         if (to, flags) != ("orbax", ["--zarr2"])
     ],
     ids=lambda v: v if isinstance(v, str) else v[0],
-)  # fmt: skip
+)
 def test_flags_of_maxtext_towards_other_targets(
     to: str, flags: list[str], llama: Path, tmp_path: Path
 ) -> None:

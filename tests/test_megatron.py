@@ -264,8 +264,14 @@ def test_a_model_that_transformers_lacks_is_refused_by_name(tmp_path: Path) -> N
         for pp in range(2):
             edit_pt(root / rank_file(tp, pp), lambda c: setattr(c["args"], "normalization", "LayerNorm"))
     assert_refused(
-        root, tmp_path / "out", "FS514", exit=2, command=("convert", "--to", "hf"), expected="RMSNorm", got="LayerNorm"
-    )  # fmt: skip
+        root,
+        tmp_path / "out",
+        "FS514",
+        exit=2,
+        command=("convert", "--to", "hf"),
+        expected="RMSNorm",
+        got="LayerNorm",
+    )
 
 
 def with_optimizer(root: Path, extra: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -342,9 +348,24 @@ def test_a_size_that_nothing_states_makes_no_tensor_missing(lost: bool, tmp_path
     """What could not be placed is there; what is not there is told besides."""
     root = copy(LEGACY, tmp_path / "ckpt")
     for file in root.rglob("*.pt"):
-        edit_pt(file, lambda content: [vars(content["args"]).pop(key, None) for key in ("num_attention_heads", "kv_channels", "num_query_groups")])  # fmt: skip
+        edit_pt(
+            file,
+            lambda content: [
+                vars(content["args"]).pop(key, None)
+                for key in ("num_attention_heads", "kv_channels", "num_query_groups")
+            ],
+        )
     if lost:
-        edit_pt(root / rank_file(1, 1), lambda content: content["model"].pop(next(name for name in content["model"] if name.endswith("layers.1.self_attention.linear_qkv.weight"))))  # fmt: skip
+        edit_pt(
+            root / rank_file(1, 1),
+            lambda content: content["model"].pop(
+                next(
+                    name
+                    for name in content["model"]
+                    if name.endswith("layers.1.self_attention.linear_qkv.weight")
+                )
+            ),
+        )
     ran = cli("inspect", root)
     missing = [f["tensor"] for f in ran.errors if f["code"] == "FS102"]
     assert ran.code == 2 and ran.having("FS213")

@@ -41,18 +41,24 @@ _DENSE = {
 }
 _PLAIN = _DENSE | {"mlp.linear_fc1.weight": ([F, H], 0)}
 _EXPERTS = {
-    "pre_mlp_layernorm.weight": ([H], 0), "mlp.router.weight": ([4, H], 0),
-    "mlp.experts.experts.linear_fc1.weight": ([4, 2 * F, H], 0), "mlp.experts.experts.linear_fc2.weight": ([4, H, F], 0),
-}  # fmt: skip
+    "pre_mlp_layernorm.weight": ([H], 0),
+    "mlp.router.weight": ([4, H], 0),
+    "mlp.experts.experts.linear_fc1.weight": ([4, 2 * F, H], 0),
+    "mlp.experts.experts.linear_fc2.weight": ([4, H, F], 0),
+}
 _SHARED = {
-    "mlp.shared_experts.linear_fc1.weight": ([2 * F, H], 0), "mlp.shared_experts.linear_fc2.weight": ([H, F], 1),
+    "mlp.shared_experts.linear_fc1.weight": ([2 * F, H], 0),
+    "mlp.shared_experts.linear_fc2.weight": ([H, F], 1),
     "mlp.shared_experts.gate_weight": ([1, H], 1),
-}  # fmt: skip
+}
 _BIASES = {
-    "self_attention.linear_qkv.bias": ([48], 0), "self_attention.linear_qkv.layer_norm_bias": ([H], 0),
-    "self_attention.linear_proj.bias": ([H], 0), "mlp.linear_fc1.bias": ([F], 0), "mlp.linear_fc1.layer_norm_bias": ([H], 0),
+    "self_attention.linear_qkv.bias": ([48], 0),
+    "self_attention.linear_qkv.layer_norm_bias": ([H], 0),
+    "self_attention.linear_proj.bias": ([H], 0),
+    "mlp.linear_fc1.bias": ([F], 0),
+    "mlp.linear_fc1.layer_norm_bias": ([H], 0),
     "mlp.linear_fc2.bias": ([H], 0),
-}  # fmt: skip
+}
 _ENDS = {
     "embedding.word_embeddings.weight": ([64, H], 0),
     "decoder.final_layernorm.weight": ([H], 0),
@@ -76,22 +82,41 @@ def numbered(*blocks: dict[str, tuple[list[int], int]]) -> dict[str, tuple[list[
 MODELS: dict[str, dict[str, tuple[list[int], int]]] = {
     "gpt3": {**_ENDS, **_POSITIONS, **stacked(_BLOCK | _PLAIN | _BIASES)},
     "gpt3_rope": {**_ENDS, "decoder.final_layernorm.bias": ([H], 0), **stacked(_BLOCK | _PLAIN | _BIASES)},
-    "mtp": {**_ENDS, **stacked(_BLOCK | _DENSE), "mtp.layers.0.enorm.weight": ([H], 0), "mtp.layers.0.eh_proj.weight": ([H, 2 * H], 0),
-            **{f"mtp.layers.0.transformer_layer.{name}": entry for name, entry in (_BLOCK | _DENSE).items()}},
+    "mtp": {
+        **_ENDS,
+        **stacked(_BLOCK | _DENSE),
+        "mtp.layers.0.enorm.weight": ([H], 0),
+        "mtp.layers.0.eh_proj.weight": ([H, 2 * H], 0),
+        **{f"mtp.layers.0.transformer_layer.{name}": entry for name, entry in (_BLOCK | _DENSE).items()},
+    },
     "shared_experts": {**_ENDS, **stacked(_BLOCK | _EXPERTS | _SHARED)},
     "dense_first": {**_ENDS, **numbered(_BLOCK | _DENSE, _BLOCK | _EXPERTS)},
-    "biased_experts": {**_ENDS, **stacked(_BLOCK | _EXPERTS | {"mlp.experts.experts.linear_fc1.bias": ([4, 2 * F], 0)})},
+    "biased_experts": {
+        **_ENDS,
+        **stacked(_BLOCK | _EXPERTS | {"mlp.experts.experts.linear_fc1.bias": ([4, 2 * F], 0)}),
+    },
     "value_head": {**_ENDS, "output_layer.weight": ([1, H], 1), **stacked(_BLOCK | _DENSE)},
     "no_head": {**{n: e for n, e in _ENDS.items() if "output" not in n}, **stacked(_BLOCK | _DENSE)},
     "no_embedding": {**{n: e for n, e in _ENDS.items() if "embed" not in n}, **stacked(_BLOCK | _DENSE)},
-    "wider_layer": {**_ENDS, **numbered(_BLOCK | _DENSE, _BLOCK | _DENSE | {"mlp.linear_fc2.weight": ([H, 2 * F], 1)})},
+    "wider_layer": {
+        **_ENDS,
+        **numbered(_BLOCK | _DENSE, _BLOCK | _DENSE | {"mlp.linear_fc2.weight": ([H, 2 * F], 1)}),
+    },
     "layer_without_mlp": {**_ENDS, **numbered(_BLOCK | _DENSE, _BLOCK)},
-    "vision": {"conv1.weight": ([H, 3, 4, 4], 0), "ln_pre.weight": ([H], 0), **stacked(_BLOCK | _PLAIN | _BIASES)},
-    "bert": {"embedding.tokentype_embeddings.weight": ([2, H], 0), "lm_head.dense.weight": ([H, H], 0), **_ENDS,
-             **stacked(_BLOCK | _PLAIN | _BIASES, "encoder")},
+    "vision": {
+        "conv1.weight": ([H, 3, 4, 4], 0),
+        "ln_pre.weight": ([H], 0),
+        **stacked(_BLOCK | _PLAIN | _BIASES),
+    },
+    "bert": {
+        "embedding.tokentype_embeddings.weight": ([2, H], 0),
+        "lm_head.dense.weight": ([H, H], 0),
+        **_ENDS,
+        **stacked(_BLOCK | _PLAIN | _BIASES, "encoder"),
+    },
     "hybrid": {**_ENDS, **numbered({"mixer.in_proj.weight": ([40, H], 0), "mixer.A_log": ([4], 0)}, _BLOCK)},
     "wrapped": {f"module.{name}": entry for name, entry in {**_ENDS, **stacked(_BLOCK | _DENSE)}.items()},
-}  # fmt: skip
+}
 
 
 #: What a table describes, if the arguments tell of heads.
@@ -233,14 +258,36 @@ def rank_files(
 
 
 RANKS: dict[str, tuple[dict[str, tuple[list[int], int]], dict[str, Any]]] = {
-    "gpt3": ({**_ENDS, **_POSITIONS, **numbered(_BLOCK | _PLAIN | _BIASES, _BLOCK | _PLAIN | _BIASES)}, words_of("gpt3")),
-    "mtp": ({n: e for n, e in MODELS["mtp"].items() if not n.startswith("decoder.layers")} | numbered(_BLOCK | _DENSE, _BLOCK | _DENSE),
-            {**words_of("mtp"), "mtp_num_layers": 1}),
-    "one_group": ({**_ENDS, **numbered(_BLOCK | _DENSE | {"self_attention.linear_qkv.weight": ([24, H], 0)}, _BLOCK | _DENSE
-                  | {"self_attention.linear_qkv.weight": ([24, H], 0)})}, {**words_of("mtp"), "num_query_groups": 1}),
-    "output_gate": ({**_ENDS, **numbered(_BLOCK | _DENSE | {"self_attention.linear_qkv.weight": ([64, H], 0)}, _BLOCK | _DENSE
-                    | {"self_attention.linear_qkv.weight": ([64, H], 0)})}, {**words_of("mtp"), "attention_output_gate": True}),
-}  # fmt: skip
+    "gpt3": (
+        {**_ENDS, **_POSITIONS, **numbered(_BLOCK | _PLAIN | _BIASES, _BLOCK | _PLAIN | _BIASES)},
+        words_of("gpt3"),
+    ),
+    "mtp": (
+        {n: e for n, e in MODELS["mtp"].items() if not n.startswith("decoder.layers")}
+        | numbered(_BLOCK | _DENSE, _BLOCK | _DENSE),
+        {**words_of("mtp"), "mtp_num_layers": 1},
+    ),
+    "one_group": (
+        {
+            **_ENDS,
+            **numbered(
+                _BLOCK | _DENSE | {"self_attention.linear_qkv.weight": ([24, H], 0)},
+                _BLOCK | _DENSE | {"self_attention.linear_qkv.weight": ([24, H], 0)},
+            ),
+        },
+        {**words_of("mtp"), "num_query_groups": 1},
+    ),
+    "output_gate": (
+        {
+            **_ENDS,
+            **numbered(
+                _BLOCK | _DENSE | {"self_attention.linear_qkv.weight": ([64, H], 0)},
+                _BLOCK | _DENSE | {"self_attention.linear_qkv.weight": ([64, H], 0)},
+            ),
+        },
+        {**words_of("mtp"), "attention_output_gate": True},
+    ),
+}
 
 
 @pytest.mark.parametrize("pp", [1, 2])
@@ -395,13 +442,19 @@ def test_experts_that_fewer_ranks_divide(tmp_path: Path) -> None:
 def test_names_of_before_core(tp: int, tmp_path: Path) -> None:
     """GPT-2 as Megatron-LM saved it: nested dicts, of a language model and its encoder."""
     shapes = {
-        "embedding.word_embeddings.weight": ([64, H], 0), "embedding.position_embeddings.weight": ([32, H], -1),
-        "encoder.layers.0.input_layernorm.weight": ([H], -1), "encoder.layers.0.self_attention.query_key_value.weight": ([48, H], 0),
-        "encoder.layers.0.self_attention.query_key_value.bias": ([48], 0), "encoder.layers.0.self_attention.dense.weight": ([H, H], 1),
-        "encoder.layers.0.self_attention.dense.bias": ([H], -1), "encoder.layers.0.mlp.dense_h_to_4h.weight": ([F, H], 0),
-        "encoder.layers.0.mlp.dense_h_to_4h.bias": ([F], 0), "encoder.layers.0.mlp.dense_4h_to_h.weight": ([H, F], 1),
-        "encoder.layers.0.mlp.dense_4h_to_h.bias": ([H], -1), "encoder.final_layernorm.weight": ([H], -1),
-    }  # fmt: skip
+        "embedding.word_embeddings.weight": ([64, H], 0),
+        "embedding.position_embeddings.weight": ([32, H], -1),
+        "encoder.layers.0.input_layernorm.weight": ([H], -1),
+        "encoder.layers.0.self_attention.query_key_value.weight": ([48, H], 0),
+        "encoder.layers.0.self_attention.query_key_value.bias": ([48], 0),
+        "encoder.layers.0.self_attention.dense.weight": ([H, H], 1),
+        "encoder.layers.0.self_attention.dense.bias": ([H], -1),
+        "encoder.layers.0.mlp.dense_h_to_4h.weight": ([F, H], 0),
+        "encoder.layers.0.mlp.dense_h_to_4h.bias": ([F], 0),
+        "encoder.layers.0.mlp.dense_4h_to_h.weight": ([H, F], 1),
+        "encoder.layers.0.mlp.dense_4h_to_h.bias": ([H], -1),
+        "encoder.final_layernorm.weight": ([H], -1),
+    }
     whole = drawn({name: shape for name, (shape, _) in shapes.items()})
     for rank in range(tp):
         own = {
@@ -445,8 +498,12 @@ def test_a_further_layer_that_is_used_again(tmp_path: Path) -> None:
 
 
 def test_what_megatron_fsdp_saves_is_merged_under_its_names(tmp_path: Path) -> None:
-    shapes = {"embedding.word_embeddings.weight": [64, H], "decoder.layers.0.mlp.linear_fc1.weight_w": [F, H],
-              "decoder.layers.0.mlp.linear_fc1.weight_v": [F, H], "decoder.layers.0.mlp.linear_fc2.weight": [H, F]}  # fmt: skip
+    shapes = {
+        "embedding.word_embeddings.weight": [64, H],
+        "decoder.layers.0.mlp.linear_fc1.weight_w": [F, H],
+        "decoder.layers.0.mlp.linear_fc1.weight_v": [F, H],
+        "decoder.layers.0.mlp.linear_fc2.weight": [H, F],
+    }
     whole = drawn({f"model.module.{name}": shape for name, shape in shapes.items()})
     whole |= drawn({f"optimizer.state.module.{name}.exp_avg": shape for name, shape in shapes.items()})
     objects = {
@@ -463,8 +520,15 @@ def test_what_megatron_fsdp_saves_is_merged_under_its_names(tmp_path: Path) -> N
     assert cli("merge", tmp_path / "ckpt", tmp_path / "less", "--vocab-size", 60).code == 0
     same(tmp_path / "less", {n: t[:60] if "word_embeddings" in n else t for n, t in whole.items()})
     for target in ("hf", "megatron"):
-        assert_refused(tmp_path / "ckpt", tmp_path / "hf", "FS514", exit=2, command=("convert", "--to", target),
-                       message="ckpt_format", got="fsdp_dtensor")  # fmt: skip
+        assert_refused(
+            tmp_path / "ckpt",
+            tmp_path / "hf",
+            "FS514",
+            exit=2,
+            command=("convert", "--to", target),
+            message="ckpt_format",
+            got="fsdp_dtensor",
+        )
 
 
 @pytest.mark.parametrize("form", ["fully_reshardable", "dp_reshardable", "fully_sharded_model_space"])

@@ -232,7 +232,10 @@ def test_steps_that_differ_are_told(distributed: bool, tmp_path: Path) -> None:
 
     edit_pt(root / "iter_0000010/mp_rank_01/model_optim_rng.pt", later)
     if not distributed:
-        edit_pt(root / "iter_0000010/mp_rank_00/model_optim_rng.pt", lambda c: c["optimizer"]["optimizer"]["param_groups"][0].update(step=7.0))  # fmt: skip
+        edit_pt(
+            root / "iter_0000010/mp_rank_00/model_optim_rng.pt",
+            lambda c: c["optimizer"]["optimizer"]["param_groups"][0].update(step=7.0),
+        )
     assert_refused(
         root, tmp_path / "none", "FS107", exit=1, command=("merge", "--optimizer"), rank="tp 1", got="9.0"
     )
@@ -294,9 +297,17 @@ def test_nonsense_is_never_a_wrong_value(value: Any, tmp_path: Path) -> None:
         "iter_0000010/mp_rank_00_000/model_optim_rng.pt",
         "iter_0000010/mp_rank_00_000/distrib_optim.pt",
     )
-    names = ("transformer_impl", "virtual_pipeline_model_parallel_size", "decoder_first_pipeline_num_layers",
-             "expert_model_parallel_size", "moe_grouped_gemm", "untie_embeddings_and_output_weights", "ddp_num_buckets",
-             "pipeline_model_parallel_size", "overlap_grad_reduce")  # fmt: skip
+    names = (
+        "transformer_impl",
+        "virtual_pipeline_model_parallel_size",
+        "decoder_first_pipeline_num_layers",
+        "expert_model_parallel_size",
+        "moe_grouped_gemm",
+        "untie_embeddings_and_output_weights",
+        "ddp_num_buckets",
+        "pipeline_model_parallel_size",
+        "overlap_grad_reduce",
+    )
     changes: list[tuple[Path, str, Callable[[Any], None]]] = [
         (flat, "iter_0000010/common.pt", argument(name)) for name in names
     ]
@@ -310,11 +321,14 @@ def test_nonsense_is_never_a_wrong_value(value: Any, tmp_path: Path) -> None:
     changes += [(files, model, own("optimizer")), (plain, model, own("optimizer", 1))]
     held = ("optimizer", 0, "optimizer")
     changes += [
-        (plain, model, own(*held, "param_groups")), (plain, model, own(*held, "state")),
-        (plain, model, own(*held, "param_groups", 0, "params")), (plain, model, own(*held, "state", 0)),
-        (plain, model, own(*held, "state", 0, "exp_avg")), (plain, model, own("optimizer", 0, "fp32_from_fp16_params")),
+        (plain, model, own(*held, "param_groups")),
+        (plain, model, own(*held, "state")),
+        (plain, model, own(*held, "param_groups", 0, "params")),
+        (plain, model, own(*held, "state", 0)),
+        (plain, model, own(*held, "state", 0, "exp_avg")),
+        (plain, model, own("optimizer", 0, "fp32_from_fp16_params")),
         (plain, model, own("optimizer", 0, "fp32_from_fp16_params", 0)),
-    ]  # fmt: skip
+    ]
     for number, (source, file, how) in enumerate(changes):
         root = tmp_path / str(number) / "ckpt"
         shutil.copytree(source, root)

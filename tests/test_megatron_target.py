@@ -197,13 +197,19 @@ def plain_gpt() -> dict[str, torch.Tensor]:
     shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (128, 32)}
     for layer in range(4):
         inside = {
-            "input_layernorm.weight": (32,), "input_layernorm.bias": (32,),
-            "self_attention.linear_proj.weight": (32, 32), "self_attention.linear_proj.bias": (32,),
-            "self_attention.linear_qkv.weight": (64, 32), "self_attention.linear_qkv.bias": (64,),
-            "pre_mlp_layernorm.weight": (32,), "pre_mlp_layernorm.bias": (32,),
-            "mlp.linear_fc1.weight": (128, 32), "mlp.linear_fc1.bias": (128,),
-            "mlp.linear_fc2.weight": (32, 128), "mlp.linear_fc2.bias": (32,),
-        }  # fmt: skip
+            "input_layernorm.weight": (32,),
+            "input_layernorm.bias": (32,),
+            "self_attention.linear_proj.weight": (32, 32),
+            "self_attention.linear_proj.bias": (32,),
+            "self_attention.linear_qkv.weight": (64, 32),
+            "self_attention.linear_qkv.bias": (64,),
+            "pre_mlp_layernorm.weight": (32,),
+            "pre_mlp_layernorm.bias": (32,),
+            "mlp.linear_fc1.weight": (128, 32),
+            "mlp.linear_fc1.bias": (128,),
+            "mlp.linear_fc2.weight": (32, 128),
+            "mlp.linear_fc2.bias": (32,),
+        }
         shapes |= {f"decoder.layers.{layer}.{name}": shape for name, shape in inside.items()}
     shapes |= {"decoder.final_layernorm.weight": (32,), "decoder.final_layernorm.bias": (32,)}
     return {name: torch.randn(shape) for name, shape in shapes.items()}
@@ -213,11 +219,23 @@ def plain_gpt() -> dict[str, torch.Tensor]:
 def test_a_gpt_that_is_no_llama_changes_its_degrees(form: str, tmp_path: Path) -> None:
     weights = plain_gpt()
     args = argparse.Namespace(
-        num_layers=4, hidden_size=32, num_attention_heads=4, num_query_groups=2, group_query_attention=True,
-        kv_channels=8, ffn_hidden_size=128, swiglu=False, padded_vocab_size=128, normalization="LayerNorm",
-        add_bias_linear=True, untie_embeddings_and_output_weights=False, tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1, transformer_impl="local", iteration=7,
-    )  # fmt: skip
+        num_layers=4,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=2,
+        group_query_attention=True,
+        kv_channels=8,
+        ffn_hidden_size=128,
+        swiglu=False,
+        padded_vocab_size=128,
+        normalization="LayerNorm",
+        add_bias_linear=True,
+        untie_embeddings_and_output_weights=False,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        transformer_impl="local",
+        iteration=7,
+    )
     source = tmp_path / "source/iter_0000007/mp_rank_00"
     source.mkdir(parents=True)
     torch.save({"args": args, "iteration": 7, "model": weights}, source / "model_optim_rng.pt")
@@ -278,9 +296,17 @@ def test_arguments_that_change_the_computation_are_refused(
 
 def test_arguments_that_change_nothing_are_taken(tmp_path: Path) -> None:
     rank_file_of(
-        "llama", tmp_path / "megatron", rotary_seq_len_interpolation_factor=1, no_rope_freq=None, softmax_type="vanilla",
-        qk_l2_norm=False, glu_linear_offset=0.0, mtp_num_layers=None, window_size=(-1, -1), rotary_percent=1,
-    )  # fmt: skip
+        "llama",
+        tmp_path / "megatron",
+        rotary_seq_len_interpolation_factor=1,
+        no_rope_freq=None,
+        softmax_type="vanilla",
+        qk_l2_norm=False,
+        glu_linear_offset=0.0,
+        mtp_num_layers=None,
+        window_size=(-1, -1),
+        rotary_percent=1,
+    )
     ran = cli("convert", tmp_path / "megatron", tmp_path / "out", *TO_HF[1:])
     assert ran.code == 0, ran.out
     config = json.loads((tmp_path / "out/config.json").read_text())
@@ -344,19 +370,30 @@ def test_configs_that_do_not_say_enough_are_refused(
 @pytest.mark.parametrize("form", FORMS)
 def test_the_layout_of_the_run_does_not_outlive_it(form: str, tmp_path: Path) -> None:
     rank_file_of(
-        "llama", tmp_path / "megatron", num_layers_per_virtual_pipeline_stage=1, num_virtual_stages_per_pipeline_rank=2,
-        decoder_first_pipeline_num_layers=1, decoder_last_pipeline_num_layers=1, context_parallel_size=2,
-        pipeline_model_parallel_layout="Et|t|t|tL", account_for_loss_in_pipeline_split=True,
-        expert_tensor_parallel_size=2, hidden_dropout=0.25,
-    )  # fmt: skip
+        "llama",
+        tmp_path / "megatron",
+        num_layers_per_virtual_pipeline_stage=1,
+        num_virtual_stages_per_pipeline_rank=2,
+        decoder_first_pipeline_num_layers=1,
+        decoder_last_pipeline_num_layers=1,
+        context_parallel_size=2,
+        pipeline_model_parallel_layout="Et|t|t|tL",
+        account_for_loss_in_pipeline_split=True,
+        expert_tensor_parallel_size=2,
+        hidden_dropout=0.25,
+    )
     ran = cli("convert", tmp_path / "megatron", tmp_path / "out", "--to", form, "--tp", 2)
     assert ran.code == 0, ran.out
     name = "common.pt" if form == "megatron:torch_dist" else "mp_rank_01/model_optim_rng.pt"
     args = vars(load_pt(tmp_path / "out/release" / name)["args"])
     assert args["hidden_dropout"] == 0.25 and args["tensor_model_parallel_size"] == 2
-    for key in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
-                "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
-                "pipeline_model_parallel_layout"):  # fmt: skip
+    for key in (
+        "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank",
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+        "pipeline_model_parallel_layout",
+    ):
         assert args[key] is None
     assert args["account_for_loss_in_pipeline_split"] is False
     assert args["context_parallel_size"] == args["expert_tensor_parallel_size"] == 1

@@ -10,8 +10,13 @@ import torch
 from helpers import FIXTURES, HF, TP4, cli, copy, edit_safetensors, read_result, sha256
 from safetensors.torch import save_file
 
-NAMES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16,
-         "I64": torch.int64, "BOOL": torch.bool}  # fmt: skip
+NAMES = {
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "BOOL": torch.bool,
+}
 
 
 def assert_expected(out: Path, fixture: Path) -> None:

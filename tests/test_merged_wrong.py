@@ -95,19 +95,29 @@ def test_in_other_formats(tmp_path: Path, form: str) -> None:
 @pytest.mark.parametrize(
     ("to", "told"),
     [
-        ("maxtext:scan", "mlp.wi_0.kernel: indices 48-95 of dimension 2 are copies of 0-47, and 2 more matrices of all"),
-        ("maxtext:unscan", "mlp.wi_0.kernel: columns 48-95 are copies of 0-47, and 2 more matrices of this layer"),
-        ("orbax", "self_attn.o_proj.weight: columns 96-191 are copies of 0-95, and 6 more matrices of this layer"),
+        (
+            "maxtext:scan",
+            "mlp.wi_0.kernel: indices 48-95 of dimension 2 are copies of 0-47, and 2 more matrices of all",
+        ),
+        (
+            "maxtext:unscan",
+            "mlp.wi_0.kernel: columns 48-95 are copies of 0-47, and 2 more matrices of this layer",
+        ),
+        (
+            "orbax",
+            "self_attn.o_proj.weight: columns 96-191 are copies of 0-95, and 6 more matrices of this layer",
+        ),
     ],
-)  # fmt: skip
+)
 def test_in_compressed_blocks_and_in_arrays_of_all_layers(tmp_path: Path, to: str, told: str) -> None:
     """What is decoded is sampled then: it is not decoded again."""
     save_model("llama", tmp_path / "model")
     good, bad = tmp_path / "good", tmp_path / "bad"
     assert cli("convert", tmp_path / "model", good, "--to", to).code == 0
     edit_safetensors(
-        tmp_path / "model/model.safetensors", lambda tensors: copied(tensors, 2, 0, 1, range(SIZES["num_hidden_layers"]))
-    )  # fmt: skip
+        tmp_path / "model/model.safetensors",
+        lambda tensors: copied(tensors, 2, 0, 1, range(SIZES["num_hidden_layers"])),
+    )
     assert cli("convert", tmp_path / "model", bad, "--to", to, "--accept", "copies").code == 0
     for folder in (good, bad):
         (folder / "fastshard.manifest.json").unlink()

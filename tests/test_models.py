@@ -19,10 +19,16 @@ ATTENTION, MLP = (True, True, False, False), (False, False, True, True)
 LLAMA3 = Rope(500_000, 1.0, "llama3", maxtext.LLAMA3_SCALING)
 #: What a Llama may be, field by field.
 CHOICES: dict[str, list[Any]] = {
-    "eps": [1e-5, 1e-6], "rope": [Rope(10_000), Rope(500_000), LLAMA3, Rope(10_000, 0.5)], "window": [None, 33],
-    "biases": [NONE, QKV, ATTENTION, MLP, ALL], "qk_norm": [False, True], "tied": [False, True],
-    "activation": ["silu", "gelu"], "max_positions": [64, 4096], "grouped": [True],
-}  # fmt: skip
+    "eps": [1e-5, 1e-6],
+    "rope": [Rope(10_000), Rope(500_000), LLAMA3, Rope(10_000, 0.5)],
+    "window": [None, 33],
+    "biases": [NONE, QKV, ATTENTION, MLP, ALL],
+    "qk_norm": [False, True],
+    "tied": [False, True],
+    "activation": ["silu", "gelu"],
+    "max_positions": [64, 4096],
+    "grouped": [True],
+}
 COMPUTED = ("norm", "norm_bias", "gated", "parallel", "positions", *CHOICES)
 LLAMA = Model("somewhere", "llama", eps=1e-5, rope=Rope(10_000), max_positions=64, grouped=True)
 
@@ -58,10 +64,25 @@ def through_neox(model: Model) -> Model:
     config, _ = gpt_neox.DIALECT.write(model, AXES, "yml")
     qkv, out, mlp, last = model.biases
     features = gpt_neox.Features(
-        norm=config["norm"], norm_bias=False, residual="sequential", gated=True, kv_heads=2, gqa=True, attention_bias=qkv,
-        dense_bias=out, mlp_bias=mlp, mlp_out_bias=last, te_layernorm_mlp=False, te_mha=False, stale_norm=False,
-        te_parallel_linear=False, learned_positions=False, qk_layernorm=False, reward_head=False, legacy_names=False,
-    )  # fmt: skip
+        norm=config["norm"],
+        norm_bias=False,
+        residual="sequential",
+        gated=True,
+        kv_heads=2,
+        gqa=True,
+        attention_bias=qkv,
+        dense_bias=out,
+        mlp_bias=mlp,
+        mlp_out_bias=last,
+        te_layernorm_mlp=False,
+        te_mha=False,
+        stale_norm=False,
+        te_parallel_linear=False,
+        learned_positions=False,
+        qk_layernorm=False,
+        reward_head=False,
+        legacy_names=False,
+    )
     told = Evidence("llama", {"tied": model.tied, "gpt_j_residual": False}, AXES)
     return gpt_neox.GptNeoX(features).read(config, told)
 
@@ -113,8 +134,10 @@ def test_each_thing_that_a_format_lacks_is_named_by_its_sources_word() -> None:
     with pytest.raises(FastshardError) as error:
         maxtext.refuse(model)
     assert [f.message.partition("with this ")[2] for f in error.value.findings] == [
-        "hidden_act", "set of biases", "rope_scaling",
-    ]  # fmt: skip
+        "hidden_act",
+        "set of biases",
+        "rope_scaling",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -253,8 +253,13 @@ def test_a_missing_expert_of_a_rank_is_named(tmp_path: Path) -> None:
     edit_pt(rank_file(root, "mp_rank_01_001"), lambda content: content["model"].pop(name))
     # By its number in the whole.
     assert_refused(
-        root, tmp_path / "out", "FS102", exit=3, tensor=name.replace("local_experts.1", "local_experts.3"), rank="tp 1"
-    )  # fmt: skip
+        root,
+        tmp_path / "out",
+        "FS102",
+        exit=3,
+        tensor=name.replace("local_experts.1", "local_experts.3"),
+        rank="tp 1",
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -298,8 +303,14 @@ def test_an_expert_shard_of_another_shape_is_named(tmp_path: Path) -> None:
 
     edit_pt(rank_file(root, "mp_rank_00_001"), turn)
     assert_refused(
-        root, tmp_path / "out", "FS201", tensor=name, rank="tp 0, pp 0, ep 1", expected="[32, 12]", got="[12, 32]"
-    )  # fmt: skip
+        root,
+        tmp_path / "out",
+        "FS201",
+        tensor=name,
+        rank="tp 0, pp 0, ep 1",
+        expected="[32, 12]",
+        got="[12, 32]",
+    )
 
 
 def test_grouped_weights_of_another_shape_are_named(whole: dict[str, torch.Tensor], tmp_path: Path) -> None:
@@ -362,7 +373,7 @@ def test_routing_that_transformers_lacks_is_refused_and_merged(
 def test_gpt_neox_has_none(source: Path, tmp_path: Path) -> None:
     assert_refused(
         source, tmp_path / "out", "FS514", exit=2, command=("convert", "--to", "gpt_neox"), message="mixtral"
-    )  # fmt: skip
+    )
 
 
 # torch DCP

@@ -24,9 +24,14 @@ class Call:
         return os.system, (f"touch {self.where}",)
 
 
-@pytest.mark.parametrize("root, name", [
-    (NEOX, f"global_step4/{layer_file(3, 1)}"), (MEGATRON, "mp_rank_01_001/model_optim_rng.pt"),
-], ids=["GPT-NeoX", "Megatron-LM"])  # fmt: skip
+@pytest.mark.parametrize(
+    "root, name",
+    [
+        (NEOX, f"global_step4/{layer_file(3, 1)}"),
+        (MEGATRON, "mp_rank_01_001/model_optim_rng.pt"),
+    ],
+    ids=["GPT-NeoX", "Megatron-LM"],
+)
 def test_a_call_in_the_place_of_tensors_is_named_and_not_made(root: Path, name: str, tmp_path: Path) -> None:
     ckpt = copy(root, tmp_path / "ckpt")
     (file,) = ckpt.rglob(name.rpartition("/")[2]) if root == NEOX else [next(ckpt.rglob(name))]

@@ -43,16 +43,22 @@ FORMS: dict[str, Callable[[State], Any]] = {
     "a key": lambda s: {"state_dict": s, "epoch": 3},
     "model and optimizer": lambda s: {"model": s, "optimizer": STATE, "step": 4},
     "Lightning": lambda s: {
-        "state_dict": with_prefix("model.")(s), "optimizer_states": [STATE], "epoch": 1, "pytorch-lightning_version": "2.6",
+        "state_dict": with_prefix("model.")(s),
+        "optimizer_states": [STATE],
+        "epoch": 1,
+        "pytorch-lightning_version": "2.6",
     },
-    "Lightning, compiled": lambda s: {"state_dict": with_prefix("model._orig_mod.")(s), "optimizer_states": [STATE]},
+    "Lightning, compiled": lambda s: {
+        "state_dict": with_prefix("model._orig_mod.")(s),
+        "optimizer_states": [STATE],
+    },
     "compiled": with_prefix("_orig_mod."),
     "compiled DDP": lambda s: {"model": with_prefix("_orig_mod.module.")(s)},
     "DDP of a compiled model": lambda s: {"model_state_dict": with_prefix("module._orig_mod.")(s)},
     "FSDP1 by named_parameters": with_prefix("_fsdp_wrapped_module."),
     "wrappers inside": lambda s: {"model": inside(s)},
     "any name of a trainer's": lambda s: {"app": {"generator": s}, "optim": STATE},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -126,11 +132,12 @@ COPIES = {
     "model and ema": (lambda s: {"model": s, "ema": halved(s), "optimizer": STATE}, "model", "ema"),
     "Lightning's ema": (
         lambda s: {"state_dict": with_prefix("net.")(s) | with_prefix("net_ema.module.")(halved(s))},
-        "state_dict.net", "state_dict.net_ema",
+        "state_dict.net",
+        "state_dict.net_ema",
     ),
     "teacher and student": (lambda s: {"teacher": s, "student": halved(s)}, "teacher", "student"),
     "the model itself and its ema": (lambda s: s | with_prefix("ema.")(halved(s)), None, "ema"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("container", ["torch.save", "dcp"])

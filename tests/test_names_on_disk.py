@@ -357,9 +357,11 @@ def test_rotated_and_fused_projections_are_written_as_save_pretrained_does(kind:
 
 HEADLESS: dict[str, dict[str, Any]] = {
     "MixtralModel": SIZES | {"num_key_value_heads": 2, "num_local_experts": 4},
-    "MixtralForSequenceClassification": SIZES | {"num_key_value_heads": 2, "num_local_experts": 4, "pad_token_id": 0},
-    "Qwen3MoeModel": SIZES | {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 24},
-}  # fmt: skip
+    "MixtralForSequenceClassification": SIZES
+    | {"num_key_value_heads": 2, "num_local_experts": 4, "pad_token_id": 0},
+    "Qwen3MoeModel": SIZES
+    | {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 24},
+}
 
 
 @pytest.mark.parametrize("kind", HEADLESS)

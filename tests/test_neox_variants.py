@@ -18,8 +18,13 @@ from test_neox_logits import TOLERANCE, largest_difference
 from test_neox_parallel import edit_yaml, same_bits
 
 LLAMA: dict[str, Any] = {
-    "norm": "rmsnorm", "activation": "swiglu", "biases": False, "residual": False, "rotary_pct": 1.0, "inner": 96,
-}  # fmt: skip
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "biases": False,
+    "residual": False,
+    "rotary_pct": 1.0,
+    "inner": 96,
+}
 FLASH = {"attention-config": [[["flash"], 2]]}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama_mha": LLAMA,
@@ -230,9 +235,14 @@ def test_features_go_to_the_manifest(tmp_path: Path) -> None:
         k: features[k] for k in ("te_mha", "te_layernorm_mlp", "gated", "gqa", "kv_heads", "norm", "residual")
     }
     assert told == {
-        "te_mha": True, "te_layernorm_mlp": True, "gated": True, "gqa": True, "kv_heads": 4, "norm": "rmsnorm",
+        "te_mha": True,
+        "te_layernorm_mlp": True,
+        "gated": True,
+        "gqa": True,
+        "kv_heads": 4,
+        "norm": "rmsnorm",
         "residual": "sequential",
-    }  # fmt: skip
+    }
 
 
 @settings(
@@ -260,10 +270,21 @@ def test_any_combination_is_merged_or_refused(
     """Every combination merges as a run with tp 1 would hold it; what is converted gives its logits."""
     te_mha, te_mlp, te_linear, residual, biases, tied = flags
     spec = Spec(
-        tp=tp, kv_heads=kv_heads, activation=activation, norm=norm, te_mha=te_mha, te_mlp=te_mlp, te_linear=te_linear,
-        residual=residual, biases=biases, tied=tied, rotary_pct=1.0, inner=96, layers=1,
+        tp=tp,
+        kv_heads=kv_heads,
+        activation=activation,
+        norm=norm,
+        te_mha=te_mha,
+        te_mlp=te_mlp,
+        te_linear=te_linear,
+        residual=residual,
+        biases=biases,
+        tied=tied,
+        rotary_pct=1.0,
+        inner=96,
+        layers=1,
         more={"te_rowparallel": True} if te_linear else {},
-    )  # fmt: skip
+    )
     folder = tmp_path_factory.mktemp("any")
     shards = make_shards(spec)
     root = write(folder / "ckpt", spec, shards, pipeline=pipeline)
@@ -355,11 +376,26 @@ def test_one_norm_may_not_be_filled_twice(tmp_path: Path) -> None:
 DAMAGED = {
     # name: (variant, change of each layer's content, code, exit code)
     "norm_left_over": ("te_mha", lambda c: c.update({"mlp.layer_norm_weight": torch.ones(64)}), "FS207", 1),
-    "norm_missing_beside_a_stale_one": ("te_stale_norm", lambda c: c.pop("mlp.layer_norm_weight"), "FS102", 3),
-    "two_projections": ("te_both", lambda c: c.update({"mlp.linear1.weight": torch.ones(256, 64)}), "FS207", 1),
-    "two_outputs": ("te_mha", lambda c: c.update({"attention.dense.weight": c["attention.proj.weight"] * 2}), "FS206", 1),
+    "norm_missing_beside_a_stale_one": (
+        "te_stale_norm",
+        lambda c: c.pop("mlp.layer_norm_weight"),
+        "FS102",
+        3,
+    ),
+    "two_projections": (
+        "te_both",
+        lambda c: c.update({"mlp.linear1.weight": torch.ones(256, 64)}),
+        "FS207",
+        1,
+    ),
+    "two_outputs": (
+        "te_mha",
+        lambda c: c.update({"attention.dense.weight": c["attention.proj.weight"] * 2}),
+        "FS206",
+        1,
+    ),
     "no_norm_at_all": ("te_mha", lambda c: c.pop("post_attention_layernorm.weight"), "FS102", 3),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DAMAGED)

@@ -48,10 +48,13 @@ def write_zero(
             shapes = {prefix + in_zero(name, spec): shard[name].shape for name in names}
             module = None if pipeline else {f"sequential.{n}": t for n, t in half[tp].items()}
             state = rank_state(spec, module) | {
-                "param_shapes": [shapes], "dp_world_size": dp, "mp_world_size": pp * spec.tp,
-                "shared_params": {}, "buffer_names": [],
+                "param_shapes": [shapes],
+                "dp_world_size": dp,
+                "mp_world_size": pp * spec.tp,
+                "shared_params": {},
+                "buffer_names": [],
                 "checkpoint_parallel_dimensions": {"pp_degree": pp, "tp_degree": spec.tp},
-            }  # fmt: skip
+            }
             torch.save(state, root / STEP / f"mp_rank_{mp:02d}_model_states.pt")
             flat = torch.cat([shard[name].float().reshape(-1) for name in names])
             part = -(-flat.numel() // (2 * dp)) * 2
@@ -64,9 +67,13 @@ def write_zero(
                         "state": {0: {"step": torch.tensor(7.0), "exp_avg": mine / 2, "exp_avg_sq": mine**2}},
                         "param_groups": [{"lr": 0.1, "params": [0]}],
                     },
-                    "group_paddings": [part * dp - sum(s.numel() for s in shapes.values()) if rank == dp - 1 else 0],
-                    "partition_count": [dp], "ds_version": "0.16.0", "clip_grad": 1.0,
-                }  # fmt: skip
+                    "group_paddings": [
+                        part * dp - sum(s.numel() for s in shapes.values()) if rank == dp - 1 else 0
+                    ],
+                    "partition_count": [dp],
+                    "ds_version": "0.16.0",
+                    "clip_grad": 1.0,
+                }
                 name = f"bf16_zero_pp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt"
                 torch.save({"optimizer_state_dict": optimizer}, root / STEP / name)
     return root
@@ -134,8 +141,14 @@ def test_masters_of_one_rank_that_are_stale_are_named(tmp_path: Path) -> None:
     edit_pt(root / STEP / name, change)
     for options in ((), ("--weights", "masters")):
         assert_refused(
-            root, tmp_path / "out", "FS401", command=("convert", "--to", "hf"), options=options, rank="mp 3", file=name
-        )  # fmt: skip
+            root,
+            tmp_path / "out",
+            "FS401",
+            command=("convert", "--to", "hf"),
+            options=options,
+            rank="mp 3",
+            file=name,
+        )
     ran = cli("master-weights", root)
     assert ran.code == 1
     assert {f["rank"] for f in ran.having("FS401")} == {"mp 3"}

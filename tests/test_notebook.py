@@ -70,8 +70,10 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
         fastshard.plan(ckpt),
         fastshard.stats(ckpt, memory=MEMORY),
         fastshard.diff(ckpt, checkpoint(tmp_path / "other"), memory=MEMORY),
-        fastshard.Manifest({"kind": "<b>", "files": [], "tensors": [{"name": n, "blake3": "<i>"} for n in NAMES]}, []),
-    ):  # fmt: skip
+        fastshard.Manifest(
+            {"kind": "<b>", "files": [], "tensors": [{"name": n, "blake3": "<i>"} for n in NAMES]}, []
+        ),
+    ):
         parsed = shown(value)
         assert "onerror=alert(1)" in "".join(parsed.texts), "the name is not shown at all"
 

@@ -229,7 +229,9 @@ def zero2(root: Path, **more: Any) -> Path:
     return root / "ckpt"
 
 
-@pytest.mark.parametrize("to", ["hf", "gpt_neox", "megatron", "tp-safetensors", "maxtext", "dcp:torchtitan", "dcp:olmo_core"])  # fmt: skip
+@pytest.mark.parametrize(
+    "to", ["hf", "gpt_neox", "megatron", "tp-safetensors", "maxtext", "dcp:torchtitan", "dcp:olmo_core"]
+)
 def test_targets_that_hold_none_say_so(tmp_path: Path, to: str) -> None:
     ran = refused(zero2(tmp_path), tmp_path / "out", "FS514", "--to", to)
     assert "--to dcp" in ran.out and "universal" in ran.out

@@ -134,20 +134,32 @@ def chosen(root: Path, step: str | None = None) -> list[tuple[str | None, str, b
     ("files", "step", "want"),
     [
         (["4000/items/manifest.ocdbt"], None, ("4000", "items", True)),
-        (["checkpoints/4000/items/_METADATA", "checkpoints/4000/items/w/.zarray"], None, ("4000", "items", True)),
+        (
+            ["checkpoints/4000/items/_METADATA", "checkpoints/4000/items/w/.zarray"],
+            None,
+            ("4000", "items", True),
+        ),
         (["checkpoint_00004000/w/.zarray"], None, ("checkpoint_00004000", "", True)),
         (["checkpoint_00004000/state/w/.zarray"], "4000", ("checkpoint_00004000", "state", True)),
         (["9/items/manifest.ocdbt", "10/items/manifest.ocdbt"], None, ("10", "items", True)),
         (["9/items/manifest.ocdbt", "10/items/manifest.ocdbt"], "9", ("9", "items", True)),
-        (["9/items/manifest.ocdbt", "10.orbax-checkpoint-tmp-3/items/manifest.ocdbt"], None, ("9", "items", True)),
+        (
+            ["9/items/manifest.ocdbt", "10.orbax-checkpoint-tmp-3/items/manifest.ocdbt"],
+            None,
+            ("9", "items", True),
+        ),
         (["9.orbax-checkpoint-tmp/items/ocdbt.process_0/manifest.ocdbt"], None, ("9", "items", False)),
         (["9/items/ocdbt.process_0/manifest.ocdbt"], None, ("9", "items", False)),
-        (["9/state/manifest.ocdbt", "9/state.orbax-checkpoint-tmp-1/manifest.ocdbt"], None, ("9", "state", True)),
+        (
+            ["9/state/manifest.ocdbt", "9/state.orbax-checkpoint-tmp-1/manifest.ocdbt"],
+            None,
+            ("9", "state", True),
+        ),
         (["checkpoint_7.tmp_2/state/w/.zarray"], None, ("checkpoint_7", "state", False)),
         (["run_step_7/default/manifest.ocdbt"], None, ("run_step_7", "default", True)),
         (["manifest.ocdbt"], None, (None, "ckpt", True)),
     ],
-)  # fmt: skip
+)
 def test_a_step_and_its_item_are_found(
     files: list[str], step: str | None, want: tuple[str | None, str, bool], tmp_path: Path
 ) -> None:

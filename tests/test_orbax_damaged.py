@@ -180,7 +180,10 @@ def test_a_truncated_tree_is_refused(tmp_path: Path) -> None:
     assert_refused(root, tmp_path / "out", "FS601", file="_METADATA")
 
 
-@pytest.mark.parametrize("content", ["", "[]", "7", "[" * 100_000, '{"a": 1}', json.dumps({base64.b64encode(b"step").decode(): "{}"})])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "7", "[" * 100_000, '{"a": 1}', json.dumps({base64.b64encode(b"step").decode(): "{}"})],
+)
 def test_shardings_are_evidence_and_no_more(content: str, tmp_path: Path) -> None:
     root = copy(ELIDED, tmp_path / "ckpt")
     (root / ITEMS / "_sharding").write_text(content)
@@ -189,9 +192,12 @@ def test_shardings_are_evidence_and_no_more(content: str, tmp_path: Path) -> Non
 
 #: Files that are read while a checkpoint is opened.
 TARGETS = [
-    (ELIDED, f"{ITEMS}/_METADATA"), (ELIDED, f"{ITEMS}/_sharding"), (ELIDED, f"{ITEMS}/manifest.ocdbt"),
-    (PAXML, f"{STATE}/{QKV}/.zarray"), (ELIDED, "checkpoints/4000/_CHECKPOINT_METADATA"),
-]  # fmt: skip
+    (ELIDED, f"{ITEMS}/_METADATA"),
+    (ELIDED, f"{ITEMS}/_sharding"),
+    (ELIDED, f"{ITEMS}/manifest.ocdbt"),
+    (PAXML, f"{STATE}/{QKV}/.zarray"),
+    (ELIDED, "checkpoints/4000/_CHECKPOINT_METADATA"),
+]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -16,14 +16,22 @@ from jax_maker import read
 from orbax_maker import ZARR2, describe, painted, write
 
 KEPT = {
-    "C64": np.complex64, "C128": np.complex128, "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
-    "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz, "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz, "F8_E8M0": ml_dtypes.float8_e8m0fnu,
-}  # fmt: skip
+    "C64": np.complex64,
+    "C128": np.complex128,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+}
 #: What safetensors has not: its type, and the dtype that has all its values.
 WIDENED = {
-    "int4": (ml_dtypes.int4, "I8"), "int2": (ml_dtypes.int2, "I8"), "float4_e2m1fn": (ml_dtypes.float4_e2m1fn, "BF16"),
-    "float8_e3m4": (ml_dtypes.float8_e3m4, "BF16"), "float8_e4m3b11fnuz": (ml_dtypes.float8_e4m3b11fnuz, "BF16"),
-}  # fmt: skip
+    "int4": (ml_dtypes.int4, "I8"),
+    "int2": (ml_dtypes.int2, "I8"),
+    "float4_e2m1fn": (ml_dtypes.float4_e2m1fn, "BF16"),
+    "float8_e3m4": (ml_dtypes.float8_e3m4, "BF16"),
+    "float8_e4m3b11fnuz": (ml_dtypes.float8_e4m3b11fnuz, "BF16"),
+}
 #: What no TensorStore writes.
 UNREAD = ["uint4", "|S4"]
 

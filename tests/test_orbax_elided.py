@@ -189,9 +189,13 @@ def stored(root: Path, **options: object) -> dict[str, np.ndarray]:
     weight, half = painted(8, 4), painted(8, 4)
     half[:4] = 0
     tree = {
-        "w": weight, "half": half, "zero": np.zeros((8, 4), np.float32), "bias": np.zeros(4, np.float32),
-        "step": np.zeros((), np.int32), "table": np.zeros(5, np.float64),
-    }  # fmt: skip
+        "w": weight,
+        "half": half,
+        "zero": np.zeros((8, 4), np.float32),
+        "bias": np.zeros(4, np.float32),
+        "step": np.zeros((), np.int32),
+        "table": np.zeros(5, np.float64),
+    }
     shardings = {}
     for name, values in tree.items():
         divided = name in ("w", "half", "zero")
@@ -200,9 +204,12 @@ def stored(root: Path, **options: object) -> dict[str, np.ndarray]:
         if name == "table":
             continue
         described = {
-            "sharding_type": "NamedSharding", "shape": [4], "axis_names": ["x"],
-            "partition_spec": ["x"] if divided else [], "device_mesh": {"mesh": [{"id": i} for i in range(4)]},
-        }  # fmt: skip
+            "sharding_type": "NamedSharding",
+            "shape": [4],
+            "axis_names": ["x"],
+            "partition_spec": ["x"] if divided else [],
+            "device_mesh": {"mesh": [{"id": i} for i in range(4)]},
+        }
         shardings[base64.b64encode(name.encode()).decode()] = json.dumps(described)
     describe(root, list(tree), stores_fill=None, zarr3=True)
     document = json.loads((root / "_METADATA").read_text())

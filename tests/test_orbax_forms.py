@@ -34,13 +34,21 @@ FORMS: dict[str, tuple[np.ndarray, list[int], dict[str, Any]]] = {
     "vector": (painted(9, dtype=np.int64), [4], {}),
     "one_each": (painted(3, 2), [1, 1], {}),
     "f_order": (painted(4, 6, 5), [3, 4, 2], {"order": "F"}),
-    "f_order_3d_blosc": (painted(4, 6), [2, 3], {"order": "F", "compressor": {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1}}),
+    "f_order_3d_blosc": (
+        painted(4, 6),
+        [2, 3],
+        {"order": "F", "compressor": {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1}},
+    ),
     "slashes": (painted(5, 4), [2, 2], {"dimension_separator": "/"}),
     "plain": (painted(5, 4), [2, 2], {"compressor": None}),
     "gzip": (painted(5, 4), [2, 2], {"compressor": {"id": "gzip", "level": 1}}),
     "zlib": (painted(5, 4), [2, 2], {"compressor": {"id": "zlib", "level": 1}}),
     "zstd": (painted(5, 4), [2, 2], {"compressor": {"id": "zstd", "level": 1}}),
-    "blosc": (painted(64, 4), [32, 4], {"compressor": {"id": "blosc", "cname": "zstd", "clevel": 5, "shuffle": 2}}),
+    "blosc": (
+        painted(64, 4),
+        [32, 4],
+        {"compressor": {"id": "blosc", "cname": "zstd", "clevel": 5, "shuffle": 2}},
+    ),
     "bf16": (painted(6, 4, dtype=ml_dtypes.bfloat16), [4, 4], {}),
     "bf16_3": (painted(6, 4, dtype=ml_dtypes.bfloat16), [4, 4], {"zarr": 3, **sharded([4, 4])}),
     "f16": (painted(6, 4, dtype=np.float16), [4, 4], {}),
@@ -52,13 +60,29 @@ FORMS: dict[str, tuple[np.ndarray, list[int], dict[str, Any]]] = {
     "u32": (painted(6, 4, dtype=np.uint32), [4, 3], {}),
     "v3": (painted(7, 5), [3, 2], {"zarr": 3}),
     "v3_zstd": (painted(7, 5), [3, 2], {"zarr": 3, "codecs": [LITTLE, ZSTD]}),
-    "v3_dots": (painted(7, 5), [3, 2], {"zarr": 3, "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}}}),
-    "v3_transposed": (painted(7, 5), [3, 2], {"zarr": 3, "codecs": [{"name": "transpose", "configuration": {"order": [1, 0]}}, LITTLE]}),
+    "v3_dots": (
+        painted(7, 5),
+        [3, 2],
+        {"zarr": 3, "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}}},
+    ),
+    "v3_transposed": (
+        painted(7, 5),
+        [3, 2],
+        {"zarr": 3, "codecs": [{"name": "transpose", "configuration": {"order": [1, 0]}}, LITTLE]},
+    ),
     "shards": (painted(10, 6), [4, 6], {"zarr": 3, **sharded([2, 3])}),
     "shards_of_one": (painted(10, 6), [5, 3], {"zarr": 3, **sharded([5, 3])}),
-    "shards_with_transposed_parts": (painted(9, 6), [6, 6], {"zarr": 3, **sharded([2, 3], {"name": "transpose", "configuration": {"order": [1, 0]}}, LITTLE)}),
-    "big_endian_codec": (painted(5, 4), [2, 2], {"zarr": 3, "codecs": [{"name": "bytes", "configuration": {"endian": "big"}}]}),
-}  # fmt: skip
+    "shards_with_transposed_parts": (
+        painted(9, 6),
+        [6, 6],
+        {"zarr": 3, **sharded([2, 3], {"name": "transpose", "configuration": {"order": [1, 0]}}, LITTLE)},
+    ),
+    "big_endian_codec": (
+        painted(5, 4),
+        [2, 2],
+        {"zarr": 3, "codecs": [{"name": "bytes", "configuration": {"endian": "big"}}]},
+    ),
+}
 
 
 def merged(root: Path, out: Path, *options: object) -> dict[str, np.ndarray]:
@@ -167,7 +191,7 @@ def edit(file: Path, **changes: Any) -> None:
         ({"compressor": {"id": "lzma"}}, "FS601", "cannot be read"),
         ({"compressor": {"id": "gzip"}}, "FS601", "chunk 0.0: the store cannot be read"),
     ],
-)  # fmt: skip
+)
 def test_metadata_that_cannot_be_read_is_refused(
     changes: dict[str, Any], code: str, message: str, tmp_path: Path
 ) -> None:
@@ -190,10 +214,17 @@ def test_metadata_that_cannot_be_read_is_refused(
         ({"codecs": sharded([3, 2])["codecs"]}, "FS601", "divide"),
         ({"codecs": sharded([0, 2])["codecs"]}, "FS601", "chunks"),
         ({"codecs": 7}, "FS601", "cannot be read"),
-        ({"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1 << 34, 4]}}, "shape": [1 << 34, 4],
-          "codecs": sharded([1, 1])["codecs"]}, "FS601", "chunks"),
+        (
+            {
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1 << 34, 4]}},
+                "shape": [1 << 34, 4],
+                "codecs": sharded([1, 1])["codecs"],
+            },
+            "FS601",
+            "chunks",
+        ),
     ],
-)  # fmt: skip
+)
 def test_metadata_of_version_3_that_cannot_be_read_is_refused(
     changes: dict[str, Any], code: str, message: str, tmp_path: Path
 ) -> None:

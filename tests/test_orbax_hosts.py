@@ -259,8 +259,10 @@ def test_the_store_of_a_process_that_is_a_copy_of_anothers(hosts: int, tmp_path:
 
 
 SEVERAL = [
-    "mp2_local_BROKEN_0128_zarr3_primarynone", "mp2_local_BROKEN_063_zarr3", "mp2_shared_good_063_zarr3_elided_zeros",
-]  # fmt: skip
+    "mp2_local_BROKEN_0128_zarr3_primarynone",
+    "mp2_local_BROKEN_063_zarr3",
+    "mp2_shared_good_063_zarr3_elided_zeros",
+]
 
 
 @pytest.mark.parametrize("name", SEVERAL)

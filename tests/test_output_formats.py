@@ -39,9 +39,17 @@ HOSTILE = [
 
 def told(name: str, *, code: int = 1, severity: str = "error") -> RunReport:
     finding = Finding(
-        "FS303", severity, f"message {name}", file=f"dir/{name}", rank=name, host=name, tensor=name,
-        expected=name, got=name, help=f"help {name}",
-    )  # fmt: skip
+        "FS303",
+        severity,
+        f"message {name}",
+        file=f"dir/{name}",
+        rank=name,
+        host=name,
+        tensor=name,
+        expected=name,
+        got=name,
+        help=f"help {name}",
+    )
     return RunReport("verify", ["verify", name], code, [finding, finding.replace(file=None)])
 
 

@@ -116,9 +116,14 @@ def test_what_a_reader_leaves_behind_does_not_count(tmp_path: Path) -> None:
 
 def run_in(folder: Path, *argv: object, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "fastshard", *map(str, argv)], cwd=folder, capture_output=True, text=True, check=False,
-        timeout=HANG, env=os.environ | environment,
-    )  # fmt: skip
+        [sys.executable, "-m", "fastshard", *map(str, argv)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG,
+        env=os.environ | environment,
+    )
 
 
 @pytest.mark.parametrize("name", [".", "..", "../out"])

@@ -20,10 +20,49 @@ from quantised_maker import model, write
 
 How = Literal["start", "full", "module"]
 
-_ATOMS = st.sampled_from([
-    "a", "b", "q", "1", ".", "_", "-", "{", "}", "]", "é", "\n", "\\.", "\\-", "\\x61", "\\141", "\\n", "\\d", "\\w", "\\s", "\\D", "\\W",
-    "\\S", "[ab]", "[^a]", "[a-c1]", "[\\w.]", "[^\\W_]", "[]a]", "[a-]", "[Z-a]", "\\b", "^", "$", "\\A", "\\Z", "\\1", "\\2", "(?P=n)",
-])  # fmt: skip
+_ATOMS = st.sampled_from(
+    [
+        "a",
+        "b",
+        "q",
+        "1",
+        ".",
+        "_",
+        "-",
+        "{",
+        "}",
+        "]",
+        "é",
+        "\n",
+        "\\.",
+        "\\-",
+        "\\x61",
+        "\\141",
+        "\\n",
+        "\\d",
+        "\\w",
+        "\\s",
+        "\\D",
+        "\\W",
+        "\\S",
+        "[ab]",
+        "[^a]",
+        "[a-c1]",
+        "[\\w.]",
+        "[^\\W_]",
+        "[]a]",
+        "[a-]",
+        "[Z-a]",
+        "\\b",
+        "^",
+        "$",
+        "\\A",
+        "\\Z",
+        "\\1",
+        "\\2",
+        "(?P=n)",
+    ]
+)
 _REPEATS = ["*", "+", "?", "{2}", "{1,2}", "{,2}", "{1,}", "{,}", "*?", "+?", "??"]
 _OPENS = ["(", "(?:", "(?=", "(?!", "(?<=", "(?<!", "(?P<n>", "(?i:", "(?s:", "(?m:", "(?-i:", "(?a:"]
 if sys.version_info >= (3, 11):
@@ -148,18 +187,45 @@ def _targets(*targets: str) -> dict[str, Any]:
 #: quantization_config of models, and whether it is good, or the code of what is found.
 CONFIGS: dict[str, tuple[dict[str, Any], str | None]] = {
     "bounded repeats": (_targets("re:" + "a{0,40}" * 12, "Linear"), None),
-    "very many": (_targets(*(f"re:model.layers.{n}.(q|k)*[a-z]*b$" for n in range(20_000)), "Linear"), "FS514"),
+    "very many": (
+        _targets(*(f"re:model.layers.{n}.(q|k)*[a-z]*b$" for n in range(20_000)), "Linear"),
+        "FS514",
+    ),
     "look-ahead": (_targets("re:^(?!.*vision).*_proj"), None),
     "look-ahead for ever": (_targets("re:" + "(.*)" * 9 + "\\1\\2\\3\\4\\5(?=x)", "Linear"), "FS514"),
     "none": (_targets("re:(", "Linear"), "FS211"),
-    "very many groups": ({**_targets("Linear"), "config_groups": {str(n): {"targets": ["Linear"], "weights": {}} for n in range(5000)}}, "FS514"),
-    "some groups": ({**_targets("Linear"), "config_groups": {**_targets("Linear")["config_groups"], **{
-        str(n): {"targets": [f"re:.*x{n}(?!y)"], "weights": {"num_bits": 8}} for n in range(50)
-    }}}, None),
+    "very many groups": (
+        {
+            **_targets("Linear"),
+            "config_groups": {str(n): {"targets": ["Linear"], "weights": {}} for n in range(5000)},
+        },
+        "FS514",
+    ),
+    "some groups": (
+        {
+            **_targets("Linear"),
+            "config_groups": {
+                **_targets("Linear")["config_groups"],
+                **{str(n): {"targets": [f"re:.*x{n}(?!y)"], "weights": {"num_bits": 8}} for n in range(50)},
+            },
+        },
+        None,
+    ),
     "a condition": (_targets("re:(a)?(?(1)b|c)", "Linear"), "FS514"),
-    "rules of GPTQModel": ({"quant_method": "gptq", "bits": 4, "group_size": 16, "dynamic": {"-:(a|a)*b": {}, "+:.*(a+)+$": {"bits": 8}}}, None),
-    "a rule that is none": ({"quant_method": "gptq", "bits": 4, "group_size": 16, "dynamic": {"+:*": {"bits": 8}}}, "FS211"),
-}  # fmt: skip
+    "rules of GPTQModel": (
+        {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": 16,
+            "dynamic": {"-:(a|a)*b": {}, "+:.*(a+)+$": {"bits": 8}},
+        },
+        None,
+    ),
+    "a rule that is none": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 16, "dynamic": {"+:*": {"bits": 8}}},
+        "FS211",
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -193,14 +259,35 @@ def test_patterns_of_adapters_are_those_of_peft(tmp_path: Path) -> None:
     from peft.utils.other import get_pattern_key
 
     ranks = {
-        "(?:a|b)_proj": 1, r"layers\.[13]\..*q_proj": 2, "^v_proj": 3, r"(?!x)k_proj": 4, "model.layers.0.o_proj": 5, "q_proj": 6,
-        r"up|down": 7, r"(e)\3x": 8,
-    }  # fmt: skip
+        "(?:a|b)_proj": 1,
+        r"layers\.[13]\..*q_proj": 2,
+        "^v_proj": 3,
+        r"(?!x)k_proj": 4,
+        "model.layers.0.o_proj": 5,
+        "q_proj": 6,
+        r"up|down": 7,
+        r"(e)\3x": 8,
+    }
     config = adapter_config.read(_adapter(tmp_path, rank_pattern=ranks), "adapter_config.json")
     for name in (
-        "a_proj", "x.b_proj", "x.ab_proj", "m.layers.1.s.q_proj", "m.layers.2.s.q_proj", "xq_proj", "v_proj", "x.v_proj", "x.k_proj",
-        "model.layers.0.o_proj", "modelxlayers.0.o_proj", "base.model.layers.0.o_proj", "x.up", "x.down", "x.eex", "q_proj\n", "größe.q_proj",
-    ):  # fmt: skip
+        "a_proj",
+        "x.b_proj",
+        "x.ab_proj",
+        "m.layers.1.s.q_proj",
+        "m.layers.2.s.q_proj",
+        "xq_proj",
+        "v_proj",
+        "x.v_proj",
+        "x.k_proj",
+        "model.layers.0.o_proj",
+        "modelxlayers.0.o_proj",
+        "base.model.layers.0.o_proj",
+        "x.up",
+        "x.down",
+        "x.eex",
+        "q_proj\n",
+        "größe.q_proj",
+    ):
         assert config.rank(name) == ranks.get(get_pattern_key(list(ranks), name), 4), name
 
 

@@ -20,9 +20,16 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from transformers import Phi3Config, Phi3ForCausalLM
 
 _SIZES = {
-    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +75,19 @@ def test_files_of_ranks_say_what_fused_tensors_are_made_of(
 
 
 @pytest.mark.parametrize(
-    "value", [{"dim": 0}, {"dim": 0, "parts": [0, 96]}, {"parts": [48, 48]}, {"dim": None, "parts": [1]}, True, -1, "0", {"dim": 0, "parts": [True]}, {"dim": 0, "parts": "2"}]
-)  # fmt: skip
+    "value",
+    [
+        {"dim": 0},
+        {"dim": 0, "parts": [0, 96]},
+        {"parts": [48, 48]},
+        {"dim": None, "parts": [1]},
+        True,
+        -1,
+        "0",
+        {"dim": 0, "parts": [True]},
+        {"dim": 0, "parts": "2"},
+    ],
+)
 def test_parts_that_nothing_is_made_of_are_refused(value: Any, fused: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     fastshard.convert(fused, out, "tp-safetensors", tp=2)
@@ -207,7 +225,17 @@ def test_ranks_whose_shares_nothing_can_say_are_refused(tmp_path: Path) -> None:
         'layout = "toy"\nfamily = "toy"\n[shard]\ntp = ["F"]\n[config]\nmodel_type = ["toy"]\n[config.axes]\n'
         'H = "hidden_size"\nF = "inner"\n[[tensor]]\nname = "w"\nshape = "[r*F, H]"\nas = "w"\n'
     )
-    ran = cli("convert", folder, tmp_path / "out", "--to", "tp-safetensors", "--tp", "2", "--layout", tmp_path / "own.toml")  # fmt: skip
+    ran = cli(
+        "convert",
+        folder,
+        tmp_path / "out",
+        "--to",
+        "tp-safetensors",
+        "--tp",
+        "2",
+        "--layout",
+        tmp_path / "own.toml",
+    )
     assert ran.code == 2 and ran.having("FS514", tensor="w"), ran.findings
     done = cli(
         "convert", folder, tmp_path / "dcp", "--to", "dcp", "--tp", "2", "--layout", tmp_path / "own.toml"

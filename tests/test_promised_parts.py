@@ -20,11 +20,23 @@ from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
 SIZES: dict[str, Any] = {
-    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 32,
-}  # fmt: skip
-EXPERTS: dict[str, Any] = SIZES | {"moe_intermediate_size": 10, "n_routed_experts": 4, "num_experts_per_tok": 2,
-    "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}  # fmt: skip
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+EXPERTS: dict[str, Any] = SIZES | {
+    "moe_intermediate_size": 10,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 6,
@@ -33,8 +45,14 @@ LATENT = {
     "qk_rope_head_dim": 2,
     "v_head_dim": 7,
 }
-VISION = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24, "image_size": 32,
-          "patch_size": 8}  # fmt: skip
+VISION = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "image_size": 32,
+    "patch_size": 8,
+}
 MODELS: dict[str, Callable[[], Any]] = {
     # With a table, which knows of MTP layers and of shared experts.
     "deepseek": lambda: transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**EXPERTS | LATENT)),
@@ -42,23 +60,37 @@ MODELS: dict[str, Callable[[], Any]] = {
     "glm": lambda: transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**EXPERTS, head_dim=4)),
     "qwen": lambda: transformers.Qwen3_5ForCausalLM(
         transformers.Qwen3_5TextConfig(
-            **SIZES, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=4, linear_value_head_dim=4,
-            layer_types=["linear_attention", "linear_attention", "full_attention"], mtp_num_hidden_layers=1,
+            **SIZES,
+            head_dim=8,
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=4,
+            linear_value_head_dim=4,
+            layer_types=["linear_attention", "linear_attention", "full_attention"],
+            mtp_num_hidden_layers=1,
         )
     ),
     "llava": lambda: transformers.LlavaForConditionalGeneration(
         transformers.LlavaConfig(
-            text_config=transformers.LlamaConfig(**SIZES), vision_config=transformers.CLIPVisionConfig(**VISION)
+            text_config=transformers.LlamaConfig(**SIZES),
+            vision_config=transformers.CLIPVisionConfig(**VISION),
         )
     ),
     "qwen_vl": lambda: transformers.Qwen2_5_VLForConditionalGeneration(
         transformers.Qwen2_5_VLConfig(
-            text_config=SIZES | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 1e4}},
+            text_config=SIZES
+            | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 1e4}},
             # Of so many layers that the list of what is missing ends before.
-            vision_config={"depth": 12, "hidden_size": 16, "intermediate_size": 24, "num_heads": 4, "out_hidden_size": 16},
+            vision_config={
+                "depth": 12,
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_heads": 4,
+                "out_hidden_size": 16,
+            },
         )
     ),
-}  # fmt: skip
+}
 ONE_MTP = "config.json promises 1 MTP layer (num_nextn_predict_layers)"
 
 
@@ -102,8 +134,14 @@ def mtp_of(name: str) -> Tensors:
         sizes = {"fc": (16, 32), "pre_fc_norm_embedding": (16,), "pre_fc_norm_hidden": (16,), "norm": (16,)}
         return layer | {f"mtp.{n}.weight": torch.randn(size) for n, size in sizes.items()}
     layer = {n.replace("layers.2.", "layers.3."): t + 1 for n, t in have.items() if ".layers.2." in n}
-    sizes = {"enorm": (16,), "hnorm": (16,), "eh_proj": (16, 32), "embed_tokens": (40, 16), "shared_head.norm": (16,),
-             "shared_head.head": (40, 16)}  # fmt: skip
+    sizes = {
+        "enorm": (16,),
+        "hnorm": (16,),
+        "eh_proj": (16, 32),
+        "embed_tokens": (40, 16),
+        "shared_head.norm": (16,),
+        "shared_head.head": (40, 16),
+    }
     return layer | {f"model.layers.3.{n}.weight": torch.randn(size) for n, size in sizes.items()}
 
 
@@ -353,26 +391,60 @@ def test_a_config_promises_what_it_says() -> None:
 
 
 NAMES = {
-    "MTP layer": ["mtp.fc.weight", "model.mtp_layers.0.eh_proj.weight", "model.mtp_block.0.mlp.up_proj.weight", "mtp.0.attn.wq",
-                  "model.layers.2.enorm.weight", "language_model.model.layers.61.mlp.gate.weight", "model.mtp_emb_norm.0.weight"],
-    "vision tower": ["visual.blocks.0.attn.qkv.weight", "model.vision_tower.vision_model.embeddings.weight", "vision_model.x.weight",
-                     "model.visual.merger.mlp.weight", "vit.layers.0.weight", "vpm.encoder.weight", "img_processor.x.weight"],
-    "audio tower": ["audio_tower.layers.0.fc1.weight", "model.audio_encoder.conv1.weight", "apm.layers.0.weight"],
+    "MTP layer": [
+        "mtp.fc.weight",
+        "model.mtp_layers.0.eh_proj.weight",
+        "model.mtp_block.0.mlp.up_proj.weight",
+        "mtp.0.attn.wq",
+        "model.layers.2.enorm.weight",
+        "language_model.model.layers.61.mlp.gate.weight",
+        "model.mtp_emb_norm.0.weight",
+    ],
+    "vision tower": [
+        "visual.blocks.0.attn.qkv.weight",
+        "model.vision_tower.vision_model.embeddings.weight",
+        "vision_model.x.weight",
+        "model.visual.merger.mlp.weight",
+        "vit.layers.0.weight",
+        "vpm.encoder.weight",
+        "img_processor.x.weight",
+    ],
+    "audio tower": [
+        "audio_tower.layers.0.fc1.weight",
+        "model.audio_encoder.conv1.weight",
+        "apm.layers.0.weight",
+    ],
     "indexer": ["model.layers.0.self_attn.indexer.wk.weight"],
-    "shared experts": ["model.layers.1.mlp.shared_experts.up_proj.weight", "model.layers.0.mlp.shared_expert.up_proj.weight",
-                       "model.layers.0.mlp.shared_expert_gate.weight", "model.layers.0.shared_mlp.input_linear.weight",
-                       "model.layers.4.share_expert.up_proj.weight"],
-}  # fmt: skip
-NEITHER = ["model.layers.60.mlp.up_proj.weight", "model.embed_tokens.weight", "lm_head.weight", "multi_modal_projector.linear_1.weight",
-           "model.vision_projection.weight", "model.embed_vision.weight", "model.layers.3.mlp.experts.7.up_proj.weight",
-           "model.image_newline", "model.layers.0.self_attn.q_proj.weight"]  # fmt: skip
+    "shared experts": [
+        "model.layers.1.mlp.shared_experts.up_proj.weight",
+        "model.layers.0.mlp.shared_expert.up_proj.weight",
+        "model.layers.0.mlp.shared_expert_gate.weight",
+        "model.layers.0.shared_mlp.input_linear.weight",
+        "model.layers.4.share_expert.up_proj.weight",
+    ],
+}
+NEITHER = [
+    "model.layers.60.mlp.up_proj.weight",
+    "model.embed_tokens.weight",
+    "lm_head.weight",
+    "multi_modal_projector.linear_1.weight",
+    "model.vision_projection.weight",
+    "model.embed_vision.weight",
+    "model.layers.3.mlp.experts.7.up_proj.weight",
+    "model.image_newline",
+    "model.layers.0.self_attn.q_proj.weight",
+]
 
 
 def test_tensors_of_parts_are_known_by_their_names() -> None:
     config = {
-        "num_hidden_layers": 61, "num_nextn_predict_layers": 1, "vision_config": {"depth": 1}, "audio_config": {"d_model": 8},
-        "index_n_heads": 2, "n_shared_experts": 1,
-    }  # fmt: skip
+        "num_hidden_layers": 61,
+        "num_nextn_predict_layers": 1,
+        "vision_config": {"depth": 1},
+        "audio_config": {"d_model": 8},
+        "index_n_heads": 2,
+        "n_shared_experts": 1,
+    }
     parts = {part.kind.word: part for part in promised(config)}
     assert parts.keys() == NAMES.keys()
     for word, names in NAMES.items():
@@ -387,9 +459,14 @@ def test_configs_and_names_may_say_anything(tmp_path: Path) -> None:
     """Of any length and any number: none takes long."""
     long = "vision" * 200_000
     config = {
-        "architectures": ["For" * 200_000], "num_nextn_predict_layers": 10**12, "num_hidden_layers": 1, "mtp" * 200_000: 1,
-        "vision_config": {"vision_config": {}, "depth": 2}, "index_n_heads": 1, "n_shared_experts": 1,
-    }  # fmt: skip
+        "architectures": ["For" * 200_000],
+        "num_nextn_predict_layers": 10**12,
+        "num_hidden_layers": 1,
+        "mtp" * 200_000: 1,
+        "vision_config": {"vision_config": {}, "depth": 2},
+        "index_n_heads": 1,
+        "n_shared_experts": 1,
+    }
     parts = promised(config)
     assert [part.kind.word for part in parts] == ["MTP layer", "vision tower", "indexer", "shared experts"]
     names = [

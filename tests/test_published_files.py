@@ -65,17 +65,57 @@ def shard(folder: Path) -> Path:
 
 
 CHANGES: dict[str, tuple[str, Damage, str, str]] = {
-    "metadata of a header": ("hf", lambda f: edit_header(shard(f), b'"format":"pt"', b'"format":"tf"'), "FS308", "safetensors"),
-    "config": ("hf", lambda f: edit_json(f / "config.json", lambda c: c.update(rotary_emb_base=5)), "FS308", "config.json"),
-    "tokenizer": ("hf", lambda f: (f / "tokenizer.json").write_text('{"model": {"vocab": []}}'), "FS308", "tokenizer.json"),
+    "metadata of a header": (
+        "hf",
+        lambda f: edit_header(shard(f), b'"format":"pt"', b'"format":"tf"'),
+        "FS308",
+        "safetensors",
+    ),
+    "config": (
+        "hf",
+        lambda f: edit_json(f / "config.json", lambda c: c.update(rotary_emb_base=5)),
+        "FS308",
+        "config.json",
+    ),
+    "tokenizer": (
+        "hf",
+        lambda f: (f / "tokenizer.json").write_text('{"model": {"vocab": []}}'),
+        "FS308",
+        "tokenizer.json",
+    ),
     "config gone": ("hf", lambda f: (f / "tokenizer.json").unlink(), "FS101", "tokenizer.json"),
-    "index": ("merge", lambda f: edit_json(f / "model.safetensors.index.json", lambda c: c["metadata"].update(total_size=5)), "FS308", "index"),
-    "values in a pickle": ("gpt_neox", lambda f: edit_pt(next(f.rglob("mp_rank_00*")), lambda d: d.update(extra=5)), "FS308", "mp_rank_00"),
+    "index": (
+        "merge",
+        lambda f: edit_json(f / "model.safetensors.index.json", lambda c: c["metadata"].update(total_size=5)),
+        "FS308",
+        "index",
+    ),
+    "values in a pickle": (
+        "gpt_neox",
+        lambda f: edit_pt(next(f.rglob("mp_rank_00*")), lambda d: d.update(extra=5)),
+        "FS308",
+        "mp_rank_00",
+    ),
     "yaml of a run": ("gpt_neox", lambda f: next(f.rglob("*.yml")).write_text("a: 1"), "FS308", ".yml"),
-    "a record's value": ("dcp", lambda f: edit_bytes(f / ".metadata", b"checkpoint", b"checkPoint"), "FS308", ".metadata"),
-    "a key of a store": ("orbax", lambda f: edit_bytes(next(f.rglob("_METADATA")), b"{", b" {"), "FS308", "_METADATA"),
-    "a marker of a store": ("orbax", lambda f: next(f.rglob("_CHECKPOINT_METADATA")).unlink(), "FS101", "_CHECKPOINT_METADATA"),
-}  # fmt: skip
+    "a record's value": (
+        "dcp",
+        lambda f: edit_bytes(f / ".metadata", b"checkpoint", b"checkPoint"),
+        "FS308",
+        ".metadata",
+    ),
+    "a key of a store": (
+        "orbax",
+        lambda f: edit_bytes(next(f.rglob("_METADATA")), b"{", b" {"),
+        "FS308",
+        "_METADATA",
+    ),
+    "a marker of a store": (
+        "orbax",
+        lambda f: next(f.rglob("_CHECKPOINT_METADATA")).unlink(),
+        "FS101",
+        "_CHECKPOINT_METADATA",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", CHANGES)

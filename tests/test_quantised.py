@@ -253,17 +253,29 @@ def test_very_many_findings_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        {"quant_method": "fp8", "weight_block_size": [0, -1]}, {"quant_method": "fp8", "weight_block_size": "x"},
-        {"quant_method": "compressed-tensors", "config_groups": {"a": None, "b": {"weights": {"num_bits": "x"}}}},
-        {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {"a": {"weights": {}}}},
-        {"quant_method": "gptq", "bits": 0}, {"quant_method": "gptq", "bits": 4, "group_size": "x"},
-        {"quant_method": ["fp8"]}, {"quant_method": "awq", "version": "gemv"}, {"quant_algo": 3}, {"quant_method": "nobody"},
+        {"quant_method": "fp8", "weight_block_size": [0, -1]},
+        {"quant_method": "fp8", "weight_block_size": "x"},
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"a": None, "b": {"weights": {"num_bits": "x"}}},
+        },
+        {
+            "quant_method": "compressed-tensors",
+            "format": "marlin-24",
+            "config_groups": {"a": {"weights": {}}},
+        },
+        {"quant_method": "gptq", "bits": 0},
+        {"quant_method": "gptq", "bits": 4, "group_size": "x"},
+        {"quant_method": ["fp8"]},
+        {"quant_method": "awq", "version": "gemv"},
+        {"quant_algo": 3},
+        {"quant_method": "nobody"},
         {"quant_method": "fp8", "modules_to_not_convert": [f"re:({'.*' * 30}a)+$", "re:" + ".*a" * 90]},
         {"quant_method": "gptq", "bits": 4, "dynamic": {"+:(a+)+$": {"bits": 8}, "-:(.*)*x": {}}},
         {"quant_method": "fp8", "modules_to_not_convert": [None, 3, "re:(", "*", ""]},
         {"quant_method": "modelopt", "quantized_layers": {"a": None, "b": {"quant_algo": "FP8"}}},
     ],
-)  # fmt: skip
+)
 def test_configs_may_say_anything(said: dict[str, Any], tmp_path: Path) -> None:
     for n, form in enumerate(("fp8 blocks", "gptq 4 bit", "ct 4 bit")):
         config, tensors = model(form)

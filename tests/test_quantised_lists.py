@@ -20,9 +20,15 @@ EXPERT, UP = "model.layers.1.mlp.experts.2.", "model.layers.1.mlp.experts.2.up_p
 def olmoe() -> tuple[dict[str, Any], Tensors]:
     """Config and tensors of a model, as save_pretrained writes them."""
     config = transformers.OlmoeConfig(
-        vocab_size=96, hidden_size=256, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_experts=4,
-        eos_token_id=2, architectures=["OlmoeForCausalLM"],
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=256,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_experts=4,
+        eos_token_id=2,
+        architectures=["OlmoeForCausalLM"],
+    )
     told = transformers_worker.listed(
         {"config": json.loads(config.to_json_string()), "class": "OlmoeForCausalLM"}
     )

@@ -15,22 +15,44 @@ from safetensors.torch import save_file
 AT = "model.layers.1.mlp.up_proj"
 #: Words of the finding, by the beginning of the form's name.
 CALLED = {
-    "fp8": "fp8", "mxfp8": "fp8", "ct 4": "packed integers of compressed-tensors", "ct 3": "packed integers of compressed-tensors",
-    "ct int8": "int8 of compressed-tensors", "ct fp8": "fp8", "ct nvfp4": "NVFP4 of compressed-tensors",
-    "ct mxfp4": "MXFP4 of compressed-tensors", "modelopt fp8": "fp8", "modelopt nvfp4": "NVFP4 of ModelOpt",
-    "modelopt awq": "4 bit AWQ of ModelOpt", "gptq": "GPTQ", "awq": "AWQ", "bnb nf4": "nf4 of bitsandbytes",
-    "bnb int8": "int8 of bitsandbytes", "mlx": "MLX", "mxfp4": "MXFP4",
-}  # fmt: skip
+    "fp8": "fp8",
+    "mxfp8": "fp8",
+    "ct 4": "packed integers of compressed-tensors",
+    "ct 3": "packed integers of compressed-tensors",
+    "ct int8": "int8 of compressed-tensors",
+    "ct fp8": "fp8",
+    "ct nvfp4": "NVFP4 of compressed-tensors",
+    "ct mxfp4": "MXFP4 of compressed-tensors",
+    "modelopt fp8": "fp8",
+    "modelopt nvfp4": "NVFP4 of ModelOpt",
+    "modelopt awq": "4 bit AWQ of ModelOpt",
+    "gptq": "GPTQ",
+    "awq": "AWQ",
+    "bnb nf4": "nf4 of bitsandbytes",
+    "bnb int8": "int8 of bitsandbytes",
+    "mlx": "MLX",
+    "mxfp4": "MXFP4",
+}
 #: What asks for the tensors of a model.
 COMMANDS = (
-    ["verify"], ["merge", "out"], ["merge", "out", "--dtype", "bf16"], ["convert", "out", "--to", "hf"],
+    ["verify"],
+    ["merge", "out"],
+    ["merge", "out", "--dtype", "bf16"],
+    ["convert", "out", "--to", "hf"],
     ["convert", "out", "--to", "hf", "--dtype", "f32"],
-)  # fmt: skip
+)
 LLAMA = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 320,
-    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48, "vocab_size": 96,
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 320,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 48,
+    "vocab_size": 96,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 
 
 def bare(config: dict[str, Any]) -> dict[str, Any]:
@@ -103,8 +125,10 @@ def test_a_statement_anywhere_counts(form: str, tmp_path: Path) -> None:
     content = config.get("quantization_config", config.get("quantization"))
     inner = {key: value for key, value in content.items() if key != "quant_method"}
     name = {
-        "gptq 4 bit": "quantize_config.json", "awq": "quant_config.json", "modelopt nvfp4": "hf_quant_config.json",
-    }.get(form)  # fmt: skip
+        "gptq 4 bit": "quantize_config.json",
+        "awq": "quant_config.json",
+        "modelopt nvfp4": "hf_quant_config.json",
+    }.get(form)
     if name is not None:
         folder = write(tmp_path / "file", bare(config), tensors)
         (folder / name).write_text(json.dumps({"quantization": inner} if name.startswith("hf") else inner))
@@ -140,13 +164,21 @@ def test_a_file_that_says_itself_what_its_codes_are_needs_no_config(tmp_path: Pa
 
 @pytest.mark.parametrize("how", ["tensor", "header", "marker"])
 def test_what_comfyui_says_counts(how: str, tmp_path: Path) -> None:
-    one = {"blocks.0.fc1.weight": codes(64, 32), "blocks.0.fc1.weight_scale": codes(64, 4, dtype=torch.float8_e4m3fn),
-           "blocks.0.fc1.weight_scale_2": scales(), "blocks.0.norm.weight": torch.ones(64)}  # fmt: skip
+    one = {
+        "blocks.0.fc1.weight": codes(64, 32),
+        "blocks.0.fc1.weight_scale": codes(64, 4, dtype=torch.float8_e4m3fn),
+        "blocks.0.fc1.weight_scale_2": scales(),
+        "blocks.0.norm.weight": torch.ones(64),
+    }
     header = {}
     if how == "tensor":
         one["blocks.0.fc1.comfy_quant"] = torch.tensor(list(b'{"format": "nvfp4"}'), dtype=torch.uint8)
     elif how == "header":
-        header = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": {"blocks.0.fc1": {"format": "nvfp4"}}})}  # fmt: skip
+        header = {
+            "_quantization_metadata": json.dumps(
+                {"format_version": "1.0", "layers": {"blocks.0.fc1": {"format": "nvfp4"}}}
+            )
+        }
     else:
         one["scaled_fp8"] = torch.zeros(2)
     file = tmp_path / "unet.safetensors"
@@ -187,12 +219,16 @@ def test_plain_models_with_such_names_are_no_quantised_ones(tmp_path: Path) -> N
         for name, (o, i) in LINEAR.items():
             plain[f"{at}.{name}.weight"] = torch.randn(o, i).bfloat16()
         plain |= {
-            f"{at}.self_attn.q_scale": torch.ones(4), f"{at}.self_attn.k_scale": torch.ones(4),
-            f"{at}.layer_scale": torch.ones(256), f"{at}.mlp.scales": torch.ones(4, 4), f"{at}.mlp.zeros": torch.zeros(4),
+            f"{at}.self_attn.q_scale": torch.ones(4),
+            f"{at}.self_attn.k_scale": torch.ones(4),
+            f"{at}.layer_scale": torch.ones(256),
+            f"{at}.mlp.scales": torch.ones(4, 4),
+            f"{at}.mlp.zeros": torch.zeros(4),
             f"{at}.self_attn.relative_position_index": torch.arange(16).reshape(4, 4),
-            f"{at}.self_attn.mask": torch.ones(8, 8, dtype=torch.uint8), f"{at}.g_idx": torch.arange(8, dtype=torch.int32),
+            f"{at}.self_attn.mask": torch.ones(8, 8, dtype=torch.uint8),
+            f"{at}.g_idx": torch.arange(8, dtype=torch.int32),
             f"{at}.self_attn.position_ids": torch.arange(8)[None],
-        }  # fmt: skip
+        }
     plain |= {"logit_scale": torch.tensor(2.0), "small.weight": codes(96, 16, dtype=torch.int8)}
     plain |= {"table.weight": codes(96, 16), "image.weight_scale": torch.ones(3)}
     config = bare(model("fp8 blocks")[0])

@@ -38,8 +38,20 @@ NO_SIZES: tuple[Any, ...] = (
 NO_BITS = (0, -4, 33, 10**30, 4.0, "4", True, [4])
 #: What no block of a matrix is.
 NO_BLOCKS: tuple[Any, ...] = (
-    [0, 128], [128, -1], [128], [128, 128, 128], [128.0, 128], [True, 128], [10**30, 128], ["128", 128], "x", "128x", 128, {}, [],
-)  # fmt: skip
+    [0, 128],
+    [128, -1],
+    [128],
+    [128, 128, 128],
+    [128.0, 128],
+    [True, 128],
+    [10**30, 128],
+    ["128", 128],
+    "x",
+    "128x",
+    128,
+    {},
+    [],
+)
 #: A word where there is none.
 NO_FLAGS = ("true", "no", 1, 0, [])
 
@@ -58,9 +70,14 @@ def assert_refused(folder: Path, out: Path, words: str, tensor: str | None) -> N
 def state(**change: Any) -> dict[str, Any]:
     """The record of a weight of 320 times 256 elements; None takes a key away."""
     record = {
-        "quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [320, 256],
-        "nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.1,
-    } | change  # fmt: skip
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "dtype": "bfloat16",
+        "shape": [320, 256],
+        "nested_blocksize": 256,
+        "nested_dtype": "float32",
+        "nested_offset": 0.1,
+    } | change
     return {key: value for key, value in record.items() if value is not ...}
 
 
@@ -72,14 +89,30 @@ def with_record(record: object, form: str = "bnb nf4 nested") -> tuple[dict[str,
 
 #: Records by what is wrong with them: the key, and its value; `...` takes it away.
 RECORDS: list[tuple[str, Any]] = [
-    *(("nested_offset", value) for value in (float("nan"), float("inf"), -0.5, 1e39, "word", "0.1", True, None, [], ...)),
+    *(
+        ("nested_offset", value)
+        for value in (float("nan"), float("inf"), -0.5, 1e39, "word", "0.1", True, None, [], ...)
+    ),
     *(("nested_blocksize", value) for value in (0, -256, 256.0, 1 << 62, "256", True, None, ...)),
     *(("nested_dtype", value) for value in ("float33", "int8", 32, None, ...)),
     *(("blocksize", value) for value in (0, -64, 64.0, 1 << 62, "64", True, None, ...)),
     *(("dtype", value) for value in ("bogus", "int8", "BFLOAT16", 16, None, ...)),
     *(("quant_type", value) for value in ("zz", "fp4", "NF4", 4, None, ...)),
-    *(("shape", value) for value in ([-320, -256], [320.0, 256.0], [1.5, 10**400], [True, 81920], ["320", 256], "320x256", 81920, None, ...)),
-]  # fmt: skip
+    *(
+        ("shape", value)
+        for value in (
+            [-320, -256],
+            [320.0, 256.0],
+            [1.5, 10**400],
+            [True, 81920],
+            ["320", 256],
+            "320x256",
+            81920,
+            None,
+            ...,
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize(("key", "value"), RECORDS, ids=str)
@@ -193,8 +226,16 @@ def listed(**layer: Any) -> dict[str, Any]:
 
 #: Configs that cannot be, by key: the form of the tensors, and what the config states.
 CONFIGS: list[tuple[str, str, dict[str, Any]]] = [
-    *(("bits", form, change_config(form, bits=value)) for form in ("gptq 4 bit", "awq") for value in (*NO_BITS, None)),
-    *(("group_size", form, change_config(form, group_size=value)) for form in ("gptq 4 bit", "awq") for value in (*NO_SIZES, None)),
+    *(
+        ("bits", form, change_config(form, bits=value))
+        for form in ("gptq 4 bit", "awq")
+        for value in (*NO_BITS, None)
+    ),
+    *(
+        ("group_size", form, change_config(form, group_size=value))
+        for form in ("gptq 4 bit", "awq")
+        for value in (*NO_SIZES, None)
+    ),
     *(("dynamic.+:.*down_proj.*.bits", "gptq 4 bit", dynamic(bits=value)) for value in NO_BITS),
     *(("dynamic.+:.*down_proj.*.group_size", "gptq 4 bit", dynamic(group_size=value)) for value in NO_SIZES),
     *(("desc_act", "gptq 4 bit", change_config("gptq 4 bit", desc_act=value)) for value in NO_FLAGS),
@@ -203,28 +244,70 @@ CONFIGS: list[tuple[str, str, dict[str, Any]]] = [
     ("bits", "gptq 4 bit", {"quant_method": "gptq", "group_size": 64}),
     ("w_bit", "awq", {"quant_method": "awq", "w_bit": 0, "q_group_size": 64}),
     ("q_group_size", "awq", {"quant_method": "awq", "w_bit": 4, "q_group_size": 0}),
-    *(("weight_block_size", "fp8 blocks", change_config("fp8 blocks", weight_block_size=value)) for value in NO_BLOCKS),
-    *(("activation_scheme", "fp8 tensor", change_config("fp8 tensor", activation_scheme=value)) for value in ("odd", 7, True)),
+    *(
+        ("weight_block_size", "fp8 blocks", change_config("fp8 blocks", weight_block_size=value))
+        for value in NO_BLOCKS
+    ),
+    *(
+        ("activation_scheme", "fp8 tensor", change_config("fp8 tensor", activation_scheme=value))
+        for value in ("odd", 7, True)
+    ),
     *(("num_bits", "ct 4 bit", weights("pack-quantized", 4, "int", num_bits=value)) for value in NO_BITS),
-    *(("num_bits", "ct int8", weights("int-quantized", 8, "int", strategy="channel", num_bits=value)) for value in NO_BITS),
-    *(("group_size", "ct 4 bit", weights("pack-quantized", 4, "int", group_size=value)) for value in (*NO_SIZES, -1)),
-    *(("group_size", "ct int8", weights("int-quantized", 8, "int", strategy="channel", group_size=value)) for value in (-7, "x", 1.5)),
-    *(("block_structure", "ct fp8", weights("float-quantized", 8, "float", strategy="block", block_structure=value)) for value in NO_BLOCKS),
+    *(
+        ("num_bits", "ct int8", weights("int-quantized", 8, "int", strategy="channel", num_bits=value))
+        for value in NO_BITS
+    ),
+    *(
+        ("group_size", "ct 4 bit", weights("pack-quantized", 4, "int", group_size=value))
+        for value in (*NO_SIZES, -1)
+    ),
+    *(
+        ("group_size", "ct int8", weights("int-quantized", 8, "int", strategy="channel", group_size=value))
+        for value in (-7, "x", 1.5)
+    ),
+    *(
+        (
+            "block_structure",
+            "ct fp8",
+            weights("float-quantized", 8, "float", strategy="block", block_structure=value),
+        )
+        for value in NO_BLOCKS
+    ),
     ("strategy", "ct fp8", weights("float-quantized", 8, "float", strategy="zz")),
     ("strategy", "ct fp8", weights("float-quantized", 8, "float", strategy=7)),
     ("type", "ct int8", weights("int-quantized", 8, "zz", strategy="channel")),
     ("symmetric", "ct 4 bit", weights("pack-quantized", 4, "int", symmetric="yes")),
-    ("weights", "ct 4 bit", change_config("ct 4 bit", config_groups={"group_0": {"targets": ["Linear"], "weights": 7}})),
+    (
+        "weights",
+        "ct 4 bit",
+        change_config("ct 4 bit", config_groups={"group_0": {"targets": ["Linear"], "weights": 7}}),
+    ),
     ("config_groups", "ct 4 bit", change_config("ct 4 bit", config_groups=[1])),
-    *(("group_size", form, change_config(form, group_size=value)) for form in ("modelopt nvfp4", "modelopt awq") for value in (*NO_SIZES, -1)),
+    *(
+        ("group_size", form, change_config(form, group_size=value))
+        for form in ("modelopt nvfp4", "modelopt awq")
+        for value in (*NO_SIZES, -1)
+    ),
     *(("group_size", "modelopt nvfp4", listed(group_size=value)) for value in NO_SIZES),
-    *(("quant_algo", "modelopt nvfp4", change_config("modelopt nvfp4", quant_algo=value)) for value in (3, ["NVFP4"], True)),
+    *(
+        ("quant_algo", "modelopt nvfp4", change_config("modelopt nvfp4", quant_algo=value))
+        for value in (3, ["NVFP4"], True)
+    ),
     ("quant_algo", "modelopt nvfp4", listed(quant_algo=3)),
     ("quantized_layers", "modelopt nvfp4", change_config("modelopt nvfp4", quantized_layers=[AT])),
-    *(("bnb_4bit_quant_storage", "bnb nf4", change_config("bnb nf4", bnb_4bit_quant_storage=value)) for value in ("zz", 8, True)),
-    *(("bnb_4bit_quant_type", "bnb nf4", change_config("bnb nf4", bnb_4bit_quant_type=value)) for value in ("zz", 4)),
-    *(("load_in_8bit", "bnb nf4", change_config("bnb nf4", load_in_8bit=value)) for value in (True, "yes", 1)),
-]  # fmt: skip
+    *(
+        ("bnb_4bit_quant_storage", "bnb nf4", change_config("bnb nf4", bnb_4bit_quant_storage=value))
+        for value in ("zz", 8, True)
+    ),
+    *(
+        ("bnb_4bit_quant_type", "bnb nf4", change_config("bnb nf4", bnb_4bit_quant_type=value))
+        for value in ("zz", 4)
+    ),
+    *(
+        ("load_in_8bit", "bnb nf4", change_config("bnb nf4", load_in_8bit=value))
+        for value in (True, "yes", 1)
+    ),
+]
 
 
 @pytest.mark.parametrize(("key", "form", "settings"), CONFIGS, ids=lambda one: str(one)[-60:])
@@ -288,7 +371,12 @@ def test_settings_in_a_file_of_the_quantiser(file: str, tmp_path: Path) -> None:
 #: Configs that can be, though few have them.
 GOOD: list[tuple[str, dict[str, Any]]] = [
     ("gptq 4 bit", change_config("gptq 4 bit", sym=None, desc_act=None)),
-    ("gptq 4 bit", change_config("gptq 4 bit", dynamic={"-:.*lm_head.*": {}, "+:.*nothing.*": {"bits": 2, "group_size": -1}})),
+    (
+        "gptq 4 bit",
+        change_config(
+            "gptq 4 bit", dynamic={"-:.*lm_head.*": {}, "+:.*nothing.*": {"bits": 2, "group_size": -1}}
+        ),
+    ),
     ("gptq 4 bit", change_config("gptq 4 bit", dynamic={"-:.*lm_head.*": {"bits": 0}})),
     ("gptq 4 bit", change_config("gptq 4 bit", dynamic=None)),
     ("awq", {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "GEMM"}),
@@ -297,15 +385,46 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("ct 4 bit", weights("pack-quantized", 4, "int", strategy=None)),
     ("ct fp8", weights("float-quantized", 8, "float", strategy="channel", group_size=None)),
     ("ct fp8", weights("float-quantized", 8, "float", strategy=None, group_size=-1)),
-    ("ct fp8", weights("float-quantized", 8, "FLOAT", strategy="CHANNEL", group_size=None, block_structure=None)),
-    ("ct fp8", change_config("ct fp8", config_groups={"W8A8": ["Linear"]} | ct("float-quantized", 8, "float", strategy="channel")["config_groups"])),
+    (
+        "ct fp8",
+        weights("float-quantized", 8, "FLOAT", strategy="CHANNEL", group_size=None, block_structure=None),
+    ),
+    (
+        "ct fp8",
+        change_config(
+            "ct fp8",
+            config_groups={"W8A8": ["Linear"]}
+            | ct("float-quantized", 8, "float", strategy="channel")["config_groups"],
+        ),
+    ),
     ("modelopt fp8", change_config("modelopt fp8", group_size=0)),
     ("modelopt fp8", change_config("modelopt fp8", group_size=None)),
     ("modelopt nvfp4", change_config("modelopt nvfp4", group_size=None)),
-    ("modelopt nvfp4", {"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": {"g": {"weights": {"group_size": 16, "num_bits": 4}}}}),
-    ("bnb nf4", change_config("bnb nf4", load_in_8bit=False, bnb_4bit_quant_storage="uint8", bnb_4bit_quant_type="nf4", llm_int8_threshold=6.0)),
-    ("bnb int8", change_config("bnb int8", load_in_4bit=False, bnb_4bit_quant_type="fp4", bnb_4bit_quant_storage="uint8")),
-]  # fmt: skip
+    (
+        "modelopt nvfp4",
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "config_groups": {"g": {"weights": {"group_size": 16, "num_bits": 4}}},
+        },
+    ),
+    (
+        "bnb nf4",
+        change_config(
+            "bnb nf4",
+            load_in_8bit=False,
+            bnb_4bit_quant_storage="uint8",
+            bnb_4bit_quant_type="nf4",
+            llm_int8_threshold=6.0,
+        ),
+    ),
+    (
+        "bnb int8",
+        change_config(
+            "bnb int8", load_in_4bit=False, bnb_4bit_quant_type="fp4", bnb_4bit_quant_storage="uint8"
+        ),
+    ),
+]
 
 
 @pytest.mark.parametrize(("form", "settings"), GOOD, ids=lambda one: str(one)[-60:])

@@ -182,10 +182,16 @@ ODD = {
     "conj": torch.tensor([1 + 2j, 3 - 4j]).conj(),
     "imaginary_of_conj": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
     "channels_last": torch.arange(120.0).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    "shared": BASE[0], "again": BASE[0], "transposed": BASE.permute(2, 0, 1), "none": torch.zeros(0, 3),
-    "scalar": torch.tensor(7, dtype=torch.int16), "step": BASE[:, ::2], "flag": torch.tensor([True, False, True])[::2],
-    "requires_grad": torch.ones(3, requires_grad=True) * 2, "bf16": torch.randn(3, 5).bfloat16().t(),
-}  # fmt: skip
+    "shared": BASE[0],
+    "again": BASE[0],
+    "transposed": BASE.permute(2, 0, 1),
+    "none": torch.zeros(0, 3),
+    "scalar": torch.tensor(7, dtype=torch.int16),
+    "step": BASE[:, ::2],
+    "flag": torch.tensor([True, False, True])[::2],
+    "requires_grad": torch.ones(3, requires_grad=True) * 2,
+    "bf16": torch.randn(3, 5).bfloat16().t(),
+}
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -200,11 +206,20 @@ def test_torch_tensors_as_their_values_are(name: str, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("values", [
-    np.arange(6.0)[::-1], np.arange(24).reshape(2, 3, 4).transpose(2, 0, 1)[::-1, :, ::-1], np.float32(3),
-    np.asfortranarray(np.arange(6).reshape(2, 3).astype(">i4")), np.zeros((2, 0)), np.broadcast_to(np.int8(4), (3, 2)),
-    np.arange(6, dtype=">f8")[::-2], [[1, 2], [3, 4]],
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.arange(6.0)[::-1],
+        np.arange(24).reshape(2, 3, 4).transpose(2, 0, 1)[::-1, :, ::-1],
+        np.float32(3),
+        np.asfortranarray(np.arange(6).reshape(2, 3).astype(">i4")),
+        np.zeros((2, 0)),
+        np.broadcast_to(np.int8(4), (3, 2)),
+        np.arange(6, dtype=">f8")[::-2],
+        [[1, 2], [3, 4]],
+    ],
+    ids=str,
+)
 def test_numpy_arrays_as_their_values_are(values: object, tmp_path: Path) -> None:
     with fastshard.Writer(tmp_path / "out") as writer:
         writer["x"] = values
@@ -214,11 +229,19 @@ def test_numpy_arrays_as_their_values_are(values: object, tmp_path: Path) -> Non
     )
 
 
-@pytest.mark.parametrize("array", [
-    torch.eye(3).to_sparse(), torch.zeros(3, device="meta"), np.ma.masked_array([1.0, 2.0], [True, False]),
-    np.zeros(2, dtype=[("a", "f4")]), np.array(["text"]), np.array(["2020"], dtype="M8[Y]"),
-    torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
-], ids=["sparse", "meta", "masked", "record", "text", "date", "quantized"])  # fmt: skip
+@pytest.mark.parametrize(
+    "array",
+    [
+        torch.eye(3).to_sparse(),
+        torch.zeros(3, device="meta"),
+        np.ma.masked_array([1.0, 2.0], [True, False]),
+        np.zeros(2, dtype=[("a", "f4")]),
+        np.array(["text"]),
+        np.array(["2020"], dtype="M8[Y]"),
+        torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    ],
+    ids=["sparse", "meta", "masked", "record", "text", "date", "quantized"],
+)
 def test_what_is_no_array_of_values_is_refused(array: object, tmp_path: Path) -> None:
     with pytest.raises(fastshard.CannotRunError) as caught, fastshard.Writer(tmp_path / "out") as writer:
         writer["a"] = array

@@ -114,8 +114,22 @@ assert not a.any() and b.any() and t.torch().any()
     assert {p: p.read_bytes() for p in HF.glob("*.safetensors")} == before
 
 
-@pytest.mark.parametrize("key", [slice(0, 10), slice(5, None), slice(-3, None), slice(7, 3), slice(None, None, 2), 4, -1,
-                                 (slice(2, 5), slice(1, 3)), (0, 1), Ellipsis, slice(0, 10**9)])  # fmt: skip
+@pytest.mark.parametrize(
+    "key",
+    [
+        slice(0, 10),
+        slice(5, None),
+        slice(-3, None),
+        slice(7, 3),
+        slice(None, None, 2),
+        4,
+        -1,
+        (slice(2, 5), slice(1, 3)),
+        (0, 1),
+        Ellipsis,
+        slice(0, 10**9),
+    ],
+)
 @pytest.mark.parametrize(
     "name, root", [("model.embed_tokens.weight", HF), ("model.layers.0.mlp.down_proj.weight", TP4)]
 )
@@ -128,12 +142,19 @@ def test_slices_are_those_of_numpy(name: str, root: Path, key: object) -> None:
 
 def test_scalars_empty_tensors_and_every_dtype(tmp_path: Path) -> None:
     tensors = {
-        "scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4), "empty_bf16": torch.zeros(3, 0, dtype=torch.bfloat16),
-        "odd": torch.tensor([True, False, True]), "i8": torch.arange(-3, 4, dtype=torch.int8),
-        "i16": torch.arange(5, dtype=torch.int16), "i64": torch.tensor([[2**62, -1]]), "f16": torch.randn(3).half(),
-        "f64": torch.randn(2, 2).double(), "u8": torch.arange(3, dtype=torch.uint8),
-        "e4m3": torch.randn(5).to(torch.float8_e4m3fn), "e5m2": torch.randn(5).to(torch.float8_e5m2),
-    }  # fmt: skip
+        "scalar": torch.tensor(3.5),
+        "empty": torch.zeros(0, 4),
+        "empty_bf16": torch.zeros(3, 0, dtype=torch.bfloat16),
+        "odd": torch.tensor([True, False, True]),
+        "i8": torch.arange(-3, 4, dtype=torch.int8),
+        "i16": torch.arange(5, dtype=torch.int16),
+        "i64": torch.tensor([[2**62, -1]]),
+        "f16": torch.randn(3).half(),
+        "f64": torch.randn(2, 2).double(),
+        "u8": torch.arange(3, dtype=torch.uint8),
+        "e4m3": torch.randn(5).to(torch.float8_e4m3fn),
+        "e5m2": torch.randn(5).to(torch.float8_e5m2),
+    }
     save_file(tensors, tmp_path / "model.safetensors")
     ckpt = fastshard.open(tmp_path / "model.safetensors")
     for name, want in tensors.items():

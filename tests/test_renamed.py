@@ -87,9 +87,18 @@ def test_names_that_say_nothing_else_are_no_matter(archive: str) -> None:
     assert renamed([{"path": "global_step4/mp_rank_00_model_states.pt", "archive": archive}, None]) == []
 
 
-@given(st.sampled_from(["mp_rank_{:02d}_model_states", "bf16_zero_pp_rank_{}_mp_rank_00_optim_states",
-                        "layer_{:02d}-model_00-model_states", "pytorch_model-stage-{:05d}-shard-00001"]),
-       st.integers(0, 10**6), st.integers(0, 10**6))  # fmt: skip
+@given(
+    st.sampled_from(
+        [
+            "mp_rank_{:02d}_model_states",
+            "bf16_zero_pp_rank_{}_mp_rank_00_optim_states",
+            "layer_{:02d}-model_00-model_states",
+            "pytorch_model-stage-{:05d}-shard-00001",
+        ]
+    ),
+    st.integers(0, 10**6),
+    st.integers(0, 10**6),
+)
 def test_numbers_decide(name: str, a: int, b: int) -> None:
     file = {"path": f"step/{name.format(a)}.pt", "archive": name.format(b)}
     assert bool(renamed([file])) == (a != b)

@@ -64,9 +64,13 @@ def test_neox_is_resharded(tmp_path: Path) -> None:
 
 def test_a_degree_that_does_not_divide_names_those_that_do(tmp_path: Path) -> None:
     assert_refused(
-        HF, tmp_path / "out", "FS204", exit=2, command=("convert", "--to", "tp-safetensors", "--tp", "8"),
+        HF,
+        tmp_path / "out",
+        "FS204",
+        exit=2,
+        command=("convert", "--to", "tp-safetensors", "--tp", "8"),
         expected="1, 2, 4",
-    )  # fmt: skip
+    )
 
 
 def test_no_index_names_a_slice_as_the_whole(tmp_path: Path) -> None:

@@ -35,7 +35,11 @@ NAMES = [
     ("params.params.decoder.layers_7.mlp.wo.kernel", 7, "mlp.wo.kernel"),
     ("opt_state.mu.params.decoder.layers_7.mlp.wo.kernel", 7, "opt_state.mu.mlp.wo.kernel"),
     # Paxml: a stack is a loop whose layers are counted within one step
-    ("mdl_vars.params.lm.transformer.repeat.sub.x_layers_0.ff_layer.bias.b", None, "mdl_vars.ff_layer.bias.b"),
+    (
+        "mdl_vars.params.lm.transformer.repeat.sub.x_layers_0.ff_layer.bias.b",
+        None,
+        "mdl_vars.ff_layer.bias.b",
+    ),
     # torch.distributed.checkpoint with optimizer state
     ("optim.state.model.layers.1.mlp.up_proj.weight.exp_avg", 1, "optim.state.mlp.up_proj.weight.exp_avg"),
     ("optim.param_groups.0.lr", None, "optim.param_groups.*.lr"),
@@ -44,7 +48,7 @@ NAMES = [
     ("", None, ""),
     ("model", None, "model"),
     ("experts.4.w1.weight", None, "experts.*.w1.weight"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name, layer, role", NAMES, ids=[name or "empty" for name, *_ in NAMES])

@@ -40,8 +40,12 @@ def ran(folder: Path, programs: dict[str, str], **environment: str) -> tuple[int
     copied = folder / "repository"
     shutil.copytree(ROOT / "scripts", copied / "scripts")
     found = subprocess.run(
-        [SH, copied / "scripts/demo.sh"], env={"PATH": str(folder), **environment}, capture_output=True, text=True, check=False
-    )  # fmt: skip
+        [SH, copied / "scripts/demo.sh"],
+        env={"PATH": str(folder), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return found.returncode, found.stderr
 
 

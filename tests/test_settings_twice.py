@@ -19,9 +19,13 @@ from tiny_models import model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 SIZES = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "intermediate_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+    "intermediate_size": 64,
     "max_position_embeddings": 64,
-}  # fmt: skip
+}
 MODELS: dict[str, Any] = {
     "gpt2": lambda: transformers.GPT2LMHeadModel(
         transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=64)
@@ -120,12 +124,22 @@ def test_two_keys_of_one_setting_must_agree(
         ("gpt2", {"hidden_size": None}),
         ("llama", {"dtype": "bfloat16", "torch_dtype": "torch.bfloat16"}),
         ("llama", {"rope_theta": 10000}),
-        ("llama", {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}),
-        ("llama", {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "su", "rope_type": "longrope", "factor": 2.0}}),
+        (
+            "llama",
+            {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        ),
+        (
+            "llama",
+            {
+                "rope_parameters": None,
+                "rope_theta": 1e4,
+                "rope_scaling": {"type": "su", "rope_type": "longrope", "factor": 2.0},
+            },
+        ),
         ("llama", {"head_dim": 8, "quantised_from": {"dtype": "float64"}}),
         ("gemma3", {"rope_theta": 1e6, "rope_local_base_freq": 1e4}),
     ],
-)  # fmt: skip
+)
 def test_keys_that_agree_or_mean_other_things_are_taken(
     kind: str, config: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -180,9 +194,11 @@ def test_no_config_of_transformers_contradicts_itself() -> None:
 
 #: What --config states otherwise than the model that is converted, and the keys of the written config.json.
 OTHERWISE = {
-    "max_position_embeddings": 4096, "rms_norm_eps": 1e-3, "sliding_window": 7,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-3,
+    "sliding_window": 7,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-}  # fmt: skip
+}
 
 
 def write_config(folder: Path, to: Path, **config: Any) -> Path:
@@ -362,8 +378,13 @@ def test_config_goes_before_the_config_json_of_the_checkpoint(form: str, tmp_pat
         source = tmp_path / "dcp"
         shutil.copy(tmp_path / "hf/config.json", source)
     given = write_config(
-        source, tmp_path / "given.json", rope_theta=5e5, rope_parameters=None, max_position_embeddings=128, use_cache=False
-    )  # fmt: skip
+        source,
+        tmp_path / "given.json",
+        rope_theta=5e5,
+        rope_parameters=None,
+        max_position_embeddings=128,
+        use_cache=False,
+    )
     ran = cli("convert", source, tmp_path / "out", "--to", "hf", "--config", given)
     assert ran.code == 0, ran.out
     assert noted(ran) == {"rope_theta": ("500000.0", "10000.0"), "max_position_embeddings": ("128", "64")}

@@ -116,8 +116,12 @@ def test_manual_pages_format_without_a_warning(command: str | None) -> None:
 def test_manual_pages_say_what_help_says(command: str | None) -> None:
     text = cli("man", *([command] if command else []), json_output=False).out
     done = subprocess.run(
-        [needs("groff"), "-man", "-Tascii", "-P-c", "-P-b", "-P-u", "-rLL=1000n"], input=text, capture_output=True, text=True, check=True
-    )  # fmt: skip
+        [needs("groff"), "-man", "-Tascii", "-P-c", "-P-b", "-P-u", "-rLL=1000n"],
+        input=text,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     page = re.sub(r"\s+", " ", done.stdout)
     parser = build() if command is None else subparsers(build())[command]
     listed = [action for action in parser._actions if action.help is not argparse.SUPPRESS]

@@ -264,9 +264,12 @@ def test_a_dtensor_that_is_replicated_everywhere_is_full(tmp_path: Path) -> None
 def test_other_formats_are_named(tmp_path: Path) -> None:
     """A sound file of another format is not broken."""
     for name, head, what in (
-        ("model.gguf", b"GGUF", "GGUF"), ("model.bin", b"GGUF", "GGUF"), ("model.onnx", b"\x08\x07", "compiled"),
-        ("weights.npz", b"PK\x03\x04", "arrays"), ("tf_model.h5", b"\x89HDF", "TensorFlow"),
-    ):  # fmt: skip
+        ("model.gguf", b"GGUF", "GGUF"),
+        ("model.bin", b"GGUF", "GGUF"),
+        ("model.onnx", b"\x08\x07", "compiled"),
+        ("weights.npz", b"PK\x03\x04", "arrays"),
+        ("tf_model.h5", b"\x89HDF", "TensorFlow"),
+    ):
         file = tmp_path / name
         file.write_bytes(head + bytes(64))
         ran = cli("verify", file)

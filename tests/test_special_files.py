@@ -150,9 +150,15 @@ def test_names_that_nobody_reads_are_let_be(tmp_path: Path) -> None:
 
 #: Option that names a file -> verb
 OPTIONS = [
-    ("merge", "--config"), ("merge", "--expect"), ("merge", "--layout"), ("verify", "--expect"), ("verify", "--config"),
-    ("convert", "--config"), ("plan", "--layout"), ("diff", "--config"),
-]  # fmt: skip
+    ("merge", "--config"),
+    ("merge", "--expect"),
+    ("merge", "--layout"),
+    ("verify", "--expect"),
+    ("verify", "--config"),
+    ("convert", "--config"),
+    ("plan", "--layout"),
+    ("diff", "--config"),
+]
 
 
 @pytest.mark.parametrize("kind", [*SPECIAL, "directory", "null"])
@@ -280,10 +286,18 @@ def test_failed_replacement_leaves_what_was_there(tmp_path: Path) -> None:
 #: Calls that open a file by its name.
 _OPENING = {"open", "read_text", "read_bytes", "memmap", "fromfile", "cmp", "copyfile", "copy2"}
 #: The package's own tables, libraries that open stores themselves, /dev/null, /proc, and a program's own temporary folder and cache.
-_EXCUSED = {"layouts/tables.py": {"read_text"}, "reporting/page.py": {"read_text"}, "zarr/array_reader.py": {"open"}, "zarr/array_writer.py": {"open"},
-            "zarr/ocdbt_index.py": {"open"}, "cli/std_streams.py": {"open"}, "checkpoint/promised.py": {"read_text"},
-            "expected/transformers_process.py": {"open", "read_text", "read_bytes"}, "expected/transformers_worker.py": {"read_text"},
-            "expected/cached_lists.py": {"open"}}  # fmt: skip
+_EXCUSED = {
+    "layouts/tables.py": {"read_text"},
+    "reporting/page.py": {"read_text"},
+    "zarr/array_reader.py": {"open"},
+    "zarr/array_writer.py": {"open"},
+    "zarr/ocdbt_index.py": {"open"},
+    "cli/std_streams.py": {"open"},
+    "checkpoint/promised.py": {"read_text"},
+    "expected/transformers_process.py": {"open", "read_text", "read_bytes"},
+    "expected/transformers_worker.py": {"read_text"},
+    "expected/cached_lists.py": {"open"},
+}
 
 
 def opening_calls(path: Path) -> Iterator[tuple[int, str]]:

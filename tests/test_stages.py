@@ -33,31 +33,51 @@ def note(name: str) -> Finding:
 CASES: dict[tuple[str, str], tuple[Facts, list[Finding]]] = {
     # A consequence is no reason why nothing is left.
     ("consequences", "selection"): (
-        Facts(causes=Causes(broken=True), known=frozenset([LOST]), is_narrowed=True,
-              explain_selection=lambda finding: finding.replace(code="FS106")),
+        Facts(
+            causes=Causes(broken=True),
+            known=frozenset([LOST]),
+            is_narrowed=True,
+            explain_selection=lambda finding: finding.replace(code="FS106"),
+        ),
         [LOST, Finding.of("FS515", "nothing is left to write")],
     ),
     # What the caller makes an error has no effect of its own.
     ("effects", "gate"): (
-        Facts(causes=Causes(files=[LostFile(LOST.replace(severity="warning"))]), lost={"b": 1}, usable=["c"],
-              gate=Gate.of("warning")),
+        Facts(
+            causes=Causes(files=[LostFile(LOST.replace(severity="warning"))]),
+            lost={"b": 1},
+            usable=["c"],
+            gate=Gate.of("warning"),
+        ),
         [LOST.replace(severity="warning"), missing("b", "warning")],
     ),
     # The gate knows codes, and a part that is merged has one of them.
     ("gate", "parts"): (
         Facts(parts=[PART], gate=Gate.of(error=["FS103"])),
-        [missing("model.layers.2.eh_proj.weight", "warning"),
-         Finding.of("FS103", "layer 2 is missing", layers=range(2, 3), count=3, axis="L", severity="warning")],
+        [
+            missing("model.layers.2.eh_proj.weight", "warning"),
+            Finding.of(
+                "FS103", "layer 2 is missing", layers=range(2, 3), count=3, axis="L", severity="warning"
+            ),
+        ],
     ),
     # What is merged into a part is none of the layers that are missing.
     ("parts", "causes"): (
         Facts(parts=[PART]),
-        [Finding.of("FS103", f"layer {n} is missing", layers=range(n, n + 1), count=3, axis="L") for n in (1, 2)],
+        [
+            Finding.of("FS103", f"layer {n} is missing", layers=range(n, n + 1), count=3, axis="L")
+            for n in (1, 2)
+        ],
     ),
     # A file over which copies lie is an error, whatever a manifest inside accepts.
     ("copies", "trust"): (
-        Facts(read=frozenset([Finding.of("FS303", "a copy", file="b", decided="accept copies", severity="warning")]),
-              find_causes=lambda errors: Causes(files=[LostFile(f) for f in errors]), untrusted=["copies"]),
+        Facts(
+            read=frozenset(
+                [Finding.of("FS303", "a copy", file="b", decided="accept copies", severity="warning")]
+            ),
+            find_causes=lambda errors: Causes(files=[LostFile(f) for f in errors]),
+            untrusted=["copies"],
+        ),
         [missing("x"), Finding.of("FS303", "a copy", file="b", decided="accept copies", severity="warning")],
     ),
     # What is not trusted is a warning that the gate may raise.
@@ -69,7 +89,7 @@ CASES: dict[tuple[str, str], tuple[Facts, list[Finding]]] = {
         Facts(gate=Gate.of(error=["FS108"])),
         [Finding.of("FS307", "nonzero"), Finding.of("FS108", "unexpected", file="a")],
     ),
-}  # fmt: skip
+}
 
 
 def run(stages: Sequence[Stage], facts: Facts, findings: Sequence[Finding]) -> list[Finding]:

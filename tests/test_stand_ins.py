@@ -66,14 +66,20 @@ def test_a_text_that_a_server_answered_is_no_header(hf: Path) -> None:
     (hf / SHARD).write_text("Entry not found")
     (found,) = cli("verify", hf).errors
     assert (found["code"], found["message"], found["got"]) == (
-        "FS316", "a text, not weights", "15 bytes: Entry not found"
-    )  # fmt: skip
+        "FS316",
+        "a text, not weights",
+        "15 bytes: Entry not found",
+    )
 
 
-@pytest.mark.parametrize(("source", "name"), [
-    (NEOX, "global_step4/layer_03-model_01-model_states.pt"),
-    (TP4, rank_file(1)),
-], ids=["torch", "ranks"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        (NEOX, "global_step4/layer_03-model_01-model_states.pt"),
+        (TP4, rank_file(1)),
+    ],
+    ids=["torch", "ranks"],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_so_are_those_of_other_formats(tmp_path: Path, source: Path, name: str, kind: str) -> None:
     folder = copy(source, tmp_path / "run")

@@ -55,8 +55,17 @@ OWN_FRAMEWORK = {
 }
 #: What looking at a small checkpoint has no use for.
 USELESS = {
-    "concurrent.futures", "dataclasses", "hashlib", "inspect", "numpy", "shutil", "subprocess", "tempfile", "tomllib", "yaml",
-}  # fmt: skip
+    "concurrent.futures",
+    "dataclasses",
+    "hashlib",
+    "inspect",
+    "numpy",
+    "shutil",
+    "subprocess",
+    "tempfile",
+    "tomllib",
+    "yaml",
+}
 
 
 @pytest.mark.parametrize("path", OWN_FRAMEWORK)

@@ -53,8 +53,12 @@ def left_by_its_reader(argv: list[object], tmp_path: Path) -> tuple[int, str]:
     os.close(reader)
     done = subprocess.run(
         [sys.executable, "-m", "fastshard", *words],
-        stdout=writer, stderr=subprocess.PIPE, text=True, timeout=HANG, check=False,
-    )  # fmt: skip
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
     os.close(writer)
     return done.returncode, done.stderr
 
@@ -175,8 +179,11 @@ if __name__ == "__main__":
 def harness(act: str, *argv: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", HARNESS.format(act=act), *map(str, argv)],
-        capture_output=True, text=True, timeout=HANG, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -239,8 +246,11 @@ def test_second_signal_while_the_first_is_told_of(method: str, tmp_path: Path) -
     script = AGAIN.format(method=method) + HARNESS.format(act="os.kill(os.getpid(), signal.SIGINT)")
     done = subprocess.run(
         [sys.executable, "-c", script, "merge", HF, tmp_path / "out", "--json"],
-        capture_output=True, text=True, timeout=HANG, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
     assert done.returncode == 130 and "Traceback" not in done.stderr, done
     document = json.loads(done.stdout)
     assert document["exit_code"] == 130 and document["findings"][0]["code"] in ("FS510", "FS519")
@@ -292,8 +302,11 @@ def at_call(
     words = [str(tmp_path / f"out{at}") if a == "OUT" else str(a) for a in argv]
     done = subprocess.run(
         [sys.executable, "-c", AT_CALL, str(number), str(at), *words],
-        capture_output=True, text=True, timeout=HANG, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
     told = done.stderr.split("+")[1::2]
     return int(told[-1]), "".join(told[:-1]), done
 
@@ -480,9 +493,17 @@ def test_error_after_publication_does_not_say_that_nothing_was(
     assert cli("merge", HF, tmp_path / "out").doc["published"] is True
 
 
-@pytest.mark.parametrize("error, code", [(ValueError("odd\nlines"), "FS520"), (MemoryError(), "FS512"),
-                                         (PermissionError(13, "Permission denied", "f"), "FS502"),
-                                         (OSError(28, "No space left on device", "f"), "FS503"), (OSError(5, "Input/output error", "f"), "FS507"), (RecursionError(), "FS520")])  # fmt: skip
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (ValueError("odd\nlines"), "FS520"),
+        (MemoryError(), "FS512"),
+        (PermissionError(13, "Permission denied", "f"), "FS502"),
+        (OSError(28, "No space left on device", "f"), "FS503"),
+        (OSError(5, "Input/output error", "f"), "FS507"),
+        (RecursionError(), "FS520"),
+    ],
+)
 def test_what_nobody_expected_is_a_finding(
     error: Exception, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -509,11 +530,22 @@ def test_help_tells_the_exit_codes_of_signals() -> None:
     assert "130, 143" in cli("--help", json_output=False).out
 
 
-@pytest.mark.parametrize("options", [
-    ("--memory", "99999999999999999999999TB"), ("--threads", "99999999999999999999"), ("--threads", "1000000"),
-    ("--max-shard-size", "9223372036854775808"), ("--include", "\udcff"), ("--exclude", "\udcff"),
-    ("--config", ""), ("--layout", "\0"), ("--expect", "/proc/self/mem"), ("--tokenizer", "\udcff"),
-], ids=repr)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--memory", "99999999999999999999999TB"),
+        ("--threads", "99999999999999999999"),
+        ("--threads", "1000000"),
+        ("--max-shard-size", "9223372036854775808"),
+        ("--include", "\udcff"),
+        ("--exclude", "\udcff"),
+        ("--config", ""),
+        ("--layout", "\0"),
+        ("--expect", "/proc/self/mem"),
+        ("--tokenizer", "\udcff"),
+    ],
+    ids=repr,
+)
 def test_odd_arguments_are_usage_errors(options: tuple[str, str], tmp_path: Path) -> None:
     ran = cli("merge", HF, tmp_path / "out", *options)
     assert ran.code == 2 and [f["code"] for f in ran.errors] != ["FS520"], ran.out
@@ -545,6 +577,9 @@ def test_current_directory_that_is_gone() -> None:
             ["sh", "-c", script, "sh", sys.executable, "-P", "-m", "fastshard", *map(str, argv)]
             if sys.version_info >= (3, 11)
             else ["sh", "-c", script, "sh", sys.executable, "-m", "fastshard", *map(str, argv)],
-            capture_output=True, text=True, timeout=HANG, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=HANG,
+            check=False,
+        )
         assert done.returncode in (0, 2) and "Traceback" not in done.stderr, done

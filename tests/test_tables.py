@@ -20,8 +20,13 @@ from tomlkit.items import Item
 FOLDERS = ("deepspeed", "gpt_neox", "maxtext_twins", "orbax", "sharded", "universal")
 #: What each fixture is planned to be.
 PLANS: tuple[dict[str, Any], ...] = (
-    {}, {"to": "hf"}, {"to": "maxtext"}, {"to": "gpt_neox", "tp": 2}, {"to": "megatron"}, {"optimizer": True},
-)  # fmt: skip
+    {},
+    {"to": "hf"},
+    {"to": "maxtext"},
+    {"to": "gpt_neox", "tp": 2},
+    {"to": "megatron"},
+    {"optimizer": True},
+)
 
 
 def quoted(value: Any) -> Any:

@@ -16,22 +16,51 @@ from safetensors.torch import save_file
 
 #: What makes a config small, in every class that has the key.
 SMALL: dict[str, Any] = {
-    "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 32, "moe_intermediate_size": 10, "num_local_experts": 4, "num_experts": 4,
-    "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
-    "kv_lora_rank": 5, "q_lora_rank": 6, "qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 8, "head_dim": 8,
-    "shared_expert_intermediate_size": 14, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "moe_intermediate_size": 10,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 5,
+    "q_lora_rank": 6,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 8,
+    "head_dim": 8,
+    "shared_expert_intermediate_size": 14,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 #: Three configs of each: sizes alone, others of everything that a config may turn, and the other way of tying.
 OTHERS: dict[str, dict[str, Any]] = {
     "small": {},
     "turned": {
-        "num_hidden_layers": 3, "num_key_value_heads": 4, "head_dim": 16, "attention_bias": True, "mlp_bias": True,
-        "mlp_only_layers": [1], "decoder_sparse_step": 2, "qkv_bias": False, "first_k_dense_replace": 2, "q_lora_rank": None,
-        "n_shared_experts": 2, "use_parallel_residual": False,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "mlp_only_layers": [1],
+        "decoder_sparse_step": 2,
+        "qkv_bias": False,
+        "first_k_dense_replace": 2,
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "use_parallel_residual": False,
     },
     "tied": {"tie_word_embeddings": True, "num_hidden_layers": 2, "intermediate_size": 64},
-}  # fmt: skip
+}
 TYPES = sorted(
     {kind for name in tables.names() if name.startswith("hf.") for kind in tables.table(name).model_types}
 )

@@ -16,8 +16,16 @@ from helpers import HF, cli
 
 #: A value that is no option's default.
 OTHER: dict[str, Any] = {
-    "tp": 2, "pp": 2, "make_vocab_size_divisible_by": 64, "param_scan_axis": 0, "fused_qkv": False, "rope_type": "default", "zarr2": True, "stacked_experts": True, "card": False,
-}  # fmt: skip
+    "tp": 2,
+    "pp": 2,
+    "make_vocab_size_divisible_by": 64,
+    "param_scan_axis": 0,
+    "fused_qkv": False,
+    "rope_type": "default",
+    "zarr2": True,
+    "stacked_experts": True,
+    "card": False,
+}
 
 
 def test_each_option_is_typed_and_has_a_flag() -> None:

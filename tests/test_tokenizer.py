@@ -66,9 +66,15 @@ def test_a_cut_below_the_tokenizers_ids_is_refused(kind: str, tmp_path: Path) ->
     for command in (["convert", "--to", "hf"], ["merge"], ["convert", "--to", "gpt_neox", "--tp", "2"]):
         cut = [*command, "--tokenizer", words, "--vocab-size"]
         assert_refused(
-            NEOX, tmp_path / "out", "FS211", exit=2, command=(*cut, "300"), got="300", expected="509 of 512",
+            NEOX,
+            tmp_path / "out",
+            "FS211",
+            exit=2,
+            command=(*cut, "300"),
+            got="300",
+            expected="509 of 512",
             help="keep them",
-        )  # fmt: skip
+        )
     assert (
         cli("convert", NEOX, tmp_path / "out", "--to", "hf", "--tokenizer", words, "--vocab-size", "509").code
         == 0
@@ -198,9 +204,14 @@ def test_ids_of_tiktokens_files_count(name: str, tmp_path: Path) -> None:
     file = ranks(tmp_path / "words" / name, list(vocabulary(500)))
     for given in (file, file.parent):
         assert_refused(
-            NEOX, tmp_path / "out", "FS211", exit=2, expected="500 of 512", file=name,
+            NEOX,
+            tmp_path / "out",
+            "FS211",
+            exit=2,
+            expected="500 of 512",
+            file=name,
             command=("convert", "--to", "hf", "--tokenizer", given, "--vocab-size", "300"),
-        )  # fmt: skip
+        )
     # Special tokens stand in tokenizer_config.json: after those of the vocabulary.
     added = {"added_tokens_decoder": {"504": {"content": "<|im_end|>", "special": True}}}
     (file.parent / "tokenizer_config.json").write_text(json.dumps(added))
@@ -247,11 +258,17 @@ def test_added_tokens_count_without_a_vocabulary(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("tokenizer.json", "{}"), ("vocab.json", "[]"), ("tokenizer.model", "not base64\n"), ("tiktoken.model", "QQ== 0\nQQ== x\n"),
-        ("tekken.json", '{"vocab": [{"rank": "1", "token_bytes": ""}], "config": {}}'), ("tekken.json", '{"vocab": 3}'),
-        ("tekken.json", "[" * 100_000), ("tiktoken.model", "QQ== " + "9" * 5000), ("chat_template.jinja", "{{ x }}"),
+        ("tokenizer.json", "{}"),
+        ("vocab.json", "[]"),
+        ("tokenizer.model", "not base64\n"),
+        ("tiktoken.model", "QQ== 0\nQQ== x\n"),
+        ("tekken.json", '{"vocab": [{"rank": "1", "token_bytes": ""}], "config": {}}'),
+        ("tekken.json", '{"vocab": 3}'),
+        ("tekken.json", "[" * 100_000),
+        ("tiktoken.model", "QQ== " + "9" * 5000),
+        ("chat_template.jinja", "{{ x }}"),
     ],
-)  # fmt: skip
+)
 def test_rows_cut_past_a_vocabulary_that_cannot_be_read_are_a_warning(
     name: str, content: str, tmp_path: Path
 ) -> None:

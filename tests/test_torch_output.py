@@ -19,10 +19,23 @@ from safetensors.torch import save_file
 from torch.utils.serialization import config
 
 DTYPES = [
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
-    torch.float32, torch.float64, torch.complex64, torch.uint16, torch.uint32, torch.uint64,
-    torch.float8_e4m3fn, torch.float8_e5m2,
-]  # fmt: skip
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
 OPTIONS = {"threads": 1, "memory": 2 << 30, "fsync": False}
 
 keys = st.one_of(st.text(max_size=8), st.integers(-(2**63), 2**63 - 1))

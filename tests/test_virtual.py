@@ -19,11 +19,14 @@ from safetensors.torch import load_file, save_file
 
 LLAMA = FIXTURES / "gpt_neox/llama_gqa_pp_tp2"
 CASES: list[tuple[str, str, dict[str, Any]]] = [
-    ("gpt_neox/neox_pp_tp2", "hf", {}), ("gpt_neox/llama_gqa_pp_tp2", "hf", {"dtype": "f32"}),
-    ("sharded/megatron_torch_dist_tp2_pp2", "hf", {}), ("sharded/moe_megatron_legacy_tp2_ep2", "hf", {}),
-    ("sharded/tp4_vocabpad", "hf", {}), ("sharded/hf_sharded", "megatron:legacy", {"tp": 2}),
+    ("gpt_neox/neox_pp_tp2", "hf", {}),
+    ("gpt_neox/llama_gqa_pp_tp2", "hf", {"dtype": "f32"}),
+    ("sharded/megatron_torch_dist_tp2_pp2", "hf", {}),
+    ("sharded/moe_megatron_legacy_tp2_ep2", "hf", {}),
+    ("sharded/tp4_vocabpad", "hf", {}),
+    ("sharded/hf_sharded", "megatron:legacy", {"tp": 2}),
     ("maxtext_twins/a_mt_f32_scan", "hf", {"exclude": ["*norm*"]}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("source, to, options", CASES, ids=lambda v: str(v).rpartition("/")[2])
@@ -123,8 +126,12 @@ def every(tmp_path: Path) -> Path:
 
 
 KEYS: list[Any] = [
-    slice(None), slice(0, 1), slice(1, None), (slice(0, 1), slice(1, 3)), (slice(None), slice(0, 2), slice(3, 4)),
-]  # fmt: skip
+    slice(None),
+    slice(0, 1),
+    slice(1, None),
+    (slice(0, 1), slice(1, 3)),
+    (slice(None), slice(0, 2), slice(3, 4)),
+]
 
 
 @pytest.mark.parametrize("framework", ["pt", "np", "jax"])
@@ -199,8 +206,10 @@ def test_only_the_rows_asked_for_are_read(monkeypatch: pytest.MonkeyPatch) -> No
     asked: list[int] = []
     real = fastshard.Tensor._bytes
     monkeypatch.setattr(
-        fastshard.Tensor, "_bytes", lambda self, start, length, **how: asked.append(length) or real(self, start, length, **how)
-    )  # fmt: skip
+        fastshard.Tensor,
+        "_bytes",
+        lambda self, start, length, **how: asked.append(length) or real(self, start, length, **how),
+    )
     row = tensor.nbytes // tensor.shape[0]
     assert Slice(tensor)[3:5].shape[0] == 2 and tensor[3:5].shape[0] == 2
     assert asked == [2 * row, 2 * row]
@@ -236,8 +245,16 @@ def test_a_bad_framework_is_named() -> None:
 # --- models
 
 
-@pytest.mark.parametrize("source", ["gpt_neox/neox_pp_tp2", "gpt_neox/neox_legacy_pp_tp2_tied", "sharded/megatron_torch_dist_tp2_pp2",
-                                    "sharded/moe_megatron_legacy_tp2_ep2", "sharded/hf_sharded"])  # fmt: skip
+@pytest.mark.parametrize(
+    "source",
+    [
+        "gpt_neox/neox_pp_tp2",
+        "gpt_neox/neox_legacy_pp_tp2_tied",
+        "sharded/megatron_torch_dist_tp2_pp2",
+        "sharded/moe_megatron_legacy_tp2_ep2",
+        "sharded/hf_sharded",
+    ],
+)
 def test_a_model_computes_what_the_converted_one_does(source: str, tmp_path: Path) -> None:
     before = sorted(p.as_posix() for p in (FIXTURES / source).rglob("*"))
     model = fastshard.load_model(FIXTURES / source)

@@ -56,11 +56,18 @@ def stored(root: Path, source: dict[str, Any], ranges: bool) -> Any:
 
 
 CASES = [
-    ("gpt_neox/neox_pp_tp2", "hf"), ("gpt_neox/neox_pp_tp2", None), ("gpt_neox/llama_gqa_pp_tp2", "hf"),
-    ("sharded/megatron_legacy_tp2_pp2", "hf"), ("sharded/moe_megatron_legacy_tp2_ep2", "hf"),
-    ("sharded/tp4_vocabpad", None), ("sharded/dcp_tp_micro", None), ("deepspeed/zero3_bf16_dp2", None),
-    ("sharded/megatron_torch_dist_tp2_pp2", "hf"), ("sharded/hf_sharded", "megatron"), ("sharded/moe_hf_mixtral", "hf"),
-]  # fmt: skip
+    ("gpt_neox/neox_pp_tp2", "hf"),
+    ("gpt_neox/neox_pp_tp2", None),
+    ("gpt_neox/llama_gqa_pp_tp2", "hf"),
+    ("sharded/megatron_legacy_tp2_pp2", "hf"),
+    ("sharded/moe_megatron_legacy_tp2_ep2", "hf"),
+    ("sharded/tp4_vocabpad", None),
+    ("sharded/dcp_tp_micro", None),
+    ("deepspeed/zero3_bf16_dp2", None),
+    ("sharded/megatron_torch_dist_tp2_pp2", "hf"),
+    ("sharded/hf_sharded", "megatron"),
+    ("sharded/moe_hf_mixtral", "hf"),
+]
 
 
 @pytest.mark.parametrize("source, to", CASES, ids=lambda v: str(v).rpartition("/")[2])
@@ -171,10 +178,13 @@ def test_a_hash_of_damaged_bytes_says_that_they_are(tmp_path: Path) -> None:
 
 def test_a_name_that_is_not_there(tmp_path: Path) -> None:
     for argv, words in (
-        (["gpt_neox.layers.1.attention.query_key_value.weigth", "--to", "hf"], "did you mean gpt_neox.layers.1.attention.query_key_value.weight?"),
+        (
+            ["gpt_neox.layers.1.attention.query_key_value.weigth", "--to", "hf"],
+            "did you mean gpt_neox.layers.1.attention.query_key_value.weight?",
+        ),
         (["3.attention.query_key_value.weight", "--to", "hf"], "the source's own name"),
         (["nothing like it"], "fastshard ls"),
-    ):  # fmt: skip
+    ):
         ran = cli("trace", NEOX, *argv)
         (finding,) = ran.findings
         assert (ran.code, finding["code"]) == (2, "FS515")
@@ -183,9 +193,12 @@ def test_a_name_that_is_not_there(tmp_path: Path) -> None:
 
 def test_many_branches_are_counted_and_v_shows_them() -> None:
     argv = (
-        "why", FIXTURES / "sharded/tp4_vocabpad", "decoder.layers.3.self_attention.linear_qkv.weight",
-        "--to", "megatron",
-    )  # fmt: skip
+        "why",
+        FIXTURES / "sharded/tp4_vocabpad",
+        "decoder.layers.3.self_attention.linear_qkv.weight",
+        "--to",
+        "megatron",
+    )
     assert len(cli(*argv).doc["parts"]) == 12
     short, whole = (cli(*argv, *more, json_output=False).out for more in ((), ("-v",)))
     assert short.count(" = copy") == 8 and "\n└─ ... and 4 more parts (-v shows all)\n" in short

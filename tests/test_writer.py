@@ -19,9 +19,12 @@ from safetensors import safe_open
 
 def test_clean_exit_publishes(tmp_path: Path) -> None:
     arrays = {
-        "f32": np.arange(6, dtype=np.float32).reshape(2, 3), "scalar": np.float64(2.5), "empty": np.zeros((0, 3), np.int16),
-        "bool": np.array([True, False]), "bf16": np.arange(4).astype(ml_dtypes.bfloat16),
-    }  # fmt: skip
+        "f32": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "scalar": np.float64(2.5),
+        "empty": np.zeros((0, 3), np.int16),
+        "bool": np.array([True, False]),
+        "bf16": np.arange(4).astype(ml_dtypes.bfloat16),
+    }
     with fastshard.Writer(tmp_path / "out", expected=set(arrays), config={"model_type": "mine"}) as writer:
         for name, array in arrays.items():
             writer[name] = array
@@ -41,10 +44,13 @@ def test_clean_exit_publishes(tmp_path: Path) -> None:
 
 def test_torch_tensors_of_any_stride_and_dtype(tmp_path: Path) -> None:
     tensors = {
-        "bf16": torch.randn(4, 6).bfloat16().t(), "slice": torch.arange(20).reshape(4, 5)[:, 1:3],
-        "grad": torch.nn.Parameter(torch.randn(3)), "fp8": torch.randn(4).to(torch.float8_e4m3fn),
-        "expanded": torch.tensor([1.0]).expand(5), "scalar": torch.tensor(1, dtype=torch.int8),
-    }  # fmt: skip
+        "bf16": torch.randn(4, 6).bfloat16().t(),
+        "slice": torch.arange(20).reshape(4, 5)[:, 1:3],
+        "grad": torch.nn.Parameter(torch.randn(3)),
+        "fp8": torch.randn(4).to(torch.float8_e4m3fn),
+        "expanded": torch.tensor([1.0]).expand(5),
+        "scalar": torch.tensor(1, dtype=torch.int8),
+    }
     with fastshard.Writer(tmp_path / "out") as writer:
         for name, tensor in tensors.items():
             writer[name] = tensor
@@ -142,9 +148,16 @@ def test_what_is_not_expected_is_refused_at_once(case: str, tmp_path: Path) -> N
 
 
 WANTS = [
-    (2, 3), tuple(np.array([2, 3])), None, {"dtype": "F32", "shape": [2, 3]}, ("F32", (2, 3)), ("float32", [2, 3]),
-    (torch.float32, (2, 3)), torch.ones(2, 3), np.ones((2, 3), np.float32),
-]  # fmt: skip
+    (2, 3),
+    tuple(np.array([2, 3])),
+    None,
+    {"dtype": "F32", "shape": [2, 3]},
+    ("F32", (2, 3)),
+    ("float32", [2, 3]),
+    (torch.float32, (2, 3)),
+    torch.ones(2, 3),
+    np.ones((2, 3), np.float32),
+]
 
 
 @pytest.mark.parametrize("want", WANTS, ids=str)
@@ -158,14 +171,17 @@ def test_expectations_may_be_shapes_or_entries(want: object, tmp_path: Path) -> 
     ("option", "value"),
     [
         *(("expected", value) for value in ("w", b"w", 5, [5], {5: None})),
-        *(("expected", {"w": value}) for value in (5, "F32", ("F3", (2,)), ("F32", "2"), (2.5, 1), {"dtype": "F32"})),
+        *(
+            ("expected", {"w": value})
+            for value in (5, "F32", ("F3", (2,)), ("F32", "2"), (2.5, 1), {"dtype": "F32"})
+        ),
         *(("overwrite", value) for value in ("no", None)),
         *(("fsync", value) for value in ("no", 1)),
         *(("config", value) for value in ("config.json", ["a"], 5)),
         *(("max_shard_size", value) for value in ("5 files", None, 0)),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_odd_values_are_refused_by_the_name_of_their_option(option: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(fastshard.CannotRunError) as caught:
         fastshard.Writer(tmp_path / "out", **{option: value})

@@ -333,22 +333,57 @@ def test_param_shapes_in_another_order(tmp_path: Path, stage: int | str) -> None
 
 
 NONSENSE: list[Any] = [
-    None, [], {}, "x", -1, 1 << 70, 3.5, float("nan"), [[]], [None] * 2, [-5, -5], [1 << 70] * 2, ["x", {}],
-    [{}, {}], [OrderedDict(x=1)] * 2, [True, False], [[[[[[]]]]]],
-]  # fmt: skip
+    None,
+    [],
+    {},
+    "x",
+    -1,
+    1 << 70,
+    3.5,
+    float("nan"),
+    [[]],
+    [None] * 2,
+    [-5, -5],
+    [1 << 70] * 2,
+    ["x", {}],
+    [{}, {}],
+    [OrderedDict(x=1)] * 2,
+    [True, False],
+    [[[[[[]]]]]],
+]
 #: None, a number too large, and dicts where tensors belong.
 QUICK_NONSENSE = (0, 5, 13)
 #: Keys whose nonsense may leave the checkpoint as it was: nothing rests on them.
 KEYS_12 = [
-    "group_paddings", "param_alignment_paddings", "partition_count", "param_slice_mappings", "zero_stage",
-    "base_optimizer_state", "single_partition_of_fp32_groups", "loss_scaler", "ds_version",
-]  # fmt: skip
+    "group_paddings",
+    "param_alignment_paddings",
+    "partition_count",
+    "param_slice_mappings",
+    "zero_stage",
+    "base_optimizer_state",
+    "single_partition_of_fp32_groups",
+    "loss_scaler",
+    "ds_version",
+]
 KEYS_3 = ["partition_count", "optimizer_state_dict", "fp32_flat_groups", "zero_stage", "loss_scaler"]
 MODEL_KEYS = [
-    "module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
-    "dp_world_size", "mp_world_size", "global_steps", "ds_config", "optimizer", "ds_version",
-    "checkpoint_parallel_dimensions", "num_experts", "args", "iteration",
-]  # fmt: skip
+    "module",
+    "buffer_names",
+    "param_shapes",
+    "frozen_param_shapes",
+    "frozen_param_fragments",
+    "shared_params",
+    "dp_world_size",
+    "mp_world_size",
+    "global_steps",
+    "ds_config",
+    "optimizer",
+    "ds_version",
+    "checkpoint_parallel_dimensions",
+    "num_experts",
+    "args",
+    "iteration",
+]
 
 
 def never_wrong(root: Path, run: Run, label: str) -> None:

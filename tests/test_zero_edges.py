@@ -29,8 +29,11 @@ def test_empty_parameters_are_not_left_out(tmp_path: Path, stage: int | str) -> 
     assert cli("merge", root, tmp_path / "out", "--weights", "masters", "--optimizer").code == 0
     have = read_result(tmp_path / "out")
     assert {n: tuple(t.shape) for n, t in have.items() if not t.numel()} == {
-        "empty": (0, 3), "empty.exp_avg": (0, 3), "empty.exp_avg_sq": (0, 3), "fixed": (2, 0),
-    }  # fmt: skip
+        "empty": (0, 3),
+        "empty.exp_avg": (0, 3),
+        "empty.exp_avg_sq": (0, 3),
+        "fixed": (2, 0),
+    }
 
 
 def test_masters_without_names_are_told_of(tmp_path: Path) -> None:
@@ -78,8 +81,12 @@ def test_moments_that_cannot_be_read_are_not_left_out(tmp_path: Path, stage: int
     base = "base_optimizer_state" if stage == 1 else "optimizer_state_dict"
     state = maker.load(root / optim_file(1))["optimizer_state_dict"][base]["state"]
     steps: list[tuple[int, Any]] = [
-        (1, {0: {"step": state[0]["step"], "exp_avg": state[0]["exp_avg"]}}), (1, {}), (0, {}), (0, "x"), (1, "x"),
-    ]  # fmt: skip
+        (1, {0: {"step": state[0]["step"], "exp_avg": state[0]["exp_avg"]}}),
+        (1, {}),
+        (0, {}),
+        (0, "x"),
+        (1, "x"),
+    ]
     codes = []
     for number, (dp, given) in enumerate(steps):
         maker.edit(
@@ -193,7 +200,11 @@ def test_opening_a_checkpoint_leaves_no_file_open() -> None:
 
 def transformer(stage: str, **more: Any) -> Run:
     """Weights with decay, biases and norms without, as trainers group them."""
-    shapes = {f"{i}.{n}": s for i in range(3) for n, s in {"norm.weight": (5,), "qkv.weight": (15, 5), "qkv.bias": (15,)}.items()}  # fmt: skip
+    shapes = {
+        f"{i}.{n}": s
+        for i in range(3)
+        for n, s in {"norm.weight": (5,), "qkv.weight": (15, 5), "qkv.bias": (15,)}.items()
+    }
     tensors = {name: torch.rand(shape) for name, shape in shapes.items()}
     groups = [{n: t for n, t in tensors.items() if t.dim() == d} for d in (2, 1)]
     return Run(stage, 1, torch.bfloat16, groups, aliases={"head.weight": "0.qkv.weight"}, **more)

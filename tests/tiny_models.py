@@ -19,13 +19,23 @@ from transformers import (
 )
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 200, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 24,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": 200,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+}
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 MODELS = {
     "llama": LlamaConfig(**SIZES),
     "llama_biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),

@@ -114,8 +114,9 @@ class Run:
         """Moments by `<parameter>.<slot>`, under the owners' names."""
         return {
             f"{name}.{slot}": moment(tensor, slot)
-            for name, tensor in self.trained.items() for slot in ("exp_avg", "exp_avg_sq")
-        }  # fmt: skip
+            for name, tensor in self.trained.items()
+            for slot in ("exp_avg", "exp_avg_sq")
+        }
 
 
 def moment(tensor: torch.Tensor, slot: str) -> torch.Tensor:
@@ -164,11 +165,23 @@ def _model_state(run: Run, module: Tensors, **more: Any) -> dict[str, Any]:
     if run.round_robin:
         config["round_robin_gradients"] = True
     return {
-        "module": OrderedDict(module), "buffer_names": list(run.buffers), "optimizer": None, "param_shapes": None,
-        "frozen_param_shapes": None, "shared_params": None, "frozen_param_fragments": None, "lr_scheduler": None,
-        "skipped_steps": 0, "global_steps": int(STEP), "global_samples": 56, "dp_world_size": run.world,
-        "mp_world_size": 1, "ds_config": {"zero_optimization": config}, "ds_version": "0.19.8", **more,
-    }  # fmt: skip
+        "module": OrderedDict(module),
+        "buffer_names": list(run.buffers),
+        "optimizer": None,
+        "param_shapes": None,
+        "frozen_param_shapes": None,
+        "shared_params": None,
+        "frozen_param_fragments": None,
+        "lr_scheduler": None,
+        "skipped_steps": 0,
+        "global_steps": int(STEP),
+        "global_samples": 56,
+        "dp_world_size": run.world,
+        "mp_world_size": 1,
+        "ds_config": {"zero_optimization": config},
+        "ds_version": "0.19.8",
+        **more,
+    }
 
 
 def _adam(flats: list[Any]) -> dict[str, Any]:
@@ -246,11 +259,14 @@ def _stage12(folder: Path, run: Run) -> None:
     torch.save(_model_state(run, module, **shared), folder / model_file())
     for r, rank in enumerate(ranks):
         state: dict[str, Any] = {
-            "loss_scaler": LossScaler(), "base_optimizer_state": _adam(rank["moments"]),
-            "single_partition_of_fp32_groups": rank["masters"], "group_paddings": rank["paddings"],
-            "partition_count": [run.world] * len(run.groups), "ds_version": "0.19.8",
+            "loss_scaler": LossScaler(),
+            "base_optimizer_state": _adam(rank["moments"]),
+            "single_partition_of_fp32_groups": rank["masters"],
+            "group_paddings": rank["paddings"],
+            "partition_count": [run.world] * len(run.groups),
+            "ds_version": "0.19.8",
             "param_slice_mappings": rank["mappings"],
-        }  # fmt: skip
+        }
         if run.stage != "bf16":
             state |= {"zero_stage": Stage(run.stage), "param_alignment_paddings": alignments}
         torch.save({"optimizer_state_dict": state, "ds_version": "0.19.8"}, folder / optim_file(r, run))
@@ -284,17 +300,22 @@ def _stage3(folder: Path, run: Run) -> None:
             return _concat([_parts(values[n], run.world)[r] for n in sub])
 
         held = _model_state(
-            run, empty | run.buffers, param_shapes=shapes, shared_params=dict(run.aliases) if r == 0 else {},
+            run,
+            empty | run.buffers,
+            param_shapes=shapes,
+            shared_params=dict(run.aliases) if r == 0 else {},
             frozen_param_shapes=OrderedDict((n, t.shape) for n, t in run.frozen.items()),
             frozen_param_fragments={n: _parts(t, run.world)[r] for n, t in run.frozen.items()},
-        )  # fmt: skip
+        )
         torch.save(held, folder / model_file(r))
         slots = [{n: moment(t, slot) for n, t in trained.items()} for slot in ("exp_avg", "exp_avg_sq")]
         state = {
-            "zero_stage": Stage(3), "loss_scaler": LossScaler(), "partition_count": run.world,
+            "zero_stage": Stage(3),
+            "loss_scaler": LossScaler(),
+            "partition_count": run.world,
             "optimizer_state_dict": _adam([[of_rank(s, sub) for s in slots] for sub in subs]),
             "fp32_flat_groups": [of_rank(trained, sub) for sub in subs],
-        }  # fmt: skip
+        }
         torch.save({"optimizer_state_dict": state, "ds_version": "0.19.8"}, folder / optim_file(r, run))
 
 

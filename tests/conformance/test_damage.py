@@ -16,8 +16,18 @@ from origins import ORIGINS
 #: (kind, why) -> sources; "*" for all that have such a file
 SPARE: dict[tuple[str, str], tuple[str, ...]] = {
     ("config.json", "names and shapes tell what a merge needs, or layout.json"): (
-        "hf_safetensors", "hf_bin", "tp_safetensors", "zero1", "zero2", "zero3", "universal", "dcp", "colossalai",
-        "fsdp_ranks", "torchtitan", "olmo_core",
+        "hf_safetensors",
+        "hf_bin",
+        "tp_safetensors",
+        "zero1",
+        "zero2",
+        "zero3",
+        "universal",
+        "dcp",
+        "colossalai",
+        "fsdp_ranks",
+        "torchtitan",
+        "olmo_core",
     ),
     ("config.json", "the other ranks' shards, which it tells of, are all there"): ("hf_rank_shards",),
     ("optimizer_state.pt", "hyperparameters, which a conversion with the optimizer asks for"): ("universal",),
@@ -27,7 +37,8 @@ SPARE: dict[tuple[str, str], tuple[str, ...]] = {
     ("pytorch_model.bin.index.json", "the files' names say how many there are"): ("hf_bin",),
     ("config.yml", "the tensors of a Llama tell how it is computed"): ("neox_llama",),
     ("mp_rank_#_model_states.pt", "a pipeline checkpoint's tensors are in its layer files; it warns"): (
-        "neox_pipeline", "neox_llama"
+        "neox_pipeline",
+        "neox_llama",
     ),
     ("mp_rank_#_model_states.pt", "fp32.pt of each parameter is what is read"): ("universal",),
     ("step.pt", "the optimizer's step is not merged"): ("universal",),
@@ -42,7 +53,7 @@ SPARE: dict[tuple[str, str], tuple[str, ...]] = {
     ("commit_success.txt", "the step has its final name"): ("*",),
     ("process's manifest", "the item's own store names all that the processes wrote"): ("*",),
     ("maxtext_model.yml", "a merge keeps values as they are"): ("*",),
-}  # fmt: skip
+}
 
 
 def kind_of(path: Path) -> str:

@@ -143,10 +143,15 @@ def blocks_of(text: str, page: str) -> list[Block]:
         body = [line.removeprefix(indent) for line in lines[at + 1 : end]]
         found.append(
             Block(
-                page, at + 1, language, "".join(f"{line}\n" for line in body), title and title[1],
-                mark and mark[1], mark[2] if mark else "",
+                page,
+                at + 1,
+                language,
+                "".join(f"{line}\n" for line in body),
+                title and title[1],
+                mark and mark[1],
+                mark[2] if mark else "",
             )
-        )  # fmt: skip
+        )
         at = end + 1
     return found
 

@@ -34,8 +34,20 @@ LAUNCHERS: dict[str, dict[str, int]] = {
     "torchrun": {"--nnodes": 1, "--nproc-per-node": 1, "--no-python": 0},
 }
 #: Options of sbatch that pages show. source: `sbatch --help`
-SBATCH = ("--job-name", "--nodes", "--ntasks-per-node", "--cpus-per-task", "--mem", "--time", "--output", "--array",
-          "--dependency", "--parsable", "--wrap", "--partition")  # fmt: skip
+SBATCH = (
+    "--job-name",
+    "--nodes",
+    "--ntasks-per-node",
+    "--cpus-per-task",
+    "--mem",
+    "--time",
+    "--output",
+    "--array",
+    "--dependency",
+    "--parsable",
+    "--wrap",
+    "--partition",
+)
 
 
 class Wrong(Exception):
@@ -248,11 +260,40 @@ def anything(_words: list[str], _folder: Path) -> None:
 
 
 PROGRAMS: dict[str, Callable[[list[str], Path], None]] = {
-    "fastshard": fastshard, **{name: launcher(name) for name in LAUNCHERS}, "sbatch": sbatch, "kubectl": kubectl,
-    "sh": sh, "bash": sh, "pip": pip, "python": python, "python3": python, "pytest": tests, "just": just, "cargo": cargo,
-    "ray": ray, "mkdocs": mkdocs,
-    **dict.fromkeys((".", "maturin", "rsync", "git", "apt-get", "echo", "exit", "set", "[", "true", "cd", "cp", "rm", "sleep"), anything),
-}  # fmt: skip
+    "fastshard": fastshard,
+    **{name: launcher(name) for name in LAUNCHERS},
+    "sbatch": sbatch,
+    "kubectl": kubectl,
+    "sh": sh,
+    "bash": sh,
+    "pip": pip,
+    "python": python,
+    "python3": python,
+    "pytest": tests,
+    "just": just,
+    "cargo": cargo,
+    "ray": ray,
+    "mkdocs": mkdocs,
+    **dict.fromkeys(
+        (
+            ".",
+            "maturin",
+            "rsync",
+            "git",
+            "apt-get",
+            "echo",
+            "exit",
+            "set",
+            "[",
+            "true",
+            "cd",
+            "cp",
+            "rm",
+            "sleep",
+        ),
+        anything,
+    ),
+}
 
 
 # --- data
@@ -320,9 +361,21 @@ def workflow(text: str) -> None:
     """A workflow of GitHub Actions, against the schema that check-jsonschema brings along."""
     pytest.importorskip("check_jsonschema", reason="pip install --group docs")
     done = subprocess.run(
-        [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", "--default-filetype", "yaml", "-"],
-        input=text, text=True, capture_output=True, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "check_jsonschema",
+            "--builtin-schema",
+            "vendor.github-workflows",
+            "--default-filetype",
+            "yaml",
+            "-",
+        ],
+        input=text,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
     if done.returncode:
         raise Wrong(done.stdout)
 

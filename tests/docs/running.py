@@ -50,11 +50,15 @@ class Page:
             (programs / name).chmod(0o755)
         self.environment = {
             "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "HOME": str(folder), "TMPDIR": str(folder), "LC_ALL": "C.UTF-8", "TERM": "dumb", "NO_COLOR": "1",
+            "HOME": str(folder),
+            "TMPDIR": str(folder),
+            "LC_ALL": "C.UTF-8",
+            "TERM": "dumb",
+            "NO_COLOR": "1",
             # What pages call the clone of the repository that they are read in.
             "REPO": str(ROOT),
             "PYTHONDONTWRITEBYTECODE": "1",
-        }  # fmt: skip
+        }
         # For blocks that say so.
         self.launchers = folder / "launchers"
         self.launchers.mkdir()
@@ -120,9 +124,15 @@ class Page:
         if block.held == "stood in":
             environment["PATH"] = f"{self.launchers}:{environment['PATH']}"
         with subprocess.Popen(
-            ["bash", "-c", script], cwd=self.folder, env=environment, text=True, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        ) as process:  # fmt: skip
+            ["bash", "-c", script],
+            cwd=self.folder,
+            env=environment,
+            text=True,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        ) as process:
             try:
                 printed, _ = process.communicate(timeout=HANG)
             except subprocess.TimeoutExpired:
@@ -170,9 +180,14 @@ class Page:
     def _python(self, block: Block) -> None:
         if self._worker is None:
             self._worker = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("worker.py"))], cwd=self.folder, env=self.environment,
-                text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+                [sys.executable, str(Path(__file__).with_name("worker.py"))],
+                cwd=self.folder,
+                env=self.environment,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
         told = self._ask(
             {
                 "code": block.text,

@@ -24,18 +24,27 @@ def ranks(command: list[str], each: list[dict[str, str]]) -> int:
 def srun(words: list[str]) -> int:
     count = int(words[words.index("-N") + 1])
     command = words[words.index("1") + 1 :]
-    return ranks(command, [
-        {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_NTASKS": str(count),
-         "SLURM_STEP_NUM_TASKS": str(count)}
-        for rank in range(count)
-    ])  # fmt: skip
+    return ranks(
+        command,
+        [
+            {
+                "SLURM_JOB_ID": "7",
+                "SLURM_STEP_ID": "0",
+                "SLURM_PROCID": str(rank),
+                "SLURM_NTASKS": str(count),
+                "SLURM_STEP_NUM_TASKS": str(count),
+            }
+            for rank in range(count)
+        ],
+    )
 
 
 def mpirun(words: list[str]) -> int:
     count = int(words[1])
-    return ranks(words[2:], [
-        {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(count)} for rank in range(count)
-    ])  # fmt: skip
+    return ranks(
+        words[2:],
+        [{"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(count)} for rank in range(count)],
+    )
 
 
 def sbatch(words: list[str]) -> int:
@@ -46,10 +55,13 @@ def sbatch(words: list[str]) -> int:
     first, _, last = given["--array"].partition("-")
     return max(
         subprocess.run(
-            ["sh", words[-1]], env=os.environ | {"SLURM_ARRAY_TASK_ID": str(task)}, stdout=subprocess.DEVNULL, check=False
+            ["sh", words[-1]],
+            env=os.environ | {"SLURM_ARRAY_TASK_ID": str(task)},
+            stdout=subprocess.DEVNULL,
+            check=False,
         ).returncode
         for task in range(int(first), int(last) + 1)
-    )  # fmt: skip
+    )
 
 
 def kubectl(words: list[str]) -> int:
@@ -63,8 +75,11 @@ def kubectl(words: list[str]) -> int:
                 {"JOB_COMPLETION_INDEX": str(index)} if job["spec"].get("completionMode") == "Indexed" else {}
             )
             done = subprocess.run(
-                [*container["command"], *container["args"]], env=os.environ | variables, stdout=subprocess.DEVNULL, check=False
-            )  # fmt: skip
+                [*container["command"], *container["args"]],
+                env=os.environ | variables,
+                stdout=subprocess.DEVNULL,
+                check=False,
+            )
             codes.append(done.returncode)
     return max(codes)
 

@@ -50,9 +50,13 @@ TRUE = {
     "a file": ['python title="a.py"\nprint(1)\n', "console\n$ python a.py\n1\n"],
     "a table": ['toml\nlayout = "a"\nfamily = "a"\n'],
     "a tree": ["<!-- shown: what a tree looks like -->\ntext\na\n"],
-    "what cannot run": ["<!-- not run: no cluster is here -->\nsh\nsrun -N 4 fastshard verify /data/a --json\n"],
-    "a job": ['yaml title=".github/workflows/a.yml"\non: push\njobs: {a: {runs-on: x, steps: [{run: fastshard verify a}]}}\n'],
-}  # fmt: skip
+    "what cannot run": [
+        "<!-- not run: no cluster is here -->\nsh\nsrun -N 4 fastshard verify /data/a --json\n"
+    ],
+    "a job": [
+        'yaml title=".github/workflows/a.yml"\non: push\njobs: {a: {runs-on: x, steps: [{run: fastshard verify a}]}}\n'
+    ],
+}
 
 
 @pytest.mark.parametrize("name", TRUE)
@@ -119,7 +123,11 @@ FALSE = {
     "output that never came": (["console\n$ true\na\n"], Untrue, "$ true"),
     "what is left out is not all": (["console\n$ seq 9\n1\n...\n8\n"], Untrue, "$ seq 9"),
     "another exit code": (["console\n$ false\n$ echo $?\n0\n"], Untrue, "$ echo $?"),
-    "a failure that nothing shows": (["console\n$ false\n"], Untrue, "exit code 1, and nothing shown says so"),
+    "a failure that nothing shows": (
+        ["console\n$ false\n"],
+        Untrue,
+        "exit code 1, and nothing shown says so",
+    ),
     "a shell that ends": (["console\n$ exit 0\n$ true\n"], Untrue, "ended the shell"),
     "an exception": (["python\n\n1 / 0\n"], Untrue, 'File "docs/a.md", line 3'),
     "an example": (["pycon\n>>> 1 + 1\n3\n"], Untrue, "Expected:\n    3\nGot:\n    2"),
@@ -135,7 +143,7 @@ FALSE = {
     "an unknown attribute": (["sh hl_lines\ntrue\n"], Unknown, "hl_lines"),
     "an unknown test": (["<!-- ci: nobody -->\nsh\ntrue\n"], Wrong, "nobody"),
     "no command": (["console\na\n"], Unknown, "begins with"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FALSE)
@@ -195,10 +203,18 @@ def test_what_is_not_run_is_held_against_parsers(lines: str, run: Page) -> None:
 
 def test_a_jobs_own_command_is_parsed(run: Page) -> None:
     job = {
-        "apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, "spec": {"template": {"spec": {
-            "restartPolicy": "Never", "containers": [{"name": "a", "image": "b", "args": ["fastshard verfy x"]}],
-        }}},
-    }  # fmt: skip
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "a"},
+        "spec": {
+            "template": {
+                "spec": {
+                    "restartPolicy": "Never",
+                    "containers": [{"name": "a", "image": "b", "args": ["fastshard verfy x"]}],
+                }
+            }
+        },
+    }
     with pytest.raises(Wrong, match="verfy"):
         checking.kubernetes(job, run.folder)
 

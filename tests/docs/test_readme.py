@@ -28,9 +28,16 @@ ROWS = {
     "Orbax, any arrays": ("orbax",),
 }
 COLUMNS = {
-    "merge": "merge", "HF": "hf", "GPT-NeoX": "gpt_neox", "Megatron": "megatron", "TP safetensors": "tp-safetensors", "DCP": "dcp",
-    "universal": "universal", "MaxText": "maxtext", "Orbax": "orbax",
-}  # fmt: skip
+    "merge": "merge",
+    "HF": "hf",
+    "GPT-NeoX": "gpt_neox",
+    "Megatron": "megatron",
+    "TP safetensors": "tp-safetensors",
+    "DCP": "dcp",
+    "universal": "universal",
+    "MaxText": "maxtext",
+    "Orbax": "orbax",
+}
 
 
 def rows(first: str) -> list[list[str]]:

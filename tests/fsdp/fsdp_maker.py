@@ -34,9 +34,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 #: Rows that four ranks do not divide: 101 of the vocabulary, 37 of the MLP.
 SIZES: dict[str, Any] = {
-    "vocab_size": 101, "hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "head_dim": 6,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": 101,
+    "hidden_size": 24,
+    "intermediate_size": 37,
+    "num_hidden_layers": 2,
+    "head_dim": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 
 
 def config(**changes: Any) -> Any:
@@ -280,18 +286,28 @@ def lora(case: Case) -> None:
 
 
 CASES: dict[str, Any] = {
-    "fsdp2": fsdp2, "hsdp": hsdp, "tp": with_tp, "fsdp1_mesh": fsdp1_mesh, "fsdp1_sharded": fsdp1_sharded,
-    "fsdp1_local": fsdp1_local, "fsdp1_flat": fsdp1_flat, "compiled": compiled, "partial": partial, "lora": lora,
+    "fsdp2": fsdp2,
+    "hsdp": hsdp,
+    "tp": with_tp,
+    "fsdp1_mesh": fsdp1_mesh,
+    "fsdp1_sharded": fsdp1_sharded,
+    "fsdp1_local": fsdp1_local,
+    "fsdp1_flat": fsdp1_flat,
+    "compiled": compiled,
+    "partial": partial,
+    "lora": lora,
     "tied": lambda case: fsdp2(case, tie_word_embeddings=True),
     "bf16": lambda case: fsdp2(case, dtype=torch.bfloat16),
-}  # fmt: skip
+}
 
 
 #: What trainers save: the state dict itself, or dicts of theirs around it.
 SPELLINGS: dict[str, Any] = {
-    "flat": lambda s: s, "model": lambda s: {"model": s}, "state_dict": lambda s: {"state_dict": s},
+    "flat": lambda s: s,
+    "model": lambda s: {"model": s},
+    "state_dict": lambda s: {"state_dict": s},
     "app.model": lambda s: {"app": {"model": s}},
-}  # fmt: skip
+}
 
 
 def family(case: Case, name: str) -> None:

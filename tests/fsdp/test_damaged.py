@@ -75,16 +75,34 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, int, str]] = {
     "copied": (lambda f: shutil.copy(file(f, 1), file(f, 2)), "FS303", 1, "model_world_size_4_rank_2.pt"),
     "copied_unnamed": (copied, "FS113", 1, "model_world_size_4_rank_2.pt"),
     "cut": (lambda f: file(f, 2).write_bytes(file(f, 2).read_bytes()[:-700]), "FS312", 1, "rank_2.pt"),
-    "cut_by_half": (lambda f: file(f, 2).write_bytes(file(f, 2).read_bytes()[:9000]), "FS312", 1, "rank_2.pt"),
+    "cut_by_half": (
+        lambda f: file(f, 2).write_bytes(file(f, 2).read_bytes()[:9000]),
+        "FS312",
+        1,
+        "rank_2.pt",
+    ),
     "empty": (lambda f: file(f, 2).write_bytes(b""), "FS316", 1, "rank_2.pt"),
     "flipped": (lambda f: flip_bit(file(f, 2), 4096), "FS301", 1, "rank_2.pt"),
-    "optimizer_of_another_step": (lambda f: other_step(f, "optim"), "FS107", 1, "model_world_size_4_rank_2.pt"),
-    "scheduler_of_another_step": (lambda f: other_step(f, "extra_state"), "FS107", 1, "model_world_size_4_rank_2.pt"),
+    "optimizer_of_another_step": (
+        lambda f: other_step(f, "optim"),
+        "FS107",
+        1,
+        "model_world_size_4_rank_2.pt",
+    ),
+    "scheduler_of_another_step": (
+        lambda f: other_step(f, "extra_state"),
+        "FS107",
+        1,
+        "model_world_size_4_rank_2.pt",
+    ),
     "a_local_part_cut": (lambda f: changed(file(f, 2), cut_of), "FS201", 1, "rank_2.pt"),
     "fewer_stated": (
-        lambda f: (f / "fsdp_config.json").write_text('{"world_size": 8}'), "FS110", 1, "fsdp_config.json",
+        lambda f: (f / "fsdp_config.json").write_text('{"world_size": 8}'),
+        "FS110",
+        1,
+        "fsdp_config.json",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -228,8 +228,9 @@ def test_an_adapter_in_training_is_merged_by_its_config(saved: Saved, tmp_path: 
     outer = "base_model.model."
     want = {
         name.removeprefix(outer).replace(".base_layer", ""): tensor
-        for name, tensor in held_.items() if ".lora_" not in name
-    }  # fmt: skip
+        for name, tensor in held_.items()
+        if ".lora_" not in name
+    }
     for name in [n for n in held_ if "lora_A" in n]:
         a, b = held_[name], held_[name.replace("lora_A", "lora_B")]
         want[f"{name.removeprefix(outer).partition('.lora_A')[0]}.weight"] += (b @ a) * (16 / 2)

@@ -102,8 +102,10 @@ def test_hostile_meshes_are_refused(tmp_path: Path) -> None:
         shard = version.placement("Shard", dim=0)
         for rank in range(2):
             placements = (shard, shard) if what == "two placements" else (shard,)
-            save({"w": version.tensor(torch.ones(1, 3), torch.ones(2, 3), mesh, placements)},
-                 folder / f"model_world_size_2_rank_{rank}.pt")  # fmt: skip
+            save(
+                {"w": version.tensor(torch.ones(1, 3), torch.ones(2, 3), mesh, placements)},
+                folder / f"model_world_size_2_rank_{rank}.pt",
+            )
         ran = cli("merge", folder, tmp_path / "out")
         assert ran.code == 2 and ran.errors[0]["code"] == "FS514", (what, ran.out)
         assert not (tmp_path / "out").exists()
@@ -114,7 +116,13 @@ def test_numbers_beyond_belief(tmp_path: Path) -> None:
     for rank in range(2):
         mesh = version.device_mesh(rank)
         mesh.state["_coordinate_on_dim"] = (1 << 40,)
-        save({"w": version.tensor(torch.ones(1, 3), torch.ones(2, 3), mesh, (version.placement("Shard", dim=0),))},
-             tmp_path / f"model_world_size_2_rank_{rank}.pt")  # fmt: skip
+        save(
+            {
+                "w": version.tensor(
+                    torch.ones(1, 3), torch.ones(2, 3), mesh, (version.placement("Shard", dim=0),)
+                )
+            },
+            tmp_path / f"model_world_size_2_rank_{rank}.pt",
+        )
     ran = cli("merge", tmp_path, tmp_path / "out")
     assert ran.code == 1 and {f["code"] for f in ran.errors} == {"FS201"}, ran.out

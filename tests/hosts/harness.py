@@ -36,8 +36,11 @@ def can_have_hosts() -> str | None:
         return "no unshare"
     tried = subprocess.run(
         [*_namespaces(own_pids=True), "sh", "-c", "hostname other && mount -t tmpfs own /mnt"],
-        capture_output=True, text=True, timeout=30, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
     return None if tried.returncode == 0 else tried.stderr.strip() or "unshare fails"
 
 
@@ -73,9 +76,12 @@ class Host:
         clock = {} if self.clock is None else self.clock.environment
         self.running = subprocess.Popen(
             [*command, *(str(word) for word in argv)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
             env={**os.environ, **self.environ, **steps, **clock},
-        )  # fmt: skip
+        )
         return self
 
     def fastshard(self, *argv: object) -> Host:

@@ -316,9 +316,14 @@ def test_a_slurm_step_starts_it(place: Path) -> None:
     started = []
     for i, host in enumerate(hosts(3)):
         host.environ = {
-            "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(i), "SLURM_NTASKS": "3",
-            "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "node[0-2]", "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
-        }  # fmt: skip
+            "SLURM_JOB_ID": "7",
+            "SLURM_STEP_ID": "0",
+            "SLURM_PROCID": str(i),
+            "SLURM_NTASKS": "3",
+            "SLURM_STEP_NUM_TASKS": "3",
+            "SLURM_STEP_NODELIST": "node[0-2]",
+            "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+        }
         started.append(
             host.fastshard("convert", NEOX, place / "out", "--to", "hf", "--rank", "auto", "--timeout", HANG)
         )

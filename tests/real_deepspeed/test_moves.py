@@ -19,9 +19,17 @@ SAME, LOST = 1e-4, 1e-2
 def run(folder: Path, what: str, jobs: dict[str, dict[str, Any]]) -> None:
     """Trains each, one after another in the same two processes."""
     usual = {
-        "stage": None, "tied": False, "fused": False, "forget": False, "seed": 1, "load": None, "save": None,
-        "begin": 0, "steps": 0, "then": AFTER,
-    }  # fmt: skip
+        "stage": None,
+        "tied": False,
+        "fused": False,
+        "forget": False,
+        "seed": 1,
+        "load": None,
+        "save": None,
+        "begin": 0,
+        "steps": 0,
+        "then": AFTER,
+    }
     (folder / f"{what}.json").write_text(json.dumps({name: usual | job for name, job in jobs.items()}))
     launch(what, folder, "moving.py")
 

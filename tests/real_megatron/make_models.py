@@ -41,28 +41,48 @@ class Case:
 
 
 _GPT3: tuple[tuple[str, Any], ...] = (
-    ("normalization", "LayerNorm"), ("add_bias_linear", True), ("gated_linear_unit", False),
-    ("activation_func", torch.nn.functional.gelu), ("num_query_groups", 4),
-)  # fmt: skip
+    ("normalization", "LayerNorm"),
+    ("add_bias_linear", True),
+    ("gated_linear_unit", False),
+    ("activation_func", torch.nn.functional.gelu),
+    ("num_query_groups", 4),
+)
 _MOE: tuple[tuple[str, Any], ...] = (
-    ("num_moe_experts", 4), ("moe_ffn_hidden_size", 24), ("moe_router_topk", 2), ("moe_router_load_balancing_type", "none"),
+    ("num_moe_experts", 4),
+    ("moe_ffn_hidden_size", 24),
+    ("moe_router_topk", 2),
+    ("moe_router_load_balancing_type", "none"),
     ("moe_token_dispatcher_type", "allgather"),
-)  # fmt: skip
+)
 _SHARED: tuple[tuple[str, Any], ...] = (("moe_shared_expert_intermediate_size", 16),)
 _MLA: tuple[tuple[str, Any], ...] = (
-    ("multi_latent_attention", True), ("q_lora_rank", 16), ("kv_lora_rank", 16), ("qk_head_dim", 8), ("qk_pos_emb_head_dim", 4),
-    ("v_head_dim", 8), ("num_query_groups", 4),
-)  # fmt: skip
+    ("multi_latent_attention", True),
+    ("q_lora_rank", 16),
+    ("kv_lora_rank", 16),
+    ("qk_head_dim", 8),
+    ("qk_pos_emb_head_dim", 4),
+    ("v_head_dim", 8),
+    ("num_query_groups", 4),
+)
 CASES = {
     "gpt3_tp2": Case(tied=True, positions="learned_absolute", config=_GPT3),
     "gpt3_pp2": Case(tp=1, pp=2, tied=True, positions="learned_absolute", config=_GPT3),
     "mtp_tp2": Case(config=(("mtp_num_layers", 1),)),
     "shared_tp2": Case(config=(*_MOE, *_SHARED)),
     "dense_first_ep2": Case(tp=1, ep=2, config=(*_MOE, *_SHARED, ("moe_layer_freq", [0, 1]))),
-    "deepseek_ep2": Case(tp=1, ep=2, config=(
-        *_MOE, *_SHARED, *_MLA, ("moe_layer_freq", [0, 1]), ("mtp_num_layers", 1), ("moe_router_enable_expert_bias", True),
-        ("moe_router_score_function", "sigmoid"),
-    )),
+    "deepseek_ep2": Case(
+        tp=1,
+        ep=2,
+        config=(
+            *_MOE,
+            *_SHARED,
+            *_MLA,
+            ("moe_layer_freq", [0, 1]),
+            ("mtp_num_layers", 1),
+            ("moe_router_enable_expert_bias", True),
+            ("moe_router_score_function", "sigmoid"),
+        ),
+    ),
     "mla_tp2": Case(config=_MLA),
     "moe_etp1": Case(ep=2, etp=1, config=_MOE),
     "moe_bias_ep2": Case(tp=1, ep=2, config=(*_MOE, ("add_bias_linear", True))),
@@ -72,7 +92,7 @@ CASES = {
     # One rank: of several the parts of its head do not fit together by its own account.
     "t5_tp1": Case("t5", tp=1, positions="learned_absolute", config=_GPT3),
     "vit_tp2": Case("vit", config=_GPT3),
-}  # fmt: skip
+}
 
 
 def build(case: Case) -> Any:
@@ -83,16 +103,37 @@ def build(case: Case) -> Any:
     words = dict(case.config)
     latent = bool(words.get("multi_latent_attention"))
     kind = MLATransformerConfig if latent else TransformerConfig
-    config = kind(**{
-        "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 24, "num_attention_heads": 4, "num_query_groups": 2,
-        "kv_channels": 8, "add_bias_linear": False, "gated_linear_unit": True, "activation_func": torch.nn.functional.silu,
-        "normalization": "RMSNorm", "layernorm_epsilon": 1e-5, "use_cpu_initialization": True, "attention_dropout": 0.0,
-        "hidden_dropout": 0.0, "bias_activation_fusion": False, "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False, "bias_dropout_fusion": False, "apply_rope_fusion": False,
-        "params_dtype": torch.bfloat16, "bf16": True, "pipeline_dtype": torch.bfloat16, "tensor_model_parallel_size": case.tp,
-        "pipeline_model_parallel_size": case.pp, "expert_model_parallel_size": case.ep,
-        "expert_tensor_parallel_size": case.etp or case.tp,
-    } | words)  # fmt: skip
+    config = kind(
+        **{
+            "num_layers": 2,
+            "hidden_size": 32,
+            "ffn_hidden_size": 24,
+            "num_attention_heads": 4,
+            "num_query_groups": 2,
+            "kv_channels": 8,
+            "add_bias_linear": False,
+            "gated_linear_unit": True,
+            "activation_func": torch.nn.functional.silu,
+            "normalization": "RMSNorm",
+            "layernorm_epsilon": 1e-5,
+            "use_cpu_initialization": True,
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+            "bias_activation_fusion": False,
+            "masked_softmax_fusion": False,
+            "gradient_accumulation_fusion": False,
+            "bias_dropout_fusion": False,
+            "apply_rope_fusion": False,
+            "params_dtype": torch.bfloat16,
+            "bf16": True,
+            "pipeline_dtype": torch.bfloat16,
+            "tensor_model_parallel_size": case.tp,
+            "pipeline_model_parallel_size": case.pp,
+            "expert_model_parallel_size": case.ep,
+            "expert_tensor_parallel_size": case.etp or case.tp,
+        }
+        | words
+    )
     torch.manual_seed(5)
     return _model(case, config, p.is_pipeline_first_stage(), p.is_pipeline_last_stage()).to(torch.bfloat16)
 
@@ -119,8 +160,12 @@ def _local_latent() -> None:
 
 def _model(case: Case, config: Any, first: bool, last: bool) -> Any:
     ends = {"pre_process": first, "post_process": last}
-    words = {"vocab_size": PADDED, "max_sequence_length": 64, "position_embedding_type": case.positions,
-             "share_embeddings_and_output_weights": case.tied} | ends  # fmt: skip
+    words = {
+        "vocab_size": PADDED,
+        "max_sequence_length": 64,
+        "position_embedding_type": case.positions,
+        "share_embeddings_and_output_weights": case.tied,
+    } | ends
     if case.kind == "bert":
         from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
         from megatron.core.models.bert.bert_model import BertModel
@@ -138,8 +183,15 @@ def _model(case: Case, config: Any, first: bool, last: bool) -> Any:
         from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-        return CLIPViTModel(config, get_vit_layer_with_local_spec(), WrappedTorchNorm, WrappedTorchNorm,
-                            patch_dim=8, img_h=16, img_w=16)  # fmt: skip
+        return CLIPViTModel(
+            config,
+            get_vit_layer_with_local_spec(),
+            WrappedTorchNorm,
+            WrappedTorchNorm,
+            patch_dim=8,
+            img_h=16,
+            img_w=16,
+        )
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
@@ -147,9 +199,11 @@ def _model(case: Case, config: Any, first: bool, last: bool) -> Any:
         spec = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     else:
         spec = specs.get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts, moe_grouped_gemm=False, normalization=config.normalization,
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=False,
+            normalization=config.normalization,
             multi_latent_attention=bool(config.multi_latent_attention),
-        )  # fmt: skip
+        )
     if config.mtp_num_layers:
         layer = spec.layer_specs[-1] if hasattr(spec, "layer_specs") else spec
         words["mtp_block_spec"] = specs.get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
@@ -258,23 +312,60 @@ def arguments(case: Case, model: Any) -> argparse.Namespace:
     """What Megatron-LM's own script says in its checkpoints. source: megatron/training/arguments.py"""
     c = model.config
     known = {
-        key: getattr(c, key, None) for key in (
-            "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-            "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "tensor_model_parallel_size",
-            "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "moe_layer_freq", "mtp_num_layers",
-            "moe_shared_expert_intermediate_size", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
-            "qk_pos_emb_head_dim", "v_head_dim", "attention_output_gate", "moe_router_topk", "moe_ffn_hidden_size",
-            "moe_router_enable_expert_bias", "moe_router_score_function",
+        key: getattr(c, key, None)
+        for key in (
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "kv_channels",
+            "add_bias_linear",
+            "add_qkv_bias",
+            "qk_layernorm",
+            "normalization",
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "moe_layer_freq",
+            "mtp_num_layers",
+            "moe_shared_expert_intermediate_size",
+            "multi_latent_attention",
+            "q_lora_rank",
+            "kv_lora_rank",
+            "qk_head_dim",
+            "qk_pos_emb_head_dim",
+            "v_head_dim",
+            "attention_output_gate",
+            "moe_router_topk",
+            "moe_ffn_hidden_size",
+            "moe_router_enable_expert_bias",
+            "moe_router_score_function",
         )
-    }  # fmt: skip
-    return argparse.Namespace(**known | {
-        "group_query_attention": c.num_query_groups != c.num_attention_heads, "swiglu": c.gated_linear_unit,
-        "padded_vocab_size": PADDED, "max_position_embeddings": 64, "position_embedding_type": case.positions,
-        "rotary_base": 10000, "norm_epsilon": 1e-5, "apply_layernorm_1p": False, "bf16": True, "fp16": False,
-        "untie_embeddings_and_output_weights": not case.tied, "transformer_impl": "local", "iteration": STEP,
-        "use_distributed_optimizer": False, "world_size": 2, "expert_model_parallel_size": case.ep,
-        "expert_tensor_parallel_size": case.etp or case.tp, "num_experts": c.num_moe_experts,
-    })  # fmt: skip
+    }
+    return argparse.Namespace(
+        **known
+        | {
+            "group_query_attention": c.num_query_groups != c.num_attention_heads,
+            "swiglu": c.gated_linear_unit,
+            "padded_vocab_size": PADDED,
+            "max_position_embeddings": 64,
+            "position_embedding_type": case.positions,
+            "rotary_base": 10000,
+            "norm_epsilon": 1e-5,
+            "apply_layernorm_1p": False,
+            "bf16": True,
+            "fp16": False,
+            "untie_embeddings_and_output_weights": not case.tied,
+            "transformer_impl": "local",
+            "iteration": STEP,
+            "use_distributed_optimizer": False,
+            "world_size": 2,
+            "expert_model_parallel_size": case.ep,
+            "expert_tensor_parallel_size": case.etp or case.tp,
+            "num_experts": c.num_moe_experts,
+        }
+    )
 
 
 def save(case: Case, model: Any, root: Path) -> None:

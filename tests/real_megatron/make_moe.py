@@ -32,21 +32,48 @@ def build(degrees: tuple[int, int, int]) -> Any:
     tp, pp, ep = degrees
     parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
     config = TransformerConfig(
-        num_layers=2, hidden_size=32, ffn_hidden_size=24, num_attention_heads=4, num_query_groups=2, kv_channels=8,
-        num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=24, moe_token_dispatcher_type="allgather",
-        moe_router_load_balancing_type="none", add_bias_linear=False, gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu, normalization="RMSNorm", layernorm_epsilon=1e-5,
-        use_cpu_initialization=True, params_dtype=torch.float32, pipeline_dtype=torch.float32,
-        attention_dropout=0.0, hidden_dropout=0.0, bias_activation_fusion=False, masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False, bias_dropout_fusion=False, apply_rope_fusion=False,
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, expert_model_parallel_size=ep,
-    )  # fmt: skip
+        num_layers=2,
+        hidden_size=32,
+        ffn_hidden_size=24,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=8,
+        num_moe_experts=4,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=24,
+        moe_token_dispatcher_type="allgather",
+        moe_router_load_balancing_type="none",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        normalization="RMSNorm",
+        layernorm_epsilon=1e-5,
+        use_cpu_initialization=True,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+    )
     return GPTModel(
-        config, get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False, normalization="RMSNorm"),
-        vocab_size=moe_maker.PADDED, max_sequence_length=64, position_embedding_type="rope", rotary_base=10000,
-        share_embeddings_and_output_weights=False, pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(), parallel_output=False,
-    ).eval()  # fmt: skip
+        config,
+        get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False, normalization="RMSNorm"),
+        vocab_size=moe_maker.PADDED,
+        max_sequence_length=64,
+        position_embedding_type="rope",
+        rotary_base=10000,
+        share_embeddings_and_output_weights=False,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=False,
+    ).eval()
 
 
 def place_of() -> tuple[int, int, int]:
@@ -54,8 +81,10 @@ def place_of() -> tuple[int, int, int]:
     from megatron.core import parallel_state as p
 
     return (
-        p.get_tensor_model_parallel_rank(), p.get_pipeline_model_parallel_rank(), p.get_expert_model_parallel_rank(),
-    )  # fmt: skip
+        p.get_tensor_model_parallel_rank(),
+        p.get_pipeline_model_parallel_rank(),
+        p.get_expert_model_parallel_rank(),
+    )
 
 
 def load(model: Any, whole: moe_maker.State, degrees: tuple[int, int, int]) -> None:

@@ -60,7 +60,10 @@ CASES = {
     "tp2_dp2_buckets": Case(4, tp=2, bucket=3000),
     # The second bucket begins behind padding: fully_reshardable is written wrong here.
     "tp2_dp2_shifted": Case(
-        4, tp=2, bucket=1560, forms=("fully_reshardable", "dp_reshardable", "dp_zero_gather_scatter", "legacy")
+        4,
+        tp=2,
+        bucket=1560,
+        forms=("fully_reshardable", "dp_reshardable", "dp_zero_gather_scatter", "legacy"),
     ),
     "pp2_dp2_tied": Case(4, pp=2, tied=True),
     "pp2_vp2": Case(2, pp=2, vp=2),
@@ -70,16 +73,24 @@ CASES = {
     "moe_tp2_ep2": Case(4, tp=2, ep=2, config=(("num_moe_experts", 4),)),
     "moe_ep2_dp2": Case(4, ep=2, config=(("num_moe_experts", 4),)),
     "moe_tp2_etp1": Case(2, tp=2, ep=2, etp=1, config=(("num_moe_experts", 4),)),
-    "moe_freq_ep2": Case(2, ep=2, config=(
-        ("num_moe_experts", 4), ("moe_layer_freq", [1, 1]), ("moe_router_enable_expert_bias", True),
-        ("moe_router_score_function", "sigmoid"),
-    )),
+    "moe_freq_ep2": Case(
+        2,
+        ep=2,
+        config=(
+            ("num_moe_experts", 4),
+            ("moe_layer_freq", [1, 1]),
+            ("moe_router_enable_expert_bias", True),
+            ("moe_router_score_function", "sigmoid"),
+        ),
+    ),
     "tp2_plain": Case(2, tp=2, distributed=False, forms=("torch_dist", "legacy")),
-    "moe_ep2_plain": Case(2, ep=2, distributed=False, forms=("torch_dist", "legacy"), config=(("num_moe_experts", 4),)),
+    "moe_ep2_plain": Case(
+        2, ep=2, distributed=False, forms=("torch_dist", "legacy"), config=(("num_moe_experts", 4),)
+    ),
     "old_tp2_dp2": Case(4, tp=2, forms=OLD),
     "old_tp2_dp2_buckets": Case(4, tp=2, bucket=3000, forms=OLD),
     "old_moe_ep2_dp2": Case(4, ep=2, forms=OLD, config=(("num_moe_experts", 4),)),
-}  # fmt: skip
+}
 
 
 class OnCpu(TorchFunctionMode):
@@ -156,36 +167,68 @@ def build(case: Case, chunk: int) -> Any:
     words = dict(case.config)
     experts = words.get("num_moe_experts")
     if experts:
-        words = {"moe_ffn_hidden_size": 24, "moe_router_topk": 2, "moe_router_load_balancing_type": "none",
-                 "moe_token_dispatcher_type": "allgather"} | words  # fmt: skip
-    config = TransformerConfig(**{
-        "num_layers": 4 if case.pp * case.vp > 1 else 2, "hidden_size": 32, "ffn_hidden_size": 24,
-        "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 8, "add_bias_linear": False,
-        "gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "normalization": "RMSNorm",
-        "layernorm_epsilon": 1e-5, "use_cpu_initialization": True, "attention_dropout": 0.0,
-        "hidden_dropout": 0.0, "bias_activation_fusion": False, "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False, "bias_dropout_fusion": False, "apply_rope_fusion": False,
-        "params_dtype": torch.float32 if case.fp32 else torch.bfloat16, "bf16": not case.fp32,
-        "pipeline_dtype": torch.bfloat16, "tensor_model_parallel_size": case.tp,
-        "pipeline_model_parallel_size": case.pp, "expert_model_parallel_size": case.ep,
-        "virtual_pipeline_model_parallel_size": case.vp if case.vp > 1 else None,
-        "expert_tensor_parallel_size": case.etp or case.tp,
-    } | words)  # fmt: skip
+        words = {
+            "moe_ffn_hidden_size": 24,
+            "moe_router_topk": 2,
+            "moe_router_load_balancing_type": "none",
+            "moe_token_dispatcher_type": "allgather",
+        } | words
+    config = TransformerConfig(
+        **{
+            "num_layers": 4 if case.pp * case.vp > 1 else 2,
+            "hidden_size": 32,
+            "ffn_hidden_size": 24,
+            "num_attention_heads": 4,
+            "num_query_groups": 2,
+            "kv_channels": 8,
+            "add_bias_linear": False,
+            "gated_linear_unit": True,
+            "activation_func": torch.nn.functional.silu,
+            "normalization": "RMSNorm",
+            "layernorm_epsilon": 1e-5,
+            "use_cpu_initialization": True,
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+            "bias_activation_fusion": False,
+            "masked_softmax_fusion": False,
+            "gradient_accumulation_fusion": False,
+            "bias_dropout_fusion": False,
+            "apply_rope_fusion": False,
+            "params_dtype": torch.float32 if case.fp32 else torch.bfloat16,
+            "bf16": not case.fp32,
+            "pipeline_dtype": torch.bfloat16,
+            "tensor_model_parallel_size": case.tp,
+            "pipeline_model_parallel_size": case.pp,
+            "expert_model_parallel_size": case.ep,
+            "virtual_pipeline_model_parallel_size": case.vp if case.vp > 1 else None,
+            "expert_tensor_parallel_size": case.etp or case.tp,
+        }
+        | words
+    )
     stages = {"vp_stage": chunk} if case.vp > 1 else {}
     if isinstance(words.get("moe_layer_freq"), list):
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, **stages)
     else:
         spec = get_gpt_layer_local_spec(
-            num_experts=experts, moe_grouped_gemm=False, normalization="RMSNorm",
+            num_experts=experts,
+            moe_grouped_gemm=False,
+            normalization="RMSNorm",
             qk_layernorm=bool(words.get("qk_layernorm")),
-        )  # fmt: skip
+        )
     ends = {"ignore_virtual": False, **stages} if case.vp > 1 else {}
     torch.manual_seed(11 + p.get_pipeline_model_parallel_rank() * 8 + chunk)
     model = GPTModel(
-        config, spec, vocab_size=PADDED, max_sequence_length=64, position_embedding_type="rope",
-        rotary_base=10000, share_embeddings_and_output_weights=case.tied,
-        pre_process=p.is_pipeline_first_stage(**ends), post_process=p.is_pipeline_last_stage(**ends), **stages,
-    )  # fmt: skip
+        config,
+        spec,
+        vocab_size=PADDED,
+        max_sequence_length=64,
+        position_embedding_type="rope",
+        rotary_base=10000,
+        share_embeddings_and_output_weights=case.tied,
+        pre_process=p.is_pipeline_first_stage(**ends),
+        post_process=p.is_pipeline_last_stage(**ends),
+        **stages,
+    )
     return model if case.fp32 else model.to(torch.bfloat16)
 
 
@@ -236,23 +279,51 @@ def arguments(case: Case, model: Any) -> argparse.Namespace:
     """What Megatron-LM's own script says in its checkpoints. source: megatron/training/arguments.py"""
     c = model.config
     known = {
-        key: getattr(c, key) for key in (
-            "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-            "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "tensor_model_parallel_size",
-            "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "moe_layer_freq",
+        key: getattr(c, key)
+        for key in (
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "kv_channels",
+            "add_bias_linear",
+            "add_qkv_bias",
+            "qk_layernorm",
+            "normalization",
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "moe_layer_freq",
         )
-    }  # fmt: skip
+    }
     known |= {
-        "group_query_attention": True, "swiglu": c.gated_linear_unit, "padded_vocab_size": PADDED,
-        "max_position_embeddings": 64, "position_embedding_type": "rope", "rotary_base": 10000,
-        "use_rope_scaling": False, "norm_epsilon": 1e-5, "apply_layernorm_1p": False,
-        "untie_embeddings_and_output_weights": not case.tied, "bf16": not case.fp32, "fp16": False,
-        "transformer_impl": "local", "use_distributed_optimizer": case.distributed, "iteration": STEPS,
-        "overlap_grad_reduce": case.bucket is not None, "ddp_bucket_size": case.bucket, "world_size": case.world,
-        "ckpt_fully_parallel_save": True, "accumulate_allreduce_grads_in_fp32": True, "optimizer": "adam",
-        "expert_model_parallel_size": case.ep, "expert_tensor_parallel_size": case.etp or case.tp,
-        "num_experts": c.num_moe_experts, "moe_router_topk": c.moe_router_topk,
-    }  # fmt: skip
+        "group_query_attention": True,
+        "swiglu": c.gated_linear_unit,
+        "padded_vocab_size": PADDED,
+        "max_position_embeddings": 64,
+        "position_embedding_type": "rope",
+        "rotary_base": 10000,
+        "use_rope_scaling": False,
+        "norm_epsilon": 1e-5,
+        "apply_layernorm_1p": False,
+        "untie_embeddings_and_output_weights": not case.tied,
+        "bf16": not case.fp32,
+        "fp16": False,
+        "transformer_impl": "local",
+        "use_distributed_optimizer": case.distributed,
+        "iteration": STEPS,
+        "overlap_grad_reduce": case.bucket is not None,
+        "ddp_bucket_size": case.bucket,
+        "world_size": case.world,
+        "ckpt_fully_parallel_save": True,
+        "accumulate_allreduce_grads_in_fp32": True,
+        "optimizer": "adam",
+        "expert_model_parallel_size": case.ep,
+        "expert_tensor_parallel_size": case.etp or case.tp,
+        "num_experts": c.num_moe_experts,
+        "moe_router_topk": c.moe_router_topk,
+    }
     if c.num_moe_experts:
         known["moe_ffn_hidden_size"] = 24
     return argparse.Namespace(**known)
@@ -312,8 +383,15 @@ def expected(case: Case, models: list[Any], optimizer: Any) -> dict[str, torch.T
             entry = by_parameter.get(id(parameter))
             if entry is None:
                 # Without keep_vars some versions detach: found by its place in memory.
-                entry = next((s for s in nested_values(sharded) if isinstance(getattr(s, "data", None), torch.Tensor)
-                              and s.data.data_ptr() == parameter.data_ptr()), None)  # fmt: skip
+                entry = next(
+                    (
+                        s
+                        for s in nested_values(sharded)
+                        if isinstance(getattr(s, "data", None), torch.Tensor)
+                        and s.data.data_ptr() == parameter.data_ptr()
+                    ),
+                    None,
+                )
             assert entry is not None, name
             wanted: dict[str, torch.Tensor] = {"": parameter.detach()}
             # Experts of one rank are replicas on others: the states of any rank of this place serve.
@@ -326,20 +404,36 @@ def expected(case: Case, models: list[Any], optimizer: Any) -> dict[str, torch.T
                                 flat[begin : begin + len(values)] = values
                 wanted["master" if key == "param" else key] = flat.reshape(parameter.shape)
             for key, whole in wanted.items():
-                built = dataclasses.replace(entry, data=whole).build() if isinstance(entry, ShardedTensorFactory) else [
-                    dataclasses.replace(entry, data=whole, dtype=whole.dtype)
-                ]  # fmt: skip
+                built = (
+                    dataclasses.replace(entry, data=whole).build()
+                    if isinstance(entry, ShardedTensorFactory)
+                    else [dataclasses.replace(entry, data=whole, dtype=whole.dtype)]
+                )
                 for shard in nested_values(built if isinstance(built, (dict, list)) else [built]):
                     if isinstance(shard, ShardedTensor):
                         data = shard.data.reshape((1,) * shard.prepend_axis_num + tuple(shard.data.shape))
-                        shards.append((f"{shard.key}.{key}".rstrip("."), shard.global_shape, shard.global_offset, data.clone()))  # fmt: skip
+                        shards.append(
+                            (
+                                f"{shard.key}.{key}".rstrip("."),
+                                shard.global_shape,
+                                shard.global_offset,
+                                data.clone(),
+                            )
+                        )
         for name, buffer in model.module.named_buffers():
             if name.endswith("expert_bias"):
                 entry = next(
                     s for s in nested_values(sharded) if isinstance(s, ShardedTensor) and s.data is buffer
                 )
                 lead = (1,) * entry.prepend_axis_num
-                shards.append((entry.key, entry.global_shape, entry.global_offset, buffer.reshape(lead + tuple(buffer.shape))))  # fmt: skip
+                shards.append(
+                    (
+                        entry.key,
+                        entry.global_shape,
+                        entry.global_offset,
+                        buffer.reshape(lead + tuple(buffer.shape)),
+                    )
+                )
     all_shards: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(all_shards, shards)
     whole: dict[str, torch.Tensor] = {}
@@ -415,8 +509,12 @@ def join(rank: int, world: int, port: str) -> None:
     """Makes this process a rank of a run on this host's CPUs."""
     warnings.filterwarnings("ignore")
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(world), CUDA_DEVICE_MAX_CONNECTIONS="1"
-    )  # fmt: skip
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=port,
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        CUDA_DEVICE_MAX_CONNECTIONS="1",
+    )
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
 
@@ -432,13 +530,18 @@ def _rank(rank: int, world: int, out: str, names: list[str]) -> None:
     for name in names:
         case = CASES[name]
         parallel_state.initialize_model_parallel(
-            case.tp, case.pp, virtual_pipeline_model_parallel_size=case.vp if case.vp > 1 else None,
-            expert_model_parallel_size=case.ep, expert_tensor_parallel_size=case.etp,
-        )  # fmt: skip
+            case.tp,
+            case.pp,
+            virtual_pipeline_model_parallel_size=case.vp if case.vp > 1 else None,
+            expert_model_parallel_size=case.ep,
+            expert_tensor_parallel_size=case.etp,
+        )
         ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=case.distributed,
-            overlap_grad_reduce=case.bucket is not None, bucket_size=case.bucket,
-        )  # fmt: skip
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=case.distributed,
+            overlap_grad_reduce=case.bucket is not None,
+            bucket_size=case.bucket,
+        )
         models = []
         for chunk in range(case.vp):
             if case.vp > 1:
@@ -448,12 +551,17 @@ def _rank(rank: int, world: int, out: str, names: list[str]) -> None:
             models.append(DistributedDataParallel(stage.config, ddp, stage, disable_bucketing=chunk > 0))
         optimizer = get_megatron_optimizer(
             OptimizerConfig(
-                optimizer="adam", lr=0.01, min_lr=0.01, weight_decay=0.01, clip_grad=0.0, bf16=not case.fp32,
+                optimizer="adam",
+                lr=0.01,
+                min_lr=0.01,
+                weight_decay=0.01,
+                clip_grad=0.0,
+                bf16=not case.fp32,
                 params_dtype=torch.float32 if case.fp32 else torch.bfloat16,
                 use_distributed_optimizer=case.distributed,
             ),
             models,
-        )  # fmt: skip
+        )
         train(case, models, optimizer)
         whole = expected(case, models, optimizer)
         for form in case.forms:

@@ -16,9 +16,14 @@ HERE = Path(__file__).parent
 @cache
 def _megatron() -> Forks:
     return Forks(
-        "torch", "transformers", "megatron.core.models.gpt", "megatron.core.optimizer", "megatron.core.dist_checkpointing",
-        OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo",
-    )  # fmt: skip
+        "torch",
+        "transformers",
+        "megatron.core.models.gpt",
+        "megatron.core.optimizer",
+        "megatron.core.dist_checkpointing",
+        OMP_NUM_THREADS="1",
+        GLOO_SOCKET_IFNAME="lo",
+    )
 
 
 def launch(

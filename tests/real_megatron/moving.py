@@ -69,10 +69,17 @@ def megatron(folder: Path) -> list[float]:
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     model = DistributedDataParallel(stage.config, settings, stage)
     config = OptimizerConfig(
-        optimizer="adam", lr=VALUES["lr"], min_lr=VALUES["lr"], weight_decay=VALUES["weight_decay"], clip_grad=0.0,
-        adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=VALUES["eps"], params_dtype=torch.float32,
+        optimizer="adam",
+        lr=VALUES["lr"],
+        min_lr=VALUES["lr"],
+        weight_decay=VALUES["weight_decay"],
+        clip_grad=0.0,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_eps=VALUES["eps"],
+        params_dtype=torch.float32,
         use_distributed_optimizer=True,
-    )  # fmt: skip
+    )
     optimizer = get_megatron_optimizer(config, [model])
     rate, decay = VALUES["lr"], VALUES["weight_decay"]
     # It is what gives a group its weight decay.

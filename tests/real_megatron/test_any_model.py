@@ -15,7 +15,10 @@ from megatron_ranks import launch
 from safetensors.torch import load_file
 
 #: FASTSHARD_MEGATRON_MODELS names others of the maker's cases.
-CASES = os.environ.get("FASTSHARD_MEGATRON_MODELS", "gpt3_tp2,gpt3_pp2,mtp_tp2,shared_tp2,dense_first_ep2,deepseek_ep2,mla_tp2,moe_etp1,moe_bias_ep2,groups_1_tp2,gate_tp2,bert_tp2,t5_tp1,vit_tp2").split(",")  # fmt: skip
+CASES = os.environ.get(
+    "FASTSHARD_MEGATRON_MODELS",
+    "gpt3_tp2,gpt3_pp2,mtp_tp2,shared_tp2,dense_first_ep2,deepseek_ep2,mla_tp2,moe_etp1,moe_bias_ep2,groups_1_tp2,gate_tp2,bert_tp2,t5_tp1,vit_tp2",
+).split(",")
 
 
 @pytest.fixture(scope="module")

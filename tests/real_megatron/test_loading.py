@@ -41,13 +41,30 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
                 # One form at other degrees than those it is loaded at: torch_dist serves all of them.
                 at = (pp, tp) if form == "torch_dist" else (tp, pp)
                 out.parent.mkdir(exist_ok=True)
-                ran = cli("convert", source / name, out, "--to", target, "--tp", at[0], "--pp", at[1],
-                          "--make-vocab-size-divisible-by", 256 // at[0])  # fmt: skip
+                ran = cli(
+                    "convert",
+                    source / name,
+                    out,
+                    "--to",
+                    target,
+                    "--tp",
+                    at[0],
+                    "--pp",
+                    at[1],
+                    "--make-vocab-size-divisible-by",
+                    256 // at[0],
+                )
                 assert ran.code == 0, ran.out
     ranks = [
-        {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29713"}
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(WORLD),
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29713",
+        }
         for rank in range(WORLD)
-    ]  # fmt: skip
+    ]
     launch("loading.py", [root], [source / f"rank_{rank}.log" for rank in range(WORLD)], ranks)
     return [json.loads((root / f"report_{rank}.json").read_text()) for rank in range(WORLD)]
 

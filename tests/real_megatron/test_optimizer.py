@@ -18,7 +18,10 @@ from safetensors.torch import load_file
 
 SLOTS = (".exp_avg", ".exp_avg_sq")
 #: The rest of the maker's cases hold the same rules at other degrees: FASTSHARD_MEGATRON_CASES names them.
-CASES = os.environ.get("FASTSHARD_MEGATRON_CASES", "dp2_bias,pp2_vp2,tp2_plain,moe_ep2_plain,tp2_dp2_shifted,pp2_dp2_tied,moe_tp2_ep2")  # fmt: skip
+CASES = os.environ.get(
+    "FASTSHARD_MEGATRON_CASES",
+    "dp2_bias,pp2_vp2,tp2_plain,moe_ep2_plain,tp2_dp2_shifted,pp2_dp2_tied,moe_tp2_ep2",
+)
 READ = ("fully_reshardable", "dp_reshardable", "fully_sharded_model_space", "torch_dist", "legacy")
 
 
@@ -128,4 +131,11 @@ def test_a_rank_that_is_gone_is_named(made: Path, tmp_path: Path) -> None:
     root = tmp_path / "ckpt"
     shutil.copytree(made / "tp2_dp2_shifted__legacy", root)
     (root / "iter_0000003/mp_rank_01/distrib_optim.pt").unlink()
-    assert_refused(root, tmp_path / "out", "FS101", exit=3, command=("merge", "--optimizer"), file="mp_rank_01/distrib_optim.pt")  # fmt: skip
+    assert_refused(
+        root,
+        tmp_path / "out",
+        "FS101",
+        exit=3,
+        command=("merge", "--optimizer"),
+        file="mp_rank_01/distrib_optim.pt",
+    )

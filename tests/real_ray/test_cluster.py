@@ -427,9 +427,19 @@ def with_a_disk_of_its_own(cluster: Any, folder: Path, holds: Path | None = None
     if subprocess.run([*own, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no mount namespace can be made here")
     start = [
-        sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--address", cluster.address,
-        "--num-cpus", "1", "--object-store-memory", str(80 << 20), "--block", "--disable-usage-stats",
-    ]  # fmt: skip
+        sys.executable,
+        "-c",
+        "from ray.scripts.scripts import main; main()",
+        "start",
+        "--address",
+        cluster.address,
+        "--num-cpus",
+        "1",
+        "--object-store-memory",
+        str(80 << 20),
+        "--block",
+        "--disable-usage-stats",
+    ]
     node = subprocess.Popen(
         [*own, *start], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=STEPS.environment
     )
@@ -628,10 +638,13 @@ def test_the_guides_job(alone: Path, shared: Path, monkeypatch: pytest.MonkeyPat
     pytest.importorskip("aiohttp_cors", reason="jobs need ray[default]")
     port = free_port()
     head = {
-        "num_cpus": 1, "include_dashboard": True, "dashboard_port": port, "object_store_memory": 80 << 20,
+        "num_cpus": 1,
+        "include_dashboard": True,
+        "dashboard_port": port,
+        "object_store_memory": 80 << 20,
         # Another cluster of this host has the usual one, and without it there is nobody who takes jobs.
         "dashboard_agent_listen_port": free_port(),
-    }  # fmt: skip
+    }
     cluster = Cluster()
     try:
         cluster.add_node(**head)

@@ -20,7 +20,12 @@ from hostile import NAMES, checkpoint
 from safetensors.torch import save_file
 
 MEMORY = "2GiB"
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")  # fmt: skip
+CHROMIUM = (
+    os.environ.get("CHROMIUM")
+    or shutil.which("chromium")
+    or shutil.which("chromium-browser")
+    or shutil.which("google-chrome")
+)
 NEEDED = bool(os.environ.get("FASTSHARD_NEED_BROWSER"))
 
 if not NEEDED:

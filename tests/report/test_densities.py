@@ -86,8 +86,15 @@ def test_tails_are_cut_and_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [torch.ones(64), torch.zeros(64), torch.full((4,), math.nan), torch.tensor([0.0, 1.0, 1.0]), torch.tensor([True, False])]
-)  # fmt: skip
+    "values",
+    [
+        torch.ones(64),
+        torch.zeros(64),
+        torch.full((4,), math.nan),
+        torch.tensor([0.0, 1.0, 1.0]),
+        torch.tensor([True, False]),
+    ],
+)
 def test_there_is_nothing_to_draw_of_one_value(values: torch.Tensor, tmp_path: Path) -> None:
     s = stats_of(tmp_path, values)
     assert density(s.histogram, s.min, s.max) is None

@@ -58,7 +58,11 @@ TOLD: dict[str, list[tuple[str, str, int]] | None] = {
     "hf_embed_is_a_slice": [("model-00001-of-00004.safetensors", "misfit", 1)],
     "hf_index_is_no_json": None,
     "colossalai_missing_stage": [
-        ("pp 1: model-stage-00002-shard-00001.safetensors … pp 1: model-stage-00002-shard-00002.safetensors", "missing", 2),
+        (
+            "pp 1: model-stage-00002-shard-00001.safetensors … pp 1: model-stage-00002-shard-00002.safetensors",
+            "missing",
+            2,
+        ),
         ("missing", "missing", 20),
     ],
     "colossalai_no_index": [],
@@ -67,9 +71,16 @@ TOLD: dict[str, list[tuple[str, str, int]] | None] = {
     "orbax_lone_host": [("process 1", "missing", 8)],
     "orbax_lone_host_that_is_not_primary": [("process 0", "missing", 8)],
     "paxml_missing_chunk": [("checkpoints/checkpoint_00004000/state", "missing", 2)],
-}  # fmt: skip
+}
 #: Where headers tell nothing.
-VALUES = ("neox_bit_flipped", "neox_no_config", "neox_norms_drifted", "zero1_stale_masters", "megatron_copied_rank", "tp_copied_rank")  # fmt: skip
+VALUES = (
+    "neox_bit_flipped",
+    "neox_no_config",
+    "neox_norms_drifted",
+    "zero1_stale_masters",
+    "megatron_copied_rank",
+    "tp_copied_rank",
+)
 
 
 def told(grid: Grid) -> list[tuple[str, str, int]]:
@@ -97,10 +108,19 @@ def test_damage_is_where_it_is(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "fixture",
-    ["gpt_neox/neox_pp_tp2", "sharded/tp4_micro", "sharded/hf_sharded", "sharded/megatron_legacy_tp2_pp2",
-     "sharded/dcp_tp_micro", "deepspeed/zero1_bf16_dp2", "deepspeed/zero3_bf16_dp2", "universal/zero1_bf16_dp2",
-     "sharded/colossalai_049_tp2_pp2", "orbax/paxml_gpt3_micro_weights"],
-)  # fmt: skip
+    [
+        "gpt_neox/neox_pp_tp2",
+        "sharded/tp4_micro",
+        "sharded/hf_sharded",
+        "sharded/megatron_legacy_tp2_pp2",
+        "sharded/dcp_tp_micro",
+        "deepspeed/zero1_bf16_dp2",
+        "deepspeed/zero3_bf16_dp2",
+        "universal/zero1_bf16_dp2",
+        "sharded/colossalai_049_tp2_pp2",
+        "orbax/paxml_gpt3_micro_weights",
+    ],
+)
 def test_nothing_is_said_of_what_is_whole(fixture: str) -> None:
     report = about(FIXTURES / fixture, stats=True, memory=MEMORY)
     assert report.grid is not None and report.verdict != "broken"

@@ -54,9 +54,18 @@ def report(grid: Grid, findings: list[Finding], **fields: Any) -> Report:
     facts = tuple(Fact(name, "Megatron-LM", "") for name in ("Framework", "Step", "Topology", "Checked"))
     facts += (Fact("Tensors in full", "1,000 of 1,000", "from 4,000 stored", 1000, 1000),)
     return Report(
-        paths=("ckpt",), version="1", facts=facts, findings=_groups(findings), not_proven="logits", read="all data",
-        grid=grid, counts=counts, folder="/ckpt", checks=(Check("Files present", FAILED if findings else PASSED, "By the headers."),), **fields,
-    )  # fmt: skip
+        paths=("ckpt",),
+        version="1",
+        facts=facts,
+        findings=_groups(findings),
+        not_proven="logits",
+        read="all data",
+        grid=grid,
+        counts=counts,
+        folder="/ckpt",
+        checks=(Check("Files present", FAILED if findings else PASSED, "By the headers."),),
+        **fields,
+    )
 
 
 def healthy() -> Report:

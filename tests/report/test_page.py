@@ -42,17 +42,80 @@ def safe(html: str) -> Parsed:
     # An oracle of its own: the texts as a parser sees them.
     for kind, texts in (
         ("style-src", parsed.content("style")),
-        ("script-src", [t for t, s in zip(parsed.content("script"), parsed.all("script"), strict=True) if not s.get("type")]),
-    ):  # fmt: skip
+        (
+            "script-src",
+            [
+                t
+                for t, s in zip(parsed.content("script"), parsed.all("script"), strict=True)
+                if not s.get("type")
+            ],
+        ),
+    ):
         (text,) = texts
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"{kind} 'sha256-{digest}';" in policy
     assert set(re.findall(r"([a-z-]+) ", policy)) >= {"base-uri", "form-action"} and "unsafe" not in policy
-    allowed = {"html", "head", "meta", "link", "title", "style", "body", "a", "header", "p", "h1", "h2", "h3", "span", "strong",
-               "nav", "main", "section", "dl", "div", "dt", "dd", "article", "ul", "li", "b", "em", "code", "pre", "small", "svg",
-               "g", "path", "line", "rect", "circle", "text", "tspan", "table", "thead", "tbody", "tr", "th", "td", "figure",
-               "figcaption", "input", "label", "kbd", "br", "script", "button", "footer", "details", "summary", "caption", "colgroup", "col",
-               "polyline"}  # fmt: skip
+    allowed = {
+        "html",
+        "head",
+        "meta",
+        "link",
+        "title",
+        "style",
+        "body",
+        "a",
+        "header",
+        "p",
+        "h1",
+        "h2",
+        "h3",
+        "span",
+        "strong",
+        "nav",
+        "main",
+        "section",
+        "dl",
+        "div",
+        "dt",
+        "dd",
+        "article",
+        "ul",
+        "li",
+        "b",
+        "em",
+        "code",
+        "pre",
+        "small",
+        "svg",
+        "g",
+        "path",
+        "line",
+        "rect",
+        "circle",
+        "text",
+        "tspan",
+        "table",
+        "thead",
+        "tbody",
+        "tr",
+        "th",
+        "td",
+        "figure",
+        "figcaption",
+        "input",
+        "label",
+        "kbd",
+        "br",
+        "script",
+        "button",
+        "footer",
+        "details",
+        "summary",
+        "caption",
+        "colgroup",
+        "col",
+        "polyline",
+    }
     assert {tag for tag, _ in parsed.elements} <= allowed
     for tag, attributes in parsed.elements:
         assert not any(
@@ -82,8 +145,17 @@ def safe(html: str) -> Parsed:
 def test_a_good_checkpoint() -> None:
     parsed = safe(fastshard.report(NEOX))
     text = unescaped(parsed)
-    for words in ("OK Complete, by its headers.", "GPT-NeoX", "tp 2", "40 of 40", "from 80 stored", "2 ranks and 2 other files",
-                  "headers alone", "Not proven: that the layout is right", "There is no manifest"):  # fmt: skip
+    for words in (
+        "OK Complete, by its headers.",
+        "GPT-NeoX",
+        "tp 2",
+        "40 of 40",
+        "from 80 stored",
+        "2 ranks and 2 other files",
+        "headers alone",
+        "Not proven: that the layout is right",
+        "There is no manifest",
+    ):
         assert words in text, words
     data = json.loads(parsed.content("script")[0])
     assert len(data["rows"]) == data["all"] == 40
@@ -93,8 +165,16 @@ def test_a_broken_one_says_what_to_do(tmp_path: Path) -> None:
     root = copy(TP4, tmp_path / "ckpt")
     (root / "tp_rank_02.safetensors").unlink()
     text = unescaped(safe(fastshard.report(root)))
-    for words in ("INCOMPLETE", "1 error", "error FS101", "Fix: copy tp_rank_02.safetensors from the node", "rsync -a --ignore-existing",
-                  "tp 2: 21 missing", "Effect: 16 of 21 tensors are missing or incomplete", "of 21"):  # fmt: skip
+    for words in (
+        "INCOMPLETE",
+        "1 error",
+        "error FS101",
+        "Fix: copy tp_rank_02.safetensors from the node",
+        "rsync -a --ignore-existing",
+        "tp 2: 21 missing",
+        "Effect: 16 of 21 tensors are missing or incomplete",
+        "of 21",
+    ):
         assert words in text, words
 
 
@@ -115,8 +195,15 @@ def test_statistics_of_a_manifest_are_shown_and_not_read(tmp_path: Path) -> None
     fastshard.convert(NEOX, tmp_path / "out", stats=True, memory=MEMORY)
     parsed = safe(fastshard.report(tmp_path / "out", against=NEOX))
     text = unescaped(parsed)
-    for words in ("as fastshard.manifest.json recorded them; not read again", "By role, over all layers", "Standard deviation by layer",
-                  "values were not compared", "40 tensors are in both", "made by", "headers alone"):  # fmt: skip
+    for words in (
+        "as fastshard.manifest.json recorded them; not read again",
+        "By role, over all layers",
+        "Standard deviation by layer",
+        "values were not compared",
+        "40 tensors are in both",
+        "made by",
+        "headers alone",
+    ):
         assert words in text, words
     assert len([s for s in parsed.all("svg") if s.get("class") == "lin"]) >= 9
     # All data of both: a conversion changes no distribution, and no rounding may say that it does.
@@ -126,8 +213,16 @@ def test_statistics_of_a_manifest_are_shown_and_not_read(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "damage", [{"histogram": [1] * 64}, {"histogram": [0] * 63}, {"std": "wide"}, {"count": -1}, {"zeros": 1.5}, {"zero_slabs": 3}]
-)  # fmt: skip
+    "damage",
+    [
+        {"histogram": [1] * 64},
+        {"histogram": [0] * 63},
+        {"std": "wide"},
+        {"count": -1},
+        {"zeros": 1.5},
+        {"zero_slabs": 3},
+    ],
+)
 def test_statistics_that_cannot_be_are_no_picture(damage: dict[str, object], tmp_path: Path) -> None:
     fastshard.convert(NEOX, tmp_path / "out", stats=True, memory=MEMORY)
     file = tmp_path / "out/fastshard.manifest.json"
@@ -167,8 +262,10 @@ def test_before_and_after_by_all_data(tmp_path: Path) -> None:
     c = report.comparison
     assert c is not None and (c.common, c.equal) == (4, 2)
     assert [(d.name, d.what) for d in c.changes] == [
-        ("model.layers.1.w.weight", "values"), ("model.layers.2.w.weight", "values"), ("new", "only here")
-    ]  # fmt: skip
+        ("model.layers.1.w.weight", "values"),
+        ("model.layers.2.w.weight", "values"),
+        ("new", "only here"),
+    ]
     # What `diff` finds is what is found here.
     found = fastshard.diff(tmp_path / "a", tmp_path / "b", memory=MEMORY)
     assert [d.tensor for d in found] == [d.name for d in c.changes]
@@ -202,9 +299,13 @@ def test_tensors_that_are_alike_are_one_line(tmp_path: Path) -> None:
     report = about(tmp_path)
     found = {f.pattern: f.count for f in report.families}
     assert found == {
-        "params.decoder.layers_{0-2}.mlp.wi_0.kernel": 3, "params.decoder.layers_{0-2}.mlp.wi_1.kernel": 3,
-        "model.layers.{2-9}.experts.{0-3}.w": 12, "lm_head": 1, "a/b/7/c": 1, "x.00012345678901.y": 1,
-    }  # fmt: skip
+        "params.decoder.layers_{0-2}.mlp.wi_0.kernel": 3,
+        "params.decoder.layers_{0-2}.mlp.wi_1.kernel": 3,
+        "model.layers.{2-9}.experts.{0-3}.w": 12,
+        "lm_head": 1,
+        "a/b/7/c": 1,
+        "x.00012345678901.y": 1,
+    }
     assert sum(n for of in report.sizes.values() for n, _ in of.values()) == len(names)
     assert report.sizes["experts.*.w"] == {"F32": (12, 96)}
 
@@ -236,16 +337,27 @@ def test_hostile_tensor_names(evil: Path) -> None:
 def test_hostile_findings_files_and_values() -> None:
     surrogate = os.fsdecode(b"\xff\xfe")
     findings = [
-        Finding.of("FS101", name, file=name, tensor=other, rank=name, host=other, expected=name, got=other, help=name)
+        Finding.of(
+            "FS101", name, file=name, tensor=other, rank=name, host=other, expected=name, got=other, help=name
+        )
         for name, other in zip(NAMES, NAMES[::-1], strict=True)
-    ]  # fmt: skip
+    ]
     findings.append(Finding.of("FS301", surrogate, file=surrogate))
     report = Report(
-        paths=(*NAMES, surrogate), version="</style>", verdict="broken", facts=tuple(Fact(n, n, n) for n in NAMES),
-        findings=_groups(findings), not_proven=NAMES[0], read=NAMES[1], commands=NAMES,
-        folder=NAMES[0], assumed=tuple((n, n) for n in NAMES), checks=tuple(Check(n, n, n, n) for n in NAMES),
-        provenance=tuple((n, n) for n in NAMES), files=tuple((n, 1) for n in NAMES),
-    )  # fmt: skip
+        paths=(*NAMES, surrogate),
+        version="</style>",
+        verdict="broken",
+        facts=tuple(Fact(n, n, n) for n in NAMES),
+        findings=_groups(findings),
+        not_proven=NAMES[0],
+        read=NAMES[1],
+        commands=NAMES,
+        folder=NAMES[0],
+        assumed=tuple((n, n) for n in NAMES),
+        checks=tuple(Check(n, n, n, n) for n in NAMES),
+        provenance=tuple((n, n) for n in NAMES),
+        files=tuple((n, 1) for n in NAMES),
+    )
     safe(page.rendered(report))
 
 
@@ -287,10 +399,13 @@ def test_the_same_input_is_the_same_page(tmp_path: Path) -> None:
     pages = {
         subprocess.run(
             [sys.executable, "-m", "fastshard", "report", "out", "-o", "-", "--against", str(NEOX), "-q"],
-            cwd=tmp_path, capture_output=True, check=True, env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=tmp_path,
+            capture_output=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
         ).stdout
         for seed in ("1", "2", "3")
-    }  # fmt: skip
+    }
     assert len(pages) == 1
 
 
@@ -309,11 +424,22 @@ def test_many_tensors_are_cut_and_counted(tmp_path: Path) -> None:
 def test_no_page_is_too_large() -> None:
     """Names and findings as long and as many as a stranger likes."""
     long = "<&\u202e" * 3000
-    findings = [Finding.of(code, f"{i} {long}", file=long, tensor=long, help=f"{i} {long}") for code in CODES for i in range(60)]  # fmt: skip
+    findings = [
+        Finding.of(code, f"{i} {long}", file=long, tensor=long, help=f"{i} {long}")
+        for code in CODES
+        for i in range(60)
+    ]
     report = Report(
-        paths=(long,) * 50, version="1", verdict="broken", facts=(Fact("a", long),) * 20, findings=_groups(findings),
-        not_proven=long, read=long, commands=(long,) * 3, files=tuple((f"{i}{long}", 1) for i in range(500)),
-    )  # fmt: skip
+        paths=(long,) * 50,
+        version="1",
+        verdict="broken",
+        facts=(Fact("a", long),) * 20,
+        findings=_groups(findings),
+        not_proven=long,
+        read=long,
+        commands=(long,) * 3,
+        files=tuple((f"{i}{long}", 1) for i in range(500)),
+    )
     html = page.rendered(report)
     safe(html)
     assert "shown" in html
@@ -364,9 +490,21 @@ def test_paths_that_are_not_there_are_errors_of_the_call(tmp_path: Path) -> None
 def test_what_is_not_installed_is_told(absent: str, stats: bool, tmp_path: Path) -> None:
     (tmp_path / f"{absent}.py").write_text("raise ImportError('not here')")
     ran = subprocess.run(
-        [sys.executable, "-m", "fastshard", "report", str(NEOX), "-o", str(tmp_path / "r.html"), *(["--stats"] if stats else [])],
-        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "fastshard",
+            "report",
+            str(NEOX),
+            "-o",
+            str(tmp_path / "r.html"),
+            *(["--stats"] if stats else []),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
     assert ran.returncode == 2 and "FS514" in ran.stderr and "vl-convert-python" in ran.stderr
     assert not (tmp_path / "r.html").exists()
 
@@ -375,8 +513,11 @@ def test_headers_alone_need_no_pictures(tmp_path: Path) -> None:
     (tmp_path / "vl_convert.py").write_text("raise ImportError('not here')")
     ran = subprocess.run(
         [sys.executable, "-m", "fastshard", "report", str(NEOX), "-o", str(tmp_path / "r.html")],
-        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
     assert ran.returncode == 0, ran.stderr
 
 
@@ -416,9 +557,24 @@ def test_a_limit_of_addresses_leaves_the_pictures_out(gib: int, recorded: bool, 
         fastshard.merge(NEOX, source, stats=True, fsync=False)
     options = [] if recorded else ["--stats"]
     ran = subprocess.run(
-        [sys.executable, "-c", _LIMITED, str(gib << 30), "report", str(source), "-o", str(out), *options, "--threads", "1", "--json"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            _LIMITED,
+            str(gib << 30),
+            "report",
+            str(source),
+            "-o",
+            str(out),
+            *options,
+            "--threads",
+            "1",
+            "--json",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr
     (told,) = [f for f in json.loads(ran.stdout)["findings"] if f["code"] == "FS514"]
     assert (told["severity"], "no pictures" in told["message"]) == ("warning", True)
@@ -427,15 +583,41 @@ def test_a_limit_of_addresses_leaves_the_pictures_out(gib: int, recorded: bool, 
     assert "<figure" in page and 'class="lin"' not in page
     # With numbers alone the command says so to people too.
     ran = subprocess.run(
-        [sys.executable, "-c", _LIMITED, str(gib << 30), "report", str(source), "-o", str(out), *options, "--threads", "1"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            _LIMITED,
+            str(gib << 30),
+            "report",
+            str(source),
+            "-o",
+            str(out),
+            *options,
+            "--threads",
+            "1",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ran.returncode == 0 and "warning FS514: the page has no pictures" in ran.stderr
 
 
 def test_without_distributions_nothing_is_said_of_pictures(tmp_path: Path) -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", _LIMITED, str(6 << 30), "report", str(NEOX), "-o", str(tmp_path / "r.html"), "--json"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            _LIMITED,
+            str(6 << 30),
+            "report",
+            str(NEOX),
+            "-o",
+            str(tmp_path / "r.html"),
+            "--json",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ran.returncode == 0 and not [f for f in json.loads(ran.stdout)["findings"] if f["code"] == "FS514"]

@@ -56,9 +56,11 @@ def compressed_tensors(o: int, i: int) -> Iterator[Case]:
         with contextlib.suppress(RuntimeError):
             made = BaseCompressor.get_value_from_registry(format_).decompress(dict(stored), scheme)["weight"]
         said = {
-            "quant_method": "compressed-tensors", "format": format_, "quantization_status": "compressed",
+            "quant_method": "compressed-tensors",
+            "format": format_,
+            "quantization_status": "compressed",
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": format_}},
-        }  # fmt: skip
+        }
         said["config_groups"]["group_0"]["weights"] = json.loads(json.dumps(weights, default=str))
         strategy, bits = weights.get("strategy"), weights["num_bits"]
         named = f"{format_}, {bits} bit, {strategy}, {'' if weights.get('symmetric', True) else 'a'}symmetric, {stored['weight_scale'].dtype}"
@@ -98,9 +100,11 @@ def compressed_tensors(o: int, i: int) -> Iterator[Case]:
                 **of,
             )
         for strategy, grid, more in (
-            ("tensor", (1,), {}), ("channel", (o, 1), {}), ("group", (o, i // 32), {"group_size": 32}),
+            ("tensor", (1,), {}),
+            ("channel", (o, 1), {}),
+            ("group", (o, i // 32), {"group_size": 32}),
             ("block", (up(o, 128), up(i, 128)), {"block_structure": [128, 128]}),
-        ):  # fmt: skip
+        ):
             scale = (torch.rand(grid) * 0.1 + 0.001).to(dtype)
             stored = {"weight": random_codes((o, i), F8), "weight_scale": scale}
             yield one(
@@ -109,9 +113,11 @@ def compressed_tensors(o: int, i: int) -> Iterator[Case]:
     scale = random_codes((o, i // 16), F8).float().abs().clamp(0.01).to(F8)
     for shape in ((1,), ()):
         stored = {
-            "weight_packed": random_codes((o, i // 2), torch.uint8), "weight_scale": scale,
-            "weight_global_scale": (torch.rand(1) * 100 + 1).reshape(shape), "input_global_scale": torch.ones(1),
-        }  # fmt: skip
+            "weight_packed": random_codes((o, i // 2), torch.uint8),
+            "weight_scale": scale,
+            "weight_global_scale": (torch.rand(1) * 100 + 1).reshape(shape),
+            "input_global_scale": torch.ones(1),
+        }
         yield one(
             "nvfp4-pack-quantized",
             stored,

@@ -92,9 +92,16 @@ def models(root: Path) -> list[tuple[str, Path, dict[str, Any]]]:
     )
     config, plain = saved(transformers.LlamaForCausalLM(llama).bfloat16(), root / "llama")
     oss = transformers.GptOssConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, num_local_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
     of_oss, experts = saved(transformers.GptOssForCausalLM(oss).bfloat16(), root / "oss")
     of_blocks = {
         "quant_method": "fp8",
@@ -102,21 +109,35 @@ def models(root: Path) -> list[tuple[str, Path, dict[str, Any]]]:
         "modules_to_not_convert": ["lm_head"],
     }
     of_bits = {
-        "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
         "bnb_4bit_compute_dtype": "bfloat16",
-    }  # fmt: skip
+    }
     skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     found: list[tuple[str, Path, dict[str, Any]]] = [
         (
-            "fp8 blocks", write(root / "fp8", config, of_blocks, quantised(plain, fp8)),
-            {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True, weight_block_size=(128, 128))},
+            "fp8 blocks",
+            write(root / "fp8", config, of_blocks, quantised(plain, fp8)),
+            {
+                "quantization_config": transformers.FineGrainedFP8Config(
+                    dequantize=True, weight_block_size=(128, 128)
+                )
+            },
         ),
         ("nf4, nested", write(root / "nf4", config, of_bits, quantised(plain, nf4)), {}),
         (
-            "MXFP4", write(root / "mxfp4", of_oss, {"quant_method": "mxfp4", "modules_to_not_convert": skipped}, blocks(experts)),
+            "MXFP4",
+            write(
+                root / "mxfp4",
+                of_oss,
+                {"quant_method": "mxfp4", "modules_to_not_convert": skipped},
+                blocks(experts),
+            ),
             {"quantization_config": transformers.Mxfp4Config(dequantize=True)},
         ),
-    ]  # fmt: skip
+    ]
     for number, form in enumerate(_MADE):
         said, weight = FORMS[form]
         tensors = quantised(plain, lambda name, t, weight=weight: weight(name, *t.shape))

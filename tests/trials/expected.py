@@ -46,12 +46,35 @@ KINDS = {
     "speech": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 }
 SMALL = {
-    "hidden_size": 64, "n_embd": 64, "d_model": 64, "num_hidden_layers": 3, "n_layer": 3, "n_layers": 3, "num_layers": 3,
-    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
-    "ffn_dim": 96, "n_positions": 64, "max_position_embeddings": 64, "vocab_size": 160, "head_dim": 16, "num_experts": 4,
-    "num_local_experts": 4, "n_routed_experts": 4, "moe_intermediate_size": 32, "decoder_layers": 3, "encoder_layers": 3,
-    "depth": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "hidden_size": 64,
+    "n_embd": 64,
+    "d_model": 64,
+    "num_hidden_layers": 3,
+    "n_layer": 3,
+    "n_layers": 3,
+    "num_layers": 3,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "num_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "ffn_dim": 96,
+    "n_positions": 64,
+    "max_position_embeddings": 64,
+    "vocab_size": 160,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 32,
+    "decoder_layers": 3,
+    "encoder_layers": 3,
+    "depth": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 #: Parameters of a model that is built with storage at most.
 MOST = 60_000_000
 

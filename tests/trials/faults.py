@@ -34,14 +34,21 @@ from series import Report, Trials, drive, options
 _READING = ("EIO", "EACCES")
 #: Errors that a call may give, by its name; a ``+`` means from there on.
 ERRORS = {
-    **dict.fromkeys(("open", "openat", "openat2"), ("EIO", "EACCES", "ENOSPC", "EDQUOT", "EINTR", "EMFILE", "EIO+")),
+    **dict.fromkeys(
+        ("open", "openat", "openat2"), ("EIO", "EACCES", "ENOSPC", "EDQUOT", "EINTR", "EMFILE", "EIO+")
+    ),
     **dict.fromkeys(("read", "readv", "pread64", "preadv"), ("EIO", "EINTR", "EIO+")),
-    **dict.fromkeys(("write", "writev", "pwrite64", "pwritev"), ("EIO", "ENOSPC", "EDQUOT", "EINTR", "ENOSPC+")),
-    **dict.fromkeys(("fsync", "fdatasync", "syncfs", "msync"), ("EIO", "ENOSPC", "EDQUOT", "EINVAL", "EINTR", "EIO+")),
+    **dict.fromkeys(
+        ("write", "writev", "pwrite64", "pwritev"), ("EIO", "ENOSPC", "EDQUOT", "EINTR", "ENOSPC+")
+    ),
+    **dict.fromkeys(
+        ("fsync", "fdatasync", "syncfs", "msync"), ("EIO", "ENOSPC", "EDQUOT", "EINVAL", "EINTR", "EIO+")
+    ),
     **dict.fromkeys(("ftruncate", "truncate"), ("EIO", "EINTR", "EINVAL")),
     "fallocate": ("EIO", "ENOSPC", "EDQUOT", "EINTR", "EINVAL", "EOPNOTSUPP+"),
     **dict.fromkeys(
-        ("rename", "renameat", "renameat2"), ("EIO", "ENOSPC", "EACCES", "EINVAL", "EDQUOT", "EXDEV", "EINVAL+", "EACCES+")
+        ("rename", "renameat", "renameat2"),
+        ("EIO", "ENOSPC", "EACCES", "EINVAL", "EDQUOT", "EXDEV", "EINVAL+", "EACCES+"),
     ),
     **dict.fromkeys(("mkdir", "mkdirat"), ("EIO", "ENOSPC", "EACCES", "EDQUOT")),
     **dict.fromkeys(("unlink", "unlinkat", "rmdir"), ("EIO", "EACCES", "EACCES+")),
@@ -53,14 +60,36 @@ ERRORS = {
     **dict.fromkeys(("fadvise64", "sync_file_range"), ("EIO", "EINVAL")),
     "flock": ("EIO", "EINTR", "ENOLCK", "EWOULDBLOCK", "EOPNOTSUPP"),
     "mmap": ("ENOMEM", "EACCES", "ENODEV"),
-    **dict.fromkeys(("link", "linkat", "chmod", "fchmod", "fchmodat", "utimensat"), ("EIO", "EACCES", "EPERM")),
+    **dict.fromkeys(
+        ("link", "linkat", "chmod", "fchmod", "fchmodat", "utimensat"), ("EIO", "EACCES", "EPERM")
+    ),
     **dict.fromkeys(("statfs", "fstatfs"), ("EIO", "ENOSYS")),
-}  # fmt: skip
+}
 #: Calls that change something: where users' changes and pauses come between two of them.
 _CHANGING = {
-    "open", "openat", "write", "pwrite64", "fsync", "fdatasync", "ftruncate", "fallocate", "rename", "renameat", "renameat2",
-    "mkdir", "mkdirat", "unlink", "unlinkat", "rmdir", "flock", "chmod", "fchmod", "fchmodat", "copy_file_range", "getdents64",
-}  # fmt: skip
+    "open",
+    "openat",
+    "write",
+    "pwrite64",
+    "fsync",
+    "fdatasync",
+    "ftruncate",
+    "fallocate",
+    "rename",
+    "renameat",
+    "renameat2",
+    "mkdir",
+    "mkdirat",
+    "unlink",
+    "unlinkat",
+    "rmdir",
+    "flock",
+    "chmod",
+    "fchmod",
+    "fchmodat",
+    "copy_file_range",
+    "getdents64",
+}
 _PAUSE = 0.05
 _CHANGES = ("added", "below", "edited", "replaced", "folder")
 

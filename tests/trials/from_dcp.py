@@ -44,8 +44,11 @@ def save_by_rank(rank: int, world: int, port: int, names: Sequence[str], folder:
     mesh = None
     if world > 1:
         os.environ |= {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world),
-        }  # fmt: skip
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+        }
         torch.distributed.init_process_group("gloo")
         mesh = torch.distributed.init_device_mesh("cpu", (world,))
     for name in names:

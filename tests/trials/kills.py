@@ -147,9 +147,15 @@ class Kills:
         return run.finish(self._zygote)
 
     def _at_calls(
-        self, rng: random.Random, scenario: Scenario, trial: Trial, command: list[str], changes: int,
-        change: Callable[[], None], kill: Callable[[Run], None],
-    ) -> Ended:  # fmt: skip
+        self,
+        rng: random.Random,
+        scenario: Scenario,
+        trial: Trial,
+        command: list[str],
+        changes: int,
+        change: Callable[[], None],
+        kill: Callable[[Run], None],
+    ) -> Ended:
         """Changes and the signal each come just before a call of the run."""
         first = next((c.index for c in scenario.calls if ".fastshard-" in c.path), 0)
         last = len(scenario.calls) + 20

@@ -22,10 +22,51 @@ from typing import Any
 
 #: What stands where something else should.
 VALUES: list[Any] = [
-    None, True, 0, -1, 1, 2, 3, 7, 255, 65535, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64, 10**30, -(2**63),
-    0.5, 1e308, float("nan"), float("inf"), "", "0", "a", "../a", "/etc/passwd", "\0", "\ud800", "é", "x" * 5000, "F32", "BF16",
-    [], [[]], {}, [0], [-1], [2**63, 2**63], [1] * 70, {"": None}, {"a": {"a": {}}}, ["a", 1, None],
-]  # fmt: skip
+    None,
+    True,
+    0,
+    -1,
+    1,
+    2,
+    3,
+    7,
+    255,
+    65535,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**53 + 1,
+    2**63 - 1,
+    2**63,
+    2**64,
+    10**30,
+    -(2**63),
+    0.5,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    "0",
+    "a",
+    "../a",
+    "/etc/passwd",
+    "\0",
+    "\ud800",
+    "é",
+    "x" * 5000,
+    "F32",
+    "BF16",
+    [],
+    [[]],
+    {},
+    [0],
+    [-1],
+    [2**63, 2**63],
+    [1] * 70,
+    {"": None},
+    {"a": {"a": {}}},
+    ["a", 1, None],
+]
 #: Names of small files that are text but no JSON.
 _TEXTS = re.compile(r"latest.*|.*\.(txt|ya?ml|gin)|.*tracker.*")
 _NUMBER = re.compile(r"\d+")
@@ -140,20 +181,55 @@ def _json_text(rng: Random, file: Path) -> str:
     text = file.read_bytes()
     places = [m.start() for m in re.finditer(rb'[{}\[\],:"0-9]', text)]
     at = rng.choice(places)
-    new = rng.choice([b"", b"{", b"}", b"[", b"]", b",", b'"', b"NaN", b"1e999", b"-", b"\xff\xfe", b"[" * 200000, b'{"a":' * 5000,
-                      b"9" * 5000])  # fmt: skip
+    new = rng.choice(
+        [
+            b"",
+            b"{",
+            b"}",
+            b"[",
+            b"]",
+            b",",
+            b'"',
+            b"NaN",
+            b"1e999",
+            b"-",
+            b"\xff\xfe",
+            b"[" * 200000,
+            b'{"a":' * 5000,
+            b"9" * 5000,
+        ]
+    )
     _write(file, text[:at] + new + text[at + 1 :])
     return f"byte {at} is {new[:20]!r}"
 
 
 def _text(rng: Random, file: Path) -> str:
     text = file.read_bytes()
-    new = rng.choice([
-        b"", b"\0", b"\xff\xfe\xff", b"../..", b"/", b"global_step99999999999999999999999", b"release", b"x" * 100000, b"\n" * 1000,
-        text * 2, text[: len(text) // 2], b"&a [*a,*a]", b"? " * 500, b"a: &a [*a]", b"!!python/object/apply:os.abort []",
-        re.sub(rb"\d+", lambda m: str(int(m[0]) + 1).encode() if rng.random() < 0.3 else m[0], text),
-        re.sub(rb"\d+", lambda m: str(rng.choice(VALUES[2:18])).encode() if rng.random() < 0.1 else m[0], text),
-    ])  # fmt: skip
+    new = rng.choice(
+        [
+            b"",
+            b"\0",
+            b"\xff\xfe\xff",
+            b"../..",
+            b"/",
+            b"global_step99999999999999999999999",
+            b"release",
+            b"x" * 100000,
+            b"\n" * 1000,
+            text * 2,
+            text[: len(text) // 2],
+            b"&a [*a,*a]",
+            b"? " * 500,
+            b"a: &a [*a]",
+            b"!!python/object/apply:os.abort []",
+            re.sub(rb"\d+", lambda m: str(int(m[0]) + 1).encode() if rng.random() < 0.3 else m[0], text),
+            re.sub(
+                rb"\d+",
+                lambda m: str(rng.choice(VALUES[2:18])).encode() if rng.random() < 0.1 else m[0],
+                text,
+            ),
+        ]
+    )
     _write(file, new)
     return f"{new[:40]!r}"
 
@@ -212,10 +288,41 @@ def _opcodes(rng: Random, stream: bytes) -> tuple[bytes, str] | None:
             end:
         ], f"{other[0].name} for {op.name} at {at}"
     if how == 3:
-        new = rng.choice([b"N", b"\x88", b"]", b"}", b")", b"0", b"(", b"t", b"R", b"b", b"s", b"u", b"e", b"Q", b"\x81", b".", b"2",
-                          b"K\x00", b"K\xff", b"M\xff\xff", b"J\xff\xff\xff\xff", b"\x8a\x08" + b"\xff" * 7 + b"\x7f", b"h\x00",
-                          b"j\xff\xff\xff\xff", b"G\x7f\xf0\0\0\0\0\0\0", b"X\x01\0\0\0a", b"cos\nsystem\n",
-                          b"cbuiltins\neval\n", b"ctorch\nfloat32\n", b"\x8b\xff\xff\xff\x7f", b"\x95" + b"\xff" * 8])  # fmt: skip
+        new = rng.choice(
+            [
+                b"N",
+                b"\x88",
+                b"]",
+                b"}",
+                b")",
+                b"0",
+                b"(",
+                b"t",
+                b"R",
+                b"b",
+                b"s",
+                b"u",
+                b"e",
+                b"Q",
+                b"\x81",
+                b".",
+                b"2",
+                b"K\x00",
+                b"K\xff",
+                b"M\xff\xff",
+                b"J\xff\xff\xff\xff",
+                b"\x8a\x08" + b"\xff" * 7 + b"\x7f",
+                b"h\x00",
+                b"j\xff\xff\xff\xff",
+                b"G\x7f\xf0\0\0\0\0\0\0",
+                b"X\x01\0\0\0a",
+                b"cos\nsystem\n",
+                b"cbuiltins\neval\n",
+                b"ctorch\nfloat32\n",
+                b"\x8b\xff\xff\xff\x7f",
+                b"\x95" + b"\xff" * 8,
+            ]
+        )
         return stream[:at] + new + stream[at if rng.random() < 0.5 else end :], f"{new[:12]!r} at {at}"
     if isinstance(arg, str) and op.name in ("BINUNICODE", "SHORT_BINUNICODE"):
         new_text = rng.choice(
@@ -233,8 +340,18 @@ def _opcodes(rng: Random, stream: bytes) -> tuple[bytes, str] | None:
         raw = number.to_bytes(9, "little", signed=True)
         return stream[:at] + b"\x8a\x09" + raw + stream[end:], f"{number} for {arg}"
     if isinstance(arg, str) and op.name == "GLOBAL":
-        name = rng.choice(["torch HalfStorage", "torch FloatStorage", "torch._utils _rebuild_parameter", "collections OrderedDict",
-                           "builtins getattr", "torch Size", "numpy dtype", "a b"])  # fmt: skip
+        name = rng.choice(
+            [
+                "torch HalfStorage",
+                "torch FloatStorage",
+                "torch._utils _rebuild_parameter",
+                "collections OrderedDict",
+                "builtins getattr",
+                "torch Size",
+                "numpy dtype",
+                "a b",
+            ]
+        )
         return stream[:at] + b"c" + name.replace(" ", "\n").encode() + b"\n" + stream[
             end:
         ], f"{name} for {arg}"

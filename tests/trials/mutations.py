@@ -58,9 +58,18 @@ _OPTIONS: list[dict[str, Any]] = [
     {"to": "megatron"},
 ]
 _COMMANDS = (
-    ["inspect"], ["verify"], ["merge", "OUT"], ["merge", "OUT", "--optimizer"], ["convert", "OUT", "--to", "hf"], ["masters"],
-    ["convert", "OUT", "--to", "dcp"], ["plan"], ["stats"], ["manifest", "-o", "OUT"], ["masters", "--repair", "OUT"],
-)  # fmt: skip
+    ["inspect"],
+    ["verify"],
+    ["merge", "OUT"],
+    ["merge", "OUT", "--optimizer"],
+    ["convert", "OUT", "--to", "hf"],
+    ["masters"],
+    ["convert", "OUT", "--to", "dcp"],
+    ["plan"],
+    ["stats"],
+    ["manifest", "-o", "OUT"],
+    ["masters", "--repair", "OUT"],
+)
 
 
 def fixtures_of(folder: Path) -> list[Path]:

@@ -33,8 +33,19 @@ import fastshard
 #: Folders of good checkpoints below the fixtures' folder.
 FOLDERS = ("deepspeed", "gpt_neox", "maxtext_twins", "orbax", "sharded", "universal")
 #: Files that hold no tensors.
-_WORDS = ("latest", "layout.json", "_METADATA", "_CHECKPOINT_METADATA", "_sharding", "manifest.ocdbt", ".zarray", ".zattrs",
-          ".zgroup", ".metadata", "_strings.json")  # fmt: skip
+_WORDS = (
+    "latest",
+    "layout.json",
+    "_METADATA",
+    "_CHECKPOINT_METADATA",
+    "_sharding",
+    "manifest.ocdbt",
+    ".zarray",
+    ".zattrs",
+    ".zgroup",
+    ".metadata",
+    "_strings.json",
+)
 #: Most pairs of one kind in one fixture, unless told; more are thinned out evenly.
 MOST = 40
 

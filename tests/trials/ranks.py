@@ -63,18 +63,48 @@ TARGETS: dict[str, dict[str, Any]] = {
     "torch_dist": {"to": "megatron:torch_dist", "tp": 2},
 }
 #: Calls that change something, or open what may be changed.
-_KINDS = ("openat", "mkdirat", "pwrite64", "renameat", "renameat2", "unlinkat", "ftruncate", "fallocate", "fdatasync",
-          "fsync", "flock")  # fmt: skip
+_KINDS = (
+    "openat",
+    "mkdirat",
+    "pwrite64",
+    "renameat",
+    "renameat2",
+    "unlinkat",
+    "ftruncate",
+    "fallocate",
+    "fdatasync",
+    "fsync",
+    "flock",
+)
 #: What errors of such runs say: held by another, not there any more, taken or changed meanwhile, gone, interrupted.
-_CODES = {"FS501", "FS504", "FS505", "FS507", "FS508", "FS509", "FS510", "FS517", "FS518", "FS519", "FS522", "FS523",
-          "FS524"}  # fmt: skip
+_CODES = {
+    "FS501",
+    "FS504",
+    "FS505",
+    "FS507",
+    "FS508",
+    "FS509",
+    "FS510",
+    "FS517",
+    "FS518",
+    "FS519",
+    "FS522",
+    "FS523",
+    "FS524",
+}
 #: Seconds after which a process hangs.
 _HANG = 300.0
 #: What appears in the folders of a run, and seconds after it in which something happens.
 _SIGHTS = {
-    "rank-00000.json": 0.45, "claim-1": 0.03, "round-1.json": 0.2, "member-": 0.05, "evidence-": 0.15, "claim-2": 0.02,
-    "sealed": 0.003, "gone": 0.05,
-}  # fmt: skip
+    "rank-00000.json": 0.45,
+    "claim-1": 0.03,
+    "round-1.json": 0.2,
+    "member-": 0.05,
+    "evidence-": 0.15,
+    "claim-2": 0.02,
+    "sealed": 0.003,
+    "gone": 0.05,
+}
 
 
 @dataclass

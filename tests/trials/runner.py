@@ -131,8 +131,10 @@ class Zygote(Reaper):
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [interpreter(program), str(script), str(theirs.fileno())],
-            pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+        )
         theirs.close()
         self._channel = ours
         if not ours.recv(1 << 16):
@@ -169,9 +171,12 @@ class Zygote(Reaper):
         streams = self._new_streams()
         arguments = tuple(map(str, argv))
         request = {
-            "argv": arguments, "script": str(script or self.program), "mount": str(mount) if mount else None,
-            "stdout": str(stdout or streams[0]), "stderr": str(streams[1]),
-        }  # fmt: skip
+            "argv": arguments,
+            "script": str(script or self.program),
+            "mount": str(mount) if mount else None,
+            "stdout": str(stdout or streams[0]),
+            "stderr": str(streams[1]),
+        }
         message = json.dumps(request).encode()
         if hook is None:
             self._channel.send(message)

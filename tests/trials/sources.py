@@ -50,8 +50,12 @@ def llama(
     heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
     head = hidden // heads
     config |= {
-        "hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers, "vocab_size": vocab, "head_dim": head,
-    }  # fmt: skip
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "vocab_size": vocab,
+        "head_dim": head,
+    }
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
     for layer in range(layers):
         shapes |= {

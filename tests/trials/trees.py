@@ -93,9 +93,10 @@ def _stable(value: Any, opaque: bool) -> Any:
     """A document without times, what was noticed of sources meanwhile, and files with names of chance."""
     if isinstance(value, dict):
         return {
-            k: _stable(v, opaque) for k, v in value.items()
+            k: _stable(v, opaque)
+            for k, v in value.items()
             if not k.startswith(_VOLATILE) and not (opaque and by_chance(k))
-        }  # fmt: skip
+        }
     if isinstance(value, list):
         kept = [v for v in value if not (isinstance(v, dict) and _is_of_the_run(v, opaque))]
         return [_stable(v, opaque) for v in kept]
@@ -190,7 +191,8 @@ def difference(seen: Tree, wanted: Tree) -> str:
     changed = sorted(n for n in seen.keys() & wanted.keys() if seen[n] != wanted[n])
     words = [
         f"{what} {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
-        for what, names in (("lacks", absent), ("has also", more), ("differs in", changed)) if names
-    ]  # fmt: skip
+        for what, names in (("lacks", absent), ("has also", more), ("differs in", changed))
+        if names
+    ]
     zeros = [n for n in changed if seen[n].startswith("zeros")]
     return ", ".join(words) + (f" ({', '.join(zeros)}: nothing but zeros)" if zeros else "")

@@ -59,12 +59,16 @@ def _find_zero_update(opened: Opened, adapter: StoredAdapter) -> list[Finding]:
     which = "lora_B" if all(_is_zero(stored, b) for _, b in products) else "lora_A"
     return [
         Finding.of(
-            codes.ZERO_SLAB, f"the adapter changes nothing: every {which} is zero throughout", severity="warning", file=adapter.file,
-            tensor=products[0][1 if which == "lora_B" else 0], expected="factors that were trained",
+            codes.ZERO_SLAB,
+            f"the adapter changes nothing: every {which} is zero throughout",
+            severity="warning",
+            file=adapter.file,
+            tensor=products[0][1 if which == "lora_B" else 0],
+            expected="factors that were trained",
             got=f"{counted(len(products), 'product')} of value zero",
             help="save the adapter again after training; lora_B is zero before the first step",
         )
-    ]  # fmt: skip
+    ]
 
 
 def _is_zero(stored: StoredBytes, name: str) -> bool:
@@ -120,12 +124,16 @@ def _list_missing(
     states = bool(adapter.config.get("peft_version"))
     return [
         Finding.of(
-            codes.MISSING_TENSOR, f"the adapter lacks {counted(len(names), 'tensor')} that {listed.by} saves of it: {some(names, 3)}",
-            severity="error" if states else "warning", file=adapter.file, tensor=names[0],
-            expected=f"{counted(len(_list_parts(saved)), 'tensor')} by {adapter.path}", got=f"{len(names)} of them missing",
+            codes.MISSING_TENSOR,
+            f"the adapter lacks {counted(len(names), 'tensor')} that {listed.by} saves of it: {some(names, 3)}",
+            severity="error" if states else "warning",
+            file=adapter.file,
+            tensor=names[0],
+            expected=f"{counted(len(_list_parts(saved)), 'tensor')} by {adapter.path}",
+            got=f"{len(names)} of them missing",
             help="copy the adapter again from the host that saved it, or pass the adapter_config.json that was saved with it",
         )
-    ]  # fmt: skip
+    ]
 
 
 def _list_parts(names: tensor_names.AdapterNames) -> set[tuple[str, str]]:

@@ -176,9 +176,14 @@ def _below(prefix: str, weight: Weight) -> Weight:
 def _refused(form: str, why: str, weights: Sequence[Weight]) -> Finding:
     first = weights[0]
     return Finding.of(
-        codes.UNSUPPORTED, f"{counted(len(weights), 'weight')} stored as {form}, whose values --dtype does not give: {why}", tensor=first.codes,
-        expected="weights whose values are made here", got=form, help=_HELP, count=len(weights),
-    )  # fmt: skip
+        codes.UNSUPPORTED,
+        f"{counted(len(weights), 'weight')} stored as {form}, whose values --dtype does not give: {why}",
+        tensor=first.codes,
+        expected="weights whose values are made here",
+        got=form,
+        help=_HELP,
+        count=len(weights),
+    )
 
 
 def describe_record(record: Mapping[str, Any]) -> str:

@@ -27,8 +27,13 @@ if TYPE_CHECKING:
 
 #: Where the outputs of a plan lie that is only read.
 UNPLACED: dict[str, Any] = {
-    "files": [], "max_shard_size": 1 << 62, "texts": {}, "dtypes": {}, "constants": {}, "pointers": [],
-}  # fmt: skip
+    "files": [],
+    "max_shard_size": 1 << 62,
+    "texts": {},
+    "dtypes": {},
+    "constants": {},
+    "pointers": [],
+}
 
 
 class Promised:

@@ -162,17 +162,23 @@ def add(source: Source, filled: Filled, first: int) -> tuple[Source, list[Findin
     )
     findings = [
         Finding.of(
-            codes.FILLED, f"{part}: {counted(len(names), 'tensor')} taken from {filled.path}", severity="note", tensor=names[0],
+            codes.FILLED,
+            f"{part}: {counted(len(names), 'tensor')} taken from {filled.path}",
+            severity="note",
+            tensor=names[0],
         )
         for part, names in filled.parts.items()
-    ]  # fmt: skip
+    ]
     findings += [
         Finding.of(
-            codes.FILLED, f"the tensor is taken from {filled.path}, and the rest of its part is the checkpoint's own",
-            severity="warning", tensor=name, help="restore the file that held it, if training changed this tensor",
+            codes.FILLED,
+            f"the tensor is taken from {filled.path}, and the rest of its part is the checkpoint's own",
+            severity="warning",
+            tensor=name,
+            help="restore the file that held it, if training changed this tensor",
         )
         for name in filled.single
-    ]  # fmt: skip
+    ]
     return changed, findings
 
 

@@ -23,9 +23,13 @@ __all__ = ["count_ties_once", "is_named_as_listed", "not_loaded", "severity_of",
 
 #: What the tables of a framework are called by.
 _FRAMEWORKS = {
-    "gpt_neox": "GPT-NeoX", "maxtext": "MaxText", "megatron": "Megatron-LM", "olmo_core": "OLMo-core",
-    "paxml": "Paxml", "torchtitan": "torchtitan",
-}  # fmt: skip
+    "gpt_neox": "GPT-NeoX",
+    "maxtext": "MaxText",
+    "megatron": "Megatron-LM",
+    "olmo_core": "OLMo-core",
+    "paxml": "Paxml",
+    "torchtitan": "torchtitan",
+}
 
 
 def is_named_as_listed(

@@ -22,13 +22,38 @@ if TYPE_CHECKING:
 #: source: transformers (utils/hub.py, tokenization_utils_base.py), vllm (model_loader/weight_utils.py),
 #: deepspeed (runtime/engine.py), megatron-core (dist_checkpointing), torch.distributed.checkpoint, orbax, zarr
 _LOADED = (
-    "*.safetensors", "pytorch_model*.bin", "*.index.json", "adapter_model.*", "adapter_config.json",
-    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
-    "vocab.*", "merges.txt", "spiece.model", "chat_template*", "preprocessor_config.json", "processor_config.json",
-    "layout.json", "latest", "latest_checkpointed_iteration.txt", "layer_*.pt", "mp_rank_*.pt", "*zero_pp_rank_*.pt",
-    "model_optim_rng.pt", "common.pt", "metadata.json", ".metadata", "*.distcp",
-    "_METADATA", "manifest.ocdbt", "zarr.json", ".zarray",
-)  # fmt: skip
+    "*.safetensors",
+    "pytorch_model*.bin",
+    "*.index.json",
+    "adapter_model.*",
+    "adapter_config.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "layout.json",
+    "latest",
+    "latest_checkpointed_iteration.txt",
+    "layer_*.pt",
+    "mp_rank_*.pt",
+    "*zero_pp_rank_*.pt",
+    "model_optim_rng.pt",
+    "common.pt",
+    "metadata.json",
+    ".metadata",
+    "*.distcp",
+    "_METADATA",
+    "manifest.ocdbt",
+    "zarr.json",
+    ".zarray",
+)
 #: Names of the step to be loaded, which move on while the steps stay.
 _TRACKERS = ("latest", "latest_checkpointed_iteration.txt")
 #: What readers leave behind in a folder that they load from.
@@ -92,9 +117,11 @@ def find_missing(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -
             finding = Finding.of(
                 codes.MISSING_TENSOR,
                 f"the file lacks {counted(len(missing), 'tensor')} that the manifest names",
-                file=name, tensor=missing[0], count=len(missing),
+                file=name,
+                tensor=missing[0],
+                count=len(missing),
                 help="restore the file from a good copy",
-            )  # fmt: skip
+            )
         else:
             continue
         findings.append(finding)

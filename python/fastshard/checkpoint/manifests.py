@@ -298,8 +298,13 @@ def read(path: Path) -> dict[str, Any]:
 
 #: What a manifest says besides files and tensors, where it does.
 _FORMS: dict[str, type] = {
-    "sources": list, "findings": list, "value_ops": dict, "topology": dict, "axes": dict, "provenance": dict,
-}  # fmt: skip
+    "sources": list,
+    "findings": list,
+    "value_ops": dict,
+    "topology": dict,
+    "axes": dict,
+    "provenance": dict,
+}
 
 
 def _is_size(value: object) -> bool:

@@ -240,8 +240,22 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
     found = [beyond_config(f, source) for f in found]
     names, parts = _parts(opened, source, core)
     return _Draft(
-        opened, request, source, target, core_request, renamed, core, findings, causes, found, lost, axes, dtypes, names, parts
-    )  # fmt: skip
+        opened,
+        request,
+        source,
+        target,
+        core_request,
+        renamed,
+        core,
+        findings,
+        causes,
+        found,
+        lost,
+        axes,
+        dtypes,
+        names,
+        parts,
+    )
 
 
 def _kept(opened: Opened, request: Request) -> dict[str, object]:
@@ -274,10 +288,15 @@ def _kept_note(draft: _Draft) -> list[Finding]:
         Finding.of(
             codes.IGNORED,
             f"{counted(len(kept), 'tensor')} that the model computes with in float32 {keep}",
-            severity="note", tensor=name, expected=dtype, got=kind, count=len(kept),
-            help="pass --keep-dtype none to cast every tensor", run=["--keep-dtype none"],
+            severity="note",
+            tensor=name,
+            expected=dtype,
+            got=kind,
+            count=len(kept),
+            help="pass --keep-dtype none to cast every tensor",
+            run=["--keep-dtype none"],
         )
-    ]  # fmt: skip
+    ]
 
 
 def _refuse_codes(opened: Opened, source: Source, request: Request) -> None:
@@ -294,8 +313,9 @@ def _refuse_codes(opened: Opened, source: Source, request: Request) -> None:
         codes.UNSUPPORTED,
         f"{what}, and {counted(len(weights), 'weight')} of the model stored as {weights[0].form.name}: it is done to values, not to codes",
         tensor=weights[0].codes,
-        help="give the weights their values", run=["--dtype bf16"],
-    )  # fmt: skip
+        help="give the weights their values",
+        run=["--dtype bf16"],
+    )
 
 
 def _metadata(draft: _Draft) -> tuple[dict[str, str], list[Finding]]:

@@ -82,9 +82,13 @@ def _of_factors(weight: Weight, role: str, name: str, stored: StoredBytes) -> It
     if count:
         # Of what is no number the whole run tells too; here is what it does to the weight.
         yield Finding.of(
-            codes.NON_FINITE, f"{count:,} {role} of {weight.codes} are no factors (NaN, infinite or below zero)", tensor=name,
-            expected="finite numbers above zero", got=first, help=_HELP,
-        )  # fmt: skip
+            codes.NON_FINITE,
+            f"{count:,} {role} of {weight.codes} are no factors (NaN, infinite or below zero)",
+            tensor=name,
+            expected="finite numbers above zero",
+            got=first,
+            help=_HELP,
+        )
     elif zeros:
         blocks = _blocks_of(weight, role, name, stored)
         zeros = zeros if blocks is None else count_lost(name, blocks, stored)
@@ -105,9 +109,14 @@ def _find_damage(weight: Weight, stored: StoredBytes) -> Iterator[Finding]:
 
 def _is_zero(weight: Weight, name: str, role: str, count: int) -> Finding:
     return Finding.of(
-        codes.ZERO_SLAB, f"{count:,} {role} of {weight.codes} are zero, and the codes there are not: all of that is lost", severity="error",
-        tensor=name, expected="numbers above zero", got="0", help=_HELP,
-    )  # fmt: skip
+        codes.ZERO_SLAB,
+        f"{count:,} {role} of {weight.codes} are zero, and the codes there are not: all of that is lost",
+        severity="error",
+        tensor=name,
+        expected="numbers above zero",
+        got="0",
+        help=_HELP,
+    )
 
 
 def _blocks_of(weight: Weight, role: str, name: str, stored: StoredBytes) -> Blocks | None:
@@ -154,6 +163,10 @@ def _groups(weight: Weight, name: str, stored: StoredBytes) -> Iterator[Finding]
     if outside or uneven:
         got = f"{outside:,} of another" if outside else "groups of other sizes"
         yield Finding.of(
-            codes.CONFIG_DISAGREES, f"the group indices of {weight.codes} are not those of {groups} groups", tensor=name,
-            expected=f"0 to {groups - 1}, each at most {size} times", got=got, help=_HELP,
-        )  # fmt: skip
+            codes.CONFIG_DISAGREES,
+            f"the group indices of {weight.codes} are not those of {groups} groups",
+            tensor=name,
+            expected=f"0 to {groups - 1}, each at most {size} times",
+            got=got,
+            help=_HELP,
+        )

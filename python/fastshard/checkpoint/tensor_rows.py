@@ -120,12 +120,13 @@ def matching(
     larger = -1 if larger_than is None else parse_size(larger_than, "--larger-than")
     kinds = {_dtype(word) for word in dtypes}
     found = [
-        row for row in rows
+        row
+        for row in rows
         if (not globs or any(fnmatchcase(row.name, glob) for glob in globs))
         and (not kinds or row.dtype in kinds)
         and (not layers or row.layer in layers)
         and row.nbytes > larger
-    ]  # fmt: skip
+    ]
     if globs and not any(fnmatchcase(row.name, glob) for row in rows for glob in globs):
         raise _nothing_matches(globs, [row.name for row in rows])
     if not found and (globs or kinds or layers or larger_than is not None):

@@ -245,4 +245,4 @@ PAGES = {
         "An optimizer file was lost or copied over another one, or the number of ranks changed.",
         "The finding names the rank, and the number of elements that it should hold.",
     ),
-}  # fmt: skip
+}

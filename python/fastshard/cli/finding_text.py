@@ -60,8 +60,10 @@ def lines(
     first, *rest = textwrap.wrap(
         f"{finding.severity} {finding.code}{by}: {message}",
         max(width, 2 * _INDENT) if wraps else len(message) + 80,
-        subsequent_indent="  ", break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
     out = [f"{severity} {paint(first.removeprefix(finding.severity).lstrip(), 'bold')}"]
     out += [paint(line, "bold") for line in rest]
     if len(files) > (len(alike) == 1):

@@ -121,7 +121,11 @@ def _section(path: Path) -> dict[str, Any] | None:
 
 def _wrong(path: Path, what: str, expected: str | None, got: str | None = None) -> FastshardError:
     return FastshardError.of(
-        codes.USAGE, what, file=str(path), expected=expected, got=got,
+        codes.USAGE,
+        what,
+        file=str(path),
+        expected=expected,
+        got=got,
         help="correct it, or leave settings out",
         run=["--no-settings"],
-    )  # fmt: skip
+    )

@@ -68,9 +68,20 @@ MAX_FILES = 2_000_000
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp")
 # source: transformers trainer.py, accelerate utils/constants.py, torchtitan and LLaMA-Factory checkpoints
 _SIDE_STATE = (
-    "rng_state", "random_states", "training_args", "optimizer", "optim", "scheduler", "scaler", "sampler", "dataloader",
-    "extra_state", "trainer_state", "common", "dl_state",
-)  # fmt: skip
+    "rng_state",
+    "random_states",
+    "training_args",
+    "optimizer",
+    "optim",
+    "scheduler",
+    "scaler",
+    "sampler",
+    "dataloader",
+    "extra_state",
+    "trainer_state",
+    "common",
+    "dl_state",
+)
 
 #: `ORG/MODEL`.
 # source: huggingface_hub utils/_validators.py
@@ -441,8 +452,13 @@ def _elsewhere(address: str) -> FastshardError:
     elif command := {"s3": "aws s3 sync", "gs": "gcloud storage cp -r"}.get(scheme):
         run = [f"{command} {source} {name}"]
     return FastshardError.of(
-        codes.UNSUPPORTED, "addresses are not read yet", file=address, expected="a path on this machine", help=help_, run=run
-    )  # fmt: skip
+        codes.UNSUPPORTED,
+        "addresses are not read yet",
+        file=address,
+        expected="a path on this machine",
+        help=help_,
+        run=run,
+    )
 
 
 def _missing(path: Path) -> FastshardError:

@@ -193,9 +193,19 @@ def _pair(option: Option, given: Any) -> tuple[int, int]:
 
 #: How a value of each kind is looked at.
 _CHECKS: dict[str, Callable[[Option, Any], Any]] = {
-    "words": _words, "patterns": _words, "degree": _number, "number": _number, "size": _size, "pair": _pair,
-    "choice": _word, "word": _word, "switch": _switch, "path": _path, "mapping": _path, "source": _source,
-}  # fmt: skip
+    "words": _words,
+    "patterns": _words,
+    "degree": _number,
+    "number": _number,
+    "size": _size,
+    "pair": _pair,
+    "choice": _word,
+    "word": _word,
+    "switch": _switch,
+    "path": _path,
+    "mapping": _path,
+    "source": _source,
+}
 
 
 def refused(name: str, expected: str, given: Any) -> FastshardError:

@@ -22,8 +22,20 @@ FAIL_ON = ("error", "warning")
 #: How the values of an option are checked: ``words`` and ``patterns`` are lists of texts; a ``degree`` is a number of ranks; a
 #: ``size`` says something of the checkpoint; a ``choice`` is one of several words; ``any`` is checked where it is used.
 Kind = Literal[
-    "any", "choice", "degree", "mapping", "number", "pair", "path", "patterns", "size", "source", "switch", "word", "words"
-]  # fmt: skip
+    "any",
+    "choice",
+    "degree",
+    "mapping",
+    "number",
+    "pair",
+    "path",
+    "patterns",
+    "size",
+    "source",
+    "switch",
+    "word",
+    "words",
+]
 
 
 @dataclass(frozen=True)
@@ -467,11 +479,16 @@ class Spread(Published, Clustered, Lending, total=False):
 #: Arguments and options that single functions list themselves.
 _OF_FUNCTIONS = {
     "source": Option("source", "a path, several node-local ones, or an opened checkpoint"),
-    "a": Option("source", "one checkpoint"), "b": Option("source", "the other"),
-    "out": Option("path", "destination directory"), "to": Option("any", "the target"),
-    "certificates": Option("patterns", "", ()), "signature": Option("path", ""), "public_key": Option("path", ""),
-    "subset": Option("pair", "part n of t"), "drop_optimizer": Option("switch", "", False),
-}  # fmt: skip
+    "a": Option("source", "one checkpoint"),
+    "b": Option("source", "the other"),
+    "out": Option("path", "destination directory"),
+    "to": Option("any", "the target"),
+    "certificates": Option("patterns", "", ()),
+    "signature": Option("path", ""),
+    "public_key": Option("path", ""),
+    "subset": Option("pair", "part n of t"),
+    "drop_optimizer": Option("switch", "", False),
+}
 
 
 @functools.cache

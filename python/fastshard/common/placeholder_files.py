@@ -14,12 +14,28 @@ __all__ = ["is_known", "near", "sifted"]
 
 #: Indices, configs and files of tokenizers, which readers take by name. Tests hold this against the modules that do.
 _NAMES = (
-    "config.json", "adapter_config.json", "layout.json", "generation_config.json",
-    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
-    "tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
-    "tiktoken.model", "tekken.json", "merges.txt", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
+    "config.json",
+    "adapter_config.json",
+    "layout.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "tokenizer.json",
+    "vocab.json",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+    "tekken.json",
+    "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 _ENDS = (".index.json", ".tiktoken")
 
 

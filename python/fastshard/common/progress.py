@@ -56,10 +56,14 @@ class Progress:
                     return super().render(task) if task.finished_speed or task.speed else Text("")
 
             self._bar = Bar(
-                TextColumn("{task.description}"), BarColumn(), DownloadColumn(),
-                Speed(), TimeRemainingColumn(),
-                console=Console(stderr=True, no_color="NO_COLOR" in os.environ), transient=True,
-            )  # fmt: skip
+                TextColumn("{task.description}"),
+                BarColumn(),
+                DownloadColumn(),
+                Speed(),
+                TimeRemainingColumn(),
+                console=Console(stderr=True, no_color="NO_COLOR" in os.environ),
+                transient=True,
+            )
             self._bar.start()
         return self
 
@@ -104,8 +108,9 @@ class Progress:
                         print(
                             f"{title}: {done / 1e9:.1f} of {total / 1e9:.1f} GB, "
                             f"{rate / 1e9:.2f} GB/s, {left:.0f} s left",
-                            file=sys.stderr, flush=True,
-                        )  # fmt: skip
+                            file=sys.stderr,
+                            flush=True,
+                        )
 
             return line
         return None

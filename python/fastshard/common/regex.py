@@ -9,8 +9,19 @@ if TYPE_CHECKING:
     from typing import Any, AnyStr
 
 _MEMBERS = (
-    "match", "search", "fullmatch", "sub", "subn", "split", "findall", "finditer", "pattern", "flags", "groups", "groupindex",
-)  # fmt: skip
+    "match",
+    "search",
+    "fullmatch",
+    "sub",
+    "subn",
+    "split",
+    "findall",
+    "finditer",
+    "pattern",
+    "flags",
+    "groups",
+    "groupindex",
+)
 
 
 def compile_when_used(pattern: AnyStr, flags: int = 0) -> re.Pattern[AnyStr]:

@@ -229,10 +229,16 @@ def repair_masters(
     plan = _plan(checkpoint, lambda: checkpoint.opened.catalog.repair(CoreRequest(declared), repair))
     findings = gate.passed(left + plan.findings())
     options: RunOptions = {
-        **run_options(memory, threads, checkpoint.opened.catalog), "resume": resume, "overwrite": overwrite, "fsync": fsync,
-        "values": {**declared.values, "repaired": "optimizer left out" if drop_optimizer else "master weights from parameters"},
+        **run_options(memory, threads, checkpoint.opened.catalog),
+        "resume": resume,
+        "overwrite": overwrite,
+        "fsync": fsync,
+        "values": {
+            **declared.values,
+            "repaired": "optimizer left out" if drop_optimizer else "master weights from parameters",
+        },
         "gate": gate.to_dict([*gated, *findings]),
-    }  # fmt: skip
+    }
     with carrying(plan), Progress(progress) as bar:
         apart = checkpoint.read_from
         document, found = plan.write(

@@ -19,8 +19,14 @@ __all__ = ["Slice", "safe_open"]
 
 #: What each framework is called, as safetensors has it.
 _FRAMEWORKS = {
-    "pt": "torch", "torch": "torch", "pytorch": "torch", "np": "numpy", "numpy": "numpy", "jax": "jax", "flax": "jax",
-}  # fmt: skip
+    "pt": "torch",
+    "torch": "torch",
+    "pytorch": "torch",
+    "np": "numpy",
+    "numpy": "numpy",
+    "jax": "jax",
+    "flax": "jax",
+}
 
 
 class Slice:

@@ -123,8 +123,13 @@ class Writer:
             want_dtype, want_shape = self._expected[name]
             if want_shape is not None and tuple(want_shape) != shape:
                 raise FastshardError.of(
-                    codes.SHAPE, "shape", tensor=name, expected=str(list(want_shape)), got=str(list(shape)), help=self._resized()
-                )  # fmt: skip
+                    codes.SHAPE,
+                    "shape",
+                    tensor=name,
+                    expected=str(list(want_shape)),
+                    got=str(list(shape)),
+                    help=self._resized(),
+                )
             if want_dtype is not None and want_dtype != dtype:
                 raise FastshardError.of(codes.DTYPE, "dtype", tensor=name, expected=want_dtype, got=dtype)
         try:
@@ -144,11 +149,17 @@ class Writer:
             if not self._written:
                 raise FastshardError.of(codes.USAGE, "nothing was written", help="write at least one tensor")
             missing = sorted(set(self._expected or ()) - self._written)
-            raise_errors([
-                Finding.of(codes.MISSING_TENSOR, "expected, but never written", tensor=name,
-                           help=f"write it before the block ends; {UNPUBLISHED}")
-                for name in missing
-            ])  # fmt: skip
+            raise_errors(
+                [
+                    Finding.of(
+                        codes.MISSING_TENSOR,
+                        "expected, but never written",
+                        tensor=name,
+                        help=f"write it before the block ends; {UNPUBLISHED}",
+                    )
+                    for name in missing
+                ]
+            )
             downloaded = self._find_damaged_downloads()
             raise_errors(downloaded)
             texts, copies = self._companions()

@@ -16,8 +16,15 @@ from ..common.errors import FastshardError
 from ..common.records import dataclass, field
 
 __all__ = [
-    "ExpectedTensor", "ExpectedTensors", "Part", "document_of", "from_document", "patterns", "roster_of", "unexpected_allowed",
-]  # fmt: skip
+    "ExpectedTensor",
+    "ExpectedTensors",
+    "Part",
+    "document_of",
+    "from_document",
+    "patterns",
+    "roster_of",
+    "unexpected_allowed",
+]
 
 SCHEMA = "fastshard.expected.v1"
 #: Digits of a dimension at most: each is of two or more, and their product the number of elements.

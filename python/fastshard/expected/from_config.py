@@ -17,10 +17,25 @@ _DEGREES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 _PADDING = 1024
 #: Keys of a config that say how many layers a stack has.
 _LAYERS = frozenset(
-    ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_encoder_layers",
-     "num_decoder_layers", "encoder_num_hidden_layers", "decoder_num_hidden_layers", "depth", "num_blocks", "layers",
-     "layer_types", "layers_block_type", "hybrid_override_pattern")
-)  # fmt: skip
+    (
+        "num_hidden_layers",
+        "n_layer",
+        "n_layers",
+        "num_layers",
+        "encoder_layers",
+        "decoder_layers",
+        "num_encoder_layers",
+        "num_decoder_layers",
+        "encoder_num_hidden_layers",
+        "decoder_num_hidden_layers",
+        "depth",
+        "num_blocks",
+        "layers",
+        "layer_types",
+        "layers_block_type",
+        "hybrid_override_pattern",
+    )
+)
 #: Of these, the ones that say what kind each layer is of.
 _KINDS = frozenset(("layer_types", "layers_block_type", "hybrid_override_pattern"))
 #: A module, or a kind of layer, that is an MLP, and modules that mix tokens.
@@ -38,9 +53,12 @@ _EXPERTS = frozenset(
 _DEEP, _LONG = 16, 1024
 #: Parts of a model, by the words that names and configs have for them.
 _PARTS = (
-    ("decoder", "generator"), ("encoder",), ("vision", "visual", "image", "vit"), ("audio", "speech"),
+    ("decoder", "generator"),
+    ("encoder",),
+    ("vision", "visual", "image", "vit"),
+    ("audio", "speech"),
     ("text", "language", "llm", "lm"),
-)  # fmt: skip
+)
 
 
 class ConfigNumbers:
@@ -120,10 +138,13 @@ def _row(name: str, shape: tuple[int, ...], sizes: set[int], numbers: ConfigNumb
         return
     if columns in sizes and (count in widths or numbers.has(count)):
         yield Finding.of(
-            codes.SHAPE, "the matrix is transposed: its columns are the vocabulary", tensor=name,
-            expected=f"{columns} rows (vocab_size)", got=str(list(shape)),
+            codes.SHAPE,
+            "the matrix is transposed: its columns are the vocabulary",
+            tensor=name,
+            expected=f"{columns} rows (vocab_size)",
+            got=str(list(shape)),
             help="save it again: it was saved transposed",
-        )  # fmt: skip
+        )
         return
     near = min(sizes, key=lambda size: abs(size - count))
     if count > max(sizes):
@@ -136,10 +157,13 @@ def _row(name: str, shape: tuple[int, ...], sizes: set[int], numbers: ConfigNumb
     if exact:
         size = max(s for s in sizes if s <= exact * count)
         yield Finding.of(
-            codes.SLICE_AS_WHOLE, f"the rows are one of {exact} slices of the vocabulary", tensor=name,
-            expected=f"{size} rows (vocab_size)", got=str(list(shape)),
+            codes.SLICE_AS_WHOLE,
+            f"the rows are one of {exact} slices of the vocabulary",
+            tensor=name,
+            expected=f"{size} rows (vocab_size)",
+            got=str(list(shape)),
             help="copy the slices of the other ranks from the checkpoint that it was made of",
-        )  # fmt: skip
+        )
     else:
         yield _differs(name, count, near, "warning" if numbers.lists_blocks else "error")
 
@@ -148,18 +172,25 @@ def _columns(name: str, shape: tuple[int, ...], widths: set[int]) -> Iterator[Fi
     """Columns that no key of the config states, and that divide the hidden size."""
     if any(sliced(shape, (shape[0], width)) > 1 for width in widths):
         yield Finding.of(
-            codes.SLICE_AS_WHOLE, "the columns are a slice of the hidden size, by the config", tensor=name,
-            expected=" or ".join(str(w) for w in sorted(widths)), got=str(list(shape)),
+            codes.SLICE_AS_WHOLE,
+            "the columns are a slice of the hidden size, by the config",
+            tensor=name,
+            expected=" or ".join(str(w) for w in sorted(widths)),
+            got=str(list(shape)),
             help="copy the slices of the other ranks from the checkpoint that it was made of",
-        )  # fmt: skip
+        )
 
 
 def _differs(name: str, count: int, size: int, severity: str) -> Finding:
     return Finding.of(
-        codes.CONFIG_DISAGREES, "the config gives the vocabulary another number of rows", severity=severity, tensor=name,
-        expected=f"{size} rows (vocab_size)", got=str(count),
+        codes.CONFIG_DISAGREES,
+        "the config gives the vocabulary another number of rows",
+        severity=severity,
+        tensor=name,
+        expected=f"{size} rows (vocab_size)",
+        got=str(count),
         help="ask the tokenizer which is right, and correct the config or restore the file",
-    )  # fmt: skip
+    )
 
 
 def ends(tensors: Mapping[str, ShapeDtype], config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -182,10 +213,12 @@ def ends(tensors: Mapping[str, ShapeDtype], config: Mapping[str, Any]) -> Iterat
         return
     if not there:
         yield Finding.of(
-            codes.MISSING_TENSOR, f"no tensor is the {lacking}, which the config says is not tied to {matrices[0]}",
-            expected=f"a further matrix of {words} rows (tie_word_embeddings false)", got="nothing",
+            codes.MISSING_TENSOR,
+            f"no tensor is the {lacking}, which the config says is not tied to {matrices[0]}",
+            expected=f"a further matrix of {words} rows (tie_word_embeddings false)",
+            got="nothing",
             help="copy the file that held it, which is missing from the index too, or correct tie_word_embeddings if the two are tied",
-        )  # fmt: skip
+        )
 
 
 def holds_embedding(tensors: Iterable[str]) -> bool:
@@ -224,11 +257,14 @@ def _gap(stack: Stack, code: str, what: str, numbers: ConfigNumbers | None) -> I
         return
     meant = numbers is not None and numbers.lists_blocks
     yield Finding.of(
-        code, f"the names of {what}s go to {stack.count - 1}, and no tensor has some of the numbers below",
-        severity="warning" if meant else "error", tensor=f"{stack.prefix}{gaps[0]}",
-        expected=f"{stack.count} {what}s", got=f"all but {_ranges(gaps)}",
+        code,
+        f"the names of {what}s go to {stack.count - 1}, and no tensor has some of the numbers below",
+        severity="warning" if meant else "error",
+        tensor=f"{stack.prefix}{gaps[0]}",
+        expected=f"{stack.count} {what}s",
+        got=f"all but {_ranges(gaps)}",
         help="copy the files that held them from the original checkpoint; they are missing from the index too",
-    )  # fmt: skip
+    )
 
 
 def _ends(stack: Stack, numbers: ConfigNumbers, in_files: bool) -> Iterator[Finding]:
@@ -241,17 +277,24 @@ def _ends(stack: Stack, numbers: ConfigNumbers, in_files: bool) -> Iterator[Find
         return
     if stack.count < min(sizes):
         yield Finding.of(
-            codes.MISSING_LAYER, "the last layers are missing", severity="error" if in_files else "warning",
+            codes.MISSING_LAYER,
+            "the last layers are missing",
+            severity="error" if in_files else "warning",
             tensor=f"{stack.prefix}{stack.count}",
-            expected=f"{' or '.join(map(str, sorted(sizes)))} layers by the config", got=f"{stack.count}",
+            expected=f"{' or '.join(map(str, sorted(sizes)))} layers by the config",
+            got=f"{stack.count}",
             help="copy the files that held them from the original checkpoint; they are missing from the index too",
-        )  # fmt: skip
+        )
     elif stack.count > max(sizes) + sum(numbers.of(_FURTHER).values()):
         yield Finding.of(
-            codes.CONFIG_DISAGREES, "there are more layers than the config says", severity="warning",
-            tensor=f"{stack.prefix}{stack.count - 1}", expected=f"{max(sizes)} layers", got=f"{stack.count}",
+            codes.CONFIG_DISAGREES,
+            "there are more layers than the config says",
+            severity="warning",
+            tensor=f"{stack.prefix}{stack.count - 1}",
+            expected=f"{max(sizes)} layers",
+            got=f"{stack.count}",
             help="check the config; it describes another model, or the layers, which are kept, belong to another stack",
-        )  # fmt: skip
+        )
 
 
 def _has_both(names: Iterable[str]) -> bool:
@@ -287,11 +330,14 @@ def _experts(
             for name, (shape, _) in tensors.items()
         )
         yield Finding.of(
-            codes.MISSING_TENSOR, "the last experts are missing", severity="error" if in_files or routed else "warning",
+            codes.MISSING_TENSOR,
+            "the last experts are missing",
+            severity="error" if in_files or routed else "warning",
             tensor=f"{stack.prefix}{stack.count}",
-            expected=f"{min(sizes)} experts by the config", got=f"{stack.count}",
+            expected=f"{min(sizes)} experts by the config",
+            got=f"{stack.count}",
             help="copy the files of other expert-parallel ranks, which are missing from the index too",
-        )  # fmt: skip
+        )
 
 
 def _ranges(numbers: list[int]) -> str:

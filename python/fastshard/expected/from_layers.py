@@ -235,22 +235,29 @@ def _shapes(stack: Stack) -> Iterator[Finding]:
             name, sisters = f"{stack.prefix}{number}.{rest}", stack.holders[rest] - 1
             if shape == common[::-1]:
                 yield Finding.of(
-                    codes.SHAPE, f"the matrix is transposed, compared with {sisters} other layers",
-                    tensor=name, expected=str(list(common)), got=str(list(shape)),
+                    codes.SHAPE,
+                    f"the matrix is transposed, compared with {sisters} other layers",
+                    tensor=name,
+                    expected=str(list(common)),
+                    got=str(list(shape)),
                     help="save it again: it was saved transposed, or is from another model",
-                )  # fmt: skip
+                )
                 continue
             # Extents that are meant to differ do so wherever they meet: in the module before or behind, too.
             alone = len(modules) == 1
             code = codes.SLICE_AS_WHOLE if sliced(shape, common) else codes.SHAPE
             yield Finding.of(
-                code, f"{sisters} other layers have another shape here"
+                code,
+                f"{sisters} other layers have another shape here"
                 + (", and nothing else in this one differs from theirs" if alone else ""),
                 severity="error" if alone else "warning",
-                tensor=name, expected=str(list(common)), got=str(list(shape)),
-                help="merge the tensor from all ranks that hold it" if code == codes.SLICE_AS_WHOLE
+                tensor=name,
+                expected=str(list(common)),
+                got=str(list(shape)),
+                help="merge the tensor from all ranks that hold it"
+                if code == codes.SLICE_AS_WHOLE
                 else "copy the file again: the tensor is from another model or run",
-            )  # fmt: skip
+            )
 
 
 def _of_its_own(stack: Stack, number: int, rest: str) -> bool:

@@ -17,9 +17,15 @@ __all__ = ["AdapterTensors", "list_tensors"]
 
 #: Keys that name code, or how values come about: nothing of which modules are adapted.
 _NO_TENSORS = {
-    "auto_mapping", "base_model_name_or_path", "revision", "megatron_config", "megatron_core", "loftq_config",
-    "init_lora_weights", "runtime_config",
-}  # fmt: skip
+    "auto_mapping",
+    "base_model_name_or_path",
+    "revision",
+    "megatron_config",
+    "megatron_core",
+    "loftq_config",
+    "init_lora_weights",
+    "runtime_config",
+}
 
 
 @dataclass(frozen=True)

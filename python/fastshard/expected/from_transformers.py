@@ -23,8 +23,14 @@ from . import cached_lists, transformers_process
 from .expected_list import ExpectedTensors, document_of, from_document
 
 __all__ = [
-    "LoadReport", "class_name", "expected_tensors", "installed_version", "is_model", "list_for", "try_load",
-]  # fmt: skip
+    "LoadReport",
+    "class_name",
+    "expected_tensors",
+    "installed_version",
+    "is_model",
+    "list_for",
+    "try_load",
+]
 
 #: Changes with the rules of this module and of the worker: what they made before is made again.
 RULES = 3
@@ -34,9 +40,19 @@ MEMORY = 4 << 30
 #: Keys that name code, files, kernels or how numbers are stored: nothing of the model's shape. What a hub's kernel is named
 #: by is loaded while a model is built. source: transformers 5.24 configuration_utils.py, integrations/hub_kernels.py
 _NO_SHAPE = {
-    "auto_map", "quantization_config", "compression_config", "use_kernels", "kernel_config", "custom_generate",
-    "custom_pipelines", "trust_remote_code", "code_revision", "token", "use_pretrained_backbone", "transformers_version",
-}  # fmt: skip
+    "auto_map",
+    "quantization_config",
+    "compression_config",
+    "use_kernels",
+    "kernel_config",
+    "custom_generate",
+    "custom_pipelines",
+    "trust_remote_code",
+    "code_revision",
+    "token",
+    "use_pretrained_backbone",
+    "transformers_version",
+}
 
 
 def expected_tensors(

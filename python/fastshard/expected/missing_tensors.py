@@ -34,7 +34,7 @@ _BUFFERS = (
     (compile_when_used(r"(^|\.)(attn|attention|self_attention)\.masked_bias$"), 0),
     (compile_when_used(r"(^|\.)embeddings\.position_ids$"), 2),
     (compile_when_used(r"(^|\.)num_batches_tracked$"), 0),
-)  # fmt: skip
+)
 #: Numbers of layers and the like.
 _UNNUMBERED = compile_when_used(r"(?<![^.])\d+(?![^.])")
 #: Keys by which configs state the layers.

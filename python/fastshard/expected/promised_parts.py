@@ -58,32 +58,61 @@ _EXPERTS = compile_when_used(r"(?:^|\.)(?=experts\.|\w*moe)\w+\.")
 #: source: transformers 5.24 models/*/configuration_*.py and conversion_mapping.py; vLLM vllm/config/speculative.py (keys of MTP)
 KINDS = (
     Kind(
-        "MTP layer", "MTP layers",
-        ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers"),
-        compile_when_used(r"(?:^|\.)(?:mtp|nextn)\w*\.|(?:^|\.)layers\.\d+\.(?:enorm|hnorm|eh_proj|shared_head)\."),
-        counted=True, left_out=True,
+        "MTP layer",
+        "MTP layers",
+        (
+            "num_nextn_predict_layers",
+            "num_mtp_layers",
+            "mtp_num_hidden_layers",
+            "num_mtp_modules",
+            "mtp_num_layers",
+        ),
+        compile_when_used(
+            r"(?:^|\.)(?:mtp|nextn)\w*\.|(?:^|\.)layers\.\d+\.(?:enorm|hnorm|eh_proj|shared_head)\."
+        ),
+        counted=True,
+        left_out=True,
     ),
     Kind(
-        "vision tower", "", ("vision_config", "vit_config", "vision_encoder_config", "vision_tower_config", "visual"),
+        "vision tower",
+        "",
+        ("vision_config", "vit_config", "vision_encoder_config", "vision_tower_config", "visual"),
         _component("vision", "visual", "vit(?![a-z])", "vpm", "image", "img", "siglip", "sam_model"),
-        may_be=_ENCODER, but=_TEXT,
+        may_be=_ENCODER,
+        but=_TEXT,
     ),
     Kind(
-        "audio tower", "", ("audio_config", "audio_encoder_config", "speech_config", "sound_config"),
+        "audio tower",
+        "",
+        ("audio_config", "audio_encoder_config", "speech_config", "sound_config"),
         _component("audio", "speech", "sound", "conformer", "apm(?![a-z])"),
-        may_be=_ENCODER, but=_TEXT,
+        may_be=_ENCODER,
+        but=_TEXT,
     ),
     Kind("talker", "", ("talker_config",), compile_when_used(r"(?:^|\.)talker\."), but=_TEXT),
     Kind(
-        "indexer", "", ("index_n_heads", "index_head_dim"), compile_when_used(r"(?:^|\.)(?=\w*indexer|index_)\w+\."), within=True,
+        "indexer",
+        "",
+        ("index_n_heads", "index_head_dim"),
+        compile_when_used(r"(?:^|\.)(?=\w*indexer|index_)\w+\."),
+        within=True,
     ),
     Kind(
-        "shared experts", "shared experts",
-        ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "shared_expert_intermediate_size",
-         "moe_shared_expert_intermediate_size", "shared_intermediate_size"),
-        compile_when_used(r"(?:^|\.)(?:shared?_experts?|shared_mlp)\w*\."), within=True, beside=_EXPERTS,
+        "shared experts",
+        "shared experts",
+        (
+            "n_shared_experts",
+            "num_shared_experts",
+            "moe_num_shared_experts",
+            "shared_expert_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+            "shared_intermediate_size",
+        ),
+        compile_when_used(r"(?:^|\.)(?:shared?_experts?|shared_mlp)\w*\."),
+        within=True,
+        beside=_EXPERTS,
     ),
-)  # fmt: skip
+)
 
 #: Keys by which a config counts its layers.
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")

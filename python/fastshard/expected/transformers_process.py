@@ -19,8 +19,15 @@ __all__ = ["answer_of"]
 _WORKER = Path(__file__).with_name("transformers_worker.py")
 #: What the worker has of the environment: where programs and libraries lie, and the language.
 _ENVIRONMENT = (
-    "PATH", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "SYSTEMROOT",
-)  # fmt: skip
+    "PATH",
+    "LANG",
+    "LANGUAGE",
+    "LD_LIBRARY_PATH",
+    "DYLD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+    "SYSTEMROOT",
+)
 
 
 def answer_of(question: dict[str, Any], timeout: float, memory: int) -> dict[str, Any]:
@@ -56,9 +63,14 @@ def _answered(question: dict[str, Any], timeout: float, memory: int) -> dict[str
         words = [sys.executable, "-I", str(_WORKER), str(root / "asked.json"), str(root / "answer.json")]
         with (root / "said").open("wb") as output:
             process = subprocess.Popen(
-                words, cwd=root / "cwd", env=_environment(root / "home"), stdin=subprocess.DEVNULL, stdout=output,
-                stderr=output, start_new_session=True,
-            )  # fmt: skip
+                words,
+                cwd=root / "cwd",
+                env=_environment(root / "home"),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
             try:
                 process.wait(timeout)
             except subprocess.TimeoutExpired:
@@ -98,7 +110,12 @@ def _environment(own: Path) -> dict[str, str]:
         name: value for name, value in os.environ.items() if name in _ENVIRONMENT or name.startswith("LC_")
     }
     return kept | {
-        "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": "",
-        "USE_TORCH_XLA": "0", "USE_HUB_KERNELS": "0", "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "USE_TORCH_XLA": "0",
+        "USE_HUB_KERNELS": "0",
+        "OMP_NUM_THREADS": "1",
         **dict.fromkeys(("HOME", "HF_HOME", "XDG_CACHE_HOME", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR"), str(own)),
-    }  # fmt: skip
+    }

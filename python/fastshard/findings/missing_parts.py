@@ -109,10 +109,13 @@ def _incomplete(one: PromisedPart, names: Collection[str]) -> list[Finding]:
     message = f"config.json promises {one.part}; some of {one.its} tensors are missing"
     return [
         Finding.of(
-            codes.MISSING_TENSOR, message, got=f"without {printable(some(gone, _NAMED))}", expected="modules like those of the other layers",
+            codes.MISSING_TENSOR,
+            message,
+            got=f"without {printable(some(gone, _NAMED))}",
+            expected="modules like those of the other layers",
             help="copy the files that held them from the original checkpoint",
         )
-    ]  # fmt: skip
+    ]
 
 
 def merge_by_part(

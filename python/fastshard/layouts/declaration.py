@@ -32,9 +32,23 @@ from .declared_parts import (
 from .wrapper_names import put_in, wrapped
 
 __all__ = [
-    "Adapted", "Assembled", "Blocks", "Description", "Dialect", "Evidence", "Group", "ListedBlocks", "Moments",
-    "Optimizer", "Source", "StateFile", "Superseded", "TreeInfo", "Unit", "is_state",
-]  # fmt: skip
+    "Adapted",
+    "Assembled",
+    "Blocks",
+    "Description",
+    "Dialect",
+    "Evidence",
+    "Group",
+    "ListedBlocks",
+    "Moments",
+    "Optimizer",
+    "Source",
+    "StateFile",
+    "Superseded",
+    "TreeInfo",
+    "Unit",
+    "is_state",
+]
 
 
 @dataclass
@@ -405,9 +419,22 @@ class Source:
 
 #: Where trainers keep what is no weight. source: torchtitan checkpoint.py, FSDP examples, Lightning
 _STATE = (
-    "optim.", "optimizer.", "optimizers.", "optimizer_states.", "optimizer_state_dict.", "optimizer_state.", "lr_scheduler",
-    "lr_schedulers.", "scheduler.", "scaler.", "train_state", "dataloader", "loops.", "callbacks.", "rng_state",
-)  # fmt: skip
+    "optim.",
+    "optimizer.",
+    "optimizers.",
+    "optimizer_states.",
+    "optimizer_state_dict.",
+    "optimizer_state.",
+    "lr_scheduler",
+    "lr_schedulers.",
+    "scheduler.",
+    "scaler.",
+    "train_state",
+    "dataloader",
+    "loops.",
+    "callbacks.",
+    "rng_state",
+)
 
 
 def is_state(name: str) -> bool:

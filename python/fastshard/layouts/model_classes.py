@@ -18,11 +18,29 @@ from ..common.records import dataclass, field
 PLACES = ("qkv", "out", "mlp", "mlp_out")
 #: Keys of ``config.json`` that some classes have and others do not.
 KEYS = frozenset(
-    ("num_key_value_heads", "head_dim", "layer_norm_eps", "rms_norm_eps", "rotary_emb_base", "rope_theta", "rotary_pct",
-     "partial_rotary_factor", "use_parallel_residual", "attention_bias", "mlp_bias", "num_local_experts", "num_experts",
-     "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "sliding_window", "use_sliding_window",
-     "max_window_layers", "layer_types")
-)  # fmt: skip
+    (
+        "num_key_value_heads",
+        "head_dim",
+        "layer_norm_eps",
+        "rms_norm_eps",
+        "rotary_emb_base",
+        "rope_theta",
+        "rotary_pct",
+        "partial_rotary_factor",
+        "use_parallel_residual",
+        "attention_bias",
+        "mlp_bias",
+        "num_local_experts",
+        "num_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "sliding_window",
+        "use_sliding_window",
+        "max_window_layers",
+        "layer_types",
+    )
+)
 #: In which layers a window is: in all; in those that the config names; or in some, and nothing tells which.
 WINDOWS = ("all", "named", "unknown")
 

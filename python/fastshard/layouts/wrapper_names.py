@@ -7,9 +7,12 @@ from collections.abc import Collection, Iterable
 #: Parts of names that wrappers put in and that no model has: without them a name is the model's own.
 #: source: torch (_dynamo/eval_frame.py, distributed/fsdp, distributed/algorithms/_checkpoint), Lightning
 _TRANSPARENT = {
-    "_orig_mod": "torch.compile", "_fsdp_wrapped_module": "FSDP", "_fpw_module": "FSDP",
-    "_checkpoint_wrapped_module": "torch's activation checkpointing", "_forward_module": "Lightning",
-}  # fmt: skip
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FSDP",
+    "_fpw_module": "FSDP",
+    "_checkpoint_wrapped_module": "torch's activation checkpointing",
+    "_forward_module": "Lightning",
+}
 #: Parts by which no model's own names are told any more. source: PEFT, TRL
 _WRAPPERS = {"base_layer": "PEFT", "modules_to_save": "PEFT", "pretrained_model": "TRL"}
 #: The same where a name begins so.

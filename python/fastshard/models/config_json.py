@@ -19,10 +19,11 @@ from .repeated_settings import find_repeated_settings
 _DEPTH = 32
 #: What takes the place of the output layer. source: transformers modeling_layers.py (GenericFor...), models/gpt_neox/modeling_gpt_neox.py
 _OTHER_HEADS = {
-    "ForSequenceClassification": ("score.weight",), "ForTokenClassification": ("score.weight", "score.bias"),
+    "ForSequenceClassification": ("score.weight",),
+    "ForTokenClassification": ("score.weight", "score.bias"),
     "GPTNeoXForTokenClassification": ("classifier.weight", "classifier.bias"),
     "ForQuestionAnswering": ("qa_outputs.weight", "qa_outputs.bias"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

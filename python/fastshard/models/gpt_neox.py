@@ -26,9 +26,11 @@ DEFAULT_ACTIVATION = "gelu"
 #: eps by kind of norm: key and default. source: gpt-neox megatron/neox_arguments/neox_args.py
 #: LayerNormMLP uses these defaults whatever the config says. source: megatron/model/transformer_engine.py
 EPS = {
-    "layernorm": ("layernorm_epsilon", 1e-5), "te_layernorm": ("layernorm_epsilon", 1e-5),
-    "rmsnorm": ("rms_norm_epsilon", 1e-8), "te_rmsnorm": ("rms_norm_epsilon", 1e-8),
-}  # fmt: skip
+    "layernorm": ("layernorm_epsilon", 1e-5),
+    "te_layernorm": ("layernorm_epsilon", 1e-5),
+    "rmsnorm": ("rms_norm_epsilon", 1e-8),
+    "te_rmsnorm": ("rms_norm_epsilon", 1e-8),
+}
 _NORMS = {
     "layernorm": "LayerNorm",
     "te_layernorm": "LayerNorm",
@@ -37,44 +39,92 @@ _NORMS = {
 }
 #: GPT-NeoX activation -> transformers'. A gated one by what it applies to the gate.
 _ACTIVATIONS = {
-    "gelu": "gelu", "relu": "relu", "silu": "silu", "swish": "silu", "mish": "mish",
-    "swiglu": "silu", "geglu": "gelu", "reglu": "relu", "glu": "sigmoid", "bilinear": "linear",
-}  # fmt: skip
+    "gelu": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+    "mish": "mish",
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "reglu": "relu",
+    "glu": "sigmoid",
+    "bilinear": "linear",
+}
 #: The way back. The tanh form is what bias_gelu_fusion computes. source: megatron/model/fused_bias_gelu.py
 _PLAIN: dict[str, dict[str, Any]] = {
-    "gelu": {"activation": "gelu"}, "gelu_pytorch_tanh": {"activation": "gelu", "bias_gelu_fusion": True},
-    "relu": {"activation": "relu"}, "silu": {"activation": "silu"}, "mish": {"activation": "mish"},
-}  # fmt: skip
+    "gelu": {"activation": "gelu"},
+    "gelu_pytorch_tanh": {"activation": "gelu", "bias_gelu_fusion": True},
+    "relu": {"activation": "relu"},
+    "silu": {"activation": "silu"},
+    "mish": {"activation": "mish"},
+}
 _TOKENS = ("bos_token_id", "eos_token_id")
 GATES = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"}
 _WORDS = {
-    "gated": "MLP", "parallel": "gpt_j_residual", "positions": "pos_emb", "rope.share": "rotary_pct", "rope.base": "rotary_emb_base",
-    "window": "sliding_window_width", "qk_norm": "use_qk_layernorm", "grouped": "num_kv_heads", "biases": "set of biases",
-}  # fmt: skip
+    "gated": "MLP",
+    "parallel": "gpt_j_residual",
+    "positions": "pos_emb",
+    "rope.share": "rotary_pct",
+    "rope.base": "rotary_emb_base",
+    "window": "sliding_window_width",
+    "qk_norm": "use_qk_layernorm",
+    "grouped": "num_kv_heads",
+    "biases": "set of biases",
+}
 #: Settings of the model by their names in :func:`.read_settings`, as keys of a training config.
 _OF_CONFIG = {
-    "num_hidden_layers": "num_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_kv_heads", "max_position_embeddings": "max_position_embeddings", "rope_theta": "rotary_emb_base",
-    "partial_rotary_factor": "rotary_pct", "parallel": "gpt_j_residual",
-}  # fmt: skip
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "max_position_embeddings": "max_position_embeddings",
+    "rope_theta": "rotary_emb_base",
+    "partial_rotary_factor": "rotary_pct",
+    "parallel": "gpt_j_residual",
+}
 #: Keys of a training config that are settings of the model, and not of how it is run.
 SETTINGS = frozenset(
     {
-        *_OF_CONFIG.values(), *(key for key, _ in EPS.values()), "activation", "bias_gelu_fusion", "norm", "pos_emb",
-        "no_weight_tying", "sliding_window_width", "gpt_j_tied", "use_mup", "use_qk_layernorm",
-        "intermediate_size", "mlp_multiple_of",
+        *_OF_CONFIG.values(),
+        *(key for key, _ in EPS.values()),
+        "activation",
+        "bias_gelu_fusion",
+        "norm",
+        "pos_emb",
+        "no_weight_tying",
+        "sliding_window_width",
+        "gpt_j_tied",
+        "use_mup",
+        "use_qk_layernorm",
+        "intermediate_size",
+        "mlp_multiple_of",
     }
-)  # fmt: skip
+)
 _NONE = (False, False, False, False)
 _ALL = (True, True, True, True)
 _EVEN = (_NONE, _ALL, (True, True, False, False), (False, False, True, True))
 NEOX = Says(
-    kind="GPT-NeoX", families=("gpt_neox",), norm="LayerNorm", norm_bias=True, gated=False, activations=tuple(_PLAIN), parallel=(False, True), shares=None,
-    scalings=("default",), whole_base=True, biases=_EVEN,
-)  # fmt: skip
+    kind="GPT-NeoX",
+    families=("gpt_neox",),
+    norm="LayerNorm",
+    norm_bias=True,
+    gated=False,
+    activations=tuple(_PLAIN),
+    parallel=(False, True),
+    shares=None,
+    scalings=("default",),
+    whole_base=True,
+    biases=_EVEN,
+)
 LLAMA = Says(
-    kind="Llama", activations=tuple(GATES), shares=None, scalings=("default",), whole_base=True, window=True, biases=_EVEN
-)  # fmt: skip
+    kind="Llama",
+    activations=tuple(GATES),
+    shares=None,
+    scalings=("default",),
+    whole_base=True,
+    window=True,
+    biases=_EVEN,
+)
 
 
 @dataclass(frozen=True)
@@ -193,7 +243,7 @@ class GptNeoX:
             unknown=unknown,
             assumed=assumed,
             remarks=tuple(remarks),
-        )  # fmt: skip
+        )
 
     def write(self, model: Model, axes: Mapping[str, int], file: str) -> tuple[dict[str, Any], list[Finding]]:
         """The keys of a training config that say what a model is, and what had to be assumed.

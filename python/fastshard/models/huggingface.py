@@ -23,8 +23,11 @@ _ACTIVATIONS = frozenset({"gelu", "gelu_pytorch_tanh", "relu", "silu", "mish", "
 _SHARES = ("partial_rotary_factor", "rotary_pct")
 #: What messages call the fields.
 _WORDS = {
-    "activation": "hidden_act", "parallel": "use_parallel_residual", "window": "sliding_window", "rope.scaling": "rope_scaling",
-}  # fmt: skip
+    "activation": "hidden_act",
+    "parallel": "use_parallel_residual",
+    "window": "sliding_window",
+    "rope.scaling": "rope_scaling",
+}
 #: Its GPT-2 is another model.
 _GPT3 = Says(kind="GPT-3")
 
@@ -32,12 +35,22 @@ _GPT3 = Says(kind="GPT-3")
 def _says(of: ModelClass) -> Says:
     """What the models of a class can be."""
     return Says(
-        kind=of.kind, families=(of.family,), norm=of.norm, norm_bias=of.norm_bias, gated=of.gated, activations=_ACTIVATIONS,
+        kind=of.kind,
+        families=(of.family,),
+        norm=of.norm,
+        norm_bias=of.norm_bias,
+        gated=of.gated,
+        activations=_ACTIVATIONS,
         parallel=(False, True) if of.having("use_parallel_residual") else (False,),
-        shares=None if of.having(*_SHARES) else (1.0,), scalings=of.scalings, window=of.window in ("all", "named"),
-        biases=[_places(biases) for biases in of.biases], qk_norm=(of.qk_norm,),
-        grouped=(False, True) if of.grouped else (False,), experts=of.experts, unnormalised=of.having("norm_topk_prob"),
-    )  # fmt: skip
+        shares=None if of.having(*_SHARES) else (1.0,),
+        scalings=of.scalings,
+        window=of.window in ("all", "named"),
+        biases=[_places(biases) for biases in of.biases],
+        qk_norm=(of.qk_norm,),
+        grouped=(False, True) if of.grouped else (False,),
+        experts=of.experts,
+        unnormalised=of.having("norm_topk_prob"),
+    )
 
 
 def _places(biases: Sequence[str]) -> tuple[bool, bool, bool, bool]:

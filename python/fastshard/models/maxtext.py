@@ -20,24 +20,44 @@ from .model import Lack, Model, Rope
 from .unsupported import Says
 
 #: Keys that tell MaxText's yml from other configs.
-_TELLING = ("decoder_block", "base_config", "logits_via_embedding", "scan_layers", "param_scan_axis",
-            "normalization_layer_epsilon", "rope_max_timescale", "fused_qkv", "rope_type", "model_name")  # fmt: skip
+_TELLING = (
+    "decoder_block",
+    "base_config",
+    "logits_via_embedding",
+    "scan_layers",
+    "param_scan_axis",
+    "normalization_layer_epsilon",
+    "rope_max_timescale",
+    "fused_qkv",
+    "rope_type",
+    "model_name",
+)
 #: source: MaxText configs/base.yml
 _DEFAULTS = {"rope_max_timescale": 10_000, "normalization_layer_epsilon": 1e-5}
 #: Hard-coded in MaxText. source: MaxText layers/embeddings.py, LLaMARotaryEmbedding
 LLAMA3_SCALING = {
-    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-}  # fmt: skip
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 #: Blocks that compute what Llama does. source: MaxText layers/decoders.py
 _BLOCKS = ("llama2", "mistral")
 _MERGE = "run `fastshard merge`, which writes the tensors under MaxText's own names"
 _WORDS = {
-    "eps": "normalization_layer_epsilon", "rope.base": "rope_max_timescale", "activation": "mlp_activations", "rope.scaling": "rope_type",
-}  # fmt: skip
+    "eps": "normalization_layer_epsilon",
+    "rope.base": "rope_max_timescale",
+    "activation": "mlp_activations",
+    "rope.scaling": "rope_type",
+}
 #: Its Llama block, which sees all positions before. source: MaxText models/{llama2,mistral}.py (attention_type is global)
 LLAMA = Says(
-    kind="Llama", activations=("silu",), scalings=("default", "llama3"), fixed=tuple(LLAMA3_SCALING.items()), whole_base=True
-)  # fmt: skip
+    kind="Llama",
+    activations=("silu",),
+    scalings=("default", "llama3"),
+    fixed=tuple(LLAMA3_SCALING.items()),
+    whole_base=True,
+)
 
 
 def is_maxtext(config: Mapping[str, Any]) -> bool:

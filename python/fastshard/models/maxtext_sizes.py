@@ -24,8 +24,13 @@ def _scales(config: dict[str, Any]) -> dict[str, int]:
         )
     times, rest = divmod(scale.bit_length() - 1, 3)
     heads, width = 1 << times + (rest > 0), 1 << times + (rest > 1)
-    return {"emb_dim": width, "num_query_heads": heads, "num_kv_heads": heads, "mlp_dim": heads,
-            "num_decoder_layers": 1 << times}  # fmt: skip
+    return {
+        "emb_dim": width,
+        "num_query_heads": heads,
+        "num_kv_heads": heads,
+        "mlp_dim": heads,
+        "num_decoder_layers": 1 << times,
+    }
 
 
 def sizes(config: dict[str, Any]) -> dict[str, int]:
@@ -70,8 +75,15 @@ def axes_of(config: dict[str, Any], family: str) -> dict[str, int]:
         # A model type without a table may have been trained as one that has the same sizes.
         return config_json.described(config, layout=config_json.layout_of(config) or "hf.llama")[0]
     have = sizes(config)
-    names = {"H": "emb_dim", "F": "mlp_dim", "L": "num_decoder_layers", "d": "head_dim", "V": "vocab_size",
-             "P": "vocab_size", "S": "trainable_position_size"}  # fmt: skip
+    names = {
+        "H": "emb_dim",
+        "F": "mlp_dim",
+        "L": "num_decoder_layers",
+        "d": "head_dim",
+        "V": "vocab_size",
+        "P": "vocab_size",
+        "S": "trainable_position_size",
+    }
     axes = {axis: have[name] for axis, name in names.items() if name in have}
     heads, groups = have.get("num_query_heads"), have.get("num_kv_heads")
     if family == "gpt3":
@@ -93,15 +105,29 @@ def axes_of(config: dict[str, Any], family: str) -> dict[str, int]:
 
 #: Settings of the model by their names in :func:`.read_settings`, as keys of a yml.
 _OF_CONFIG = {
-    "hidden_size": "base_emb_dim", "num_attention_heads": "base_num_query_heads", "num_key_value_heads": "base_num_kv_heads",
-    "intermediate_size": "base_mlp_dim", "num_hidden_layers": "base_num_decoder_layers", "head_dim": "head_dim",
-    "rope_theta": "rope_max_timescale", "eps": "normalization_layer_epsilon", "max_position_embeddings": "max_target_length",
-}  # fmt: skip
+    "hidden_size": "base_emb_dim",
+    "num_attention_heads": "base_num_query_heads",
+    "num_key_value_heads": "base_num_kv_heads",
+    "intermediate_size": "base_mlp_dim",
+    "num_hidden_layers": "base_num_decoder_layers",
+    "head_dim": "head_dim",
+    "rope_theta": "rope_max_timescale",
+    "eps": "normalization_layer_epsilon",
+    "max_position_embeddings": "max_target_length",
+}
 #: Keys of a yml that are settings of the model, besides its sizes.
 _SETTINGS = (
-    "rope_max_timescale", "normalization_layer_epsilon", "max_target_length", "rope_type", "rope_use_scale", "decoder_block",
-    "mlp_activations", "logits_via_embedding", "normalize_embedding_logits", "vocab_size",
-)  # fmt: skip
+    "rope_max_timescale",
+    "normalization_layer_epsilon",
+    "max_target_length",
+    "rope_type",
+    "rope_use_scale",
+    "decoder_block",
+    "mlp_activations",
+    "logits_via_embedding",
+    "normalize_embedding_logits",
+    "vocab_size",
+)
 
 
 def read_config_settings(config: dict[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,10 @@ _LABEL = "args."
 #: What `--use-rope-scaling` computes besides its factor.
 #: source: megatron/core/models/common/embeddings/rotary_pos_embedding.py (`_apply_scaling`)
 LLAMA3_SCALING = {
-    "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-}  # fmt: skip
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 #: Arguments that change what is computed and neither names nor shapes, with the values besides None that do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rotary_seq_len_interpolation_factor": (1,),
@@ -40,42 +42,85 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "heterogeneous_layers_config_encoded_json": (),
 } | dict.fromkeys(
     (
-        "apply_layernorm_1p", "apply_residual_connection_post_layernorm", "attention_output_gate",
-        "heterogeneous_block_specs", "is_hybrid_model", "layernorm_zero_centered_gamma",
-        "moe_router_force_load_balancing", "multi_latent_attention", "qk_l2_norm", "quick_geglu",
-        "retro_add_retriever", "rotary_interleaved", "squared_relu", "use_mup",
+        "apply_layernorm_1p",
+        "apply_residual_connection_post_layernorm",
+        "attention_output_gate",
+        "heterogeneous_block_specs",
+        "is_hybrid_model",
+        "layernorm_zero_centered_gamma",
+        "moe_router_force_load_balancing",
+        "multi_latent_attention",
+        "qk_l2_norm",
+        "quick_geglu",
+        "retro_add_retriever",
+        "rotary_interleaved",
+        "squared_relu",
+        "use_mup",
     ),
     (False,),
-)  # fmt: skip
+)
 _WORDS = {
-    "norm": "normalization", "gated": "swiglu", "positions": "position_embedding_type", "rope.share": "rotary_percent",
-    "rope.base": "rotary_base", "rope.scaling": "use_rope_scaling", "window": "window_size", "biases": "add_bias_linear",
-    "qk_norm": "qk_layernorm", "experts": "num_experts", "eps": "norm_epsilon", "experts.normalised": "moe_router_pre_softmax",
-}  # fmt: skip
+    "norm": "normalization",
+    "gated": "swiglu",
+    "positions": "position_embedding_type",
+    "rope.share": "rotary_percent",
+    "rope.base": "rotary_base",
+    "rope.scaling": "use_rope_scaling",
+    "window": "window_size",
+    "biases": "add_bias_linear",
+    "qk_norm": "qk_layernorm",
+    "experts": "num_experts",
+    "eps": "norm_epsilon",
+    "experts.normalised": "moe_router_pre_softmax",
+}
 #: Settings of the model by their names in :func:`.read_settings`, as arguments.
 _OF_CONFIG = {
-    "num_hidden_layers": "num_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_query_groups", "head_dim": "kv_channels", "intermediate_size": "ffn_hidden_size",
-    "max_position_embeddings": "max_position_embeddings", "eps": "norm_epsilon", "rope_theta": "rotary_base",
-    "partial_rotary_factor": "rotary_percent", "experts": "num_experts", "best_experts": "moe_router_topk",
-}  # fmt: skip
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "head_dim": "kv_channels",
+    "intermediate_size": "ffn_hidden_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "eps": "norm_epsilon",
+    "rope_theta": "rotary_base",
+    "partial_rotary_factor": "rotary_percent",
+    "experts": "num_experts",
+    "best_experts": "moe_router_topk",
+}
 #: The argument of a model whose head is not tied.
 UNTIED = "untie_embeddings_and_output_weights"
 #: Arguments that are settings of the model, and not of how it is run.
 SETTINGS = frozenset(
     {
-        *_OF_CONFIG.values(), *_NEUTRAL, "group_query_attention", "moe_ffn_hidden_size", "use_rope_scaling",
-        "rope_scaling_factor", "window_size", "window_attn_skip_freq", "swiglu", "normalization",
-        "position_embedding_type", "moe_router_pre_softmax", UNTIED,
+        *_OF_CONFIG.values(),
+        *_NEUTRAL,
+        "group_query_attention",
+        "moe_ffn_hidden_size",
+        "use_rope_scaling",
+        "rope_scaling_factor",
+        "window_size",
+        "window_attn_skip_freq",
+        "swiglu",
+        "normalization",
+        "position_embedding_type",
+        "moe_router_pre_softmax",
+        UNTIED,
     }
-)  # fmt: skip
+)
 _NONE = (False, False, False, False)
 #: A model as the tables of its layouts have it.
 LLAMA = Says(
-    kind="Llama", activations=("silu",), shares=None, scalings=("default", "llama3"), fixed=tuple(LLAMA3_SCALING.items()),
-    whole_base=True, window=True, biases=(_NONE, (True, False, False, False), (True, True, True, True)),
+    kind="Llama",
+    activations=("silu",),
+    shares=None,
+    scalings=("default", "llama3"),
+    fixed=tuple(LLAMA3_SCALING.items()),
+    whole_base=True,
+    window=True,
+    biases=(_NONE, (True, False, False, False), (True, True, True, True)),
     qk_norm=(False, True),
-)  # fmt: skip
+)
 
 
 class Megatron:

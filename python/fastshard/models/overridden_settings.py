@@ -28,7 +28,7 @@ _NAMES = {
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "best_experts": ("num_experts_per_tok",),
     "expert_size": ("moe_intermediate_size",),
-}  # fmt: skip
+}
 _BASES = ("rope_theta", "rotary_emb_base")
 _SHARES = ("partial_rotary_factor", "rotary_pct")
 _TABLES = ("rope_parameters", "rope_scaling")

@@ -151,25 +151,32 @@ ALIASES: dict[tuple[str, str], str] = {
     ("route_scale", "routed_scaling_factor"): "inkling2_loop_text inkling2_text",
     ("sliding_window", "sliding_window_size"): "inkling2_loop_text inkling2_text inkling_text",
     ("tgt_vocab_size", "vocab_size"): "fsmt",
-}  # fmt: skip
+}
 #: What GPT-2 calls its sizes. Classes without these names pass over them, and other readers do not.
 _PASSED_OVER = (
-    ("hidden_size", "n_embd"), ("n_layer", "num_hidden_layers"), ("n_head", "num_attention_heads"),
+    ("hidden_size", "n_embd"),
+    ("n_layer", "num_hidden_layers"),
+    ("n_head", "num_attention_heads"),
     ("max_position_embeddings", "n_positions"),
-)  # fmt: skip
+)
 _ROPE = ("rope_parameters", "rope_scaling")
 #: Keys beside the tables of the rotary embedding that say what is in them, and the name there.
 #: source: transformers modeling_rope_utils.py (convert_rope_params_to_dict)
 _BESIDE_ROPE = {
-    "rope_theta": "rope_theta", "rotary_emb_base": "rope_theta", "partial_rotary_factor": "partial_rotary_factor",
-    "rotary_pct": "partial_rotary_factor", "original_max_position_embeddings": "original_max_position_embeddings",
-}  # fmt: skip
+    "rope_theta": "rope_theta",
+    "rotary_emb_base": "rope_theta",
+    "partial_rotary_factor": "partial_rotary_factor",
+    "rotary_pct": "partial_rotary_factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+}
 #: The same for tables by kinds of layers: the kind that the key is for.
 #: source: transformers models/{gemma3,modernbert,deepseek_v4}/configuration_*.py
 _BESIDE_KINDS = {
-    "rope_theta": ("full_attention", "main"), "global_rope_theta": ("full_attention",),
-    "rope_local_base_freq": ("sliding_attention",), "local_rope_theta": ("sliding_attention",),
-}  # fmt: skip
+    "rope_theta": ("full_attention", "main"),
+    "global_rope_theta": ("full_attention",),
+    "rope_local_base_freq": ("sliding_attention",),
+    "local_rope_theta": ("sliding_attention",),
+}
 #: Kinds of scaling that have had two names, and one that says more than the other. source: modeling_rope_utils.py
 _SAME_KINDS = {"su": "longrope", "mrope": "default"}
 #: Names of one dtype. source: torch

@@ -17,8 +17,11 @@ from . import tokenizer
 
 #: Besides the tokenizer's. source: transformers utils/__init__.py, processing_utils.py
 OTHERS = (
-    "generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
-)  # fmt: skip
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 #: What must or should go along with weights that are passed on: the model card, the licence, notices.
 DOCUMENTS = ("README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "NOTICE.md", "NOTICE.txt")
 #: Where trainers keep what they took from Hugging Face. source: verl utils/checkpoint/fsdp_checkpoint_manager.py

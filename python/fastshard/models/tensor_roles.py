@@ -27,9 +27,27 @@ _HEADS = frozenset((*WORDS["head_modules"], "output_layer", "final_linear", "log
 _WORD = compile_when_used(r"[^.\W_]+")
 #: Words that say where a model begins, or that layers do; they tell no role.
 _WRAPPERS = frozenset(
-    ("model", "module", "transformer", "language_model", "gpt_neox", "params", "lm", "decoder", "layers", "layer", "blocks",
-     "block", "h", "x_layers", "repeat", "sub", "_fsdp_wrapped_module", "_orig_mod")
-)  # fmt: skip
+    (
+        "model",
+        "module",
+        "transformer",
+        "language_model",
+        "gpt_neox",
+        "params",
+        "lm",
+        "decoder",
+        "layers",
+        "layer",
+        "blocks",
+        "block",
+        "h",
+        "x_layers",
+        "repeat",
+        "sub",
+        "_fsdp_wrapped_module",
+        "_orig_mod",
+    )
+)
 
 
 def parts_of(name: str) -> tuple[tuple[str | None, ...], list[int]]:

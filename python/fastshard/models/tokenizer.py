@@ -16,17 +16,27 @@ from . import vocab_files
 #: Files that hold a vocabulary, and of what kind; the one that readers prefer first.
 #: source: transformers tokenization_utils_base.py and the tokenizers of its models
 _VOCABULARIES = {
-    "tokenizer.json": "tokenizers", "vocab.json": "ids", "vocab.txt": "lines", "tokenizer.model": "model",
-    "spiece.model": "sentencepiece", "sentencepiece.bpe.model": "sentencepiece", "tiktoken.model": "tiktoken",
+    "tokenizer.json": "tokenizers",
+    "vocab.json": "ids",
+    "vocab.txt": "lines",
+    "tokenizer.model": "model",
+    "spiece.model": "sentencepiece",
+    "sentencepiece.bpe.model": "sentencepiece",
+    "tiktoken.model": "tiktoken",
     "tekken.json": "tekken",
-}  # fmt: skip
+}
 #: How the names of tiktoken's other files end, e.g. qwen.tiktoken.
 _TIKTOKEN = ".tiktoken"
 #: Files of a tokenizer.
 NAMES = (
-    *_VOCABULARIES, "merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
+    *_VOCABULARIES,
+    "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 #: Where the special tokens are named.
 _TOKEN_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 #: Ids of a model's config, and what the tokenizer calls the tokens.

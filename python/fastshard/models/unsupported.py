@@ -138,16 +138,18 @@ def refuse(format: str, kinds: Iterable[Says], model: Model) -> None:
 
 def refused(format: str, kind: Says, lacks: list[Lack], help: str | None = None) -> FastshardError:
     """What cannot be said, each by its source's name."""
-    return error_for([
-        Finding.of(
-            codes.UNSUPPORTED,
-            f"{format} has no {kind.kind} model with this {lack.what}",
-            expected=lack.expected,
-            got=lack.got,
-            help=help,
-        )
-        for lack in lacks
-    ])  # fmt: skip
+    return error_for(
+        [
+            Finding.of(
+                codes.UNSUPPORTED,
+                f"{format} has no {kind.kind} model with this {lack.what}",
+                expected=lack.expected,
+                got=lack.got,
+                help=help,
+            )
+            for lack in lacks
+        ]
+    )
 
 
 def _with(bias: bool) -> str:

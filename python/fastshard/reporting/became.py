@@ -105,9 +105,11 @@ def _how(output: Mapping[str, Any], stored: Sequence[Mapping[str, Any]]) -> str:
         return f"{separated}copied"
     width = math.prod(output["shape"][1:]) or 1
     side = "columns" if any(part["dst_base"] % width for part in parts) else "rows"
-    return f"{separated}{'rows reordered, ' if scattered else ''}{side} joined" if len(stored) > 1 else (
-        f"{separated}{'rows reordered' if scattered else 'copied'}"
-    )  # fmt: skip
+    return (
+        f"{separated}{'rows reordered, ' if scattered else ''}{side} joined"
+        if len(stored) > 1
+        else (f"{separated}{'rows reordered' if scattered else 'copied'}")
+    )
 
 
 def _merged(part: Mapping[str, Any]) -> list[tuple[int, int]]:

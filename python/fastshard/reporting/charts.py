@@ -41,12 +41,24 @@ _CONFIG: dict[str, Any] = {
     "font": "sans-serif",
     "view": {"stroke": None},
     "axis": {
-        "domainColor": _MUTED, "tickColor": _MUTED, "gridColor": _GRID, "labelColor": _INK, "titleColor": _INK,
-        "labelFontSize": 11, "titleFontSize": 11, "titleFontWeight": "normal",
+        "domainColor": _MUTED,
+        "tickColor": _MUTED,
+        "gridColor": _GRID,
+        "labelColor": _INK,
+        "titleColor": _INK,
+        "labelFontSize": 11,
+        "titleFontSize": 11,
+        "titleFontWeight": "normal",
     },
-    "legend": {"labelColor": _INK, "titleColor": _INK, "labelFontSize": 11, "labelLimit": 300, "symbolSize": 70},
+    "legend": {
+        "labelColor": _INK,
+        "titleColor": _INK,
+        "labelFontSize": 11,
+        "labelLimit": 300,
+        "symbolSize": 70,
+    },
     "text": {"color": _INK},
-}  # fmt: skip
+}
 
 
 def _chart(**parts: Any) -> Chart:
@@ -68,8 +80,11 @@ def densities(sides: Sequence[tuple[str, Steps]], *, width: int = 300, height: i
         xs = (steps.edges[0], *steps.edges)
         values = [{"x": x, "y": y} for x, y in zip(xs, (0.0, *steps.heights, 0.0), strict=True)]
         line = {
-            "type": "line", "interpolate": "step-after", "color": _OF_SERIES[len(sides) - 1 - i], "strokeWidth": 1.5
-        }  # fmt: skip
+            "type": "line",
+            "interpolate": "step-after",
+            "color": _OF_SERIES[len(sides) - 1 - i],
+            "strokeWidth": 1.5,
+        }
         marks: list[dict[str, Any]] = [line]
         if i == len(sides) - 1:
             area = {"type": "area", "interpolate": "step-after", "color": _OF_SERIES[0], "opacity": 0.25}
@@ -162,9 +177,31 @@ def needed() -> Any:
 #: What of an SVG gets into the page: pictures hold names of strangers, and vl-convert writes what its next version likes.
 _ELEMENTS = frozenset(("svg", "g", "path", "line", "rect", "circle", "text", "tspan"))
 _ATTRIBUTES = frozenset(
-    ("d", "transform", "x", "y", "x1", "x2", "y1", "y2", "dx", "dy", "cx", "cy", "r", "width", "height", "text-anchor",
-     "font-size", "stroke-width", "stroke-dasharray", "opacity", "fill-opacity", "stroke-opacity")
-)  # fmt: skip
+    (
+        "d",
+        "transform",
+        "x",
+        "y",
+        "x1",
+        "x2",
+        "y1",
+        "y2",
+        "dx",
+        "dy",
+        "cx",
+        "cy",
+        "r",
+        "width",
+        "height",
+        "text-anchor",
+        "font-size",
+        "stroke-width",
+        "stroke-dasharray",
+        "opacity",
+        "fill-opacity",
+        "stroke-opacity",
+    )
+)
 #: Numbers of more digits than a screen has.
 _LONG = compile_when_used(r"-?[0-9]+\.[0-9]{3,}(?![0-9e])")
 _SVG = "{http://www.w3.org/2000/svg}"

@@ -142,10 +142,18 @@ def compared(own: Side, other: Side, stats: bool, run: RunOptions, bar: Progress
     moved = made or after is not own.opened._plan
     whole = not any(f.severity == "error" for plan in plans for f in plan.findings)
     return Comparison(
-        other.path, f"{extent}; under {named}", changes, len(common), equal,
-        {n: numbers[1][n] for n in common if n in numbers[1]}, {n: numbers[0][n] for n in common if n in numbers[0]},
-        became=made, grids=(sources_grid(other.opened, before), sources_grid(own.opened, after)) if moved and whole else None,
-    )  # fmt: skip
+        other.path,
+        f"{extent}; under {named}",
+        changes,
+        len(common),
+        equal,
+        {n: numbers[1][n] for n in common if n in numbers[1]},
+        {n: numbers[0][n] for n in common if n in numbers[0]},
+        became=made,
+        grids=(sources_grid(other.opened, before), sources_grid(own.opened, after))
+        if moved and whole
+        else None,
+    )
 
 
 #: Dtype and shape of each tensor.

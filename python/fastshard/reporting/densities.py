@@ -107,6 +107,15 @@ def joined(stats: Sequence[TensorStats]) -> TensorStats:
     if mean is not None:
         std = math.sqrt(sum(count * (s * s + (m - mean) ** 2) for count, m, s in finite) / n)
     return TensorStats(
-        stats[0].dtype, (), sum(s.count for s in stats), sum(s.zeros for s in stats), sum(s.nan for s in stats),
-        sum(s.inf for s in stats), min(lows, default=None), max(highs, default=None), mean, std, histogram,
-    )  # fmt: skip
+        stats[0].dtype,
+        (),
+        sum(s.count for s in stats),
+        sum(s.zeros for s in stats),
+        sum(s.nan for s in stats),
+        sum(s.inf for s in stats),
+        min(lows, default=None),
+        max(highs, default=None),
+        mean,
+        std,
+        histogram,
+    )

@@ -79,27 +79,39 @@ def facts_of(checkpoint: Checkpoint, plan: Plan, counts: Counts, read: bool) -> 
     # Of files that name none of their tensors nothing tells how many these were.
     of = f" of {c.expected:,}" if c.lost or not c.absent else ""
     return (
-        Fact("Framework", checkpoint.framework, f"model family {checkpoint.family}" if checkpoint.family else ""),
+        Fact(
+            "Framework",
+            checkpoint.framework,
+            f"model family {checkpoint.family}" if checkpoint.family else "",
+        ),
         Fact("Step", checkpoint.step or "not stated"),
         Fact("Topology", degrees(checkpoint)),
         Fact(
-            "Checked", "all data" if read else "headers alone",
+            "Checked",
+            "all data" if read else "headers alone",
             "headers, and every byte of the tensors" if read else "no value of a tensor was read",
         ),
         Fact(
-            "Tensors in full", f"{c.tensors:,}{of}", f"from {c.stored:,} stored",
+            "Tensors in full",
+            f"{c.tensors:,}{of}",
+            f"from {c.stored:,} stored",
             *((c.tensors, c.expected) if of else ()),
         ),
         Fact(
-            "Parameters in full", f"{c.parameters:,}", "of the tensors in full" if c.lost else "all of them",
+            "Parameters in full",
+            f"{c.parameters:,}",
+            "of the tensors in full" if c.lost else "all of them",
             *((c.parameters, c.all_parameters) if c.lost and c.all_parameters is not None else ()),
         ),
-        Fact("Files", f"{files} of {all_files:,}" if c.absent else files, human(c.nbytes), c.files, all_files),
         Fact(
-            "Data types" if len(dtypes) > 1 else "Data type", ", ".join(dtypes) or "none",
+            "Files", f"{files} of {all_files:,}" if c.absent else files, human(c.nbytes), c.files, all_files
+        ),
+        Fact(
+            "Data types" if len(dtypes) > 1 else "Data type",
+            ", ".join(dtypes) or "none",
             ", ".join(f"{d} x {n:,} ({human(b)})" for d, (n, b) in list(dtypes.items())[:4]),
         ),
-    )  # fmt: skip
+    )
 
 
 def degrees(checkpoint: Checkpoint) -> str:

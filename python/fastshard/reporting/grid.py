@@ -178,8 +178,10 @@ class _Filling:
         """The grid, once all that was found is put into the rows."""
         placed = [
             # What says nothing of a place is of the whole checkpoint.
-            f for f in findings if f.severity in ("error", "warning") and (f.file not in (None, ".") or f.rank or f.tensor)
-        ]  # fmt: skip
+            f
+            for f in findings
+            if f.severity in ("error", "warning") and (f.file not in (None, ".") or f.rank or f.tensor)
+        ]
         #: Files of a row that are missing or cannot be read, by row: the causes of what the core misses.
         causes: dict[str, list[tuple[str, int]]] = {}
         self.forms |= {

@@ -27,7 +27,7 @@ STATES: tuple[State, ...] = (
     State("doubtful", "?", "a warning is about it"),
     State("unexpected", "+", "nothing names it; it was not read"),
     State("complete", "", "here, as far as it was checked"),
-)  # fmt: skip
+)
 
 
 MISSING, DAMAGED, COPIED, MISFIT, DOUBTFUL, UNEXPECTED, THERE = range(len(STATES))

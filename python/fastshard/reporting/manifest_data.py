@@ -31,17 +31,24 @@ def manifest_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[Fin
         if name not in have:
             found.append(
                 Finding.of(
-                    codes.MISSING_FILE, "the file is missing", file=name, evidence=f"named in {manifests.MANIFEST_NAME}",
+                    codes.MISSING_FILE,
+                    "the file is missing",
+                    file=name,
+                    evidence=f"named in {manifests.MANIFEST_NAME}",
                     help="copy it from the host that made the manifest",
                 )
-            )  # fmt: skip
+            )
         elif size is not None and have[name] != size:
             found.append(
                 Finding.of(
-                    codes.HASH, "the file has another size than its manifest says", file=name, expected=f"{size} bytes",
-                    got=f"{have[name]} bytes", help="restore the file from a good copy",
+                    codes.HASH,
+                    "the file has another size than its manifest says",
+                    file=name,
+                    expected=f"{size} bytes",
+                    got=f"{have[name]} bytes",
+                    help="restore the file from a good copy",
                 )
-            )  # fmt: skip
+            )
     told = {f.file for f in checkpoint.findings if f.severity == "error"}
     return document, [f for f in found if f.file not in told]
 
@@ -119,7 +126,10 @@ def provenance(document: dict[str, Any] | None) -> tuple[tuple[str, str], ...]:
         ("value ops", ", ".join(f"{op} x {n:,}" for op, n in ops.items())),
         ("run", str(made.get("run", ""))),
         ("made on", ", ".join(f"{p.get('host')} ({human(p.get('bytes') or 0)})" for p in parts)),
-        ("warnings and notes then", "; ".join(f"{f.get('code')}: {f.get('message')}" for f in accepted[:_SOURCES])),
+        (
+            "warnings and notes then",
+            "; ".join(f"{f.get('code')}: {f.get('message')}" for f in accepted[:_SOURCES]),
+        ),
         ("not checked then", str(document.get("not_proven", ""))),
-    ]  # fmt: skip
+    ]
     return tuple((key, value) for key, value in rows if value)

@@ -168,8 +168,12 @@ def _template() -> Any:
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fastshard.reporting", ""),
-        autoescape=True, finalize=finalize, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
+        autoescape=True,
+        finalize=finalize,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
     filters: dict[str, Any] = {
         "human": human,
         "n": lambda n: f"{n:,}",

@@ -62,10 +62,14 @@ def figures(report: Report) -> dict[str, Any]:
     )
     layers, layers_left = multiples(after, before, heavy) if drawn else ([], 0)
     return {
-        "by_role": by_role, "roles_left": max(0, len(heavy) - _ROLES), "notable": notable,
-        "odd": [(n, s, before.get(n)) for n, s in odd[:20]], "odd_left": max(0, len(odd) - 20),
-        "layers": layers, "layers_left": layers_left,
-    }  # fmt: skip
+        "by_role": by_role,
+        "roles_left": max(0, len(heavy) - _ROLES),
+        "notable": notable,
+        "odd": [(n, s, before.get(n)) for n, s in odd[:20]],
+        "odd_left": max(0, len(odd) - 20),
+        "layers": layers,
+        "layers_left": layers_left,
+    }
 
 
 def _distribution(

@@ -69,11 +69,18 @@ def _article(number: int, of: Sequence[Finding], limits: Limits) -> Article:
     fixes = list(dict.fromkeys(f.advice for f in of if f.advice))
     more = f"; and {counted(len(fixes) - 3, 'more place')} alike" if len(fixes) > 3 else ""
     return Article(
-        number, first.code, first.severity, None if first.severity == "note" else state_of(first), title,
-        tuple((label, text) for label, text in facts if text), "; ".join(fixes[:3]) + more,
-        tuple(places[: min(_LISTED, 3 * limits.findings)]), len(places), effect_of(first) or "" if len(of) == 1 else "",
+        number,
+        first.code,
+        first.severity,
+        None if first.severity == "note" else state_of(first),
+        title,
+        tuple((label, text) for label, text in facts if text),
+        "; ".join(fixes[:3]) + more,
+        tuple(places[: min(_LISTED, 3 * limits.findings)]),
+        len(places),
+        effect_of(first) or "" if len(of) == 1 else "",
         tuple(of),
-    )  # fmt: skip
+    )
 
 
 def _places(finding: Finding) -> list[tuple[str, str]]:

@@ -34,8 +34,19 @@ if TYPE_CHECKING:
     from .._core import RunOptions
 
 __all__ = [
-    "Change", "Check", "Comparison", "Counts", "Fact", "Family", "Group", "Numbers", "Report", "Tensor", "gathered", "unopened",
-]  # fmt: skip
+    "Change",
+    "Check",
+    "Comparison",
+    "Counts",
+    "Fact",
+    "Family",
+    "Group",
+    "Numbers",
+    "Report",
+    "Tensor",
+    "gathered",
+    "unopened",
+]
 
 
 @dataclass(frozen=True)
@@ -204,9 +215,14 @@ def gathered(
     counts = counts_of(checkpoint, plan, missing)
     facts = facts_of(checkpoint, plan, counts, stats)
     made = Read(
-        " ".join(shlex.quote(str(path)) for path in checkpoint.listing.given()), counts.files, counts.tensors, provable,
-        stats, document is not None, numbers is not None,
-    )  # fmt: skip
+        " ".join(shlex.quote(str(path)) for path in checkpoint.listing.given()),
+        counts.files,
+        counts.tensors,
+        provable,
+        stats,
+        document is not None,
+        numbers is not None,
+    )
     families = _families(plan)
     broken = any(f.severity == "error" for f in findings)
     return Report(
@@ -334,11 +350,13 @@ def _spread(name: str, ranges: list[str]) -> str:
     if not ranges:
         return name
     words = [
-        next(left) if part.isdecimal() and len(part) < 10
-        else f"{part.rpartition('_')[0]}_{next(left)}" if None in parts_of(part)[0]
+        next(left)
+        if part.isdecimal() and len(part) < 10
+        else f"{part.rpartition('_')[0]}_{next(left)}"
+        if None in parts_of(part)[0]
         else part
         for part in name.split(".")
-    ]  # fmt: skip
+    ]
     return ".".join(words)
 
 

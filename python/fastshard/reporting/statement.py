@@ -94,8 +94,10 @@ def _sound(report: Report) -> Statement:
     c = report.counts
     effect = (
         f"{counted(c.tensors, 'tensor')}, {counted(c.parameters, 'parameter')}, {human(c.nbytes)} in "
-        f"{counted(c.files, 'file')}.{warned}" if c else warned.strip()
-    )  # fmt: skip
+        f"{counted(c.files, 'file')}.{warned}"
+        if c
+        else warned.strip()
+    )
     if report.verdict != "ok":
         why = "Nothing is wrong as far as it was checked."
         return Statement("unsure", VERDICTS[0], why, effect, *_check(report))

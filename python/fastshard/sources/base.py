@@ -25,9 +25,13 @@ def view_of(tensor: _core.StoredTensor) -> tuple[Any, ...]:
     ``torch.save`` keeps the whole storage of a slice, so two ranks' files may hold the same one, and other slices.
     """
     return (
-        tensor.get("storage_crc32"), tensor["storage_bytes"], tensor["dtype"], tensor["offset"],
-        tuple(tensor["shape"]), tuple(tensor["strides"]),
-    )  # fmt: skip
+        tensor.get("storage_crc32"),
+        tensor["storage_bytes"],
+        tensor["dtype"],
+        tensor["offset"],
+        tuple(tensor["shape"]),
+        tuple(tensor["strides"]),
+    )
 
 
 class Contents:

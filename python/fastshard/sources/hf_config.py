@@ -385,9 +385,15 @@ def by_own_table(source: Source, table: Table, names: Collection[str]) -> Source
     model = replace(source.model, family=table.family, no_table=None, headless=None)
     optimizer = replace(source.optimizer, rules=None)
     source = replace(
-        source, layout=table.name, table=None, own_table=table, generic=[], pass_unknown=False, model=model,
+        source,
+        layout=table.name,
+        table=None,
+        own_table=table,
+        generic=[],
+        pass_unknown=False,
+        model=model,
         optimizer=optimizer,
-    )  # fmt: skip
+    )
     config = model.config
     own = table if table.has_config else None
     source = replace(source, names=bare(names))

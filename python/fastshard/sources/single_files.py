@@ -35,10 +35,16 @@ _COUNTED = compile_when_used(r"-(\d+)-of-(\d+)(\.[\w-]+)*$")
 #: source: DeepSpeed runtime/engine.py (_get_ckpt_name), runtime/pipe/module.py (ckpt_layer_path)
 _OF_DEEPSPEED = (
     (compile_when_used(r"^layer_\d+(-model_\d+)?-model_states\.pt$"), "one layer of a pipeline"),
-    (compile_when_used(r"^(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt$"), "one rank's partition of the optimizer state"),
-    (compile_when_used(r"^expp_rank_\d+_mp_rank_\d+_optim_states\.pt$"), "one rank's partition of the optimizer state"),
+    (
+        compile_when_used(r"^(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt$"),
+        "one rank's partition of the optimizer state",
+    ),
+    (
+        compile_when_used(r"^expp_rank_\d+_mp_rank_\d+_optim_states\.pt$"),
+        "one rank's partition of the optimizer state",
+    ),
     (compile_when_used(r"^(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt$"), "one expert of a mixture"),
-)  # fmt: skip
+)
 #: One tensor of a universal checkpoint: a folder of each below ``zero/``. source: DeepSpeed checkpoint/ds_to_universal.py
 _OF_UNIVERSAL = compile_when_used(r"/zero/([^/]+/(fp32|exp_avg|exp_avg_sq|step)|optimizer_state)\.pt$")
 #: What only an optimizer's partition has. source: DeepSpeed runtime/zero/{stage_1_and_2,stage3}.py, bf16_optimizer.py
@@ -46,11 +52,15 @@ _PARTITION = ("single_partition_of_fp32_groups", "fp32_flat_groups", "partition_
 #: Keys of training arguments that divide a model, and the dimension in the field's words. The number of data-parallel ranks
 #: divides none. source: Megatron-LM training/arguments.py, gpt-neox neox_arguments
 _DEGREES = {
-    "tensor_model_parallel_size": "tensor-parallel", "model_parallel_size": "tensor-parallel",
-    "pipeline_model_parallel_size": "pipeline-parallel", "pipe_parallel_size": "pipeline-parallel",
-    "expert_model_parallel_size": "expert-parallel", "mp_world_size": "model-parallel",
-    "tp_degree": "tensor-parallel", "pp_degree": "pipeline-parallel",
-}  # fmt: skip
+    "tensor_model_parallel_size": "tensor-parallel",
+    "model_parallel_size": "tensor-parallel",
+    "pipeline_model_parallel_size": "pipeline-parallel",
+    "pipe_parallel_size": "pipeline-parallel",
+    "expert_model_parallel_size": "expert-parallel",
+    "mp_world_size": "model-parallel",
+    "tp_degree": "tensor-parallel",
+    "pp_degree": "pipeline-parallel",
+}
 #: Where a file keeps them.
 _ARGUMENTS = ("args", "checkpoint_parallel_dimensions")
 #: A number that counts parts in a name: after a word that says what it counts, or at its end.
@@ -87,8 +97,11 @@ def make_part(path: str, what: str, folder: Path | None, *, tensor: str | None =
         file=path,
         tensor=tensor,
         help="name the folder that holds all parts; to take the part as it is, accept it",
-        run=[*([] if folder is None else [f"fastshard verify {shlex.quote(os.fspath(folder))}"]), "--accept part"],
-    )  # fmt: skip
+        run=[
+            *([] if folder is None else [f"fastshard verify {shlex.quote(os.fspath(folder))}"]),
+            "--accept part",
+        ],
+    )
 
 
 def accept_part(finding: Finding) -> Finding:

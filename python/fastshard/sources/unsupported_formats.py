@@ -9,16 +9,36 @@ from ..common.regex import compile_when_used
 
 #: Pattern of a file's name, what such files are, and what to do with them.
 _KNOWN = (
-    (r"adapter_(model\.(safetensors|bin)|config\.json)$", "a part of an adapter of PEFT", "bring its adapter_config.json and its tensors together; `fastshard merge BASE OUT --adapter DIR` merges it"),
+    (
+        r"adapter_(model\.(safetensors|bin)|config\.json)$",
+        "a part of an adapter of PEFT",
+        "bring its adapter_config.json and its tensors together; `fastshard merge BASE OUT --adapter DIR` merges it",
+    ),
     (r".*\.gguf$", "GGUF, llama.cpp's format", "name the checkpoint that it was made of"),
-    (r"consolidated(\.\d+)?\.(pth|safetensors)$", "Meta's or Mistral's own format", "name the Hugging Face form of the model"),
-    (r"(flax_model.*\.msgpack|tf_model.*\.h5)$", "weights for Flax or TensorFlow", "save them with from_flax or from_tf as safetensors"),
+    (
+        r"consolidated(\.\d+)?\.(pth|safetensors)$",
+        "Meta's or Mistral's own format",
+        "name the Hugging Face form of the model",
+    ),
+    (
+        r"(flax_model.*\.msgpack|tf_model.*\.h5)$",
+        "weights for Flax or TensorFlow",
+        "save them with from_flax or from_tf as safetensors",
+    ),
     (r".*\.nemo$", "an archive of NeMo", "unpack it"),
-    (r".*\.(ckpt|pt|pth)$", "a file that a trainer saved", "name the file itself: fastshard reads the tensors below its keys"),
+    (
+        r".*\.(ckpt|pt|pth)$",
+        "a file that a trainer saved",
+        "name the file itself: fastshard reads the tensors below its keys",
+    ),
     (r".*\.(onnx|engine|plan|tflite|pb)$", "a compiled model", "name the checkpoint that it was made of"),
-    (r".*\.(npz|npy|pkl|pickle|msgpack)$", "arrays or pickles of a script's own", "save the tensors as safetensors, under the model's names"),
+    (
+        r".*\.(npz|npy|pkl|pickle|msgpack)$",
+        "arrays or pickles of a script's own",
+        "save the tensors as safetensors, under the model's names",
+    ),
     (r".*\.tar(\.\w+)?$|.*\.(zip|tgz)$", "an archive", "unpack it"),
-)  # fmt: skip
+)
 #: Formats that no reader opens, by the ending of a file's name.
 _UNREAD = compile_when_used(
     r"\.(gguf|ggml|onnx|engine|plan|tflite|pb|npz|npy|msgpack|h5|nemo|tar(\.\w+)?|tgz)$"

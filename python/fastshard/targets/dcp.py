@@ -219,9 +219,14 @@ def _state(state: State, called: dict[str, str]) -> tuple[dict[str, tuple[str, i
 #: What torch's AdamW says of a group besides. A loader asks for those that its version has, and takes no others.
 #: source: torch/optim/adamw.py, adam.py
 _DEFAULTS: dict[str, Any] = {
-    "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
     DECOUPLED: True,
-}  # fmt: skip
+}
 
 
 def _hyperparameters(given: dict[str, Any]) -> dict[str, Any]:

@@ -127,13 +127,26 @@ class UniversalTarget(Target):
         ]
         frozen = {n: Size(t.whole) for n, t in bound.weights.items() if n not in state.slots}
         return {
-            "module": {}, "buffer_names": [], "optimizer": None, "param_shapes": shapes,
-            "frozen_param_shapes": frozen or None, "shared_params": {}, "frozen_param_fragments": None,
-            "lr_scheduler": None, "data_sampler": None, "random_ltd": None, "sparse_tensor_module_names": [],
-            "skipped_steps": 0, "global_steps": state.step, "global_samples": 0, "dp_world_size": 1,
-            "mp_world_size": 1, "ds_config": {}, "ds_version": _VERSION,
+            "module": {},
+            "buffer_names": [],
+            "optimizer": None,
+            "param_shapes": shapes,
+            "frozen_param_shapes": frozen or None,
+            "shared_params": {},
+            "frozen_param_fragments": None,
+            "lr_scheduler": None,
+            "data_sampler": None,
+            "random_ltd": None,
+            "sparse_tensor_module_names": [],
+            "skipped_steps": 0,
+            "global_steps": state.step,
+            "global_samples": 0,
+            "dp_world_size": 1,
+            "mp_world_size": 1,
+            "ds_config": {},
+            "ds_version": _VERSION,
             "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
-        }  # fmt: skip
+        }
 
 
 def _one_for_all(state: State) -> list[Finding]:

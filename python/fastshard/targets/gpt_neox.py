@@ -40,7 +40,18 @@ _LAYOUTS = {"gpt_neox": "gpt_neox.neox", "llama": "gpt_neox.llama"}
 #: they would send a run looking for what is not there.
 _RUN_KEYS = ("load", "save", "iteration", "padded_vocab_size", "s3_path", "finetune")
 #: Modules of Transformer Engine: the tensors are written under GPT-NeoX's own names.
-_TE_KEYS = ("te_columnparallel", "te_rowparallel", "te_layernorm_mlp", "te_mha", "te_fp8_format", "te_fp8_wgrad", "te_fp8_amax_history_len", "te_fp8_amax_compute_algo", "te_fp8_margin", "te_fp8_mha")  # fmt: skip
+_TE_KEYS = (
+    "te_columnparallel",
+    "te_rowparallel",
+    "te_layernorm_mlp",
+    "te_mha",
+    "te_fp8_format",
+    "te_fp8_wgrad",
+    "te_fp8_amax_history_len",
+    "te_fp8_amax_compute_algo",
+    "te_fp8_margin",
+    "te_fp8_mha",
+)
 
 #: The text that names the step to be loaded. source: DeepSpeed runtime/engine.py
 _TRACKER = "latest"
@@ -192,11 +203,22 @@ class NeoxTarget(TrainerTarget):
         samples = self.source.values.get("global_samples")
         dimensions = {"checkpoint_parallel_dimensions": {"pp_degree": self.pp, "tp_degree": self.tp}}
         return {
-            "buffer_names": [], "optimizer": None, "param_shapes": None, "frozen_param_shapes": None,
-            "shared_params": None, "frozen_param_fragments": None, "lr_scheduler": None, "data_sampler": None,
-            "random_ltd": None, "skipped_steps": 0, "global_steps": step,
-            "global_samples": samples if isinstance(samples, int) else 0, "dp_world_size": 1,
-            "mp_world_size": self.tp * self.pp, **(dimensions if self.pipeline else {}), "ds_config": {},
+            "buffer_names": [],
+            "optimizer": None,
+            "param_shapes": None,
+            "frozen_param_shapes": None,
+            "shared_params": None,
+            "frozen_param_fragments": None,
+            "lr_scheduler": None,
+            "data_sampler": None,
+            "random_ltd": None,
+            "skipped_steps": 0,
+            "global_steps": step,
+            "global_samples": samples if isinstance(samples, int) else 0,
+            "dp_world_size": 1,
+            "mp_world_size": self.tp * self.pp,
+            **(dimensions if self.pipeline else {}),
+            "ds_config": {},
             "iteration": step,
             # `iteration or total_iters` is what GPT-NeoX reads: 0 alone would be none.
             "total_iters": step,
@@ -210,7 +232,7 @@ class NeoxTarget(TrainerTarget):
                 "tokenizer_type": config["tokenizer_type"],
                 "model_parallel_size": self.tp,
             },
-        }  # fmt: skip
+        }
 
     def _config(self, axes: dict[str, int], dtype: str | None) -> tuple[dict[str, Any], list[Finding]]:
         """The training config."""

@@ -25,9 +25,21 @@ from .request import Request
 
 #: What trainers call the model that they hold, and no model of transformers a part of itself.
 _HOLDERS = {
-    "net", "network", "actor", "policy", "critic", "student", "teacher", "ema", "ema_model", "model_ema", "state_dict", "app",
-    "wrapped", "inner_model",
-}  # fmt: skip
+    "net",
+    "network",
+    "actor",
+    "policy",
+    "critic",
+    "student",
+    "teacher",
+    "ema",
+    "ema_model",
+    "model_ema",
+    "state_dict",
+    "app",
+    "wrapped",
+    "inner_model",
+}
 #: What a whole model has at its top, below another key.
 _WHOLE_BELOW = compile_when_used(r"model\.(lm_head|embed_out|model|transformer|score)\.")
 

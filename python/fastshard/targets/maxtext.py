@@ -267,8 +267,13 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
     findings: list[Finding] = []
     given = source.model.config or {}
     if target.model is None and maxtext.is_maxtext(given):
-        kept = ("decoder_block", "mlp_activations", "normalization_layer_epsilon", "rope_max_timescale",
-                "normalize_embedding_logits")  # fmt: skip
+        kept = (
+            "decoder_block",
+            "mlp_activations",
+            "normalization_layer_epsilon",
+            "rope_max_timescale",
+            "normalize_embedding_logits",
+        )
         out |= {key: given[key] for key in kept if given.get(key) is not None}
     if gpt3:
         out |= {

@@ -41,17 +41,25 @@ _TE_NORMS = {
 _LINEARS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
 _ATTENTION = "self_attention.core_attention"
 _BACKEND = {
-    "sharded_backend": "torch_dist", "sharded_backend_version": 1,
-    "common_backend": "torch", "common_backend_version": 1,
-}  # fmt: skip
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 #: How the run of a source laid its model out, which is not how it is written: `--use-checkpoint-args` takes these.
 _PLACED: dict[str, Any] = {
-    "num_layers_per_virtual_pipeline_stage": None, "num_virtual_stages_per_pipeline_rank": None,
-    "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
-    "pipeline_model_parallel_layout": None, "pipeline_model_parallel_split_rank": None,
-    "account_for_embedding_in_pipeline_split": False, "account_for_loss_in_pipeline_split": False,
-    "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 1, "context_parallel_size": 1,
-}  # fmt: skip
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "pipeline_model_parallel_layout": None,
+    "pipeline_model_parallel_split_rank": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "expert_tensor_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "context_parallel_size": 1,
+}
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 

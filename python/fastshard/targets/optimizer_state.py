@@ -18,16 +18,38 @@ from ..layouts.declaration import Group, Source
 ADAM = ("exp_avg", "exp_avg_sq")
 #: Hyperparameters that a target is given, by torch's names; others are those of a framework's own kernels.
 CARRIED = (
-    "lr", "betas", "eps", "weight_decay", "initial_lr", "amsgrad", "maximize", "bias_correction", "decoupled_weight_decay",
-)  # fmt: skip
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "initial_lr",
+    "amsgrad",
+    "maximize",
+    "bias_correction",
+    "decoupled_weight_decay",
+)
 #: What every group of Adam's has, and what tells AdamW from Adam.
 NEEDED = ("lr", "betas", "eps", "weight_decay")
 DECOUPLED = "decoupled_weight_decay"
 #: How torch's optimizers are run, not what they compute; and where Megatron-LM and DeepSpeed keep what is known besides.
 _SILENT = (
-    "foreach", "capturable", "differentiable", "fused", "step", "name", "wd_mult", "lr_mult", "is_expert_parallel",
-    "is_decoupled_lr", "max_lr", "min_lr", "pre_mult_wd", "pre_mult_lr", "default_config", "is_vision_model_param",
-)  # fmt: skip
+    "foreach",
+    "capturable",
+    "differentiable",
+    "fused",
+    "step",
+    "name",
+    "wd_mult",
+    "lr_mult",
+    "is_expert_parallel",
+    "is_decoupled_lr",
+    "max_lr",
+    "min_lr",
+    "pre_mult_wd",
+    "pre_mult_lr",
+    "default_config",
+    "is_vision_model_param",
+)
 
 
 @dataclass(frozen=True)

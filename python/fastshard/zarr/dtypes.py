@@ -11,16 +11,32 @@ __all__ = ["ARRAY_DTYPES", "WIDER", "ZARR2", "ZARR3", "fill"]
 ZARR3 = NUMPY_NAMES | ML_DTYPES_NAMES
 #: zarr v2's dtype; ml_dtypes' names are TensorStore's own words. source: tensorstore driver/zarr/dtype.cc
 ZARR2 = ML_DTYPES_NAMES | {
-    "BOOL": "|b1", "I8": "|i1", "U8": "|u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4",
-    "I64": "<i8", "U64": "<u8", "F16": "<f2", "F32": "<f4", "F64": "<f8", "C64": "<c8", "C128": "<c16",
-}  # fmt: skip
+    "BOOL": "|b1",
+    "I8": "|i1",
+    "U8": "|u1",
+    "I16": "<i2",
+    "U16": "<u2",
+    "I32": "<i4",
+    "U32": "<u4",
+    "I64": "<i8",
+    "U64": "<u8",
+    "F16": "<f2",
+    "F32": "<f4",
+    "F64": "<f8",
+    "C64": "<c8",
+    "C128": "<c16",
+}
 #: Dtypes that arrays may have.
 ARRAY_DTYPES = tuple(ZARR3)
 #: What else arrays may have, in a byte for each element and in zarr v2 and v3 by the same name: the smallest of safetensors' dtypes
 #: that has all its values. source: tensorstore's data types; measured with 0.1.86
 WIDER = {
-    "int2": "I8", "int4": "I8", "float4_e2m1fn": "BF16", "float8_e3m4": "BF16", "float8_e4m3b11fnuz": "BF16",
-}  # fmt: skip
+    "int2": "I8",
+    "int4": "I8",
+    "float4_e2m1fn": "BF16",
+    "float8_e3m4": "BF16",
+    "float8_e4m3b11fnuz": "BF16",
+}
 
 
 def fill(dtype: str) -> object:

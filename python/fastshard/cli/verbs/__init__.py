@@ -46,7 +46,7 @@ _GROUPS = {
         "completion": "completion",
         "man": "man",
     },
-}  # fmt: skip
+}
 #: Former names, which help does not list.
 _ALIASES = {
     "why": "trace",

@@ -55,9 +55,20 @@ def _write(a: argparse.Namespace, to: str | None) -> Outcome:
     if to is not None:
         shaping |= placing(a)
     options: dict[str, Any] = {
-        "expect": a.expect, "tokenizer": a.tokenizer, "memory": a.memory, "resume": a.resume, "overwrite": a.overwrite,
-        "fsync": a.fsync == "full", "sparse": a.sparse, "io": a.io, "stats": a.stats, "check_hub": a.check_hub, "progress": progress(a), **shaping, **opening(a),
-    }  # fmt: skip
+        "expect": a.expect,
+        "tokenizer": a.tokenizer,
+        "memory": a.memory,
+        "resume": a.resume,
+        "overwrite": a.overwrite,
+        "fsync": a.fsync == "full",
+        "sparse": a.sparse,
+        "io": a.io,
+        "stats": a.stats,
+        "check_hub": a.check_hub,
+        "progress": progress(a),
+        **shaping,
+        **opening(a),
+    }
     if a.ray is None:
         manifest = convert_checkpoint(a.ckpt, a.out, to, **options, **ranked(a), node_local=a.node_local)
     else:

@@ -39,9 +39,17 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(a: argparse.Namespace) -> Outcome:
     differences = diff_checkpoints(
-        a.a, a.b, include=a.include, exclude=a.exclude, memory=a.memory, progress=progress(a),
-        atol=a.atol, rtol=a.rtol, ignore_dtype=a.ignore_dtype, **opening(a),
-    )  # fmt: skip
+        a.a,
+        a.b,
+        include=a.include,
+        exclude=a.exclude,
+        memory=a.memory,
+        progress=progress(a),
+        atol=a.atol,
+        rtol=a.rtol,
+        ignore_dtype=a.ignore_dtype,
+        **opening(a),
+    )
     document = {
         "equal": not differences,
         "compared": differences.compared,

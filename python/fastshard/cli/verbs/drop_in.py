@@ -84,9 +84,18 @@ def _zero(a: argparse.Namespace) -> Outcome:
         )
     excluded = [glob.escape(name) for name in sorted(optimizer.frozen)] if a.exclude_frozen_parameters else []
     manifest = merge(
-        checkpoint, a.out, weights="masters", exclude=excluded, max_shard_size=a.max_shard_size, memory=a.memory,
-        threads=a.threads, resume=a.resume, overwrite=a.overwrite, fsync=a.fsync == "full", progress=progress(a),
-    )  # fmt: skip
+        checkpoint,
+        a.out,
+        weights="masters",
+        exclude=excluded,
+        max_shard_size=a.max_shard_size,
+        memory=a.memory,
+        threads=a.threads,
+        resume=a.resume,
+        overwrite=a.overwrite,
+        fsync=a.fsync == "full",
+        progress=progress(a),
+    )
     result, findings = published(manifest, a.out)
     if not a.safe_serialization:
         message = "written as safetensors: zero_to_fp32 writes pytorch_model.bin unless it is given --safe_serialization"
@@ -96,9 +105,18 @@ def _zero(a: argparse.Namespace) -> Outcome:
 
 def _consolidate(a: argparse.Namespace) -> Outcome:
     manifest = merge(
-        opened(a), a.out, include=a.include, exclude=a.exclude, max_shard_size=a.max_shard_size, memory=a.memory,
-        threads=a.threads, resume=a.resume, overwrite=a.overwrite, fsync=a.fsync == "full", progress=progress(a),
-    )  # fmt: skip
+        opened(a),
+        a.out,
+        include=a.include,
+        exclude=a.exclude,
+        max_shard_size=a.max_shard_size,
+        memory=a.memory,
+        threads=a.threads,
+        resume=a.resume,
+        overwrite=a.overwrite,
+        fsync=a.fsync == "full",
+        progress=progress(a),
+    )
     return published(manifest, a.out)
 
 

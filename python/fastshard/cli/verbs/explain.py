@@ -46,8 +46,13 @@ def _page(row: Code) -> str:
     if page := PAGES.get(row.code):
         sections |= {"Why it happens": page.why, "How to confirm": page.confirm}
     sections["How to fix"] = row.help
-    lines = [textwrap.fill(text, 80, initial_indent=f"{label:<16}", subsequent_indent=" " * 16, break_on_hyphens=False)
-             for label, text in sections.items() if text]  # fmt: skip
+    lines = [
+        textwrap.fill(
+            text, 80, initial_indent=f"{label:<16}", subsequent_indent=" " * 16, break_on_hyphens=False
+        )
+        for label, text in sections.items()
+        if text
+    ]
     return "\n".join([title, "", *lines])
 
 

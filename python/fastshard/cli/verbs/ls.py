@@ -35,9 +35,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "ckpt", nargs="+", metavar="CKPT", help="checkpoint directory or file; several are parts of one"
     )
     parser.add_argument(
-        "--glob", action="append", default=[], metavar="GLOB",
+        "--glob",
+        action="append",
+        default=[],
+        metavar="GLOB",
         help="tensors of these names; as a last argument without the flag too, if no file is called that",
-    )  # fmt: skip
+    )
     group = parser.add_argument_group("which, and how")
     group.add_argument(
         "--dtype", action="append", default=[], metavar="DTYPE", help="of this dtype, e.g. BF16"
@@ -73,8 +76,10 @@ def _run(a: argparse.Namespace) -> Outcome:
     if a.sort in _ORDERS:
         rows.sort(key=_ORDERS[a.sort])
     document: dict[str, Any] = {
-        "tensors": len(rows), "parameters": sum(r.elements for r in rows), "bytes": sum(r.nbytes for r in rows),
-    }  # fmt: skip
+        "tensors": len(rows),
+        "parameters": sum(r.elements for r in rows),
+        "bytes": sum(r.nbytes for r in rows),
+    }
     total = (
         f"{counted(len(rows), 'tensor')}, {document['parameters']:,} parameters, {human(document['bytes'])}"
     )
@@ -88,10 +93,7 @@ def _run(a: argparse.Namespace) -> Outcome:
         of = len(groups)
     else:
         page = rows[a.offset : None if a.limit is None else a.offset + a.limit]
-        document["outputs"] = [
-            {**r.to_dict(), "layer": r.layer, "role": r.role}
-            for r in page
-        ]  # fmt: skip
+        document["outputs"] = [{**r.to_dict(), "layer": r.layer, "role": r.role} for r in page]
         shown, of = page, len(rows)
         if a.tree:
             text = tree(("", _tree(page))).lstrip("\n")
@@ -127,17 +129,26 @@ def _group_table(groups: Sequence[Mapping[str, Any]], by: str) -> str:
     """A line for each group, under a header."""
     header = (by.upper(), "TENSORS", "PARAMETERS", "SIZE", "SHARE", "DTYPE")
     cells = [
-        (str(g["group"]), f"{g['tensors']:,}", f"{g['parameters']:,}", human(g["bytes"]), f"{g['share']:.1%}", ", ".join(g["dtypes"]))
+        (
+            str(g["group"]),
+            f"{g['tensors']:,}",
+            f"{g['parameters']:,}",
+            human(g["bytes"]),
+            f"{g['share']:.1%}",
+            ", ".join(g["dtypes"]),
+        )
         for g in groups
-    ]  # fmt: skip
+    ]
     return table([header, *cells], indent="", right=header[1:5])
 
 
 def _groups(rows: Iterable[TensorRow], by: str) -> list[dict[str, Any]]:
     """Counts and bytes of each group: layers by number, others by size."""
     key: Callable[[TensorRow], Any] = {
-        "role": lambda row: row.role, "layer": lambda row: row.layer, "dtype": lambda row: row.dtype
-    }[by]  # fmt: skip
+        "role": lambda row: row.role,
+        "layer": lambda row: row.layer,
+        "dtype": lambda row: row.dtype,
+    }[by]
     groups: dict[Any, list[TensorRow]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)

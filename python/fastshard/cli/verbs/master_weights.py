@@ -65,9 +65,16 @@ def _run(a: argparse.Namespace) -> Outcome:
         return Result(text, document, reason=reason), report.findings
     looks(a, "--repair")
     manifest = repair_masters(
-        a.ckpt, a.repair, drop_optimizer=a.drop_optimizer, memory=a.memory, resume=a.resume, overwrite=a.overwrite,
-        fsync=a.fsync != "none", progress=progress(a), **opening(a),
-    )  # fmt: skip
+        a.ckpt,
+        a.repair,
+        drop_optimizer=a.drop_optimizer,
+        memory=a.memory,
+        resume=a.resume,
+        overwrite=a.overwrite,
+        fsync=a.fsync != "none",
+        progress=progress(a),
+        **opening(a),
+    )
     count = len(manifest.document["tensors"])
     what = (
         "the optimizer left out; load it with load_module_only=True"

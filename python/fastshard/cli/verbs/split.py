@@ -62,9 +62,23 @@ def split(a: argparse.Namespace) -> Outcome:
             codes.USAGE, "--fsync", expected="full, for a run of several processes", got=a.fsync
         )
     run = begin(
-        a.ckpt, a.out, a.to, parts=a.parts, expect=a.expect, tokenizer=a.tokenizer, memory=a.memory, resume=a.resume,
-        overwrite=a.overwrite, sparse=a.sparse, io=a.io, stats=a.stats, check_hub=a.check_hub, **shape(a), **placing(a), **opening(a),
-    )  # fmt: skip
+        a.ckpt,
+        a.out,
+        a.to,
+        parts=a.parts,
+        expect=a.expect,
+        tokenizer=a.tokenizer,
+        memory=a.memory,
+        resume=a.resume,
+        overwrite=a.overwrite,
+        sparse=a.sparse,
+        io=a.io,
+        stats=a.stats,
+        check_hub=a.check_hub,
+        **shape(a),
+        **placing(a),
+        **opening(a),
+    )
     if not re.fullmatch(r"(?:[0-9]{1,3}-)?[0-9]{1,3}:[0-9]{2}:[0-9]{2}", a.time):
         raise FastshardError.of(codes.USAGE, "--time", expected="HH:MM:SS", got=a.time)
     if a.cpus < 1:
@@ -142,30 +156,34 @@ def emitted(run: Run, how: str, job: Job) -> str:
     part = f"fastshard make-part {{}} {out} --run {run.id}{options}"
     commit = f"fastshard commit {out} --run {run.id}"
     if how == "slurm":
-        return "\n".join([
-            "#!/bin/sh",
-            f"#SBATCH --job-name=fastshard-{run.id[:8]}",
-            f"#SBATCH --time={job.time}",
-            f"#SBATCH --cpus-per-task={job.cpus}",
-            f"#SBATCH --mem={job.mebibytes}M",
-            f"#SBATCH --output=fastshard-{run.id[:8]}-%A_%a.out",
-            "# Run it where jobs are submitted: an array makes the parts, a job that depends on it commits.",
-            'if [ -n "$SLURM_ARRAY_TASK_ID" ]; then',
-            "  exec " + part.format('"$SLURM_ARRAY_TASK_ID"'),
-            "fi",
-            f'job=$(sbatch --parsable --array=0-{parts - 1} "$0") || exit',
-            f"sbatch --dependency=afterok:$job --job-name=fastshard-{run.id[:8]} --time={job.time} "
-            f"--output=fastshard-{run.id[:8]}-commit.out --wrap {shlex.quote(commit)}",
-        ])  # fmt: skip
+        return "\n".join(
+            [
+                "#!/bin/sh",
+                f"#SBATCH --job-name=fastshard-{run.id[:8]}",
+                f"#SBATCH --time={job.time}",
+                f"#SBATCH --cpus-per-task={job.cpus}",
+                f"#SBATCH --mem={job.mebibytes}M",
+                f"#SBATCH --output=fastshard-{run.id[:8]}-%A_%a.out",
+                "# Run it where jobs are submitted: an array makes the parts, a job that depends on it commits.",
+                'if [ -n "$SLURM_ARRAY_TASK_ID" ]; then',
+                "  exec " + part.format('"$SLURM_ARRAY_TASK_ID"'),
+                "fi",
+                f'job=$(sbatch --parsable --array=0-{parts - 1} "$0") || exit',
+                f"sbatch --dependency=afterok:$job --job-name=fastshard-{run.id[:8]} --time={job.time} "
+                f"--output=fastshard-{run.id[:8]}-commit.out --wrap {shlex.quote(commit)}",
+            ]
+        )
     if how == "k8s":
         return _kubernetes(parts, part.format('"$JOB_COMPLETION_INDEX"'), commit, run.id[:8], job)
-    return "\n".join([
-        "#!/bin/sh",
-        "# Each line on any host that sees the destination and the sources, in any order; the last one when all are done.",
-        "set -e",
-        *(part.format(i) for i in range(parts)),
-        commit,
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "#!/bin/sh",
+            "# Each line on any host that sees the destination and the sources, in any order; the last one when all are done.",
+            "set -e",
+            *(part.format(i) for i in range(parts)),
+            commit,
+        ]
+    )
 
 
 def _kubernetes(parts: int, part: str, commit: str, name: str, needs: Job) -> str:

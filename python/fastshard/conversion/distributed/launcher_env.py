@@ -163,10 +163,13 @@ def _none(environ: Mapping[str, str]) -> FastshardError:
         what = "start it with srun"
     else:
         what = "start it with torchrun, srun or mpirun, or pass --rank and --world"
-    return FastshardError([
-        Finding.of(codes.USAGE, "no launcher says which rank this process is", got=why,
-                   expected=None, help=what),
-    ])  # fmt: skip
+    return FastshardError(
+        [
+            Finding.of(
+                codes.USAGE, "no launcher says which rank this process is", got=why, expected=None, help=what
+            ),
+        ]
+    )
 
 
 def _hosts(environ: Mapping[str, str], world: int) -> tuple[str, ...]:

@@ -201,9 +201,16 @@ def run_part(
         raise refused("part", f"an integer from 0 to {(parts or 1) - 1}", part)
     with Progress(progress) as bar:
         job = prepared(
-            about["source"], about["to"], about["expect"], about["tokenizer"], memory, threads, about["options"], bar,
+            about["source"],
+            about["to"],
+            about["expect"],
+            about["tokenizer"],
+            memory,
+            threads,
+            about["options"],
+            bar,
             (part + 1, parts),
-        )  # fmt: skip
+        )
         with carrying(job.plan.core):
             return _core.make_part(
                 job.plan.core,
@@ -241,9 +248,16 @@ def commit(
     about = found["about"]
     with Progress(progress) as bar:
         job = prepared(
-            about["source"], about["to"], about["expect"], about["tokenizer"], memory, threads, about["options"], bar,
+            about["source"],
+            about["to"],
+            about["expect"],
+            about["tokenizer"],
+            memory,
+            threads,
+            about["options"],
+            bar,
             None,
-        )  # fmt: skip
+        )
         with carrying(job.plan.core):
             written = _core.commit(
                 job.plan.core,

@@ -46,26 +46,34 @@ def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
     viewed = settings.word("bnb_4bit_quant_storage", _STORAGES, default="uint8") != "uint8"
     found = [
         Form(
-            "4 bit", ".weight", _U8, _flat,
+            "4 bit",
+            ".weight",
+            _U8,
+            _flat,
             (
                 Companion("absolute maxima", (".weight.absmax",), _F32 | _U8, _maxima),
                 Companion("table of values", (".weight.quant_map",), _F32, lambda s: [(16,)]),
                 Companion("quant state", tuple(states), _U8, None, kinds=states),
                 Companion("nested maxima", (".weight.nested_absmax",), _F32, None, where=_NESTED),
-                Companion("nested table", (".weight.nested_quant_map",), _F32, lambda s: [(256,)], where=_NESTED),
+                Companion(
+                    "nested table", (".weight.nested_quant_map",), _F32, lambda s: [(256,)], where=_NESTED
+                ),
             ),
             fits=lambda s, shape: ceil_div(math.prod(shape), 2) == s.rows,
             values=_values,
         ),
         Form(
-            "int8", ".weight", frozenset(("I8",)), matrix,
+            "int8",
+            ".weight",
+            frozenset(("I8",)),
+            matrix,
             (
                 Companion("scales", (".SCB",), FLOATS, lambda s: [(s.rows,)]),
                 Companion("format", (".weight_format",), _U8, lambda s: [(), (1,)], required=False),
             ),
             values=_keep_int8,
         ),
-    ]  # fmt: skip
+    ]
     return found[1:] if viewed else found
 
 
@@ -124,9 +132,11 @@ def read_state(weight: Weight, access: ValueAccess) -> QuantState:
     size_of_codes = math.prod(weight.stored[weight.codes][1])
     if ceil_div(math.prod(state.shape), 2) != size_of_codes:
         raise DamagedError(
-            f"the quant state of {weight.codes} is that of another weight", tensor=name,
-            expected=f"{2 * size_of_codes:,} elements", got=str(list(state.shape)),
-        )  # fmt: skip
+            f"the quant state of {weight.codes} is that of another weight",
+            tensor=name,
+            expected=f"{2 * size_of_codes:,} elements",
+            got=str(list(state.shape)),
+        )
     return state
 
 
@@ -144,8 +154,11 @@ def _read_record(weight: Weight, access: ValueAccess) -> dict[str, Any]:
         reason = f": {error}"
     if not isinstance(content, dict) or not content:
         raise DamagedError(
-            f"the quant state of {weight.codes} is no record{reason}", tensor=name, expected="an object in JSON", got="other bytes",
-        )  # fmt: skip
+            f"the quant state of {weight.codes} is no record{reason}",
+            tensor=name,
+            expected="an object in JSON",
+            got="other bytes",
+        )
     return content
 
 
@@ -175,16 +188,22 @@ def _check_maxima(weight: Weight, state: QuantState) -> None:
     elif "nested maxima" in weight.companions:
         name, dtype, _ = weight.of("absolute maxima")
         raise DamagedError(
-            f"the absolute maxima of {weight.codes} are not quantised, and nested maxima are beside them", tensor=name,
-            expected="U8", got=dtype, code=codes.DTYPE,
-        )  # fmt: skip
+            f"the absolute maxima of {weight.codes} are not quantised, and nested maxima are beside them",
+            tensor=name,
+            expected="U8",
+            got=dtype,
+            code=codes.DTYPE,
+        )
     for role, number in numbers.items():
         name, _, shape = weight.of(role)
         if math.prod(shape) != number:
             raise DamagedError(
-                f"the {role} of {weight.codes} are not those of its blocks", tensor=name,
-                expected=str([number]), got=str(list(shape)), code=codes.SHAPE,
-            )  # fmt: skip
+                f"the {role} of {weight.codes} are not those of its blocks",
+                tensor=name,
+                expected=str([number]),
+                got=str(list(shape)),
+                code=codes.SHAPE,
+            )
 
 
 def _check_table(weight: Weight, role: str, access: ValueAccess) -> None:
@@ -198,9 +217,11 @@ def _check_table(weight: Weight, role: str, access: ValueAccess) -> None:
     content = access.read(name, 0, size)
     if content == content[:4] * math.prod(shape):
         raise DamagedError(
-            f"the {role} of {weight.codes} holds one number alone, so that all codes are equal", tensor=name,
-            expected="numbers that differ", got=f"{math.prod(shape)} times {struct.unpack('<f', content[:4])[0]:g}",
-        )  # fmt: skip
+            f"the {role} of {weight.codes} holds one number alone, so that all codes are equal",
+            tensor=name,
+            expected="numbers that differ",
+            got=f"{math.prod(shape)} times {struct.unpack('<f', content[:4])[0]:g}",
+        )
 
 
 def _values(weight: Weight, access: ValueAccess) -> Values:
@@ -230,10 +251,14 @@ def _values(weight: Weight, access: ValueAccess) -> Values:
         of = operand(maxima, [1, 1, count], inner)
     table = view(weight.companions["table of values"], [1, 1, 16])
     coded = Coded(
-        view(weight.codes, [1, 1, math.prod(weight.stored[weight.codes][1])]), {"table": table},
+        view(weight.codes, [1, 1, math.prod(weight.stored[weight.codes][1])]),
+        {"table": table},
         # The high half of a byte comes first.
-        {"row": {"bits": 4, "lanes": [1, 0]}}, flat=True, scales=[scale(of, [1, 1, size])], rounded=state.rounded,
-    )  # fmt: skip
+        {"row": {"bits": 4, "lanes": [1, 0]}},
+        flat=True,
+        scales=[scale(of, [1, 1, size])],
+        rounded=state.rounded,
+    )
     return Values(".weight", state.shape, coded)
 
 
@@ -247,9 +272,11 @@ def _keep_int8(weight: Weight, access: ValueAccess) -> Values:
     layout = access.read(name, 0, 1)[0] if name is not None and access.looks else 0
     if name is not None and layout > _LAYOUTS:
         raise DamagedError(
-            f"the format of {weight.codes} is none of bitsandbytes, so nothing loads it", tensor=name,
-            expected=f"0 (rows) to {_LAYOUTS}", got=str(layout),
-        )  # fmt: skip
+            f"the format of {weight.codes} is none of bitsandbytes, so nothing loads it",
+            tensor=name,
+            expected=f"0 (rows) to {_LAYOUTS}",
+            got=str(layout),
+        )
     raise NoValuesError("int8 is kept as it is: its outliers are no part of it")
 
 

@@ -175,7 +175,10 @@ def _of(name: str, weights: _Weights, dynamic: object, takes: Callable[[str], bo
     if name == _PACKED_FP4:
         return [
             Form(
-                "NVFP4", ".weight_packed", _U8, pairs,
+                "NVFP4",
+                ".weight_packed",
+                _U8,
+                pairs,
                 (
                     Companion("scales", (".weight_scale",), E4M3, groups(16)),
                     Companion("global scale", (".weight_global_scale",), FLOATS, one),
@@ -184,7 +187,7 @@ def _of(name: str, weights: _Weights, dynamic: object, takes: Callable[[str], bo
                 takes,
                 values=_nvfp4,
             )
-        ]  # fmt: skip
+        ]
     if name in _MX:
         return [_mx(name, takes)]
     if name in ("float-quantized", "int-quantized", "naive-quantized"):
@@ -195,11 +198,15 @@ def _of(name: str, weights: _Weights, dynamic: object, takes: Callable[[str], bo
         )
         return [
             Form(
-                name, ".weight", kinds, matrix,
-                (Companion("scales", (".weight_scale",), FLOATS, scales), zero, measured), takes,
+                name,
+                ".weight",
+                kinds,
+                matrix,
+                (Companion("scales", (".weight_scale",), FLOATS, scales), zero, measured),
+                takes,
                 values=functools.partial(_plain, weights),
             )
-        ]  # fmt: skip
+        ]
     return []
 
 
@@ -269,7 +276,10 @@ def _packed(weights: _Weights, takes: Callable[[str], bool]) -> Form:
         not symmetric,
     )
     return Form(
-        f"{bits} bit, packed", ".weight_packed", _I32, most,
+        f"{bits} bit, packed",
+        ".weight_packed",
+        _I32,
+        most,
         (
             Companion("scales", (".weight_scale",), FLOATS, scales),
             Companion("shape", (".weight_shape",), frozenset(("I64", "I32")), lambda s: [(2 + len(s.lead),)]),
@@ -279,7 +289,7 @@ def _packed(weights: _Weights, takes: Callable[[str], bool]) -> Form:
         takes,
         fits,
         functools.partial(_of_words, weights),
-    )  # fmt: skip
+    )
 
 
 def _blocks(weights: _Weights, sizes: Sizes) -> list[Block]:
@@ -323,9 +333,12 @@ def _plain(weights: _Weights, weight: Weight, access: ValueAccess) -> Values:
         zero = {"of": operand(zeros, grid, Coded(view(zeros, grid), numbers)), "block": block}
     coded = Coded(
         view(weight.codes, sizes.matrices),
-        {"signed": 8} if kind == "I8" else {"float": kind}, zero=zero, scales=[scale(view(name, grid), block)],
-        groups=_groups_of(weight, sizes.columns, access), rounded=dtype,
-    )  # fmt: skip
+        {"signed": 8} if kind == "I8" else {"float": kind},
+        zero=zero,
+        scales=[scale(view(name, grid), block)],
+        groups=_groups_of(weight, sizes.columns, access),
+        rounded=dtype,
+    )
     return Values(".weight", sizes.shape, coded)
 
 
@@ -350,9 +363,14 @@ def _of_words(weights: _Weights, weight: Weight, access: ValueAccess) -> Values:
             points = Coded(view(zeros, [grid[0], *shape[-2:]]), less, {"column": {"bits": bits}})
         zero = {"of": operand(zeros, grid, points), "block": block}
     coded = Coded(
-        view(weight.codes, [math.prod(lead), *words[-2:]]), less, {"row": {"bits": bits}}, zero=zero,
-        scales=[scale(view(name, grid), block)], groups=_groups_of(weight, columns, access), rounded=dtype,
-    )  # fmt: skip
+        view(weight.codes, [math.prod(lead), *words[-2:]]),
+        less,
+        {"row": {"bits": bits}},
+        zero=zero,
+        scales=[scale(view(name, grid), block)],
+        groups=_groups_of(weight, columns, access),
+        rounded=dtype,
+    )
     return Values(".weight", sizes.shape, coded)
 
 
@@ -370,9 +388,11 @@ def _read_shape(bits: int, weight: Weight, access: ValueAccess) -> list[int]:
     numbers = list(memoryview(raw).cast("q") if kind == "I64" else memoryview(raw).cast("i"))
     if numbers[:-1] != list(words[:-1]) or numbers[-1] <= 0 or ceil_div(numbers[-1] * bits, 32) != words[-1]:
         raise DamagedError(
-            f"the shape that is stated of {weight.codes} is not that of its codes", tensor=name,
-            expected=str(list(weight.sizes.shape)), got=str(numbers),
-        )  # fmt: skip
+            f"the shape that is stated of {weight.codes} is not that of its codes",
+            tensor=name,
+            expected=str(list(weight.sizes.shape)),
+            got=str(numbers),
+        )
     return numbers
 
 
@@ -386,9 +406,12 @@ def _nvfp4(weight: Weight, access: ValueAccess) -> Values:
     # One without a dimension does not widen what it divides.
     of_all = scale_of_all(outer, of_outer, sizes, divides=True, rounded="F32" if of_outer else "BF16")
     coded = Coded(
-        view(weight.codes, [lead, rows, columns // 2]), E2M1, NIBBLES,
-        scales=[scale(view(name, grid), block), of_all], rounded="BF16",
-    )  # fmt: skip
+        view(weight.codes, [lead, rows, columns // 2]),
+        E2M1,
+        NIBBLES,
+        scales=[scale(view(name, grid), block), of_all],
+        rounded="BF16",
+    )
     return Values(".weight", sizes.shape, coded)
 
 
@@ -399,7 +422,10 @@ def _of_powers(bits: int, weight: Weight, access: ValueAccess) -> Values:
     lead, rows, _ = sizes.matrices
     numbers: object = {4: E2M1, 6: "e2m3"}.get(bits, {"float": kind})
     coded = Coded(
-        view(weight.codes, [lead, rows, shape[-1]]), numbers, {"row": {"bits": bits}} if bits < 8 else "none",
-        scales=[powers(weight.companions["scales"], sizes)], rounded="BF16",
-    )  # fmt: skip
+        view(weight.codes, [lead, rows, shape[-1]]),
+        numbers,
+        {"row": {"bits": bits}} if bits < 8 else "none",
+        scales=[powers(weight.companions["scales"], sizes)],
+        rounded="BF16",
+    )
     return Values(".weight", sizes.shape, coded)

@@ -69,33 +69,46 @@ def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
         packed = weight.form.sizes is pairs
         codes = view(weight.codes, [lead, rows, shape[-1]], "U8" if packed else None)
         return Values(
-            weight.form.suffix, sizes.shape,
+            weight.form.suffix,
+            sizes.shape,
             Coded(
                 codes,
                 numbers=E2M1 if packed else {"float": kind},
                 packing=NIBBLES if packed else "none",
                 scales=[scale(view(name, grid, "F8_E8M0" if dtype == "U8" else None), extents)],
             ),
-        )  # fmt: skip
+        )
 
     def companions(*names: str) -> tuple[Companion, ...]:
         return (Companion("scales", names, _SCALES | {"U8"}, scales),)
 
     return [
         Form(
-            "fp8", ".weight", F8, matrix,
-            (*companions(".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight"), measured), values=values,
+            "fp8",
+            ".weight",
+            F8,
+            matrix,
+            (*companions(".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight"), measured),
+            values=values,
         ),
         *(
             Form(
-                "fp8", f".experts.{name}", F8, matrix, companions(f".experts.{name}_scale_inv", f".experts.{name}_scale"), values=values,
+                "fp8",
+                f".experts.{name}",
+                F8,
+                matrix,
+                companions(f".experts.{name}_scale_inv", f".experts.{name}_scale"),
+                values=values,
             )
             for name in ("gate_up_proj", "down_proj")
         ),
         Form(
-            "fp4 experts", ".weight", frozenset(("I8",)), pairs,
+            "fp4 experts",
+            ".weight",
+            frozenset(("I8",)),
+            pairs,
             (Companion("scales", (".scale", ".weight_scale_inv", ".weight_scale"), E8M0, groups(32)),),
             takes=lambda name: ".experts." in name,
             values=values,
         ),
-    ]  # fmt: skip
+    ]

@@ -85,9 +85,11 @@ def _by_rules(settings: Settings, bits: int, size: int, budget: PatternBudget) -
         if rule is None:
             continue
         form = (
-            _read_bits(rule, bits), rule.group_size("group_size", size), rule.flag("desc_act", default=ordered),
+            _read_bits(rule, bits),
+            rule.group_size("group_size", size),
+            rule.flag("desc_act", default=ordered),
             rule.flag("sym", default=symmetric),
-        )  # fmt: skip
+        )
         numbers.setdefault(form, set()).add(number)
     return [
         _gptq(*form[:3], functools.partial(_is_among, deciding, of_form), low, form[3])
@@ -114,17 +116,25 @@ def _gptq(
         return Sizes((), shape[1], shape[0] * 32 // bits)
 
     return Form(
-        f"GPTQ, {bits} bit", ".qweight", _I32, sizes,
+        f"GPTQ, {bits} bit",
+        ".qweight",
+        _I32,
+        sizes,
         (
             Companion("scales", (".scales",), FLOATS, lambda s: [(_groups(s.columns, size), s.rows)]),
-            Companion("zero points", (".qzeros",), _I32, lambda s: [(_groups(s.columns, size), ceil_div(s.rows * bits, 32))]),
+            Companion(
+                "zero points",
+                (".qzeros",),
+                _I32,
+                lambda s: [(_groups(s.columns, size), ceil_div(s.rows * bits, 32))],
+            ),
             Companion("group indices", (".g_idx",), _I32, lambda s: [(s.columns,)], by_all=not ordered),
         ),
         takes,
         values=functools.partial(
             _values, _Kind(bits, size, {"column": {"bits": bits}}, {"row": {"bits": bits}}, low, symmetric)
         ),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -158,10 +168,15 @@ def _values(kind: _Kind, weight: Weight, access: ValueAccess) -> Values:
     zeros = Coded(view(zeros_name, [1, *zeros_shape]), {"less": 0}, kind.of_zeros, term=float(kind.low))
     indices = weight.companions.get("group indices")
     coded = Coded(
-        view(weight.codes, [1, *weight.stored[weight.codes][1]]), {"less": 0}, kind.packing, turned=True,
-        zero={"of": operand(zeros_name, grid, zeros), "block": block}, scales=[scale(view(name, grid), block)],
-        groups=None if indices is None else {"of": view(indices, [1, 1, sizes.columns]), "rows": True}, rounded=dtype,
-    )  # fmt: skip
+        view(weight.codes, [1, *weight.stored[weight.codes][1]]),
+        {"less": 0},
+        kind.packing,
+        turned=True,
+        zero={"of": operand(zeros_name, grid, zeros), "block": block},
+        scales=[scale(view(name, grid), block)],
+        groups=None if indices is None else {"of": view(indices, [1, 1, sizes.columns]), "rows": True},
+        rounded=dtype,
+    )
     return Values(".weight", sizes.shape, coded, points)
 
 
@@ -215,10 +230,13 @@ def _awq(size: int) -> Form:
         return Sizes((), 8 * shape[1], shape[0]) if len(shape) == 2 else None
 
     return Form(
-        "AWQ", ".qweight", _I32, sizes,
+        "AWQ",
+        ".qweight",
+        _I32,
+        sizes,
         (
             Companion("scales", (".scales",), FLOATS, lambda s: [(_groups(s.columns, size), s.rows)]),
             Companion("zero points", (".qzeros",), _I32, lambda s: [(_groups(s.columns, size), s.rows // 8)]),
         ),
         values=functools.partial(_values, _Kind(4, size, _WORDS, _WORDS)),
-    )  # fmt: skip
+    )

@@ -112,11 +112,15 @@ def _companions(
         names = [f"{module}{s}" for s in one.suffixes if f"{module}{s}" in tensors]
         found += [
             Finding.of(
-                codes.UNKNOWN_TENSOR, f"{codes_name} has two tensors of {one.role}, and loaders differ in which they take", tensor=name,
-                expected=names[0], got=name, help="leave the stale one out (--exclude)",
+                codes.UNKNOWN_TENSOR,
+                f"{codes_name} has two tensors of {one.role}, and loaders differ in which they take",
+                tensor=name,
+                expected=names[0],
+                got=name,
+                help="leave the stale one out (--exclude)",
             )
             for name in names[1:]
-        ]  # fmt: skip
+        ]
         if not names:
             if one.required and _is_needed(one, module, tensors):
                 found.append(
@@ -133,10 +137,14 @@ def _companions(
         if dtype not in one.dtypes:
             found.append(
                 Finding.of(
-                    codes.DTYPE, f"the {one.role} of {codes_name} {_are(one)} of another dtype than {form.name} has", tensor=name,
-                    expected=" or ".join(sorted(one.dtypes)), got=dtype, help="restore the file that the quantiser wrote",
+                    codes.DTYPE,
+                    f"the {one.role} of {codes_name} {_are(one)} of another dtype than {form.name} has",
+                    tensor=name,
+                    expected=" or ".join(sorted(one.dtypes)),
+                    got=dtype,
+                    help="restore the file that the quantiser wrote",
                 )
-            )  # fmt: skip
+            )
         elif one.shapes is not None and shape not in (fitting := [tuple(s) for s in one.shapes(sizes)]):
             found.append(_misfit(name, codes_name, one, sizes, shape, fitting))
     return found, there
@@ -179,16 +187,24 @@ def _misfit(
     elif len(shape) == len(usual) >= 2 and all(a in (b, b - 1) for a, b in zip(shape, usual, strict=True)):
         why = "; the last block, which is short, is left out"
     return Finding.of(
-        codes.SHAPE, f"the {one.role} of {codes_name} {_are(one)} not of its shape {list(sizes.shape)}{why}", tensor=name,
-        expected=str(list(usual)), got=str(list(shape)), help="restore the file that the quantiser wrote",
-    )  # fmt: skip
+        codes.SHAPE,
+        f"the {one.role} of {codes_name} {_are(one)} not of its shape {list(sizes.shape)}{why}",
+        tensor=name,
+        expected=str(list(usual)),
+        got=str(list(shape)),
+        help="restore the file that the quantiser wrote",
+    )
 
 
 def _no_codes(name: str, form: Form, shape: tuple[int, ...]) -> Finding:
     return Finding.of(
-        codes.SHAPE, f"the codes of a weight that is stored as {form.name} have another shape", tensor=name,
-        expected="a matrix of codes", got=str(list(shape)), help="restore the file that the quantiser wrote",
-    )  # fmt: skip
+        codes.SHAPE,
+        f"the codes of a weight that is stored as {form.name} have another shape",
+        tensor=name,
+        expected="a matrix of codes",
+        got=str(list(shape)),
+        help="restore the file that the quantiser wrote",
+    )
 
 
 def _orphans(
@@ -228,34 +244,45 @@ def _orphans(
                 continue
             named.add(codes_name)
             yield Finding.of(
-                codes.MISSING_TENSOR, f"its {one.role} {_are(one)} there, and the codes are missing", tensor=codes_name, file=None, help=_COPY,
-            )  # fmt: skip
+                codes.MISSING_TENSOR,
+                f"its {one.role} {_are(one)} there, and the codes are missing",
+                tensor=codes_name,
+                file=None,
+                help=_COPY,
+            )
         elif any(tensors[codes_name][0] in other.dtypes for other in forms if other.suffix == form.suffix):
             # A form that is for other modules by the config.
             continue
         elif suffix != ".scale" and tensors[codes_name][0] not in CODES:
             yield Finding.of(
-                codes.UNKNOWN_TENSOR, f"{one.role} of {codes_name}, which is stored as {tensors[codes_name][0]} and needs none", tensor=name,
+                codes.UNKNOWN_TENSOR,
+                f"{one.role} of {codes_name}, which is stored as {tensors[codes_name][0]} and needs none",
+                tensor=name,
                 help="leave the stale one out (--exclude); it is from the model before or after it was quantised",
-            )  # fmt: skip
+            )
 
 
 def _impossible(config: QuantisationConfig, error: ImpossibleSettingError) -> Finding:
     place = "header" if config.file.startswith("the header") else config.file
     return Finding.of(
-        codes.CONFIG_DISAGREES, f"{config.file} states {error.key} of weights quantised by {config.method} as {error.got}, by which no code has a value",
+        codes.CONFIG_DISAGREES,
+        f"{config.file} states {error.key} of weights quantised by {config.method} as {error.got}, by which no code has a value",
         file=config.file if config.file.endswith(".json") else None,
-        expected=f"{error.key}: {error.expected}", got=error.got,
+        expected=f"{error.key}: {error.expected}",
+        got=error.got,
         help=f"restore the {place} of the quantised model (of its download, or as the quantiser saved it)",
-    )  # fmt: skip
+    )
 
 
 def _none_at_all(config: QuantisationConfig) -> Finding:
     return Finding.of(
-        codes.CONFIG_DISAGREES, f"{config.file} says that weights are quantised ({config.method}), and none is", file=config.file,
-        expected="quantised weights", got="plain tensors alone",
+        codes.CONFIG_DISAGREES,
+        f"{config.file} says that weights are quantised ({config.method}), and none is",
+        file=config.file,
+        expected="quantised weights",
+        got="plain tensors alone",
         help="leave quantization_config out of config.json, if the weights were written with their values",
-    )  # fmt: skip
+    )
 
 
 def _uneven(

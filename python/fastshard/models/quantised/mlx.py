@@ -29,8 +29,16 @@ def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
     scales = Companion("scales", (".scales",), FLOATS if is_affine else FLOATS | {"U8"}, None)
     biases = Companion("biases", (".biases",), FLOATS, None, required=is_affine)
     return [
-        Form("MLX", ".weight", frozenset(("U32",)), _words, (scales, biases), fits=_fits, values="its values are not made here"),
-    ]  # fmt: skip
+        Form(
+            "MLX",
+            ".weight",
+            frozenset(("U32",)),
+            _words,
+            (scales, biases),
+            fits=_fits,
+            values="its values are not made here",
+        ),
+    ]
 
 
 def _words(shape: tuple[int, ...]) -> Sizes | None:

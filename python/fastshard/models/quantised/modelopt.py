@@ -138,22 +138,32 @@ def _of(algorithm: str, size: int | None, takes: Callable[[str], bool]) -> list[
     if algorithm.startswith("NVFP4"):
         return [
             Form(
-                "NVFP4", ".weight", _U8, pairs,
+                "NVFP4",
+                ".weight",
+                _U8,
+                pairs,
                 (
                     Companion("scales", (".weight_scale",), E4M3, groups(size or 16)),
-                    Companion("global scale", (".weight_scale_2",), FLOATS, one), _INPUT, *_BEFORE,
+                    Companion("global scale", (".weight_scale_2",), FLOATS, one),
+                    _INPUT,
+                    *_BEFORE,
                 ),
                 takes,
                 values=functools.partial(_nvfp4, size or 16),
             )
-        ]  # fmt: skip
+        ]
     if algorithm == "W4A16_AWQ":
         return [
             Form(
-                "4 bit, AWQ", ".weight", _U8, _rows_in_pairs,
-                (Companion("scales", (".weight_scale",), FLOATS, groups(size or 128)), *_BEFORE), takes, values=functools.partial(_awq, size or 128),
+                "4 bit, AWQ",
+                ".weight",
+                _U8,
+                _rows_in_pairs,
+                (Companion("scales", (".weight_scale",), FLOATS, groups(size or 128)), *_BEFORE),
+                takes,
+                values=functools.partial(_awq, size or 128),
             )
-        ]  # fmt: skip
+        ]
     if algorithm.startswith("MXFP8"):
         return [
             Form(
@@ -178,8 +188,11 @@ def _fp8(block_size: int | None, weight: Weight, access: ValueAccess) -> Values:
     known = {None: (sizes.rows, sizes.columns), 0: (1, sizes.columns)}.get(block_size, (128, 128))
     block, grid = fitting(sizes, shape, [known])
     coded = Coded(
-        view(weight.codes, sizes.matrices), {"float": kind}, scales=[scale(view(name, grid), block, rounded=access.dtype)], rounded=access.dtype,
-    )  # fmt: skip
+        view(weight.codes, sizes.matrices),
+        {"float": kind},
+        scales=[scale(view(name, grid), block, rounded=access.dtype)],
+        rounded=access.dtype,
+    )
     return Values(".weight", sizes.shape, coded)
 
 
@@ -192,9 +205,11 @@ def _nvfp4(size: int, weight: Weight, access: ValueAccess) -> Values:
     block, grid = fitting(sizes, shape, [(1, size)])
     lead, rows, columns = sizes.matrices
     coded = Coded(
-        view(weight.codes, [lead, rows, columns // 2]), {"e2m1": {"negative_zero": False}}, NIBBLES,
+        view(weight.codes, [lead, rows, columns // 2]),
+        {"e2m1": {"negative_zero": False}},
+        NIBBLES,
         scales=[scale(view(name, grid), block), scale_of_all(outer, of_outer, sizes)],
-    )  # fmt: skip
+    )
     return Values(".weight", sizes.shape, coded)
 
 
@@ -206,9 +221,12 @@ def _awq(size: int, weight: Weight, access: ValueAccess) -> Values:
     block, grid = fitting(sizes, shape, [(1, size)])
     lead, rows, columns = sizes.matrices
     coded = Coded(
-        view(weight.codes, [lead, rows // 2, columns]), {"signed": 4}, {"column": {"bits": 4}},
-        scales=[scale(view(name, grid), block, rounded=access.dtype)], rounded=access.dtype,
-    )  # fmt: skip
+        view(weight.codes, [lead, rows // 2, columns]),
+        {"signed": 4},
+        {"column": {"bits": 4}},
+        scales=[scale(view(name, grid), block, rounded=access.dtype)],
+        rounded=access.dtype,
+    )
     return Values(".weight", sizes.shape, coded)
 
 

@@ -64,9 +64,13 @@ class QuantisationConfig:
         groups = self.config.get("config_groups")
         if isinstance(groups, Mapping) and len(groups) > _MOST_GROUPS:
             raise FastshardError.of(
-                    codes.UNSUPPORTED, "config_groups: more groups than are read", file=self.file, expected=f"at most {_MOST_GROUPS}",
-                    got=str(len(groups)), help="write groups of one form as one group with several targets",
-                )  # fmt: skip
+                codes.UNSUPPORTED,
+                "config_groups: more groups than are read",
+                file=self.file,
+                expected=f"at most {_MOST_GROUPS}",
+                got=str(len(groups)),
+                help="write groups of one form as one group with several targets",
+            )
         # A file of AWQ's own does not name the method.
         found: list[Form] = KNOWN[self.method].forms(
             {**self.config, "quant_method": self.method}, self._budget

@@ -120,11 +120,14 @@ def _check_sizes(settings: Settings) -> None:
 def _impossible(name: str, error: ImpossibleSettingError) -> Finding:
     is_file = name.endswith(".json")
     return Finding.of(
-        codes.CONFIG_DISAGREES, f"{name} states {error.key} of torchao as {error.got}, by which no code has a value",
-        file=name if is_file else None, tensor=None if is_file else name,
-        expected=f"{error.key}: {error.expected}", got=error.got,
+        codes.CONFIG_DISAGREES,
+        f"{name} states {error.key} of torchao as {error.got}, by which no code has a value",
+        file=name if is_file else None,
+        tensor=None if is_file else name,
+        expected=f"{error.key}: {error.expected}",
+        got=error.got,
         help=f"copy {name if is_file else 'the file'} again from the host that saved it",
-    )  # fmt: skip
+    )
 
 
 def missing(

@@ -52,9 +52,14 @@ class DamagedError(NoValuesError):
     ) -> None:
         super().__init__(message)
         self.finding = Finding.of(
-            code, message, severity="error", tensor=tensor, expected=expected, got=got,
+            code,
+            message,
+            severity="error",
+            tensor=tensor,
+            expected=expected,
+            got=got,
             help="restore the file that the quantiser wrote",
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)

@@ -243,11 +243,14 @@ class ColossalAI:
                 name = next(iter(shards))
                 source.findings.append(
                     Finding.of(
-                        codes.MISSING_FILE, "slices of some tensor-parallel ranks only", tensor=name,
-                        expected=f"the directories of {shards[name]} ranks, in order", got=f"{given} directories",
+                        codes.MISSING_FILE,
+                        "slices of some tensor-parallel ranks only",
+                        tensor=name,
+                        expected=f"the directories of {shards[name]} ranks, in order",
+                        got=f"{given} directories",
                         help="name the directory that each tensor-parallel rank saved, rank 0 first",
                     )
-                )  # fmt: skip
+                )
             return set()
         padded = [n for n in slices if whole.vocabulary(n) and len(stored[n]) * stored[n][0][2][0] != rows[n]]
         # Of tensors that are whole elsewhere (or whose moments are) the padding is cut here, else by the plan.
@@ -346,10 +349,12 @@ def _padded(source: Source, stored: _Stored, whole: _Whole) -> set[str]:
             tensors.append((name, taken, [(math.prod(taken), file, number, 0)]))
             source.findings.append(
                 Finding.of(
-                    codes.IGNORED, f"{shape[0] - rows} rows beyond vocab_size {rows} are padding, and left out",
-                    severity="note", tensor=name,
+                    codes.IGNORED,
+                    f"{shape[0] - rows} rows beyond vocab_size {rows} are padding, and left out",
+                    severity="note",
+                    tensor=name,
                 )
-            )  # fmt: skip
+            )
     if tensors:
         source.assembled.append(Assembled(tensors[0][2][0][1], {}, None, None, tensors, frozen=True))
     return {name for name, *_ in tensors}

@@ -41,15 +41,24 @@ def read_indexes(listing: Listing, files: list[File], findings: list[Finding]) -
             if not safe_relative(name):
                 findings.append(
                     Finding.of(
-                        codes.UNSAFE_PATH, "a file name in the index leaves the directory", file=index.path, tensor=str(key),
-                        got=repr(name), help="do not use this checkpoint: such an index is made to read other files",
+                        codes.UNSAFE_PATH,
+                        "a file name in the index leaves the directory",
+                        file=index.path,
+                        tensor=str(key),
+                        got=repr(name),
+                        help="do not use this checkpoint: such an index is made to read other files",
                     )
-                )  # fmt: skip
+                )
             elif weight_map.setdefault(str(key), name) != name:
                 findings.append(
                     Finding.of(
-                        codes.RANKS_DISAGREE, "two indexes place a tensor differently", file=index.path, tensor=str(key),
-                        expected=weight_map[str(key)], got=name, help="pass the directories of one save only",
+                        codes.RANKS_DISAGREE,
+                        "two indexes place a tensor differently",
+                        file=index.path,
+                        tensor=str(key),
+                        expected=weight_map[str(key)],
+                        got=name,
+                        help="pass the directories of one save only",
                     )
-                )  # fmt: skip
+                )
     return weight_map

@@ -89,7 +89,9 @@ def stage_missing(folder: str, stem: str, stage: int, kind: str, why: str, ep: i
     name = f"{stem}-stage-{stage:05d}{f'-{ep:05d}' if ep else ''}-shard-00001.{kind}"
     ran = f"pipeline stage {stage - 1}" + (f", expert-parallel rank {ep - 1}" if ep else "")
     return missing(
-        join(folder, name), coords_of(SHARD.match(name)), why,
+        join(folder, name),
+        coords_of(SHARD.match(name)),
+        why,
         f"copy the files of stage {stage}{f', rank {ep}' if ep else ''} from the node that ran {ran} (counted from 0), or name"
         " that node's directory as another CKPT",
-    )  # fmt: skip
+    )

@@ -38,8 +38,9 @@ _SLOTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
 
 _ATTENTION = [
     *(f"self_attn.{p}_proj.{kind}" for p in "qkvo" for kind in ("weight", "bias")),
-    "self_attn.q_norm.weight", "self_attn.k_norm.weight",
-]  # fmt: skip
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+]
 _MLP = [f"mlp.{p}_proj.{kind}" for p in ("gate", "up", "down") for kind in ("weight", "bias")]
 _NORMS = ["input_layernorm.weight", "post_attention_layernorm.weight"]
 #: In a layer's list, what there is one of for each expert.
@@ -48,11 +49,15 @@ _MIXTRAL = ["block_sparse_moe.gate.weight", *(f"block_sparse_moe.{_EXPERT}w{i}.w
 _NEOX = [
     f"{part}.{kind}"
     for part in (
-        "input_layernorm", "post_attention_layernorm", "attention.query_key_value", "attention.dense",
-        "mlp.dense_h_to_4h", "mlp.dense_4h_to_h",
+        "input_layernorm",
+        "post_attention_layernorm",
+        "attention.query_key_value",
+        "attention.dense",
+        "mlp.dense_h_to_4h",
+        "mlp.dense_4h_to_h",
     )
     for kind in ("weight", "bias")
-]  # fmt: skip
+]
 #: Family -> parameters before the layers, of a layer, and after them, in the order of named_parameters().
 #: source: transformers models/{llama,mistral,qwen2,qwen3,mixtral,gpt_neox}/modeling_*.py (4.51, the newest that ColossalAI takes)
 _FIRST, _LAST = ["model.embed_tokens.weight"], ["model.norm.weight", "lm_head.weight"]
@@ -60,10 +65,17 @@ _ORDER = {
     "llama": (_FIRST, "model.layers", [*_ATTENTION, *_MLP, *_NORMS], _LAST),
     "mixtral": (_FIRST, "model.layers", [*_ATTENTION, *_MIXTRAL, *_NORMS], _LAST),
     "gpt_neox": (
-        ["gpt_neox.embed_in.weight"], "gpt_neox.layers", _NEOX,
-        ["gpt_neox.final_layer_norm.weight", "gpt_neox.final_layer_norm.bias", "embed_out.weight", "lm_head.weight"],
+        ["gpt_neox.embed_in.weight"],
+        "gpt_neox.layers",
+        _NEOX,
+        [
+            "gpt_neox.final_layer_norm.weight",
+            "gpt_neox.final_layer_norm.bias",
+            "embed_out.weight",
+            "lm_head.weight",
+        ],
     ),
-}  # fmt: skip
+}
 
 
 #: What is gathered part by part, and its moments rank by rank, as they lie.
@@ -108,10 +120,12 @@ def detect(listing: Listing, model: str, first: int) -> tuple[OptimFiles, list[F
     if len(near) > 1 and folder != model:
         findings.append(
             Finding.of(
-                codes.AMBIGUOUS, "several optimizers are next to the model", got=", ".join(near[:8]),
+                codes.AMBIGUOUS,
+                "several optimizers are next to the model",
+                got=", ".join(near[:8]),
                 help="name the directory of the model and the directory of one optimizer",
             )
-        )  # fmt: skip
+        )
     inside: dict[str, File] = {}
     for file in listing.within(folder):
         inside.setdefault(file.name, file)
@@ -120,10 +134,12 @@ def detect(listing: Listing, model: str, first: int) -> tuple[OptimFiles, list[F
     if not any(f in inside.values() for f in indexes):
         findings.append(
             Finding.of(
-                codes.UNCOMMITTED, "the optimizer's merged index is missing, which is written last", file=folder or ".",
+                codes.UNCOMMITTED,
+                "the optimizer's merged index is missing, which is written last",
+                file=folder or ".",
                 help="name the directory of the node that ran rank 0 as another CKPT",
             )
-        )  # fmt: skip
+        )
     files: list[File] = []
     for name in dict.fromkeys(weight_map.values()):
         if name in inside:
@@ -133,19 +149,23 @@ def detect(listing: Listing, model: str, first: int) -> tuple[OptimFiles, list[F
         count = sum(1 for other in weight_map.values() if other == name)
         findings.append(
             missing(
-                join(folder, name), coords, f"states of {count} parameters by the optimizer's index",
+                join(folder, name),
+                coords,
+                f"states of {count} parameters by the optimizer's index",
                 "copy it from the node that wrote it, or name that node's directory as another CKPT",
             )
-        )  # fmt: skip
+        )
     shards = range(first, first + len(files))
     groups = next((f for f in inside.values() if _GROUPS.match(f.name)), None)
     if groups is None:
         findings.append(
             missing(
-                join(folder, "pytorch_optim_group.bin"), {}, "the parameter groups, which number the parameters",
+                join(folder, "pytorch_optim_group.bin"),
+                {},
+                "the parameter groups, which number the parameters",
                 "copy it from the node that saved the optimizer",
             )
-        )  # fmt: skip
+        )
     else:
         files.append(groups)
     at = None if groups is None else shards.stop
@@ -260,11 +280,14 @@ def _fits(shape: list[int], whole: list[int]) -> bool:
 def _not_read(found: Found[ColossalFiles], unknown: dict[str, int]) -> list[Finding]:
     return [
         Finding.of(
-            codes.UNSUPPORTED, f"optimizer state {what!r}: not read", file=found.files[at].path,
-            expected=" | ".join(sorted(_SLOTS)), help="merge without --optimizer takes the parameters alone",
+            codes.UNSUPPORTED,
+            f"optimizer state {what!r}: not read",
+            file=found.files[at].path,
+            expected=" | ".join(sorted(_SLOTS)),
+            help="merge without --optimizer takes the parameters alone",
         )
         for what, at in unknown.items()
-    ]  # fmt: skip
+    ]
 
 
 def _steps_differ(folder: str, steps: set[float]) -> list[Finding]:
@@ -273,10 +296,13 @@ def _steps_differ(folder: str, steps: set[float]) -> list[Finding]:
     text = ", ".join(f"{step:g}" for step in sorted(steps))
     return [
         Finding.of(
-            codes.MIXED_STEPS, "optimizer step differs between parameters", file=folder or ".", got=text,
+            codes.MIXED_STEPS,
+            "optimizer step differs between parameters",
+            file=folder or ".",
+            got=text,
             help="copy all optimizer files from one save",
         )
-    ]  # fmt: skip
+    ]
 
 
 def _no_names(source: Source, path: str, groups: list[list[int]], shapes: dict[str, list[int]]) -> Finding:
@@ -284,10 +310,12 @@ def _no_names(source: Source, path: str, groups: list[list[int]], shapes: dict[s
         codes.MASTERS_NOT_CHECKABLE,
         f"optimizer states have numbers instead of names, and the order for model_type {(source.model.config or {}).get('model_type')!r} in "
         f"{len(groups)} groups follow the parameters is not stated",
-        file=path, expected=f"{len(shapes)} parameters", got=f"{sum(map(len, groups))} numbers",
+        file=path,
+        expected=f"{len(shapes)} parameters",
+        got=f"{sum(map(len, groups))} numbers",
         help="merge without --optimizer, which takes the parameters alone; or pass the model's config.json",
         run=["--config FILE"],
-    )  # fmt: skip
+    )
 
 
 def _fused(path: str, name: str) -> Finding:
@@ -295,8 +323,10 @@ def _fused(path: str, name: str) -> Finding:
         codes.UNSUPPORTED,
         "moments of a fused projection were saved in the order of the tensor-parallel ranks, each with a part of query,"
         " key and value: no file states how many ranks there were",
-        file=path, tensor=name, help="merge without --optimizer takes the parameters alone, which are in order",
-    )  # fmt: skip
+        file=path,
+        tensor=name,
+        help="merge without --optimizer takes the parameters alone, which are in order",
+    )
 
 
 def _moments_differ(
@@ -314,19 +344,25 @@ def _moments_differ(
             if moment is None:
                 findings.append(
                     Finding.of(
-                        codes.MISSING_TENSOR, f"no {slot} of parameter {place} in any optimizer shard", tensor=name,
+                        codes.MISSING_TENSOR,
+                        f"no {slot} of parameter {place} in any optimizer shard",
+                        tensor=name,
                         help="name the directory of the pipeline stage's node as another CKPT; its shards are missing, or the"
                         " parameter was not trained",
                     )
-                )  # fmt: skip
+                )
             elif not _fits(moment[2], shapes[name]):
                 findings.append(
                     Finding.of(
-                        codes.SHAPE, f"{slot} of parameter {place} and the parameter", file=found.files[moment[0]].path, tensor=name,
-                        expected=f"{shapes[name]}, the shape of {name}", got=str(moment[2]),
+                        codes.SHAPE,
+                        f"{slot} of parameter {place} and the parameter",
+                        file=found.files[moment[0]].path,
+                        tensor=name,
+                        expected=f"{shapes[name]}, the shape of {name}",
+                        got=str(moment[2]),
                         help="copy the optimizer of this model; this one is from another, or its groups are in another order",
                     )
-                )  # fmt: skip
+                )
     return findings
 
 

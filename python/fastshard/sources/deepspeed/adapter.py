@@ -80,9 +80,11 @@ class Files:
         for file in inside:
             if _OLD_EXPERT.match(file.name):
                 raise FastshardError.of(
-                    codes.UNSUPPORTED, "experts of DeepSpeed before 0.6, whose files do not name their layer: not read", file=file.path,
+                    codes.UNSUPPORTED,
+                    "experts of DeepSpeed before 0.6, whose files do not name their layer: not read",
+                    file=file.path,
                     help="load it with DeepSpeed, which still does, and save it again",
-                )  # fmt: skip
+                )
             if match := _LAYER.match(file.name):
                 files.layers.append((int(match[1]), int(match[2] or 0), file))
             elif match := _RANK.match(file.name):

@@ -47,8 +47,11 @@ def take(source: Source, found: Found[object], contents: Contents, states: list[
         raise _refused(
             f"DeepSpeed automatic tensor parallelism (autotp_size {tp}): the model file does not state how ranks divide"
             " the parameters",
-            path, None, "universal_checkpoint_info with an affine_map, as since DeepSpeed 0.19", "none",
-        )  # fmt: skip
+            path,
+            None,
+            "universal_checkpoint_info with an affine_map, as since DeepSpeed 0.19",
+            "none",
+        )
     for pattern, reason in unsupported.items():
         raise _refused(f"DeepSpeed does not know how this is divided: {reason}", path, _name(pattern))
     rules: dict[str, Divided] = {}
@@ -58,8 +61,10 @@ def take(source: Source, found: Found[object], contents: Contents, states: list[
         if name is None or rule is None:
             raise _refused(
                 f"DeepSpeed automatic tensor parallelism (autotp_size {tp}): a parameter that is not divided evenly along"
-                " one dimension, or is scaled", path, name or pattern,
-            )  # fmt: skip
+                " one dimension, or is scaled",
+                path,
+                name or pattern,
+            )
         rules[name] = rule
     _aliases(rules, found, contents, states, path)
     source.generic = [(name, *rule) for name, rule in rules.items()]
@@ -104,10 +109,15 @@ def _refused(
     message: str, path: str, tensor: str | None, expected: str | None = None, got: str | None = None
 ) -> FastshardError:
     return FastshardError.of(
-        codes.UNSUPPORTED, f"{message}: not read", file=path, tensor=tensor, expected=expected, got=got,
+        codes.UNSUPPORTED,
+        f"{message}: not read",
+        file=path,
+        tensor=tensor,
+        expected=expected,
+        got=got,
         help="save it with DeepSpeed 0.19 or newer, or make a universal checkpoint of it (ds_to_universal), or describe how its"
         " tensors are divided in a layout of your own (--layout FILE.toml)",
-    )  # fmt: skip
+    )
 
 
 def _name(pattern: Any) -> str | None:

@@ -85,11 +85,14 @@ def take(
         name = next(found.files[file].path for n, e, _, file in seen.experts if (n, e) == (layer, expert))
         source.findings.append(
             Finding.of(
-                codes.RANKS_DISAGREE, "more experts than the model file states", file=name,
-                expected=f"num_experts {wanted} in {found.files[0].name}", got=f"expert {expert} of mixture {layer}",
+                codes.RANKS_DISAGREE,
+                "more experts than the model file states",
+                file=name,
+                expected=f"num_experts {wanted} in {found.files[0].name}",
+                got=f"expert {expert} of mixture {layer}",
                 help="copy all files of one step, and no others, into an empty folder",
             )
-        )  # fmt: skip
+        )
     return experts
 
 
@@ -99,10 +102,12 @@ def _missing(found: Found[DeepSpeedFiles], layer: int, present: set[int], count:
         name, end = (f"layer_{layer}_expert_{n}_mp_rank_00_model_states.pt" for n in (first, last))
         findings.append(
             missing(
-                f"{folder}/{name}" if folder else name, {"mixture": layer, "expert": rank_range(first, last)},
+                f"{folder}/{name}" if folder else name,
+                {"mixture": layer, "expert": rank_range(first, last)},
                 f"num_experts {count} of this layer in {found.files[0].name}",
                 "copy it from the node that ran the expert-parallel rank with this expert",
-                rank=f"expert {first} of mixture {layer}", upto=end if last > first else None,
+                rank=f"expert {first} of mixture {layer}",
+                upto=end if last > first else None,
             )
-        )  # fmt: skip
+        )
     return findings

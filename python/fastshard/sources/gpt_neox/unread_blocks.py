@@ -10,11 +10,16 @@ from ..base import Contents, Found
 #: What begins the names in a layer, by kind, and the setting that makes it.
 #: source: gpt-neox megatron/model/{moe,router,gmlp}.py, mamba/mamba.py, rwkv/v6/rwkv.py, gpt2_model.py (init_specs)
 _BEGINNINGS = {
-    "a mixture of experts (moe_num_experts)": ("mlp.router.", "mlp.experts.", "mlp.deepspeed_moe.", "mlp.moe."),
+    "a mixture of experts (moe_num_experts)": (
+        "mlp.router.",
+        "mlp.experts.",
+        "mlp.deepspeed_moe.",
+        "mlp.moe.",
+    ),
     "Mamba blocks (attention_config: mamba)": ("mixer.",),
     "RWKV blocks (attention_config: rwkv)": ("att.", "ffn."),
     "gMLP blocks (attention_config: gmlp or amlp)": ("sgu.", "input_linear."),
-}  # fmt: skip
+}
 
 
 def others(found: Found[object], units: list[Unit], names: set[str], contents: Contents) -> list[Finding]:

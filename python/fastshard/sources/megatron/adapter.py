@@ -241,8 +241,16 @@ def _differs(
         degrees = f"{grid.tp} x {grid.pp}" + (f" x {grid.ep}" if grid.ep > 1 else "")
         why = f"{grid.long_rank(grid.places[i])} is beyond the {degrees} ranks of this checkpoint"
         findings.append(unexpected(found.files[i].path, why))
-    keys = ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size", "num_experts",
-            "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")  # fmt: skip
+    keys = (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "padded_vocab_size",
+        "num_experts",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+    )
     findings += differing(
         codes.RANKS_DISAGREE,
         [(f"args.{key}", first.get(key), own.get(key)) for key in keys],

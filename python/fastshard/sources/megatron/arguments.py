@@ -102,11 +102,19 @@ def beyond(args: Mapping[str, Any]) -> tuple[str, str, str] | None:
     dense = every not in (None, 1) and not (isinstance(every, list) and all(n == 1 for n in every))
     reasons = [
         ("moe_layer_freq", "1: experts in every layer", dense),
-        ("moe_shared_expert_intermediate_size", "None: no shared experts", args.get("moe_shared_expert_intermediate_size")),
+        (
+            "moe_shared_expert_intermediate_size",
+            "None: no shared experts",
+            args.get("moe_shared_expert_intermediate_size"),
+        ),
         ("moe_latent_size", "None: experts of the hidden size", args.get("moe_latent_size")),
-        ("moe_mlp_glu_interleave_size", "None: all gates before all other rows", args.get("moe_mlp_glu_interleave_size")),
+        (
+            "moe_mlp_glu_interleave_size",
+            "None: all gates before all other rows",
+            args.get("moe_mlp_glu_interleave_size"),
+        ),
         ("mtp_num_layers", "None: no layers for further tokens", args.get("mtp_num_layers")),
-    ]  # fmt: skip
+    ]
     return next(((name, expected, str(args[name])[:80]) for name, expected, got in reasons if got), None)
 
 

@@ -44,7 +44,11 @@ _DIVIDED = [
     for name, dimension, extent in (
         (r"word_embeddings\.weight|output_layer\.(?:weight|bias)", 0, "words"),
         (r"(?:linear_qkv|query_key_value)\.(?:weight|bias)", 0, "heads"),
-        (r"(?:self_attention|inter_attention|cross_attention|attention)\.(?:linear_proj|dense)\.weight", 1, "values"),
+        (
+            r"(?:self_attention|inter_attention|cross_attention|attention)\.(?:linear_proj|dense)\.weight",
+            1,
+            "values",
+        ),
         (r"linear_q\.(?:weight|bias)", 0, "queries"),
         (r"linear_kv\.(?:weight|bias)", 0, "keys"),
         (r"linear_q_proj\.weight|linear_q_up_proj\.weight", 0, "latent_queries"),
@@ -59,7 +63,7 @@ _DIVIDED = [
         (r"mlp\.(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)", 0, "mlp"),
         (r"mlp\.(?:linear_fc2|dense_4h_to_h)\.weight", 1, "mlp"),
     )
-]  # fmt: skip
+]
 #: No model has as many layers for further tokens.
 _MOST = 1 << 16
 _FIRST = compile_when_used(r"(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)\d*$")
@@ -179,10 +183,14 @@ class Wholes:
         latent = any("latent" in name for names in layers.values() for name in names)
         for key, expected, got in (
             ("moe_layer_freq", called, mixed),
-            ("moe_shared_expert_intermediate_size", mixed if self.args.get("moe_shared_expert_intermediate_size") else set(), shared),
+            (
+                "moe_shared_expert_intermediate_size",
+                mixed if self.args.get("moe_shared_expert_intermediate_size") else set(),
+                shared,
+            ),
             ("mtp_num_layers", set(range(min(further_layers, _MOST))), further),
             ("moe_latent_size", bool(self.args.get("moe_latent_size")), latent),
-        ):  # fmt: skip
+        ):
             if layers and self.args and expected != got:
                 raise FastshardError.of(
                     codes.UNSUPPORTED,
@@ -360,9 +368,12 @@ class Wholes:
         if total is not None and shape[dimension] == total:
             return None, 1
         raise _refused(
-            name, place, f"its extent along dimension {dimension}",
-            f"a share or all of {total} by the arguments" if total else "arguments that state it", str(shape[dimension]),
-        )  # fmt: skip
+            name,
+            place,
+            f"its extent along dimension {dimension}",
+            f"a share or all of {total} by the arguments" if total else "arguments that state it",
+            str(shape[dimension]),
+        )
 
     def _gates(self, place: Place, name: str, shape: list[int], own: Mapping[str, list[int]]) -> int:
         """2 where a first projection has a gate: twice the rows that the second one takes."""

@@ -144,9 +144,11 @@ def _embedding_elsewhere(column: Sequence[_Stage], norm: str) -> list[_Stage]:
     if first[0] != 0 or not holders or first in holders:
         return []
     alone = [
-        of for of in holders
-        if not (norm and _holds(of[2], norm)) and not any(n.startswith(_MTP) for chunk in of[2] for n in chunk)
-    ]  # fmt: skip
+        of
+        for of in holders
+        if not (norm and _holds(of[2], norm))
+        and not any(n.startswith(_MTP) for chunk in of[2] for n in chunk)
+    ]
     return [first, *alone[:1]]
 
 

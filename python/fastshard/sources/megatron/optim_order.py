@@ -21,8 +21,12 @@ from .optim_flat import Part, UnknownPlaces
 #: What no optimizer steps.
 BUFFERS = compile_when_used(r"(\.router\.expert_bias|\.inv_freq|_extra_state)$")
 
-_ATTENTION = ("self_attention.q_layernorm.weight", "self_attention.q_layernorm.bias",
-              "self_attention.k_layernorm.weight", "self_attention.k_layernorm.bias")  # fmt: skip
+_ATTENTION = (
+    "self_attention.q_layernorm.weight",
+    "self_attention.q_layernorm.bias",
+    "self_attention.k_layernorm.weight",
+    "self_attention.k_layernorm.bias",
+)
 _PROJ = ("self_attention.linear_proj.weight", "self_attention.linear_proj.bias")
 _QKV = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias")
 _NORM1 = ("self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_qkv.layer_norm_bias")
@@ -35,8 +39,19 @@ _ROUTER = ("mlp.router.weight", "mlp.router.bias")
 #: By ``transformer_impl``: norms are modules of their own, or parameters of the layer after them; the keys are the same.
 _LAYERS = {
     "local": (*_OWN1, *_NORM1, *_PROJ, *_QKV, *_ATTENTION, *_OWN2, *_NORM2, *_ROUTER, *_FC1, *_FC2),
-    "transformer_engine": (*_OWN1, *_PROJ, *_NORM1, *_QKV, *_ATTENTION, *_OWN2, *_ROUTER, *_NORM2, *_FC1, *_FC2),
-}  # fmt: skip
+    "transformer_engine": (
+        *_OWN1,
+        *_PROJ,
+        *_NORM1,
+        *_QKV,
+        *_ATTENTION,
+        *_OWN2,
+        *_ROUTER,
+        *_NORM2,
+        *_FC1,
+        *_FC2,
+    ),
+}
 _EXPERTS = "mlp.experts.experts."
 _FIRST = ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight")
 _LAST = (
@@ -143,8 +158,12 @@ class Ranks:
 
     def _divided(self, args: dict[str, Any]) -> dict[tuple[int, int], range]:
         """The layers of each (stage, virtual stage)."""
-        for name in ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split",
-                     "account_for_loss_in_pipeline_split", "mtp_num_layers"):  # fmt: skip
+        for name in (
+            "pipeline_model_parallel_layout",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+            "mtp_num_layers",
+        ):
             if args.get(name):
                 raise UnknownPlaces(f"layers of stages by {name}: not read", "none", str(args[name]))
         ends = [count(args, f"decoder_{n}_pipeline_num_layers") for n in ("first", "last")]
@@ -221,9 +240,11 @@ class Ranks:
         if kind.grouped and len(stored) > 2:
             raise UnknownPlaces("grouped experts with biases: the order of their master weights is not known")
         local = range(ep * (total // self.ep), (ep + 1) * (total // self.ep))
-        pairs = [(n, a, e) for n, a in stored for e in local] if kind.grouped else [
-            (n, a, e) for e in local for n, a in stored
-        ]  # fmt: skip
+        pairs = (
+            [(n, a, e) for n, a in stored for e in local]
+            if kind.grouped
+            else [(n, a, e) for e in local for n, a in stored]
+        )
         for name, at, expert in pairs:
             yield from self._one(name, [*at, expert], tp, self.etp)
 

@@ -222,9 +222,12 @@ def _describe(union: Union, keys: Iterable[str]) -> None:
         chunks += math.prod(array.grid)
         if chunks > MAX_CHUNKS:
             raise FastshardError.of(
-                codes.UNSAFE_HEADER, f"more than {MAX_CHUNKS} chunks in all", file=where, tensor=name,
+                codes.UNSAFE_HEADER,
+                f"more than {MAX_CHUNKS} chunks in all",
+                file=where,
+                tensor=name,
                 help="copy the metadata of the array again from the host that wrote it: it is damaged",
-            )  # fmt: skip
+            )
 
 
 def _foreign(union: Union) -> None:

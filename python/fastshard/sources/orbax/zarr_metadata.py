@@ -153,9 +153,13 @@ def parse(name: str, text: bytes, zarr: int, where: str) -> Array | None:
 
 def _malformed(name: str, where: str, what: str, got: Any = None) -> FastshardError:
     return FastshardError.of(
-        codes.UNSAFE_HEADER, f"metadata of an array: {what}", file=where, tensor=name, got=None if got is None else repr(got)[:80],
+        codes.UNSAFE_HEADER,
+        f"metadata of an array: {what}",
+        file=where,
+        tensor=name,
+        got=None if got is None else repr(got)[:80],
         help="copy the file again: it is damaged or truncated",
-    )  # fmt: skip
+    )
 
 
 #: Extents of a chunk, those of its parts that are read by themselves, and what separates numbers in names of chunks.
@@ -217,9 +221,14 @@ def _stored(array: Array) -> Any:
 
 def _unread(name: str, where: str, what: str, got: Any) -> FastshardError:
     return FastshardError.of(
-        codes.UNSUPPORTED, f"{what} of an array: not read", file=where, tensor=name, expected=", ".join(sorted(ARRAY_DTYPES)) if what == "dtype" else None,
-        got=json.dumps(got)[:80], help=f"leave it out (--exclude '{name}'), or save it again without that",
-    )  # fmt: skip
+        codes.UNSUPPORTED,
+        f"{what} of an array: not read",
+        file=where,
+        tensor=name,
+        expected=", ".join(sorted(ARRAY_DTYPES)) if what == "dtype" else None,
+        got=json.dumps(got)[:80],
+        help=f"leave it out (--exclude '{name}'), or save it again without that",
+    )
 
 
 def _configured(value: Any, name: str) -> dict[str, Any]:

@@ -45,8 +45,12 @@ class PeftAdapter:
             no_table="an adapter of PEFT is no model by itself: `fastshard merge BASE OUT --adapter DIR` merges it into its base"
         )
         source.values = {
-            "r": config.r, "lora_alpha": config.alpha, "use_rslora": config.rslora, "use_dora": config.dora, "base": config.base,
-        }  # fmt: skip
+            "r": config.r,
+            "lora_alpha": config.alpha,
+            "use_rslora": config.rslora,
+            "use_dora": config.dora,
+            "base": config.base,
+        }
         if contents.readable(0):
             adapter = tensor_names.read_names(contents.listed(0), saved=True)
             shapes = {".".join(tensor["path"]): tensor["shape"] for tensor in contents.tensors(0)}

@@ -21,19 +21,34 @@ from ...common.records import dataclass, field
 FILE = "adapter_config.json"
 #: Keys that change what is computed, and the values with which they do not.
 _UNREAD = {
-    "use_qalora": (None, False), "use_bdlora": (None, False), "arrow_config": (None,), "alora_invocation_tokens": (None,),
-    "megatron_config": (None,), "corda_config": (None,), "eva_config": (None,), "layer_replication": (None,),
-    "velora_config": (None,), "kasa_config": (None,), "monteclora_config": (None,), "lora_ga_config": (None,),
-}  # fmt: skip
+    "use_qalora": (None, False),
+    "use_bdlora": (None, False),
+    "arrow_config": (None,),
+    "alora_invocation_tokens": (None,),
+    "megatron_config": (None,),
+    "corda_config": (None,),
+    "eva_config": (None,),
+    "layer_replication": (None,),
+    "velora_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "lora_ga_config": (None,),
+}
 _FLAG, _LIST = ((bool, NoneType), "true or false"), ((list, NoneType), "a list of names")
 _WORDS_OR_PATTERN = (str, list, NoneType), "a pattern or a list of names"
 #: Keys that decide what is adapted and how, the types of their values, and what these are called.
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "use_rslora": _FLAG, "use_dora": _FLAG, "fan_in_fan_out": _FLAG, "target_parameters": _LIST, "modules_to_save": _LIST,
-    "target_modules": _WORDS_OR_PATTERN, "exclude_modules": _WORDS_OR_PATTERN, "layers_pattern": _WORDS_OR_PATTERN,
+    "use_rslora": _FLAG,
+    "use_dora": _FLAG,
+    "fan_in_fan_out": _FLAG,
+    "target_parameters": _LIST,
+    "modules_to_save": _LIST,
+    "target_modules": _WORDS_OR_PATTERN,
+    "exclude_modules": _WORDS_OR_PATTERN,
+    "layers_pattern": _WORDS_OR_PATTERN,
     "layers_to_transform": ((int, list, NoneType), "the number of a layer, or a list of them"),
     "base_model_name_or_path": ((str, NoneType), "a name or a path"),
-}  # fmt: skip
+}
 _OF_NUMBERS = ("layers_to_transform",)
 #: Initialisations that change the base model's weights, so that its own file is not what the adapter is for.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -121,9 +136,12 @@ def read(path: Path, label: str) -> Config:
     stored = json_text.value(safe_files.read_text(path, safe_files.MAX_CONFIG, label=label), label, help=help)
     if isinstance(stored, dict) and "peft_type" not in stored and _MLX & stored.keys():
         raise FastshardError.of(
-            codes.UNSUPPORTED, "an adapter of mlx-lm, which is not read", file=label, expected="an adapter of PEFT",
+            codes.UNSUPPORTED,
+            "an adapter of mlx-lm, which is not read",
+            file=label,
+            expected="an adapter of PEFT",
             help="merge it into its base with mlx_lm.fuse, and convert the result",
-        )  # fmt: skip
+        )
     if not isinstance(stored, dict) or "peft_type" not in stored:
         raise FastshardError.of(
             codes.BAD_VALUE, "no config of an adapter: it has no peft_type", file=label, help=help
@@ -188,21 +206,30 @@ def _refuse(stored: dict[str, Any], label: str) -> None:
     kind = stored["peft_type"]
     if kind != "LORA":
         raise FastshardError.of(
-            codes.UNSUPPORTED, "an adapter of another kind", file=label, expected="peft_type LORA", got=shown(kind),
+            codes.UNSUPPORTED,
+            "an adapter of another kind",
+            file=label,
+            expected="peft_type LORA",
+            got=shown(kind),
             help="merge it with peft's merge_and_unload",
-        )  # fmt: skip
+        )
     for key, harmless in _UNREAD.items():
         if key in stored and stored[key] not in harmless:
             raise FastshardError.of(
-                codes.UNSUPPORTED, f"{key}: a variant of LoRA that is computed in another way", file=label, got=shown(stored[key]),
+                codes.UNSUPPORTED,
+                f"{key}: a variant of LoRA that is computed in another way",
+                file=label,
+                got=shown(stored[key]),
                 help="merge it with peft's merge_and_unload",
-            )  # fmt: skip
+            )
     how = str(stored.get("init_lora_weights", True)).lower()
     if how.startswith(_CHANGES_BASE):
         raise FastshardError.of(
-            codes.UNSUPPORTED, f"init_lora_weights {how}: the base was changed when the adapter was made, which no file holds",
-            file=label, help="convert it to a plain adapter: save_pretrained(path_initial_model_for_weight_conversion=...)",
-        )  # fmt: skip
+            codes.UNSUPPORTED,
+            f"init_lora_weights {how}: the base was changed when the adapter was made, which no file holds",
+            file=label,
+            help="convert it to a plain adapter: save_pretrained(path_initial_model_for_weight_conversion=...)",
+        )
 
 
 def _are_rows(indices: Any, label: str) -> bool:

@@ -45,9 +45,12 @@ def place(adapter: AdapterNames, config: Config, base: Shapes, factors: Shapes, 
     way = moved(mine, base.keys(), fits)
     if way.uncertain:
         raise FastshardError.of(
-            codes.AMBIGUOUS, "the adapter's names can be read in several ways to fit the base", file=config.path,
-            got=way.readings, help="pass a base with the names that the adapter has: one that was saved from the same class",
-        )  # fmt: skip
+            codes.AMBIGUOUS,
+            "the adapter's names can be read in several ways to fit the base",
+            file=config.path,
+            got=way.readings,
+            help="pass a base with the names that the adapter has: one that was saved from the same class",
+        )
     called |= way.names
     for name, module in modules.items():
         module.at = called.get(name, way.of(name)).removesuffix(".weight")

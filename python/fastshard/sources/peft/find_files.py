@@ -62,7 +62,11 @@ def find(path: StrPath) -> Files:
             "an adapter without its config, which says how it is scaled" if weights else "no adapter of PEFT"
         )
         raise FastshardError.of(
-            codes.MISSING_FILE if weights else codes.NOT_A_CHECKPOINT, what, file=os.fspath(folder / adapter_config.FILE), expected=f"{adapter_config.FILE} beside its tensors",
-            got="no such file", help="copy it from the original adapter",
-        )  # fmt: skip
+            codes.MISSING_FILE if weights else codes.NOT_A_CHECKPOINT,
+            what,
+            file=os.fspath(folder / adapter_config.FILE),
+            expected=f"{adapter_config.FILE} beside its tensors",
+            got="no such file",
+            help="copy it from the original adapter",
+        )
     return Files(folder, config_file, weights)

@@ -38,16 +38,21 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
     file = found.files[0].path if files.weights is None else files.weights
     if own and files.weights is not None:
         raise FastshardError.of(
-            codes.AMBIGUOUS, "the checkpoint holds an adapter's tensors, and the adapter given has some too",
+            codes.AMBIGUOUS,
+            "the checkpoint holds an adapter's tensors, and the adapter given has some too",
             got=f"{found.files[0].path}, {files.weights}",
             help="pass the config alone for the checkpoint's own",
             run=[f"--adapter {shlex.quote(str(files.config))}"],
-        )  # fmt: skip
+        )
     if not own and files.weights is None:
         raise FastshardError.of(
-            codes.MISSING_FILE, "neither the checkpoint nor the adapter's folder has the adapter's tensors", file=str(files.folder),
-            expected="adapter_model.safetensors", got="none", help="copy it from the original adapter",
-        )  # fmt: skip
+            codes.MISSING_FILE,
+            "neither the checkpoint nor the adapter's folder has the adapter's tensors",
+            file=str(files.folder),
+            expected="adapter_model.safetensors",
+            got="none",
+            help="copy it from the original adapter",
+        )
     if own:
         # The wrapper's own name is not a trainer's key.
         source.weights_prefix = source.weights_prefix.removesuffix(tensor_names.OUTER)

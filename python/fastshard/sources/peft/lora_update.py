@@ -38,9 +38,11 @@ def attach(source: Source, adapter: AdapterNames, config: Config, shapes: Mappin
     """
     if len(adapter.adapters) > 1:
         raise FastshardError.of(
-            codes.AMBIGUOUS, "several adapters are here", got=", ".join(sorted(adapter.adapters)),
+            codes.AMBIGUOUS,
+            "several adapters are here",
+            got=", ".join(sorted(adapter.adapters)),
             help="save one of them by itself",
-        )  # fmt: skip
+        )
     changes: dict[str, list[Change]] = {}
     hidden = set(adapter.unused)
     for module in adapter.modules.values():
@@ -104,9 +106,14 @@ def _changes(
         rows = config.rows(module.name)
         if rows is None:
             raise FastshardError.of(
-                codes.FACT_UNKNOWN, "which rows the adapter has trained", tensor=factors["tokens"], file=config.path,
-                expected="trainable_token_indices", got="none", help="pass the adapter's own adapter_config.json",
-            )  # fmt: skip
+                codes.FACT_UNKNOWN,
+                "which rows the adapter has trained",
+                tensor=factors["tokens"],
+                file=config.path,
+                expected="trainable_token_indices",
+                got="none",
+                help="pass the adapter's own adapter_config.json",
+            )
         found.append((weight, Rows(factors["tokens"], rows)))
     pairs = [
         (a, b)
@@ -191,10 +198,14 @@ def _target(module: Module, a: str, b: str, config: Config, shapes: Mapping[str,
         # The core tells that the base has none.
         return weight
     raise FastshardError.of(
-        codes.FACT_UNKNOWN, "which of a module's parameters the adapter is for", tensor=a, file=config.path,
-        expected=f"one of {', '.join(own)}", got="factors that fit " + (", ".join(fitting) or "none"),
+        codes.FACT_UNKNOWN,
+        "which of a module's parameters the adapter is for",
+        tensor=a,
+        file=config.path,
+        expected=f"one of {', '.join(own)}",
+        got="factors that fit " + (", ".join(fitting) or "none"),
         help="pass the base that it was trained on; else merge it with peft's merge_and_unload",
-    )  # fmt: skip
+    )
 
 
 def _forms(shape: list[int], a: list[int], b: list[int]) -> list[tuple[str, int]]:
@@ -218,9 +229,16 @@ def _forms(shape: list[int], a: list[int], b: list[int]) -> list[tuple[str, int]
 
 
 def _product(
-    shape: list[int], a: str, b: str, config: Config, module: Module, shapes: Mapping[str, list[int]],
-    model: Mapping[str, Any], *, embedding: bool,
-) -> LowRank:  # fmt: skip
+    shape: list[int],
+    a: str,
+    b: str,
+    config: Config,
+    module: Module,
+    shapes: Mapping[str, list[int]],
+    model: Mapping[str, Any],
+    *,
+    embedding: bool,
+) -> LowRank:
     """How a product is added to a tensor."""
     ways = _forms(shape, shapes[a], shapes[b])
     if embedding:
@@ -234,10 +252,14 @@ def _product(
     form, rank = ways[0] if ways else ("columns" if embedding else "rows", shapes[a][0] if shapes[a] else 0)
     if ways and rank != config.rank(module.name):
         raise FastshardError.of(
-            codes.CONFIG_DISAGREES, "the rank of an adapter, by which it is scaled", tensor=a, file=config.path,
-            expected=f"{config.rank(module.name)} by {config.path}", got=str(rank),
+            codes.CONFIG_DISAGREES,
+            "the rank of an adapter, by which it is scaled",
+            tensor=a,
+            file=config.path,
+            expected=f"{config.rank(module.name)} by {config.path}",
+            got=str(rank),
             help="pass the adapter_config.json that was saved with it",
-        )  # fmt: skip
+        )
     return LowRank(a, b, rank, config.scale(module.name), form)
 
 
@@ -285,9 +307,13 @@ def _find_untied_head(
         return "", ""
     if (head := _HEADS.get(saved[0])) is None:
         raise FastshardError.of(
-            codes.UNSUPPORTED, "the adapter replaces the embedding of a model that ties its head to it, and the head's own name is not known",
-            tensor=saved[0], expected=f"one of {', '.join(_HEADS)}", got=saved[0], help="merge it with peft's merge_and_unload",
-        )  # fmt: skip
+            codes.UNSUPPORTED,
+            "the adapter replaces the embedding of a model that ties its head to it, and the head's own name is not known",
+            tensor=saved[0],
+            expected=f"one of {', '.join(_HEADS)}",
+            got=saved[0],
+            help="merge it with peft's merge_and_unload",
+        )
     return saved[0], head
 
 

@@ -49,12 +49,17 @@ def find_missing_halves(
         run = find_run_beside(path)
         return [
             Finding.of(
-                codes.MISSING_TENSOR, "the file of an adapter holds none of its factors", file=file, expected="tensors named lora_A and lora_B",
+                codes.MISSING_TENSOR,
+                "the file of an adapter holds none of its factors",
+                file=file,
+                expected="tensors named lora_A and lora_B",
                 got=some(sorted(adapter.whole.values()), _MOST) if adapter.whole else "no tensors",
-                help="save the adapter again, gathered from all ranks" if run is None
-                else "merge the factors that the DeepSpeed checkpoint beside it holds", run=[] if run is None else [run],
+                help="save the adapter again, gathered from all ranks"
+                if run is None
+                else "merge the factors that the DeepSpeed checkpoint beside it holds",
+                run=[] if run is None else [run],
             )
-        ]  # fmt: skip
+        ]
     return [*_find_without_values(adapter, shapes, file), *_find_without_counterpart(adapter, config, file)]
 
 
@@ -98,10 +103,14 @@ def _find_without_values(
     empty = sorted(name for name in (*names, *adapter.whole.values()) if 0 in shapes.get(name, ()))
     if empty:
         yield Finding.of(
-            codes.MISSING_TENSOR, f"{counted(len(empty), 'tensor')} of the adapter hold no values", file=file, tensor=empty[0],
-            expected="tensors of at least one element", got=f"{shapes[empty[0]]} in {some(empty, _MOST)}",
+            codes.MISSING_TENSOR,
+            f"{counted(len(empty), 'tensor')} of the adapter hold no values",
+            file=file,
+            tensor=empty[0],
+            expected="tensors of at least one element",
+            got=f"{shapes[empty[0]]} in {some(empty, _MOST)}",
             help="save the adapter again with its weights gathered from all ranks (ZeRO-3 and FSDP divide them)",
-        )  # fmt: skip
+        )
 
 
 def _find_without_counterpart(adapter: AdapterNames, config: Config, file: str) -> Iterator[Finding]:
@@ -160,9 +169,11 @@ def _find_unsaved_modules(
         elif not any(f".{word}." in f".{name}" for name in base):
             continue
         yield _missing(
-            "the adapter lacks a module that it was to save", [f"{word}.weight"], file,
+            "the adapter lacks a module that it was to save",
+            [f"{word}.weight"],
+            file,
             f"a module {word} (modules_to_save of {config.path})",
-        )  # fmt: skip
+        )
 
 
 def _find_unmatched_targets(
@@ -180,9 +191,11 @@ def _find_unmatched_targets(
         if base is not None and not modules:
             continue
         finding = _missing(
-            f"no module {word} has factors in the adapter", modules or [word], file,
+            f"no module {word} has factors in the adapter",
+            modules or [word],
+            file,
             f"factors of {word} (target_modules of {config.path})",
-        )  # fmt: skip
+        )
         # A list may have words for other models too; peft passes over these.
         yield finding if base is not None else finding.replace(severity="warning")
 

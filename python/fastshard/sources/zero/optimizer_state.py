@@ -242,10 +242,13 @@ def _no_experts_state(model: Model, first: int, last: int, why: str) -> Finding:
     name, end = (f"expp_rank_{n}_mp_rank_{model.mp:02d}_optim_states.pt" for n in (first, last))
     folder = model.found.folder
     return missing(
-        f"{folder}/{name}" if folder else name, {"ep": rank_range(first, last), **model.place}, why,
+        f"{folder}/{name}" if folder else name,
+        {"ep": rank_range(first, last), **model.place},
+        why,
         f"copy {name} from the node that ran expert-parallel rank {first}, or take the parameters alone",
-        upto=end if last > first else None, run=PARAMETERS_ALONE,
-    )  # fmt: skip
+        upto=end if last > first else None,
+        run=PARAMETERS_ALONE,
+    )
 
 
 def _frozen(model: Model, untrained: set[str], trained: set[str]) -> set[str]:

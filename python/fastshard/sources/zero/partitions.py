@@ -86,9 +86,13 @@ class Partitions:
             for rank, slots in zip(holders, kept, strict=True):
                 for slot in sorted(every - slots):
                     self.problem(
-                        codes.PARTITION, f"optimizer state of group {g}", rank.path, rank.dp,
-                        f"{slot}, as on other ranks", "none, or fewer elements than master weights",
-                    )  # fmt: skip
+                        codes.PARTITION,
+                        f"optimizer state of group {g}",
+                        rank.path,
+                        rank.dp,
+                        f"{slot}, as on other ranks",
+                        "none, or fewer elements than master weights",
+                    )
 
     def _values(self) -> dict[str, Any]:
         """What the optimizer's state tells besides tensors."""
@@ -161,9 +165,14 @@ class Partitions:
 
         if sums(first.file) != sums(file):
             self.problem(
-                codes.REPLICAS_DIFFER, "two files of one rank that are not copies", path, first.dp,
-                f"the checksums of {first.path}", "others", "pass only directories that hold one step of one run",
-            )  # fmt: skip
+                codes.REPLICAS_DIFFER,
+                "two files of one rank that are not copies",
+                path,
+                first.dp,
+                f"the checksums of {first.path}",
+                "others",
+                "pass only directories that hold one step of one run",
+            )
 
     def _read(self, rank: Rank) -> bool:
         """Finds the flat vectors of a rank; False with a finding if they are not where they belong."""
@@ -174,9 +183,14 @@ class Partitions:
         if not flat or any(f is None for f in flat):
             what = "ZeRO-3" if self.stage3 else "ZeRO-1, ZeRO-2 or BF16_Optimizer"
             self.problem(
-                codes.MASTERS_NOT_CHECKABLE, f"not the optimizer state of {what} as DeepSpeed since 0.4 writes it", rank.path, rank.dp,
-                key, ", ".join(sorted(map(str, rank.state))[:8]), "pass --weights params, which takes the parameters; the master weights are not read",
-            )  # fmt: skip
+                codes.MASTERS_NOT_CHECKABLE,
+                f"not the optimizer state of {what} as DeepSpeed since 0.4 writes it",
+                rank.path,
+                rank.dp,
+                key,
+                ", ".join(sorted(map(str, rank.state))[:8]),
+                "pass --weights params, which takes the parameters; the master weights are not read",
+            )
             return False
         rank.masters = [f for f in flat if f is not None]
         base = rank.state.get("optimizer_state_dict" if self.stage3 else "base_optimizer_state")

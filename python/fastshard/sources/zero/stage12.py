@@ -21,9 +21,13 @@ def divide(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named 
     for rank in order:
         if len(rank.masters) != len(shapes):
             partitions.problem(
-                codes.PARTITION, "number of parameter groups", rank.path, rank.dp,
-                f"{len(shapes)} as {partitions.model.path} says", str(len(rank.masters)),
-            )  # fmt: skip
+                codes.PARTITION,
+                "number of parameter groups",
+                rank.path,
+                rank.dp,
+                f"{len(shapes)} as {partitions.model.path} says",
+                str(len(rank.masters)),
+            )
             return None
     masters: list[Parts] = []
     slots: dict[str, list[Parts]] = {}
@@ -66,9 +70,13 @@ def _vectors(
     divided = experts.divided(order, degrees.pop()) if len(degrees) == 1 else None
     if divided is None:
         partitions.problem(
-            codes.PARTITION, f"partition_count of group {g}, which is of experts", order[0].path, None,
-            f"one divisor of {len(order)}, the data-parallel ranks", "others",
-        )  # fmt: skip
+            codes.PARTITION,
+            f"partition_count of group {g}, which is of experts",
+            order[0].path,
+            None,
+            f"one divisor of {len(order)}, the data-parallel ranks",
+            "others",
+        )
         return []
     found: list[tuple[list[Rank], dict[str, str]]] = []
     for rank, among in enumerate(divided):
@@ -76,9 +84,13 @@ def _vectors(
         wrong = next((name for name, called in names.items() if called is None), None)
         if wrong is not None:
             partitions.problem(
-                codes.PARTITION, f"experts of group {g}, by the model file and by their own files: {wrong}", among[0].path,
-                among[0].dp, f"as many as {len(divided)} expert-parallel ranks have equal parts of", "others",
-            )  # fmt: skip
+                codes.PARTITION,
+                f"experts of group {g}, by the model file and by their own files: {wrong}",
+                among[0].path,
+                among[0].dp,
+                f"as many as {len(divided)} expert-parallel ranks have equal parts of",
+                "others",
+            )
             return []
         found.append((among, {name: called for name, called in names.items() if called is not None}))
     return found
@@ -102,9 +114,13 @@ def _offsets(
     pads = ints(paddings[g]) if isinstance(paddings, list) and g < len(paddings) else None
     if pads is not None and len(pads) != len(group):
         partitions.problem(
-            codes.PARTITION, "param_alignment_paddings", first.path, first.dp,
-            f"{len(group)} as the group has parameters", str(len(pads)),
-        )  # fmt: skip
+            codes.PARTITION,
+            "param_alignment_paddings",
+            first.path,
+            first.dp,
+            f"{len(group)} as the group has parameters",
+            str(len(pads)),
+        )
     offsets, at, end = {}, 0, 0
     for i, (name, shape) in enumerate(group.items()):
         offsets[name] = at
@@ -121,8 +137,13 @@ def _tiles(partitions: Partitions, order: list[Rank], g: int, lengths: list[int]
     for rank, length in zip(order[:full], lengths, strict=False):
         if length != largest:
             partitions.problem(
-                codes.PARTITION, f"elements of group {g} on this rank", rank.path, rank.dp, str(largest), str(length)
-            )  # fmt: skip
+                codes.PARTITION,
+                f"elements of group {g} on this rank",
+                rank.path,
+                rank.dp,
+                str(largest),
+                str(length),
+            )
             return False
     total = sum(lengths)
     groups = [ints(rank.state.get("group_paddings")) or [] for rank in order]
@@ -131,10 +152,14 @@ def _tiles(partitions: Partitions, order: list[Rank], g: int, lengths: list[int]
     most = needed + max(2 * len(order), padding)
     if not needed <= total <= most:
         partitions.problem(
-            codes.PARTITION, f"elements of group {g} over all ranks", order[-1].path, None,
-            f"{needed} to {most}, the parameters of {partitions.model.path} and padding", str(total),
+            codes.PARTITION,
+            f"elements of group {g} over all ranks",
+            order[-1].path,
+            None,
+            f"{needed} to {most}, the parameters of {partitions.model.path} and padding",
+            str(total),
             "copy the optimizer files of all ranks again; they belong to another model or step, or one is a copy of another",
-        )  # fmt: skip
+        )
     return needed <= total <= most
 
 
@@ -174,15 +199,23 @@ def _mappings(
         wrong = next((n for n in [*account, *expected[r]] if account.get(n) != expected[r].get(n)), "")
         if twin is not None:
             partitions.problem(
-                codes.DUPLICATED_SHARD, f"the file holds data-parallel rank {twin}'s partition: it was copied over this rank's",
-                rank.path, rank.dp, f"param_slice_mappings of rank {rank.dp}", f"the partition of rank {twin}",
+                codes.DUPLICATED_SHARD,
+                f"the file holds data-parallel rank {twin}'s partition: it was copied over this rank's",
+                rank.path,
+                rank.dp,
+                f"param_slice_mappings of rank {rank.dp}",
+                f"the partition of rank {twin}",
                 "copy the file of this rank from the node that ran it",
-            )  # fmt: skip
+            )
         else:
             partitions.problem(
-                codes.PARTITION, f"param_slice_mappings do not tile the flat vector: {wrong}", rank.path, rank.dp,
-                _format_range(expected[r].get(wrong)), _format_range(account.get(wrong)),
-            )  # fmt: skip
+                codes.PARTITION,
+                f"param_slice_mappings do not tile the flat vector: {wrong}",
+                rank.path,
+                rank.dp,
+                _format_range(expected[r].get(wrong)),
+                _format_range(account.get(wrong)),
+            )
     return len(partitions.findings) == before
 
 

@@ -31,10 +31,14 @@ def slices(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named 
         starts.append(([sum(sizes[:i]) for i in range(len(sizes))], sizes))
         if sum(sizes) != needed:
             partitions.problem(
-                codes.PARTITION, "elements in fp32_flat_groups", rank.path, rank.dp,
-                f"{needed}, one of {world} parts of each parameter of {model.path}", str(sum(sizes)),
+                codes.PARTITION,
+                "elements in fp32_flat_groups",
+                rank.path,
+                rank.dp,
+                f"{needed}, one of {world} parts of each parameter of {model.path}",
+                str(sum(sizes)),
                 "copy the file of this rank again: it is from another model, step or number of ranks",
-            )  # fmt: skip
+            )
             return None
 
     def ranges(vectors: list[list[Flat | None]], at: int, count: int) -> list[Range] | None:

@@ -103,17 +103,38 @@ def convert(
         if node_local:
             paths = [source] if isinstance(source, (str, os.PathLike)) else list(source)
             arguments: dict[str, Any] = {
-                "source": [os.fspath(path) for path in paths], "out": os.fspath(out), "to": to, "expect": expect,
-                "tokenizer": tokenizer, "memory": memory, "resume": resume, "overwrite": overwrite, "sparse": sparse,
-                "io": io, "stats": stats, **options,
-            }  # fmt: skip
+                "source": [os.fspath(path) for path in paths],
+                "out": os.fspath(out),
+                "to": to,
+                "expect": expect,
+                "tokenizer": tokenizer,
+                "memory": memory,
+                "resume": resume,
+                "overwrite": overwrite,
+                "sparse": sparse,
+                "io": io,
+                "stats": stats,
+                **options,
+            }
             with Progress(progress) as bar:
                 return on_own_disks(ray, nodes, arguments, cpus, threads, retries, bar.phase("writing"))
         tasks = Tasks(ray, nodes, cpus, retries, memory, threads)
         run = begin(
-            source, out, to, parts=parts or len(nodes), expect=expect, tokenizer=tokenizer, memory=memory,
-            threads=tasks.most_threads, resume=resume, overwrite=overwrite, sparse=sparse, io=io, stats=stats, **options,
-        )  # fmt: skip
+            source,
+            out,
+            to,
+            parts=parts or len(nodes),
+            expect=expect,
+            tokenizer=tokenizer,
+            memory=memory,
+            threads=tasks.most_threads,
+            resume=resume,
+            overwrite=overwrite,
+            sparse=sparse,
+            io=io,
+            stats=stats,
+            **options,
+        )
         with Progress(progress) as bar:
             tasks.make(run, bar.phase("writing"))
         manifest = commit(out, run.id, memory=memory, threads=threads, progress=progress)

@@ -36,8 +36,13 @@ def take_part(
     here = {"host": socket.gethostname(), "node": ray.get_runtime_context().get_node_id(), "manifest": None}
     try:
         manifest = convert(
-            **arguments, rank=rank, world=world, threads=threads, node_local=True, progress=telling(board, rank)
-        )  # fmt: skip
+            **arguments,
+            rank=rank,
+            world=world,
+            threads=threads,
+            node_local=True,
+            progress=telling(board, rank),
+        )
     except FastshardError as error:
         return {**here, "findings": error.findings}
     return {**here, "manifest": manifest.document, "findings": manifest.findings}

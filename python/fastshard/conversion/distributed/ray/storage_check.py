@@ -80,12 +80,15 @@ def sharing(ray: Any, nodes: list[Node], out: Path) -> list[Node]:
         file, token = beacon
         answers = {node: f"{uuid.uuid4().hex}.new" for node in nodes}
         try:
-            replies = _answers(ray, {
-                node: ray.remote(look)
-                .options(num_cpus=0, max_retries=1, scheduling_strategy=on(ray, node.id, soft=False))
-                .remote(str(file), token, answer)
-                for node, answer in answers.items()
-            })  # fmt: skip
+            replies = _answers(
+                ray,
+                {
+                    node: ray.remote(look)
+                    .options(num_cpus=0, max_retries=1, scheduling_strategy=on(ray, node.id, soft=False))
+                    .remote(str(file), token, answer)
+                    for node, answer in answers.items()
+                },
+            )
             findings = [
                 f for node, about in replies.items() for f in _unlike(node, about, file, answers[node])
             ]
@@ -143,9 +146,15 @@ def _unlike(node: Node, about: Any, file: Path, answer: str) -> list[Finding]:
     if about["version"] != _core.__version__:
         help_ = "install one version on all nodes"
         found.append(
-            Finding.of(codes.RANKS_DIFFER, "this node has another version of fastshard", host=host,
-                       expected=_core.__version__, got=about["version"], help=help_)
-        )  # fmt: skip
+            Finding.of(
+                codes.RANKS_DIFFER,
+                "this node has another version of fastshard",
+                host=host,
+                expected=_core.__version__,
+                got=about["version"],
+                help=help_,
+            )
+        )
     what = f"this node does not see files that are written next to the destination ({about['error']})"
     if about["error"] is None:
         try:
