@@ -1,4 +1,5 @@
-"""fastshard: turns the shards that large-model training leaves behind into a checkpoint that is provably whole.
+"""fastshard: turns the shards that large-model training leaves behind into a checkpoint that is provably
+whole.
 
 >>> import fastshard
 >>> from fastshard import examples
@@ -95,7 +96,8 @@ __all__ = [
     "verify",
 ]
 
-#: Where each name is. Its module is imported when it is asked for: a script that wants one of them waits for no other.
+#: Where each name is. Its module is imported when it is asked for: a script that wants one of them waits for
+#: no other.
 _HOMES = {
     "verification.attest": ("attest",),
     "checkpoint.checkpoint": ("Checkpoint",),

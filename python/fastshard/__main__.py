@@ -45,7 +45,8 @@ def _print_version() -> bool:
 
 def main() -> int:
     """Runs the command line and returns its exit code: 2 too where memory does not hold the program."""
-    # What imports and the reading of names make is no garbage: looking for some among it takes a fifth of a short run.
+    # What imports and the reading of names make is no garbage: looking for some among it takes a fifth of a
+    # short run.
     gc.set_threshold(100_000, 20, 20)
     try:
         if sys.argv[1:2] == ["--version"] and _print_version():

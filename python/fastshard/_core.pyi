@@ -1,6 +1,8 @@
-"""The Rust core. Records go in and out as classes, tuples and dicts; long calls release the GIL and stay interruptible.
+"""The Rust core. Records go in and out as classes, tuples and dicts; long calls release the GIL and stay
+interruptible.
 
-A record that holds what no option can be (a number that is too large or none, a text that is no UTF-8) raises CoreError (``FS515``).
+A record that holds what no option can be (a number that is too large or none, a text that is no UTF-8) raises
+CoreError (``FS515``).
 """
 
 from collections.abc import Callable, Sequence
@@ -127,12 +129,13 @@ _Kind: TypeAlias = Literal[
 class Finding:
     """One observation about a checkpoint: what, where, expected, got, what to do. It does not change.
 
-    ``str()`` is one line, control characters escaped. Texts with lone surrogates, as names of files that are no UTF-8 have
-    them, are kept with these as escapes.
+    ``str()`` is one line, control characters escaped. Texts with lone surrogates, as names of files that are
+    no UTF-8 have them, are kept with these as escapes.
     """
 
     def __new__(cls, code: str, severity: str, message: str, **fields: Any) -> Finding:
-        """A finding; ``fields`` are those below. Raises ValueError for a code or a severity that there is not."""
+        """A finding; ``fields`` are those below. Raises ValueError for a code or a severity that there is
+        not."""
     @classmethod
     def of(cls, code: str, message: str, **fields: Any) -> Finding:
         """A finding with the code's own severity, unless ``severity`` is among the fields."""
@@ -166,8 +169,8 @@ class Finding:
         """Rank in the field's words, e.g. ``tp 1``."""
     @property
     def coords(self) -> dict[str, tuple[range, ...]]:
-        """Ranks that it is about, by dimension: ``{"tp": (range(3, 6),), "pp": (range(1, 2),)}``. Given as numbers, ranges, or
-        sequences of ranges; ``rank`` says them unless it is given too."""
+        """Ranks that it is about, by dimension: ``{"tp": (range(3, 6),), "pp": (range(1, 2),)}``. Given as
+        numbers, ranges, or sequences of ranges; ``rank`` says them unless it is given too."""
     @property
     def host(self) -> str | None:
         """Host, where known."""
@@ -209,14 +212,15 @@ class Finding:
         """What to do about it."""
     @property
     def run(self) -> tuple[str, ...]:
-        """Commands that do it, in their order. One that begins with ``-`` is options of the command that was run."""
+        """Commands that do it, in their order. One that begins with ``-`` is options of the command that was
+        run."""
     @property
     def advice(self) -> str | None:
         """What to do about it, with its commands: one line."""
     @property
     def decided(self) -> str | None:
-        """By which option it is judged otherwise than by itself: ``accept WHAT``, ``ignore CODE``, ``error CODE``,
-        ``fail_on warning``."""
+        """By which option it is judged otherwise than by itself: ``accept WHAT``, ``ignore CODE``, ``error
+        CODE``, ``fail_on warning``."""
     @property
     def unnoticed(self) -> str | None:
         """What could be missing without a finding, for one that says so."""
@@ -292,7 +296,8 @@ class RankPart(TypedDict):
     shape: list[int]
     mesh: NotRequired[int]
     placements: NotRequired[list[Placement]]
-    #: Dimensions of the tensor, each with those of the mesh in the order in which they divide it, where it is told.
+    #: Dimensions of the tensor, each with those of the mesh in the order in which they divide it, where it is
+    #: told.
     order: NotRequired[list[tuple[int, list[int]]] | None]
     tensor: NotRequired[int]
     rank: NotRequired[int | None]
@@ -313,7 +318,8 @@ class PlacedFile(TypedDict):
     name: str
     #: The ranks whose outputs it holds, by parallel dimension.
     coords: NotRequired[dict[str, int]]
-    #: Under the form's name what it holds: ``safetensors``, ``torch_zip``, ``records``, ``dcp_metadata`` or ``arrays``.
+    #: Under the form's name what it holds: ``safetensors``, ``torch_zip``, ``records``, ``dcp_metadata`` or
+    #: ``arrays``.
     content: dict[str, Any]
 
 @type_check_only
@@ -434,8 +440,8 @@ class Catalog:
     def within(self, memory: int | None) -> None:
         """States what planning may take. Raises CoreError if the names of the tensors alone take more."""
     def draft(self, request: object, source: Table | None = None, target: Table | None = None) -> Draft:
-        """Drafts a plan under the tables of the two sides; `fastshard.checkpoint.drafting.CoreRequest` has the request's fields,
-        or a dict. Raises CoreError for a layout or pattern that cannot be used."""
+        """Drafts a plan under the tables of the two sides; `fastshard.checkpoint.drafting.CoreRequest` has
+        the request's fields, or a dict. Raises CoreError for a layout or pattern that cannot be used."""
     def compare(self, request: object) -> Plan:
         """Plans the comparison of parameters with their masters; `Plan.check` carries it out."""
     def repair(self, request: object, repair: dict[str, Any]) -> Plan:
@@ -473,28 +479,32 @@ class Patterns:
 
         Args:
             texts: the patterns, as their file has them.
-            how: ``start`` (``re.match``), ``full`` (``re.fullmatch``) or ``module``: the name or what follows one of its
-                dots, as peft matches names.
+            how: ``start`` (``re.match``), ``full`` (``re.fullmatch``) or ``module``: the name or what follows
+                one of its dots, as peft matches names.
             budget: that of the file.
 
         Raises:
-            CoreError: ``FS211`` for what is no regular expression, ``FS514`` for one that has what is not matched here.
+            CoreError: ``FS211`` for what is no regular expression, ``FS514`` for one that has what is not
+                matched here.
         """
     def first(self, name: str) -> int | None:
-        """The number of the first pattern that matches a name. Raises CoreError (``FS514``) above the budget."""
+        """The number of the first pattern that matches a name. Raises CoreError (``FS514``) above the
+        budget."""
 
 @final
 class Table:
     """A parsed layout table; it does not change. See docs/layouts.md."""
 
     def __new__(cls, text: str, base: Table | None = None) -> Table:
-        """A table, which extends ``base`` if it says so. Raises CoreError (``FS210``) if the text is not a valid table."""
+        """A table, which extends ``base`` if it says so. Raises CoreError (``FS210``) if the text is not a
+        valid table."""
     @staticmethod
     def extends_of(text: str) -> str | None:
         """Name of the table that a text extends. Raises CoreError (``FS210``) if it is no table."""
     @staticmethod
     def of(name: str, vocab: str | None, shard: dict[str, list[str]], rules: list[Rule]) -> Table:
-        """A table of rules alone, its family called as it is. Raises CoreError (``FS210``) for rules that do not fit it."""
+        """A table of rules alone, its family called as it is. Raises CoreError (``FS210``) for rules that do
+        not fit it."""
     @property
     def name(self) -> str:
         """Name, as ``layout`` gives it."""
@@ -517,27 +527,33 @@ class Table:
     def has_config(self) -> bool:
         """True if the table says what configs mean."""
     def is_for(self, config: str, file: str | None = None) -> bool:
-        """True if the table is for a model, by its config as JSON: for its ``model_type``, and for configs like it.
+        """True if the table is for a model, by its config as JSON: for its ``model_type``, and for configs
+        like it.
 
-        ``file`` is the config's, for messages. Raises CoreError (``FS211``) naming the key for a value that does not fit.
+        ``file`` is the config's, for messages. Raises CoreError (``FS211``) naming the key for a value that
+        does not fit.
         """
     def describe(
         self, config: str | None, names: list[str], file: str | None = None
     ) -> tuple[dict[str, int], dict[str, bool], dict[str, tuple[str, list[int]]]]:
-        """Axes, facts, and sets (axis and positions) of a model by its config, as JSON; without one, facts by names alone.
+        """Axes, facts, and sets (axis and positions) of a model by its config, as JSON; without one, facts by
+        names alone.
 
-        What is not among them is for the tensors to tell. ``names`` are those of the tensors stored, none on a
-        target's side; ``file`` is the config's, for messages. Raises CoreError (``FS211``) naming the key for values
-        that do not fit.
+        What is not among them is for the tensors to tell. ``names`` are those of the tensors stored, none on
+        a target's side; ``file`` is the config's, for messages. Raises CoreError (``FS211``) naming the key
+        for values that do not fit.
         """
     def with_rules(self, rules: list[Rule]) -> Table:
-        """The same table with other rules. Raises CoreError (``FS210``) naming the first that does not fit it."""
+        """The same table with other rules. Raises CoreError (``FS210``) naming the first that does not fit
+        it."""
     def rule_of(self, name: str) -> Rule | None:
         """The first rule that names a tensor."""
     def shape(self, name: str, axes: dict[str, int]) -> list[int | None] | None:
-        """The whole shape of a tensor, with None where the axes do not tell; None where no rule gives it one."""
+        """The whole shape of a tensor, with None where the axes do not tell; None where no rule gives it
+        one."""
     def misfits(self, shapes: dict[str, tuple[int, ...]], axes: dict[str, int]) -> int:
-        """How many whole tensors have another shape than their rules give them, under the axes and what most agree on."""
+        """How many whole tensors have another shape than their rules give them, under the axes and what most
+        agree on."""
 
 @final
 class Rule:
@@ -545,7 +561,8 @@ class Rule:
 
     @staticmethod
     def literal(name: str, shape: str, canonical: str, optional: bool = False) -> Rule:
-        """A rule for one tensor, its name taken literally. Raises CoreError (``FS210``) for a shape that is no expression."""
+        """A rule for one tensor, its name taken literally. Raises CoreError (``FS210``) for a shape that is
+        no expression."""
     @staticmethod
     def ignoring(name: str, reason: str) -> Rule:
         """A rule that leaves out one tensor of whatever shape, its name taken literally."""
@@ -558,7 +575,8 @@ class Rule:
     def matches(self, name: str) -> bool:
         """True for a name of the pattern."""
     def renamed(self, name: str) -> Rule:
-        """The rule for the same tensors under another pattern of names. Raises CoreError (``FS210``) for one that is none."""
+        """The rule for the same tensors under another pattern of names. Raises CoreError (``FS210``) for one
+        that is none."""
     def stacked(self, axis: str, at: int) -> Rule:
         """The rule for such tensors stacked along an axis, which becomes dimension ``at``."""
     def slot(self, slot: str, power: float) -> Rule:
@@ -595,10 +613,11 @@ class Roster:
         entries: list[tuple[str, list[int | None] | None, str | None, bool]],
         any_of: list[list[str]] = ...,
     ) -> Roster:
-        """A roster of entries: name, shape (None, or None for an extent, where it is not known), dtype by safetensors' name,
-        and if a model may be without it. Of each group in ``any_of`` one tensor is enough.
+        """A roster of entries: name, shape (None, or None for an extent, where it is not known), dtype by
+        safetensors' name, and if a model may be without it. Of each group in ``any_of`` one tensor is enough.
 
-        Raises CoreError for a name that stands in it twice, a dtype that there is not, or a group with an unknown name.
+        Raises CoreError for a name that stands in it twice, a dtype that there is not, or a group with an
+        unknown name.
         """
     def __len__(self) -> int: ...
     def entries(self) -> list[tuple[str, list[int | None] | None, str | None, bool]]:
@@ -606,14 +625,17 @@ class Roster:
 
 @final
 class Draft:
-    """All that a plan says but where its outputs lie. Placed once; looked at after that it raises ValueError."""
+    """All that a plan says but where its outputs lie. Placed once; looked at after that it raises
+    ValueError."""
 
     def findings(self) -> list[Finding]:
         """Findings, errors first."""
     def odd_dtypes(self) -> list[Finding]:
-        """Warnings about tensors of a few layers that have another floating dtype than the same in all others."""
+        """Warnings about tensors of a few layers that have another floating dtype than the same in all
+        others."""
     def lost(self) -> dict[str, int | None]:
-        """Tensors that must be there and are not whole; the elements of each, where the layout says how many."""
+        """Tensors that must be there and are not whole; the elements of each, where the layout says how
+        many."""
     def axes(self) -> dict[str, int]:
         """Extents of the axes."""
     def dtypes(self) -> dict[str, int]:
@@ -623,18 +645,20 @@ class Draft:
     ) -> list[tuple[str, str, list[int], int, list[int], list[tuple[int, str, list[int]]] | None]]:
         """Each tensor once: name, dtype, a rank's shape and bytes, shape of the whole, and how ranks cut it.
 
-        A cut is (dimension, parallel dimension, extents of the parts that are each shared equally); None where ranks
-        do not hold equal shares of parts.
+        A cut is (dimension, parallel dimension, extents of the parts that are each shared equally); None
+        where ranks do not hold equal shares of parts.
         """
     def positions(self) -> dict[str, dict[str, int]]:
-        """Position of each tensor on the axes that its name counts (``L`` for layers, ``E`` for experts), where it counts any."""
+        """Position of each tensor on the axes that its name counts (``L`` for layers, ``E`` for experts),
+        where it counts any."""
     def made_of(self) -> dict[str, set[str]]:
         """Names of the stored tensors that each output is made of."""
     def compared(self, roster: Roster, names: dict[str, str], outer: str) -> Compared:
-        """What the whole tensors differ in from a roster: ``missing``, ``differing``, ``dtypes``, ``further``, and counts.
+        """What the whole tensors differ in from a roster: ``missing``, ``differing``, ``dtypes``,
+        ``further``, and counts.
 
-        ``names`` gives the model's own name of each tensor that has another; only tensors whose own name begins with
-        ``outer`` are the model's, and the roster has their names without it.
+        ``names`` gives the model's own name of each tensor that has another; only tensors whose own name
+        begins with ``outer`` are the model's, and the roster has their names without it.
         """
     def place(self, placement: dict[str, Any]) -> Plan:
         """The plan, with every output in a file."""
@@ -671,12 +695,14 @@ class Plan:
         Raises CoreError (``FS506``) if the file changed since it was opened.
         """
     def descriptor(self, file: int) -> int | None:
-        """A new descriptor of a source file, for the caller to close; None where it is to be read, not mapped.
+        """A new descriptor of a source file, for the caller to close; None where it is to be read, not
+        mapped.
 
         Raises CoreError (``FS506``) if the file changed since it was opened.
         """
     def read(self, output: int, start: int, buffer: NDArray[np.uint8], threads: int = 1) -> None:
-        """Fills a contiguous buffer with an output's bytes from byte ``start``, on at most so many threads."""
+        """Fills a contiguous buffer with an output's bytes from byte ``start``, on at most so many
+        threads."""
     def write(
         self,
         out: str | PathLike[str],
@@ -691,8 +717,8 @@ class Plan:
         """Writes and publishes. `arrays` writes the arrays of a result that has some;
         `tell` is called with each finding that is to be said before the work.
 
-        `paths` are the files that go along, (name there, path, BLAKE3 when it was chosen), and what `out` must lie apart from; none, and
-        the roots, if not given.
+        `paths` are the files that go along, (name there, path, BLAKE3 when it was chosen), and what `out`
+        must lie apart from; none, and the roots, if not given.
 
         With `meeting` the ranks there do it together; `about` is kept with the run.
 
@@ -704,7 +730,8 @@ class Plan:
         ``FS519`` is among them if the result is published, ``FS510`` if it was stopped before.
         """
     def refuse_unwritten(self) -> None:
-        """Refuses to read files with large holes in the place of tensors: raises their findings (``FS317``)."""
+        """Refuses to read files with large holes in the place of tensors: raises their findings
+        (``FS317``)."""
 
     def check(
         self, options: RunOptions, progress: _Progress = None
@@ -716,7 +743,8 @@ class Meeting:
     """A rank that has met the others of a run at its destination."""
 
     def __new__(cls, out: str | PathLike[str], about: dict[str, Any]) -> Meeting:
-        """Meets: `about` has ``rank``, ``world``, ``timeout`` (s), ``words`` (alike for all) and ``hosts``."""
+        """Meets: `about` has ``rank``, ``world``, ``timeout`` (s), ``words`` (alike for all) and
+        ``hosts``."""
     def ranks(self) -> list[MetRank]:
         """Those that have come."""
     def stop(self, findings: list[Finding]) -> None:
@@ -726,8 +754,8 @@ class Meeting:
     def lend(
         self, roots: list[dict[str, str | None]], files: list[tuple[int, str]], folder: str | PathLike[str]
     ) -> list[LentRoot]:
-        """Lends files (root, relative path) below roots (``folder``, ``file``), and makes folders in `folder` that stand for
-        the other ranks'."""
+        """Lends files (root, relative path) below roots (``folder``, ``file``), and makes folders in `folder`
+        that stand for the other ranks'."""
     def stamp(self, wanted: list[tuple[int, int, str]]) -> str:
         """A digest of files (rank, number of its root, path) as they were when the ranks met."""
     def lent(self) -> dict[int, int]:
@@ -774,7 +802,8 @@ def begin_parts(
     about: dict[str, Any],
     paths: tuple[list[_CopiedFile], list[str]],
 ) -> tuple[str, str, int | None, list[int], list[Finding]]:
-    """Begins a run of so many parts, or its next round: its name, its folder, the round, bytes of the parts, findings."""
+    """Begins a run of so many parts, or its next round: its name, its folder, the round, bytes of the parts,
+    findings."""
 
 def make_part(
     plan: Plan,
@@ -802,8 +831,8 @@ def commit(
 def collect(
     out: str | PathLike[str], abandon: str | None, patience: float, dry: bool
 ) -> list[tuple[str, str | None, str, int, list[tuple[str, str, bool]]]]:
-    """Removes what interrupted runs have left: path, run, fate and bytes of storage of each, and the results in it: path,
-    ``older`` or ``newer``, and whether all of it is there."""
+    """Removes what interrupted runs have left: path, run, fate and bytes of storage of each, and the results
+    in it: path, ``older`` or ``newer``, and whether all of it is there."""
 
 def storage_of(path: str | PathLike[str]) -> str:
     """The storage that a path lies on, for people: filesystem, what is mounted, and where."""
@@ -834,7 +863,8 @@ def shared_run(out: str | PathLike[str], nonce: str) -> dict[str, Any]:
     """What is written of a run: ``run``, ``folder``, ``about``, ``parts``, ``missing``."""
 
 def codes_table() -> list[tuple[str, str, str, int, str, str, str, str]]:
-    """The table of finding codes, in order: code, name, severity, exit code of an error, title, meaning, help, check of a report."""
+    """The table of finding codes, in order: code, name, severity, exit code of an error, title, meaning,
+    help, check of a report."""
 
 def exit_code(findings: list[Finding]) -> int:
     """The exit code that findings stand for."""
@@ -859,8 +889,8 @@ def manifest_files(
     options: RunOptions,
     progress: Callable[[int, int], object] | None = None,
 ) -> list[Finding]:
-    """Findings about the files without tensors that a manifest lists: looked for in each root in turn, hashed on as many
-    threads as the options say.
+    """Findings about the files without tensors that a manifest lists: looked for in each root in turn, hashed
+    on as many threads as the options say.
 
     Raises:
         CoreError: if the manifest or a file that is there cannot be read.
@@ -870,7 +900,8 @@ def anonymous_memory() -> int:
     """Anonymous resident memory of this process, in bytes."""
 
 def crc32_of_constant(pattern: bytes, length: int) -> int:
-    """CRC32 of the first ``length`` bytes of ``pattern``, which must not be empty, again and again. No such bytes are made."""
+    """CRC32 of the first ``length`` bytes of ``pattern``, which must not be empty, again and again. No such
+    bytes are made."""
 
 def histogram_edges() -> list[float]:
     """The 63 edges between the bins of a histogram, ascending; the first and the last bin are open."""

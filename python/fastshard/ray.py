@@ -1,4 +1,5 @@
-"""A run in parts (:mod:`fastshard.conversion.distributed.split_runs`) whose parts are tasks of Ray: begun and committed here, made on the cluster's nodes.
+"""A run in parts (:mod:`fastshard.conversion.distributed.split_runs`) whose parts are tasks of Ray: begun and
+committed here, made on the cluster's nodes.
 
 Ray itself is imported when it is needed, and not before.
 """

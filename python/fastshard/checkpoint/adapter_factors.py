@@ -1,5 +1,5 @@
-"""Whether an adapter's factors are all there, as the installed peft saves them, and change anything: asked and read when its
-base is verified or written."""
+"""Whether an adapter's factors are all there, as the installed peft saves them, and change anything: asked
+and read when its base is verified or written."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def find_lacking(opened: Opened) -> list[Finding]:
 
 
 def _find_zero_update(opened: Opened, adapter: StoredAdapter) -> list[Finding]:
-    """Warns where every product is zero: that no value of the base changes. What is read ends with the first other value."""
+    """Warns where every product is zero: that no value of the base changes. What is read ends with the first
+    other value."""
     names = tensor_names.read_names(adapter.shapes, saved=adapter.is_saved)
     products = [
         (module.factors[a], module.factors[b])
@@ -125,13 +126,15 @@ def _list_missing(
     return [
         Finding.of(
             codes.MISSING_TENSOR,
-            f"the adapter lacks {counted(len(names), 'tensor')} that {listed.by} saves of it: {some(names, 3)}",
+            f"the adapter lacks {counted(len(names), 'tensor')} that {listed.by} saves of it: "
+            f"{some(names, 3)}",
             severity="error" if states else "warning",
             file=adapter.file,
             tensor=names[0],
             expected=f"{counted(len(_list_parts(saved)), 'tensor')} by {adapter.path}",
             got=f"{len(names)} of them missing",
-            help="copy the adapter again from the host that saved it, or pass the adapter_config.json that was saved with it",
+            help="copy the adapter again from the host that saved it, or pass the adapter_config.json that "
+            "was saved with it",
         )
     ]
 

@@ -19,7 +19,8 @@ def strides(shape: Sequence[int]) -> list[int]:
 
 
 def slices(shape: Sequence[int], base: Sequence[int], runs: Sequence[Sequence[Run]]) -> str:
-    """A box as numpy slices it, e.g. ``[0:16, :]``; ``8 runs of 16 every 48 from 0`` where no slice says it."""
+    """A box as numpy slices it, e.g. ``[0:16, :]``; ``8 runs of 16 every 48 from 0`` where no slice says
+    it."""
     return f"[{', '.join(_of_dimension(n, at, run) for n, at, run in zip(shape, base, runs, strict=True))}]"
 
 
@@ -89,7 +90,8 @@ def meets(base: int, axes: Sequence[Run], lo: int, hi: int) -> bool:
         if not rest or lo <= first:
             return True
         (n, step), *inner = rest
-        # The first index whose box does not end before the range, and the next: one lies in it, or before it, or none does.
+        # The first index whose box does not end before the range, and the next: one lies in it, or before it,
+        # or none does.
         start = max(0, -(-(lo - span(inner) - first) // step))
         return any(any_of(first + i * step, inner) for i in range(start, min(n, start + 2)))
 

@@ -75,7 +75,8 @@ class Checkpoint(Tensors):
     def extent(self) -> tuple[int, int]:
         """How many files there are, and their bytes; of a store of arrays all files below its folder.
 
-        Of a store of which several hosts have a part, all files below its roots: their folders have names of their own.
+        Of a store of which several hosts have a part, all files below its roots: their folders have names of
+        their own.
         """
         sizes = [file["size"] for file in self.files if file["format"] != "blocks"]
         stores = (store_of(file["path"]) for file in self.files if file["format"] == "blocks")

@@ -1,4 +1,5 @@
-"""Factors and the codes that each is for, in pieces: which factors are none, and which are zero over codes that are not."""
+"""Factors and the codes that each is for, in pieces: which factors are none, and which are zero over codes
+that are not."""
 
 from __future__ import annotations
 
@@ -35,11 +36,13 @@ class Blocks:
     #: Factors of a matrix: rows and columns of them.
     down: int
     across: int
-    #: Bits that are zero where a code is; None for integers, of which a block says nothing where all bytes are equal.
+    #: Bits that are zero where a code is; None for integers, of which a block says nothing where all bytes
+    #: are equal.
     mask: int | None
     #: Matrices.
     lead: int = 1
-    #: Rows of factors for one row of bytes: 2 where a byte holds codes of two rows, the first in its low half.
+    #: Rows of factors for one row of bytes: 2 where a byte holds codes of two rows, the first in its low
+    #: half.
     share: int = 1
 
     @classmethod
@@ -74,14 +77,16 @@ class Blocks:
 
 
 def _extent(extent: int, parts: int) -> int:
-    """Returns how long the blocks are of which an extent has so many, the last of them short: a power of two, where one fits."""
+    """Returns how long the blocks are of which an extent has so many, the last of them short: a power of two,
+    where one fits."""
     least = ceil_div(extent, parts)
     power = 1 << max(0, least - 1).bit_length()
     return power if ceil_div(extent, power) == parts else least
 
 
 def classify(raw: Array, dtype: str, *, signed: bool) -> tuple[Array, Array]:
-    """Finds factors that are zero, and those that are none: NaN, infinite, or below zero unless they may be."""
+    """Finds factors that are zero, and those that are none: NaN, infinite, or below zero unless they may
+    be."""
     import numpy as np
 
     if dtype in ("F8_E4M3", "F8_E8M0", "U8"):

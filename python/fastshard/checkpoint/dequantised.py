@@ -1,4 +1,5 @@
-"""Values of quantised weights, where a dtype is asked for: what the core makes of which tensors, and what is left out."""
+"""Values of quantised weights, where a dtype is asked for: what the core makes of which tensors, and what is
+left out."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Dequantised:
     #: Names of scales and the like, which are left out.
     hidden: Sequence[str] = ()
     findings: Sequence[Finding] = ()
-    #: What the manifest says of them: the dtype, weights by form, and what is left out by role; empty where there are none.
+    #: What the manifest says of them: the dtype, weights by form, and what is left out by role; empty where
+    #: there are none.
     record: Mapping[str, Any] = field(default_factory=dict)
 
     def left_out(self, source: Source) -> frozenset[str]:
@@ -145,7 +147,8 @@ class Logical:
 
 
 def weights_of(opened: Opened) -> dict[str, Logical]:
-    """The weights that are stored quantised, by the names of their codes; without those whose record is damaged."""
+    """The weights that are stored quantised, by the names of their codes; without those whose record is
+    damaged."""
     access = ValueAccess("F32", StoredBytes(opened).read, looks=False, compares_readers=False)
     found: dict[str, Logical] = {}
     for weight in opened.quantised.weights:

@@ -51,7 +51,8 @@ def compare_files(
 
     Args:
         checkpoint: an opened checkpoint.
-        part: n and t: of the files every t-th from the n-th on. Of files that lie on several hosts each process compares its own.
+        part: n and t: of the files every t-th from the n-th on. Of files that lie on several hosts each
+            process compares its own.
         threads: files that are read at a time.
         bar: told how far it is.
 

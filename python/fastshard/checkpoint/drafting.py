@@ -1,4 +1,5 @@
-"""What a plan is drafted of: an opened checkpoint, the part of its source that is asked for, and the core's draft."""
+"""What a plan is drafted of: an opened checkpoint, the part of its source that is asked for, and the core's
+draft."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ UNPLACED: dict[str, Any] = {
 
 
 class Promised:
-    """The tensors that a config promises by the installed transformers, which are listed beside other work."""
+    """The tensors that a config promises by the installed transformers, which are listed beside other
+    work."""
 
     def __init__(self, listing: Callable[[], ExpectedTensors]) -> None:
         """Begins to list them; ``listing`` raises FastshardError where it cannot."""
@@ -107,8 +109,8 @@ class Opened:
 
 @dataclass(frozen=True)
 class CoreRequest:
-    """What the core is asked to draft: of a source alone, every tensor as it is stored. The core reads the fields by their
-    names."""
+    """What the core is asked to draft: of a source alone, every tensor as it is stored. The core reads the
+    fields by their names."""
 
     source: Source
     #: Which copy of the weights is taken: ``params`` or ``masters``; None for the one that the source names.
@@ -126,7 +128,8 @@ class CoreRequest:
     #: Glob patterns of outputs; all where there are none.
     include: Iterable[str] = ()
     exclude: Iterable[str] = ()
-    #: Tensors that are wanted as the values of their codes, and names stored of those that only these are made of.
+    #: Tensors that are wanted as the values of their codes, and names stored of those that only these are
+    #: made of.
     coded: Sequence[Mapping[str, object]] = ()
     left_out: frozenset[str] = frozenset()
     #: The source's table, where it is not its own.

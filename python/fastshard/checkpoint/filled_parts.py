@@ -1,8 +1,9 @@
-"""Parts of a model that no file of a checkpoint holds, taken from the model that training began with (``--fill-from``).
+"""Parts of a model that no file of a checkpoint holds, taken from the model that training began with
+(``--fill-from``).
 
-Trainers that freeze a tower often save what they train alone, and transformers drops the layers that predict further tokens. What is
-taken is whole parts, byte for byte. A single tensor of a part that is there may have been lost, so it is taken by its name alone
-(``--fill-only``).
+Trainers that freeze a tower often save what they train alone, and transformers drops the layers that predict
+further tokens. What is taken is whole parts, byte for byte. A single tensor of a part that is there may have
+been lost, so it is taken by its name alone (``--fill-only``).
 """
 
 from __future__ import annotations
@@ -79,8 +80,9 @@ def find(
         listed: the list that the checkpoint is held against, where it has the names in memory.
 
     Raises:
-        FastshardError: what is wrong with the model; ``FS514`` if its tensors, or those of the checkpoint, lie divided; ``FS201`` and ``FS202`` if it is
-            no model of that kind; ``FS515`` for a pattern that names nothing.
+        FastshardError: what is wrong with the model; ``FS514`` if its tensors, or those of the checkpoint,
+            lie divided; ``FS201`` and ``FS202`` if it is no model of that kind; ``FS515`` for a pattern that
+            names nothing.
     """
     errors = [finding for finding in original.findings if finding.severity == "error"]
     if errors:
@@ -243,8 +245,10 @@ def _is_of_that_kind(
     if 2 * len(common) <= min(len(own), len(have)):
         raise FastshardError.of(
             codes.USAGE,
-            f"the model {path} (--fill-from) has other names than the checkpoint: {len(common)} of {len(have)} are in both",
-            help="pass the model that training began with; where the checkpoint has names in memory, pass its config.json with --like too",
+            f"the model {path} (--fill-from) has other names than the checkpoint: {len(common)} of "
+            f"{len(have)} are in both",
+            help="pass the model that training began with; where the checkpoint has names in memory, pass "
+            "its config.json with --like too",
         )
     for name in sorted(common):
         # Tokens may have been added.
@@ -263,7 +267,8 @@ def _is_of_that_kind(
 def _dtypes_fit(
     taken: Iterable[tuple[str, list[int]]], have: Iterable[tuple[str, list[int]]], path: str
 ) -> None:
-    """Refuses floats of another width than most of the checkpoint's, and codes where it has none: its config says nothing of them."""
+    """Refuses floats of another width than most of the checkpoint's, and codes where it has none: its config
+    says nothing of them."""
     taken, have = list(taken), list(have)
     ours, theirs = _main(have), _main(taken)
     code_dtypes = {dtype for dtype, shape in taken if dtype in _CODES and len(shape) >= 2}

@@ -1,5 +1,5 @@
-"""Whether from_pretrained finds a model's tensors under the names that they have, where these are not those that the class of
-its config.json writes."""
+"""Whether from_pretrained finds a model's tensors under the names that they have, where these are not those
+that the class of its config.json writes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ _FRAMEWORKS = {
 def is_named_as_listed(
     listed: ExpectedTensors, names: Collection[str], stored_as: Mapping[str, Sequence[str]]
 ) -> bool:
-    """True if every tensor that a class writes is stored under the name that it writes; of tied tensors one is enough.
+    """True if every tensor that a class writes is stored under the name that it writes; of tied tensors one
+    is enough.
 
     Args:
         listed: what the config promises.
@@ -60,7 +61,8 @@ def is_named_as_listed(
 
 
 def count_ties_once(listed: ExpectedTensors, names: Iterable[str]) -> list[str]:
-    """Returns the names without those that are tied to another one of them; of each group the last, which is seldom the head."""
+    """Returns the names without those that are tied to another one of them; of each group the last, which is
+    seldom the head."""
     names = list(names)
     others = {
         name for group in listed.ties for name in sorted(set(group).intersection(names), key=names.index)[:-1]
@@ -69,8 +71,9 @@ def count_ties_once(listed: ExpectedTensors, names: Iterable[str]) -> list[str]:
 
 
 def severity_of(request: Request, model: Description) -> str:
-    """Returns how much it weighs that names are not those that the class loads: an error for a result that its config.json
-    is written beside, and for a folder that ``save_pretrained`` is said to have written; of others a merge is not loaded."""
+    """Returns how much it weighs that names are not those that the class loads: an error for a result that
+    its config.json is written beside, and for a folder that ``save_pretrained`` is said to have written; of
+    others a merge is not loaded."""
     if request.writes:
         return "error" if request.to == "hf" or model.hf_names else "warning"
     return "error" if model.saved_whole else "warning"
@@ -113,11 +116,13 @@ def not_loaded(
         return [
             Finding.of(
                 codes.NOT_LOADED,
-                f"{called} has {counted(len(missing), 'tensor')} of a head, and the checkpoint is the model without it",
+                f"{called} has {counted(len(missing), 'tensor')} of a head, and the checkpoint is the model "
+                "without it",
                 severity=severity,
                 tensor=missing[0],
                 count=len(missing),
-                help="name the class without a head in architectures of config.json, or add the tensors of the head",
+                help="name the class without a head in architectures of config.json, or add the tensors of "
+                "the head",
             )
         ]
     total = len(count_ties_once(listed, (tensor.name for tensor in listed.in_memory)))
@@ -143,7 +148,8 @@ def _other_names(called: str, name: str, how: str, severity: str) -> Finding:
         f"{called} has other names, {how}",
         severity=severity,
         tensor=name,
-        help="write the names of a good checkpoint of the model; say where the model begins, if the names have a prefix",
+        help="write the names of a good checkpoint of the model; say where the model begins, if the names "
+        "have a prefix",
         run=["--like GOOD", "--prefix NAME"],
     )
 

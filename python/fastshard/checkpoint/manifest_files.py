@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 #: Names of files that one reader or another loads by name alone, whatever other files say.
 #: source: transformers (utils/hub.py, tokenization_utils_base.py), vllm (model_loader/weight_utils.py),
-#: deepspeed (runtime/engine.py), megatron-core (dist_checkpointing), torch.distributed.checkpoint, orbax, zarr
+#: deepspeed (runtime/engine.py), megatron-core (dist_checkpointing), torch.distributed.checkpoint, orbax,
+#: zarr
 _LOADED = (
     "*.safetensors",
     "pytorch_model*.bin",
@@ -63,11 +64,13 @@ _EVIDENCE = ("fastshard.manifest.json", "fastshard.intoto.json", "model.sig", "*
 
 
 def root_of(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -> int | None:
-    """Index of the root that the manifest at ``path`` is about: it lies in it, or tells of files of tensors there.
+    """Index of the root that the manifest at ``path`` is about: it lies in it, or tells of files of tensors
+    there.
 
-    None for the manifest of another folder, whose tensors alone are compared. A result and the source that it was made of
-    often have files of the same names: of a result's manifest from elsewhere the tensors are compared where the files have
-    other sizes, unless their names tell of parts, which only files can be held against.
+    None for the manifest of another folder, whose tensors alone are compared. A result and the source that it
+    was made of often have files of the same names: of a result's manifest from elsewhere the tensors are
+    compared where the files have other sizes, unless their names tell of parts, which only files can be held
+    against.
     """
     listing = checkpoint.listing
     for index, root in enumerate(listing.roots):
@@ -78,7 +81,8 @@ def root_of(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -> int
     shared = [file for file in named if file["name"] in have]
     if document.get("kind") == "inventory":
         return 0 if shared else None
-    # A result's own manifest is best kept elsewhere: what it says of configs and headers must be held against the result too.
+    # A result's own manifest is best kept elsewhere: what it says of configs and headers must be held against
+    # the result too.
     itself = len(shared) == len(named) and all(have[file["name"]] == file.get("size") for file in shared)
     return 0 if shared and (itself or not fits(document, checkpoint._plan)) else None
 
@@ -90,7 +94,8 @@ def fits(document: dict[str, Any], plan: Plan) -> bool:
 
 
 def find_missing(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -> list[Finding]:
-    """Finds files of tensors, and tensors, that the manifest at ``path`` names and the headers lack: one finding for each file.
+    """Finds files of tensors, and tensors, that the manifest at ``path`` names and the headers lack: one
+    finding for each file.
 
     Nothing where the manifest is about another folder, or CKPT names one file alone.
     """
@@ -129,8 +134,8 @@ def find_missing(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -
 
 
 def compare(path: Path, document: dict[str, Any], checkpoint: Checkpoint, run: RunOptions) -> list[Finding]:
-    """What differs from the manifest at ``path`` in files that hold no tensors, and what it does not name; ``run`` are the
-    options of an engine run.
+    """What differs from the manifest at ``path`` in files that hold no tensors, and what it does not name;
+    ``run`` are the options of an engine run.
 
     Nothing where the manifest is about another folder, or CKPT names one file alone.
 

@@ -109,8 +109,8 @@ def tensor_files(document: dict[str, Any]) -> list[dict[str, Any]]:
 #: Default budget, and what is added to a process that holds more than that already (torch alone may).
 _DEFAULT_MEMORY = 256 << 20
 _HEADROOM = 128 << 20
-#: Bytes that headers, a manifest and its text take per byte of a name, and that statistics take besides per tensor: twice
-#: what the core reckons with.
+#: Bytes that headers, a manifest and its text take per byte of a name, and that statistics take besides per
+#: tensor: twice what the core reckons with.
 _PER_NAME_BYTE = 8
 _PER_TENSOR = 6600
 
@@ -118,7 +118,8 @@ _PER_TENSOR = 6600
 def run_options(
     memory: str | int | None, threads: int | None, *holders: _core.Catalog | _core.Plan
 ) -> RunOptions:
-    """Options of an engine run, as the core takes them; the default budget grows with the tensors of ``holders`` and their names."""
+    """Options of an engine run, as the core takes them; the default budget grows with the tensors of
+    ``holders`` and their names."""
     counts = [holder.named() for holder in holders]
     needed = sum(tensors * _PER_TENSOR + name_bytes * _PER_NAME_BYTE for tensors, name_bytes in counts)
     budget = (
@@ -130,7 +131,8 @@ def run_options(
 
 
 def _find_scratch_folder() -> str:
-    """Returns the folder for temporary files. `tempfile` finds it too, and loads OpenSSL for random numbers when it is imported."""
+    """Returns the folder for temporary files. `tempfile` finds it too, and loads OpenSSL for random numbers
+    when it is imported."""
     if "tempfile" not in sys.modules:
         named = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
         for folder in filter(None, (*named, "/tmp", "/var/tmp", "/usr/tmp")):
@@ -191,8 +193,8 @@ class Expected:
             if not named and not tensors - checkpoint.keys():
                 # Of a store of arrays: its arrays are the source's.
                 return [*about, *against_result(path, checkpoint._plan, run, progress, severity="error")]
-            # A manifest of another layout of the same model: its tensors are the ones to come out. Or it is one of the
-            # source's, where only those have the form.
+            # A manifest of another layout of the same model: its tensors are the ones to come out. Or it is
+            # one of the source's, where only those have the form.
             if not manifest_files.fits(document, plan) and manifest_files.fits(document, checkpoint._plan):
                 plan = checkpoint._plan
             return [*about, *against_result(path, plan, run, progress)]
@@ -329,7 +331,8 @@ def against_result(
 ) -> list[Finding]:
     """Compares what a plan would write with the tensors of a manifest, by name and hash.
 
-    A tensor that the manifest does not name is a finding of ``severity``; those of ``left_out`` are not looked at.
+    A tensor that the manifest does not name is a finding of ``severity``; those of ``left_out`` are not
+    looked at.
     """
     findings, hashes, _ = plan.core.check(run, progress)
     unnamed = set(hashes)
@@ -357,7 +360,8 @@ def against_result(
                     tensor=name,
                     expected=f"BLAKE3 {tensor['blake3']}",
                     got=hashes[name],
-                    help="restore the file that holds it from a good copy; it was changed or damaged since, or has another layout's values",
+                    help="restore the file that holds it from a good copy; it was changed or damaged since, "
+                    "or has another layout's values",
                 )
             )
     findings += [

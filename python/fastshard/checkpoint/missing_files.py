@@ -120,7 +120,8 @@ _MOST_SIBLINGS, _MOST_FILES = 100, 256
 def _find_siblings(files: Collection[str], roots: Sequence[Path]) -> dict[str, int]:
     """Find folders beside the roots that hold missing files, by names alone: each with how many it holds.
 
-    A folder that has all that lies beside the missing files too is no part of this checkpoint: it is a copy, or another one.
+    A folder that has all that lies beside the missing files too is no part of this checkpoint: it is a copy,
+    or another one.
     """
     found: dict[str, int] = {}
     wanted = sorted(files)[:_MOST_FILES]

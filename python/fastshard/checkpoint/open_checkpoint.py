@@ -157,7 +157,8 @@ def _detect(listing: Listing, placeholders: dict[str, Finding], options: Options
     """Detect the framework and the step.
 
     Raises:
-        FastshardError: if nothing is a checkpoint; directories that may not be looked into and placeholders come first.
+        FastshardError: if nothing is a checkpoint; directories that may not be looked into and placeholders
+            come first.
     """
     try:
         found = detect(listing, options)
@@ -188,7 +189,8 @@ def _open_headers(files: _Files, request: _Request) -> _Headers:
     """Read the headers; no byte of a tensor.
 
     Raises:
-        FastshardError: ``FS118`` for a rank's part of a tensor in a file that is read as a full model; as the core.
+        FastshardError: ``FS118`` for a rank's part of a tensor in a file that is read as a full model; as the
+            core.
     """
     found = files.found
     try:
@@ -218,7 +220,8 @@ def _declare_source(files: _Files, headers: _Headers, request: _Request) -> tupl
     """Have the framework's adapter declare the source, and attach a caller's table and adapter.
 
     Raises:
-        FastshardError: as the adapter, with what its cause may be; ``FS515`` for a prefix that the model has not.
+        FastshardError: as the adapter, with what its cause may be; ``FS515`` for a prefix that the model has
+            not.
     """
     listing, found, options = files.listing, files.found, request.adapter_options
     folders = {found.folder, *(file.folder for file in _behind(found))}
@@ -302,7 +305,8 @@ def _check_names(
 def _attach(
     source: Source, findings: list[Finding], files: _Files, headers: _Headers, request: _Request
 ) -> Opened:
-    """Add what is taken from another model, quantised weights, and what a reference says; then nothing changes the source."""
+    """Add what is taken from another model, quantised weights, and what a reference says; then nothing
+    changes the source."""
     found, listing, options = files.found, files.listing, request.options
     places = source.places
     if not places and not listing.single:
@@ -390,7 +394,8 @@ def _read_reference(path: StrPath, threads: int | None) -> Reference:
 
 
 def _choose_holes(listing: Listing, options: Options) -> Literal["refuse", "accept", "compare"]:
-    """Chooses what is made of large holes in files: a manifest says what should be there, and its hashes are compared."""
+    """Chooses what is made of large holes in files: a manifest says what should be there, and its hashes are
+    compared."""
     if "holes" in options.accept:
         return "accept"
     return "refuse" if find_manifest(listing.roots) is None else "compare"
@@ -408,8 +413,8 @@ def _whole(path: Path, threads: int | None, accept: Iterable[str] = ()) -> Whole
 
 
 def _attach_reference(reference: Reference, source: Source) -> Source:
-    """The declaration of a checkpoint with a reference, which says what must exist, and goes along where the checkpoint
-    has no config of its own."""
+    """The declaration of a checkpoint with a reference, which says what must exist, and goes along where the
+    checkpoint has no config of its own."""
     lent = reference.config_file is not None and source.model.config_file == reference.config_file
     places = [*source.places, *reference.places] if lent else source.places
     if reference.roster is None:
@@ -427,7 +432,8 @@ def _nothing_below(prefix: str, source: Source) -> FastshardError:
 
 
 def _find_rank_parts(readable: list[_core.OpenedFile | None], accept: frozenset[str]) -> list[Finding]:
-    """Finds a DTensor in a file that is read as a full model: it is a slice that would pose as the full tensor.
+    """Finds a DTensor in a file that is read as a full model: it is a slice that would pose as the full
+    tensor.
 
     Raises:
         FastshardError: ``FS118`` for the first of them, unless parts are accepted.
@@ -438,7 +444,8 @@ def _find_rank_parts(readable: list[_core.OpenedFile | None], accept: frozenset[
         return []
     finding = Finding.of(
         codes.PART,
-        "the file holds one rank's part of the tensor (a DTensor or ShardedTensor), where full tensors are read",
+        "the file holds one rank's part of the tensor (a DTensor or ShardedTensor), where full tensors are "
+        "read",
         file=first["path"],
         tensor=first["partial"],
         help="name the folder that holds the files of all ranks; where their names do not count ranks, "
@@ -450,7 +457,8 @@ def _find_rank_parts(readable: list[_core.OpenedFile | None], accept: frozenset[
 
 
 def _refuse_unread(listing: Listing, found: Found[object], findings: list[Finding]) -> None:
-    """A file of tensors that was named is read, and so is a directory that is a checkpoint by itself; or it is said.
+    """A file of tensors that was named is read, and so is a directory that is a checkpoint by itself; or it
+    is said.
 
     Raises:
         FastshardError: ``FS515`` for paths that are no part of the checkpoint that the other paths hold.
@@ -514,7 +522,8 @@ def _one_limit(findings: list[Finding]) -> list[Finding]:
 
 
 def _label_files(files: Sequence[File], roots: Sequence[Path]) -> list[str]:
-    """Return what findings call the files: their paths, and of a path that several roots hold the root too."""
+    """Return what findings call the files: their paths, and of a path that several roots hold the root
+    too."""
     counts = Counter(file.path for file in files)
     return [
         file.path if counts[file.path] == 1 else os.fspath(roots[file.root] / file.path) for file in files
@@ -566,7 +575,8 @@ def _strays(
 
 
 def _names_in(files: Sequence[File], listing: Listing, threads: int) -> dict[str, set[str]]:
-    """Names of the tensors in files that are not of the checkpoint, by path; none of those that cannot be read."""
+    """Names of the tensors in files that are not of the checkpoint, by path; none of those that cannot be
+    read."""
     if not files:
         return {}
     try:

@@ -20,7 +20,8 @@ _DEPTH = 6
 def calls_for_tensors(
     catalog: _core.Catalog, readable: Sequence[_core.OpenedFile | None]
 ) -> dict[int, Finding]:
-    """What is wrong with each file that holds calls and no tensors, where files that are called alike hold tensors.
+    """What is wrong with each file that holds calls and no tensors, where files that are called alike hold
+    tensors.
 
     Args:
         catalog: the files.
@@ -45,13 +46,15 @@ def calls_for_tensors(
                 file=file["path"],
                 expected="tensors, as files of other ranks hold them",
                 got=f"a call of {name}",
-                help="copy the file again from the node that wrote it, and never open this one with torch.load",
+                help="copy the file again from the node that wrote it, and never open this one with "
+                "torch.load",
             )
     return found
 
 
 def _called(value: object, depth: int) -> str | None:
-    """The first thing that an object is made by calling, and that training code does not save; None if there is none."""
+    """The first thing that an object is made by calling, and that training code does not save; None if there
+    is none."""
     if depth and isinstance(value, dict):
         name = value.get("__class__")
         if isinstance(name, str) and value.get("args") and name.partition(".")[0] not in _HARMLESS:

@@ -57,8 +57,8 @@ class Plan:
         self.keeps_names = keeps_names
         #: Texts that are written beside the tensors (config.json and the like), by name.
         self.texts = texts or {}
-        #: Tensors that the checkpoint declares, or must hold, and that are not whole, sorted; with the elements of each
-        #: where these are known.
+        #: Tensors that the checkpoint declares, or must hold, and that are not whole, sorted; with the
+        #: elements of each where these are known.
         self.lost = {name: of for name, of in sorted((lost or {}).items()) if name not in self.index}
         #: torch's name of the dtype that most of the floating bytes have.
         self.main_dtype = main
@@ -71,8 +71,8 @@ class Plan:
     def expected_parameters(self) -> int | None:
         """Elements of all tensors if all were complete; None where the size of one that is not is not known.
 
-        Nothing is known either where an error leaves no trace of what the checkpoint must hold, and where a file whose
-        names nothing lists may have held what no layout calls for.
+        Nothing is known either where an error leaves no trace of what the checkpoint must hold, and where a
+        file whose names nothing lists may have held what no layout calls for.
         """
         sizes = [size for size in self.lost.values() if size is not None]
         broken = any(f.severity == "error" for f in self.findings)
@@ -106,7 +106,8 @@ class Plan:
 
     @cached_property
     def weights(self) -> dict[str, Logical]:
-        """The weights whose codes are outputs, by the names of these: what they are as values. Small records are read for that."""
+        """The weights whose codes are outputs, by the names of these: what they are as values. Small records
+        are read for that."""
         return {} if self._opened is None else weights_of(self._opened)
 
     @cached_property
@@ -144,7 +145,10 @@ class Plan:
 
     def __repr__(self) -> str:
         s = self.summary
-        return f"<fastshard.Plan {self.target}: {s['outputs']} tensors, {s['bytes']:,} bytes in {len(s['files'])} files>"
+        return (
+            f"<fastshard.Plan {self.target}: {s['outputs']} tensors, {s['bytes']:,} bytes in "
+            f"{len(s['files'])} files>"
+        )
 
     def _repr_html_(self) -> str:
         from ..common import notebook_html

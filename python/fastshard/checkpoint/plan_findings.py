@@ -1,4 +1,5 @@
-"""What is to be said of a plan besides what the core says: which weights are taken, what is not proven, what is cast."""
+"""What is to be said of a plan besides what the core says: which weights are taken, what is not proven, what
+is cast."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def weights_taken(
             codes.MASTERS_NOT_CHECKABLE,
             "the checkpoint holds its parameters as fp32 master weights only (ZeRO stage 3)",
             severity="error",
-            help="pass --weights masters (the default here) to take the master weights; --dtype bf16 rounds them",
+            help="pass --weights masters (the default here) to take the master weights; --dtype bf16 rounds "
+            "them",
         )
     if not has_state or state.moments_named:
         return list(opened)
@@ -72,7 +74,8 @@ def weights_taken(
             )
         ]
     taken = weights or state.weights
-    # Masters are compared with the parameters unless that is declined; moments alone are compared with nothing.
+    # Masters are compared with the parameters unless that is declined; moments alone are compared with
+    # nothing.
     lenient = not optimizer and (weights == "params" or state.moments_only)
 
     def weighed(finding: Finding, about_optimizer: bool) -> Finding:
@@ -134,11 +137,15 @@ def evidence(
 
 
 def unproven(source: Source, seen: heuristics.Evidence | None, why: str = "") -> Finding:
-    """That nothing states all that must exist, what of it nothing speaks of, and ``why`` transformers does not tell either."""
+    """That nothing states all that must exist, what of it nothing speaks of, and ``why`` transformers does
+    not tell either."""
     if source.model.config is None:
         help_ = "pass --expect CONFIG (a config.json or the training config)"
     else:
-        help_ = "pass --like with a good checkpoint of the model, --expect with a manifest, or --layout with a table of your own"
+        help_ = (
+            "pass --like with a good checkpoint of the model, --expect with a manifest, or --layout with a "
+            "table of your own"
+        )
     unnoticed = "nothing outside the files states what must exist"
     if seen is not None:
         if source.expected_names:
@@ -178,7 +185,8 @@ def beyond_config(finding: Finding, source: Source) -> Finding:
 
 
 def torn(names: Sequence[Sequence[str]], taken: Collection[str]) -> list[Finding]:
-    """That patterns take a part of a quantised weight alone, whose codes are worth nothing without their scales.
+    """That patterns take a part of a quantised weight alone, whose codes are worth nothing without their
+    scales.
 
     Args:
         names: names of the tensors of each weight.
@@ -204,7 +212,8 @@ def torn(names: Sequence[Sequence[str]], taken: Collection[str]) -> list[Finding
 
 
 def quantised(tensors: dict[str, Drafted], dtype: str, method: str | None) -> list[Finding]:
-    """What is stored quantised, and of what no values were made, would be kept as it is, which is not what was asked for."""
+    """What is stored quantised, and of what no values were made, would be kept as it is, which is not what
+    was asked for."""
     left = [
         (name, t.dtype)
         for name, t in tensors.items()

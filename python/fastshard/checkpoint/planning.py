@@ -76,7 +76,8 @@ class _Draft:
     findings: list[Finding]
     #: What accounts for findings that follow from those.
     causes: Causes
-    #: What the core found while it composed the outputs, and those that it could not compose, with the elements of each.
+    #: What the core found while it composed the outputs, and those that it could not compose, with the
+    #: elements of each.
     found: list[Finding]
     lost: dict[str, int | None]
     #: Sizes of the model, by axis.
@@ -183,7 +184,8 @@ def _build_plan(opened: Opened, request: Request) -> Plan:
 
 
 def _authority(draft: _Draft) -> str | None:
-    """Who lists the tensors that decide the names of a result; None where the checkpoint or a table decides them."""
+    """Who lists the tensors that decide the names of a result; None where the checkpoint or a table decides
+    them."""
     opened = draft.opened
     if opened.reference is not None:
         return opened.reference.authority
@@ -259,8 +261,8 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
 
 
 def _kept(opened: Opened, request: Request) -> dict[str, object]:
-    """What keeps its dtype where others are cast to a narrower one: what transformers' class keeps in float32, and what routes or
-    integrates by its name; layout tables say it themselves."""
+    """What keeps its dtype where others are cast to a narrower one: what transformers' class keeps in
+    float32, and what routes or integrates by its name; layout tables say it themselves."""
     if request.keep_dtype == "none":
         return {"nothing": True}
     if request.dtype not in ("bf16", "f16"):
@@ -311,7 +313,8 @@ def _refuse_codes(opened: Opened, source: Source, request: Request) -> None:
     what = "--adapter" if source.adapted else "--vocab-size"
     raise FastshardError.of(
         codes.UNSUPPORTED,
-        f"{what}, and {counted(len(weights), 'weight')} of the model stored as {weights[0].form.name}: it is done to values, not to codes",
+        f"{what}, and {counted(len(weights), 'weight')} of the model stored as {weights[0].form.name}: it is "
+        "done to values, not to codes",
         tensor=weights[0].codes,
         help="give the weights their values",
         run=["--dtype bf16"],
@@ -319,8 +322,8 @@ def _refuse_codes(opened: Opened, source: Source, request: Request) -> None:
 
 
 def _metadata(draft: _Draft) -> tuple[dict[str, str], list[Finding]]:
-    """What the headers of a result say of tensors of torchao, and why it is not written if they would be untrue: where it has
-    other names, other values or another form."""
+    """What the headers of a result say of tensors of torchao, and why it is not written if they would be
+    untrue: where it has other names, other values or another form."""
     records, source = draft.opened.quantised.records, draft.source
     unwritable = draft.opened.quantised.unwritable
     if unwritable or not records:
@@ -331,22 +334,26 @@ def _metadata(draft: _Draft) -> tuple[dict[str, str], list[Finding]]:
         if draft.request.is_narrowed:
             names = {name for name, *_ in draft.core.tensors()}
             records = {name: r for name, r in records.items() if not names.isdisjoint(r.parts or (name,))}
-        # Each file has all of it: readers keep the list of the last one. source: transformers 5.24 quantizer_torchao.py
+        # Each file has all of it: readers keep the list of the last one. source: transformers 5.24
+        # quantizer_torchao.py
         texts = {name: r.text for name, r in records.items()}
         return {**texts, torchao.NAMES: json_text.canonical(sorted(texts))}, []
     name = next((name for name, r in records.items() if r.parts), None)
     return {}, [
         Finding.of(
             codes.UNSUPPORTED,
-            "torchao keeps in the header of each file what its tensors are: their names, values and files stay as they are",
+            "torchao keeps in the header of each file what its tensors are: their names, values and files "
+            "stay as they are",
             tensor=name,
-            help="merge it as it is, without options that change names, values or the form, or save the model's values with torchao (dequantize) and convert these",
+            help="merge it as it is, without options that change names, values or the form, or save the "
+            "model's values with torchao (dequantize) and convert these",
         )
     ]
 
 
 def _parts(opened: Opened, source: Source, core: _core.Draft) -> tuple[frozenset[str], list[PromisedPart]]:
-    """The parts that a config promises, with what there is of each, and the names of all tensors, which they are looked for among."""
+    """The parts that a config promises, with what there is of each, and the names of all tensors, which they
+    are looked for among."""
     if opened.reference is not None or not list_promised_parts(source, ()):
         return frozenset(), []
     names = {name for unit in source.units for name in opened.catalog.names(unit.file)}
@@ -407,8 +414,8 @@ def _find_in_outputs(draft: _Draft) -> list[Finding]:
 
 
 def _odd_dtypes(draft: _Draft) -> list[Finding]:
-    """Finds tensors of a few layers in another dtype than the same of all others. A model that quantisers made mixes dtypes on
-    purpose, a reference says more, and an error may be the reason of a dtype."""
+    """Finds tensors of a few layers in another dtype than the same of all others. A model that quantisers
+    made mixes dtypes on purpose, a reference says more, and an error may be the reason of a dtype."""
     quantised, config = draft.opened.quantised, draft.source.model.config or {}
     is_quantised = (
         quantised.weights or quantised.method or any(config.get(key) for key in config_json.QUANTISED)
@@ -451,7 +458,8 @@ def _facts_of(
 
 
 def _accounts_for_parts(draft: _Draft) -> bool:
-    """True where a part may be missing for a reason that is known: a file that is lost, or a trainer that saved what it trained."""
+    """True where a part may be missing for a reason that is known: a file that is lost, or a trainer that
+    saved what it trained."""
     by_file = draft.causes.files or draft.causes.of_all
     return bool(by_file) or not (draft.source.model.saved_whole or holds_embedding(draft.names))
 
@@ -469,7 +477,8 @@ def _completed(draft: _Draft, target: Target) -> Completed:
 
 
 def _find_lost(draft: _Draft, findings: Sequence[Finding]) -> dict[str, int | None]:
-    """Find the tensors that are not complete, with the elements of each; none where patterns choose tensors."""
+    """Find the tensors that are not complete, with the elements of each; none where patterns choose
+    tensors."""
     if draft.request.is_narrowed:
         return {}
     broken = (
@@ -504,7 +513,8 @@ def _core_request_of(
 
 
 def _config_text(draft: _Draft) -> dict[str, str]:
-    """The config.json of a result that keeps its names; nothing where the source's own goes along as it is."""
+    """The config.json of a result that keeps its names; nothing where the source's own goes along as it
+    is."""
     cast = not draft.is_kept or draft.is_of_masters
     config = _kept_config(draft.source, draft.axes, draft.main_dtype, cast)
     unwritten = draft.target is not None and draft.source.model.config_file is None
@@ -517,7 +527,8 @@ def _config_text(draft: _Draft) -> dict[str, str]:
 
 
 def find_ids_beyond(plan: Plan, tokenizer: Tokenizer | None) -> list[Finding]:
-    """Finds that a tokenizer has ids beyond the rows of the embedding, in a plan that keeps the names of the full tensors."""
+    """Finds that a tokenizer has ids beyond the rows of the embedding, in a plan that keeps the names of the
+    full tensors."""
     keeps_names = plan.target == "merge" or plan.keeps_names
     is_known = any(f.severity == "error" or f.code == codes.CONFIG_DISAGREES for f in plan.findings)
     if tokenizer is None or not keeps_names or is_known:
@@ -548,8 +559,8 @@ def _meant_for(finding: Finding, opened: Opened, request: Request) -> Finding:
 def _kept_config(source: Source, axes: dict[str, int], main: str | None, cast: bool) -> dict[str, Any] | None:
     """The config.json that goes with tensors under Hugging Face's own names; None if there is none.
 
-    With another dtype transformers would cast the tensors, or take them for quantised ones. What transformers itself has
-    saved is as its config says, unless it is cast here.
+    With another dtype transformers would cast the tensors, or take them for quantised ones. What transformers
+    itself has saved is as its config says, unless it is cast here.
     """
     model = source.model
     if not (model.hf_names and model.config):
@@ -563,7 +574,8 @@ def _kept_config(source: Source, axes: dict[str, int], main: str | None, cast: b
 def _main_dtype(sizes: dict[str, int], masters: bool) -> str | None:
     """torch name of the dtype that most of the floating bytes have; None where there are none.
 
-    Beside masters frozen parameters may be most of the bytes: by the narrower dtype the masters would be rounded.
+    Beside masters frozen parameters may be most of the bytes: by the narrower dtype the masters would be
+    rounded.
     """
     weight = {
         d: (TORCH_FLOATS[d] == "float32" if masters else False, n)

@@ -1,4 +1,5 @@
-"""What the installed transformers says that the config of an opened checkpoint promises, where no layout table tells."""
+"""What the installed transformers says that the config of an opened checkpoint promises, where no layout
+table tells."""
 
 from __future__ import annotations
 
@@ -33,12 +34,14 @@ _NEEDED = 1 << 30
 
 
 def with_promised(opened: Opened, only_kept: bool = False, for_hf: bool = False) -> Opened:
-    """The opened checkpoint with the list of what its config promises, where that is asked for and nothing says more.
+    """The opened checkpoint with the list of what its config promises, where that is asked for and nothing
+    says more.
 
     Args:
         opened: the checkpoint.
         only_kept: True to take a list that was made before, and to make none.
-        for_hf: True for a result that is to have the names on disk, which the table of a class with another head does not tell.
+        for_hf: True for a result that is to have the names on disk, which the table of a class with another
+            head does not tell.
     """
     if not _is_wanted(opened, for_hf):
         return opened
@@ -92,10 +95,12 @@ def _available() -> int | None:
 def compare_with_list(
     opened: Opened, source: Source, request: Request, merged: Merged, named: list[str | None]
 ) -> tuple[list[Finding], str]:
-    """What differs from the list, under the names on disk or those in memory; and why nothing could be told of it, if so.
+    """What differs from the list, under the names on disk or those in memory; and why nothing could be told
+    of it, if so.
 
-    Where nothing differs, the finding that says so is among them (`FS109`, whose evidence is who listed the tensors). An unexpected
-    tensor is a note: a load leaves it out. A loader knows more spellings than a list: what neither has is missing.
+    Where nothing differs, the finding that says so is among them (`FS109`, whose evidence is who listed the
+    tensors). An unexpected tensor is a note: a load leaves it out. A loader knows more spellings than a list:
+    what neither has is missing.
     """
     listed = opened.listed
     if listed is None or request.is_narrowed:
@@ -194,7 +199,8 @@ def _accounts_for(
     shapes: Mapping[str, tuple[tuple[int, ...], str]],
     report: LoadReport | None,
 ) -> bool:
-    """True if other names are what is wrong: no name fits, or each missing tensor is there under another name, by its shape."""
+    """True if other names are what is wrong: no name fits, or each missing tensor is there under another
+    name, by its shape."""
     from .loaded_names import count_ties_once
 
     if not odd:
@@ -229,7 +235,8 @@ def _is_of(parts: Iterable[Part], name: str | None) -> bool:
 
 
 def _counted(finding: Finding, part: Collection[str] | None) -> Finding:
-    """A finding of the list as it counts; ``part`` are the tensors of a trainer that may have saved what it trained alone."""
+    """A finding of the list as it counts; ``part`` are the tensors of a trainer that may have saved what it
+    trained alone."""
     if finding.severity != "error":
         return finding
     if finding.code == codes.UNKNOWN_TENSOR and finding.expected is None:
@@ -255,7 +262,8 @@ def _proven(called: str, count: int, spelling: str = "") -> Finding:
 
 
 def refuse_missing_code(findings: Iterable[Finding], opened: Opened) -> list[Finding]:
-    """The findings of a conversion for transformers, where missing code is an error if transformers has no class of its own."""
+    """The findings of a conversion for transformers, where missing code is an error if transformers has no
+    class of its own."""
     from ..expected.from_transformers import UNKNOWN_CLASS
 
     promised = opened.promised
@@ -277,7 +285,8 @@ def refused_names(opened: Opened, request: Request, merged: Merged) -> list[Find
 
 
 def _names_in_memory(called: str, listed: ExpectedTensors, names: list[str], config: Path | None) -> Finding:
-    """Finds that a result would have names that its format has not, where they could not be written as those on disk."""
+    """Finds that a result would have names that its format has not, where they could not be written as those
+    on disk."""
     odd = sorted(listed.only_in_memory & set(names)) or [name for name in names if not is_state(name)]
     return Finding.of(
         codes.FACT_UNKNOWN,
@@ -291,7 +300,8 @@ def _names_in_memory(called: str, listed: ExpectedTensors, names: list[str], con
 def beside_list(seen: list[Finding], by_list: list[Finding]) -> list[Finding]:
     """What a model's own layers say, where a list speaks that knows more.
 
-    What the list finds missing is not told twice. An error is a warning that names both where the list proves that all is there.
+    What the list finds missing is not told twice. An error is a warning that names both where the list proves
+    that all is there.
     """
     if any(f.severity == "error" and f.is_a("missing_tensor") for f in by_list):
         return [f for f in seen if not f.is_a("missing_tensor")]

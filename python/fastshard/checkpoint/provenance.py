@@ -1,4 +1,5 @@
-"""Where an output tensor comes from: rules, ranks, files and offsets, and what is done to its values, as plain data."""
+"""Where an output tensor comes from: rules, ranks, files and offsets, and what is done to its values, as
+plain data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whether the scales of quantised weights are such as a quantiser writes: read, where names and shapes tell nothing."""
+"""Whether the scales of quantised weights are such as a quantiser writes: read, where names and shapes tell
+nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ _HELP = "restore the file that the quantiser wrote"
 
 
 def damaged(opened: Opened) -> list[Finding]:
-    """What is wrong with the values of scales and indices: NaN, infinite, below zero, zero over codes that are not, no groups."""
+    """What is wrong with the values of scales and indices: NaN, infinite, below zero, zero over codes that
+    are not, no groups."""
     if not opened.quantised.weights:
         return []
     stored = StoredBytes(opened)
@@ -97,7 +99,8 @@ def _of_factors(weight: Weight, role: str, name: str, stored: StoredBytes) -> It
 
 
 def _find_damage(weight: Weight, stored: StoredBytes) -> Iterator[Finding]:
-    """Finds what keeps codes from having values, by asking for these: a record, a shape in numbers, a table."""
+    """Finds what keeps codes from having values, by asking for these: a record, a shape in numbers, a
+    table."""
     try:
         weight.values(ValueAccess("F32", stored.read, compares_readers=False))
     except DamagedError as error:

@@ -31,8 +31,9 @@ from ..sources.base import Contents
 
 __all__ = ["QuantisedWeights", "found_in"]
 
-#: What scales of activations and of the cache of keys and values are called. source: vLLM model_loader/weight_utils.py, ModelOpt
-#: 0.47 torch/export, compressed-tensors 0.20 quantization/lifecycle/initialize.py, transformers 5.24 finegrained_fp8.py
+#: What scales of activations and of the cache of keys and values are called. source: vLLM
+#: model_loader/weight_utils.py, ModelOpt 0.47 torch/export, compressed-tensors 0.20
+#: quantization/lifecycle/initialize.py, transformers 5.24 finegrained_fp8.py
 _OF_ACTIVATIONS = compile_when_used(
     r"\.((input|output|activation|prob|prob_output|[kvq]|kv)_(scale|zero_point)|input_global_scale|qscale_act"
     r"|experts\.(gate_up|down)_proj_activation_scale)$"
@@ -84,7 +85,8 @@ def found_in(
     Args:
         source: the declaration of the model.
         contents: what the headers of its files say.
-        full: dtype and shape of every full tensor, by the model's own names; asked where files hold parts of tensors.
+        full: dtype and shape of every full tensor, by the model's own names; asked where files hold parts of
+            tensors.
     """
     model = source.model
     is_divided = bool(source.assembled) or any(degree > 1 for degree in source.degrees.values())
@@ -138,7 +140,8 @@ def _read_torchao_config(source: Source) -> Mapping[str, Any] | None:
 
 
 def _is_of_activations(name: str, stored: Stored) -> bool:
-    """True for one number, or one for each head or expert, under such a name: what has more is another thing of the model."""
+    """True for one number, or one for each head or expert, under such a name: what has more is another thing
+    of the model."""
     dtype, shape = stored
     is_few = math.prod(shape) == 1 or shape[1:] == (1, 1) or name.endswith("_proj_activation_scale")
     return (

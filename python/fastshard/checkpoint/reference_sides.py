@@ -1,4 +1,5 @@
-"""The names that a reference (``--like``) has for a source's tensors: the ways to read a source so that it has them."""
+"""The names that a reference (``--like``) has for a source's tensors: the ways to read a source so that it
+has them."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ _WIDEST = 16
 def sides_of(
     opened: Opened, reference: Reference, request: Request, planned: Side, core_request: CoreRequest
 ) -> Iterator[Side]:
-    """The whole model under the names that those of a reference may be: as it is planned, unless the target has a form of
-    its own, as it is stored, and as transformers has it."""
+    """The whole model under the names that those of a reference may be: as it is planned, unless the target
+    has a form of its own, as it is stored, and as transformers has it."""
     every = replace(core_request, include=(), exclude=())
     keeps = request.to in (None, "hf") and not request.optimizer
     if keeps:
@@ -62,7 +63,8 @@ def sides_of(
 def compared(
     opened: Opened, reference: Reference, request: Request, merged: Merged, named: Iterable[str | None]
 ) -> list[Finding]:
-    """What a reference has that a draft has not, or has in another form; ``named`` are tensors of which an error is known."""
+    """What a reference has that a draft has not, or has in another form; ``named`` are tensors of which an
+    error is known."""
     sides = sides_of(opened, reference, request, _planned(opened, merged), merged.core_request)
     return judged_of(sides, reference, request, named)
 
@@ -77,7 +79,8 @@ def judged_of(
 def fitting(
     opened: Opened, reference: Reference, request: Request, merged: Merged
 ) -> tuple[float, list[Side]]:
-    """The part of a reference's names that the checkpoint has, 0 to 1, and the sides that it was looked for in."""
+    """The part of a reference's names that the checkpoint has, 0 to 1, and the sides that it was looked for
+    in."""
     sides = list(sides_of(opened, reference, request, _planned(opened, merged), merged.core_request))
     return fit(sides, reference), sides
 
@@ -98,7 +101,8 @@ def _planned(opened: Opened, merged: Merged) -> Side:
 def as_referenced(
     opened: Opened, reference: Reference, source: Source, request: Request
 ) -> tuple[Source, Form | None, str]:
-    """A source whose result has the names of the reference, the form that a merge has for that, and how in words.
+    """A source whose result has the names of the reference, the form that a merge has for that, and how in
+    words.
 
     A model that a table describes takes the table's form, others move prefixes of their names.
     """
@@ -144,8 +148,9 @@ def as_referenced(
 def as_listed(
     opened: Opened, listed: ExpectedTensors, source: Source, request: Request
 ) -> tuple[Source, Form | None, str]:
-    """A source whose result for Hugging Face has the names that ``save_pretrained`` writes, without the further copies of tied
-    tensors, and its form and how in words, as :func:`as_referenced`; the source as it is where its names are those already.
+    """A source whose result for Hugging Face has the names that ``save_pretrained`` writes, without the
+    further copies of tied tensors, and its form and how in words, as :func:`as_referenced`; the source as it
+    is where its names are those already.
 
     Args:
         opened: the checkpoint.
@@ -176,7 +181,8 @@ def as_listed(
 def as_written(
     source: Source, side: Side, listed: ExpectedTensors | None, *, drops_ties: bool = False
 ) -> tuple[Source, Form, str] | None:
-    """A source under its names in memory, and the form in which transformers writes it; None where the names are others.
+    """A source under its names in memory, and the form in which transformers writes it; None where the names
+    are others.
 
     Args:
         source: what is taken of a checkpoint.
@@ -198,7 +204,8 @@ def as_written(
     form = Form("merge", on_disk.with_rules([*on_disk.rules, *beside]), facts=facts)
     note = Finding.of(
         codes.IGNORED,
-        f"names are written as save_pretrained of {listed.model_class} writes them (transformers {listed.transformers})",
+        f"names are written as save_pretrained of {listed.model_class} writes them (transformers "
+        f"{listed.transformers})",
         severity="note",
     )
     changed = replace(
@@ -239,7 +246,8 @@ def _without_table(
 def _by_config_of(
     opened: Opened, reference: Reference, source: Source, side: Side, core_request: CoreRequest
 ) -> tuple[Source, Form, str] | None:
-    """The same by the list of the config of a reference that is a checkpoint, where that gives the names that it has.
+    """The same by the list of the config of a reference that is a checkpoint, where that gives the names that
+    it has.
 
     Sizes may be others since: where they contradict that config, the checkpoint's own is asked.
     """
@@ -294,7 +302,8 @@ def _beside(source: Source, side: Side, table: _core.Table) -> list[Rule]:
 
 
 def by_table(source: Source, side: Side, request: Request) -> tuple[Source, Form | None]:
-    """A source and the form in which transformers stores its model, for a merge; no form where no table tells.
+    """A source and the form in which transformers stores its model, for a merge; no form where no table
+    tells.
 
     Both tables have what lies beside the model, so that it stays.
     """
@@ -327,7 +336,8 @@ class Values:
         return {name: (i, size) for i, (name, _, _, size, _) in enumerate(self._plan.outputs())}
 
     def same(self, one: str, other: str, constant: bool) -> bool:
-        """Whether two tensors of one shape and dtype hold the same bytes; of one value all over only if ``constant``."""
+        """Whether two tensors of one shape and dtype hold the same bytes; of one value all over only if
+        ``constant``."""
         if one not in self._index or other not in self._index:
             return False
         first = self._begin(one)

@@ -1,4 +1,5 @@
-"""What the caller of `open` says about the source, checked: the config is read, and a reference may give it."""
+"""What the caller of `open` says about the source, checked: the config is read, and a reference may give
+it."""
 
 from __future__ import annotations
 

@@ -81,7 +81,8 @@ class StoredBytes:
         return self.raw(name, start, length).tobytes()
 
     def windows(self, name: str, multiple: int = 1) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
-        """Goes through the bytes of a tensor in pieces: the number of the first element of each, and its bytes.
+        """Goes through the bytes of a tensor in pieces: the number of the first element of each, and its
+        bytes.
 
         Args:
             name: the tensor.

@@ -1,5 +1,5 @@
-"""Tensors that several files of an index hold: the index says which copy counts, and the copies are compared when files are
-read."""
+"""Tensors that several files of an index hold: the index says which copy counts, and the copies are compared
+when files are read."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _WINDOW = 4 << 20
 def compare_copies(opened: Opened, *, writes: bool) -> list[Finding]:
     """Compares the copies of tensors that several files of an index hold.
 
-    Loaders of transformers read every tensor of every file that an index lists, in the order of the files' names, and keep the
-    last. source: transformers modeling_utils.py (load_state_dict, checkpoint_files)
+    Loaders of transformers read every tensor of every file that an index lists, in the order of the files'
+    names, and keep the last. source: transformers modeling_utils.py (load_state_dict, checkpoint_files)
 
     Args:
         opened: the checkpoint.
-        writes: True for a result, which has the copy that the index names; False for the folder itself, of which a loader may
-            take the other one.
+        writes: True for a result, which has the copy that the index names; False for the folder itself, of
+            which a loader may take the other one.
 
     Raises:
         FastshardError: if a file cannot be read.
@@ -43,7 +43,8 @@ def compare_copies(opened: Opened, *, writes: bool) -> list[Finding]:
         findings.append(
             Finding.of(
                 codes.OVERLAP,
-                f"{counted(len(differing), 'tensor')} of this file lie in {other} too, with other values: the index names this file"
+                f"{counted(len(differing), 'tensor')} of this file lie in {other} too, with other values: "
+                "the index names this file"
                 + (
                     ", whose copy is taken"
                     if is_loaded

@@ -170,8 +170,8 @@ class Tensor:
             raise BufferError(f"{self._dtype} by DLPack needs torch") from None
 
     def _private(self, start: int, length: int) -> Bytes:
-        """Bytes of the tensor, aligned, that belong to the caller: torch knows no read-only tensors, and writing to a
-        read-only map would end the process."""
+        """Bytes of the tensor, aligned, that belong to the caller: torch knows no read-only tensors, and
+        writing to a read-only map would end the process."""
         raw = self._bytes(start, length, private=True)
         return raw.copy() if _misaligned(raw, item_size(self._dtype)) else raw
 

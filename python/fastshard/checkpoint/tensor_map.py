@@ -1,4 +1,5 @@
-"""A mapping of whole tensors that are made when they are read: what an opened checkpoint and a conversion in memory share."""
+"""A mapping of whole tensors that are made when they are read: what an opened checkpoint and a conversion in
+memory share."""
 
 from __future__ import annotations
 
@@ -36,9 +37,11 @@ class Tensors(Mapping[str, Tensor]):
 
     @property
     def incomplete(self) -> list[str]:
-        """Names of the tensors that cannot be read: a part of each, or all of it, is missing or does not fit; sorted.
+        """Names of the tensors that cannot be read: a part of each, or all of it, is missing or does not fit;
+        sorted.
 
-        They are among the names of the mapping, so that nothing which goes through it passes over them in silence.
+        They are among the names of the mapping, so that nothing which goes through it passes over them in
+        silence.
         """
         return list(self._plan.lost)
 

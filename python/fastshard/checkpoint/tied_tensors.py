@@ -55,20 +55,24 @@ def find_differing_ties(
             findings.append(
                 Finding.of(
                     codes.TIED_DIFFER,
-                    f"{called} ties {other} to {stored[0]}, and the stored tensors differ: a loader ignores {other}",
+                    f"{called} ties {other} to {stored[0]}, and the stored tensors differ: a loader ignores "
+                    f"{other}",
                     severity="error" if is_stated else "warning",
                     tensor=other,
-                    expected=f"the values of {stored[0]}, as tie_word_embeddings {'true' if is_stated else 'by default'} says",
+                    expected=f"the values of {stored[0]}, as tie_word_embeddings "
+                    f"{'true' if is_stated else 'by default'} says",
                     got="other values",
-                    help="set tie_word_embeddings to false in config.json if the model was trained with both, or restore the right tensor",
+                    help="set tie_word_embeddings to false in config.json if the model was trained with "
+                    "both, or restore the right tensor",
                 )
             )
     return findings
 
 
 def find_differing_head(opened: Opened, merged: Merged) -> list[Finding]:
-    """Finds an output layer that differs from the input embedding where no list tells which tensors the class ties: an error
-    where the config ties them, a warning where it says nothing, since transformers' own default ties them.
+    """Finds an output layer that differs from the input embedding where no list tells which tensors the class
+    ties: an error where the config ties them, a warning where it says nothing, since transformers' own
+    default ties them.
 
     Args:
         opened: a model of Hugging Face that no table tells of.
@@ -97,7 +101,10 @@ def find_differing_head(opened: Opened, merged: Merged) -> list[Finding]:
             f"the config ties {head} to {embedding}, and the stored tensors differ: a loader ignores {head}"
         )
     else:
-        message = f"{head} differs from {embedding}, and the config does not say whether they are tied: loaders that tie them by default ignore {head}"
+        message = (
+            f"{head} differs from {embedding}, and the config does not say whether they are tied: loaders "
+            f"that tie them by default ignore {head}"
+        )
     return [
         Finding.of(
             codes.TIED_DIFFER,
@@ -108,6 +115,7 @@ def find_differing_head(opened: Opened, merged: Merged) -> list[Finding]:
             if is_tied
             else "tie_word_embeddings in config.json",
             got="other values" if is_tied else "no such key",
-            help="set tie_word_embeddings to false in config.json if the model was trained with both, or restore the right tensor",
+            help="set tie_word_embeddings to false in config.json if the model was trained with both, or "
+            "restore the right tensor",
         )
     ]

@@ -48,7 +48,8 @@ def parse_yaml(text: str) -> Any:
 
 @functools.cache
 def _loader() -> type[yaml.SafeLoader]:
-    """The loader of YAML's plain data that ends: in text that is too deep, or has too many values, PyYAML's own goes on for hours."""
+    """The loader of YAML's plain data that ends: in text that is too deep, or has too many values, PyYAML's
+    own goes on for hours."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -89,7 +90,8 @@ def _refuse_repeated_keys(node: Any, seen: set[int]) -> None:
         if not isinstance(child, tuple) or not isinstance(child[0].value, str):
             continue
         key, value = child
-        # Mappings that `<<` brings in are several, and what they say is written over by the mapping's own keys.
+        # Mappings that `<<` brings in are several, and what they say is written over by the mapping's own
+        # keys.
         first: Any = value if key.tag.endswith(":merge") else values.setdefault((key.tag, key.value), value)
         is_equal = isinstance(value.value, str) and (first.tag, first.value) == (value.tag, value.value)
         if first is not value and not is_equal:

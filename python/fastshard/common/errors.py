@@ -33,7 +33,8 @@ def exit_code(findings: list[Finding]) -> int:
 
 
 class FastshardError(Exception):
-    """Base of all errors: an operation was refused or failed. ``findings`` says why, the deciding one first."""
+    """Base of all errors: an operation was refused or failed. ``findings`` says why, the deciding one
+    first."""
 
     def __init__(self, findings: list[Finding]) -> None:
         super().__init__(findings)

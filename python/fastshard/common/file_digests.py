@@ -1,7 +1,8 @@
-"""What each small file held when a call first read it: what is read twice, or is copied later, has one content.
+"""What each small file held when a call first read it: what is read twice, or is copied later, has one
+content.
 
-Whoever may write to a checkpoint's folder could put another file, or a link to one, in a name's place between a decision and a
-copy.
+Whoever may write to a checkpoint's folder could put another file, or a link to one, in a name's place between
+a decision and a copy.
 """
 
 from __future__ import annotations

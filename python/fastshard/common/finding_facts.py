@@ -1,4 +1,5 @@
-"""What a finding's record says, as short texts: its files, and the tensors that cannot be used because of it."""
+"""What a finding's record says, as short texts: its files, and the tensors that cannot be used because of
+it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _NUMBER = compile_when_used(r"(\d+)")
 def effect_of(finding: Finding) -> str | None:
     """Which tensors cannot be used because of a finding; None where it says of none.
 
-    E.g. ``26 of 40 tensors are missing or incomplete: all of layer 4; 14 in layers 2, 3; 0.word_embeddings.weight``.
+    E.g. ``26 of 40 tensors are missing or incomplete: all of layer 4; 14 in layers 2, 3;
+    0.word_embeddings.weight``.
     """
     effect = finding.effect
     if effect is None:

@@ -72,7 +72,8 @@ def runs(numbers: Iterable[int]) -> list[range]:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Text that drives nothing it is shown in: control and direction characters, and bytes that are no text, escaped."""
+    """Text that drives nothing it is shown in: control and direction characters, and bytes that are no text,
+    escaped."""
     # Most text is; a page asks for tens of thousands of names.
     if text.isprintable():
         return text

@@ -1,5 +1,5 @@
-"""What a caller makes of findings: warnings that count as errors (``fail_on``, ``error``), warnings and notes that are put
-aside (``ignore``). An error is accepted by name alone (``accept``)."""
+"""What a caller makes of findings: warnings that count as errors (``fail_on``, ``error``), warnings and notes
+that are put aside (``ignore``). An error is accepted by name alone (``accept``)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ class Gate:
         return evaluated
 
     def to_dict(self, findings: Iterable[Finding] = ()) -> dict[str, Any]:
-        """The gate as the core takes it, with findings of which the manifest is to say how they were decided."""
+        """The gate as the core takes it, with findings of which the manifest is to say how they were
+        decided."""
         decided = [f.to_dict() for f in dict.fromkeys(findings) if f.decided is not None]
         return {"warnings": self.warnings, "error": self.error, "ignore": self.ignore, "decided": decided}
 

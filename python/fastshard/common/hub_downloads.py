@@ -1,6 +1,8 @@
-"""Downloads from Hugging Face's hub: what the cache and ``--local-dir`` keep of them says offline what files must hold.
+"""Downloads from Hugging Face's hub: what the cache and ``--local-dir`` keep of them says offline what files
+must hold.
 
-source: huggingface_hub file_download.py (blobs named by their etag), _local_folder.py (metadata of ``local_dir``)
+source: huggingface_hub file_download.py (blobs named by their etag), _local_folder.py (metadata of
+    ``local_dir``)
 """
 
 from __future__ import annotations
@@ -169,7 +171,10 @@ def _again(path: Path) -> str:
         if folder.parent.name == "snapshots" and parts:
             file = absolute.relative_to(folder).as_posix()
             of = "" if kind == "models" else f" --repo-type {kind.removesuffix('s')}"
-            return f"hf download {shlex.quote('/'.join(parts))} {shlex.quote(file)} --revision {folder.name}{of} --force-download"
+            return (
+                f"hf download {shlex.quote('/'.join(parts))} {shlex.quote(file)} --revision "
+                f"{folder.name}{of} --force-download"
+            )
     return f"hf download REPO {shlex.quote(path.name)} --force-download"
 
 
@@ -191,7 +196,10 @@ def _in_local(path: Path, name: str, bases: list[Path]) -> Record | None:
         with contextlib.suppress(ValueError, IndexError):
             digest, time = lines[1].decode("ascii").strip(), float(lines[2])
             if _DIGEST.fullmatch(digest):
-                again = f"hf download REPO {shlex.quote(inside.as_posix())} --local-dir {shlex.quote(str(base))} --force-download"
+                again = (
+                    f"hf download REPO {shlex.quote(inside.as_posix())} --local-dir {shlex.quote(str(base))} "
+                    "--force-download"
+                )
                 # It allows for a second, too.
                 since = path.stat().st_mtime - 1 > time
                 return Record(name, path, digest, again, kept, since)

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from . import codes
 from .errors import FastshardError
 
-#: Digits of a whole number at most: one with more is beyond every float too. Tokenizers write 10**30 for no limit.
+#: Digits of a whole number at most: one with more is beyond every float too. Tokenizers write 10**30 for no
+#: limit.
 _MOST_DIGITS = 300
 #: Levels of objects and lists at most; what walks through them has a frame or two for each.
 MOST_LEVELS = 100
@@ -25,7 +26,8 @@ def load(text: str | bytes, hook: Callable[[list[tuple[str, Any]]], Any] | None 
     """Reads JSON that anybody may have written; ``hook`` makes an object of its pairs.
 
     Raises:
-        ValueError: for a text that is damaged or too deep, and for a whole number that nothing can hold, with its key.
+        ValueError: for a text that is damaged or too deep, and for a whole number that nothing can hold, with
+            its key.
     """
     large: list[_TooLarge] = []
 
@@ -128,7 +130,8 @@ def indented(document: Any, by: int = 1) -> str:
 
 
 def indented_pieces(document: Any) -> Iterator[str]:
-    """The same text in short pieces: of many tensors it takes more than they do, and its pieces several times that."""
+    """The same text in short pieces: of many tensors it takes more than they do, and its pieces several times
+    that."""
     yield from json.JSONEncoder(indent=1).iterencode(document)
     yield "\n"
 

@@ -122,7 +122,8 @@ class Listing:
     roots: list[Path]
     files: list[File]
     findings: list[Finding] = field(default_factory=list)
-    #: Set if one file was named, and nothing else. Several files are parts of one checkpoint, as several folders are.
+    #: Set if one file was named, and nothing else. Several files are parts of one checkpoint, as several
+    #: folders are.
     single: bool = False
     #: The one file that was named, or the folder, for each root.
     named: list[Path] = field(default_factory=list)
@@ -148,7 +149,8 @@ class Listing:
     def without_hidden(self, findings: Iterable[Finding]) -> list[Finding]:
         """Findings without those that only follow from a directory that may not be looked into.
 
-        What such a directory holds is not missing, and a save of which a part could not be seen is not unfinished.
+        What such a directory holds is not missing, and a save of which a part could not be seen is not
+        unfinished.
         """
         closed = [finding.file for finding in self.closed if finding.file]
 
@@ -213,11 +215,13 @@ class Listing:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder in which files that go along with a model are looked for by name, and where its links may lead.
+    """A folder in which files that go along with a model are looked for by name, and where its links may
+    lead.
 
-    A folder that was named, or lies in one that was, is the user's choice: a link that leaves it is an error, as it is
-    for weights. Another one, above or beside what was named, may be anybody's: a file there is taken if nobody but the
-    user, the administrator and the owner of what was named can have put it there, and passed over otherwise.
+    A folder that was named, or lies in one that was, is the user's choice: a link that leaves it is an error,
+    as it is for weights. Another one, above or beside what was named, may be anybody's: a file there is taken
+    if nobody but the user, the administrator and the owner of what was named can have put it there, and
+    passed over otherwise.
     """
 
     path: Path
@@ -237,8 +241,8 @@ class Folder:
         """The file of this name; None if there is none, or it is passed over.
 
         Raises:
-            FastshardError: ``FS601`` if something else has the name, ``FS603`` for a link that leaves the folder, ``FS316``
-                for a pointer of Git LFS and the like.
+            FastshardError: ``FS601`` if something else has the name, ``FS603`` for a link that leaves the
+                folder, ``FS316`` for a pointer of Git LFS and the like.
         """
         path = self.path / name
         if is_array(path) or (self.beside is not None and self._why_not(path) is not None):
@@ -259,11 +263,12 @@ class Folder:
         return Path(path).is_relative_to(self.path)
 
     def check_opened(self, path: StrPath, descriptor: int) -> None:
-        """Checks that an open file is one that the folder's rule for links allows, whatever its path leads to by now.
+        """Checks that an open file is one that the folder's rule for links allows, whatever its path leads to
+        by now.
 
         Raises:
-            FastshardError: ``FS603`` for a link that leaves the folder, ``FS506`` if the path leads to another file than the
-                one that was opened.
+            FastshardError: ``FS603`` for a link that leaves the folder, ``FS506`` if the path leads to
+                another file than the one that was opened.
         """
         real = _real(Path(path))
         reason = self._why_not(Path(path)) if self.beside is not None else None
@@ -313,7 +318,8 @@ class Folder:
 
 
 def linked(root: Path) -> tuple[Path, ...]:
-    """Where links of a folder may lead: into itself, and into the blobs of the Hugging Face cache that it is part of."""
+    """Where links of a folder may lead: into itself, and into the blobs of the Hugging Face cache that it is
+    part of."""
     real = root.resolve()
     # snapshots/REVISION/... beside blobs/. source: huggingface_hub file_download.py
     snapshots = next(
@@ -356,7 +362,8 @@ def is_utf8(name: str) -> bool:
 
 
 def refuse_unprintable(name: str, path: StrPath | None = None) -> None:
-    """Names go into plans, manifests and results, all of which are UTF-8; folders above the checkpoint's may have any.
+    """Names go into plans, manifests and results, all of which are UTF-8; folders above the checkpoint's may
+    have any.
 
     Args:
         name: the part that goes there.
@@ -378,8 +385,8 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
 
     Raises:
         FastshardError: ``FS501`` if a path does not exist, ``FS502`` if it may not be read, ``FS513``
-            for a FIFO, a device or a socket, and for files of which none can hold tensors, ``FS514`` for an address
-            of another machine, ``FS515`` for an empty path.
+            for a FIFO, a device or a socket, and for files of which none can hold tensors, ``FS514`` for an
+            address of another machine, ``FS515`` for an empty path.
     """
     roots: list[Path] = []
     files: list[File] = []

@@ -16,7 +16,8 @@ _DEBUG = 10
 
 
 def is_logged(topic: str) -> bool:
-    """Tell whether somebody listens to a topic, e.g. ``findings``; without a program that uses logging nobody does."""
+    """Tell whether somebody listens to a topic, e.g. ``findings``; without a program that uses logging nobody
+    does."""
     logging = sys.modules.get("logging")
     return logging is not None and logging.getLogger(f"fastshard.{topic}").isEnabledFor(_DEBUG)
 
@@ -28,7 +29,8 @@ def log(topic: str, message: str, *arguments: object) -> None:
 
 
 def log_to_stderr(level: str | None = None) -> None:
-    """Write the log to stderr from a level on: ``debug``, ``info`` or ``warning``; None for that of ``FASTSHARD_LOG``."""
+    """Write the log to stderr from a level on: ``debug``, ``info`` or ``warning``; None for that of
+    ``FASTSHARD_LOG``."""
     level = os.environ.get(VARIABLE) if level is None else level
     if not level:
         return

@@ -51,8 +51,8 @@ def of(memory: str | int | None) -> Iterator[None]:
 
 
 def kept(function: Callable[P, T]) -> Callable[P, T]:
-    """A function whose keyword argument ``memory`` holds for all that it reads and plans, and for which each small file has one
-    content; its options are checked."""
+    """A function whose keyword argument ``memory`` holds for all that it reads and plans, and for which each
+    small file has one content; its options are checked."""
     called = checked(function)
 
     @functools.wraps(function)
@@ -77,7 +77,8 @@ def ask(size: int, file: str | None = None, *, tensor: str | None = None) -> Non
     if need > limit:
         raise FastshardError.of(
             codes.MEMORY_BUDGET,
-            f"the memory budget is too small for the contents of the {'file' if tensor is None else 'tensor'}",
+            "the memory budget is too small "
+            f"for the contents of the {'file' if tensor is None else 'tensor'}",
             file=file,
             tensor=tensor,
             expected=f"at least {-(-need >> 20)} MiB",

@@ -18,7 +18,8 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     if len(others) > _COMPARED:
         # A checkpoint has a million names: those that begin and end most like it are compared.
         others = heapq.nlargest(_COMPARED, others, key=lambda one: _ends_alike(word, one))
-    # A name that is long differs in more letters before it is another one; of a short one half are one letter.
+    # A name that is long differs in more letters before it is another one; of a short one half are one
+    # letter.
     near = difflib.get_close_matches(word, others, n=1, cutoff=0.5 if len(word) <= 3 else 0.6)
     return near[0] if near else None
 

@@ -1,4 +1,5 @@
-"""What a notebook shows of checkpoints, plans, manifests, differences and statistics. Names come from strangers: all is escaped."""
+"""What a notebook shows of checkpoints, plans, manifests, differences and statistics. Names come from
+strangers: all is escaped."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class Bar(float):
 
 
 def text(value: object) -> str:
-    """Anything, as text in HTML: what would end an attribute or an element is escaped, and what would drive the page."""
+    """Anything, as text in HTML: what would end an attribute or an element is escaped, and what would drive
+    the page."""
     return escape(printable(str(value)), quote=True)
 
 
@@ -76,7 +78,10 @@ def table(
 def _cell(value: object) -> str:
     if isinstance(value, Bar):
         # A length that is written out: nothing of a stranger's gets into an attribute.
-        return f"<td style='{_CELL}'><div style='background:#0072b2;height:.8em;width:{100 * value:.1f}px'></div></td>"
+        return (
+            f"<td style='{_CELL}'><div "
+            f"style='background:#0072b2;height:.8em;width:{100 * value:.1f}px'></div></td>"
+        )
     if isinstance(value, int):
         return f"<td style='{_NUMBER}' title='{human(value)}'>{value:,}</td>"
     return f"<td style='{_CELL}'>{text(value)}</td>"
@@ -88,7 +93,10 @@ def _findings(findings: list[Finding]) -> str:
     lines = []
     for finding in listed[:_FINDINGS]:
         mark, colour = _MARKS.get(finding.severity, _MARKS["note"])
-        what = f"<b style='color:{colour}'>{mark} {text(finding.severity)} {text(finding.code)}</b> {text(finding)}"
+        what = (
+            f"<b style='color:{colour}'>{mark} {text(finding.severity)} {text(finding.code)}</b> "
+            f"{text(finding)}"
+        )
         help = f"<br><small>{text(finding.advice)}</small>" if finding.advice else ""
         lines.append(f"<li style='list-style:none;margin:.2em 0'>{what}{help}</li>")
     if not lines:

@@ -1,4 +1,5 @@
-"""What a function is called with: options that it has, and values that can be meant; all else is refused by name."""
+"""What a function is called with: options that it has, and values that can be meant; all else is refused by
+name."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _undescribed: list[Callable[..., Any]] = []
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
-    """A function whose options are looked at before it is called. Lists become tuples: they may be read twice.
+    """A function whose options are looked at before it is called. Lists become tuples: they may be read
+    twice.
 
     Raises:
         TypeError: for an option that it does not have.
@@ -58,7 +60,8 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def describe_later(called: Callable[..., Any]) -> None:
-    """Notes a function whose options :func:`describe_options` is to describe: a checked one, or what wraps it."""
+    """Notes a function whose options :func:`describe_options` is to describe: a checked one, or what wraps
+    it."""
     _undescribed.append(called)
 
 
@@ -113,7 +116,8 @@ def value(name: str, given: Any) -> Any:
     """A value as the functions take it.
 
     Raises:
-        FastshardError: ``FS515`` for one that no option of this name has, ``FS211`` for a number that is none.
+        FastshardError: ``FS515`` for one that no option of this name has, ``FS211`` for a number that is
+            none.
     """
     option = ALL.get(name)
     if option is None or (given is None and option.default is None and option.kind != "source"):

@@ -17,11 +17,13 @@ class PatternList:
 
     Args:
         texts: the patterns.
-        how: ``start`` for ``re.match``, ``full`` for ``re.fullmatch``, ``module`` for a name or what follows one of its dots.
+        how: ``start`` for ``re.match``, ``full`` for ``re.fullmatch``, ``module`` for a name or what follows
+            one of its dots.
         budget: that of their file.
 
     Raises:
-        FastshardError: ``FS211`` for what is no regular expression of Python, ``FS514`` for one that has what is not matched.
+        FastshardError: ``FS211`` for what is no regular expression of Python, ``FS514`` for one that has what
+            is not matched.
     """
 
     def __init__(

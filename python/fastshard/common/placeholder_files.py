@@ -1,4 +1,5 @@
-"""What lies in the place of a file: a pointer of Git LFS, a saved web page, nothing. Of weights the core says it."""
+"""What lies in the place of a file: a pointer of Git LFS, a saved web page, nothing. Of weights the core says
+it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from .records import replace
 
 __all__ = ["is_known", "near", "sifted"]
 
-#: Indices, configs and files of tokenizers, which readers take by name. Tests hold this against the modules that do.
+#: Indices, configs and files of tokenizers, which readers take by name. Tests hold this against the modules
+#: that do.
 _NAMES = (
     "config.json",
     "adapter_config.json",

@@ -22,8 +22,8 @@ class Progress:
 
     Args:
         mode: False or ``none`` draws nothing; True or ``auto`` a bar if stderr is a terminal;
-            ``plain`` a line every ten seconds, ``figures`` the same and no findings, which are printed elsewhere; a function
-            is called with (bytes done, bytes in all).
+            ``plain`` a line every ten seconds, ``figures`` the same and no findings, which are printed
+            elsewhere; a function is called with (bytes done, bytes in all).
     """
 
     def __init__(self, mode: Report = False) -> None:

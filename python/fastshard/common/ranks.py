@@ -28,7 +28,8 @@ def do_meet(one: Sequence[range], other: Sequence[range]) -> bool:
 def is_among(rank: Rank, coords: RankRanges) -> bool:
     """Tell whether a rank is one of several. A dimension that either lacks excludes nothing.
 
-    >>> is_among({"tp": 1}, {"tp": [range(0, 2)], "pp": [range(3, 4)]}), is_among({"tp": 2}, {"tp": [range(0, 2)]})
+    >>> is_among({"tp": 1}, {"tp": [range(0, 2)], "pp": [range(3, 4)]}), is_among({"tp": 2}, {"tp": [range(0,
+        2)]})
     (True, False)
     """
     return all(rank.get(d) is None or any(rank[d] in run for run in runs) for d, runs in coords.items())

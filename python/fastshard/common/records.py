@@ -1,8 +1,9 @@
 """Dataclasses that cost next to nothing until one is made.
 
-The standard library's decorator compiles six methods for each class when a module is imported, half a millisecond each, for
-classes of which a run uses a few. This one compiles ``__init__`` when the first instance is made; all other methods are shared.
-What the module ``dataclasses`` offers (``fields``, ``asdict``, ``replace``) takes these classes as its own.
+The standard library's decorator compiles six methods for each class when a module is imported, half a
+millisecond each, for classes of which a run uses a few. This one compiles ``__init__`` when the first
+instance is made; all other methods are shared. What the module ``dataclasses`` offers (``fields``,
+``asdict``, ``replace``) takes these classes as its own.
 """
 
 from __future__ import annotations
@@ -186,7 +187,8 @@ else:
             raise AttributeError("__signature__")
 
     class _Described:
-        """What the module ``dataclasses`` looks for in a class, made of a dataclass of its own when it is asked for."""
+        """What the module ``dataclasses`` looks for in a class, made of a dataclass of its own when it is
+        asked for."""
 
         def __init__(self, cls, frozen, attribute):
             self.cls, self.frozen, self.attribute = cls, frozen, attribute

@@ -1,4 +1,5 @@
-"""Regular expressions that are compiled when they are first used: a run uses few of those that its modules have."""
+"""Regular expressions that are compiled when they are first used: a run uses few of those that its modules
+have."""
 
 from __future__ import annotations
 

@@ -150,8 +150,8 @@ def read_bytes(
         may_change: True for a file that others write while the call waits for them.
 
     Raises:
-        FastshardError: as :func:`opened`; ``code`` if it has more than ``limit`` bytes, ``FS506`` if this call has read
-            other bytes of it before.
+        FastshardError: as :func:`opened`; ``code`` if it has more than ``limit`` bytes, ``FS506`` if this
+            call has read other bytes of it before.
     """
     parts: list[bytes] = []
     left = limit + whole
@@ -216,7 +216,8 @@ def read_text(path: StrPath, limit: int, *, label: str | None = None, code: str 
     """Content of a regular file that is UTF-8 text.
 
     Raises:
-        FastshardError: as :func:`read_bytes`; ``FS211`` if it is not UTF-8, ``FS316`` if it is a pointer or the like.
+        FastshardError: as :func:`read_bytes`; ``FS211`` if it is not UTF-8, ``FS316`` if it is a pointer or
+            the like.
     """
     content = read_bytes(path, limit, label=label, code=code)
     # Of an empty one whoever reads it says what it lacks.
@@ -246,7 +247,8 @@ def read_object(path: StrPath, limit: int) -> dict[str, Any]:
 
 
 def stand_in(path: StrPath, label: str | None = None) -> Finding | None:
-    """The finding for a text that is not what its name says: a pointer of Git LFS, a web page, nothing; else None.
+    """The finding for a text that is not what its name says: a pointer of Git LFS, a web page, nothing; else
+    None.
 
     Args:
         path: an index, a config or a file of a tokenizer.
@@ -371,7 +373,8 @@ _OF_SYSTEM = {
 def system_finding(
     error: OSError, name: str | None, doing: str = "cannot read", help: str | None = None
 ) -> Finding:
-    """What the system says of a file, as a finding; of a directory that may not be entered, it names the directory.
+    """What the system says of a file, as a finding; of a directory that may not be entered, it names the
+    directory.
 
     Args:
         error: of the system.
@@ -408,10 +411,13 @@ def closed(folder: StrPath) -> Finding:
 
 
 def path_help(path: str) -> str:
-    """What to do about a path that does not exist: the one next to it that is nearly called so, if there is one."""
+    """What to do about a path that does not exist: the one next to it that is nearly called so, if there is
+    one."""
     folder, name = os.path.split(os.path.normpath(path))
     try:
         near = nearest(name, os.listdir(folder or "."))  # noqa: PTH208 - names, not paths
     except (OSError, ValueError):
         return "check the path"
-    return "check the path" if near is None else f"check the path; did you mean {os.path.join(folder, near)}?"  # noqa: PTH118
+    if near is None:
+        return "check the path"
+    return f"check the path; did you mean {os.path.join(folder, near)}?"  # noqa: PTH118

@@ -17,7 +17,8 @@ __all__ = ["stoppable_pool"]
 def stoppable_pool(threads: int) -> Iterator[tuple[ThreadPoolExecutor, threading.Event]]:
     """Opens a pool of threads, and an event that is set when the block ends with an exception.
 
-    A pool waits for its threads: each looks at the event between two pieces of its work. What has not begun is cancelled.
+    A pool waits for its threads: each looks at the event between two pieces of its work. What has not begun
+    is cancelled.
     """
     # Few runs need it, and importing it takes its time.
     from concurrent.futures import ThreadPoolExecutor

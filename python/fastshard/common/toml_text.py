@@ -21,7 +21,8 @@ def load(text: str) -> dict[str, Any]:
     """Reads TOML.
 
     Raises:
-        ValueError: for a text that is damaged, too deep, or has a key of too many parts: Python's own reader does not end.
+        ValueError: for a text that is damaged, too deep, or has a key of too many parts: Python's own reader
+            does not end.
     """
     if sys.version_info >= (3, 11):
         import tomllib

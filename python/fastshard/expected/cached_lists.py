@@ -60,7 +60,8 @@ def read(key: str) -> dict[str, Any] | None:
 
 
 def keep(key: str, document: dict[str, Any]) -> None:
-    """Keeps a document under a key, whole or not at all; where that cannot be it is made again the next time."""
+    """Keeps a document under a key, whole or not at all; where that cannot be it is made again the next
+    time."""
     at = folder(create=True)
     if at is None:
         return

@@ -23,7 +23,8 @@ def compare(
     cast: str | None,
     named: Iterable[str | None] = (),
 ) -> list[Finding]:
-    """Compare a checkpoint with a reference: missing, unexpected and different tensors, and the evidence that they are.
+    """Compare a checkpoint with a reference: missing, unexpected and different tensors, and the evidence that
+    they are.
 
     Args:
         sides: its tensors under the names that may be the reference's, the likeliest first.
@@ -87,7 +88,8 @@ def _proven(compared: Comparison) -> Finding:
     how = f", {how}" if how else ""
     return Finding.of(
         codes.NOT_PROVABLE,
-        f"the {compared.met.matched} tensors that the reference has are there by their {proven}{how}; not checked: "
+        f"the {compared.met.matched} tensors that the reference has are there by their {proven}{how}; not "
+        "checked: "
         + ("" if compared.reference.has_shapes else "shapes and dtypes, ")
         + "the order of heads, and values",
         severity="note",
@@ -99,7 +101,8 @@ def _strangers(met: Met, reference: Reference) -> Finding:
     lacking = met.found["missing"]
     return Finding.of(
         codes.UNKNOWN_TENSOR,
-        f"{met.matched} of {met.matched + len(met.further)} tensors have a name of the reference {reference.path}: it is another "
+        f"{met.matched} of {met.matched + len(met.further)} tensors have a name of the reference "
+        f"{reference.path}: it is another "
         "model, or has another framework's names",
         tensor=met.further[0] if met.further else None,
         expected=f"names like {lacking[0][0]}" if lacking else None,

@@ -30,7 +30,8 @@ __all__ = [
 MOST_LISTED = 100
 #: The number of a layer: the first of a name.
 LAYER = compile_when_used(r"^((?:[A-Za-z_]\w*\.)*?)(\d+)\.(.+)$")
-#: Tensors that have a row for each word, and that models tie. source: transformers models/*/modeling_*.py (_tied_weights_keys)
+#: Tensors that have a row for each word, and that models tie. source: transformers models/*/modeling_*.py
+#: (_tied_weights_keys)
 HEAD = compile_when_used(
     r"(^|\.)(lm_head|embed_out|lm_head\.decoder|predictions\.decoder|output_projection)\.(weight|bias)$"
 )
@@ -116,7 +117,8 @@ def extents(shape: Iterable[int | None]) -> str:
 
 
 def read_setting(config: Mapping[str, Any], *keys: str) -> Any:
-    """Read the setting that a config, or that of its language model, has under the first of some keys; None if it has none."""
+    """Read the setting that a config, or that of its language model, has under the first of some keys; None
+    if it has none."""
     text = config.get("text_config")
     parts = [config, text] if isinstance(text, Mapping) else [config]
     return next((part[key] for part in parts for key in keys if part.get(key) is not None), None)

@@ -1,4 +1,5 @@
-"""The list of the tensors that a config promises: as a document, and as what a checkpoint is compared with."""
+"""The list of the tensors that a config promises: as a document, and as what a checkpoint is compared
+with."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class Part(NamedTuple):
     offset: int
     #: First index of the box in each dimension.
     start: tuple[int, ...]
-    #: Digits of each dimension, the outermost first: extent, and stride in memory in elements. An extent of 1 has none.
+    #: Digits of each dimension, the outermost first: extent, and stride in memory in elements. An extent of 1
+    #: has none.
     dims: tuple[tuple[tuple[int, int], ...], ...]
 
 
@@ -68,15 +70,16 @@ class ExpectedTensors:
     tensors: tuple[ExpectedTensor, ...]
     #: As the model holds them.
     in_memory: tuple[ExpectedTensor, ...]
-    #: Names on disk that are no tensor in memory as it is, and the parts that tile each; None for one that is computed. Of tied
-    #: tensors those are among them that are not written.
+    #: Names on disk that are no tensor in memory as it is, and the parts that tile each; None for one that is
+    #: computed. Of tied tensors those are among them that are not written.
     made: Mapping[str, tuple[Part, ...] | None]
     #: Names in memory that are one tensor.
     ties: tuple[tuple[str, ...], ...]
     #: Patterns (regular expressions) of names that may be missing, and of names that may be there besides.
     may_be_missing: tuple[str, ...]
     may_be_unexpected: tuple[str, ...]
-    #: True if the config says that weights are quantised: the list has them as they are without that, and no scales.
+    #: True if the config says that weights are quantised: the list has them as they are without that, and no
+    #: scales.
     quantised: bool = False
     #: Names of tensors that the class keeps in float32 where its weights have a narrower dtype, by that.
     keeps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -106,7 +109,8 @@ class ExpectedTensors:
 
     @cached_property
     def only_in_memory(self) -> frozenset[str]:
-        """Names in memory that no tensor on disk has: those of fused tensors, of moved parts, and of further copies of tied ones."""
+        """Names in memory that no tensor on disk has: those of fused tensors, of moved parts, and of further
+        copies of tied ones."""
         return frozenset({t.name for t in self.in_memory} - {t.name for t in self.tensors})
 
     @property
@@ -245,7 +249,8 @@ def _tensors(value: object) -> tuple[ExpectedTensor, ...]:
 def roster_of(
     listed: ExpectedTensors, in_memory: bool = False, stored_as: Mapping[str, Sequence[str]] | None = None
 ) -> _core.Roster:
-    """The list as what a checkpoint is compared with: its names on disk or in memory, and of tied tensors any.
+    """The list as what a checkpoint is compared with: its names on disk or in memory, and of tied tensors
+    any.
 
     Dtypes are not compared: a model is saved in the dtype that it was trained in, whatever its config says.
 

@@ -1,4 +1,5 @@
-"""What a model's config states, held against the tensors: rows of the vocabulary, columns, numbers of layers and of experts."""
+"""What a model's config states, held against the tensors: rows of the vocabulary, columns, numbers of layers
+and of experts."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ class ConfigNumbers:
     def __init__(self, config: Mapping[str, Any]) -> None:
         #: (path of keys, value) of each whole number.
         self.numbers: list[tuple[tuple[str, ...], int]] = list(_numbers(config))
-        #: Numbers of blocks where an MLP is listed as a layer of its own, if a block holds one beside what mixes tokens.
+        #: Numbers of blocks where an MLP is listed as a layer of its own, if a block holds one beside what
+        #: mixes tokens.
         self.parts: set[int] = set(_parts(config))
         #: True where blocks are listed one by one, as searched architectures do.
         self.lists_blocks = "block_configs" in config or "auto_map" in config
@@ -85,7 +87,8 @@ class ConfigNumbers:
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Whole numbers of a config, with the keys that lead to them; for lists of kinds of layers how many there are."""
+    """Whole numbers of a config, with the keys that lead to them; for lists of kinds of layers how many there
+    are."""
     left: list[tuple[Any, tuple[str, ...]]] = [(config, ())]
     while left:
         value, path = left.pop()
@@ -111,7 +114,8 @@ def _parts(config: Mapping[str, Any]) -> Iterator[int]:
 
 
 def rows(tensors: Mapping[str, ShapeDtype], numbers: ConfigNumbers) -> Iterator[Finding]:
-    """Embeddings and output layers against ``vocab_size``: ``FS208`` for slices, ``FS201`` for transposed ones, ``FS215``."""
+    """Embeddings and output layers against ``vocab_size``: ``FS208`` for slices, ``FS201`` for transposed
+    ones, ``FS215``."""
     sizes = set(numbers.of(("vocab_size",)).values())
     if not sizes:
         return
@@ -194,7 +198,8 @@ def _differs(name: str, count: int, size: int, severity: str) -> Finding:
 
 
 def ends(tensors: Mapping[str, ShapeDtype], config: Mapping[str, Any]) -> Iterator[Finding]:
-    """The output layer, or the embedding, of a causal model whose config says that the two are not tied: ``FS102``."""
+    """The output layer, or the embedding, of a causal model whose config says that the two are not tied:
+    ``FS102``."""
     kinds, words = config.get("architectures"), config.get("vocab_size")
     causal = isinstance(kinds, list) and any(str(kind).endswith("ForCausalLM") for kind in kinds)
     if not causal or config.get("tie_word_embeddings") is not False or not isinstance(words, int):
@@ -217,7 +222,8 @@ def ends(tensors: Mapping[str, ShapeDtype], config: Mapping[str, Any]) -> Iterat
             f"no tensor is the {lacking}, which the config says is not tied to {matrices[0]}",
             expected=f"a further matrix of {words} rows (tie_word_embeddings false)",
             got="nothing",
-            help="copy the file that held it, which is missing from the index too, or correct tie_word_embeddings if the two are tied",
+            help="copy the file that held it, which is missing from the index too, or correct "
+            "tie_word_embeddings if the two are tied",
         )
 
 
@@ -237,8 +243,8 @@ def counts(
 ) -> Iterator[Finding]:
     """Gaps among numbered layers and experts, and ends that the config states: ``FS103``, ``FS102``.
 
-    A number that the config alone contradicts is a warning; an error where a file of several may be lost, or where a router
-    of the same layer has as many rows.
+    A number that the config alone contradicts is a warning; an error where a file of several may be lost, or
+    where a router of the same layer has as many rows.
     """
     for stack in stacks:
         if stack.is_layers and len(stack.elements) > 1:
@@ -263,7 +269,8 @@ def _gap(stack: Stack, code: str, what: str, numbers: ConfigNumbers | None) -> I
         tensor=f"{stack.prefix}{gaps[0]}",
         expected=f"{stack.count} {what}s",
         got=f"all but {_ranges(gaps)}",
-        help="copy the files that held them from the original checkpoint; they are missing from the index too",
+        help="copy the files that held them from the original checkpoint; "
+        "they are missing from the index too",
     )
 
 
@@ -283,7 +290,8 @@ def _ends(stack: Stack, numbers: ConfigNumbers, in_files: bool) -> Iterator[Find
             tensor=f"{stack.prefix}{stack.count}",
             expected=f"{' or '.join(map(str, sorted(sizes)))} layers by the config",
             got=f"{stack.count}",
-            help="copy the files that held them from the original checkpoint; they are missing from the index too",
+            help="copy the files that held them from the original checkpoint; they are missing from the "
+            "index too",
         )
     elif stack.count > max(sizes) + sum(numbers.of(_FURTHER).values()):
         yield Finding.of(
@@ -293,7 +301,8 @@ def _ends(stack: Stack, numbers: ConfigNumbers, in_files: bool) -> Iterator[Find
             tensor=f"{stack.prefix}{stack.count - 1}",
             expected=f"{max(sizes)} layers",
             got=f"{stack.count}",
-            help="check the config; it describes another model, or the layers, which are kept, belong to another stack",
+            help="check the config; it describes another model, or the layers, which are kept, belong to "
+            "another stack",
         )
 
 

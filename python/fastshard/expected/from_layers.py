@@ -1,7 +1,9 @@
-"""Layers that repeat, held against each other: what one of them lacks, or has in another shape, that its sisters have.
+"""Layers that repeat, held against each other: what one of them lacks, or has in another shape, that its
+sisters have.
 
-Kinds of layers alternate (experts in every n-th, attention among state spaces, dense ones first) and extents may differ from
-layer to layer, so a layer is only held against those that have all that it has, and what remains must be unanimous.
+Kinds of layers alternate (experts in every n-th, attention among state spaces, dense ones first) and extents
+may differ from layer to layer, so a layer is only held against those that have all that it has, and what
+remains must be unanimous.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class Stack:
 
     @cached_property
     def is_layers(self) -> bool:
-        """True for layers of a transformer: numbered outside all others, made of several modules each, and no stages of layers."""
+        """True for layers of a transformer: numbered outside all others, made of several modules each, and no
+        stages of layers."""
         if self.word not in _LAYERS or any(part.isdecimal() for part in self.prefix.split(".")):
             return False
         return all(
@@ -106,7 +109,8 @@ def stacks(tensors: Mapping[str, ShapeDtype], lost: Iterable[str] = ()) -> list[
 
 
 def _numbered(name: str) -> Iterator[tuple[int, int, int]]:
-    """Numbers among the parts of a name: where each begins, the number, and where the part behind it begins."""
+    """Numbers among the parts of a name: where each begins, the number, and where the part behind it
+    begins."""
     at = 0
     for part in name.split(".")[:-1]:
         end = at + len(part) + 1
@@ -169,13 +173,15 @@ def _lacking(stack: Stack) -> Iterator[Finding]:
 
 
 def _left_of(rest: str, modules: set[str]) -> str:
-    """The innermost module of a tensor, with its dot, that a layer has anything of; empty for the layer itself."""
+    """The innermost module of a tensor, with its dot, that a layer has anything of; empty for the layer
+    itself."""
     ends = [at + 1 for at, letter in enumerate(rest) if letter == "."]
     return next((rest[:end] for end in reversed(ends) if rest[:end] in modules), "")
 
 
 def _alike(stack: Stack, number: int, module: str) -> list[int]:
-    """Other layers that have all that this one has of a module; none where they are not mostly built the same themselves."""
+    """Other layers that have all that this one has of a module; none where they are not mostly built the same
+    themselves."""
     own = {name for name in stack.elements[number] if name.startswith(module)}
     alike = {
         n: frozenset(name for name in element if name.startswith(module))
@@ -203,7 +209,8 @@ def _list_missing(
             tensor=f"{prefix}{number}.{rest}",
             expected=f"{prefix}*.{rest} in all of {total} layers" if alike == total - 1 else "as its sisters",
             got="nothing",
-            help="copy the file that held it, which is missing from the index too, or save it again if the save dropped it",
+            help="copy the file that held it, which is missing from the index too, or save it again if the "
+            "save dropped it",
         )
 
 

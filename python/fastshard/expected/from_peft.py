@@ -1,4 +1,5 @@
-"""The tensors that an adapter's config promises, listed by the peft and the transformers that are installed."""
+"""The tensors that an adapter's config promises, listed by the peft and the transformers that are
+installed."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class AdapterTensors:
     by: str
     #: The tensors that it saves of such an adapter, by its names.
     saved: Sequence[str]
-    #: Of these, those that a load of the stored tensors misses, by the names in memory; None where it cannot load them.
+    #: Of these, those that a load of the stored tensors misses, by the names in memory; None where it cannot
+    #: load them.
     missing: Sequence[str] | None
 
 

@@ -1,4 +1,5 @@
-"""The tensors that a config promises, listed by the transformers that is installed (``fastshard expected``)."""
+"""The tensors that a config promises, listed by the transformers that is installed (``fastshard
+expected``)."""
 
 from __future__ import annotations
 
@@ -35,10 +36,12 @@ __all__ = [
 #: Changes with the rules of this module and of the worker: what they made before is made again.
 RULES = 3
 TIMEOUT = 60.0
-#: Private memory that building may take. An import of torch and transformers takes 0.8 GiB, a model on `meta` next to nothing.
+#: Private memory that building may take. An import of torch and transformers takes 0.8 GiB, a model on `meta`
+#: next to nothing.
 MEMORY = 4 << 30
-#: Keys that name code, files, kernels or how numbers are stored: nothing of the model's shape. What a hub's kernel is named
-#: by is loaded while a model is built. source: transformers 5.24 configuration_utils.py, integrations/hub_kernels.py
+#: Keys that name code, files, kernels or how numbers are stored: nothing of the model's shape. What a hub's
+#: kernel is named by is loaded while a model is built. source: transformers 5.24 configuration_utils.py,
+#: integrations/hub_kernels.py
 _NO_SHAPE = {
     "auto_map",
     "quantization_config",
@@ -60,8 +63,9 @@ def expected_tensors(
 ) -> ExpectedTensors:
     """Lists the tensors that a config.json promises, as the installed transformers builds them.
 
-    The class that the config names is built on the ``meta`` device by a process of its own: without weights, network, tokens or
-    code of the checkpoint. The list is kept in the user's cache (``$XDG_CACHE_HOME/fastshard``).
+    The class that the config names is built on the ``meta`` device by a process of its own: without weights,
+    network, tokens or code of the checkpoint. The list is kept in the user's cache
+    (``$XDG_CACHE_HOME/fastshard``).
 
     Args:
         path: a config.json, or a directory that has one.
@@ -70,8 +74,8 @@ def expected_tensors(
         cache: False to neither read nor keep a list.
 
     Raises:
-        FastshardError: ``FS501`` if there is no config, ``FS211`` if it is none of a model, ``FS514`` if transformers is not installed, does
-            not know the model, or cannot build it within these limits.
+        FastshardError: ``FS501`` if there is no config, ``FS211`` if it is none of a model, ``FS514`` if
+            transformers is not installed, does not know the model, or cannot build it within these limits.
     """
     at = Path(path)
     file = at if not at.is_dir() else Folder.named(at).file("config.json")
@@ -106,7 +110,8 @@ def list_for(
     """The list for a config that was read.
 
     Raises:
-        FastshardError: ``FS514``, as :func:`expected_tensors`, and where none is kept of those that alone are wanted.
+        FastshardError: ``FS514``, as :func:`expected_tensors`, and where none is kept of those that alone are
+            wanted.
     """
     if not timeout > 0 or not memory > 0:
         raise FastshardError.of(
@@ -200,7 +205,8 @@ def try_load(
 
 
 def cleaned(value: Any) -> Any:
-    """A config, or a part of one, with nothing but what shapes the model: no code, no kernels, no form of storage."""
+    """A config, or a part of one, with nothing but what shapes the model: no code, no kernels, no form of
+    storage."""
     if isinstance(value, Mapping):
         return {
             key: cleaned(inner)
@@ -224,7 +230,8 @@ def installed_version(file: str) -> str:
     except metadata.PackageNotFoundError as error:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            f"{error.name} is not installed: transformers, built on torch, lists the tensors that a config promises",
+            f"{error.name} is not installed: transformers, built on torch, lists the tensors that a config "
+            "promises",
             file=file,
             help="pass a good checkpoint of the model with --like, or install transformers",
             run=["pip install torch transformers"],

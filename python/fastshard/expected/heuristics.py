@@ -1,7 +1,8 @@
-"""Evidence about a model that no table and no reference describes: its layers against each other, and against its config.
+"""Evidence about a model that no table and no reference describes: its layers against each other, and against
+its config.
 
-Everything is judged from names, shapes and dtypes of whole tensors. A finding is an error where nothing else explains what is
-seen, a warning where something could; what nothing speaks of is counted, not judged.
+Everything is judged from names, shapes and dtypes of whole tensors. A finding is an error where nothing else
+explains what is seen, a warning where something could; what nothing speaks of is counted, not judged.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ def judge(
         tensors: shape and dtype of each whole tensor, by its name.
         config: content of the model's config.json, if there is one.
         saved_whole: True for what is saved as a whole model; others may hold the trained part of one alone.
-        in_files: True for a model in several files, one of which may be lost. One file is there or is not: layers
-            that the config alone counts are no loss there, as families count them in ways of their own.
-        lost: names of tensors that are not here for a reason that is told; of their layers nothing more is said.
+        in_files: True for a model in several files, one of which may be lost. One file is there or is not:
+            layers that the config alone counts are no loss there, as families count them in ways of their
+            own.
+        lost: names of tensors that are not here for a reason that is told; of their layers nothing more is
+            said.
     """
     found = stacks(tensors, lost)
     numbers = None if config is None else by_config.ConfigNumbers(config)
@@ -68,6 +71,8 @@ def judge(
 def unheld(evidence: Evidence) -> str:
     """Which tensors nothing speaks of, in words."""
     return (
-        f"{evidence.count - len(evidence.alone)} of {evidence.count} tensors were compared with other layers; "
-        f"the loss of the other {len(evidence.alone)} would not show: {printable(some(evidence.alone, _NAMED))}"
+        f"{evidence.count - len(evidence.alone)} of {evidence.count} tensors were compared with other "
+        "layers; "
+        f"the loss of the other {len(evidence.alone)} would not show: "
+        f"{printable(some(evidence.alone, _NAMED))}"
     )

@@ -26,8 +26,10 @@ from .promised_parts import promised
 
 __all__ = ["Unmatched", "further", "is_buffer", "missing", "unexplained"]
 
-#: Buffers that transformers computes itself, whatever is stored; with the dimensions that tell a mask from a bias.
-#: source: transformers 4 models/{gpt2,gpt_neo,gpt_neox,gptj,codegen,llama,bert}/modeling_*.py (register_buffer)
+#: Buffers that transformers computes itself, whatever is stored; with the dimensions that tell a mask from a
+#: bias.
+#: source: transformers 4 models/{gpt2,gpt_neo,gpt_neox,gptj,codegen,llama,bert}/modeling_*.py
+#: (register_buffer)
 _BUFFERS = (
     (compile_when_used(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$"), None),
     (compile_when_used(r"(^|\.)(attn|attention|self_attention)\.bias$"), 4),
@@ -75,7 +77,8 @@ def _without_buffers(compared: Comparison, unmatched: Unmatched) -> Unmatched:
     notes = [
         Finding.of(
             codes.IGNORED,
-            f"{len(left)} tensors that the reference {compared.path} has not are buffers, which transformers computes itself",
+            f"{len(left)} tensors that the reference {compared.path} has not are buffers, which transformers "
+            "computes itself",
             severity="note",
             tensor=first,
         )
@@ -99,7 +102,8 @@ def _without_copies(compared: Comparison, unmatched: Unmatched) -> Unmatched:
     notes = [
         Finding.of(
             codes.IGNORED,
-            f"{len(copies)} tensors that the reference {compared.path} has not have the bytes of tensors that it ties them to",
+            f"{len(copies)} tensors that the reference {compared.path} has not have the bytes of tensors "
+            "that it ties them to",
             severity="note",
             tensor=first,
             got=f"the bytes of {copies[first]}",
@@ -113,8 +117,8 @@ def _without_copies(compared: Comparison, unmatched: Unmatched) -> Unmatched:
 def _copied(compared: Comparison, stored: str) -> str | None:
     """The tensor that one which the reference lacks is a copy of; None if it is none.
 
-    The same tensor of another layer is a layer that is there twice, and no tie. One value all over, as new biases and norms
-    have it, tells of a tie between tensors with a row for each word alone.
+    The same tensor of another layer is a layer that is there twice, and no tie. One value all over, as new
+    biases and norms have it, tells of a tie between tensors with a row for each word alone.
     """
     met = compared.met
     like = _UNNUMBERED.sub("#", met.name(stored))
@@ -163,7 +167,8 @@ def _without_ties(compared: Comparison, unmatched: Unmatched) -> Unmatched:
             severity="warning",
             tensor=compared.stored(name),
             expected=f"as in {compared.path}",
-            help="load it with transformers 5 or later; versions before look for it by this name, and initialise it where it is missing",
+            help="load it with transformers 5 or later; versions before look for it by this name, and "
+            "initialise it where it is missing",
         )
         for name in alone[:1]
     ]
@@ -208,7 +213,8 @@ def _without_layers(compared: Comparison, unmatched: Unmatched) -> Unmatched:
 
 
 def _are_whole_layers(compared: Comparison, names: Set[str], stacks: Set[str], numbers: range) -> bool:
-    """True if names make up all layers of some numbers in each stack, each with what another layer of its stack holds."""
+    """True if names make up all layers of some numbers in each stack, each with what another layer of its
+    stack holds."""
     layers: dict[tuple[str, int], set[str]] = defaultdict(set)
     for name in names:
         if match := LAYER.match(name):
@@ -258,7 +264,8 @@ def missing(compared: Comparison, names: Missing) -> list[Finding]:
 
 
 def _of_parts(compared: Comparison, names: Missing) -> set[str]:
-    """Of what transformers lists, the tensors of parts of which nothing is there: each part becomes one finding."""
+    """Of what transformers lists, the tensors of parts of which nothing is there: each part becomes one
+    finding."""
     if compared.reference.listed is None:
         return set()
     parts = [p for p in promised(compared.theirs) if not any(map(p.holds, compared.there))]
@@ -291,7 +298,8 @@ def further(compared: Comparison, names: list[str]) -> list[Finding]:
             f"unexpected tensor: the reference {compared.path} lacks it",
             tensor=stored,
             got=extents(compared.shape(stored)),
-            help="leave it out on purpose (--exclude), choose a source without it, or leave out --like; nothing is dropped",
+            help="leave it out on purpose (--exclude), choose a source without it, or leave out --like; "
+            "nothing is dropped",
         )
         for stored in names[:MOST_LISTED]
     ]

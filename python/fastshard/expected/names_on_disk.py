@@ -1,8 +1,10 @@
-"""A model that was saved under its names in memory, written as ``save_pretrained`` writes it: two layout tables, made of a list.
+"""A model that was saved under its names in memory, written as ``save_pretrained`` writes it: two layout
+tables, made of a list.
 
-transformers 5 holds tensors under other names than it writes, and fuses experts. Its list says of what parts of memory each
-tensor on disk is made (:class:`~fastshard.expected.expected_list.Part`). From these follow a table of the tensors in memory and
-one of those on disk, which meet in the same canonical tensors; the layout engine does the rest.
+transformers 5 holds tensors under other names than it writes, and fuses experts. Its list says of what parts
+of memory each tensor on disk is made (:class:`~fastshard.expected.expected_list.Part`). From these follow a
+table of the tensors in memory and one of those on disk, which meet in the same canonical tensors; the layout
+engine does the rest.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class _Digit(NamedTuple):
 
 
 class _Range(NamedTuple):
-    """What a part takes of a dimension: the first index, and the digits that it runs through, the outermost first."""
+    """What a part takes of a dimension: the first index, and the digits that it runs through, the outermost
+    first."""
 
     first: int
     digits: tuple[_Digit, ...]
@@ -172,7 +175,8 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 
 def _move(name: str, shape: Sequence[int], part: Part, memory: Shapes) -> _Move:
-    """A part as what it takes of the dimensions on both sides; an axis has the name of its dimension on disk."""
+    """A part as what it takes of the dimensions on both sides; an axis has the name of its dimension on
+    disk."""
     if part.name not in memory or len(part.dims) != len(shape):
         raise _Formless("its parts are not of the model's tensors")
     extents = memory[part.name]
@@ -246,8 +250,8 @@ def _fused(
 ) -> tuple[_Rule, list[_Rule]]:
     """The rules of one tensor and of those that its parts are elsewhere.
 
-    Parts are told apart by the index in one dimension, which is a number in the others' names, and by where they begin in
-    another.
+    Parts are told apart by the index in one dimension, which is a number in the others' names, and by where
+    they begin in another.
     """
     name = ends[0][0].name
     shape = of_one[name]
@@ -348,7 +352,8 @@ def _as_stored(
 def _tied(
     listed: ExpectedTensors, canonical: Mapping[str, str], rules: list[_Rule], stored: Collection[str]
 ) -> tuple[str, set[str]]:
-    """The entries of a table for tied tensors that are stored more than once, and the names of those that are not written.
+    """The entries of a table for tied tensors that are stored more than once, and the names of those that are
+    not written.
 
     Their rules are added to those of the tensors in memory.
     """

@@ -1,6 +1,8 @@
-"""Parts of a model that its config promises besides its layers: by which keys, and by which names their tensors are known.
+"""Parts of a model that its config promises besides its layers: by which keys, and by which names their
+tensors are known.
 
-One table, which knows no class: what a class builds of a part, a layout table or the list of transformers says.
+One table, which knows no class: what a class builds of a part, a layout table or the list of transformers
+says.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ __all__ = ["Kind", "Part", "lacking", "promised"]
 def _component(
     *words: str, but: str = r"proj|newline|adapt|connect|bridge|embed_vision|embed_audio"
 ) -> re.Pattern[str]:
-    """Names that have a component with one of these words, and with none that is of what stands between the parts."""
+    """Names that have a component with one of these words, and with none that is of what stands between the
+    parts."""
     # Nothing is gone back to once it is found: a name may be of any length.
     return compile_when_used(rf"(?:^|\.)(?!\w*(?:{but}))(?=\w*(?:{'|'.join(words)}))\w+\.")
 
@@ -55,7 +58,8 @@ _TEXT = compile_when_used(r"ForCausalLM$|Text(Model|For)|For\w*(Classification|Q
 _ENCODER = compile_when_used(r"(?:^|\.)(?:encoder|backbone|perception|tower)\.")
 _EXPERTS = compile_when_used(r"(?:^|\.)(?=experts\.|\w*moe)\w+\.")
 
-#: source: transformers 5.24 models/*/configuration_*.py and conversion_mapping.py; vLLM vllm/config/speculative.py (keys of MTP)
+#: source: transformers 5.24 models/*/configuration_*.py and conversion_mapping.py; vLLM
+#: vllm/config/speculative.py (keys of MTP)
 KINDS = (
     Kind(
         "MTP layer",
@@ -172,7 +176,8 @@ class Part:
         return self.number > 1 if self.number is not None else bool(self.kind.words)
 
     def _beyond(self, name: str) -> tuple[int, str] | None:
-        """Number and rest of the name of a tensor in a layer behind those that are counted; None for others."""
+        """Number and rest of the name of a tensor in a layer behind those that are counted; None for
+        others."""
         if not self.kind.counted or self.layers is None:
             return None
         match = _LAYER.match(name)
@@ -194,7 +199,8 @@ class Part:
 def promised(config: Mapping[str, Any]) -> list[Part]:
     """The parts that a config promises, each once.
 
-    >>> [str(p) for p in promised({"num_nextn_predict_layers": 1, "n_shared_experts": 0, "vision_config": {"depth": 2}})]
+    >>> [str(p) for p in promised({"num_nextn_predict_layers": 1, "n_shared_experts": 0, "vision_config":
+        {"depth": 2}})]
     ['1 MTP layer (num_nextn_predict_layers)', 'a vision tower (vision_config)']
     """
     named = config.get("architectures")
@@ -243,10 +249,12 @@ def _of_tower(prefix: str) -> bool:
 
 
 def lacking(part: Part, names: Iterable[str]) -> list[str]:
-    """What the layers of a part lack of which something is there: modules by name, in the words of the names, and layers.
+    """What the layers of a part lack of which something is there: modules by name, in the words of the names,
+    and layers.
 
-    A layer that predicts further tokens has a layer of the model in it. It lacks something for certain where the most like of
-    those has much more, where it has but some of what joins it to the layer before, or where there are fewer than promised.
+    A layer that predicts further tokens has a layer of the model in it. It lacks something for certain where
+    the most like of those has much more, where it has but some of what joins it to the layer before, or where
+    there are fewer than promised.
     """
     names = list(names)
     blocks = part.blocks(names)

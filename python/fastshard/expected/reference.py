@@ -1,4 +1,5 @@
-"""References: good checkpoints of the same model that another one is held against (``--like``), by headers alone."""
+"""References: good checkpoints of the same model that another one is held against (``--like``), by headers
+alone."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class Reference:
     #: Its config.json, and the file.
     config: dict[str, Any] | None = None
     config_file: Path | None = None
-    #: Where its tokenizer and the like are looked for; empty for a file by itself, whose folder may be anybody's.
+    #: Where its tokenizer and the like are looked for; empty for a file by itself, whose folder may be
+    #: anybody's.
     places: list[Folder] = field(default_factory=list)
     #: The files that hold its tensors.
     files: list[Path] = field(default_factory=list)
@@ -88,7 +90,8 @@ class Reference:
                 codes.USAGE,
                 "--like names the checkpoint itself, which is like itself whatever it lacks",
                 file=self.path,
-                help="name another checkpoint of the same model: the one that it was trained from, or an earlier step",
+                help="name another checkpoint of the same model: the one that it was trained from, or an "
+                "earlier step",
             )
 
     def refuse_inside(self, out: StrPath) -> None:
@@ -117,8 +120,8 @@ def read(path: StrPath, opened: Callable[..., Whole]) -> Reference:
         opened: opens a checkpoint, by its headers; ``accept`` is what it accepts.
 
     Raises:
-        FastshardError: ``FS501`` if nothing is there, ``FS502`` if it may not be read; what is wrong with it, saying that it is the reference; ``FS514`` for
-            a config by itself whose tensors nothing tells.
+        FastshardError: ``FS501`` if nothing is there, ``FS502`` if it may not be read; what is wrong with it,
+            saying that it is the reference; ``FS514`` for a config by itself whose tensors nothing tells.
     """
     at, given = Path(path), os.fspath(path)
     try:
@@ -130,7 +133,8 @@ def read(path: StrPath, opened: Callable[..., Whole]) -> Reference:
             codes.NO_SUCH_PATH,
             "--like: no such file or directory",
             file=given,
-            help="name a good checkpoint of the same model: a directory, a file of tensors, an index or a config.json",
+            help="name a good checkpoint of the same model: a directory, a file of tensors, an index or a "
+            "config.json",
         )
     try:
         return _read(at, given, opened)
@@ -185,7 +189,8 @@ def _holds_more(folder: Path) -> bool:
 
 
 def _entries(whole: Whole) -> Iterable[tuple[str, list[int | None] | None, str | None, bool]]:
-    """The model's tensors by its own names: what wrappers put in, what it lies below, and state are no part of them.
+    """The model's tensors by its own names: what wrappers put in, what it lies below, and state are no part
+    of them.
 
     Raises:
         FastshardError: what is wrong with the checkpoint; ``FS106`` if it holds several copies of the model.

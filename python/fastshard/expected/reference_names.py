@@ -139,7 +139,10 @@ def moves(side: Side, roster: _core.Roster, path: str) -> Moved | None:
         # The reference lies below a name, which may be a trainer's: the model's own names stay.
         return None
     if way.uncertain:
-        help_ = "pass a reference with the names of the checkpoint; --prefix says where one of several models begins"
+        help_ = (
+            "pass a reference with the names of the checkpoint; --prefix says where one of several models "
+            "begins"
+        )
         raise _ambiguous(path, way.readings, help_)
     return way if way.names else None
 
@@ -159,7 +162,8 @@ def gain(side: Side, other: Side, roster: _core.Roster) -> int:
 
 
 def aligned(met: Met, roster: _core.Roster, path: str) -> Met | None:
-    """The comparison with one prefix added to the names or taken off; None where no prefix makes most of them fit.
+    """The comparison with one prefix added to the names or taken off; None where no prefix makes most of them
+    fit.
 
     Raises:
         FastshardError: ``FS106`` if several do.
@@ -187,7 +191,8 @@ def aligned(met: Met, roster: _core.Roster, path: str) -> Met | None:
 
 
 def _prefixes(names: Iterable[str], least: int) -> list[str]:
-    """What more than half of ``least`` names begin with, down to a few parts; numbers of layers are no such part."""
+    """What more than half of ``least`` names begin with, down to a few parts; numbers of layers are no such
+    part."""
     counted = Counter(
         "".join(f"{part}." for part in parts[:depth])
         for parts in (name.split(".") for name in names)

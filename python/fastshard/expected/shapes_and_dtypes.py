@@ -16,7 +16,8 @@ __all__ = ["dtypes", "shapes", "total_bytes"]
 
 #: Bytes of the dtypes that a checkpoint may have instead of the reference's.
 _RATIOS = {2.0, 4.0, 0.5, 0.25}
-#: What trainers pad a vocabulary to a multiple of. source: Megatron-LM, gpt-neox (make_vocab_size_divisible_by)
+#: What trainers pad a vocabulary to a multiple of. source: Megatron-LM, gpt-neox
+#: (make_vocab_size_divisible_by)
 _PADDED = 64
 
 
@@ -62,7 +63,8 @@ def shapes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
         findings.append(
             Finding.of(
                 codes.SHAPE,
-                f"{len(resized)} tensors have the rows of the checkpoint's own vocabulary, and this one has the reference's",
+                f"{len(resized)} tensors have the rows of the checkpoint's own vocabulary, and this one has "
+                "the reference's",
                 tensor=kept[0],
                 expected=f"{own} rows, as config.json and {resized[0].stored} have it",
                 got=f"{theirs} rows, as in {compared.path}",
@@ -83,7 +85,8 @@ def shapes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
     notes = [
         Finding.of(
             codes.IGNORED,
-            f"{len(resized)} tensors have the rows that the checkpoint's own config gives the vocabulary, and not those of the "
+            f"{len(resized)} tensors have the rows that the checkpoint's own config gives the vocabulary, "
+            "and not those of the "
             f"reference {compared.path}",
             severity="note",
             tensor=one.stored,
@@ -117,7 +120,8 @@ def _shaped(compared: Comparison, one: _Differing, own: int | None, theirs: int 
     if at is not None and want and got[at] and got[at] < want and want % got[at] == 0:
         return Finding.of(
             codes.SLICE_AS_WHOLE,
-            f"dimension {at} has {got[at]} of the {want} that the reference {compared.path} has: it looks like one of "
+            f"dimension {at} has {got[at]} of the {want} that the reference {compared.path} has: it looks "
+            "like one of "
             f"{want // got[at]} tensor-parallel slices",
             help="add the slices of the other ranks, or use a checkpoint with full tensors",
             **fields,
@@ -131,7 +135,8 @@ def _shaped(compared: Comparison, one: _Differing, own: int | None, theirs: int 
         and got[at] > want
         and bool(WORDS.search(compared.met.name(one.stored)))
     )
-    # Rows of words are never cut off by an advice: trainers pad to such numbers, with rows that hold what they began with.
+    # Rows of words are never cut off by an advice: trainers pad to such numbers, with rows that hold what
+    # they began with.
     side = compared.met.side
     is_padded = not side.source.model.hf_names and at == 0 and got[0] % _PADDED == 0
     is_padding = longer and at == 0 and (is_padded or side.ends_in_zeros(one.stored, want or 0))
@@ -214,7 +219,8 @@ def _cast(compared: Comparison, floats: list[tuple[str, str, str]]) -> list[Find
     return [
         Finding.of(
             codes.DTYPE,
-            f"{len(floats)} floating tensors have another dtype than in the reference {compared.path}, all alike",
+            f"{len(floats)} floating tensors have another dtype than in the reference {compared.path}, all "
+            "alike",
             severity="note",
             expected=expected,
             got=got,
@@ -250,9 +256,11 @@ def total_bytes(compared: Comparison) -> list[Finding]:
     return [
         Finding.of(
             codes.SHAPE,
-            f"the tensors have other bytes than the index of the reference {compared.path} states (metadata.total_size)",
+            f"the tensors have other bytes than the index of the reference {compared.path} states "
+            "(metadata.total_size)",
             expected=f"{total} bytes, or as many times more or less as other dtypes make",
             got=f"{stored_bytes} bytes",
-            help="pass the reference's files too, whose headers decide; a tensor is truncated or of another model",
+            help="pass the reference's files too, whose headers decide; a tensor is truncated or of another "
+            "model",
         )
     ]

@@ -1,11 +1,13 @@
 """Follows tensors through views and copies: what each of a model's tensors on disk is made of in memory.
 
-Part of the program of :mod:`transformers_worker`, so nothing of fastshard is imported. Tensors lie on the ``meta`` device: no value is
-there to be moved, and each operation is followed by its arguments. What is not a mere move of elements has no parts.
+Part of the program of :mod:`transformers_worker`, so nothing of fastshard is imported. Tensors lie on the
+``meta`` device: no value is there to be moved, and each operation is followed by its arguments. What is not a
+mere move of elements has no parts.
 
-A part is a box of the result and where its elements lie in one tensor in memory: the name, the first element, the first index of
-the box in each dimension of the result, and of each dimension its digits. A digit is a pair of an extent and a stride in memory, in
-elements; a dimension runs through its digits, the outermost first.
+A part is a box of the result and where its elements lie in one tensor in memory: the name, the first element,
+the first index of the box in each dimension of the result, and of each dimension its digits. A digit is a
+pair of an extent and a stride in memory, in elements; a dimension runs through its digits, the outermost
+first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The process that asks transformers: its own folder, environment and limits; `transformers_worker` is its program."""
+"""The process that asks transformers: its own folder, environment and limits; `transformers_worker` is its
+program."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def answer_of(question: dict[str, Any], timeout: float, memory: int) -> dict[str
     """What the worker answers within its limits; under ``error`` and ``kind`` why it does not.
 
     Args:
-        question: the config, cleaned, and the class; with ``stored`` whether a load of these tensors would complain.
+        question: the config, cleaned, and the class; with ``stored`` whether a load of these tensors would
+            complain.
         timeout: seconds that it may take.
         memory: bytes of private memory that it may take.
     """
@@ -105,7 +107,8 @@ def _packages() -> list[str]:
 
 
 def _environment(own: Path) -> dict[str, str]:
-    """The environment of the worker: no secrets, nothing of the network, no device; it keeps what it must in a folder of its own."""
+    """The environment of the worker: no secrets, nothing of the network, no device; it keeps what it must in
+    a folder of its own."""
     kept = {
         name: value for name, value in os.environ.items() if name in _ENVIRONMENT or name.startswith("LC_")
     }

@@ -1,14 +1,17 @@
-"""Lists the tensors that a config promises, by the transformers that is installed: a program of its own, in a process of its own.
+"""Lists the tensors that a config promises, by the transformers that is installed: a program of its own, in a
+process of its own.
 
     python -I transformers_worker.py ASKED ANSWER
 
-ASKED is a JSON file: `config` (cleaned by whoever asks), `class` (a name, or null), `path` (where packages are looked for) and
-`memory` (bytes); and `stored`, names, dtypes and shapes, to ask what a load of these would complain about; and `adapter`, the config of an adapter of peft, with
-`adapter_tensors`, shapes by names, to ask what peft saves of it and misses in these. ANSWER is
-written as JSON: the list, or `error`. The model is built on the `meta` device, so no weight takes memory, and no code of a checkpoint
-is there to run. Nothing of fastshard is imported.
+ASKED is a JSON file: `config` (cleaned by whoever asks), `class` (a name, or null), `path` (where packages
+are looked for) and `memory` (bytes); and `stored`, names, dtypes and shapes, to ask what a load of these
+would complain about; and `adapter`, the config of an adapter of peft, with `adapter_tensors`, shapes by
+names, to ask what peft saves of it and misses in these. ANSWER is written as JSON: the list, or `error`. The
+model is built on the `meta` device, so no weight takes memory, and no code of a checkpoint is there to run.
+Nothing of fastshard is imported.
 
-source: transformers 5.24 modeling_utils.py (save_pretrained, _from_config), core_model_loading.py (revert_weight_conversion)
+source: transformers 5.24 modeling_utils.py (save_pretrained, _from_config), core_model_loading.py
+    (revert_weight_conversion)
 """
 
 from __future__ import annotations
@@ -110,7 +113,8 @@ def spelled(names: list[str], words: Any) -> set[str]:
 
 
 def tracer() -> Any:
-    """The module beside this file that follows tensors; this program's folder is not where packages are looked for."""
+    """The module beside this file that follows tensors; this program's folder is not where packages are
+    looked for."""
     spec = importlib.util.spec_from_file_location(
         "traced_tensors", Path(__file__).with_name("traced_tensors.py")
     )
@@ -191,7 +195,8 @@ def listed(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def loading(question: dict[str, Any]) -> dict[str, Any]:
-    """What from_pretrained would complain about, given the names, dtypes and shapes that are stored; nothing is read.
+    """What from_pretrained would complain about, given the names, dtypes and shapes that are stored; nothing
+    is read.
 
     It knows more spellings than it writes: those of earlier versions, and of other vendors.
     """
@@ -229,7 +234,8 @@ def loading(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def list_adapter(question: dict[str, Any]) -> dict[str, Any]:
-    """Lists what peft saves of an adapter of this config, and what it misses when it loads tensors of these names and shapes."""
+    """Lists what peft saves of an adapter of this config, and what it misses when it loads tensors of these
+    names and shapes."""
     import torch
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
@@ -254,7 +260,8 @@ def list_adapter(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer_to(question: dict[str, Any]) -> dict[str, Any]:
-    """Returns the list that is asked for; why there is none, under ``error`` and ``kind``, whatever a class does with its config."""
+    """Returns the list that is asked for; why there is none, under ``error`` and ``kind``, whatever a class
+    does with its config."""
     try:
         if "adapter" in question:
             return list_adapter(question)

@@ -1,6 +1,8 @@
-"""Which findings only follow from others: a file that is missing or cannot be read makes every tensor in it missing.
+"""Which findings only follow from others: a file that is missing or cannot be read makes every tensor in it
+missing.
 
-The cause is said and what follows from it is not. Nothing else is hidden: a tensor that another file should hold is reported.
+The cause is said and what follows from it is not. Nothing else is hidden: a tensor that another file should
+hold is reported.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class Causes:
     named: Mapping[str, str] | None = None
     #: What tells that two names are spellings of one tensor; None for a name that tells of none.
     spelling: Callable[[str], Place | None] = lambda name: None
-    #: What files at hand hold, by the ranks that these are of; None where files are not divided by ranks or layers.
+    #: What files at hand hold, by the ranks that these are of; None where files are not divided by ranks or
+    #: layers.
     present: Sequence[tuple[Mapping[str, int], frozenset[Place]]] | None = None
     #: True if there is any error, so that a checkpoint of which nothing is left needs no words of its own.
     broken: bool = False
@@ -118,7 +121,8 @@ class Causes:
             # An expert is on the ranks that have its number; what their other files hold says nothing of it.
             return "ep" in file.coords or file.places is None
         if not finding.tensor:
-            # Of a layer of which nothing is there no rank has a file; what else has no name follows from what has one.
+            # Of a layer of which nothing is there no rank has a file; what else has no name follows from what
+            # has one.
             return file.places is None or not finding.layers
         assert self.present is not None
         place = place_of(finding.tensor)
@@ -252,7 +256,8 @@ def _lost(
     coords: Rank,
     there: Sequence[tuple[Unit, str, frozenset[Place]]],
 ) -> LostFile:
-    """Tell what a lost file held: what files of its kind hold whose ranks differ from its own on one dimension.
+    """Tell what a lost file held: what files of its kind hold whose ranks differ from its own on one
+    dimension.
 
     Args:
         cause: what tells of the file.

@@ -1,4 +1,5 @@
-"""Tell causes from consequences among what verify finds: a file that holds another's data explains what is missing and differs."""
+"""Tell causes from consequences among what verify finds: a file that holds another's data explains what is
+missing and differs."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def drop_copied(findings: Sequence[Finding], differing: Sequence[Finding], expla
         explain: finds what errors about files account for.
 
     Returns:
-        Both, without consequences: what the headers say first. A copied file that accounts for missing tensors is an error, and comes first.
+        Both, without consequences: what the headers say first. A copied file that accounts for missing
+        tensors is an error, and comes first.
     """
     copied, explained = _explain_missing(findings, differing, explain)
     findings = [*copied, *(f for f in findings if f not in explained)]
@@ -46,7 +48,8 @@ def drop_copied(findings: Sequence[Finding], differing: Sequence[Finding], expla
 def _explain_missing(
     findings: Sequence[Finding], differing: Sequence[Finding], explain: Explain
 ) -> tuple[list[Finding], set[Finding]]:
-    """Find the copied files in whose place files are missing, each with its effect, and the findings that these explain.
+    """Find the copied files in whose place files are missing, each with its effect, and the findings that
+    these explain.
 
     Equal files may be meant; one of another stage is not where the tensors of its own stage are missing.
     """

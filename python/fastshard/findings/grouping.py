@@ -1,4 +1,5 @@
-"""One cause is one finding: files that a rank lacks, layers of which nothing is there, files of which the same is said."""
+"""One cause is one finding: files that a rank lacks, layers of which nothing is there, files of which the
+same is said."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ class RankFile:
 
 
 def group_by_cause(findings: Iterable[Finding], present: Sequence[RankFile]) -> list[Finding]:
-    """Merge findings of one cause: files that a rank lacks, all that ranks or stages lack, layers of which nothing is there.
+    """Merge findings of one cause: files that a rank lacks, all that ranks or stages lack, layers of which
+    nothing is there.
 
     Args:
         findings: what was found.
@@ -210,7 +212,8 @@ def _each(help_: str | None, what: str) -> str | None:
 
 
 def _for_all(found: Sequence[Finding]) -> list[str]:
-    """The commands that do for several files what is to be done: the last takes all of their names, if it takes one."""
+    """The commands that do for several files what is to be done: the last takes all of their names, if it
+    takes one."""
     *others, last = _without_name(found[0])
     if not found[0].run or last == found[0].run[-1]:
         return list(found[0].run)
@@ -229,7 +232,10 @@ def _swapped(group: list[Finding]) -> list[Finding]:
     if len(group) != 2 or (group[0].expected, group[0].got) != (group[1].got, group[1].expected):
         return group
     a, b = group
-    back = f"rename the two files back, or copy both again{'; if the names are right, accept them' if a.run else ''}"
+    back = (
+        "rename the two files back, or copy both "
+        f"again{'; if the names are right, accept them' if a.run else ''}"
+    )
     return [
         a.replace(
             message=f"{' and '.join(_apart(a.file or '', b.file or ''))} are swapped",
@@ -301,7 +307,8 @@ def _merge_missing_files(gone: list[Finding], present: Sequence[RankFile]) -> Fi
 
 
 def _find_lost_ranks(gone: Sequence[Finding], present: Sequence[RankFile]) -> tuple[str, RankRanges] | None:
-    """Find the dimension on which some ranks lack all their files, and no other rank lacks one: a message, and these ranks."""
+    """Find the dimension on which some ranks lack all their files, and no other rank lacks one: a message,
+    and these ranks."""
     if not present:
         return None
     missing = sum(map(_count_files, gone))

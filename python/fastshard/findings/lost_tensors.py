@@ -1,4 +1,5 @@
-"""The tensors that are missing or incomplete, and how many elements each has, as far as anything states it."""
+"""The tensors that are missing or incomplete, and how many elements each has, as far as anything states
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Parts of a model that its config promises and that are missing, wholly or partly: one finding, which names the part."""
+"""Parts of a model that its config promises and that are missing, wholly or partly: one finding, which names
+the part."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class PromisedPart:
 
 
 def list_promised_parts(source: Source, names: Iterable[str]) -> list[PromisedPart]:
-    """The parts that the config of a model with the names of Hugging Face promises, and what there is of each.
+    """The parts that the config of a model with the names of Hugging Face promises, and what there is of
+    each.
 
     Args:
         source: the declaration.
@@ -57,8 +59,8 @@ def find_missing_parts(
     *,
     listed: bool,
 ) -> list[Finding]:
-    """What is said of a checkpoint, with what nothing else says of parts: those of which nothing is there (`FS116`), and layers
-    of MTP that are there in part.
+    """What is said of a checkpoint, with what nothing else says of parts: those of which nothing is there
+    (`FS116`), and layers of MTP that are there in part.
 
     Args:
         source: the declaration.
@@ -89,7 +91,8 @@ def _not_there(part: Part) -> Finding:
     return Finding.of(
         codes.MISSING_PART,
         f"config.json promises {part}, and no file holds a tensor of {them}",
-        help=f"copy the files that held {them} from the original checkpoint; if {were} left out on purpose, set {part.key} to "
+        help=f"copy the files that held {them} from the original checkpoint; if {were} left out on purpose, "
+        f"set {part.key} to "
         f"{nothing} in config.json",
     )
 

@@ -19,8 +19,9 @@ CONTENTS, COMPLETE, PARTLY = "contents_checked", "complete", "partly_checked"
 class Checked:
     """How far a checkpoint was checked."""
 
-    #: ``contents_checked``: against hashes of a manifest, a signature or a download; ``complete``: all that must be there is,
-    #: its contents were compared with nothing; ``partly_checked``: something could be missing unnoticed.
+    #: ``contents_checked``: against hashes of a manifest, a signature or a download; ``complete``: all that
+    #: must be there is, its contents were compared with nothing; ``partly_checked``: something could be
+    #: missing unnoticed.
     ending: str
     #: What the contents were checked against, in words.
     against: list[str] = field(default_factory=list)
@@ -114,7 +115,8 @@ def not_checked(findings: Iterable[Finding]) -> list[str]:
 
 
 def not_proven(findings: Iterable[Finding]) -> list[str]:
-    """What no run that reads a checkpoint can prove, and what this one could not, each with what would help."""
+    """What no run that reads a checkpoint can prove, and what this one could not, each with what would
+    help."""
     left = _unproven(findings)
     lines = [f"{f.message}; {f.advice}" for f in left]
     if all(f.code != codes.NOT_PROVABLE for f in left):

@@ -1,4 +1,5 @@
-"""Judge what was found: the one list of what drops, merges or reweighs the findings of a plan, in the order in which it is done."""
+"""Judge what was found: the one list of what drops, merges or reweighs the findings of a plan, in the order
+in which it is done."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def drop_consequences(facts: Facts, findings: Sequence[Finding]) -> list[Finding
 
 
 def explain_empty_selection(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
-    """Say why nothing is left to write: a pattern takes nothing, or the files hold nothing, which an error may say already."""
+    """Say why nothing is left to write: a pattern takes nothing, or the files hold nothing, which an error
+    may say already."""
     if facts.is_narrowed:
         return [facts.explain_selection(f) if f.code == codes.USAGE else f for f in findings]
     if any(f.severity == "error" for f in facts.known):
@@ -77,7 +79,8 @@ def explain_empty_selection(facts: Facts, findings: Sequence[Finding]) -> list[F
 
 
 def merge_reasons(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
-    """Merge notes about tensors that are left out for one reason: a train state has two moments of each weight."""
+    """Merge notes about tensors that are left out for one reason: a train state has two moments of each
+    weight."""
     if not facts.has_reasons:
         return list(findings)
     groups: dict[str, list[Finding]] = {}
@@ -119,8 +122,8 @@ def explain_by_copies(facts: Facts, findings: Sequence[Finding]) -> list[Finding
 
 
 def distrust_manifest(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
-    """Make what a manifest inside the checkpoint alone accepts a warning that a gate may raise: whoever wrote the checkpoint wrote
-    the manifest."""
+    """Make what a manifest inside the checkpoint alone accepts a warning that a gate may raise: whoever wrote
+    the checkpoint wrote the manifest."""
     accepted = {f"accept {word}" for word in facts.untrusted}
     return [
         f.replace(decided=None, help=TRUST, run=["--expect MANIFEST"]) if f.decided in accepted else f

@@ -53,9 +53,9 @@ __all__ = [
 
 @dataclass
 class Source:
-    """Declaration of a source: everything the layout engine must know besides the tensors. An adapter builds it step by
-    step; once it is declared, whoever needs another makes one of it (:func:`dataclasses.replace`). The core reads the fields
-    that it needs by their names."""
+    """Declaration of a source: everything the layout engine must know besides the tensors. An adapter builds
+    it step by step; once it is declared, whoever needs another makes one of it (:func:`dataclasses.replace`).
+    The core reads the fields that it needs by their names."""
 
     framework: str
     units: list[Unit]
@@ -79,7 +79,8 @@ class Source:
     facts: dict[str, bool] = field(default_factory=dict)
     #: Sets of positions by name: the axis and the positions, ascending.
     sets: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
-    #: Names of scales and the like, below the prefix of the weights: they pass beside the tensors that they are of.
+    #: Names of scales and the like, below the prefix of the weights: they pass beside the tensors that they
+    #: are of.
     beside: frozenset[str] = frozenset()
     #: Files in which a quantiser says what it did, by name: they are of the weights as these are stored.
     quantiser_files: Mapping[str, Path] = field(default_factory=dict)
@@ -125,7 +126,8 @@ class Source:
     chosen: bool = False
     #: True where outputs have the model's own names, not those stored.
     renames: bool = False
-    #: The model's own names of tensors that wrappers have renamed, by the names stored: the table speaks of these.
+    #: The model's own names of tensors that wrappers have renamed, by the names stored: the table speaks of
+    #: these.
     names: dict[str, str] = field(default_factory=dict)
     #: What an adapter makes of tensors, by the model's own names.
     adapted: list[Adapted] = field(default_factory=list)
@@ -135,7 +137,8 @@ class Source:
     hidden: set[str] = field(default_factory=set)
     #: Masters and optimizer slots.
     assembled: list[Assembled] = field(default_factory=list)
-    #: True where layers are copied on purpose so often that it only warns (depth up-scaling of published models).
+    #: True where layers are copied on purpose so often that it only warns (depth up-scaling of published
+    #: models).
     layers_may_repeat: bool = False
     #: Files that say which rank they are of, and are in its place.
     placed: set[int] = field(default_factory=set)
@@ -143,7 +146,8 @@ class Source:
     copies_accepted: list[str] = field(default_factory=list)
     #: True if NaN and infinite values are taken as they are.
     non_finite_accepted: bool = False
-    #: What is made of large holes of a file in the place of tensors: an error, zeros, or what a manifest says.
+    #: What is made of large holes of a file in the place of tensors: an error, zeros, or what a manifest
+    #: says.
     holes: Literal["refuse", "accept", "compare"] = "refuse"
     #: Set for a checkpoint of Orbax.
     tree: TreeInfo | None = None
@@ -166,7 +170,8 @@ class Source:
         return f"the family {self.model.family!r}" if self.model.family else f"this model of {self.framework}"
 
     def weights_only(self, names_of: Callable[[int], Iterable[str]], optimizer: bool = False) -> Source:
-        """The part that a conversion takes: what begins with the prefix, and no optimizer's state unless it is asked for.
+        """The part that a conversion takes: what begins with the prefix, and no optimizer's state unless it
+        is asked for.
 
         Args:
             names_of: names of the tensors in a file, by its number.
@@ -243,8 +248,9 @@ class Source:
         )
 
     def beside_config(self, names_of: Callable[[int], Iterable[str]]) -> Source:
-        """What a merge takes whose config.json is published beside it: all tensors, and the model's under the names that its
-        config is for. Where the checkpoint holds several copies of the model all names stay, and no config goes along.
+        """What a merge takes whose config.json is published beside it: all tensors, and the model's under the
+        names that its config is for. Where the checkpoint holds several copies of the model all names stay,
+        and no config goes along.
 
         Args:
             names_of: names of the tensors in a file, by its number.

@@ -40,20 +40,23 @@ class Dialect(Protocol):
 
 @dataclass(frozen=True)
 class Description:
-    """What is known of the model besides its tensors: for those who must know what it computes, not for the layout engine."""
+    """What is known of the model besides its tensors: for those who must know what it computes, not for the
+    layout engine."""
 
     family: str | None = None
     #: Its config as found, for a target that needs one.
     config: dict[str, Any] | None = None
     #: The file that it was read from.
     config_file: Path | None = None
-    #: Whose words the config is in, with what the adapter found out for it; None where nothing says what the model computes.
+    #: Whose words the config is in, with what the adapter found out for it; None where nothing says what the
+    #: model computes.
     dialect: Dialect | None = None
     #: Whose names the model has, where its config is that of transformers and its names are not.
     spelling: str | None = None
     #: Why a model of Hugging Face has no table, so that its names stay; None for one that has.
     no_table: str | None = None
-    #: A stored name that the class of the config does not load, and what it loads; None where nothing speaks against the names.
+    #: A stored name that the class of the config does not load, and what it loads; None where nothing speaks
+    #: against the names.
     unloaded: tuple[str, str] | None = None
     #: What a model of Hugging Face without an output layer is; None for one that has one.
     headless: str | None = None

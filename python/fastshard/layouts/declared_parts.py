@@ -1,4 +1,5 @@
-"""The parts of a declared source: files of ranks, tensors put together of pieces, blocks of stores, optimizer state."""
+"""The parts of a declared source: files of ranks, tensors put together of pieces, blocks of stores, optimizer
+state."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class Assembled:
     #: What of a parameter they are, e.g. ``exp_avg``; None for its values.
     slot: str | None
     #: (name, shape, pieces). Pieces are ranges, one after another: (elements, file, tensor in it, first
-    #: element there); or boxes: (first index, extent, file, tensor in it), with the first element there of a flat tensor.
+    #: element there); or boxes: (first index, extent, file, tensor in it), with the first element there of a
+    #: flat tensor.
     tensors: list[tuple[str, list[int], list[Any]]]
     #: True for parameters that are not trained and have no copy.
     frozen: bool = False
@@ -152,20 +154,24 @@ ListedBlocks: TypeAlias = tuple[
 
 @dataclass
 class Blocks:
-    """Arrays that are stored as encoded blocks (zarr chunks): decoded one by one when the engine needs them."""
+    """Arrays that are stored as encoded blocks (zarr chunks): decoded one by one when the engine needs
+    them."""
 
-    #: (key, dtype, shape, bytes) of each block that is present; dtype as safetensors names it (BF16, F32, I64, BOOL ...),
-    #: shape of what is handed on (blocks at the edge are clipped to the array), bytes that decoding takes (they are whole there).
+    #: (key, dtype, shape, bytes) of each block that is present; dtype as safetensors names it (BF16, F32,
+    #: I64, BOOL ...), shape of what is handed on (blocks at the edge are clipped to the array), bytes that
+    #: decoding takes (they are whole there).
     tensors: list[tuple[str, str, list[int], int]]
     #: Fills the writable buffer with the little-endian C-ordered elements of the block `key`.
     #: Called from several threads.
     read: Callable[[str, memoryview], None]
-    #: Text that identifies what is stored (names, sizes and times of the files behind it): part of the plan's digest.
+    #: Text that identifies what is stored (names, sizes and times of the files behind it): part of the plan's
+    #: digest.
     identity: str
 
     #: The files that hold the blocks.
     files: list[File]
-    #: Looks whether these are as they were when they were opened; with True, whether their status alone was changed too.
+    #: Looks whether these are as they were when they were opened; with True, whether their status alone was
+    #: changed too.
     look: Callable[[bool], None]
     #: The root of each block, and what sends for blocks (keys), where some lie on other hosts' disks.
     apart: tuple[list[int], Callable[[list[str]], None]] | None = None
@@ -212,7 +218,8 @@ class Group:
     values: dict[str, Any]
     #: Its parameters, by the names stored; None where only :attr:`decays` tells them.
     names: frozenset[str] | None = None
-    #: True for weights (matrices), False for biases and vectors, by the framework's rule; None where names tell.
+    #: True for weights (matrices), False for biases and vectors, by the framework's rule; None where names
+    #: tell.
     decays: bool | None = None
 
 
@@ -230,7 +237,8 @@ class Moments:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What the files hold of an optimizer: masters and state, which of them is taken, and what is wrong with it."""
+    """What the files hold of an optimizer: masters and state, which of them is taken, and what is wrong with
+    it."""
 
     #: True if the files hold fp32 master weights (or should).
     masters: bool = False

@@ -15,7 +15,8 @@ Arrays = Mapping[str, tuple[str, Sequence[int]]]
 #: Name of the yml that says what a model is.
 FILE = "maxtext_model.yml"
 DECLARED = "params.params."
-#: Optax numbers the states of its chain, MaxText's own adam_pax is alone. source: MaxText optimizers/optimizers.py
+#: Optax numbers the states of its chain, MaxText's own adam_pax is alone. source: MaxText
+#: optimizers/optimizers.py
 MOMENT = compile_when_used(r"^(opt_state\.(?:\d+\.)*)(mu|nu)\.((?:params\.)*)(?:decoder|token_embedder)\.")
 
 

@@ -1,5 +1,6 @@
-"""What a table says of the models of a ``model_type``, in a section ``[model.MODEL_TYPE]``: the class of transformers, what it
-computes, and which keys its ``config.json`` has for that. Conversions between frameworks need it; see ``docs/layouts.md``.
+"""What a table says of the models of a ``model_type``, in a section ``[model.MODEL_TYPE]``: the class of
+transformers, what it computes, and which keys its ``config.json`` has for that. Conversions between
+frameworks need it; see ``docs/layouts.md``.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from ..common.config_text import shown
 from ..common.errors import FastshardError
 from ..common.records import dataclass, field
 
-#: Projections that may have a bias, in the order in which a model tells them: queries, keys and values; attention's output; the
-#: first projections of the MLP; its output.
+#: Projections that may have a bias, in the order in which a model tells them: queries, keys and values;
+#: attention's output; the first projections of the MLP; its output.
 PLACES = ("qkv", "out", "mlp", "mlp_out")
 #: Keys of ``config.json`` that some classes have and others do not.
 KEYS = frozenset(
@@ -112,7 +113,8 @@ class ModelClass:
     architecture: str
     #: Those of ``KEYS`` that its config has.
     keys: Sequence[str]
-    #: Of the classes that compute a model, the one with the lowest number is written; None for one that is only read.
+    #: Of the classes that compute a model, the one with the lowest number is written; None for one that is
+    #: only read.
     order: int | None = None
     norm: str = "RMSNorm"
     norm_bias: bool = False

@@ -1,4 +1,5 @@
-"""Other frameworks' names of models that Hugging Face has: each has a table of its own for a table of Hugging Face."""
+"""Other frameworks' names of models that Hugging Face has: each has a table of its own for a table of Hugging
+Face."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Parts of a model that lie elsewhere in memory than on disk: prefixes of names that stand for one another.
 
-source: transformers conversion_mapping.py (LLaVA: ``model.language_model.`` in memory is ``language_model.model.`` on disk)
+source: transformers conversion_mapping.py (LLaVA: ``model.language_model.`` in memory is
+    ``language_model.model.`` on disk)
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class Moved:
 def moved(names: Collection[str], others: Collection[str], fits: Callable[[str, str], bool]) -> Moved:
     """Finds the prefixes by which names become others.
 
-    A prefix stands for another if each name below it has its own counterpart there that fits. Names that both have are
-    not touched. Numbers and the last module stay, and parts are moved, added or taken away, but not replaced.
+    A prefix stands for another if each name below it has its own counterpart there that fits. Names that both
+    have are not touched. Numbers and the last module stay, and parts are moved, added or taken away, but not
+    replaced.
 
     Args:
         names: those to be told; none of them is lost.
@@ -120,7 +122,8 @@ def moved(names: Collection[str], others: Collection[str], fits: Callable[[str, 
 
 
 def _neighbours(found: Moved, names: Iterable[str], free: set[str]) -> None:
-    """Names that nothing fits go the way of those beside them, so that what is wrong with them is told by the right name."""
+    """Names that nothing fits go the way of those beside them, so that what is wrong with them is told by the
+    right name."""
     ways: dict[str, set[str]] = defaultdict(set)
     for own, other in found.prefixes.items():
         own, other = _reduced(own, other)

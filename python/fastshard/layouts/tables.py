@@ -126,7 +126,8 @@ def _read(text: str, above: tuple[str, ...], file: str | None = None) -> _core.T
     """The table that a text declares, and those that it extends.
 
     Raises:
-        FastshardError: ``FS210`` if it is not valid, or what it extends is not registered or the table itself.
+        FastshardError: ``FS210`` if it is not valid, or what it extends is not registered or the table
+            itself.
     """
     try:
         extended = _core.Table.extends_of(text)
@@ -143,7 +144,8 @@ def _read(text: str, above: tuple[str, ...], file: str | None = None) -> _core.T
 
 
 def classes() -> dict[str, model_classes.ModelClass]:
-    """What tables say of classes, by ``model_type``: the user's own before built-in ones, and the plainest first."""
+    """What tables say of classes, by ``model_type``: the user's own before built-in ones, and the plainest
+    first."""
     own_last = sorted(names(), key=is_registered)
     found = {kind: of for name in own_last for kind, of in model_classes.of_table(table(name)).items()}
     return dict(sorted(found.items(), key=lambda item: (item[1].order is None, item[1].order, item[0])))

@@ -20,7 +20,8 @@ _FIRST = {"module.": "DistributedDataParallel", "base_model.model.": "PEFT"}
 
 
 def bare(names: Collection[str]) -> dict[str, str]:
-    """The model's own name of each that a wrapper has changed; nothing where two tensors would have one name."""
+    """The model's own name of each that a wrapper has changed; nothing where two tensors would have one
+    name."""
     found: dict[str, str] = {}
     for name in names:
         # Most names have none: looking for the text first is quicker than parting each.
@@ -39,7 +40,8 @@ def put_in(name: str) -> str | None:
 
 
 def wrapped(names: Iterable[str]) -> tuple[str, str] | None:
-    """A name that a wrapper or an adapter has changed, the factor of an adapter first, and which one did; None if there is none."""
+    """A name that a wrapper or an adapter has changed, the factor of an adapter first, and which one did;
+    None if there is none."""
     names = list(names)
     factor = next((name for name in names if ".lora_" in name), None)
     if factor is not None:

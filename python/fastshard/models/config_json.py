@@ -17,7 +17,8 @@ from .repeated_settings import find_repeated_settings
 
 #: Parts within parts of a config at most that a table looks at: as deep as its expressions nest.
 _DEPTH = 32
-#: What takes the place of the output layer. source: transformers modeling_layers.py (GenericFor...), models/gpt_neox/modeling_gpt_neox.py
+#: What takes the place of the output layer. source: transformers modeling_layers.py (GenericFor...),
+#: models/gpt_neox/modeling_gpt_neox.py
 _OTHER_HEADS = {
     "ForSequenceClassification": ("score.weight",),
     "ForTokenClassification": ("score.weight", "score.bias"),
@@ -118,8 +119,8 @@ def _json(config: dict[str, Any]) -> str:
 
 
 def _finite(value: Any, depth: int) -> Any:
-    """The same without numbers that JSON has none of, as transformers writes some limits as Infinity; and without what
-    lies deeper than any table looks."""
+    """The same without numbers that JSON has none of, as transformers writes some limits as Infinity; and
+    without what lies deeper than any table looks."""
     if isinstance(value, (dict, list)) and not depth:
         return None
     if isinstance(value, dict):
@@ -152,7 +153,8 @@ def unquantised(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def quantised_by(config: dict[str, Any]) -> str | None:
-    """The method by which a model's weights are quantised, as its config states it; None for plain weights."""
+    """The method by which a model's weights are quantised, as its config states it; None for plain
+    weights."""
     quantisation = config.get("quantization_config")
     return shown(quantisation.get("quant_method")) if isinstance(quantisation, dict) else None
 
@@ -173,7 +175,8 @@ def with_dtype(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
     """The config with the weights' dtype, by its torch name."""
     if not dtype:
         return config
-    # transformers 4 reads torch_dtype, 5 reads dtype and writes only that. Of both spellings neither stays behind.
+    # transformers 4 reads torch_dtype, 5 reads dtype and writes only that. Of both spellings neither stays
+    # behind.
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
     # A config of several models (text_config, vision_config) says it for each.
     parts = {
@@ -187,8 +190,8 @@ def with_dtype(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
 
 
 def find_contradictions(config: Mapping[str, Any], file: str) -> list[Finding]:
-    """Finds what a config states twice, differently: settings under two keys, and lists with an entry for each layer, of
-    another length than the layers.
+    """Finds what a config states twice, differently: settings under two keys, and lists with an entry for
+    each layer, of another length than the layers.
 
     transformers refuses such lists. source: transformers configuration_utils.py (layer_type_validation)
 
@@ -209,7 +212,8 @@ def find_contradictions(config: Mapping[str, Any], file: str) -> list[Finding]:
         findings.append(
             Finding.of(
                 codes.CONFIG_DISAGREES,
-                f"{prefix}layer_types has {len(kinds)} entries, and {prefix}num_hidden_layers is {layers}: transformers refuses the config",
+                f"{prefix}layer_types has {len(kinds)} entries, and {prefix}num_hidden_layers is {layers}: "
+                "transformers refuses the config",
                 severity="warning" if "auto_map" in config else "error",
                 file=file,
                 expected=f"{layers} entries",

@@ -156,7 +156,8 @@ class Features:
 
     @property
     def is_llama(self) -> bool:
-        """True if transformers' Llama computes what the model did: RMSNorm, gated MLP, sequential residual."""
+        """True if transformers' Llama computes what the model did: RMSNorm, gated MLP, sequential
+        residual."""
         if self.residual == "unknown" and (self.dense_bias or self.mlp_out_bias):
             return False
         plain = self.norm in ("rmsnorm", "te_rmsnorm") and not self.norm_bias and self.gated
@@ -254,8 +255,8 @@ class GptNeoX:
             file: what messages call the config.
 
         Raises:
-            FastshardError: ``FS514`` for what GPT-NeoX does not compute, ``FS209`` for what decides values and is
-                stated nowhere.
+            FastshardError: ``FS514`` for what GPT-NeoX does not compute, ``FS209`` for what decides values
+                and is stated nowhere.
         """
         refuse(model)
         model.settled("parallel", "activation")
@@ -357,7 +358,8 @@ def read_config_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _remarks(values: Mapping[str, Any], is_fused: bool, lacking: list[str]) -> list[Finding]:
-    """What is to be known of the fused form of gelu, of positions that are not stated, and of tokens that are left out."""
+    """What is to be known of the fused form of gelu, of positions that are not stated, and of tokens that are
+    left out."""
     remarks = []
     if is_fused:
         what = "gelu_pytorch_tanh is written, the form of gelu that bias_gelu_fusion computes"
@@ -457,7 +459,8 @@ def _besides(
     elif windowed and (kinds != {"flash"} or features.te_mha):
         # Documented for flash attention alone. The mask of global attention has the window too, but fused
         # kernels do not look at it; Transformer Engine takes another kind of value.
-        # source: gpt-neox neox_arguments/neox_args.py, megatron/utils.py get_attn_mask, model/fused_softmax.py
+        # source: gpt-neox neox_arguments/neox_args.py, megatron/utils.py get_attn_mask,
+        # model/fused_softmax.py
         got = "Transformer Engine's attention" if features.te_mha else ", ".join(sorted(kinds))
         found.append(Lack("sliding_window_width", "attention_config: flash in all layers", got))
     return found

@@ -1,4 +1,5 @@
-"""transformers' words for models: ``config.json``. What each of its classes computes stands in their layout tables."""
+"""transformers' words for models: ``config.json``. What each of its classes computes stands in their layout
+tables."""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ def _sizes(axes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _values(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
-    """What a model computes, by the keys of all classes, in the order in which they are written; None for what is not stated."""
+    """What a model computes, by the keys of all classes, in the order in which they are written; None for
+    what is not stated."""
     scaled = model.rope.kind != "default"
     base, windowed = _whole(model.rope.base), True if model.window is not None else None
     values = _sizes(axes) | {

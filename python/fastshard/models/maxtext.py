@@ -1,6 +1,7 @@
 """MaxText's words for models: its yml.
 
-source: MaxText configs/base.yml and configs/models, configs/types.py, layers/{attentions,embeddings,decoders}.py,
+source: MaxText configs/base.yml and configs/models, configs/types.py,
+    layers/{attentions,embeddings,decoders}.py,
 models/{llama2,mistral,gpt3}.py
 """
 
@@ -50,7 +51,8 @@ _WORDS = {
     "activation": "mlp_activations",
     "rope.scaling": "rope_type",
 }
-#: Its Llama block, which sees all positions before. source: MaxText models/{llama2,mistral}.py (attention_type is global)
+#: Its Llama block, which sees all positions before. source: MaxText models/{llama2,mistral}.py
+#: (attention_type is global)
 LLAMA = Says(
     kind="Llama",
     activations=("silu",),
@@ -123,8 +125,8 @@ class MaxText:
         """The model of a yml, or of a ``config.json`` that was given for it.
 
         Raises:
-            FastshardError: ``FS211`` for a value of another kind, ``FS209`` where the yml leaves open which order
-                queries and keys have, ``FS215`` for a config of another model.
+            FastshardError: ``FS211`` for a value of another kind, ``FS209`` where the yml leaves open which
+                order queries and keys have, ``FS215`` for a config of another model.
         """
         if evidence.family == "gpt3":
             zero = Lack(
@@ -154,7 +156,10 @@ class MaxText:
             found[name] = None
             if not values:
                 # A guess would be a model that loads and is wrong.
-                subject = f"{theirs} (MaxText's {key}): config.json lacks it, and transformers takes its own default"
+                subject = (
+                    f"{theirs} (MaxText's {key}): config.json lacks it, and transformers takes its own "
+                    "default"
+                )
                 remarks.append(_report_assumed(subject, "warning"))
                 continue
             if values.get(key) is None:
@@ -231,7 +236,8 @@ class MaxText:
             findings.append(
                 Finding.of(
                     codes.NOT_PROVABLE,
-                    f"sliding_window {model.window} is left out: max_position_embeddings is {model.max_positions}, "
+                    f"sliding_window {model.window} is left out: max_position_embeddings is "
+                    f"{model.max_positions}, "
                     "and MaxText's block, which sees all positions before, computes the same up to there",
                     severity="note",
                     file=file,

@@ -1,6 +1,7 @@
 """Sizes in MaxText's yml, and the extents of the tables' axes by them.
 
-source: MaxText configs/base.yml and configs/models, configs/types.py, layers/attentions.py, models/{llama2,gpt3}.py
+source: MaxText configs/base.yml and configs/models, configs/types.py, layers/attentions.py,
+    models/{llama2,gpt3}.py
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def sizes(config: dict[str, Any]) -> dict[str, int]:
     """Sizes that the yml states; those that it leaves to MaxText's defaults are not among them.
 
     Raises:
-        FastshardError: ``FS211`` for one that is no positive whole number, ``FS215`` for a product that is not its base's.
+        FastshardError: ``FS211`` for one that is no positive whole number, ``FS215`` for a product that is
+            not its base's.
     """
     out = {}
     for name, times in _scales(config).items():
@@ -47,10 +49,12 @@ def sizes(config: dict[str, Any]) -> dict[str, int]:
                 base = config[f"base_{name}"]
                 raise FastshardError.of(
                     codes.CONFIG_DISAGREES,
-                    f"base_{name} is {base}, and {name} is {config[name]}: the config states one setting twice, differently",
+                    f"base_{name} is {base}, and {name} is {config[name]}: the config states one setting "
+                    "twice, differently",
                     expected=f"{name}: {out[name]}",
                     got=f"{name}: {config[name]}",
-                    help=f"correct the config: keep base_{name} or {name}, with the value that the model was trained with",
+                    help=f"correct the config: keep base_{name} or {name}, with the value that the model was "
+                    "trained with",
                 )
         elif config.get(name) is not None:
             # MaxText's own copy of a run's config has the products.
@@ -131,7 +135,8 @@ _SETTINGS = (
 
 
 def read_config_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Reads the settings that a yml or a config.json states, as keys of a yml; sizes are those that are meant, scaled.
+    """Reads the settings that a yml or a config.json states, as keys of a yml; sizes are those that are
+    meant, scaled.
 
     Raises:
         FastshardError: ``FS211`` for a value of another kind.
@@ -149,7 +154,8 @@ def read_config_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_overridden_yml(own: dict[str, Any], override: dict[str, Any], file: str) -> list[Finding]:
-    """Finds settings of which ``--config`` states another value than the yml beside a checkpoint: a note each.
+    """Finds settings of which ``--config`` states another value than the yml beside a checkpoint: a note
+    each.
 
     Args:
         own: content of the yml.

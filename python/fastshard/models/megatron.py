@@ -26,7 +26,8 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-#: Arguments that change what is computed and neither names nor shapes, with the values besides None that do not.
+#: Arguments that change what is computed and neither names nor shapes, with the values besides None that do
+#: not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rotary_seq_len_interpolation_factor": (1,),
     "no_rope_freq": (False,),
@@ -193,8 +194,8 @@ class Megatron:
             file: what messages call the arguments.
 
         Raises:
-            FastshardError: ``FS514`` for what Megatron-LM does not compute, ``FS209`` for what decides values and
-                is not stated.
+            FastshardError: ``FS514`` for what Megatron-LM does not compute, ``FS209`` for what decides values
+                and is not stated.
         """
         refuse(model)
         model.settled("parallel", "activation")
@@ -361,7 +362,8 @@ def _positions(args: Mapping[str, Any]) -> str:
 
 
 def window_of(args: Mapping[str, Any]) -> tuple[int | None, list[Lack]]:
-    """The positions that attention sees, the token itself among them, and what no other framework has of a window.
+    """The positions that attention sees, the token itself among them, and what no other framework has of a
+    window.
 
     The argument has those to the left besides the token, and those to the right; -1 is all of them.
     source: megatron/core/transformer/transformer_config.py (window_size)

@@ -70,7 +70,8 @@ class Model:
     rope: Rope = Rope()
     #: Positions that attention sees in every layer, the token itself among them; None for all before it.
     window: int | None = None
-    #: Biases of queries, keys and values; of attention's output; of the MLP's first projections; of its output.
+    #: Biases of queries, keys and values; of attention's output; of the MLP's first projections; of its
+    #: output.
     biases: tuple[bool, bool, bool, bool] = (False, False, False, False)
     qk_norm: bool = False
     #: Several heads of queries share keys and values.
@@ -104,7 +105,8 @@ class Model:
         found = [
             Finding.of(
                 codes.DEFAULT_ASSUMED,
-                f"{self.assumed[name]} is not stated; {self.framework}'s default {self._value(name)!r} is written",
+                f"{self.assumed[name]} is not stated; {self.framework}'s default {self._value(name)!r} is "
+                "written",
                 file=file,
                 help="pass the training config",
                 run=["--config FILE"],
@@ -133,7 +135,8 @@ def read_model(source: Source) -> Model:
     """What the model of a source computes, by its values and its tensors.
 
     Raises:
-        FastshardError: ``FS211`` for a value of another kind, ``FS514`` where nothing says what its values mean.
+        FastshardError: ``FS211`` for a value of another kind, ``FS514`` where nothing says what its values
+            mean.
     """
     description = source.model
     if description.dialect is None:

@@ -1,4 +1,5 @@
-"""Settings of a model that a checkpoint states, and ``--config`` too: ``--config`` is taken, and each difference is a note."""
+"""Settings of a model that a checkpoint states, and ``--config`` too: ``--config`` is taken, and each
+difference is a note."""
 
 from __future__ import annotations
 
@@ -94,7 +95,8 @@ def find_overridden_settings(
     return [
         Finding.of(
             codes.CONFIG_DISAGREES,
-            f"{label}{key}: --config and the checkpoint state different values, and that of --config is taken",
+            f"{label}{key}: --config and the checkpoint state different values, "
+            "and that of --config is taken",
             severity="note",
             file=file,
             expected=f"{_short(value)}, as --config states",
@@ -107,8 +109,9 @@ def find_overridden_settings(
 
 
 def find_missing_rows(config: Mapping[str, Any], rows: Any, file: str | None) -> list[Finding]:
-    """Finds that ``--config`` states more tokens than the checkpoint has rows for. Fewer are no contradiction: frameworks pad
-    the vocabulary, and a base's config.json does not know the tokens that were added; ``--vocab-size`` drops rows.
+    """Finds that ``--config`` states more tokens than the checkpoint has rows for. Fewer are no
+    contradiction: frameworks pad the vocabulary, and a base's config.json does not know the tokens that were
+    added; ``--vocab-size`` drops rows.
 
     Args:
         config: content of the config.json of ``--config``.

@@ -10,7 +10,8 @@ from ..common import codes
 from ..common.config_text import shown
 from ..common.errors import Finding
 
-#: Two keys of one setting -> the model types whose class reads both as one. Only settings that decide what is computed.
+#: Two keys of one setting -> the model types whose class reads both as one. Only settings that decide what is
+#: computed.
 #: source: transformers 5.24 models/*/configuration_*.py (attribute_map)
 ALIASES: dict[tuple[str, str], str] = {
     ("activation_function", "hidden_act"): "exaone",
@@ -30,7 +31,8 @@ ALIASES: dict[tuple[str, str], str] = {
         "marian mbart mm-grounding-dino moss_transcribe_diarize_audio mpt mt5 mvp nllb-moe patchtsmixer "
         "patchtst pegasus pegasus_x plbart pop2piano pp_doclayout_v2 pp_doclayout_v3 pp_doclayout_v4 "
         "pp_formulanet_text qwen2_5_omni_audio_encoder qwen2_audio_encoder qwen3_asr_encoder "
-        "qwen3_omni_moe_audio_encoder rt_detr rt_detr_v2 speech_to_text switch_transformers t5 table-transformer "
+        "qwen3_omni_moe_audio_encoder rt_detr rt_detr_v2 speech_to_text switch_transformers t5 "
+        "table-transformer "
         "time_series_transformer trocr udop umt5 voxtral_encoder voxtral_realtime_encoder whisper "
         "xglm xlnet"
     ),
@@ -57,7 +59,8 @@ ALIASES: dict[tuple[str, str], str] = {
         "d_fine dab-detr deformable_detr deimv2 detr fsmt grounding-dino informer led m2m_100 marian mbart "
         "mm-grounding-dino moss_transcribe_diarize_audio mvp nllb-moe omdet-turbo pegasus pegasus_x plbart "
         "pp_doclayout_v2 pp_doclayout_v3 pp_doclayout_v4 pp_formulanet_text qwen2_5_omni_audio_encoder "
-        "qwen2_audio_encoder qwen3_asr_encoder qwen3_omni_moe_audio_encoder rt_detr rt_detr_v2 speech_to_text "
+        "qwen2_audio_encoder qwen3_asr_encoder qwen3_omni_moe_audio_encoder rt_detr rt_detr_v2 "
+        "speech_to_text "
         "speecht5 table-transformer time_series_transformer voxtral_encoder voxtral_realtime_encoder whisper"
     ),
     ("encoder_ffn_dim", "intermediate_size"): (
@@ -140,7 +143,8 @@ ALIASES: dict[tuple[str, str], str] = {
     ("num_experts_per_tok", "num_experts_per_token"): "bailing_hybrid kimi_linear",
     ("num_hidden_layers", "num_layers"): (
         "dinat donut-swin exaone gpt_neo granite_speech_encoder granite_speech_plus_encoder hiera longt5 "
-        "maskformer-swin mt5 patchtsmixer pix2struct_text_model pop2piano sam3_detr_decoder sam3_detr_encoder "
+        "maskformer-swin mt5 patchtsmixer pix2struct_text_model pop2piano sam3_detr_decoder "
+        "sam3_detr_encoder "
         "sam3_lite_text_detr_decoder sam3_lite_text_detr_encoder swin swin2sr swinv2 switch_transformers t5 "
         "udop umt5 xglm"
     ),
@@ -177,7 +181,8 @@ _BESIDE_KINDS = {
     "rope_local_base_freq": ("sliding_attention",),
     "local_rope_theta": ("sliding_attention",),
 }
-#: Kinds of scaling that have had two names, and one that says more than the other. source: modeling_rope_utils.py
+#: Kinds of scaling that have had two names, and one that says more than the other. source:
+#: modeling_rope_utils.py
 _SAME_KINDS = {"su": "longrope", "mrope": "default"}
 #: Names of one dtype. source: torch
 _SAME_DTYPES = {"float": "float32", "half": "float16", "double": "float64"}
@@ -206,13 +211,15 @@ def find_repeated_settings(config: Mapping[str, Any], file: str) -> list[Finding
                 findings.append(
                     Finding.of(
                         codes.CONFIG_DISAGREES,
-                        f"{prefix}{key} is {shown(value)}, and {prefix}{other} is {shown(second)}: the config states one "
+                        f"{prefix}{key} is {shown(value)}, and {prefix}{other} is {shown(second)}: the "
+                        "config states one "
                         "setting twice, differently",
                         severity="warning" if is_code else severity,
                         file=file,
                         expected=f"{prefix}{key}: {shown(value)}",
                         got=f"{prefix}{other}: {shown(second)}",
-                        help=f"correct {file}: keep {prefix}{key} or {prefix}{other}, with the value that the model was trained with",
+                        help=f"correct {file}: keep {prefix}{key} or {prefix}{other}, with the value that "
+                        "the model was trained with",
                     )
                 )
     return findings
@@ -228,7 +235,8 @@ def find_repeated_spellings(config: Mapping[str, Any], file: str) -> list[Findin
     return [
         Finding.of(
             codes.CONFIG_DISAGREES,
-            f"{key} is {shown(value)}, and {other} is {shown(config[other])}: the config states one setting twice, differently",
+            f"{key} is {shown(value)}, and {other} is {shown(config[other])}: the config states one setting "
+            "twice, differently",
             file=file,
             expected=f"{key}: {shown(value)}",
             got=f"{other}: {shown(config[other])}",

@@ -1,4 +1,5 @@
-"""Files that go along with a model: its config, its tokenizer, code of its own; and where they are looked for."""
+"""Files that go along with a model: its config, its tokenizer, code of its own; and where they are looked
+for."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ OTHERS = (
 )
 #: What must or should go along with weights that are passed on: the model card, the licence, notices.
 DOCUMENTS = ("README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "NOTICE.md", "NOTICE.txt")
-#: Where trainers keep what they took from Hugging Face. source: verl utils/checkpoint/fsdp_checkpoint_manager.py
+#: Where trainers keep what they took from Hugging Face. source: verl
+#: utils/checkpoint/fsdp_checkpoint_manager.py
 _SUBFOLDER = "huggingface"
 #: Where something was loaded from. source: transformers configuration_utils.py, tokenization_utils_base.py
 _LOADED_FROM = ("_name_or_path", "name_or_path", "special_tokens_map_file", "tokenizer_file")
@@ -40,8 +42,8 @@ _MAX_MODULES = 256
 
 
 def places(listing: Listing, folder: str, *, above: bool = True) -> list[Folder]:
-    """Folders in which a model's config and tokenizer are looked for, the nearest first: that of its tensors, those
-    above it in the checkpoint, the one above the checkpoint, and ``huggingface/`` in each.
+    """Folders in which a model's config and tokenizer are looked for, the nearest first: that of its tensors,
+    those above it in the checkpoint, the one above the checkpoint, and ``huggingface/`` in each.
 
     Args:
         listing: what the roots hold.
@@ -94,7 +96,8 @@ def first(folders: Iterable[Folder], name: str) -> Path | None:
 
 
 def from_above(folders: Iterable[Folder], paths: Mapping[str, Path]) -> dict[str, str]:
-    """Of files that go along, by name, those that come from a folder above the checkpoint: where from, relative to it."""
+    """Of files that go along, by name, those that come from a folder above the checkpoint: where from,
+    relative to it."""
     above = {f.path: f.beside for f in folders if f.beside is not None and f.beside.is_dir()}
     found = {}
     for name, path in paths.items():
@@ -163,8 +166,8 @@ def beside(folders: list[Folder], config: Path | None) -> dict[str, Path]:
 
 
 def differing(listing: Listing, paths: Iterable[Path]) -> list[Finding]:
-    """What parts of a checkpoint on several hosts' disks do not agree on: the files at the same place in other roots must
-    hold the same. Of parts that lie on other hosts' disks those who have them say it.
+    """What parts of a checkpoint on several hosts' disks do not agree on: the files at the same place in
+    other roots must hold the same. Of parts that lie on other hosts' disks those who have them say it.
 
     Args:
         listing: what the roots hold.
@@ -230,7 +233,8 @@ def _without_paths(value: Any) -> Any:
 
 
 def module_folders(path: Path) -> list[str]:
-    """Lists the folders of the modules that a modules.json names beside the model itself; those that leave it are left out.
+    """Lists the folders of the modules that a modules.json names beside the model itself; those that leave it
+    are left out.
 
     A module that normalises keeps no files, so that no copy has its folder.
     """
@@ -249,7 +253,8 @@ def module_folders(path: Path) -> list[str]:
 
 
 def _modules(folder: Folder) -> dict[str, Path]:
-    """The modules of a model of sentence-transformers, byte for byte: modules.json, what it names, and what lies beside it."""
+    """The modules of a model of sentence-transformers, byte for byte: modules.json, what it names, and what
+    lies beside it."""
     listed = folder.file(MODULES)
     if listed is None:
         return {}

@@ -105,8 +105,8 @@ def layer_of(name: str) -> int | None:
 
 
 def role_of(name: str) -> str:
-    """What a tensor is in its layer: its name without wrappers and layer, other numbers as ``*``. Layers that are built
-    alike have the same roles.
+    """What a tensor is in its layer: its name without wrappers and layer, other numbers as ``*``. Layers that
+    are built alike have the same roles.
 
     >>> role_of("model.layers.3.mlp.experts.7.up_proj.weight")
     'mlp.experts.*.up_proj.weight'
@@ -115,7 +115,8 @@ def role_of(name: str) -> str:
 
 
 def order_of(name: str) -> tuple[int, str, int]:
-    """Where a tensor stands in its model, to sort by: embeddings, each stack of layers by number, what follows, heads.
+    """Where a tensor stands in its model, to sort by: embeddings, each stack of layers by number, what
+    follows, heads.
 
     >>> names = ["lm_head.weight", "model.norm.weight", "h.10.w", "h.9.w", "model.embed_tokens.weight"]
     >>> sorted(names, key=order_of)

@@ -1,9 +1,11 @@
-"""Words in names of tensors, over all frameworks: the one list of what tells a role where no table has a rule for it."""
+"""Words in names of tensors, over all frameworks: the one list of what tells a role where no table has a rule
+for it."""
 
 from __future__ import annotations
 
-#: Most are declared to the core, with each checkpoint (``rust/fastshard/src/words.rs`` says how each is used): in small letters; ``*``
-#: at an end stands for anything; with ``_`` a part of a name between dots is meant, as it is spelled, else a word of one.
+#: Most are declared to the core, with each checkpoint (``rust/fastshard/src/words.rs`` says how each is
+#: used): in small letters; ``*`` at an end stands for anything; with ``_`` a part of a name between dots is
+#: meant, as it is spelled, else a word of one.
 WORDS: dict[str, tuple[str, ...]] = {
     # Tables of the vocabulary, of something else, and such as lie at unusual places.
     "tables": ("embed", "embedding", "embeddings", "emb", "wte", "embedder", "vocab"),
@@ -177,12 +179,13 @@ WORDS: dict[str, tuple[str, ...]] = {
     ),
     "averages": ("*exp_avg*",),
     "followers": ("_m",),
-    # What Python alone asks for: modules whose rows are the vocabulary; parts of names of what is stored once for two; and what no
-    # model has below a part that it calls "model".
+    # What Python alone asks for: modules whose rows are the vocabulary; parts of names of what is stored once
+    # for two; and what no model has below a part that it calls "model".
     "embedding_modules": ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "shared"),
     "head_modules": ("lm_head", "embed_out"),
     "tied": ("embed", "wte", "shared", "lm_head", "output"),
-    # Last parts of names of what routes tokens or integrates states, which models compute in float32 and a narrower dtype rounds.
+    # Last parts of names of what routes tokens or integrates states, which models compute in float32 and a
+    # narrower dtype rounds.
     "kept": ("e_score_correction_bias", "expert_bias", "A_log", "dt_bias"),
     "tops": ("model", "transformer", "lm_head", "embed_out", "gpt_neox", "bert", "roberta"),
 }

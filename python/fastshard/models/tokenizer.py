@@ -1,4 +1,5 @@
-"""A model's tokenizer, as far as a checkpoint has to agree with it: its files, its largest id, its special tokens."""
+"""A model's tokenizer, as far as a checkpoint has to agree with it: its files, its largest id, its special
+tokens."""
 
 from __future__ import annotations
 
@@ -77,8 +78,8 @@ def find(given: StrPath | None, folders: Iterable[Folder]) -> Tokenizer | None:
         folders: where it is looked for, the nearest first.
 
     Raises:
-        FastshardError: ``FS501`` if the one given is not there or is none, ``FS601`` if something else than a file has
-            the name of one, ``FS603`` for a link that leaves its folder.
+        FastshardError: ``FS501`` if the one given is not there or is none, ``FS601`` if something else than a
+            file has the name of one, ``FS603`` for a link that leaves its folder.
     """
     if given is not None:
         path = Path(given)

@@ -115,7 +115,8 @@ def fitting(model: Model, kinds: Iterable[Says]) -> tuple[Says, list[Lack]]:
 
 
 def refuse(format: str, kinds: Iterable[Says], model: Model) -> None:
-    """What no kind of a format's models can be: that the tensors meet in no layout, or each thing by its source's name.
+    """What no kind of a format's models can be: that the tensors meet in no layout, or each thing by its
+    source's name.
 
     Raises:
         FastshardError: ``FS514``.

@@ -11,19 +11,21 @@ from .. import _core
 from ..common import json_text, safe_files
 from ..common.errors import FastshardError
 
-#: Bytes at most of a vocabulary: the largest are of some tens of megabytes, and what is longer is read for minutes.
+#: Bytes at most of a vocabulary: the largest are of some tens of megabytes, and what is longer is read for
+#: minutes.
 MAX_BYTES = 1 << 30
 #: Digits at most of an id.
 _DIGITS = 9
 
 
 def read(path: Path, kind: str, wanted: list[str]) -> dict[str, Any] | None:
-    """``largest`` and ``ids`` of a vocabulary, ``special`` false where its special tokens stand elsewhere; None where
-    the file is none: a tokenizer goes along whatever it is.
+    """``largest`` and ``ids`` of a vocabulary, ``special`` false where its special tokens stand elsewhere;
+    None where the file is none: a tokenizer goes along whatever it is.
 
     Args:
         path: the file.
-        kind: one of the core's, ``tiktoken``, ``tekken``, or ``model`` for what may be SentencePiece's or tiktoken's.
+        kind: one of the core's, ``tiktoken``, ``tekken``, or ``model`` for what may be SentencePiece's or
+            tiktoken's.
         wanted: tokens whose ids are of interest.
     """
     try:
@@ -76,7 +78,8 @@ def _ranked(line: bytes) -> tuple[bytes, int] | None:
 
 
 def _tekken(path: Path, wanted: list[str]) -> dict[str, Any] | None:
-    """Mistral's tekken.json: special tokens come first, and of the list that follows as many as the config says."""
+    """Mistral's tekken.json: special tokens come first, and of the list that follows as many as the config
+    says."""
     # source: mistral-common tokens/tokenizers/tekken.py (Tekkenizer)
     # A token is kept as its rank: a list of 150 000 objects would take a hundred megabytes.
     document = json_text.object_in(

@@ -37,11 +37,13 @@ def words(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -> 
         return [
             Finding.of(
                 codes.BAD_VALUE,
-                f"the vocabulary is cut to {kept} rows, and the tokenizer's ids go up to {tokenizer.largest}{beyond}",
+                f"the vocabulary is cut to {kept} rows, and the tokenizer's ids go up to "
+                f"{tokenizer.largest}{beyond}",
                 file=tokenizer.path,
                 expected=f"all {rows} rows stored" if beyond else f"{words} of {rows} rows stored",
                 got=str(kept),
-                help=f"keep {'every row' if beyond else 'them'}, or pass the tokenizer that belongs to the model with --tokenizer",
+                help=f"keep {'every row' if beyond else 'them'}, or pass the tokenizer that belongs to the "
+                "model with --tokenizer",
                 run=[f"--vocab-size {min(words, rows)}"],
             )
         ]
@@ -116,7 +118,8 @@ def padding(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -
     return [
         Finding.of(
             codes.NOT_PROVABLE,
-            f"the true size of the vocabulary is not stated: all {axes['P']} rows are kept, padding too if there is any",
+            f"the true size of the vocabulary is not stated: all {axes['P']} rows are kept, padding too if "
+            "there is any",
             help=f"pass {number}",
         )
     ]

@@ -1,4 +1,5 @@
-"""What became of what: of each kind of tensor, the shards before, the tensors after, and how one was made of the other."""
+"""What became of what: of each kind of tensor, the shards before, the tensors after, and how one was made of
+the other."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class ResultKind:
     name: str
     shape: tuple[int, ...]
     count: int
-    #: Rectangles of the tensor, as shares of its height and width: (top, left, height, width, number of the shard).
+    #: Rectangles of the tensor, as shares of its height and width: (top, left, height, width, number of the
+    #: shard).
     boxes: tuple[tuple[float, float, float, float, int], ...]
 
 
@@ -113,7 +115,8 @@ def _how(output: Mapping[str, Any], stored: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _merged(part: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """The axes of a part as (number, stride in the result), those that are one run put together; the largest first."""
+    """The axes of a part as (number, stride in the result), those that are one run put together; the largest
+    first."""
     axes = sorted(((a["n"], a["dst"]) for a in part["axes"] if a["n"] > 1), key=lambda a: -a[1])
     merged: list[tuple[int, int]] = []
     for n, stride in axes:

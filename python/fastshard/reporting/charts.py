@@ -1,6 +1,8 @@
-"""Pictures of distributions: Vega-Lite specs, and what is made of them for the page, SVG without a style or a script of its own.
+"""Pictures of distributions: Vega-Lite specs, and what is made of them for the page, SVG without a style or a
+script of its own.
 
-Specs name colours by their part in the picture; in the page these are classes, so that one picture serves light, dark and print.
+Specs name colours by their part in the picture; in the page these are classes, so that one picture serves
+light, dark and print.
 """
 
 from __future__ import annotations
@@ -150,15 +152,16 @@ def logarithmic(sides: Sequence[tuple[str, Sequence[int]]], *, width: int = 300,
 def undrawn() -> Finding | None:
     """Says why no picture can be drawn in this process, if none can.
 
-    vl-convert runs V8, which reserves tens of GiB of addresses and ends the process where it gets none. How many differs
-    from version to version, so that none is drawn under a limit.
+    vl-convert runs V8, which reserves tens of GiB of addresses and ends the process where it gets none. How
+    many differs from version to version, so that none is drawn under a limit.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return None
     return Finding.of(
         codes.UNSUPPORTED,
-        f"the page has no pictures: this process may use {human_memory(limit)} of addresses, and what draws them needs to be without a "
+        f"the page has no pictures: this process may use {human_memory(limit)} of addresses, and what draws "
+        "them needs to be without a "
         "limit",
         severity="warning",
         help="run it where `ulimit -v` says unlimited",
@@ -174,7 +177,8 @@ def needed() -> Any:
     return imported("vl_convert", purpose="pictures of distributions are drawn by vl-convert", extra="report")
 
 
-#: What of an SVG gets into the page: pictures hold names of strangers, and vl-convert writes what its next version likes.
+#: What of an SVG gets into the page: pictures hold names of strangers, and vl-convert writes what its next
+#: version likes.
 _ELEMENTS = frozenset(("svg", "g", "path", "line", "rect", "circle", "text", "tspan"))
 _ATTRIBUTES = frozenset(
     (

@@ -1,4 +1,5 @@
-"""What a report checked: a fixed list, so that a check that was not made is not taken for one that was passed."""
+"""What a report checked: a fixed list, so that a check that was not made is not taken for one that was
+passed."""
 
 from __future__ import annotations
 

@@ -135,7 +135,8 @@ def compared(own: Side, other: Side, stats: bool, run: RunOptions, bar: Progress
         extent = "names, dtypes and shapes, by headers; values were not compared (--stats reads them)"
     else:
         extent = (
-            "names, dtypes and shapes, by headers; values by the hashes in their manifests, as they were when these were "
+            "names, dtypes and shapes, by headers; values by the hashes in their manifests, as they were "
+            "when these were "
             "made" + (f"; of {unknown:,} tensors no hash is known" if unknown else "")
         )
     made = became(before)
@@ -165,7 +166,8 @@ def _changes(
     hashes: Sequence[Mapping[str, str]],
     numbers: Sequence[Mapping[str, TensorStats]],
 ) -> tuple[tuple[Change, ...], int, int]:
-    """What differs, by names; and of how many tensors the bytes are equal, and of how many they are not known."""
+    """What differs, by names; and of how many tensors the bytes are equal, and of how many they are not
+    known."""
     mine, theirs = forms
     changes = [
         Change(n, "only in the other", _form(theirs[n]), "absent") for n in theirs.keys() - mine.keys()

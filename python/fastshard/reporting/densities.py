@@ -1,7 +1,8 @@
-"""What is drawn of a histogram of :func:`fastshard.stats`: its bins are logarithmic, a picture of a distribution is not.
+"""What is drawn of a histogram of :func:`fastshard.stats`: its bins are logarithmic, a picture of a
+distribution is not.
 
-Drawn as they are, with bars of one width, the 64 bins show a normal distribution as two humps. Here counts are divided by the
-widths of their bins and put where the values are.
+Drawn as they are, with bars of one width, the 64 bins show a normal distribution as two humps. Here counts
+are divided by the widths of their bins and put where the values are.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ __all__ = ["Steps", "density", "joined"]
 
 #: Share of the numbers that is cut off at each end, at most.
 TAIL = 0.0005
-#: Steps are no narrower than this part of the axis: near zero the bins are too narrow to be seen, and hold too little to be a height.
+#: Steps are no narrower than this part of the axis: near zero the bins are too narrow to be seen, and hold
+#: too little to be a height.
 NARROWEST = 1 / 24
 
 
 @dataclass(frozen=True)
 class Steps:
-    """A density, constant between edges. Its area is the share of the numbers between the first edge and the last."""
+    """A density, constant between edges. Its area is the share of the numbers between the first edge and the
+    last."""
 
     edges: tuple[float, ...]
     #: Share of the numbers per unit of the value.
@@ -56,7 +59,8 @@ def density(
     bounds = [-math.inf, *HISTOGRAM_EDGES, math.inf]
     edges = [min(max(bound, low), high) for bound in bounds[first : last + 2]]
     if edges[0] == edges[-1]:
-        # All but the tails are of one value, at the edge of a bin; or all but zeros, which are an extreme too.
+        # All but the tails are of one value, at the edge of a bin; or all but zeros, which are an extreme
+        # too.
         return density(histogram, low, high, tail=-1) if tail >= 0 else None
     counts = list(histogram[first : last + 1])
     _merge(edges, counts, (edges[-1] - edges[0]) * NARROWEST)

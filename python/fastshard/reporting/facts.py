@@ -14,7 +14,8 @@ __all__ = ["Counts", "Fact", "counts_of", "degrees", "facts_of", "turned"]
 
 
 class Fact(NamedTuple):
-    """One cell: what it is, its value, a line below; and how much of how much is here, where that is known."""
+    """One cell: what it is, its value, a line below; and how much of how much is here, where that is
+    known."""
 
     label: str
     value: str

@@ -1,7 +1,8 @@
 """The completeness grid: what of each tensor lies on each rank, and what of it is missing, damaged or copied.
 
-It is judged from what the sources declare and from findings, so that a cell never says more than a finding does. Rows that are
-alike are one band and columns may stand for whole layers; a band or a column shows the worst that is in it.
+It is judged from what the sources declare and from findings, so that a cell never says more than a finding
+does. Rows that are alike are one band and columns may stand for whole layers; a band or a column shows the
+worst that is in it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ from .grid_order import in_order
 __all__ = ["STATES", "Band", "Cell", "Column", "Grid", "Problem", "State", "banded", "grid", "state_of"]
 
 
-#: The part of a stored name that says which chunk of the tensor it is. source: DCP records as they are named here, zarr 3, zarr 2
+#: The part of a stored name that says which chunk of the tensor it is. source: DCP records as they are named
+#: here, zarr 3, zarr 2
 _CHUNK = compile_when_used(r"(?:\[[0-9,]*\]|/c(?:/[0-9/]+)?|/[0-9]+(?:\.[0-9]+)*)$")
 _DIGITS = compile_when_used(r"[0-9]+")
 
@@ -67,7 +69,8 @@ class Grid:
     #: How many of them are ranks; the others are files that are of no rank.
     ranks: int
     problems: tuple[Problem, ...]
-    #: True if so much is missing that the core does not name all of it: the rest is told by ranks that are alike.
+    #: True if so much is missing that the core does not name all of it: the rest is told by ranks that are
+    #: alike.
     inferred: bool = False
     #: What a cell counts.
     word: str = "tensor"
@@ -84,7 +87,8 @@ def grid(checkpoint: Checkpoint, findings: Iterable[Finding], echoes: Iterable[F
     Args:
         checkpoint: the checkpoint.
         findings: all that was found of it.
-        echoes: what the core found of tensors whose file is the cause, and is not said again: the cells of that file.
+        echoes: what the core found of tensors whose file is the cause, and is not said again: the cells of
+            that file.
     """
     return _Filling(checkpoint).place_findings(list(findings), list(echoes))
 
@@ -252,7 +256,8 @@ class _Filling:
         causes: dict[str, list[tuple[str, int]]],
         explained: set[str],
     ) -> None:
-        """Puts what the core misses where it is missing: the row of its rank, or of the one file that can have held it."""
+        """Puts what the core misses where it is missing: the row of its rank, or of the one file that can
+        have held it."""
         rows = [row for row in causes if row == echo.rank]
         if not rows and echo.rank not in self.ranks:
             # The core names as much of the rank as decides: that of a stage is not among it.
@@ -269,8 +274,8 @@ class _Filling:
         self.rows.setdefault(name, Row(rank=_rank_of(echo))).add(key, MISSING, count)
 
     def _infer(self, causes: dict[str, list[tuple[str, int]]]) -> None:
-        """What ranks lack that the core does not name one by one: what those hold that differ in their tensor parallel rank
-        alone."""
+        """What ranks lack that the core does not name one by one: what those hold that differ in their tensor
+        parallel rank alone."""
         alike: dict[tuple[tuple[str, int], ...], Counter[Key]] = {}
         for name in self.ranks:
             for counts in self.rows[name].counts:
@@ -289,7 +294,8 @@ class _Filling:
                     row.add(key, state, count)
 
     def _likeliest(self, key: Key, files: list[tuple[str, int]]) -> tuple[str, int]:
-        """Of several files of a rank the one whose name is nearest to that of a file of another rank that has the tensor."""
+        """Of several files of a rank the one whose name is nearest to that of a file of another rank that has
+        the tensor."""
         like = next((path for path, keys in self.tensors_of.items() if key in keys), "")
         return min(files, key=lambda file: _apart(file[0], like))
 
@@ -318,7 +324,8 @@ class _Filling:
                 row.mark(FILE, state)
 
     def _lose_layer(self, finding: Finding) -> None:
-        """Layers of which nothing is there: they are missing on each rank, unless ranks have layers of their own."""
+        """Layers of which nothing is there: they are missing on each rank, unless ranks have layers of their
+        own."""
         keys: list[Key] = [(number, WHOLE) for number in (finding.layers or range(0))[:_MOST_LAYERS]]
         keys = keys or [FILE]
         whole = finding.layers and self.ranks and not any("pp" in self.rows[name].rank for name in self.ranks)

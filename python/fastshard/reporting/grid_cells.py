@@ -49,7 +49,8 @@ MOST_CELLS = 12_000
 MOST_BANDS = 64
 
 
-#: What a column is before columns are put together: the layer, and the role; a role that begins so is none of a tensor.
+#: What a column is before columns are put together: the layer, and the role; a role that begins so is none of
+#: a tensor.
 Key = tuple[int | None, str]
 
 

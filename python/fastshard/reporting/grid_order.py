@@ -44,7 +44,8 @@ def _place(axis: str) -> tuple[int, str]:
 
 
 def band_name(coords: Sequence[Rank]) -> str | None:
-    """A band as the product of ranges, else by its ends: ``pp 1 · tp 0-7``, ``pp 1 · tp 0 ep 3 - tp 1 ep 2``; None for files."""
+    """A band as the product of ranges, else by its ends: ``pp 1 · tp 0-7``, ``pp 1 · tp 0 ep 3 - tp 1 ep 2``;
+    None for files."""
     if not all(coords) or len({tuple(sorted(of)) for of in coords}) != 1:
         return None
     axes = sorted(coords[0], key=_place)

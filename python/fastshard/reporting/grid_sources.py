@@ -1,4 +1,5 @@
-"""The grid of one side of a conversion: which of its ranks or files hold a piece of which layer of the result."""
+"""The grid of one side of a conversion: which of its ranks or files hold a piece of which layer of the
+result."""
 
 from __future__ import annotations
 

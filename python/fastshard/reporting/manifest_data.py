@@ -75,7 +75,8 @@ def recorded_numbers(document: dict[str, Any], plan: Plan) -> dict[str, TensorSt
 
 
 def _sound(s: TensorStats) -> bool:
-    """False for what no statistics can be: :func:`fastshard.verify` says so, a picture must not be made of it."""
+    """False for what no statistics can be: :func:`fastshard.verify` says so, a picture must not be made of
+    it."""
     counts = (s.count, s.zeros, s.nan, s.inf, *s.histogram)
     if len(s.histogram) != 64 or not all(type(n) is int and n >= 0 for n in counts):
         return False

@@ -1,7 +1,8 @@
 """The page: Jinja2 fills it, and its policy lets nothing run or load but what is in it.
 
-All texts are from strangers. Jinja2 escapes each, what would drive a page or a terminal is escaped before (`printable`), the data
-of the script is JSON without ``<``, and the script puts it into the page as text alone.
+All texts are from strangers. Jinja2 escapes each, what would drive a page or a terminal is escaped before
+(`printable`), the data of the script is JSON without ``<``, and the script puts it into the page as text
+alone.
 """
 
 from __future__ import annotations
@@ -193,7 +194,8 @@ def _policy(style: str, script: str) -> str:
     """What the page may do: nothing is loaded, and of scripts and styles these two alone are taken."""
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
     return (
-        f"default-src 'none'; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; img-src data:; "
+        f"default-src 'none'; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; img-src "
+        "data:; "
         "base-uri 'none'; form-action 'none'"
     )
 
@@ -249,7 +251,8 @@ def _sizes(report: Report) -> dict[str, Any]:
 
 
 def _data(report: Report, limit: int, about: dict[str, Any]) -> tuple[str, int]:
-    """The tensors as JSON for the script, as many as fit in so many bytes; those that are not whole and odd ones first."""
+    """The tensors as JSON for the script, as many as fit in so many bytes; those that are not whole and odd
+    ones first."""
     stats = report.numbers.tensors if report.numbers else {}
     forms: dict[tuple[str, str, int], int] = {}
     rows: list[str] = []

@@ -59,7 +59,10 @@ def _article(number: int, of: Sequence[Finding], limits: Limits) -> Article:
     if len(of) == 1:
         title = sentence(first)
     else:
-        title = f"{counted(len(of), 'tensor' if first.tensor else 'file' if first.file else 'place')}: {first.message}"
+        title = (
+            f"{counted(len(of), 'tensor' if first.tensor else 'file' if first.file else 'place')}: "
+            f"{first.message}"
+        )
     facts = (
         [("found", first.got), ("expected", first.expected), ("evidence", first.evidence)]
         if len(of) == 1
@@ -94,7 +97,8 @@ def _places(finding: Finding) -> list[tuple[str, str]]:
 
 
 def links(articles: Sequence[Article], band: Band, state: int) -> tuple[int, ...]:
-    """The articles that a cell of a band is about: those of its state about its files or its rank, else of its state."""
+    """The articles that a cell of a band is about: those of its state about its files or its rank, else of
+    its state."""
     alike = [article for article in articles if article.state == state]
     names = set(band.names) | set(band.files)
     near = [a for a in alike if any(f.rank in names or names.intersection(f.files) for f in a.findings)]

@@ -1,4 +1,5 @@
-"""The grid of a report's page, as HTML: ranks (or files) by layers, neighbours that are equal as bands and runs."""
+"""The grid of a report's page, as HTML: ranks (or files) by layers, neighbours that are equal as bands and
+runs."""
 
 from __future__ import annotations
 
@@ -271,7 +272,8 @@ def _cells(
         refers = f' data-f="{" ".join(map(str, of))}"' if of else ""
         inner = _inner(cell, shown.big and columns[first].counted, shown.word, of)
         parts.append(
-            f'<td class="c {state}{run}"{span} data-c="{first}" data-s="{escaped(said)}"{label}{refers}>{inner}</td>'
+            f'<td class="c {state}{run}"{span} data-c="{first}" '
+            f'data-s="{escaped(said)}"{label}{refers}>{inner}</td>'
         )
     return "".join(parts)
 
@@ -322,7 +324,8 @@ def _legend(
 
 
 def _together(problems: Iterable[Problem]) -> list[tuple[Problem, int, list[str]]]:
-    """Problems, those of several rows that are alike as one: what is wrong on each, of how many rows, and their labels."""
+    """Problems, those of several rows that are alike as one: what is wrong on each, of how many rows, and
+    their labels."""
     groups: dict[tuple[Any, ...], list[Problem]] = {}
     for problem in problems:
         groups.setdefault((problem.state, problem.columns, problem.count // problem.rows), []).append(problem)
@@ -333,7 +336,8 @@ def _together(problems: Iterable[Problem]) -> list[tuple[Problem, int, list[str]
 
 
 def _short(bands: Sequence[Band]) -> list[str]:
-    """Labels: a band of ranks as a product of ranges; names of files without folders, where they are told apart without."""
+    """Labels: a band of ranks as a product of ranges; names of files without folders, where they are told
+    apart without."""
     labels = [band_name(band.ranks) or band.label for band in bands]
     names = [" … ".join(part.rpartition("/")[2] for part in label.split(" … ")) for label in labels]
     return [

@@ -1,4 +1,5 @@
-"""One page about a checkpoint: what it is, what is missing, how its numbers are spread. Self-contained, and safe to open."""
+"""One page about a checkpoint: what it is, what is missing, how its numbers are spread. Self-contained, and
+safe to open."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ def report(
         opening: as for :func:`fastshard.open`.
 
     Raises:
-        FastshardError: ``FS514`` without Jinja2 and vl-convert (the extra ``report``); ``FS501``, ``FS502`` and
-            ``FS515`` for paths and options that cannot be meant.
+        FastshardError: ``FS514`` without Jinja2 and vl-convert (the extra ``report``); ``FS501``, ``FS502``
+            and ``FS515`` for paths and options that cannot be meant.
     """
     from . import page
 

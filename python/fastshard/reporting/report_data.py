@@ -1,4 +1,5 @@
-"""What a report tells, as plain data: gathered from a checkpoint, its plan, its manifest and its numbers. Nothing of how it looks."""
+"""What a report tells, as plain data: gathered from a checkpoint, its plan, its manifest and its numbers.
+Nothing of how it looks."""
 
 from __future__ import annotations
 

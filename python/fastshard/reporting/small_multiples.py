@@ -1,4 +1,5 @@
-"""Small pictures side by side: the standard deviation of each kind of tensor over the layers, from zero, outliers named."""
+"""Small pictures side by side: the standard deviation of each kind of tensor over the layers, from zero,
+outliers named."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ def picture(role: str, points: Points, before: Points = ()) -> dict[str, Any]:
     return {
         "role": role,
         "note": note,
-        "label": f"Standard deviation by layer. {clipped(role)}: {min(values):.3g} to {max(values):.3g}; {told}",
+        "label": f"Standard deviation by layer. {clipped(role)}: {min(values):.3g} to {max(values):.3g}; "
+        f"{told}",
         "svg": markup("".join(parts)),
     }
 

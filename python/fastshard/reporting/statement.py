@@ -147,7 +147,8 @@ def _remedy(report: Report, errors: Sequence[Finding], first: Finding, code: int
         sources = " ".join(f"HOST:{shlex.quote(f'{report.folder}/./{file}')}" for file in bad)
         what = "this file" if len(bad) == 1 else f"these {len(bad)} files"
         return (
-            f"Copy {what} again from the node{' that wrote it' if len(bad) == 1 else 's that wrote them'} (HOST):",
+            f"Copy {what} again from the node{' that wrote it' if len(bad) == 1 else 's that wrote them'} "
+            "(HOST):",
             (f"rsync -acR {sources} {folder}/"),
         )
     help_ = first.help or ""

@@ -48,7 +48,8 @@ def figures_of(s: TensorStats | None) -> str:
 
 
 def by_layer(tensors: Mapping[str, TensorStats]) -> dict[str, list[tuple[int, TensorStats]]]:
-    """Statistics by role and layer; roles that have a single layer say nothing over layers and are left out."""
+    """Statistics by role and layer; roles that have a single layer say nothing over layers and are left
+    out."""
     roles: dict[str, list[tuple[int, TensorStats]]] = {}
     for name, s in tensors.items():
         layer = layer_of(name)

@@ -20,9 +20,11 @@ from ..layouts.declaration import Blocks, Source
 
 
 def view_of(tensor: _core.StoredTensor) -> tuple[Any, ...]:
-    """What tells two tensors apart without reading them: checksum and bytes of the storage, and what part of it they are.
+    """What tells two tensors apart without reading them: checksum and bytes of the storage, and what part of
+    it they are.
 
-    ``torch.save`` keeps the whole storage of a slice, so two ranks' files may hold the same one, and other slices.
+    ``torch.save`` keeps the whole storage of a slice, so two ranks' files may hold the same one, and other
+    slices.
     """
     return (
         tensor.get("storage_crc32"),
@@ -56,7 +58,8 @@ class Contents:
         return self._values[file]
 
     def readable(self, file: int) -> bool:
-        """False for a file that cannot be read, which is a finding already, and for those of an adapter, which come after these."""
+        """False for a file that cannot be read, which is a finding already, and for those of an adapter,
+        which come after these."""
         return file < len(self._readable) and self._readable[file] is not None
 
     def tensors(self, file: int) -> Sequence[_core.StoredTensor]:
@@ -64,13 +67,15 @@ class Contents:
         return self._catalog.tensors(file)
 
     def distributed(self, file: int) -> _core.Distributed:
-        """Tensors of which the file holds a rank's part, and the meshes; none of a file that cannot be read."""
+        """Tensors of which the file holds a rank's part, and the meshes; none of a file that cannot be
+        read."""
         if not self.readable(file):
             return {"meshes": [], "parts": []}
         return self._catalog.distributed(file)
 
     def partial(self, file: int) -> str | None:
-        """The first tensor of which a file holds one rank's part; None where all its tensors are full, or it cannot be read."""
+        """The first tensor of which a file holds one rank's part; None where all its tensors are full, or it
+        cannot be read."""
         opened = self._readable[file] if file < len(self._readable) else None
         return None if opened is None else opened["partial"]
 
@@ -184,8 +189,8 @@ class Found(Generic[_Seen_co]):
     #: What the names alone say is wrong.
     findings: Sequence[Finding] = ()
     step: str | None = None
-    #: For files of records (``.distcp``), by index in `files`: offset, length and name of each record wanted, and if it is a
-    #: Zstandard stream.
+    #: For files of records (``.distcp``), by index in `files`: offset, length and name of each record wanted,
+    #: and if it is a Zstandard stream.
     records: Mapping[int, list[tuple[int, int, str, bool]]] = field(default_factory=dict)
     #: True if the adapter knows what to do with tensors of which a file holds a part.
     reads_parts: bool = False
@@ -239,7 +244,8 @@ _NAMED = 256
 
 
 def lacking(have: Iterable[int], first: int, last: int) -> list[tuple[int, int]]:
-    """Numbers from ``first`` to ``last`` that are not there, as runs (first, last); each by itself if they are few.
+    """Numbers from ``first`` to ``last`` that are not there, as runs (first, last); each by itself if they
+    are few.
 
     A number in a file's name may be anything: what is done grows with what is there.
     """

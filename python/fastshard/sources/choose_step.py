@@ -1,8 +1,8 @@
 """Which of a run's steps is taken, the same for every framework.
 
-The step asked for; else the one that the tracker file names; else the newest by number. A newer step that cannot be
-used is never passed over in silence: under its final name it is refused, under a temporary one, or newer than the
-tracker, it is named, since a run may be writing it now.
+The step asked for; else the one that the tracker file names; else the newest by number. A newer step that
+cannot be used is never passed over in silence: under its final name it is refused, under a temporary one, or
+newer than the tracker, it is named, since a run may be writing it now.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from .base import Options
 from .step_names import alike, bearing, is_step, matching, newer, numbers_of, part_of, plain
 from .step_trackers import MOST_NAMED, Step, folders_in, have, pointing_nowhere, tracked
 
-#: Folders of optimizer state that FSDP's writers put beside the model's. source: accelerate utils/fsdp_utils.py
+#: Folders of optimizer state that FSDP's writers put beside the model's. source: accelerate
+#: utils/fsdp_utils.py
 _OPTIMIZER = compile_when_used(r"^optimizer_\d+$")
 
 
@@ -39,7 +40,8 @@ class Chosen:
 def by_folder(
     folders: Iterable[tuple[int, str]], any_name: bool = False
 ) -> tuple[dict[str, Step], dict[str, str]] | None:
-    """Steps of folders that hold a checkpoint each, and the folder of each step; none if nothing tells them apart."""
+    """Steps of folders that hold a checkpoint each, and the folder of each step; none if nothing tells them
+    apart."""
     places = list(folders)
     paths = sorted({folder for _, folder in places})
     at = part_of(paths, any_name) if len(paths) > 1 else None
@@ -61,8 +63,8 @@ def folder_of(
     options: Options,
     trackers: tuple[str, ...] = (),
 ) -> tuple[str, Chosen, list[str]]:
-    """The folder of the step that is taken, of those that hold a checkpoint each, and folders inside of it that hold
-    one too: they are no steps.
+    """The folder of the step that is taken, of those that hold a checkpoint each, and folders inside of it
+    that hold one too: they are no steps.
 
     Args:
         listing: what the roots hold.
@@ -71,8 +73,8 @@ def folder_of(
         trackers: names of files that name a step.
 
     Raises:
-        FastshardError: as :func:`choose`; ``FS106`` for folders that are no steps of one run; ``FS501`` if none of
-            them is of the step asked for.
+        FastshardError: as :func:`choose`; ``FS106`` for folders that are no steps of one run; ``FS501`` if
+            none of them is of the step asked for.
     """
     whole = sorted(set(places))
     every = {folder for _, folder in whole}
@@ -146,8 +148,8 @@ def choose(
         trackers: names of files that name a step.
 
     Raises:
-        FastshardError: ``FS501`` for a step that is not there; ``FS105`` where the tracker names one; ``FS106``
-            where nothing tells which is meant; ``FS104`` for a newer one that cannot be used.
+        FastshardError: ``FS501`` for a step that is not there; ``FS105`` where the tracker names one;
+            ``FS106`` where nothing tells which is meant; ``FS104`` for a newer one that cannot be used.
     """
     steps = _marked(steps)
     outer = _outer(steps)
@@ -296,7 +298,10 @@ def _note_choice(name: str, steps: Mapping[str, Step], tracker: File | None) -> 
     if not others:
         return []
     why = f"{tracker.path} names it" if tracker else "the newest by number"
-    message = f"step {name} is taken, {why}; {len(others)} more {'is' if len(others) == 1 else 'are'} there: {have(others)}"
+    message = (
+        f"step {name} is taken, {why}; {len(others)} more {'is' if len(others) == 1 else 'are'} there: "
+        f"{have(others)}"
+    )
     return [
         Finding.of(
             codes.STEP_TAKEN,
@@ -313,8 +318,8 @@ def _later(
     """Steps that are newer than the one taken.
 
     Raises:
-        FastshardError: ``FS104`` for one under its final name, unless ``older-step`` is accepted or a tracker speaks
-            for the one taken.
+        FastshardError: ``FS104`` for one under its final name, unless ``older-step`` is accepted or a tracker
+            speaks for the one taken.
     """
     known = {folder for step in steps.values() for folder in step.folders}
     later = {
@@ -359,8 +364,8 @@ def _later(
 def _beside(
     listing: Listing, step: Step, name: str, known: set[tuple[int, str]]
 ) -> Iterator[tuple[str, bool]]:
-    """Folders beside a step's that are named as newer ones are and hold nothing that was recognised: path, and
-    whether the name is a temporary one."""
+    """Folders beside a step's that are named as newer ones are and hold nothing that was recognised: path,
+    and whether the name is a temporary one."""
     if not is_step(name):
         return
     for root in sorted({root for root, _ in step.folders}):
@@ -371,7 +376,8 @@ def _beside(
                 path = f"{parent}/{entry}" if parent else entry
                 if (root, path) in known or not alike(entry, name) or numbers_of(entry) <= numbers_of(name):
                     continue
-                # A bare number may name anything, a year for one: it is a step if it holds what steps hold, or nothing.
+                # A bare number may name anything, a year for one: it is a step if it holds what steps hold,
+                # or nothing.
                 inside = _entries(listing.roots[root] / path)
                 if not plain(entry).isdecimal() or plain(entry) != entry or not inside or inside & own:
                     yield path, plain(entry) != entry

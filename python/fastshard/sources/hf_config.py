@@ -1,4 +1,5 @@
-"""What a Hugging Face ``config.json`` makes of a checkpoint: a table where one fits its model, else names that stay."""
+"""What a Hugging Face ``config.json`` makes of a checkpoint: a table where one fits its model, else names
+that stay."""
 
 from __future__ import annotations
 
@@ -31,15 +32,16 @@ _TELLING = {"model_type", "architectures", "transformers_version"}
 AUTO_MAP = "auto_map of config.json"
 #: What a class of transformers loads.
 _OWN_NAMES = "the names that save_pretrained writes"
-#: Quantisations whose weights keep their names and shapes. source: transformers quantizers/quantizer_finegrained_fp8.py
+#: Quantisations whose weights keep their names and shapes. source: transformers
+#: quantizers/quantizer_finegrained_fp8.py
 _PLAIN = ("fp8",)
 
 
 def config_of(
     listing: Listing, folder: str, options: Options, *, above: bool = True
 ) -> tuple[dict[str, Any] | None, Path | None]:
-    """The model's config: the one given, else config.json where :func:`fastshard.models.sidecar_files.places` finds it, else that
-    of a reference.
+    """The model's config: the one given, else config.json where :func:`fastshard.models.sidecar_files.places`
+    finds it, else that of a reference.
 
     Args:
         listing: what the roots hold.
@@ -48,7 +50,8 @@ def config_of(
         above: whether to look above the checkpoint too.
 
     Raises:
-        FastshardError: ``FS211`` if it is not a JSON object, ``FS110`` if two parts of the checkpoint differ on it.
+        FastshardError: ``FS211`` if it is not a JSON object, ``FS110`` if two parts of the checkpoint differ
+            on it.
     """
     if options.config is not None:
         path = Path(options.config_path) if options.config_path else None
@@ -93,7 +96,8 @@ def find_overridden(source: Source, listing: Listing, folder: str, options: Opti
 
 
 def _config_in(listing: Listing, place: Folder) -> Path | None:
-    """The config.json of a folder; below a root one that the listing has: what is wrong with others it has said."""
+    """The config.json of a folder; below a root one that the listing has: what is wrong with others it has
+    said."""
     path = place.path / "config.json"
     inside = _inside(listing, path)
     if not inside:
@@ -125,7 +129,8 @@ def describe(
 ) -> None:
     """Puts on a declaration what a model's config says of it: axes, facts and a table, where one fits.
 
-    Where none does the names stay what they are, and the declaration says why in :attr:`.Description.no_table`.
+    Where none does the names stay what they are, and the declaration says why in
+    :attr:`.Description.no_table`.
 
     Args:
         source: the declaration.
@@ -176,7 +181,8 @@ def describe(
 
 
 def with_plain_weights(source: Source, names: Collection[str]) -> Source:
-    """The declaration of the same model whose weights are no longer quantised: a table fits it that did not before.
+    """The declaration of the same model whose weights are no longer quantised: a table fits it that did not
+    before.
 
     Args:
         source: the declaration of the quantised model.
@@ -205,8 +211,8 @@ def with_plain_weights(source: Source, names: Collection[str]) -> Source:
 
 
 def _find_missing_code(config: dict[str, Any], path: Path | None) -> list[Finding]:
-    """Finds modules that ``auto_map`` of a config names and that do not lie beside it; those of another repository
-    (``REPO--module.Class``) are not meant to."""
+    """Finds modules that ``auto_map`` of a config names and that do not lie beside it; those of another
+    repository (``REPO--module.Class``) are not meant to."""
     named = config.get("auto_map")
     if path is None or not isinstance(named, dict):
         return []
@@ -219,7 +225,8 @@ def _find_missing_code(config: dict[str, Any], path: Path | None) -> list[Findin
     return [
         Finding.of(
             codes.MISSING_FILE,
-            "auto_map of config.json names code that is missing: the model is not loaded with trust_remote_code",
+            "auto_map of config.json names code that is missing: the model is not loaded with "
+            "trust_remote_code",
             severity="warning",
             file=file,
             evidence=AUTO_MAP,
@@ -295,7 +302,8 @@ def _take_layout(
         source.table = table.with_rules([rule.renamed(outer + rule.name) for rule in table.rules])
     inner = prefix.removeprefix(outer)
     kind = config_json.architecture_of(config)
-    # Classes with other heads may call the model below them otherwise. source: transformers modeling_layers.py
+    # Classes with other heads may call the model below them otherwise. source: transformers
+    # modeling_layers.py
     is_known = kind is None or kind.is_causal or kind.name.endswith("Model")
     is_own = config_json.is_of_transformers(layout) and "auto_map" not in config
     if inner not in ("", base) and is_known and is_own:
@@ -362,7 +370,10 @@ def _take_spelling(
     """Puts on a declaration a table that has another framework's names of the model."""
     model_type, framework = config.get("model_type"), naming_schemes.framework(spelling)
     if model_type not in naming_schemes.model_types(spelling):
-        why = f"{framework} has no model of the type {shown(model_type)}: nothing says how its tensors are laid out there"
+        why = (
+            f"{framework} has no model of the type {shown(model_type)}: nothing says how its tensors are "
+            "laid out there"
+        )
         source.model = replace(source.model, dialect=None, no_table=why)
         return
     name = str(naming_schemes.tables(str(config_json.layout_of(config)))[spelling])
@@ -381,7 +392,8 @@ def _take_spelling(
 
 
 def by_own_table(source: Source, table: Table, names: Collection[str]) -> Source:
-    """The declaration by the caller's own table, which says what the tensors are; the config still gives axes and facts."""
+    """The declaration by the caller's own table, which says what the tensors are; the config still gives axes
+    and facts."""
     model = replace(source.model, family=table.family, no_table=None, headless=None)
     optimizer = replace(source.optimizer, rules=None)
     source = replace(
@@ -405,7 +417,8 @@ def by_own_table(source: Source, table: Table, names: Collection[str]) -> Source
     if source.vocab_size:
         axes.pop("V", None)
     if "tp" in source.degrees:
-        # Ranks hold rows of the padded vocabulary: what the files say of it goes before a config, which knows the true one.
+        # Ranks hold rows of the padded vocabulary: what the files say of it goes before a config, which knows
+        # the true one.
         axes.pop("P", None)
         axes |= {k: v for k, v in source.axes.items() if k == "P"}
     model = replace(model, dialect=huggingface.DIALECT)
@@ -466,7 +479,8 @@ def _of_layers(table: Table) -> Table:
 
 
 def _is_of(layout: str, names: Iterable[str]) -> bool:
-    """True if the tensors of layers are called as the table calls them, most of them; and if there are none."""
+    """True if the tensors of layers are called as the table calls them, most of them; and if there are
+    none."""
     rules = _of_layers(tables.table(layout))
     layered = [name[match.end(1) :] for name in names if (match := _LAYER.match(name))]
     fitting = sum(rules.rule_of(name) is not None for name in layered)
@@ -499,9 +513,11 @@ def _prefixed(layout: str, base: str, prefix: str) -> Table:
 
 
 def _value_head(names: Iterable[str]) -> str | None:
-    """The tensor of a critic or reward model that is saved under the config of the language model it was made of.
+    """The tensor of a critic or reward model that is saved under the config of the language model it was made
+    of.
 
-    source: ColossalAI applications/ColossalChat coati/models/{critic,reward_model}.py, trl models/modeling_value_head.py
+    source: ColossalAI applications/ColossalChat coati/models/{critic,reward_model}.py, trl
+        models/modeling_value_head.py
     """
     return next((name for name in names if _VALUE_HEAD.search(name)), None)
 

@@ -47,8 +47,9 @@ def disagreeing(
     *,
     whole: bool,
 ) -> Iterator[Finding]:
-    """Says where an index and its files disagree on names: ``FS102`` for tensors that no file holds, ``FS115`` as a warning for
-    those that another file holds, or the same one under a name that begins otherwise; ``FS108`` for what the index does not name.
+    """Says where an index and its files disagree on names: ``FS102`` for tensors that no file holds,
+    ``FS115`` as a warning for those that another file holds, or the same one under a name that begins
+    otherwise; ``FS108`` for what the index does not name.
 
     Args:
         weight_map: number of the file that the index sends each tensor to.
@@ -70,7 +71,8 @@ def disagreeing(
     if moved:
         yield Finding.of(
             codes.INDEX_NAMES_ANOTHER_FILE,
-            f"the index sends {counted(len(moved), 'tensor')} to the wrong files; each is read from the file that holds it",
+            f"the index sends {counted(len(moved), 'tensor')} to the wrong files; each is read from the file "
+            "that holds it",
             severity="warning",
             file=index or paths[weight_map[moved[0]]],
             tensor=moved[0],
@@ -83,7 +85,8 @@ def disagreeing(
         in_files = f"{prefix[0]}NAME, in the files {prefix[1]}NAME"
         yield Finding.of(
             codes.INDEX_NAMES_ANOTHER_FILE,
-            f"the index and the files spell the names differently: {in_files}; the names in the files are used",
+            f"the index and the files spell the names differently: {in_files}; the names in the files are "
+            "used",
             severity="warning",
             file=index or paths[weight_map[gone[0]]],
             tensor=gone[0],
@@ -113,7 +116,8 @@ def disagreeing(
 def _prefix(
     gone: list[str], unnamed: Mapping[str, int], weight_map: Mapping[str, int]
 ) -> tuple[str, str] | None:
-    """What names begin with in an index and in its files, where nothing else differs: each in the file that it is sent to."""
+    """What names begin with in an index and in its files, where nothing else differs: each in the file that
+    it is sent to."""
     if not gone or len(gone) != len(unnamed):
         return None
     first = gone[0]

@@ -14,8 +14,8 @@ def by_shape(
 ) -> list[list[str]] | None:
     """The one way in which groups of shapes are subsequences of the parameters in order, if it is one.
 
-    A shape that is not known fits any parameter. What is left over are frozen parameters. Several ways, or none,
-    give None.
+    A shape that is not known fits any parameter. What is left over are frozen parameters. Several ways, or
+    none, give None.
     """
     ends = [len(group) for group in groups]
     ends.append(len(names) - sum(ends))
@@ -29,7 +29,8 @@ def by_shape(
 
 
 def by_size(names: list[tuple[str, int]], lengths: list[int]) -> list[list[str]] | None:
-    """The one way in which parameters in order fill vectors of these lengths, if it is one; the rest are frozen."""
+    """The one way in which parameters in order fill vectors of these lengths, if it is one; the rest are
+    frozen."""
     ends = [*lengths, sum(size for _, size in names) - sum(lengths)]
 
     def advance(g: int, at: int, size: int) -> int | None:

@@ -1,6 +1,7 @@
 """MaxText train states: which model the names and shapes are of, and the table that fits them.
 
-source: MaxText common/checkpointing.py (names of a train state), layers/decoders.py (scan), flax core/axes_scan.py
+source: MaxText common/checkpointing.py (names of a train state), layers/decoders.py (scan), flax
+    core/axes_scan.py
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def describe(
 
 
 def _weights(table: Table, axis: int | None) -> Table:
-    """The rules of the weights under their names below the root, stacked along an axis where that is given."""
+    """The rules of the weights under their names below the root, stacked along an axis where that is
+    given."""
     rules = [rule for rule in table.rules if rule.name.startswith(DECLARED)]
     named = [rule if axis is None else scanned(rule, axis) for rule in rules]
     return table.with_rules([rule.renamed(rule.name.removeprefix(DECLARED)) for rule in named])
@@ -156,7 +158,8 @@ def _facts(source: Source, shapes: Mapping[str, Any], config: dict[str, Any], pa
 
 
 def _groups(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Whether heads share keys and values, on which other layouts depend, from the two projections that tell it."""
+    """Whether heads share keys and values, on which other layouts depend, from the two projections that tell
+    it."""
     if source.model.family != "llama":
         return
     found: dict[str, Counter[int]] = {"query": Counter(), "key": Counter()}

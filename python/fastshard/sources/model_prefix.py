@@ -38,8 +38,8 @@ def recognise(
         names: of all tensors.
         config: the model's, if there is one.
         chosen: the prefix that the caller gives, without the last dot.
-        paths: keys of the nested dicts that lead to each tensor, where the files tell: then these decide, and no list of
-            usual names is asked.
+        paths: keys of the nested dicts that lead to each tensor, where the files tell: then these decide, and
+            no list of usual names is asked.
 
     Raises:
         FastshardError: ``FS515`` if nothing lies there.
@@ -70,8 +70,9 @@ def recognise(
 
 
 def find_foreign_prefix(names: Iterable[str], config: dict[str, Any] | None) -> str | None:
-    """Returns what precedes the names of a model that a table knows, where its class of transformers has nothing there: as
-    trainers and wrappers put ``policy.`` before all names. None where the names are the model's own, or nothing tells.
+    """Returns what precedes the names of a model that a table knows, where its class of transformers has
+    nothing there: as trainers and wrappers put ``policy.`` before all names. None where the names are the
+    model's own, or nothing tells.
 
     Args:
         names: of all tensors.
@@ -86,7 +87,8 @@ def find_foreign_prefix(names: Iterable[str], config: dict[str, Any] | None) -> 
 def _containers(
     source: Source, stored: Sequence[str], paths: Mapping[str, Sequence[str]]
 ) -> dict[str, list[str]] | None:
-    """The dicts that hold a model's weights: what precedes their names, and the names in them, which are the module's own.
+    """The dicts that hold a model's weights: what precedes their names, and the names in them, which are the
+    module's own.
 
     None where the paths do not tell of every tensor.
     """
@@ -99,7 +101,8 @@ def _containers(
             return None
         if not is_state(own):
             groups.setdefault(outer, []).append(own.removeprefix(outer))
-    # Loose values of a trainer (a counter, a generator's state) have names without dots, as slots of an optimizer do.
+    # Loose values of a trainer (a counter, a generator's state) have names without dots, as slots of an
+    # optimizer do.
     holding = {
         outer: names for outer, names in groups.items() if any("." in name for name in names)
     } or groups
@@ -118,7 +121,8 @@ def _is_state_of(name: str, weights: set[str]) -> bool:
 
 
 def _of_containers(containers: Mapping[str, Sequence[str]], config: dict[str, Any]) -> list[str]:
-    """Where a model's own names may begin, by the dicts that hold its tensors: in each of these places is one."""
+    """Where a model's own names may begin, by the dicts that hold its tensors: in each of these places is
+    one."""
     found = [outer + inner for outer, names in containers.items() for inner in _within(names, config)]
     if found:
         return list(dict.fromkeys(found))

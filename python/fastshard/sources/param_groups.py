@@ -1,4 +1,5 @@
-"""Groups of parameters, as torch's optimizers list them: ``param_groups`` with numbers or names for parameters."""
+"""Groups of parameters, as torch's optimizers list them: ``param_groups`` with numbers or names for
+parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ Scalar = Callable[[int], float | None]
 
 
 def hyperparameters(group: Mapping[str, Any], scalar: Scalar | None = None) -> dict[str, Any]:
-    """What a group says of its parameters, but which they are. Compiled optimizers have their learning rate as a tensor."""
+    """What a group says of its parameters, but which they are. Compiled optimizers have their learning rate
+    as a tensor."""
 
     def value_of(value: Any) -> Any:
         index = as_dict(value).get("__tensor__")
@@ -58,7 +60,8 @@ def numbered(groups: Any, order: Sequence[Iterable[str]], scalar: Scalar | None 
 
 
 def joined(each: Iterable[list[Group] | None]) -> list[Group] | None:
-    """The groups of several ranks, each of which has a part of every group's parameters; None if they are not alike."""
+    """The groups of several ranks, each of which has a part of every group's parameters; None if they are not
+    alike."""
     ranks = list(each)
     first = next(iter(ranks), None)
     if first is None:
@@ -75,8 +78,8 @@ def joined(each: Iterable[list[Group] | None]) -> list[Group] | None:
 
 
 def by_decay(groups: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> list[Group] | None:
-    """Groups of Megatron-LM, which do not list their parameters: those with weight decay have matrices, those without the
-    biases and vectors. Experts have groups of their own, with the same values.
+    """Groups of Megatron-LM, which do not list their parameters: those with weight decay have matrices, those
+    without the biases and vectors. Experts have groups of their own, with the same values.
 
     source: megatron/core/optimizer/__init__.py (_get_param_groups, get_standard_config_overrides)
 

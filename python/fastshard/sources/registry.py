@@ -1,4 +1,5 @@
-"""All adapters, in the order in which they are asked; each is imported where a name says that it may find something."""
+"""All adapters, in the order in which they are asked; each is imported where a name says that it may find
+something."""
 
 from __future__ import annotations
 
@@ -145,7 +146,8 @@ def names_of(listing: Listing) -> set[str]:
 
 
 def _in_order(listing: Listing) -> list[Entry]:
-    """Returns the entries whose marks are there, and after them all others: these are asked before anything is refused."""
+    """Returns the entries whose marks are there, and after them all others: these are asked before anything
+    is refused."""
     names = names_of(listing)
     return sorted(_ENTRIES, key=lambda entry: not entry.may_find(names))
 
@@ -160,7 +162,8 @@ def detect(listing: Listing, options: Options) -> Found[Any]:
 
     Raises:
         FastshardError: ``FS513`` if nothing there is a checkpoint, ``FS514`` if it is a
-            part of one, ``FS105`` if the name of one is all that is there, or what the adapter found out by names alone.
+            part of one, ``FS105`` if the name of one is all that is there, or what the adapter found out by
+            names alone.
     """
     if listing.single and options.step is not None:
         raise no_steps(options.step)
@@ -191,5 +194,6 @@ def detect(listing: Listing, options: Options) -> Found[Any]:
         got=known[0] if known else f"{len(listing.files)} files",
         help=known[1]
         if known
-        else "point at the directory that holds the shards or the steps; `fastshard explain FS513` lists the formats",
+        else "point at the directory that holds the shards or the steps; `fastshard explain FS513` lists the "
+        "formats",
     )

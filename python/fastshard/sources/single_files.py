@@ -1,7 +1,7 @@
 """A file that is named by itself: it holds a model, or it is a part of a checkpoint.
 
-A part looks like a model of fewer tensors, or of smaller ones. Its name, an index beside it, what it says of itself, or the
-files beside it tell that it is one.
+A part looks like a model of fewer tensors, or of smaller ones. Its name, an index beside it, what it says of
+itself, or the files beside it tell that it is one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from .unsupported_formats import find_unread_format
 
 __all__ = ["accept_part", "find_part", "fits_config", "make_part", "refuse_rank_folder", "refuse_unreadable"]
 
-#: Names that loaders take without being told. source: transformers utils/__init__.py, diffusers utils/constants.py
+#: Names that loaders take without being told. source: transformers utils/__init__.py, diffusers
+#: utils/constants.py
 _LOADED = compile_when_used(r"^(diffusion_)?(pytorch_)?model(\.[\w-]+)?\.(safetensors|bin)$")
 #: A file of several by its name.
 _COUNTED = compile_when_used(r"-(\d+)-of-(\d+)(\.[\w-]+)*$")
@@ -45,12 +46,14 @@ _OF_DEEPSPEED = (
     ),
     (compile_when_used(r"^(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt$"), "one expert of a mixture"),
 )
-#: One tensor of a universal checkpoint: a folder of each below ``zero/``. source: DeepSpeed checkpoint/ds_to_universal.py
+#: One tensor of a universal checkpoint: a folder of each below ``zero/``. source: DeepSpeed
+#: checkpoint/ds_to_universal.py
 _OF_UNIVERSAL = compile_when_used(r"/zero/([^/]+/(fp32|exp_avg|exp_avg_sq|step)|optimizer_state)\.pt$")
-#: What only an optimizer's partition has. source: DeepSpeed runtime/zero/{stage_1_and_2,stage3}.py, bf16_optimizer.py
+#: What only an optimizer's partition has. source: DeepSpeed runtime/zero/{stage_1_and_2,stage3}.py,
+#: bf16_optimizer.py
 _PARTITION = ("single_partition_of_fp32_groups", "fp32_flat_groups", "partition_count", "fp32_groups_flat")
-#: Keys of training arguments that divide a model, and the dimension in the field's words. The number of data-parallel ranks
-#: divides none. source: Megatron-LM training/arguments.py, gpt-neox neox_arguments
+#: Keys of training arguments that divide a model, and the dimension in the field's words. The number of
+#: data-parallel ranks divides none. source: Megatron-LM training/arguments.py, gpt-neox neox_arguments
 _DEGREES = {
     "tensor_model_parallel_size": "tensor-parallel",
     "model_parallel_size": "tensor-parallel",
@@ -113,7 +116,8 @@ def refuse_unreadable(listing: Listing) -> None:
     """Refuses a file that no reader opens by itself, and says what it is.
 
     Raises:
-        FastshardError: ``FS118`` for a part of a store or of a save of torch.distributed.checkpoint, ``FS513`` for another format.
+        FastshardError: ``FS118`` for a part of a store or of a save of torch.distributed.checkpoint,
+            ``FS513`` for another format.
     """
     file, path = listing.files[0], _path_of(listing, listing.files[0])
     if file.name.endswith(".distcp"):
@@ -163,7 +167,8 @@ def refuse_rank_folder(listing: Listing) -> None:
 
 
 def find_part(listing: Listing, contents: Contents, accept: frozenset[str]) -> Finding | None:
-    """Returns the finding for a file that was named by itself and is a part of a checkpoint; None for one that is complete.
+    """Returns the finding for a file that was named by itself and is a part of a checkpoint; None for one
+    that is complete.
 
     Args:
         listing: the file alone.
@@ -274,8 +279,8 @@ def _partitioned(state: Mapping[str, Any], contents: Contents) -> str | None:
 
 
 def _by_siblings(label: str, path: Path, contents: Contents) -> Finding | None:
-    """Compares the file with those beside it whose names differ in a number: parts hold other tensors, or other boxes of the
-    same ones; copies (epochs, moving averages) hold the same names and shapes."""
+    """Compares the file with those beside it whose names differ in a number: parts hold other tensors, or
+    other boxes of the same ones; copies (epochs, moving averages) hold the same names and shapes."""
     path = path.absolute()
     shapes = {".".join(tensor["path"]): tensor["shape"] for tensor in contents.tensors(0)}
     for sibling, is_dividing in _siblings_of(path):
@@ -298,8 +303,8 @@ def _by_siblings(label: str, path: Path, contents: Contents) -> Finding | None:
 
 
 def _siblings_of(path: Path) -> list[tuple[Path, bool]]:
-    """Returns files whose paths differ from the file's in a number that counts parts, the nearest numbers first, and whether
-    that number is of a rank that divides the model."""
+    """Returns files whose paths differ from the file's in a number that counts parts, the nearest numbers
+    first, and whether that number is of a rank that divides the model."""
     found = [
         (path.with_name(n), divides) for n, divides in _numbered_alike(path.name, _names_in(path.parent))
     ]
@@ -313,8 +318,8 @@ def _siblings_of(path: Path) -> list[tuple[Path, bool]]:
 
 
 def _numbered_alike(name: str, others: Sequence[str]) -> list[tuple[str, bool]]:
-    """Returns the names that differ from one in a single number that counts parts, and whether it counts ranks that divide a
-    model."""
+    """Returns the names that differ from one in a single number that counts parts, and whether it counts
+    ranks that divide a model."""
     found: dict[str, tuple[int, bool]] = {}
     for match in _NUMBER.finditer(name):
         start, end = match.span("n")
@@ -330,7 +335,8 @@ def _numbered_alike(name: str, others: Sequence[str]) -> list[tuple[str, bool]]:
 
 
 def _is_numbered_model(path: Path) -> bool:
-    """True for a further model of one script: accelerate saves ``model.safetensors``, ``model_1.safetensors``."""
+    """True for a further model of one script: accelerate saves ``model.safetensors``,
+    ``model_1.safetensors``."""
     first = re.sub(r"_\d+(?=\.\w+$)", "", path.name)
     return first != path.name and path.with_name(first).is_file()
 
@@ -351,8 +357,8 @@ def _shapes_in(path: Path) -> dict[str, list[int]] | None:
 def _find_divided(
     shapes: Mapping[str, Sequence[int]], others: Mapping[str, Sequence[int]], is_numbered: bool
 ) -> str | None:
-    """Returns a tensor that two files of one model divide: another box of it is in the other file, or all of it; None for
-    copies and for files of different models.
+    """Returns a tensor that two files of one model divide: another box of it is in the other file, or all of
+    it; None for copies and for files of different models.
 
     Args:
         shapes: of the file's tensors, by their names.
@@ -383,8 +389,8 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def fits_config(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> bool:
-    """True if the config.json beside a file is that of its model: loaders take the file by its name, or more than half of its
-    names are the model's.
+    """True if the config.json beside a file is that of its model: loaders take the file by its name, or more
+    than half of its names are the model's.
 
     Args:
         path: the file.
@@ -405,8 +411,8 @@ def fits_config(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> 
 
 
 def _names_of_model(path: Path) -> set[str] | None:
-    """Returns the names of the tensors of the model that lies beside a file, by its index or in its one file; None if none
-    lies there."""
+    """Returns the names of the tensors of the model that lies beside a file, by its index or in its one file;
+    None if none lies there."""
     for name in sorted(_names_in(path.parent)):
         if name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
             try:

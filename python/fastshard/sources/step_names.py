@@ -69,8 +69,8 @@ def is_step(name: str) -> bool:
 
 
 def part_of(folders: Iterable[str], any_name: bool = False) -> int | None:
-    """The one part of the path in which folders differ, if that is named as steps are in all of them; or as anything,
-    where something else says which is meant."""
+    """The one part of the path in which folders differ, if that is named as steps are in all of them; or as
+    anything, where something else says which is meant."""
     paths = [folder.split("/") for folder in folders]
     if len({len(p) for p in paths}) != 1:
         return None

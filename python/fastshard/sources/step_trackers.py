@@ -1,4 +1,5 @@
-"""Steps of a run of which something is there, and the files in which trainers say which of them is the last."""
+"""Steps of a run of which something is there, and the files in which trainers say which of them is the
+last."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def refuse_lone_trackers(listing: Listing) -> None:
     """Refuses a directory in which no adapter finds a checkpoint and a tracker file names one.
 
     Raises:
-        FastshardError: ``FS105`` for a step that is missing, ``FS104`` for one whose folder holds no checkpoint.
+        FastshardError: ``FS105`` for a step that is missing, ``FS104`` for one whose folder holds no
+            checkpoint.
     """
     for _, finding in _find_lone_trackers(listing):
         raise error_for([finding])
@@ -97,7 +99,8 @@ def warn_of_lone_trackers(listing: Listing, folder: str) -> list[Finding]:
         A warning for each that lies beside the model: the steps are gone, the model does not depend on them.
 
     Raises:
-        FastshardError: ``FS105`` or ``FS104`` for one above the model's folder: it is the run's, and names something else.
+        FastshardError: ``FS105`` or ``FS104`` for one above the model's folder: it is the run's, and names
+            something else.
     """
     warnings = []
     for file, finding in _find_lone_trackers(listing):
@@ -143,7 +146,8 @@ def pointing_nowhere(listing: Listing, steps: Mapping[str, Step], file: File, na
 
 
 def _folder_of(named: str, steps: Mapping[str, Step], tracker: File) -> str:
-    """The folder of a step that a tracker file names by its number alone: as those of other steps, if there are any."""
+    """The folder of a step that a tracker file names by its number alone: as those of other steps, if there
+    are any."""
     if not named.isdecimal() or not named.isascii():
         return named if _PLAIN.fullmatch(named) else shown(named)
     like = next((name for name in steps if len(re.findall(r"\d+", name)) == 1), None)

@@ -1,5 +1,5 @@
-"""Tensors that an index looks for in vain where one thing accounts for all of them: the file is a copy of another, or
-they lie in a file that the index does not name."""
+"""Tensors that an index looks for in vain where one thing accounts for all of them: the file is a copy of
+another, or they lie in a file that the index does not name."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Strays:
     absent: frozenset[str] = frozenset()
 
     def left(self, findings: Iterable[Finding], index: str | None) -> list[Finding]:
-        """The findings that do not say the same once more: of a holder that the index does not name it, of the index that
-        it counts other bytes than its files hold.
+        """The findings that do not say the same once more: of a holder that the index does not name it, of
+        the index that it counts other bytes than its files hold.
 
         Args:
             findings: what was found of the checkpoint.

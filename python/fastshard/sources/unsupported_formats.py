@@ -12,7 +12,8 @@ _KNOWN = (
     (
         r"adapter_(model\.(safetensors|bin)|config\.json)$",
         "a part of an adapter of PEFT",
-        "bring its adapter_config.json and its tensors together; `fastshard merge BASE OUT --adapter DIR` merges it",
+        "bring its adapter_config.json and its tensors together; `fastshard merge BASE OUT --adapter DIR` "
+        "merges it",
     ),
     (r".*\.gguf$", "GGUF, llama.cpp's format", "name the checkpoint that it was made of"),
     (

@@ -37,8 +37,8 @@ class Drafted:
     bytes: int
     #: Shape of the whole tensor.
     whole: list[int]
-    #: (dimension, parallel dimension, parts) for each dimension that ranks share: a rank holds its equal share of
-    #: each part of the whole, one after another. None where they hold anything else.
+    #: (dimension, parallel dimension, parts) for each dimension that ranks share: a rank holds its equal
+    #: share of each part of the whole, one after another. None where they hold anything else.
     cuts: list[tuple[int, str, list[int]]] | None
     #: Its layer, if it is of one.
     layer: int | None = None
@@ -88,12 +88,13 @@ class Completed:
     findings: list[Finding] = field(default_factory=list)
     #: Files that hold the tensors, as the core takes them; none to fill safetensors files in order.
     files: list[_core.PlacedFile] = field(default_factory=list)
-    #: Top-level names that appear after all others, the last of them the one that readers start from; by default the
-    #: index or the first file.
+    #: Top-level names that appear after all others, the last of them the one that readers start from; by
+    #: default the index or the first file.
     pointers: tuple[str, ...] = ()
     #: Tensors that are written in another integer type than they were drafted in.
     dtypes: dict[str, str] = field(default_factory=dict)
-    #: Scalars that no tensor of the source gives: (dtype, whole number) by name, to be named by one of the files.
+    #: Scalars that no tensor of the source gives: (dtype, whole number) by name, to be named by one of the
+    #: files.
     constants: dict[str, tuple[str, int]] = field(default_factory=dict)
 
 
@@ -134,7 +135,8 @@ class Target(ABC):
     holds_optimizer: ClassVar[bool] = False
     #: It holds a model with its optimizer only, so that ``--optimizer`` goes without saying.
     needs_optimizer: ClassVar[bool] = False
-    #: It takes moments as slots of its weights (:class:`~fastshard.targets.optimizer_state.State`), wherever they come from.
+    #: It takes moments as slots of its weights (:class:`~fastshard.targets.optimizer_state.State`), wherever
+    #: they come from.
     takes_slots: ClassVar[bool] = False
     #: It has a place for the step of a train state.
     keeps_step: ClassVar[bool] = False
@@ -169,7 +171,8 @@ class Target(ABC):
 
 @dataclass
 class TrainerTarget(Target):
-    """What a trainer goes on from: files of tensor-parallel ranks and pipeline stages, the vocabulary padded for them."""
+    """What a trainer goes on from: files of tensor-parallel ranks and pipeline stages, the vocabulary padded
+    for them."""
 
     source: Source
     name: str

@@ -1,4 +1,5 @@
-"""The target torch.distributed.checkpoint: a model in ``.distcp`` files, as FSDP, torchtitan and OLMo-core load it."""
+"""The target torch.distributed.checkpoint: a model in ``.distcp`` files, as FSDP, torchtitan and OLMo-core
+load it."""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ from .pickle_tree import TensorOf, tree
 from .request import Request
 
 #: Forms under other names, and below which key the trainer looks for the model.
-#: source: torchtitan components/checkpoint.py (ModelWrapper, at top level), OLMo-core distributed/checkpoint (prepare_state_dict)
+#: source: torchtitan components/checkpoint.py (ModelWrapper, at top level), OLMo-core distributed/checkpoint
+#: (prepare_state_dict)
 _SPELLED = {"dcp:torchtitan": "torchtitan", "dcp:olmo_core": "olmo_core"}
 
 _BELOW = {"dcp:olmo_core": "model."}
-#: The parts of a state, where an optimizer goes along. source: torch's recipe of DCP, ``{"model": ..., "optim": ...}``
+#: The parts of a state, where an optimizer goes along. source: torch's recipe of DCP, ``{"model": ...,
+#: "optim": ...}``
 _MODEL, _OPTIMIZER = "model.", "optim."
 #: A file of a whole model grows to about this many bytes: a reader opens few, a loss of one is small.
 _FILE_BYTES = 5 << 30
@@ -100,7 +103,8 @@ def stacked(whole: HfTarget) -> None:
 
 @dataclass
 class DcpTarget(Target):
-    """A model as chunks, divided as the layout's axes are: under Hugging Face's names, or those of a trainer that has its own."""
+    """A model as chunks, divided as the layout's axes are: under Hugging Face's names, or those of a trainer
+    that has its own."""
 
     whole: HfTarget
     tp: int
@@ -116,8 +120,8 @@ class DcpTarget(Target):
         """What the source allows.
 
         Raises:
-            FastshardError: as :meth:`.HfTarget.of`, ``FS515`` for degrees that no run has, and ``FS514`` for a model
-                that the trainer asked for does not have.
+            FastshardError: as :meth:`.HfTarget.of`, ``FS515`` for degrees that no run has, and ``FS514`` for
+                a model that the trainer asked for does not have.
         """
         positive(request, TP)
         tp, to = request[TP], str(request.to)
@@ -157,7 +161,8 @@ class DcpTarget(Target):
 
     @property
     def keeps_names(self) -> bool:
-        """True where no table says what the names mean, so that they stay, and the model's config with them."""
+        """True where no table says what the names mean, so that they stay, and the model's config with
+        them."""
         return self.whole.keeps_names
 
     def form(self) -> Form:
@@ -165,8 +170,8 @@ class DcpTarget(Target):
         # torch keeps no padding: chunks of a vocabulary that does not divide are refused.
         form = replace(self.whole.form(), name=self.name, degrees={"tp": self.tp}, chunks=True)
         if form.facts.get("tied"):
-            # A state dict has a tied head under its own name too, and torch loads nothing where a name is missing; its
-            # optimizer knows the one parameter that the two are.
+            # A state dict has a tied head under its own name too, and torch loads nothing where a name is
+            # missing; its optimizer knows the one parameter that the two are.
             form = replace(form, facts={**form.facts, "head": True}, state_facts={"head": False})
         if self.spelling is not None:
             table = tables.table(str(naming_schemes.table_of(self.spelling, self.whole.layout)))
@@ -216,7 +221,8 @@ def _state(state: State, called: dict[str, str]) -> tuple[dict[str, tuple[str, i
     return constants, values
 
 
-#: What torch's AdamW says of a group besides. A loader asks for those that its version has, and takes no others.
+#: What torch's AdamW says of a group besides. A loader asks for those that its version has, and takes no
+#: others.
 #: source: torch/optim/adamw.py, adam.py
 _DEFAULTS: dict[str, Any] = {
     "amsgrad": False,
@@ -230,7 +236,8 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def _hyperparameters(given: dict[str, Any]) -> dict[str, Any]:
-    """All that a loader may ask of a group, but the numbers that nothing tells: it asks for these, and stops."""
+    """All that a loader may ask of a group, but the numbers that nothing tells: it asks for these, and
+    stops."""
     values: dict[str, Any] = _DEFAULTS | {
         key: value for key, value in given.items() if key != "bias_correction"
     }

@@ -1,7 +1,10 @@
-"""The target DeepSpeed universal: a folder of files per parameter, which DeepSpeed loads on any number of ranks.
+"""The target DeepSpeed universal: a folder of files per parameter, which DeepSpeed loads on any number of
+ranks.
 
-source: DeepSpeed checkpoint/ds_to_universal.py (what is written), runtime/base_optimizer.py and runtime/zero/stage3.py (what is
-read: stages 1 and 2 want ``{"param": tensor}``, stage 3 takes it since 0.18), runtime/engine.py (what a model file must say)
+source: DeepSpeed checkpoint/ds_to_universal.py (what is written), runtime/base_optimizer.py and
+    runtime/zero/stage3.py (what is
+read: stages 1 and 2 want ``{"param": tensor}``, stage 3 takes it since 0.18), runtime/engine.py (what a model
+    file must say)
 """
 
 from __future__ import annotations
@@ -72,7 +75,8 @@ class UniversalTarget(Target):
 
     @property
     def keeps_names(self) -> bool:
-        """True where no table says what the names mean, so that they stay, and the model's config with them."""
+        """True where no table says what the names mean, so that they stay, and the model's config with
+        them."""
         return self.whole.keeps_names
 
     def form(self) -> Form:
@@ -80,13 +84,15 @@ class UniversalTarget(Target):
         return replace(self.whole.form(), name=self.name)
 
     def complete(self, bound: Bound) -> Completed:
-        """A folder per parameter, what the optimizer has of all, and model files that only say what there is."""
+        """A folder per parameter, what the optimizer has of all, and model files that only say what there
+        is."""
         whole, state = self.whole.complete(bound), bound.state
         assert state is not None, "asked for when the target was made"
         if state.step is None or state.groups is None:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                "a universal checkpoint needs the optimizer's step and groups, which the source does not state",
+                "a universal checkpoint needs the optimizer's step and groups, which the source does not "
+                "state",
                 help="merge it, which keeps the moments under their own names",
                 run=["fastshard merge CKPT OUT --optimizer"],
             )
@@ -150,16 +156,21 @@ class UniversalTarget(Target):
 
 
 def _one_for_all(state: State) -> list[Finding]:
-    """That ZeRO-3 gives every group what the first one has. source: stage3.py (load_hp_checkpoint_state_from_checkpoint_dir_stage3), 0.19"""
+    """That ZeRO-3 gives every group what the first one has. source: stage3.py
+    (load_hp_checkpoint_state_from_checkpoint_dir_stage3), 0.19"""
     groups = [given for given, _ in state.groups or ()]
     if all(given == groups[0] for given in groups):
         return []
-    message = "ZeRO-3 gives all groups of parameters the hyperparameters of the first when it loads this: set them in the run that continues; stages 1 and 2 take each group's own"
+    message = (
+        "ZeRO-3 gives all groups of parameters the hyperparameters of the first when it loads this: set them "
+        "in the run that continues; stages 1 and 2 take each group's own"
+    )
     return [Finding.of(codes.IGNORED, message, severity="note")]
 
 
 def _optimizer(state: State) -> dict[str, Any]:
-    """What the optimizer has of all parameters: stages 1 and 2 look at the top, stage 3 below ``optimizer_state_dict``."""
+    """What the optimizer has of all parameters: stages 1 and 2 look at the top, stage 3 below
+    ``optimizer_state_dict``."""
     groups = []
     for n, (given, _) in enumerate(state.groups or ()):
         values = dict(given)

@@ -12,7 +12,8 @@ __all__ = ["Form"]
 
 @dataclass(frozen=True)
 class Form:
-    """What tensors of a result are called and how ranks divide them. The core reads the fields by their names."""
+    """What tensors of a result are called and how ranks divide them. The core reads the fields by their
+    names."""
 
     #: For the plan and the manifest, e.g. ``hf``.
     name: str

@@ -120,7 +120,8 @@ class HfTarget(Target):
                 f"{_why(source.model)}: nothing says what its tensors are, as {what} needs",
                 help="give the weights their values"
                 if is_quantised
-                else "merge it, or choose the target hf, which keep its names; or describe the model in a table of your own",
+                else "merge it, or choose the target hf, which keep its names; or describe the model in a "
+                "table of your own",
                 run=["--dtype bf16"]
                 if is_quantised
                 else ["fastshard merge CKPT OUT", "--to hf", "--layout FILE.toml"],
@@ -177,7 +178,8 @@ def model_of(source: Source, what: str) -> Model:
     """What a source's model computes, for a target that must know: ``what`` is to be made of it.
 
     Raises:
-        FastshardError: as :meth:`HfTarget.known` for a model of Hugging Face, and ``FS514`` for one of which nothing is known.
+        FastshardError: as :meth:`HfTarget.known` for a model of Hugging Face, and ``FS514`` for one of which
+            nothing is known.
     """
     if source.model.dialect is None or source.model.hf_names:
         HfTarget.known(source, what)
@@ -185,9 +187,9 @@ def model_of(source: Source, what: str) -> Model:
 
 
 def _layout_of(source: Source, config: dict[str, Any]) -> tuple[str | None, Table | None]:
-    """Name of the table that a model of transformers is loaded by, and the table where it is the caller's own; None if
-    there is none. The caller's own says what the tensors are called here, and for a model without another table of the
-    family what transformers calls them."""
+    """Name of the table that a model of transformers is loaded by, and the table where it is the caller's
+    own; None if there is none. The caller's own says what the tensors are called here, and for a model
+    without another table of the family what transformers calls them."""
     layout = None if source.model.no_table is not None else config_json.layout_of(config)
     own = source.own_table
     if own is not None:
@@ -201,8 +203,8 @@ def _kept(source: Source) -> str:
     """No layout: names and shapes stay.
 
     Raises:
-        FastshardError: ``FS209`` where no config.json says what the model is, ``FS514`` for one that has no table and
-            whose vocabulary is to be cut.
+        FastshardError: ``FS209`` where no config.json says what the model is, ``FS514`` for one that has no
+            table and whose vocabulary is to be cut.
     """
     if not source.model.config:
         raise _unknown()
@@ -230,13 +232,15 @@ def _changed(why: str, prefix: str | None = None) -> FastshardError:
         return FastshardError.of(
             codes.UNSUPPORTED,
             f"{why}: they are not the model's own, so that nothing would load them",
-            help="merge the factors by the adapter_config.json of the run, or merge the checkpoint, which keeps the names as they are",
+            help="merge the factors by the adapter_config.json of the run, or merge the checkpoint, which "
+            "keeps the names as they are",
             run=["--adapter FILE", "fastshard merge CKPT OUT"],
         )
     return FastshardError.of(
         codes.UNSUPPORTED,
         f"{why}: they are not the model's own, so that nothing would load them",
-        help="save the model itself (unwrapped, adapters merged), or merge it, which keeps the names as they are"
+        help="save the model itself (unwrapped, adapters merged), or merge it, which keeps the names as they "
+        "are"
         if prefix is None
         else "say where it lies, or merge it, which keeps the names as they are",
         run=[*([] if prefix is None else [f"--prefix {shlex.quote(prefix)}"]), "fastshard merge CKPT OUT"],
@@ -273,14 +277,17 @@ def _unproven(source: Source) -> Finding:
     """What is not proven of names that stay."""
     return Finding.of(
         codes.NOT_PROVABLE,
-        f"{_why(source.model)}: names and shapes stay as they are stored, and no table says that they are the model's",
-        help="compare them with a good checkpoint of the model, a manifest (--expect) or a table of your own (--layout)",
+        f"{_why(source.model)}: names and shapes stay as they are stored, and no table says that they are "
+        "the model's",
+        help="compare them with a good checkpoint of the model, a manifest (--expect) or a table of your own "
+        "(--layout)",
         run=["--like GOOD"],
     )
 
 
 def _find_foreign_key(source: Source, names: Iterable[str]) -> str | None:
-    """A name by which the model lies below a key that transformers knows nothing of; None if there is none."""
+    """A name by which the model lies below a key that transformers knows nothing of; None if there is
+    none."""
     weights = [name for name in names if not is_state(name)]
     kept = next((name for name in weights if name.partition(".")[0] in _HOLDERS), None)
     if kept is None:
@@ -290,7 +297,8 @@ def _find_foreign_key(source: Source, names: Iterable[str]) -> str | None:
     renamed = source.own_table is None and source.table is not None and model.headless is None
     known = renamed and config_json.is_of_transformers(source.layout)
     if kept is None and known and "auto_map" not in (model.config or {}):
-        # The table fits the tensors, and the architecture is transformers' own: it begins where the table does.
+        # The table fits the tensors, and the architecture is transformers' own: it begins where the table
+        # does.
         kept = next(iter(weights), None)
     return kept
 
@@ -298,8 +306,8 @@ def _find_foreign_key(source: Source, names: Iterable[str]) -> str | None:
 def _special_tokens(
     config: dict[str, Any], tokenizer: Tokenizer | None, source: Source, rows: int | None
 ) -> tuple[dict[str, Any], list[Finding]]:
-    """A config that nobody else has written, with the ids that its tokenizer gives its special tokens: transformers
-    has defaults of its own, by which a model generates past the end."""
+    """A config that nobody else has written, with the ids that its tokenizer gives its special tokens:
+    transformers has defaults of its own, by which a model generates past the end."""
     if tokenizer is None:
         return config, []
     special = dict(tokenizer.special or {})

@@ -1,6 +1,7 @@
 """The MaxText target: names, shapes and what a train state needs besides, for Llama and GPT-3 models.
 
-source: MaxText configs/base.yml, configs/models/{llama2-7b,llama3.1-8b,mistral-7b,gpt3-175b}.yml, checkpoint_conversion/to_maxtext.py, standalone_scripts/convert_gpt3_ckpt_from_paxml.py,
+source: MaxText configs/base.yml, configs/models/{llama2-7b,llama3.1-8b,mistral-7b,gpt3-175b}.yml,
+    checkpoint_conversion/to_maxtext.py, standalone_scripts/convert_gpt3_ckpt_from_paxml.py,
 common/checkpointing.py
 """
 
@@ -52,11 +53,13 @@ class MaxTextTarget:
     def of(cls, source: Source, request: Request) -> MaxTextTarget:
         """What the source allows.
 
-        Both values of ``--rope-type`` compute the same without scaling, from queries and keys in other orders.
+        Both values of ``--rope-type`` compute the same without scaling, from queries and keys in other
+        orders.
 
         Raises:
-            FastshardError: ``FS514`` for a model that these blocks of MaxText do not compute, or another framework's
-                optimizer; ``FS209`` if a fact that decides values is unknown, ``FS515`` for options that do not fit.
+            FastshardError: ``FS514`` for a model that these blocks of MaxText do not compute, or another
+                framework's optimizer; ``FS209`` if a fact that decides values is unknown, ``FS515`` for
+                options that do not fit.
         """
         to, optimizer, multiple = str(request.to), request.optimizer, request[MULTIPLE]
         fused_qkv, rope_type = request[FUSED_QKV], request[ROPE_TYPE]
@@ -68,7 +71,8 @@ class MaxTextTarget:
                 f"the optimizer's state of {source.framework} is not converted to MaxText's",
                 expected="a train state of MaxText or Paxml",
                 got=source.framework,
-                help="leave out --optimizer for the weights alone, or choose a target that holds it (universal, dcp)",
+                help="leave out --optimizer for the weights alone, or choose a target that holds it "
+                "(universal, dcp)",
                 run=["--to dcp"],
             )
         rules = source.optimizer.rules if isinstance(source.optimizer.rules, Rules) else None
@@ -141,7 +145,8 @@ class MaxTextTarget:
         return {"scan_layers": self.scan is not None}
 
     def complete(self, bound: Bound) -> Completed:
-        """A yml that says what the model is, and what had to be assumed; the files are Orbax's to prescribe."""
+        """A yml that says what the model is, and what had to be assumed; the files are Orbax's to
+        prescribe."""
         config, findings = _yml(self, bound.axes)
         return Completed({FILE: _dump(config)}, findings + self.rounded(bound.axes) + self._ordered())
 
@@ -152,9 +157,11 @@ class MaxTextTarget:
         return [
             Finding.of(
                 codes.NOT_PROVABLE,
-                "queries and keys are in the order of MaxText's rope_type llama3.1, as its own converter writes them",
+                "queries and keys are in the order of MaxText's rope_type llama3.1, as its own converter "
+                "writes them",
                 file=FILE,
-                help="run MaxText with this yml; for a model_name without that rope_type (llama2, mistral) convert with the default",
+                help="run MaxText with this yml; for a model_name without that rope_type (llama2, mistral) "
+                "convert with the default",
                 run=["--rope-type default"],
             )
         ]
@@ -262,7 +269,8 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
         **({} if target.scan is None else {"param_scan_axis": target.scan}),
     }
     if target.optimizer and target.names.count == "opt_state.count":
-        # Optax numbers the states of its chain; this optimizer alone has these names. source: MaxText optimizers
+        # Optax numbers the states of its chain; this optimizer alone has these names. source: MaxText
+        # optimizers
         out["opt_type"] = "adam_pax"
     findings: list[Finding] = []
     given = source.model.config or {}

@@ -65,6 +65,7 @@ class MaxTextStore(Target):
 
 
 def _empty(path: tuple[str, ...]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """An entry of the tree that holds nothing. source: orbax metadata/tree.py; as MaxText's converter writes it"""
+    """An entry of the tree that holds nothing. source: orbax metadata/tree.py; as MaxText's converter writes
+    it"""
     keys = [{"key": key, "key_type": DICT_KEY} for key in path]
     return keys, {"value_type": "Dict", "skip_deserialize": True}

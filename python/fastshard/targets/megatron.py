@@ -46,7 +46,8 @@ _BACKEND = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-#: How the run of a source laid its model out, which is not how it is written: `--use-checkpoint-args` takes these.
+#: How the run of a source laid its model out, which is not how it is written: `--use-checkpoint-args` takes
+#: these.
 _PLACED: dict[str, Any] = {
     "num_layers_per_virtual_pipeline_stage": None,
     "num_virtual_stages_per_pipeline_rank": None,
@@ -103,7 +104,8 @@ class MegatronTarget(TrainerTarget):
             megatron.refuse(model)
             facts = megatron.facts_of(model)
         name = "megatron:torch_dist" if request.to == "megatron" else str(request.to)
-        # With tied embeddings the last of several stages has a copy of them. source: megatron/core gpt_model.py
+        # With tied embeddings the last of several stages has a copy of them. source: megatron/core
+        # gpt_model.py
         output_layer = not facts["tied"] or (pp > 1 and name != "megatron:torch_dist")
         facts |= {"split_gate": name == "megatron:torch_dist", "output_layer": output_layer}
         return cls(source, name, tp, pp, multiple or _VOCAB_MULTIPLE, facts, model)

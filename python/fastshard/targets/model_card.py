@@ -1,4 +1,5 @@
-"""The model card of a Hugging Face directory: a draft where the checkpoint has none, of what is known of the conversion."""
+"""The model card of a Hugging Face directory: a draft where the checkpoint has none, of what is known of the
+conversion."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _WORD = compile_when_used(r"\w{1,96}")
 
 
 def has_card(source: Source) -> bool:
-    """True if the checkpoint has a model card: where it goes along, and where it lies beside the weights alone."""
+    """True if the checkpoint has a model card: where it goes along, and where it lies beside the weights
+    alone."""
     own = [folder for folder in source.places if folder.beside is None or folder.beside.is_file()]
     return sidecar_files.first(own, CARD_NAME) is not None
 
@@ -48,7 +50,8 @@ def drafted(source: Source, config: Mapping[str, Any], bound: Bound) -> str:
             "---",
             f"# {name or 'Model'}",
             "",
-            "<!-- fastshard drafted this card. Say what the model was trained on, what it is for, and its license. -->",
+            "<!-- fastshard drafted this card. Say what the model was trained on, what it is for, and its "
+            "license. -->",
             "",
             "| | |",
             "|---|---|",

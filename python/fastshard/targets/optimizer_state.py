@@ -1,7 +1,8 @@
-"""Optimizer state on its way to another framework: moments by the target's weights, the step, groups of parameters.
+"""Optimizer state on its way to another framework: moments by the target's weights, the step, groups of
+parameters.
 
-Moments are outputs as their weights are: the core moves them through the same boxes. What is no tensor of the weights' shape is
-gathered here, or named as not carried.
+Moments are outputs as their weights are: the core moves them through the same boxes. What is no tensor of the
+weights' shape is gathered here, or named as not carried.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ CARRIED = (
 #: What every group of Adam's has, and what tells AdamW from Adam.
 NEEDED = ("lr", "betas", "eps", "weight_decay")
 DECOUPLED = "decoupled_weight_decay"
-#: How torch's optimizers are run, not what they compute; and where Megatron-LM and DeepSpeed keep what is known besides.
+#: How torch's optimizers are run, not what they compute; and where Megatron-LM and DeepSpeed keep what is
+#: known besides.
 _SILENT = (
     "foreach",
     "capturable",
@@ -167,7 +169,8 @@ def _of_groups(state: State, source: Source) -> list[Finding]:
                 codes.IGNORED,
                 "it is not stated whether weight decay is decoupled: it is taken as in AdamW",
                 severity="warning",
-                help="set decoupled_weight_decay to False in the run that continues, for Adam with L2 regularisation",
+                help="set decoupled_weight_decay to False in the run that continues, for Adam with L2 "
+                "regularisation",
             )
         )
     moved = {name for group in source.assembled if group.slot for name, *_ in group.tensors}
@@ -176,7 +179,8 @@ def _of_groups(state: State, source: Source) -> list[Finding]:
         findings.append(
             Finding.of(
                 codes.IGNORED,
-                f"{len(without)} parameters are in the optimizer's groups and have no moments: taken as never stepped",
+                f"{len(without)} parameters are in the optimizer's groups and have no moments: taken as "
+                "never stepped",
                 severity="note",
                 tensor=without[0],
             )
@@ -220,7 +224,8 @@ def _groups(
         findings.append(
             Finding.of(
                 codes.IGNORED,
-                "the parameter groups (learning rates, weight decay) are not carried over: the files do not state which parameters each has",
+                "the parameter groups (learning rates, weight decay) are not carried over: the files do not "
+                "state which parameters each has",
                 severity="warning",
                 help="set them in the run that continues as the first one did",
             )

@@ -1,4 +1,5 @@
-"""Orbax checkpoints as a target: one committed step with one item of arrays, and the metadata that Orbax restores by."""
+"""Orbax checkpoints as a target: one committed step with one item of arrays, and the metadata that Orbax
+restores by."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from .request import Request
 BLOCK_BYTES = 8 << 20
 #: Orbax's word for a key of a dict. source: orbax/checkpoint/_src/metadata/tree.py, KeyType.DICT
 DICT_KEY = 2
-#: Restored as numpy unless the caller asks for jax arrays; `jax.Array` would call for the devices that wrote it.
+#: Restored as numpy unless the caller asks for jax arrays; `jax.Array` would call for the devices that wrote
+#: it.
 _VALUE = "np.ndarray"
 #: Restored as numbers of Python. source: orbax type_handlers.py
 _SCALARS = ("scalar", "int", "float", "bool")
@@ -210,7 +212,8 @@ class OrbaxTarget(Target):
 
 
 def block_of(shape: list[int], item: int, limit: int = BLOCK_BYTES) -> list[int]:
-    """Extent of a chunk: a run of C-ordered elements of at most ``limit`` bytes, in equal parts where that is near."""
+    """Extent of a chunk: a run of C-ordered elements of at most ``limit`` bytes, in equal parts where that is
+    near."""
     block = [max(1, n) for n in shape]
     for dim, n in enumerate(block):
         row = math.prod(block[dim + 1 :]) * item

@@ -1,4 +1,5 @@
-"""The per-rank target: one safetensors file per tensor-parallel rank under Hugging Face names, and ``layout.json``."""
+"""The per-rank target: one safetensors file per tensor-parallel rank under Hugging Face names, and
+``layout.json``."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class TpTarget(Target):
 
     @property
     def keeps_names(self) -> bool:
-        """True where no table says what the names mean, so that they stay, and the model's config with them."""
+        """True where no table says what the names mean, so that they stay, and the model's config with
+        them."""
         return self.whole.keeps_names
 
     def form(self) -> Form:
@@ -78,7 +80,8 @@ class TpTarget(Target):
 
 
 def _divided(name: str, tensor: Drafted) -> int | dict[str, Any] | None:
-    """How ``layout.json`` says that a tensor is divided: along a dimension, or along one of a fused tensor's parts.
+    """How ``layout.json`` says that a tensor is divided: along a dimension, or along one of a fused tensor's
+    parts.
 
     Raises:
         FastshardError: ``FS514`` where ranks do not hold equal shares.

@@ -1,4 +1,5 @@
-"""What was published, as a statement of in-toto: SHA-256 of each file, BLAKE3 of each tensor, and how it was made."""
+"""What was published, as a statement of in-toto: SHA-256 of each file, BLAKE3 of each tensor, and how it was
+made."""
 
 from __future__ import annotations
 
@@ -40,14 +41,16 @@ def attest(
 ) -> dict[str, Any]:
     """Makes an in-toto statement (v1) about a result and its manifest, and writes it.
 
-    Its subjects are the files with their SHA-256, which is also the id that Git LFS and Hugging Face's hub know them by,
-    and the tensors (``FILE#NAME``) with the BLAKE3 of their logical bytes, which other containers and shardings of
-    them have too. It is not signed: sign it, or the folder (``model_signing sign``), with a key of yours.
+    Its subjects are the files with their SHA-256, which is also the id that Git LFS and Hugging Face's hub
+    know them by, and the tensors (``FILE#NAME``) with the BLAKE3 of their logical bytes, which other
+    containers and shardings of them have too. It is not signed: sign it, or the folder (``model_signing
+    sign``), with a key of yours.
 
     Args:
         path: a result of fastshard, or a folder with the manifest of :func:`fastshard.manifest`.
         out: file to write; default ``fastshard.intoto.json`` in ``path``.
-        verify: compare everything with the manifest before; without it the statement says what the manifest does.
+        verify: compare everything with the manifest before; without it the statement says what the manifest
+            does.
         memory: as for :func:`fastshard.convert`.
         threads: worker threads.
         progress: as for :func:`fastshard.convert`.
@@ -56,8 +59,8 @@ def attest(
         The statement, as plain data.
 
     Raises:
-        FastshardError: ``FS518`` without a manifest; what :func:`fastshard.verify` finds; ``FS506`` for a file that changes
-            meanwhile; ``FS504`` if ``out`` is something else already.
+        FastshardError: ``FS518`` without a manifest; what :func:`fastshard.verify` finds; ``FS506`` for a
+            file that changes meanwhile; ``FS504`` if ``out`` is something else already.
     """
     root = Path(path)
     if not safe_files.is_file(root / MANIFEST_NAME):

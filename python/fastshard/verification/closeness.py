@@ -98,8 +98,8 @@ def _wide(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]
 def _apart(
     a: NDArray[Any], b: NDArray[Any], p: NDArray[Any], q: NDArray[Any]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Where two arrays of numbers differ, and by how much: integers exactly, complex numbers by their distance; ``p`` and
-    ``q`` are both in the widest type."""
+    """Where two arrays of numbers differ, and by how much: integers exactly, complex numbers by their
+    distance; ``p`` and ``q`` are both in the widest type."""
     import numpy as np
 
     if a.dtype.kind in "iu" and b.dtype.kind in "iu":

@@ -108,7 +108,10 @@ class Difference:
         """Returns the difference as a finding."""
         distributions = f"; {self.distributions}" if self.distributions else ""
         if self.kind == "values":
-            message = f"{self.differing} elements differ: max |a-b| {self.largest:.6g}, mean {self.mean:.6g}, std {self.std:.6g}"
+            message = (
+                f"{self.differing} elements differ: max |a-b| {self.largest:.6g}, mean {self.mean:.6g}, std "
+                f"{self.std:.6g}"
+            )
             return Finding.of(codes.DIFFERENT, message + distributions, tensor=self.tensor)
         return Finding.of(
             codes.DIFFERENT,
@@ -195,7 +198,8 @@ def diff(
         memory: as for :func:`fastshard.convert`.
         threads: worker threads.
         progress: as for :func:`fastshard.convert`.
-        atol: a tensor is close if for each element ``|a - b| <= atol + rtol * |b|``; close ones are no differences.
+        atol: a tensor is close if for each element ``|a - b| <= atol + rtol * |b|``; close ones are no
+            differences.
         rtol: see ``atol``.
         ignore_dtype: True to compare values where the dtypes differ.
         opening: as for :func:`fastshard.open`.

@@ -1,4 +1,5 @@
-"""Signatures of OpenSSF model-signing, verified by its own library with keys or certificates that are at hand."""
+"""Signatures of OpenSSF model-signing, verified by its own library with keys or certificates that are at
+hand."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ def check(
         certificates: PEMs of the chain that the signing certificate belongs to.
 
     Raises:
-        FastshardError: ``FS515`` unless one of the two is given; ``FS514`` without the library; ``FS501`` and the like for
-            files that cannot be read.
+        FastshardError: ``FS515`` unless one of the two is given; ``FS514`` without the library; ``FS501`` and
+            the like for files that cannot be read.
     """
     certificates = list(certificates)
     if (public_key is None) == (not certificates):
@@ -126,7 +127,8 @@ def _mismatch(
             ("key", "--public-key FILE") if signed.has_key else ("certificate", "--certificate-chain FILE")
         )
         return finding(
-            f"the signature is made with a {signer}, and {'certificates are' if signed.has_key else 'a public key is'} passed",
+            f"the signature is made with a {signer}, and "
+            f"{'certificates are' if signed.has_key else 'a public key is'} passed",
             f"the signer's {signer if signed.has_key else 'certificate chain'}",
             f"pass the signer's {'public key' if signed.has_key else 'certificates'} instead of {passed}",
             passed,
@@ -169,7 +171,8 @@ def _mismatch(
     return finding(
         "the signature does not match the files",
         f"files as they were signed, by the key of {passed}",
-        "copy the files again from whoever has signed them; if they were changed on purpose, have them signed again",
+        "copy the files again from whoever has signed them; if they were changed on purpose, have them "
+        "signed again",
     )
 
 

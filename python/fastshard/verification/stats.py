@@ -43,7 +43,8 @@ class ZeroSlab:
     ranges: tuple[tuple[int, int], ...]
 
     def text(self, rank: int) -> str:
-        """Describes the block in words, for a tensor of ``rank`` dimensions: ``rows 32-63``, ``indices 4-7 of dim 2``."""
+        """Describes the block in words, for a tensor of ``rank`` dimensions: ``rows 32-63``, ``indices 4-7 of
+        dim 2``."""
         what = {0: "rows", 1: "columns"}.get(self.dim, "") if rank == 2 else "indices"
         if self.indices == 1:
             what = "index" if what == "indices" else what[:-1]
@@ -107,7 +108,8 @@ class TensorStats:
         return self.zeros / self.count if self.count else 0.0
 
     def overlap(self, other: TensorStats) -> float:
-        """Measures how far two distributions overlap, from 0 to 1: the common share of bins, zeros, NaN and infinities."""
+        """Measures how far two distributions overlap, from 0 to 1: the common share of bins, zeros, NaN and
+        infinities."""
         own, theirs = ((*s.histogram, s.zeros, s.nan, s.inf) for s in (self, other))
         if not (self.count and other.count):
             return float(self.count == other.count)
@@ -151,7 +153,8 @@ class Stats(dict[str, TensorStats]):
 
     def __repr__(self) -> str:
         told = [
-            f"  {name}: {s.dtype} {list(s.shape)}, {_figure(s.min)} to {_figure(s.max)}, mean {_figure(s.mean)}, "
+            f"  {name}: {s.dtype} {list(s.shape)}, {_figure(s.min)} to {_figure(s.max)}, mean "
+            f"{_figure(s.mean)}, "
             f"std {_figure(s.std)}"
             for name, s in list(self.items())[:_SHOWN]
         ]
@@ -197,7 +200,8 @@ def stats(
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
-        like: a good checkpoint of the same model, as for :func:`fastshard.open`: one that is not like it is refused.
+        like: a good checkpoint of the same model, as for :func:`fastshard.open`: one that is not like it is
+            refused.
         include: glob patterns of names to look at; all if empty.
         exclude: glob patterns of names to leave out.
         memory: as for :func:`fastshard.convert`.

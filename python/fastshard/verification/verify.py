@@ -71,22 +71,25 @@ def verify(
 ) -> Verdict:
     """Checks a checkpoint's completeness and integrity, and with a manifest its content.
 
-    Files that were downloaded from Hugging Face's hub are compared with the hashes that its cache, or ``--local-dir``, keeps.
-    Without a manifest: structure, zip CRC32, expected tensors and shapes, replicas, duplicated
-    shards, padding, NaN, and slabs of zeros (``FS313``), which is what a lost shard looks like.
+    Files that were downloaded from Hugging Face's hub are compared with the hashes that its cache, or
+    ``--local-dir``, keeps. Without a manifest: structure, zip CRC32, expected tensors and shapes, replicas,
+    duplicated shards, padding, NaN, and slabs of zeros (``FS313``), which is what a lost shard looks like.
 
-    An inventory (of :func:`fastshard.manifest`) and a manifest that lies in the checkpoint are compared file by file; that
-    of a result, given from elsewhere, tensor by tensor where it lists whole ones: its sources are held against it so.
+    An inventory (of :func:`fastshard.manifest`) and a manifest that lies in the checkpoint are compared file
+    by file; that of a result, given from elsewhere, tensor by tensor where it lists whole ones: its sources
+    are held against it so.
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
         expect: a manifest or a config; a manifest beside the source is used by itself.
-        like: a good checkpoint of the same model, as for :func:`fastshard.open`: names, shapes and dtypes must be its own.
+        like: a good checkpoint of the same model, as for :func:`fastshard.open`: names, shapes and dtypes
+            must be its own.
         subset: (n, t) reads only part n of t of the tensors; over n = 1..t all are read.
-        include: glob patterns of names to read; all if empty. Where files are compared, they are compared whole.
+        include: glob patterns of names to read; all if empty. Where files are compared, they are compared
+            whole.
         exclude: glob patterns of names to leave out.
-        signature: a signature of the folder by OpenSSF model-signing (``model.sig``): each file must be as it was
-            signed, the manifest among them (``FS315``). Needs ``public_key`` or ``certificates``.
+        signature: a signature of the folder by OpenSSF model-signing (``model.sig``): each file must be as it
+            was signed, the manifest among them (``FS315``). Needs ``public_key`` or ``certificates``.
         public_key: PEM of the key whose other half has signed.
         certificates: PEMs of the chain that the signing certificate belongs to.
         memory: as for :func:`fastshard.convert`.
@@ -173,7 +176,8 @@ def _find_accepted_part(words: Collection[str]) -> list[Finding]:
 
 
 def _find_unloaded_prefix(checkpoint: Checkpoint, plan: Plan) -> list[Finding]:
-    """Finds that a folder of a model has names before which a trainer has put a prefix: its config.json is not for these."""
+    """Finds that a folder of a model has names before which a trainer has put a prefix: its config.json is
+    not for these."""
     source = checkpoint.opened.source
     renamed = plan.source.names if plan.source.renames else {}
     # Names of an adapter are the trainer's own.
@@ -188,7 +192,8 @@ def _differing(
     run: RunOptions,
     progress: Report,
 ) -> tuple[list[Finding], Downloaded | None]:
-    """Reads the tensors, and says what is wrong with them; and what was downloaded, None if reading failed before."""
+    """Reads the tensors, and says what is wrong with them; and what was downloaded, None if reading failed
+    before."""
     findings: list[Finding] = []
     downloaded = None
     part = run["subset"] or (1, 1)
@@ -256,7 +261,8 @@ _NEVER_SAVED = (
 
 
 def _lists_itself(plan: Plan) -> bool:
-    """True where what must exist is known from nothing but the checkpoint's own metadata: no table, no reference."""
+    """True where what must exist is known from nothing but the checkpoint's own metadata: no table, no
+    reference."""
     source = plan.source
     tables = (source.layout, source.table, source.own_table)
     return source.provable and not source.referenced and all(table is None for table in tables)

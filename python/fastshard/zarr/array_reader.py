@@ -20,15 +20,16 @@ from ..common.optional_imports import imported
 from . import ocdbt_index
 from .remote_ranges import RemoteStore
 
-#: Part of the memory budget that nodes of an OCDBT index are kept in: each holds thousands of keys, and is decoded anew for every
-#: chunk otherwise. In bytes where no budget is stated, at least, and at most.
+#: Part of the memory budget that nodes of an OCDBT index are kept in: each holds thousands of keys, and is
+#: decoded anew for every chunk otherwise. In bytes where no budget is stated, at least, and at most.
 _INDEX_PART, _INDEX, _INDEX_LEAST, _INDEX_MOST = 16, 16 << 20, 4 << 20, 64 << 20
 #: Arrays that one store keeps open.
 _OPEN = 64
 #: mallopt's parameters. source: malloc.h of glibc
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-#: Part of the memory budget up to which a chunk is taken from the heap, and freed memory at its end is kept; in bytes
-#: where no budget is stated, at least, and at most. source: glibc malloc.c, DEFAULT_MMAP_THRESHOLD_MAX
+#: Part of the memory budget up to which a chunk is taken from the heap, and freed memory at its end is kept;
+#: in bytes where no budget is stated, at least, and at most. source: glibc malloc.c,
+#: DEFAULT_MMAP_THRESHOLD_MAX
 _HEAP_PART, _HEAP, _LEAST, _MOST = 32, 8 << 20, 1 << 20, 32 << 20
 
 
@@ -80,7 +81,8 @@ def refuse_fork() -> None:
             "this process was forked from one that has used TensorStore, which cannot be used in it",
             expected="a process that is spawned: multiprocessing.set_start_method('spawn')",
             got=f"process {os.getpid()}, forked from process {_first_process()}",
-            help="start worker processes by spawn, or before the first checkpoint of Orbax, MaxText or Paxml is opened",
+            help="start worker processes by spawn, or before the first checkpoint of Orbax, MaxText or Paxml "
+            "is opened",
         )
 
 
@@ -94,8 +96,9 @@ def _share(part: int, default: int, least: int, most: int) -> int:
 def _share_heap(threshold: int) -> None:
     """Has all threads take chunks up to a size from one heap.
 
-    A buffer is allocated for each chunk, on many threads. With a heap for each thread glibc keeps twice the memory
-    that is in use; a mapping for each buffer has the system fault every page in anew, half of a run's CPU time.
+    A buffer is allocated for each chunk, on many threads. With a heap for each thread glibc keeps twice the
+    memory that is in use; a mapping for each buffer has the system fault every page in anew, half of a run's
+    CPU time.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -105,7 +108,8 @@ def _share_heap(threshold: int) -> None:
 
 
 def new_context() -> Any:
-    """What the stores of one checkpoint share: nodes of their indices are kept, and no chunk that the core does not hold itself."""
+    """What the stores of one checkpoint share: nodes of their indices are kept, and no chunk that the core
+    does not hold itself."""
     index = _share(_INDEX_PART, _INDEX, _INDEX_LEAST, _INDEX_MOST)
     return library().Context(
         {"cache_pool": {"total_bytes_limit": 0}, "cache_pool#index": {"total_bytes_limit": index}}

@@ -26,7 +26,8 @@ _UNDER_WAY = 16 << 20
 #: Values up to this many bytes lie in the nodes of OCDBT's tree, as Orbax has them.
 #: source: orbax/checkpoint/_src/serialization/ocdbt_utils.py, type_handlers.py
 _INLINE = 1024
-#: Bytes of a node of that tree: each commit writes those on its way anew, and blocks are committed as they come.
+#: Bytes of a node of that tree: each commit writes those on its way anew, and blocks are committed as they
+#: come.
 _NODE = 64 << 10
 
 
@@ -53,7 +54,8 @@ class Array:
     def metadata(self, zarr: int) -> dict[str, Any]:
         """The array's metadata as Orbax writes it, so that every version of it reads the array.
 
-        source: orbax/checkpoint/_src/serialization/tensorstore_utils.py (ArrayWriteSpec); measured with 0.12.8
+        source: orbax/checkpoint/_src/serialization/tensorstore_utils.py (ArrayWriteSpec); measured with
+            0.12.8
         """
         if zarr == 2:
             return {
@@ -139,7 +141,8 @@ class StoreWriter:
                 try:
                     self._open[key] = future.result()
                 except Exception as error:
-                    # The others are waited for: they would go on to write into a folder that is being removed.
+                    # The others are waited for: they would go on to write into a folder that is being
+                    # removed.
                     failed = failed or error
             if failed is not None:
                 raise failed
@@ -171,7 +174,8 @@ class StoreWriter:
     def write(
         self, key: str, index: list[int], shape: list[int], data: bytearray | mmap.mmap
     ) -> list[Finding] | None:
-        """Stores the block at ``index``: ``data`` holds its elements in C order, and nobody changes it any more."""
+        """Stores the block at ``index``: ``data`` holds its elements in C order, and nobody changes it any
+        more."""
         return self._catch_findings(lambda: self._write(key, index, shape, data))
 
     def _write(self, key: str, index: list[int], shape: list[int], data: bytearray | mmap.mmap) -> None:

@@ -28,8 +28,8 @@ ZARR2 = ML_DTYPES_NAMES | {
 }
 #: Dtypes that arrays may have.
 ARRAY_DTYPES = tuple(ZARR3)
-#: What else arrays may have, in a byte for each element and in zarr v2 and v3 by the same name: the smallest of safetensors' dtypes
-#: that has all its values. source: tensorstore's data types; measured with 0.1.86
+#: What else arrays may have, in a byte for each element and in zarr v2 and v3 by the same name: the smallest
+#: of safetensors' dtypes that has all its values. source: tensorstore's data types; measured with 0.1.86
 WIDER = {
     "int2": "I8",
     "int4": "I8",

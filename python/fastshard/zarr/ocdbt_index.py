@@ -34,7 +34,8 @@ def walk(
         bring: called with the place of each node before it is read.
 
     Raises:
-        ValueError: for an index that is malformed, leads to files that may not be read, or is larger than any run's.
+        ValueError: for an index that is malformed, leads to files that may not be read, or is larger than any
+            run's.
     """
     store = library.KvStore.open(base).result()
     versions = library.ocdbt.dump(store).result().get("versions")

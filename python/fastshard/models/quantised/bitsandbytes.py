@@ -1,4 +1,5 @@
-"""bitsandbytes: nf4, fp4 and int8, whose true shape only a record beside the codes states. source: bitsandbytes 0.50 functional.py"""
+"""bitsandbytes: nf4, fp4 and int8, whose true shape only a record beside the codes states. source:
+bitsandbytes 0.50 functional.py"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from .values import Coded, DamagedError, NoValuesError, ValueAccess, Values, ope
 __all__ = ["RECORD", "forms", "methods", "telling"]
 
 methods = ("bitsandbytes",)
-#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them; `{}` is the kind.
+#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them;
+#: `{}` is the kind.
 telling: Mapping[str, dict[str, Any]] = {"{} of bitsandbytes": {}}
 _F32, _U8 = frozenset(("F32",)), frozenset(("U8",))
 #: What the name of a record ends with, before the kind of the codes: it alone says what they are.
@@ -225,7 +227,8 @@ def _check_table(weight: Weight, role: str, access: ValueAccess) -> None:
 
 
 def _values(weight: Weight, access: ValueAccess) -> Values:
-    """Entries of a table times the maximum of their block, which counts on over the rows. source: bitsandbytes 0.50 functional.py"""
+    """Entries of a table times the maximum of their block, which counts on over the rows. source:
+    bitsandbytes 0.50 functional.py"""
     state = read_state(weight, access)
     _check_maxima(weight, state)
     if access.looks:
@@ -263,7 +266,8 @@ def _values(weight: Weight, access: ValueAccess) -> Values:
 
 
 def _keep_int8(weight: Weight, access: ValueAccess) -> Values:
-    """Refuses to make values of int8, whose layout a byte beside it states. source: bitsandbytes 0.50 nn/modules.py
+    """Refuses to make values of int8, whose layout a byte beside it states. source: bitsandbytes 0.50
+    nn/modules.py
 
     Raises:
         NoValuesError: always; a DamagedError for a layout that no version has.

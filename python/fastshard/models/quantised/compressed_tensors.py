@@ -49,7 +49,8 @@ from .values import (
 __all__ = ["forms", "methods", "telling"]
 
 methods = ("compressed-tensors",)
-#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them; `{}` is the kind.
+#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them;
+#: `{}` is the kind.
 telling: Mapping[str, dict[str, Any]] = {
     f"{called} of compressed-tensors": {
         "format": name,
@@ -65,7 +66,10 @@ telling: Mapping[str, dict[str, Any]] = {
 #: How scales may be spread. source: compressed-tensors 0.20 quantization/quant_args.py QuantizationStrategy
 _STRATEGIES = ("tensor", "channel", "group", "block", "token", "tensor_group", "attn_head")
 _IN_GROUPS = ("group", "tensor_group")
-_TRANSFORMED = "its transform_config has the model turn what goes into a layer: the values of the weight alone are not those of the model"
+_TRANSFORMED = (
+    "its transform_config has the model turn what goes into a layer: the values of the weight alone are not "
+    "those of the model"
+)
 _I32, _U8 = frozenset(("I32",)), frozenset(("U8",))
 _PACKED_FP4, _MX = "nvfp4-pack-quantized", ("mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized")
 
@@ -108,7 +112,8 @@ def _is_among(closest: Callable[[str], frozenset[int]], number: int, name: str) 
 
 
 class _Targets:
-    """The modules that a group is for: names, expressions, classes. source: compressed-tensors 0.20 utils/match.py match_targets"""
+    """The modules that a group is for: names, expressions, classes. source: compressed-tensors 0.20
+    utils/match.py match_targets"""
 
     def __init__(self, targets: object, budget: PatternBudget) -> None:
         entries = [one for one in targets if isinstance(one, str)] if isinstance(targets, list) else []
@@ -120,7 +125,8 @@ class _Targets:
         self._all = not entries
 
     def rank(self, name: str) -> int:
-        """How closely a module is named, 0 if it is not; names tell of classes no more than whether one is an embedding."""
+        """How closely a module is named, 0 if it is not; names tell of classes no more than whether one is an
+        embedding."""
         if not self._names.isdisjoint(spellings(name)):
             return 4
         if self._patterns.first(name) is not None:
@@ -267,7 +273,8 @@ def _packed(weights: _Weights, takes: Callable[[str], bool]) -> Form:
     def zeros(sizes: Sizes) -> list[tuple[int, ...]]:
         return [(*s[:-2], ceil_div(s[-2] * bits, 32), s[-1]) for s in scales(sizes) if len(s) >= 2]
 
-    # Of symmetric codes older versions saved zero points that are no words. source: compressed-tensors 0.20 PackedQuantizationCompressor
+    # Of symmetric codes older versions saved zero points that are no words. source: compressed-tensors 0.20
+    # PackedQuantizationCompressor
     zero = Companion(
         "zero points",
         (".weight_zero_point",),
@@ -303,7 +310,8 @@ def _blocks(weights: _Weights, sizes: Sizes) -> list[Block]:
 
 
 def _groups_of(weight: Weight, columns: int, access: ValueAccess) -> Mapping[str, object] | None:
-    """The groups of columns that are not in order; -1 says that they are. source: compressed-tensors forward_helpers.py"""
+    """The groups of columns that are not in order; -1 says that they are. source: compressed-tensors
+    forward_helpers.py"""
     indices = weight.companions.get("group indices")
     if indices is None or (access.looks and _has_minus_one(indices, columns, access)):
         return None
@@ -322,7 +330,8 @@ def _has_minus_one(indices: str, columns: int, access: ValueAccess) -> bool:
 
 
 def _plain(weights: _Weights, weight: Weight, access: ValueAccess) -> Values:
-    """The product in the dtype of the scales. source: compressed-tensors 0.20 quantization/lifecycle/forward_helpers.py"""
+    """The product in the dtype of the scales. source: compressed-tensors 0.20
+    quantization/lifecycle/forward_helpers.py"""
     sizes, (kind, _) = weight.sizes, weight.stored[weight.codes]
     name, dtype, shape = weight.of("scales")
     block, grid = fitting(sizes, shape, _blocks(weights, sizes))
@@ -378,7 +387,8 @@ def _read_shape(bits: int, weight: Weight, access: ValueAccess) -> list[int]:
     """Reads the shape in numbers that lies beside codes.
 
     Raises:
-        DamagedError: for one that is not that of the codes; of the last word of a row it may take a part alone.
+        DamagedError: for one that is not that of the codes; of the last word of a row it may take a part
+            alone.
     """
     name, kind, count = weight.of("shape")
     raw, words = (

@@ -1,4 +1,5 @@
-"""What a form of storage is: the tensor that holds a weight's codes, and the companions without which these have no value."""
+"""What a form of storage is: the tensor that holds a weight's codes, and the companions without which these
+have no value."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ E4M3 = frozenset(("F8_E4M3",))
 E8M0 = frozenset(("F8_E8M0", "U8"))
 #: Bytes that are read together of what has no bound.
 WINDOW = 1 << 20
-#: Modules around the layers, which differ between the classes of one model, and ways in which they are stacked.
+#: Modules around the layers, which differ between the classes of one model, and ways in which they are
+#: stacked.
 _AROUND = ("model", "language_model", "text_model")
 _STACKED = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
 
@@ -84,7 +86,8 @@ class Form:
     values: Callable[[Weight, ValueAccess], Values] | str = "its values are not made here"
 
     def module(self, name: str) -> str | None:
-        """The name of the module (or of the stack of experts) whose codes a tensor is; None for other tensors."""
+        """The name of the module (or of the stack of experts) whose codes a tensor is; None for other
+        tensors."""
         return name.removesuffix(self.suffix) if name.endswith(self.suffix) else None
 
 
@@ -154,7 +157,8 @@ def groups(size: int) -> Callable[[Sizes], list[tuple[int, ...]]]:
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """A module's name, and what other classes of its model call it: quantisers list names in memory, and files have those on disk."""
+    """A module's name, and what other classes of its model call it: quantisers list names in memory, and
+    files have those on disk."""
     inner = name
     while inner.partition(".")[0] in _AROUND and "." in inner:
         inner = inner.partition(".")[2]
@@ -162,7 +166,8 @@ def spellings(name: str) -> tuple[str, ...]:
 
 
 class ListedModules:
-    """Modules that a list names, in any way in which tools spell one: name, part of it, pattern, expression."""
+    """Modules that a list names, in any way in which tools spell one: name, part of it, pattern,
+    expression."""
 
     def __init__(self, entries: Iterable[object], budget: PatternBudget) -> None:
         texts = [entry for entry in entries if isinstance(entry, str) and entry]

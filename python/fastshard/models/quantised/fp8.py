@@ -30,7 +30,8 @@ from .values import E2M1, NIBBLES, Coded, ValueAccess, Values, fitting, scale, v
 __all__ = ["forms", "methods", "telling"]
 
 methods = ("fp8",)
-#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them; `{}` is the kind.
+#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them;
+#: `{}` is the kind.
 telling: Mapping[str, dict[str, Any]] = {"{}": {}}
 #: Extents of a block that a config does not state otherwise.
 BLOCK = (128, 128)
@@ -38,7 +39,8 @@ _SCALES = FLOATS | {"F8_E8M0"}
 
 
 def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
-    """The forms of ``quant_method: fp8``: of a Linear, of a stack of experts, and of experts in fp4 (DeepSeek V4)."""
+    """The forms of ``quant_method: fp8``: of a Linear, of a stack of experts, and of experts in fp4 (DeepSeek
+    V4)."""
     settings = Settings(config)
     block = settings.extents("weight_block_size")
 
@@ -55,7 +57,8 @@ def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
     measured = Companion("activation scale", (".input_scale", ".activation_scale"), FLOATS, one, static)
 
     def values(weight: Weight, access: ValueAccess) -> Values:
-        """The product in float32. source: compressed-tensors 0.20 fp8block_dequantizer.py; DeepSeek-V3 inference/kernel.py"""
+        """The product in float32. source: compressed-tensors 0.20 fp8block_dequantizer.py; DeepSeek-V3
+        inference/kernel.py"""
         del access
         sizes, (kind, shape) = weight.sizes, weight.stored[weight.codes]
         lead, rows, columns = sizes.matrices

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["forms", "methods", "telling"]
 
 methods = ("gptq", "awq")
-#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them; `{}` is the kind.
+#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them;
+#: `{}` is the kind.
 telling: Mapping[str, dict[str, Any]] = {
     "GPTQ": {"quant_method": "gptq", "bits": 4},
     "AWQ": {"quant_method": "awq"},
@@ -65,7 +66,8 @@ def _read_bits(settings: Settings, default: int | None, other: str = "bits") -> 
 
 
 def _by_rules(settings: Settings, bits: int, size: int, budget: PatternBudget) -> list[Form]:
-    """The form of a model, and those of modules for which a rule of GPTQModel states another; the first rule that fits decides."""
+    """The form of a model, and those of modules for which a rule of GPTQModel states another; the first rule
+    that fits decides."""
     config = settings.values
     ordered, symmetric = settings.flag("desc_act", default=False), settings.flag("sym", default=False)
     overrides = settings.below("dynamic")
@@ -108,7 +110,8 @@ def _groups(columns: int, size: int) -> int:
 def _gptq(
     bits: int, size: int, ordered: bool, takes: Callable[[str], bool], low: int, symmetric: bool
 ) -> Form:
-    """Codes are packed along the input, so that a weight lies transposed; groups that are in order need no indices."""
+    """Codes are packed along the input, so that a weight lies transposed; groups that are in order need no
+    indices."""
 
     def sizes(shape: tuple[int, ...]) -> Sizes | None:
         if len(shape) != 2 or shape[0] * 32 % bits:
@@ -181,7 +184,8 @@ def _values(kind: _Kind, weight: Weight, access: ValueAccess) -> Values:
 
 
 def _notes_of(kind: _Kind, access: ValueAccess, rows: int, name: str, count: int) -> tuple[str, ...]:
-    """What the first version of GPTQ leaves open: of the highest zero point, one more is read as 2^bits by some and as 0 by others.
+    """What the first version of GPTQ leaves open: of the highest zero point, one more is read as 2^bits by
+    some and as 0 by others.
 
     Raises:
         NoValuesError: where all zero points are those of the other version.
@@ -199,7 +203,8 @@ def _notes_of(kind: _Kind, access: ValueAccess, rows: int, name: str, count: int
             break
     if highest:
         return (
-            f"{highest:,} zero points of {name} are {most}: they are read as {most + 1} here, and as 0 by some versions of AutoGPTQ",
+            f"{highest:,} zero points of {name} are {most}: they are read as {most + 1} here, and as 0 by "
+            "some versions of AutoGPTQ",
         )
     return ()
 
@@ -207,7 +212,8 @@ def _notes_of(kind: _Kind, access: ValueAccess, rows: int, name: str, count: int
 def _read_zero_points(
     bits: int, access: ValueAccess, rows: int, name: str, count: int
 ) -> Iterator[np.ndarray[Any, Any]]:
-    """Reads the codes of zero points of several groups together, or of a part of one: no more than a window of bytes at a time."""
+    """Reads the codes of zero points of several groups together, or of a part of one: no more than a window
+    of bytes at a time."""
     import numpy as np
 
     wide = ceil_div(rows * bits, 32) * 4

@@ -1,4 +1,5 @@
-"""Whether every quantised weight has what gives its codes a value, and is what the config says: by names, dtypes and shapes."""
+"""Whether every quantised weight has what gives its codes a value, and is what the config says: by names,
+dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ _COPY = "copy the file that holds it from the original checkpoint"
 
 
 def check_weights(config: QuantisationConfig | None, tensors: Tensors) -> tuple[list[Weight], list[Finding]]:
-    """Check quantised weights by names and shapes: those that are complete, and findings of missing ones and of contradictions.
+    """Check quantised weights by names and shapes: those that are complete, and findings of missing ones and
+    of contradictions.
 
     Args:
         config: what the model says of its quantisation; None if it says nothing.
@@ -258,7 +260,8 @@ def _orphans(
                 codes.UNKNOWN_TENSOR,
                 f"{one.role} of {codes_name}, which is stored as {tensors[codes_name][0]} and needs none",
                 tensor=name,
-                help="leave the stale one out (--exclude); it is from the model before or after it was quantised",
+                help="leave the stale one out (--exclude); it is from the model before or after it was "
+                "quantised",
             )
 
 
@@ -266,7 +269,8 @@ def _impossible(config: QuantisationConfig, error: ImpossibleSettingError) -> Fi
     place = "header" if config.file.startswith("the header") else config.file
     return Finding.of(
         codes.CONFIG_DISAGREES,
-        f"{config.file} states {error.key} of weights quantised by {config.method} as {error.got}, by which no code has a value",
+        f"{config.file} states {error.key} of weights quantised by {config.method} as {error.got}, by which "
+        "no code has a value",
         file=config.file if config.file.endswith(".json") else None,
         expected=f"{error.key}: {error.expected}",
         got=error.got,
@@ -288,7 +292,8 @@ def _none_at_all(config: QuantisationConfig) -> Finding:
 def _uneven(
     config: QuantisationConfig, forms: Iterable[Form], weights: Mapping[str, Weight], tensors: Tensors
 ) -> Iterator[Finding]:
-    """Modules that are plain where they are quantised in most layers, or in most experts, and no list says so."""
+    """Modules that are plain where they are quantised in most layers, or in most experts, and no list says
+    so."""
     by_role: dict[str, list[str]] = defaultdict(list)
     for module in weights:
         by_role[_NUMBERS.sub("{}", f"{module}.")].append(module)
@@ -297,7 +302,8 @@ def _uneven(
         module = name.removesuffix(".weight")
         if module != name and module not in weights and len(shape) >= 2 and dtype not in CODES:
             role = _NUMBERS.sub("{}", f"{module}.")
-            # A group, or a list of layers, may be for some of them alone; what fits no blocks is left by transformers.
+            # A group, or a list of layers, may be for some of them alone; what fits no blocks is left by
+            # transformers.
             if (
                 role in by_role
                 and any(form.takes(module) for form in forms)
@@ -312,16 +318,20 @@ def _uneven(
             if not config.skips(module):
                 yield Finding.of(
                     codes.CONFIG_DISAGREES,
-                    f"{module}.weight is stored as {tensors[f'{module}.weight'][0]}, and {config.file} says that it is quantised ({config.method})",
+                    f"{module}.weight is stored as {tensors[f'{module}.weight'][0]}, and {config.file} says "
+                    f"that it is quantised ({config.method})",
                     tensor=f"{module}.weight",
-                    expected=f"{weights[by_role[role][0]].form.name}, as in {len(by_role[role])} other places",
+                    expected=f"{weights[by_role[role][0]].form.name}, "
+                    f"as in {len(by_role[role])} other places",
                     got=tensors[f"{module}.weight"][0],
-                    help="restore the file that the quantiser wrote, or list the module among those that are not converted",
+                    help="restore the file that the quantiser wrote, or list the module among those that are "
+                    "not converted",
                 )
 
 
 def _is_alike(shape: tuple[int, ...], others: Iterable[Weight]) -> bool:
-    """False for a weight of another shape than all of those; where codes are packed the shape is not known."""
+    """False for a weight of another shape than all of those; where codes are packed the shape is not
+    known."""
     return any(one.form.dtypes.isdisjoint(F8) or one.sizes.shape == shape for one in others)
 
 
@@ -351,11 +361,14 @@ def _unstated(tensors: Tensors) -> Iterator[Finding]:
                 )
                 yield Finding.of(
                     codes.CONFIG_DISAGREES,
-                    f"{name} is stored as {called.format(kind)} with its {needed[0].role}, and no quantization_config says that weights are quantised",
+                    f"{name} is stored as {called.format(kind)} with its {needed[0].role}, and no "
+                    "quantization_config says that weights are quantised",
                     tensor=name,
                     expected="quantization_config in config.json",
                     got="none",
-                    help="restore the config.json of the quantised model (of its download, or as the quantiser saved it): without quantization_config every tool takes the codes for values",
+                    help="restore the config.json of the quantised model (of its download, or as the "
+                    "quantiser saved it): without quantization_config every tool takes the codes for "
+                    "values",
                 )
                 return
 

@@ -1,4 +1,5 @@
-"""MLX: words of 32 bits that hold codes of a row, with scales of groups. source: mlx 0.30 nn/layers/quantized.py, mlx-lm utils.py"""
+"""MLX: words of 32 bits that hold codes of a row, with scales of groups. source: mlx 0.30
+nn/layers/quantized.py, mlx-lm utils.py"""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from .settings import Settings
 __all__ = ["forms", "methods", "telling"]
 
 methods = ("mlx",)
-#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them; `{}` is the kind.
+#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them;
+#: `{}` is the kind.
 telling: Mapping[str, dict[str, Any]] = {"{}": {}}
 
 #: The least and the most bits of a code.
@@ -20,7 +22,8 @@ _BITS = (2, 8)
 
 
 def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
-    """Integers with scales and biases; small floats (mxfp4, nvfp4, mxfp8) have no biases. Bits may differ by module."""
+    """Integers with scales and biases; small floats (mxfp4, nvfp4, mxfp8) have no biases. Bits may differ by
+    module."""
     settings = Settings(config)
     for one in (settings, *settings.each()):
         one.integer("bits", *_BITS)

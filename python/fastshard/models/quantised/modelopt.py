@@ -1,4 +1,5 @@
-"""The formats of ModelOpt (``hf_quant_config.json``). source: ModelOpt 0.47 torch/quantization/qtensor, torch/export"""
+"""The formats of ModelOpt (``hf_quant_config.json``). source: ModelOpt 0.47 torch/quantization/qtensor,
+torch/export"""
 
 from __future__ import annotations
 
@@ -41,14 +42,16 @@ from .values import (
 __all__ = ["forms", "methods", "telling"]
 
 methods = ("modelopt",)
-#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them; `{}` is the kind.
+#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them;
+#: `{}` is the kind.
 telling: Mapping[str, dict[str, Any]] = {
     "{} of ModelOpt": {"quant_algo": "NVFP4"},
     "4 bit AWQ of ModelOpt": {"quant_algo": "W4A16_AWQ"},
 }
 _U8 = frozenset(("U8",))
 _INPUT = Companion("input scale", (".input_scale",), FLOATS, one, required=False)
-#: What changes the model beside the weight: factors of what goes into the layer, and a part of the weight that is kept apart.
+#: What changes the model beside the weight: factors of what goes into the layer, and a part of the weight
+#: that is kept apart.
 _BEFORE = (
     Companion("pre_quant_scale", (".pre_quant_scale",), FLOATS, lambda s: [(s.columns,)], required=False),
     Companion("svdquant_lora_a", (".svdquant_lora_a",), FLOATS, None, required=False),
@@ -180,7 +183,8 @@ def _of(algorithm: str, size: int | None, takes: Callable[[str], bool]) -> list[
 
 
 def _fp8(block_size: int | None, weight: Weight, access: ValueAccess) -> Values:
-    """The product as the wanted dtype has it, scales rounded to that before. source: ModelOpt 0.47 export/quant_utils.py"""
+    """The product as the wanted dtype has it, scales rounded to that before. source: ModelOpt 0.47
+    export/quant_utils.py"""
     sizes, (kind, _) = weight.sizes, weight.stored[weight.codes]
     name, _, shape = weight.of("scales")
     _refuse_before(weight)
@@ -197,7 +201,8 @@ def _fp8(block_size: int | None, weight: Weight, access: ValueAccess) -> Values:
 
 
 def _nvfp4(size: int, weight: Weight, access: ValueAccess) -> Values:
-    """The product in float32 of code and both scales. source: ModelOpt 0.47 torch/quantization/qtensor/nvfp4_tensor.py"""
+    """The product in float32 of code and both scales. source: ModelOpt 0.47
+    torch/quantization/qtensor/nvfp4_tensor.py"""
     del access
     _refuse_before(weight)
     sizes = weight.sizes

@@ -12,7 +12,8 @@ from .values import E2M1, NIBBLES, Coded, ValueAccess, Values, powers, view
 __all__ = ["forms", "methods", "telling"]
 
 methods = ("mxfp4",)
-#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them; `{}` is the kind.
+#: Configs whose forms names and dtypes alone tell, where no config says anything, by what people call them;
+#: `{}` is the kind.
 telling: Mapping[str, dict[str, Any]] = {"{}": {}}
 
 
@@ -26,7 +27,8 @@ def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
 
 
 def _values(weight: Weight, access: ValueAccess) -> Values:
-    """Powers of two times numbers of three bits, exact; turned round. source: transformers 5.24 integrations/mxfp4.py"""
+    """Powers of two times numbers of three bits, exact; turned round. source: transformers 5.24
+    integrations/mxfp4.py"""
     del access
     sizes = weight.sizes
     lead, rows, columns = sizes.matrices

@@ -1,4 +1,5 @@
-"""What a model says of how it is quantised: in config.json, or in a file that the quantiser has left beside it."""
+"""What a model says of how it is quantised: in config.json, or in a file that the quantiser has left beside
+it."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ _ON_LOADING = ("bitsandbytes", "torchao", "hqq", "quanto", "eetq", "fbgemm_fp8",
 _MOST_GROUPS = 512
 #: The key under which MLX says what it does; its copy under the keys of others names no method.
 _MLX = "quantization"
-#: The key of a header, and what tensors end with, by which ComfyUI says how it stores weights. source: ComfyUI comfy/quant_ops.py
+#: The key of a header, and what tensors end with, by which ComfyUI says how it stores weights. source:
+#: ComfyUI comfy/quant_ops.py
 _COMFYUI, _OF_COMFYUI = "_quantization_metadata", (".comfy_quant", "scaled_fp8")
 
 
@@ -93,7 +95,8 @@ class QuantisationConfig:
 
     @property
     def is_of_what_is_stored(self) -> bool:
-        """False for methods that take plain weights too, and where these were not compressed when they were saved."""
+        """False for methods that take plain weights too, and where these were not compressed when they were
+        saved."""
         return self.method not in _ON_LOADING and not self.is_before_compression
 
     @property

@@ -1,4 +1,5 @@
-"""Settings of a quantiser, each read in one way, wherever they stand: in a config, or in a record beside the codes."""
+"""Settings of a quantiser, each read in one way, wherever they stand: in a config, or in a record beside the
+codes."""
 
 from __future__ import annotations
 
@@ -116,7 +117,8 @@ class Settings:
         return found
 
     def extents(self, key: str) -> tuple[int, int] | None:
-        """Reads rows and columns of a block, as a list or as ``128x128``; None where nothing is stated, or null.
+        """Reads rows and columns of a block, as a list or as ``128x128``; None where nothing is stated, or
+        null.
 
         Raises:
             ImpossibleSettingError: for another value.

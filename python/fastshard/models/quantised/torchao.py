@@ -1,4 +1,5 @@
-"""torchao: subclasses of tensors, of which the header of a file says what they are made of. source: torchao 0.18 prototype/safetensors"""
+"""torchao: subclasses of tensors, of which the header of a file says what they are made of. source: torchao
+0.18 prototype/safetensors"""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ class Record:
     #: As it stands there.
     text: str
     fields: Mapping[str, Any]
-    #: The tensors in the files that a subclass is made of; none for a plain tensor. A header has plain ones that no file has:
-    #: tied weights, and names in memory. source: transformers 5.24 save_pretrained
+    #: The tensors in the files that a subclass is made of; none for a plain tensor. A header has plain ones
+    #: that no file has: tied weights, and names in memory. source: transformers 5.24 save_pretrained
     parts: tuple[str, ...]
 
 
@@ -39,8 +40,8 @@ def is_of_torchao(header: Any) -> bool:
 
 
 def records_of(headers: Iterable[Mapping[str, object]]) -> tuple[dict[str, Record], list[Finding]]:
-    """What the headers of all files say, by the names of the model's tensors; where two contradict each other or state what cannot
-    be, and what one lists and none describes."""
+    """What the headers of all files say, by the names of the model's tensors; where two contradict each other
+    or state what cannot be, and what one lists and none describes."""
     found: dict[str, Record] = {}
     listed: dict[str, None] = {}
     differing: dict[str, Finding] = {}
@@ -58,7 +59,8 @@ def records_of(headers: Iterable[Mapping[str, object]]) -> tuple[dict[str, Recor
             if found.setdefault(name, record).fields != fields:
                 differing[name] = Finding.of(
                     codes.BAD_VALUE,
-                    "two files say different things of a tensor of torchao, so one of them is of another model",
+                    "two files say different things of a tensor of torchao, so one of them is of another "
+                    "model",
                     tensor=name,
                     help="copy all files of the checkpoint again from the host that saved it",
                 )
@@ -76,7 +78,8 @@ def records_of(headers: Iterable[Mapping[str, object]]) -> tuple[dict[str, Recor
 
 
 def find_impossible(config: Mapping[str, Any]) -> list[Finding]:
-    """Finds a size of groups or blocks in ``quant_type`` of a config that cannot be, wherever it stands there."""
+    """Finds a size of groups or blocks in ``quant_type`` of a config that cannot be, wherever it stands
+    there."""
     below: list[Settings] = [Settings({"quant_type": config.get("quant_type")}, "quantization_config.")]
     while below:
         settings = below.pop()
@@ -103,7 +106,8 @@ def _check_numbers(content: Mapping[str, Any]) -> None:
 
 
 def _check_sizes(settings: Settings) -> None:
-    """Reads sizes of groups and blocks: an integer, or one for each dimension. source: torchao 0.18 quantization/
+    """Reads sizes of groups and blocks: an integer, or one for each dimension. source: torchao 0.18
+    quantization/
 
     Raises:
         ImpossibleSettingError: for what cannot be.
@@ -146,7 +150,8 @@ def missing(
 
 
 def without_header(tensors: Mapping[str, Stored]) -> list[Finding]:
-    """The first part of a tensor of torchao in files whose headers describe none: codes, with their scales."""
+    """The first part of a tensor of torchao in files whose headers describe none: codes, with their
+    scales."""
     for name, (dtype, _) in tensors.items():
         base = name.removesuffix(_CODES)
         if base == name or not base.rpartition(".")[2].startswith("_") or dtype[0] == "B":
@@ -155,11 +160,13 @@ def without_header(tensors: Mapping[str, Stored]) -> list[Finding]:
             return [
                 Finding.of(
                     codes.CONFIG_DISAGREES,
-                    f"{name} holds codes of torchao with their scales, and no header says what they are, which quantization_config needs as well",
+                    f"{name} holds codes of torchao with their scales, and no header says what they are, "
+                    "which quantization_config needs as well",
                     tensor=name,
                     expected="a description of each tensor in the headers of the files",
                     got="none",
-                    help="copy the file again from the host that saved it: what has written it anew has left out its __metadata__",
+                    help="copy the file again from the host that saved it: what has written it anew has left "
+                    "out its __metadata__",
                 )
             ]
     return []

@@ -1,7 +1,8 @@
 """What makes values of the codes of a weight, in the words of the core's decoder.
 
-The value of an element is ``(number of its code - zero point) * scale + term``. All tensors that it is made of are looked at with
-three extents: leading ones as one, rows, columns; as the codes lie, which may be transposed.
+The value of an element is ``(number of its code - zero point) * scale + term``. All tensors that it is made
+of are looked at with three extents: leading ones as one, rows, columns; as the codes lie, which may be
+transposed.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class NoValuesError(Exception):
 
 
 class DamagedError(NoValuesError):
-    """A weight of which no values can be made, here or elsewhere: a record or a table beside its codes is damaged."""
+    """A weight of which no values can be made, here or elsewhere: a record or a table beside its codes is
+    damaged."""
 
     def __init__(
         self, message: str, *, tensor: str, expected: str, got: str, code: str = codes.CONFIG_DISAGREES
@@ -139,7 +141,8 @@ def powers(of: str, sizes: Sizes) -> Document:
 
 
 def fitting(sizes: Sizes, shape: tuple[int, ...], candidates: Sequence[Block]) -> tuple[list[int], list[int]]:
-    """The block and the grid of scales of this shape: the first of the candidates that has it, or one for all.
+    """The block and the grid of scales of this shape: the first of the candidates that has it, or one for
+    all.
 
     Raises:
         NoValuesError: if none does.

@@ -1,12 +1,14 @@
-"""ColossalAI's sharded saves: ``model-stage-0000S-shard-0000N.*`` or ``model-0000N.*``, and optimizer shards by number.
+"""ColossalAI's sharded saves: ``model-stage-0000S-shard-0000N.*`` or ``model-0000N.*``, and optimizer shards
+by number.
 
 Tensor parallelism is always gathered before a save, pipeline stages write files of their own. The merged
 index takes in whatever indexes of stages lie on rank 0's disk, so a stage on another disk is lost from it
 without a word; here stages are counted by the files' names, and layers by the config.
 
-A mixture of experts has files ``model-stage-0000S-0000E-shard-0000N.*`` for each expert-parallel rank E: its experts, under
-the names that they have among all, and a copy of all else; the index names one of the copies.
-source: colossalai/checkpoint_io/{hybrid_parallel_checkpoint_io,moe_checkpoint,index_file,utils}.py (0.4.5 to 0.5.0)
+A mixture of experts has files ``model-stage-0000S-0000E-shard-0000N.*`` for each expert-parallel rank E: its
+experts, under the names that they have among all, and a copy of all else; the index names one of the copies.
+source: colossalai/checkpoint_io/{hybrid_parallel_checkpoint_io,moe_checkpoint,index_file,utils}.py (0.4.5 to
+    0.5.0)
 """
 
 from __future__ import annotations
@@ -49,14 +51,16 @@ _INDEX = compile_when_used(
 )
 _LAYER = compile_when_used(r"\.(?:layers|h)\.(\d+)\.")
 _EXPERT = compile_when_used(r"\.experts\.(\d+)\.")
-#: Keys of configs that tell the number of experts. source: transformers models/mixtral, deepseek_v3, qwen3_moe
+#: Keys of configs that tell the number of experts. source: transformers models/mixtral, deepseek_v3,
+#: qwen3_moe
 _EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 #: By name: file, number of the tensor in it and shape, for each directory that holds it.
 _Stored = dict[str, list[tuple[int, int, list[int]]]]
 
 
 class ColossalAI:
-    """Directories that ``booster.save_model(shard=True)`` wrote, with or without the optimizer's beside them."""
+    """Directories that ``booster.save_model(shard=True)`` wrote, with or without the optimizer's beside
+    them."""
 
     name = "colossalai"
 
@@ -144,7 +148,8 @@ class ColossalAI:
         source.weight_map = expected
         source.index = None if saved.index is None else saved.index.path
         source.unnamed = saved.unnamed
-        # An index tells of names, not of shapes: a rank's slice of the vocabulary may have been saved as the whole.
+        # An index tells of names, not of shapes: a rank's slice of the vocabulary may have been saved as the
+        # whole.
         source.provable = source.layout is not None
         source.findings += self._missing_layers(found, config, stored)
         source.findings += self._missing_experts(found, config, stored)
@@ -222,7 +227,8 @@ class ColossalAI:
 
     @staticmethod
     def _slices(source: Source, found: Found[ColossalFiles], stored: _Stored, whole: _Whole) -> set[str]:
-        """Tensors of which each directory holds one rank's slice: put together in the order of the directories."""
+        """Tensors of which each directory holds one rank's slice: put together in the order of the
+        directories."""
         slices: dict[str, int] = {}
         shards: dict[str, int] = {}
         rows: dict[str, int] = {}
@@ -253,7 +259,8 @@ class ColossalAI:
                 )
             return set()
         padded = [n for n in slices if whole.vocabulary(n) and len(stored[n]) * stored[n][0][2][0] != rows[n]]
-        # Of tensors that are whole elsewhere (or whose moments are) the padding is cut here, else by the plan.
+        # Of tensors that are whole elsewhere (or whose moments are) the padding is cut here, else by the
+        # plan.
         vocabulary = [name for name in stored if whole.vocabulary(name)]
         trimmed = set(vocabulary) != set(padded) or bool(found.seen.optim)
         if padded and not trimmed:
@@ -277,7 +284,8 @@ class ColossalAI:
         source.findings.append(
             Finding.of(
                 codes.NOT_PROVABLE,
-                f"{len(slices)} tensors were saved as slices and are put together in the order in which the directories"
+                f"{len(slices)} tensors were saved as slices and are put together in the order in which the "
+                "directories"
                 " are given: nothing in the files names the ranks",
                 severity="warning",
                 tensor=next(iter(slices)),
@@ -334,10 +342,11 @@ def _total_size(listing: Listing, index: File | None) -> list[Finding]:
 
 
 def _padded(source: Source, stored: _Stored, whole: _Whole) -> set[str]:
-    """Tensors with rows beyond the config's vocabulary, of which the first are taken: a mixture of experts is saved with
-    the padding of its embedding.
+    """Tensors with rows beyond the config's vocabulary, of which the first are taken: a mixture of experts is
+    saved with the padding of its embedding.
 
-    source: checkpoint_io/moe_checkpoint.py (_model_sharder gathers and does not unpad), shardformer/layer/embedding.py
+    source: checkpoint_io/moe_checkpoint.py (_model_sharder gathers and does not unpad),
+        shardformer/layer/embedding.py
     (VocabParallelEmbedding1D: padded to a multiple of 64 by default)
     """
     rows = source.axes.get("V", 0)

@@ -1,4 +1,5 @@
-"""Shards of ColossalAI's saves that are missing, by their names and indexes, and those that no index names."""
+"""Shards of ColossalAI's saves that are missing, by their names and indexes, and those that no index
+names."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ SHARD = compile_when_used(
 
 
 def writer(name: str) -> tuple[int, int] | None:
-    """Tells pipeline stage and expert-parallel rank (0: without such) by a shard's name; None for a save in one piece."""
+    """Tells pipeline stage and expert-parallel rank (0: without such) by a shard's name; None for a save in
+    one piece."""
     match = SHARD.match(name)
     return (int(match["stage"]), int(match["ep"] or 0)) if match and match["stage"] else None
 
@@ -39,7 +41,8 @@ def stage_not_merged(folder: str, whole: list[str]) -> Finding:
         f"the index lacks a stage whose files are here ({len(whole)} files): they are taken by their names",
         file=join(folder, whole[0]),
         severity="warning",
-        help="check that the files of all stages are here; ColossalAI merges only the stages' indexes that it finds on rank 0's disk",
+        help="check that the files of all stages are here; ColossalAI merges only the stages' indexes that "
+        "it finds on rank 0's disk",
     )
 
 
@@ -52,7 +55,8 @@ def shard_missing(folder: str, name: str) -> Finding:
 
 
 def writers_missing(folder: str, stem: str, kind: str, written: set[tuple[int, int]]) -> list[Finding]:
-    """Says of which stages, and expert-parallel ranks of a stage, no file is there, by the numbers of the others."""
+    """Says of which stages, and expert-parallel ranks of a stage, no file is there, by the numbers of the
+    others."""
     stages = {stage for stage, _ in written}
     experts = max((ep for _, ep in written), default=0)
     findings = []
@@ -73,13 +77,15 @@ def unfinished(folder: str, partial: list[File], options: Options) -> Finding:
     taken = f"the indexes of {len(partial)} stages in {PARTIAL}/ are" if partial else "no index is"
     return Finding.of(
         codes.UNCOMMITTED,
-        "the merged index is missing, which is written last: the save did not finish, or this is one node's disk",
+        "the merged index is missing, which is written last: the save did not finish, or this is one node's "
+        "disk",
         file=join(folder, PARTIAL) if partial else folder or ".",
         severity="warning" if accepted else None,
         decided="accept uncommitted" if accepted else None,
         expected="model.safetensors.index.json or pytorch_model.bin.index.json",
         got=f"{taken} there",
-        help="name the directory of the node that ran rank 0 as another CKPT; --accept uncommitted takes what is here, and a"
+        help="name the directory of the node that ran rank 0 as another CKPT; --accept uncommitted takes "
+        "what is here, and a"
         " config.json (--config) shows whether it is whole",
     )
 
@@ -92,6 +98,7 @@ def stage_missing(folder: str, stem: str, stage: int, kind: str, why: str, ep: i
         join(folder, name),
         coords_of(SHARD.match(name)),
         why,
-        f"copy the files of stage {stage}{f', rank {ep}' if ep else ''} from the node that ran {ran} (counted from 0), or name"
+        f"copy the files of stage {stage}{f', rank {ep}' if ep else ''} from the node that ran {ran} "
+        "(counted from 0), or name"
         " that node's directory as another CKPT",
     )

@@ -1,8 +1,10 @@
-"""ColossalAI's optimizer shards: states by the parameter's number, which is its place in the optimizer's groups.
+"""ColossalAI's optimizer shards: states by the parameter's number, which is its place in the optimizer's
+groups.
 
-source: colossalai/checkpoint_io/{hybrid_parallel_checkpoint_io,moe_checkpoint}.py (_optimizer_sharder), booster/plugin/
-hybrid_parallel_plugin.py (get_param_info: numbers run through the groups, of all experts, before any is taken away),
-utils/safetensors.py (async: ``state.<number>.<name>``)
+source: colossalai/checkpoint_io/{hybrid_parallel_checkpoint_io,moe_checkpoint}.py (_optimizer_sharder),
+    booster/plugin/
+hybrid_parallel_plugin.py (get_param_info: numbers run through the groups, of all experts, before any is taken
+away), utils/safetensors.py (async: ``state.<number>.<name>``)
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ _NEOX = [
     for kind in ("weight", "bias")
 ]
 #: Family -> parameters before the layers, of a layer, and after them, in the order of named_parameters().
-#: source: transformers models/{llama,mistral,qwen2,qwen3,mixtral,gpt_neox}/modeling_*.py (4.51, the newest that ColossalAI takes)
+#: source: transformers models/{llama,mistral,qwen2,qwen3,mixtral,gpt_neox}/modeling_*.py (4.51, the newest
+#: that ColossalAI takes)
 _FIRST, _LAST = ["model.embed_tokens.weight"], ["model.norm.weight", "lm_head.weight"]
 _ORDER = {
     "llama": (_FIRST, "model.layers", [*_ATTENTION, *_MLP, *_NORMS], _LAST),
@@ -79,14 +82,16 @@ _ORDER = {
 
 
 #: What is gathered part by part, and its moments rank by rank, as they lie.
-#: source: shardformer/policies/gpt2.py (GPT2FusedLinearConv1D), checkpoint_io (gather_from_sharded_optimizer_state)
+#: source: shardformer/policies/gpt2.py (GPT2FusedLinearConv1D), checkpoint_io
+#: (gather_from_sharded_optimizer_state)
 _FUSED = (".attn.c_attn.weight", ".attn.c_attn.bias")
 
 
 def parameter_order(
     family: str | None, names: set[str], layers: int, tied: bool, experts: int = 0
 ) -> list[str] | None:
-    """Names in the order of ``named_parameters()``; None if the family's order or a name's place is not known."""
+    """Names in the order of ``named_parameters()``; None if the family's order or a name's place is not
+    known."""
     if family not in _ORDER:
         return None
     first, stack, layer, last = _ORDER[family]
@@ -266,8 +271,8 @@ def _assembled(
 
 
 def _fits(shape: list[int], whole: list[int]) -> bool:
-    """True for the parameter's shape, and for ZeRO's row of elements, which is stored where one data-parallel rank alone has a
-    parameter, as it may have an expert.
+    """True for the parameter's shape, and for ZeRO's row of elements, which is stored where one data-parallel
+    rank alone has a parameter, as it may have an expert.
 
     source: checkpoint_io/moe_checkpoint.py (gather_from_sharded_optimizer_state reshapes what it gathers)
     """
@@ -308,7 +313,8 @@ def _steps_differ(folder: str, steps: set[float]) -> list[Finding]:
 def _no_names(source: Source, path: str, groups: list[list[int]], shapes: dict[str, list[int]]) -> Finding:
     return Finding.of(
         codes.MASTERS_NOT_CHECKABLE,
-        f"optimizer states have numbers instead of names, and the order for model_type {(source.model.config or {}).get('model_type')!r} in "
+        "optimizer states have numbers instead of names, and the order for model_type "
+        f"{(source.model.config or {}).get('model_type')!r} in "
         f"{len(groups)} groups follow the parameters is not stated",
         file=path,
         expected=f"{len(shapes)} parameters",
@@ -321,7 +327,8 @@ def _no_names(source: Source, path: str, groups: list[list[int]], shapes: dict[s
 def _fused(path: str, name: str) -> Finding:
     return Finding.of(
         codes.UNSUPPORTED,
-        "moments of a fused projection were saved in the order of the tensor-parallel ranks, each with a part of query,"
+        "moments of a fused projection were saved in the order of the tensor-parallel ranks, each with a "
+        "part of query,"
         " key and value: no file states how many ranks there were",
         file=path,
         tensor=name,
@@ -347,7 +354,8 @@ def _moments_differ(
                         codes.MISSING_TENSOR,
                         f"no {slot} of parameter {place} in any optimizer shard",
                         tensor=name,
-                        help="name the directory of the pipeline stage's node as another CKPT; its shards are missing, or the"
+                        help="name the directory of the pipeline stage's node as another CKPT; its shards "
+                        "are missing, or the"
                         " parameter was not trained",
                     )
                 )
@@ -360,7 +368,8 @@ def _moments_differ(
                         tensor=name,
                         expected=f"{shapes[name]}, the shape of {name}",
                         got=str(moment[2]),
-                        help="copy the optimizer of this model; this one is from another, or its groups are in another order",
+                        help="copy the optimizer of this model; this one is from another, or its groups are "
+                        "in another order",
                     )
                 )
     return findings

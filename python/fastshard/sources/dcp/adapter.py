@@ -1,4 +1,5 @@
-"""torch.distributed.checkpoint: ``.metadata`` and ``.distcp`` files, as FSDP, torchtitan and Megatron write them.
+"""torch.distributed.checkpoint: ``.metadata`` and ``.distcp`` files, as FSDP, torchtitan and Megatron write
+them.
 
 torch checks neither coverage nor checksums when it loads; both are checked here.
 source: torch/distributed/checkpoint/{metadata,filesystem,default_planner}.py
@@ -40,8 +41,8 @@ def _known(transforms: list[str]) -> bool:
     return names in ([], [(_ZSTD, _ZSTD_VERSION)])
 
 
-#: What a module keeps beside its parameters (``get_extra_state``): Transformer Engine's FP8 scales and the like.
-#: Files of records, by the rank that wrote them.
+#: What a module keeps beside its parameters (``get_extra_state``): Transformer Engine's FP8 scales and the
+#: like. Files of records, by the rank that wrote them.
 _RECORDS_OF_RANK = compile_when_used(r"^__(\d+)_")
 _EXTRA_STATE = compile_when_used(r"(^|\.)_extra_state(\.|$)")
 #: Names that a finding gives at most.
@@ -52,7 +53,8 @@ _MAX_LOOKED_INTO = 256
 
 @dataclass
 class _Records(Source):
-    """A source whose modules may have state of their own: a merge keeps what of it is tensors, no model has a place for it."""
+    """A source whose modules may have state of their own: a merge keeps what of it is tensors, no model has a
+    place for it."""
 
     def weights_only(self, names_of: Callable[[int], Iterable[str]], optimizer: bool = False) -> Source:
         """As for every source, without modules' own state."""
@@ -66,7 +68,8 @@ class _Records(Source):
         ]
         note = Finding.of(
             codes.IGNORED,
-            f"{len(own)} tensors are modules' own state (_extra_state), such as FP8 scales of the run, and no weights",
+            f"{len(own)} tensors are modules' own state (_extra_state), such as FP8 scales of the run, and "
+            "no weights",
             severity="note",
             tensor=own[0],
             got=some(own, _MOST_NAMED),
@@ -90,7 +93,8 @@ class Framework(Protocol):
         tensors: _Tensors,
         options: Options,
     ) -> _Tensors | None:
-        """Declares what its own files say of the model, and returns the weights among the tensors; None if it is not its save."""
+        """Declares what its own files say of the model, and returns the weights among the tensors; None if it
+        is not its save."""
 
 
 class Dcp:
@@ -116,7 +120,8 @@ class Dcp:
                     file=f"{loose[0].folder}/{METADATA}" if loose[0].folder else METADATA,
                     expected="the file that the coordinator writes last",
                     got=f"{len(loose)} .distcp files",
-                    help="copy .metadata from the node that ran rank 0, or name that node's directory as another CKPT",
+                    help="copy .metadata from the node that ran rank 0, or name that node's directory as "
+                    "another CKPT",
                 )
             return None
         places = [(f.root, f.folder) for f in (*metadata, *(f for f, _ in of_ranks))]
@@ -232,7 +237,8 @@ class Dcp:
     def _tensors(
         self, source: Source, found: Found[DcpFiles], contents: Contents
     ) -> tuple[_Tensors, list[_Tensors]]:
-        """The tensors with their boxes; and, to be compared, further copies of those that several ranks hold."""
+        """The tensors with their boxes; and, to be compared, further copies of those that several ranks
+        hold."""
         by_record = {
             i: {t["path"][0]: n for n, t in enumerate(contents.tensors(i)) if len(t["path"]) == 1}
             for i in found.records
@@ -386,7 +392,8 @@ def _file_missing(folder: str, file: str, names: list[str]) -> Finding:
 
 
 def _hole(entry: dcp_metadata.TensorEntry) -> Iterator[Finding]:
-    """That the chunks of a tensor cannot be all of it, whatever its files hold: a file that is lost accounts for none of it."""
+    """That the chunks of a tensor cannot be all of it, whatever its files hold: a file that is lost accounts
+    for none of it."""
     whole = math.prod(entry["shape"])
     lacking = whole - sum(math.prod(size) for _, size in entry["chunks"])
     if lacking > 0:
@@ -412,7 +419,8 @@ def _not_carried(names: list[str], objects: optim.Objects, alone: bool) -> list[
         findings.append(
             Finding.of(
                 codes.IGNORED,
-                f"{len(own)} records are modules' own state (_extra_state) and no tensors: they are not carried",
+                f"{len(own)} records are modules' own state (_extra_state) and no tensors: they are not "
+                "carried",
                 severity="note",
                 tensor=own[0],
                 got=some(own, _MOST_NAMED),
@@ -424,7 +432,8 @@ def _not_carried(names: list[str], objects: optim.Objects, alone: bool) -> list[
         findings.append(
             Finding.of(
                 codes.UNSUPPORTED if alone else codes.IGNORED,
-                f"{len(holding)} records are objects that hold tensors (in tuples, or saved with flatten_state_dict=False): "
+                f"{len(holding)} records are objects that hold tensors (in tuples, or saved with "
+                "flatten_state_dict=False): "
                 "they are not carried",
                 severity="error" if alone else "warning",
                 tensor=holding[0],

@@ -1,4 +1,5 @@
-"""What a ``.metadata`` of torch.distributed.checkpoint says, and those of ranks that saved each for itself say together.
+"""What a ``.metadata`` of torch.distributed.checkpoint says, and those of ranks that saved each for itself
+say together.
 
 source: torch/distributed/checkpoint/{metadata,filesystem}.py
 """
@@ -126,9 +127,9 @@ def apart(stored: Iterable[StoredAt], path: str) -> None:
 
 
 def as_records(described: Metadata, path: str) -> None:
-    """A record is a whole file of torch.save, and larger than its data. ``FileSystemWriter`` may be told to write one
-    safetensors file for all (``SerializationFormat.SAFETENSORS``), and then notes places that are none: torch cannot read
-    that either.
+    """A record is a whole file of torch.save, and larger than its data. ``FileSystemWriter`` may be told to
+    write one safetensors file for all (``SerializationFormat.SAFETENSORS``), and then notes places that are
+    none: torch cannot read that either.
 
     Raises:
         FastshardError: ``FS514`` for such a checkpoint.
@@ -144,12 +145,14 @@ def as_records(described: Metadata, path: str) -> None:
         if not entry["transforms"] and 0 < count * item == entry["len"]:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
-                "the files are of the safetensors form, beside a .metadata that does not say where in them tensors lie",
+                "the files are of the safetensors form, beside a .metadata that does not say where in them "
+                "tensors lie",
                 file=path,
                 tensor=entry["name"],
                 expected="records as torch.save writes them",
                 got=f"{entry['len']} bytes, which its data take alone",
-                help="save it with HuggingFaceStorageWriter, whose files are read, or with SerializationFormat.TORCH_SAVE",
+                help="save it with HuggingFaceStorageWriter, whose files are read, or with "
+                "SerializationFormat.TORCH_SAVE",
             )
 
 
@@ -223,7 +226,8 @@ def ranks_without(listing: Listing, folder: str, ranks: Collection[int]) -> list
 
 
 def same_save(described: Metadata, of_ranks: Metadata, tracker: File) -> None:
-    """Metadata of ranks beside one of all must say the same: else one of the two is of a save that was written over.
+    """Metadata of ranks beside one of all must say the same: else one of the two is of a save that was
+    written over.
 
     Raises:
         FastshardError: ``FS106`` if they do not.

@@ -1,7 +1,8 @@
-"""Moments beside the weights of a DCP checkpoint: ``optim.state.PARAMETER.SLOT``, and groups among the records that are no tensors.
+"""Moments beside the weights of a DCP checkpoint: ``optim.state.PARAMETER.SLOT``, and groups among the
+records that are no tensors.
 
-torch gives them as ``{"state": ..., "param_groups": [...]}`` (nested) or with a name per parameter for each hyperparameter
-(flattened); both become names that are joined with dots.
+torch gives them as ``{"state": ..., "param_groups": [...]}`` (nested) or with a name per parameter for each
+hyperparameter (flattened); both become names that are joined with dots.
 source: torch/distributed/checkpoint/state_dict.py (_get_optim_state_dict, _flatten_optim_state_dict)
 """
 
@@ -20,7 +21,8 @@ from ...layouts.declaration import Group, Moments, Source
 from ..base import Contents
 from ..zero.flat_state import scalar
 
-#: ``optim.state.model.norm.weight.exp_avg``. Slots of torch's optimizers have no dots, names of parameters may.
+#: ``optim.state.model.norm.weight.exp_avg``. Slots of torch's optimizers have no dots, names of parameters
+#: may.
 _MOMENT = compile_when_used(r"^(?P<top>(?:.*\.)?optim[a-z_]*\.)?state\.(?P<name>.+)\.(?P<slot>[a-z_]+)$")
 _STEP = "step"
 
@@ -127,7 +129,8 @@ def _state_of(
             refused.append(
                 Finding.of(
                     codes.UNSUPPORTED,
-                    f"the optimizer's {match['slot']} has another shape than its parameter (factored or quantised)",
+                    f"the optimizer's {match['slot']} has another shape than its parameter (factored or "
+                    "quantised)",
                     tensor=own[name],
                     expected=str(shapes[parameter]),
                     got=str(shape),
@@ -161,7 +164,8 @@ def _not_of_one(
                 codes.UNSUPPORTED,
                 "it is not stated which copy of the model the optimizer belongs to",
                 expected="model.*, which a trainer's optimizer steps",
-                got=f"{source.weights_prefix}*, beside {', '.join(f'{prefix}*' for prefix in copies if prefix != source.weights_prefix)}",
+                got=f"{source.weights_prefix}*, beside "
+                f"{', '.join(f'{prefix}*' for prefix in copies if prefix != source.weights_prefix)}",
                 help="leave out --optimizer; averaged weights have no moments",
             )
         ]

@@ -40,7 +40,8 @@ _OLD_EXPERT = compile_when_used(r"^expert_\d+_mp_rank_\d+_model_states\.pt$")
 
 
 def steps_of(listing: Listing) -> dict[str, Step]:
-    """Folders that hold model files or partitions, by the step they are named for; node-local parts may lie at any depth."""
+    """Folders that hold model files or partitions, by the step they are named for; node-local parts may lie
+    at any depth."""
     places: dict[tuple[int, str], None] = {}
     for file in listing.files:
         if any(pattern.match(file.name) for pattern in (_LAYER, _RANK, _ZERO3, _OPTIM)):

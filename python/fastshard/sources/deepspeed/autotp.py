@@ -1,8 +1,9 @@
 """DeepSpeed's AutoTP: how ranks divide each parameter, by the map of pieces that the model file holds.
 
-A piece is a block of the whole parameter (``source``: offset and strides) and where a rank has it (``dest``). What is
-divided along one dimension, part by part and evenly, is read; anything else is refused by name.
-source: DeepSpeed module_inject/layers.py (collect_autotp_universal_checkpoint_info), checkpoint/affine.py, 0.19
+A piece is a block of the whole parameter (``source``: offset and strides) and where a rank has it (``dest``).
+What is divided along one dimension, part by part and evenly, is read; anything else is refused by name.
+source: DeepSpeed module_inject/layers.py (collect_autotp_universal_checkpoint_info), checkpoint/affine.py,
+    0.19
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def take(source: Source, found: Found[object], contents: Contents, states: list[
     """Adds the rule of each parameter to a declaration.
 
     Raises:
-        FastshardError: ``FS514`` if the files do not tell how it is divided, or tell of a way that is not read.
+        FastshardError: ``FS514`` if the files do not tell how it is divided, or tell of a way that is not
+            read.
     """
     tp = degree(states)
     path = found.files[0].path
@@ -45,7 +47,8 @@ def take(source: Source, found: Found[object], contents: Contents, states: list[
     unsupported = as_dict(as_dict(states[0].get(_INFO)).get("autotp_unsupported_parameter_patterns"))
     if not pieces or affine_map.get("version") != _VERSION:
         raise _refused(
-            f"DeepSpeed automatic tensor parallelism (autotp_size {tp}): the model file does not state how ranks divide"
+            f"DeepSpeed automatic tensor parallelism (autotp_size {tp}): the model file does not state how "
+            "ranks divide"
             " the parameters",
             path,
             None,
@@ -60,7 +63,8 @@ def take(source: Source, found: Found[object], contents: Contents, states: list[
         rule = None if name is None else _rule(as_dict(entry), tp)
         if name is None or rule is None:
             raise _refused(
-                f"DeepSpeed automatic tensor parallelism (autotp_size {tp}): a parameter that is not divided evenly along"
+                f"DeepSpeed automatic tensor parallelism (autotp_size {tp}): a parameter that is not divided "
+                "evenly along"
                 " one dimension, or is scaled",
                 path,
                 name or pattern,
@@ -115,7 +119,8 @@ def _refused(
         tensor=tensor,
         expected=expected,
         got=got,
-        help="save it with DeepSpeed 0.19 or newer, or make a universal checkpoint of it (ds_to_universal), or describe how its"
+        help="save it with DeepSpeed 0.19 or newer, or make a universal checkpoint of it (ds_to_universal), "
+        "or describe how its"
         " tensors are divided in a layout of your own (--layout FILE.toml)",
     )
 
@@ -162,8 +167,8 @@ def _rule(entry: dict[str, Any], tp: int) -> Divided | None:
 def _spans(
     rank: dict[str, Any], logical: list[int], shape: list[int], d: int
 ) -> list[tuple[int, int, int]] | None:
-    """(first index in the shard, first in the whole, extent) of each piece along a dimension, in the shard's order; None
-    for pieces that are no slices along it."""
+    """(first index in the shard, first in the whole, extent) of each piece along a dimension, in the shard's
+    order; None for pieces that are no slices along it."""
     spans, pieces = [], rank.get("pieces")
     for piece in pieces if isinstance(pieces, list) else ():
         fields = as_dict(piece)

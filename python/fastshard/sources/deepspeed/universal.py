@@ -1,6 +1,7 @@
 """DeepSpeed universal checkpoints: ``zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt``.
 
-source: DeepSpeed checkpoint/ds_to_universal.py (stages 1 and 2 write ``{param: tensor, cat_dim}``, stage 3 a flat
+source: DeepSpeed checkpoint/ds_to_universal.py (stages 1 and 2 write ``{param: tensor, cat_dim}``, stage 3 a
+    flat
 tensor; the model files are copied beside them, and tell shapes, frozen parameters and further names)
 """
 
@@ -123,8 +124,8 @@ class Universal:
         aliases = model.aliases() if model else {}
         source.provable = bool(shapes)
         have = {name for name, slot, _ in seen.parts if slot == _VALUES}
-        # A copy of the 16-bit one, where the owner's is what was trained; or a buffer, widened whatever its dtype was, that the
-        # model file holds as it is.
+        # A copy of the 16-bit one, where the owner's is what was trained; or a buffer, widened whatever its
+        # dtype was, that the model file holds as it is.
         apart = {alias for alias, owner in aliases.items() if owner in have}
         apart |= _buffers(model) if model else set()
         world = state.get("dp_world_size")
@@ -158,7 +159,8 @@ class Universal:
         source.findings += _parameters_missing(found.folder, set(listed) - have)
         source.findings += _steps_differ(found, parts.steps)
         if seen.of_all is not None:
-            # A number stands for a group as the model files list them. source: ds_to_universal.py (_save_optimizer_state)
+            # A number stands for a group as the model files list them. source: ds_to_universal.py
+            # (_save_optimizer_state)
             groups = as_dict(contents(seen.of_all)).get("param_groups")
             each = [numbered(groups, [list(group) for group in rank.shapes() or []]) for rank in ranks]
             source.optimizer = replace(source.optimizer, groups=joined(each))
@@ -170,8 +172,8 @@ class Universal:
     def _beside(
         source: Source, model: Model, contents: Contents, sliced: Sequence[tuple[int, int, int]]
     ) -> None:
-        """What the model files hold besides: stages 1 and 2 the 16-bit parameters, to be compared with; stage 3
-        frozen parameters and buffers."""
+        """What the model files hold besides: stages 1 and 2 the 16-bit parameters, to be compared with; stage
+        3 frozen parameters and buffers."""
         if not isinstance(model.state.get("module"), dict):
             return
         unit = Unit(file=0, under=["module"])
@@ -208,7 +210,8 @@ def _parts(
     shapes: dict[str, list[int]],
     padding: int,
 ) -> _Parts:
-    """Reads the folders of all parameters but some; stage 3 may leave so many elements of padding at the end."""
+    """Reads the folders of all parameters but some; stage 3 may leave so many elements of padding at the
+    end."""
     parts = _Parts()
     for name, slot, index in found.seen.parts:
         if name in apart:
@@ -253,7 +256,8 @@ def _buffers(model: Model) -> set[str]:
 
 
 def _frozen_shards(ranks: list[Model], have: set[str]) -> list[Finding]:
-    """Frozen parameters that ds_to_universal leaves in the model files, where each holds a slice of a shard."""
+    """Frozen parameters that ds_to_universal leaves in the model files, where each holds a slice of a
+    shard."""
     return [
         Finding.of(
             codes.UNSUPPORTED,

@@ -1,8 +1,9 @@
-"""Rank files of FSDP: ``model_world_size_N_rank_R.pt`` of verl and SkyRL, those of accelerate, and others' ``*rank_R.pt``.
+"""Rank files of FSDP: ``model_world_size_N_rank_R.pt`` of verl and SkyRL, those of accelerate, and others'
+``*rank_R.pt``.
 
-Each rank saves its own state dict. A DTensor names the mesh, the rank's place in it and the placements, a ShardedTensor its
-shards and their offsets, and both the shape of the whole: that the boxes tile it is proven, and a file under another rank's
-name is found. Plain tensors are on every rank alike, and compared.
+Each rank saves its own state dict. A DTensor names the mesh, the rank's place in it and the placements, a
+ShardedTensor its shards and their offsets, and both the shape of the whole: that the boxes tile it is proven,
+and a file under another rank's name is found. Plain tensors are on every rank alike, and compared.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ def _boxes(source: Source, ranks: Ranks, any_name: bool) -> dict[str, list[int]]
 
 
 def _flat(source: Source, ranks: Ranks) -> dict[str, list[int]]:
-    """Declares pieces of flat parameters, one after another: they are vectors until a config tells their shapes."""
+    """Declares pieces of flat parameters, one after another: they are vectors until a config tells their
+    shapes."""
     ranges_by_name, whole = flat_params.pieces(
         ranks.files, {rank: ranks.contents.tensors(file) for rank, file in ranks.files.items()}
     )
@@ -231,7 +233,8 @@ def _other_part(
         tensor=name,
         expected=f"{size}, from {lo}, by its mesh and placements",
         got=str(got),
-        help="report it, unless the file was changed after it was saved; it divides tensors in a way that is not known",
+        help="report it, unless the file was changed after it was saved; it divides tensors in a way that is "
+        "not known",
     )
 
 
@@ -250,7 +253,8 @@ def _overlap(ranks: Ranks, name: str, lo: list[int], size: list[int], file: int)
 def _no_parts(ranks: Ranks) -> Finding:
     return Finding.of(
         codes.NOT_PROVABLE,
-        "no rank's file says of what its tensors are parts: they are taken for copies of the full tensor, and compared",
+        "no rank's file says of what its tensors are parts: they are taken for copies of the full tensor, "
+        "and compared",
         severity="warning",
         file=ranks.path(next(iter(ranks.files))),
         help="describe how they are divided in a layout of your own, if they are slices",

@@ -1,6 +1,7 @@
 """The files of ranks: how trainers name them, and which of several saves is taken.
 
-source: verl utils/checkpoint/fsdp_checkpoint_manager.py, SkyRL fsdp_strategy.py, accelerate utils/fsdp_utils.py
+source: verl utils/checkpoint/fsdp_checkpoint_manager.py, SkyRL fsdp_strategy.py, accelerate
+    utils/fsdp_utils.py
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ def saved(listing: Listing, options: Options, *, any_name: bool = False) -> Save
     if len(worlds) > 1:
         raise FastshardError.of(
             codes.AMBIGUOUS,
-            "one folder holds files of runs with different numbers of ranks: one run was continued with another number",
+            "one folder holds files of runs with different numbers of ranks: one run was continued with "
+            "another number",
             file=folder or None,
             got=", ".join(f"model_world_size_{world}_rank_*.pt" for world in sorted(worlds, key=str)),
             help="keep the files of one run there; by their times the newer one is the likely one",
@@ -147,7 +149,8 @@ def _taken(
 ) -> tuple[str, str | None, list[Finding]]:
     """The folder taken, the step's name, and what is to be said of others.
 
-    A run trains one model or several (``global_step_5/actor``, ``global_step_5/critic``): of several the caller chooses.
+    A run trains one model or several (``global_step_5/actor``, ``global_step_5/critic``): of several the
+    caller chooses.
     """
     parts = {folder: _part(folder) for _, folder in places}
     models = sorted(set(parts.values()))

@@ -1,7 +1,8 @@
 """FSDP1's LOCAL_STATE_DICT: flat parameters, which name nothing.
 
-With ``use_orig_params`` the pieces of each parameter lie beside them, views of one storage: in the order of the ranks they
-are the elements of the parameter. What shape that has only a model's config tells. Without it there are no names either.
+With ``use_orig_params`` the pieces of each parameter lie beside them, views of one storage: in the order of
+the ranks they are the elements of the parameter. What shape that has only a model's config tells. Without it
+there are no names either.
 source: torch/distributed/fsdp/{_state_dict_utils,_flat_param}.py
 """
 
@@ -29,7 +30,8 @@ def is_flat(distributed: Mapping[int, _core.Distributed]) -> bool:
 def pieces(
     files: Mapping[int, int], listed: Mapping[int, Sequence[_core.StoredTensor]]
 ) -> tuple[dict[str, list[Range]], set[str]]:
-    """The pieces of each parameter by name, in the order of the ranks; and names of what is whole on each rank.
+    """The pieces of each parameter by name, in the order of the ranks; and names of what is whole on each
+    rank.
 
     Args:
         files: those of the ranks.

@@ -1,7 +1,8 @@
 """The optimizer's state of ranks: ``optim_world_size_N_rank_R.pt``, and what trainers keep beside it.
 
-torch's optimizers number their parameters; the order is that of the model, frozen ones keep their number. FSDP2 keeps each
-moment as a DTensor of its parameter's shape, FSDP1 the elements of the flat parameter that the rank holds, one after another.
+torch's optimizers number their parameters; the order is that of the model, frozen ones keep their number.
+FSDP2 keeps each moment as a DTensor of its parameter's shape, FSDP1 the elements of the flat parameter that
+the rank holds, one after another.
 source: torch/optim/optimizer.py (state_dict), verl utils/checkpoint/fsdp_checkpoint_manager.py
 """
 
@@ -189,7 +190,8 @@ def _unnamed(found: Found[object], ranks: Ranks) -> Finding:
     file = next(iter(ranks.files.values()))
     return Finding.of(
         codes.MASTERS_NOT_CHECKABLE,
-        "the optimizer's state numbers its parameters, and their order and shapes fit the model in more than one way or in none",
+        "the optimizer's state numbers its parameters, and their order and shapes fit the model in more than "
+        "one way or in none",
         severity="error",
         file=found.files[file].path,
         help="leave out --optimizer; a state saved by torch.distributed.checkpoint has names",
@@ -217,7 +219,8 @@ def _agree(model: Ranks, ranks: Ranks, steps_by_rank: dict[int, list[float]], wh
     return [
         Finding.of(
             codes.MIXED_STEPS,
-            f"the {what} that was saved with it differs from that of the other ranks: the file may be from another step",
+            f"the {what} that was saved with it differs from that of the other ranks: the file may be from "
+            "another step",
             file=model.path(rank),
             rank=ranks.label(rank),
             expected=f"{', '.join(f'{s:g}' for s in usual)}, as on the other ranks",

@@ -1,8 +1,8 @@
 """Which box of a tensor a rank holds, by the placements that its DTensor names.
 
 source: torch/distributed/tensor/{_utils,_dtensor_spec,placement_types}.py. torch's own
-compute_local_shape_and_global_offset reads strided shards from left to right, which for uneven extents is not what FSDP2
-has put there: it divides what tensor parallelism has left (fsdp/_fully_shard/_fsdp_param.py).
+compute_local_shape_and_global_offset reads strided shards from left to right, which for uneven extents is not
+what FSDP2 has put there: it divides what tensor parallelism has left (fsdp/_fully_shard/_fsdp_param.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def _chunk(extent: int, count: int, index: int) -> tuple[int, int]:
 
 
 def _order(part: _core.RankPart, sizes: list[int], ndim: int) -> list[tuple[int, list[int]]]:
-    """Each tensor dimension that is divided, with the mesh dimensions that divide it, first the one that did so first."""
+    """Each tensor dimension that is divided, with the mesh dimensions that divide it, first the one that did
+    so first."""
     found: dict[int, list[int]] = {}
     declared: dict[int, list[int]] = dict(part["order"] or [])
     for d in reversed(range(len(part["placements"]))):

@@ -59,7 +59,8 @@ class Ranks:
         return {".".join(path): path for path in parts}
 
     def aliases(self) -> set[str]:
-        """Further names of tied parameters: they lie where another one does, on every rank that has any of them."""
+        """Further names of tied parameters: they lie where another one does, on every rank that has any of
+        them."""
         found: dict[str, bool] = {}
         for file in self.files.values():
             owners: dict[tuple[Any, ...], str] = {}
@@ -89,12 +90,14 @@ class Ranks:
                 file=self.path(rank),
                 rank=self.label(rank),
                 tensor=".".join(part["path"]),
-                help="redistribute it to Shard or Replicate before saving, or save with torch.distributed.checkpoint",
+                help="redistribute it to Shard or Replicate before saving, or save with "
+                "torch.distributed.checkpoint",
             ) from None
         return [] if bounds is None else [(*bounds, part["tensor"])]
 
     def _all_there(self) -> None:
-        """Ranks must all be there: by the files' names, else by what the files say, else up to the last one."""
+        """Ranks must all be there: by the files' names, else by what the files say, else up to the last
+        one."""
         world = self.found.seen.world
         why = f"{world} ranks by the files' names"
         worlds = [n for record in self.distributed.values() for n in _worlds(record)]
@@ -125,7 +128,8 @@ class Ranks:
                     f"{sibling.folder}/{name}" if sibling.folder else name,
                     {"rank": rank_range(rank, last)},
                     why,
-                    f"copy {name} from the node that ran rank {rank}, or name that node's directory as another CKPT",
+                    f"copy {name} from the node that ran rank {rank}, or name that node's directory as "
+                    "another CKPT",
                     upto=end if last > rank else None,
                 )
             )

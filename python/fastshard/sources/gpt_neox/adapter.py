@@ -33,8 +33,8 @@ _STEP = compile_when_used(r"^(?:global_step)?(\d+)$")
 
 
 def _blocks(layers: Iterable[int]) -> int:
-    """Transformer blocks by the layers that have files: gaps at 1 and N+2 are normal, as no tensors live there, and the last one is
-    before the norm."""
+    """Transformer blocks by the layers that have files: gaps at 1 and N+2 are normal, as no tensors live
+    there, and the last one is before the norm."""
     blocks = {layer for layer in layers if layer <= neox_config.MAX_LAYERS}
     gaps = [b - 1 for b in blocks if b > 3 and b - 1 not in blocks]
     return max(gaps) - 2 if gaps else max((b for b in blocks if b >= 2), default=1) - 1
@@ -60,7 +60,8 @@ def _layers_missing(found: Found[ZeroFiles], absent: list[int], tp: int, why: st
                 expected=why,
                 got=got,
                 help=f"copy {' and '.join(names) if one and tp < 3 else f'{names[0]} to {names[-1]}'} "
-                f"from the nodes that ran the pipeline {'stage of this layer' if one else 'stages of these layers'}",
+                "from the nodes that ran the pipeline "
+                f"{'stage of this layer' if one else 'stages of these layers'}",
             )
         )
     return findings
@@ -98,7 +99,8 @@ class GptNeox:
                 codes.UNSUPPORTED,
                 "GPT-NeoX's layers under ZeRO-3, where no file holds a full shard: not read",
                 file=found.files[0].path,
-                help="convert this one with ds_to_universal first; `fastshard merge` reads ZeRO-3 checkpoints of other models",
+                help="convert this one with ds_to_universal first; `fastshard merge` reads ZeRO-3 "
+                "checkpoints of other models",
             )
         source = self.declare(found, listing, contents, options)
         return source, pipeline_names(found, contents) if found.seen.pipeline else _sequential_name
@@ -177,7 +179,8 @@ class GptNeox:
                 codes.MISSING_FILE,
                 "all layer files are missing",
                 file=_in(found.folder, "layer_00-model_00-model_states.pt"),
-                evidence=f"{found.files[0].path} holds no tensors: they are in files layer_LL-model_TT-model_states.pt",
+                evidence=f"{found.files[0].path} holds no tensors: they are in files "
+                "layer_LL-model_TT-model_states.pt",
                 help="copy the layer files of this step from the nodes that wrote them",
             )
         module = states[0].get("module") if states else None
@@ -273,12 +276,14 @@ def _rank_files(found: Found[ZeroFiles], states: list[dict[str, Any]], findings:
         findings.append(
             Finding.of(
                 codes.MISSING_FILE,
-                "the file is missing: it holds no weights, but without it the step of this rank cannot be compared",
+                "the file is missing: it holds no weights, but without it the step of this rank cannot be "
+                "compared",
                 severity="warning",
                 file=_in(folder, _rank_file(first)),
                 rank=f"mp rank {first}{more}",
                 evidence=f"mp_world_size {worlds[0]} in the other rank files",
-                help=f"copy {_rank_file(first)}{more and f' to {_rank_file(last)}'} from the node that ran mp rank {first}{more}",
+                help=f"copy {_rank_file(first)}{more and f' to {_rank_file(last)}'} from the node that ran "
+                f"mp rank {first}{more}",
             )
         )
 

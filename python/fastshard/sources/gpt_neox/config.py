@@ -46,11 +46,12 @@ class TrainingConfig:
 def read(
     listing: Listing, places: Sequence[tuple[int, str]], options: Options, findings: list[Finding]
 ) -> TrainingConfig:
-    """The training config: that of ``--config``, else all YAML files that were saved with the step, merged. A config.json that is
-    given states some of its settings.
+    """The training config: that of ``--config``, else all YAML files that were saved with the step, merged. A
+    config.json that is given states some of its settings.
 
     Raises:
-        FastshardError: ``FS211`` for a config that is malformed, ``FS514`` for settings that GPT-NeoX does not have.
+        FastshardError: ``FS211`` for a config that is malformed, ``FS514`` for settings that GPT-NeoX does
+            not have.
     """
     if options.config is None:
         return TrainingConfig(*_read_saved(listing, places, findings))
@@ -137,8 +138,9 @@ class Model:
 
     @classmethod
     def of(cls, args: dict[str, Any], training: TrainingConfig, findings: list[Finding]) -> Model:
-        """Combines the arguments in the files with the YAML; contradictions become findings. What ``--config`` states of
-        the model is taken, with a note for each setting that the checkpoint states otherwise."""
+        """Combines the arguments in the files with the YAML; contradictions become findings. What
+        ``--config`` states of the model is taken, with a note for each setting that the checkpoint states
+        otherwise."""
         config, path = training.config, training.path
         args = {key: value for key, value in args.items() if value is not None}
         findings += find_overridden_settings(

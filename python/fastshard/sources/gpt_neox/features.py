@@ -151,8 +151,8 @@ def apply(
         own_layout: the caller has a table for it.
 
     Raises:
-        FastshardError: ``FS211`` if the stated key/value heads do not divide the heads, or for what is no name;
-            ``FS514`` for blocks that no table here describes.
+        FastshardError: ``FS211`` if the stated key/value heads do not divide the heads, or for what is no
+            name; ``FS514`` for blocks that no table here describes.
     """
     parts = read(source.units, values)
     if not own_layout and (others := unread_blocks.others(found, source.units, set(parts.shapes), values)):
@@ -245,7 +245,8 @@ def _features(parts: Parts, norm: str, kv_heads: int | None, facts: dict[str, bo
 
 
 def _left_out(found: Found[object], parts: Parts) -> list[Finding]:
-    """FP8 state that no rule of the layout accounts for, as it is no tensor; and weights in FP8, which are not read."""
+    """FP8 state that no rule of the layout accounts for, as it is no tensor; and weights in FP8, which are
+    not read."""
     return [
         *(
             Finding.of(
@@ -305,7 +306,8 @@ def _contradictions(
         findings.append(
             Finding.of(
                 codes.IGNORED,
-                "post_attention_layernorm.* beside Transformer Engine's mlp.layer_norm_*: stale, left out in all layers",
+                "post_attention_layernorm.* beside Transformer Engine's mlp.layer_norm_*: stale, left out in "
+                "all layers",
                 severity="warning",
                 help="ignore it; GPT-NeoX before #1355 made it and never used it (gpt-neox#1353)",
             )
@@ -320,7 +322,8 @@ def _contradictions(
                 file=model.path,
                 expected="one reduction of each layer's output",
                 got=f"two over tp {tp}, by GPT-NeoX's source",
-                help="compare logits of the result with the run's own before use; row biases are taken as copies",
+                help="compare logits of the result with the run's own before use; row biases are taken as "
+                "copies",
             )
         )
     return findings

@@ -22,7 +22,8 @@ _SETTINGS = ("margin", "amax_history_len", "amax_compute_algo")
 def summary(
     found: Found[object], states: list[State], values: Contents, findings: list[Finding]
 ) -> dict[str, Any] | None:
-    """What the states say together; None where FP8 was not used. One that cannot be read becomes a warning."""
+    """What the states say together; None where FP8 was not used. One that cannot be read becomes a
+    warning."""
     recipes: dict[str, None] = {}
     settings: dict[str, Any] = {}
     histories: set[int] = set()

@@ -8,7 +8,8 @@ from ...layouts.declaration import Unit
 from ..base import Contents, Found
 
 #: What begins the names in a layer, by kind, and the setting that makes it.
-#: source: gpt-neox megatron/model/{moe,router,gmlp}.py, mamba/mamba.py, rwkv/v6/rwkv.py, gpt2_model.py (init_specs)
+#: source: gpt-neox megatron/model/{moe,router,gmlp}.py, mamba/mamba.py, rwkv/v6/rwkv.py, gpt2_model.py
+#: (init_specs)
 _BEGINNINGS = {
     "a mixture of experts (moe_num_experts)": (
         "mlp.router.",

@@ -52,8 +52,8 @@ def _weight_map(content: Any, path: str) -> dict[str, str]:
 def slices_as_wholes(
     listing: Listing, folder: str, files: Sequence[File], contents: Contents, layout: str
 ) -> list[Finding]:
-    """A warning for an index that names a file as that of a tensor of which several files hold slices: whoever follows
-    it loads one slice as the whole. ``verify`` makes it an error.
+    """A warning for an index that names a file as that of a tensor of which several files hold slices:
+    whoever follows it loads one slice as the whole. ``verify`` makes it an error.
 
     Args:
         listing: what the roots hold.
@@ -145,7 +145,8 @@ class HuggingFace:
 
     @staticmethod
     def _folder(listing: Listing, options: Options) -> tuple[str, Chosen | None] | None:
-        """The folder that holds a model: ``checkpoint-N`` by the rule of steps, models side by side by ``--step``.
+        """The folder that holds a model: ``checkpoint-N`` by the rule of steps, models side by side by
+        ``--step``.
 
         Raises:
             FastshardError: ``FS106`` if nothing chooses, ``FS501`` if there is no such step.
@@ -360,7 +361,8 @@ def _take_copies_of_index(
         source.findings.append(
             Finding.of(
                 codes.OVERLAP,
-                f"{len(names)} tensors of {files[other].path} are not read: the index names this file for them",
+                f"{len(names)} tensors of {files[other].path} are not read: the index names this file for "
+                "them",
                 severity="note",
                 file=files[file].path,
                 tensor=names[0],
@@ -372,8 +374,9 @@ def _take_copies_of_index(
 def _config_beside(
     source: Source, listing: Listing, options: Options, names: Sequence[str]
 ) -> tuple[dict[str, Any] | None, Path | None]:
-    """Returns the config.json of a file that was named by itself: the one given, else the one beside it, if it is of the model
-    that these names are of. The files beside a config.json of another model are no companions; a note says so."""
+    """Returns the config.json of a file that was named by itself: the one given, else the one beside it, if
+    it is of the model that these names are of. The files beside a config.json of another model are no
+    companions; a note says so."""
     config, path = hf_config.config_of(listing, "", options)
     places = sidecar_files.beside_files(listing)
     beside = sidecar_files.first(places, "config.json")

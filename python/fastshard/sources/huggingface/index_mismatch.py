@@ -23,11 +23,12 @@ _MOST = 100_000
 
 
 def is_for(listing: Listing, inside: Mapping[str, File], index: str, single: str) -> bool:
-    """True if an index beside a file of the whole model names that file; False if nothing that it names is there.
+    """True if an index beside a file of the whole model names that file; False if nothing that it names is
+    there.
 
     Raises:
-        FastshardError: ``FS106`` if it names others that are there: transformers takes the single file, readers that follow
-            the index the others. ``FS211`` if it is not JSON.
+        FastshardError: ``FS106`` if it names others that are there: transformers takes the single file,
+            readers that follow the index the others. ``FS211`` if it is not JSON.
     """
     content = read_json(listing, inside[index], safe_files.MAX_INDEX)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
@@ -41,7 +42,8 @@ def is_for(listing: Listing, inside: Mapping[str, File], index: str, single: str
         return single in named
     raise FastshardError.of(
         codes.AMBIGUOUS,
-        f"{single} and an index of other files lie in one folder: transformers takes the one, other readers follow the index",
+        f"{single} and an index of other files lie in one folder: transformers takes the one, other readers "
+        "follow the index",
         file=inside[index].path,
         got=f"{single}, and {there[0]} with {len(named) - 1} more by the index",
         help=f"move the one that is stale away, or name the file itself: {inside[single].path}",
@@ -71,7 +73,8 @@ def like_named(inside: Mapping[str, File], named: Container[str]) -> list[File]:
 
 
 def numbers(index: File, named: Iterable[str], inside: Container[str]) -> list[Finding]:
-    """A warning for an index that names fewer files than their names count: of a file that is not there, if one is not.
+    """A warning for an index that names fewer files than their names count: of a file that is not there, if
+    one is not.
 
     Args:
         index: the index.
@@ -101,7 +104,8 @@ def numbers(index: File, named: Iterable[str], inside: Container[str]) -> list[F
                     file=f"{index.folder}/{name}" if index.folder else name,
                     expected=f"{int(total)} files by their names",
                     got=f"{len(have)} in {index.name}",
-                    help="compare the tensors with the model's; an export that dropped files writes such an index",
+                    help="compare the tensors with the model's; an export that dropped files writes such an "
+                    "index",
                 )
             )
     return findings
@@ -159,7 +163,8 @@ def sizes(
             file=index,
             expected=f"{counted:,} bytes (total_size)",
             got=f"{stored_bytes:,} bytes, {abs(counted - stored_bytes):,} {'fewer' if lacks else 'more'}",
-            help="compare the tensors with the model's; something may be gone from the index and the files alike"
+            help="compare the tensors with the model's; something may be gone from the index and the files "
+            "alike"
             if lacks
             else "write the index again",
         )

@@ -133,7 +133,8 @@ class HfRankShards:
         if config is None and (layout := config_json.layout_by_names(names)) is not None:
             source.layout, source.model = layout, replace(source.model, family=layout.removeprefix("hf."))
             facts = tables.table(layout).describe(None, names)[1]
-            # Rows of heads are enough to check shapes; how they divide only a config tells, or norms of one head each.
+            # Rows of heads are enough to check shapes; how they divide only a config tells, or norms of one
+            # head each.
             source.facts = facts | {"tied": not facts["head"]}
             source.axes = {} if facts.get("qk_norm") else {"d": 1}
         if (lost := _ranks_at_the_end(source, boxes, found)) is not None:
@@ -145,8 +146,8 @@ class HfRankShards:
 
 
 def _ranks_at_the_end(source: Source, boxes: Boxes, found: Found[None]) -> Finding | None:
-    """That the files of the last ranks are missing, where all tensors that are too short are so by the same number of ranks; their
-    shapes become those that they should have."""
+    """That the files of the last ranks are missing, where all tensors that are too short are so by the same
+    number of ranks; their shapes become those that they should have."""
     table = source.usual_table
     named = [match for file in found.files if (match := _SHARD.match(file.name))]
     if table is None or not named:
@@ -207,8 +208,8 @@ def _ranks_at_the_end(source: Source, boxes: Boxes, found: Found[None]) -> Findi
 def _divided_by(
     boxes: Boxes, ranks: int, known: Mapping[str, Sequence[int | None]], sizes: Collection[str]
 ) -> bool:
-    """True if all tensors that are divided are so among this number of ranks, as ``torch.chunk`` divides: another vocabulary than
-    the config's alone makes no rank missing.
+    """True if all tensors that are divided are so among this number of ranks, as ``torch.chunk`` divides:
+    another vocabulary than the config's alone makes no rank missing.
 
     Args:
         boxes: what the ranks hold.

@@ -1,4 +1,5 @@
-"""Where the tensors of a file begin in those that it holds slices of, as torch's ``HuggingFaceStorageWriter`` says.
+"""Where the tensors of a file begin in those that it holds slices of, as torch's ``HuggingFaceStorageWriter``
+says.
 
 source: torch/distributed/checkpoint/{_hf_utils,filesystem,_consolidate_hf_safetensors}.py
 """
@@ -41,8 +42,8 @@ def offsets(metadata: Any) -> dict[str, list[int]] | None:
 def not_whole(files: Sequence[File], contents: Contents, index: str | None, counted: Any) -> list[Finding]:
     """Findings for files of whole tensors that hold a rank's slices.
 
-    Without ``save_distributed=True`` every rank of torch's writer writes the same files, and the last one to write leaves
-    its own. Where that was the first rank, what the index counts of all ranks tells.
+    Without ``save_distributed=True`` every rank of torch's writer writes the same files, and the last one to
+    write leaves its own. Where that was the first rank, what the index counts of all ranks tells.
 
     Args:
         files: those of the model.

@@ -234,7 +234,8 @@ def _divided(tp_dim: Any, path: str) -> dict[str, tuple[int | None, list[int]]]:
                 "layout.json: tp_dim",
                 file=path,
                 tensor=name,
-                expected='a dimension, null, or {"dim": dimension, "parts": sizes of the parts of a fused tensor}',
+                expected='a dimension, null, or {"dim": dimension, "parts": sizes of the parts of a fused '
+                "tensor}",
                 got=shown(value),
             )
         divided[name] = dim, list(parts or ())

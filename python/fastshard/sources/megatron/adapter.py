@@ -1,7 +1,7 @@
 """Megatron-LM checkpoints of the legacy form: ``iter_NNNNNNN/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``.
 
-Layers are numbered from the first of their pipeline stage (and of their virtual stage), experts from the first of
-their expert-parallel rank.
+Layers are numbered from the first of their pipeline stage (and of their virtual stage), experts from the
+first of their expert-parallel rank.
 source: Megatron-LM megatron/training/checkpointing.py
 """
 
@@ -31,7 +31,8 @@ from .rank_grid import RankGrid
 _RANK = compile_when_used(
     r"^(?:(.*)/)?mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/(?:model_optim_rng|model_rng)\.pt$"
 )
-#: Before it the rows of `linear_qkv` lay in another order. source: checkpointing.py, fix_query_key_value_ordering
+#: Before it the rows of `linear_qkv` lay in another order. source: checkpointing.py,
+#: fix_query_key_value_ordering
 _ROWS_BY_GROUP = 2.0
 _TRACKER = "latest_checkpointed_iteration.txt"
 _LAYER = compile_when_used(r"^decoder\.layers\.(\d+)\.")
@@ -106,7 +107,8 @@ class Megatron:
                 str(n).startswith("language_model") for n in as_dict(as_dict(state).get("model"))
             )
             if version is None and before_core and len(states) > 1:
-                # Megatron-LM takes it so too. source: megatron/training/checkpointing.py (get_checkpoint_version)
+                # Megatron-LM takes it so too. source: megatron/training/checkpointing.py
+                # (get_checkpoint_version)
                 version = 0
             if isinstance(version, (int, float)) and version < _ROWS_BY_GROUP:
                 raise FastshardError.of(
@@ -147,7 +149,8 @@ class Megatron:
 
     @staticmethod
     def _models(state: Any) -> list[tuple[str, list[str]]]:
-        """(key, tensor names) of each model chunk: ``model``, or ``model0``, ``model1``, ... of virtual stages."""
+        """(key, tensor names) of each model chunk: ``model``, or ``model0``, ``model1``, ... of virtual
+        stages."""
         if not isinstance(state, dict):
             return []
         found = [(key, m) for key in state if (m := _MODEL.match(str(key))) and isinstance(state[key], dict)]
@@ -396,7 +399,8 @@ def _experts_of_rank(args: dict[str, Any], grid: RankGrid, names: set[str]) -> i
 def _flat_experts(grid: RankGrid, contents: Contents, source: Source) -> None:
     """GroupedMLP's weights by their bytes: [E, H, 2*F] and [E, F, H], whatever their two dimensions say.
 
-    source: megatron/core/transformer/moe/experts.py, ``self.weight1.view(num_local_experts, hidden_size, -1)``
+    source: megatron/core/transformer/moe/experts.py, ``self.weight1.view(num_local_experts, hidden_size,
+        -1)``
     """
     experts, hidden = source.axes.get("E"), source.axes.get("H")
     if not experts or not hidden:

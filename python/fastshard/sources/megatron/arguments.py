@@ -1,6 +1,7 @@
 """What the arguments in a Megatron-LM checkpoint and the names of its tensors say of its table.
 
-source: Megatron-LM megatron/training/arguments.py, megatron/core/transformer/moe/{moe_layer,router,experts}.py;
+source: Megatron-LM megatron/training/arguments.py,
+    megatron/core/transformer/moe/{moe_layer,router,experts}.py;
 transformers models/{llama,mistral,qwen2,qwen3,mixtral,qwen3_moe}
 """
 
@@ -40,7 +41,8 @@ def arguments(state: Any) -> dict[str, Any]:
 def override(
     source: Source, args: dict[str, Any], options: Options, file: str | None
 ) -> tuple[dict[str, Any], list[Lack]]:
-    """Puts what ``--config`` states in the place of arguments, with a note on the declaration for each that differs.
+    """Puts what ``--config`` states in the place of arguments, with a note on the declaration for each that
+    differs.
 
     Returns the arguments, and what ``--config`` states and no argument does: a merge needs none of it.
 
@@ -97,7 +99,8 @@ def mixture(args: dict[str, Any], names: Iterable[str]) -> bool:
 
 
 def beyond(args: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """The first argument of a mixture of experts that the tables have no names for: the argument, what it must be, what it is."""
+    """The first argument of a mixture of experts that the tables have no names for: the argument, what it
+    must be, what it is."""
     every = args.get("moe_layer_freq", 1)
     dense = every not in (None, 1) and not (isinstance(every, list) and all(n == 1 for n in every))
     reasons = [
@@ -120,7 +123,8 @@ def beyond(args: Mapping[str, Any]) -> tuple[str, str, str] | None:
 
 @dataclass(frozen=True)
 class Unnamed:
-    """Megatron-LM's dialect for a model that has more than its tables: whoever asks what it computes is told what has no name."""
+    """Megatron-LM's dialect for a model that has more than its tables: whoever asks what it computes is told
+    what has no name."""
 
     lack: Lack
     name: str = megatron.DIALECT.name

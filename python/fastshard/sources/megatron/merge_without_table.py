@@ -1,7 +1,9 @@
-"""Tensors of rank files whole, where no table describes the model: how ranks divide them follows from the modules' names, and
-is proven by what the arguments say of their extents. What neither tells is refused by name.
+"""Tensors of rank files whole, where no table describes the model: how ranks divide them follows from the
+modules' names, and is proven by what the arguments say of their extents. What neither tells is refused by
+name.
 
-source: megatron/core/tensor_parallel/layers.py, megatron/core/transformer (attention, mlp, multi_latent_attention, moe),
+source: megatron/core/tensor_parallel/layers.py, megatron/core/transformer (attention, mlp,
+    multi_latent_attention, moe),
 megatron/core/models (gpt, bert, T5, vision); before core: megatron/model/{language_model,transformer}.py
 """
 
@@ -101,7 +103,8 @@ class _Tensor:
     holders: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
     def pieces(self, copy: int) -> list[Any]:
-        """Ranges where ranks divide rows, boxes where they divide columns; the last copy stands for one that is not there."""
+        """Ranges where ranks divide rows, boxes where they divide columns; the last copy stands for one that
+        is not there."""
         holders = [copies[min(copy, len(copies) - 1)] for _, copies in sorted(self.holders.items())]
         if not self.dimension:
             each = self.numel // self.parts
@@ -198,7 +201,8 @@ class Wholes:
                     file=file,
                     expected=f"{key} {self.args.get(key)}: {_format_layers(expected)}",
                     got=_format_layers(got),
-                    help="copy all rank files of this model again; the arguments are of another model, or tensors are missing",
+                    help="copy all rank files of this model again; the arguments are of another model, or "
+                    "tensors are missing",
                 )
 
     def shapes(self) -> dict[str, list[int]]:
@@ -234,7 +238,8 @@ class Wholes:
         return own
 
     def _bases(self, tensors_by_place: Mapping[Place, Iterable[str]]) -> dict[tuple[str, int, int], int]:
-        """Layers before those of each stage, virtual stage by virtual stage: each count of layers by itself."""
+        """Layers before those of each stage, virtual stage by virtual stage: each count of layers by
+        itself."""
         counts: dict[tuple[str, int, int], set[int]] = {}
         for place, own in tensors_by_place.items():
             for name in own:
@@ -314,7 +319,8 @@ class Wholes:
                 file=place.path if there or name not in own else first.path,
                 tensor=name,
                 rank=place.label if there or name not in own else first.label,
-                expected=f"{others.get(name) or own.get(name)}, as in {first.path if name in others else place.path}",
+                expected=f"{others.get(name) or own.get(name)}, as in "
+                f"{first.path if name in others else place.path}",
                 got=str(own[name]) if there else "no such tensor",
                 help="copy the file of this rank again; it is from another run or degree",
             )
@@ -346,7 +352,8 @@ class Wholes:
     def _divided(
         self, place: Place, name: str, shape: list[int], own: Mapping[str, list[int]], degree: int
     ) -> tuple[int | None, int]:
-        """The dimension that ranks divide and the parts that each has a share of; None where each has the whole."""
+        """The dimension that ranks divide and the parts that each has a share of; None where each has the
+        whole."""
         if degree == 1 or _ALIKE.search(name):
             return None, 1
         rule = next((r for r in _DIVIDED if r[0].search(name) and len(shape) > r[1]), None)
@@ -435,6 +442,7 @@ def _refused(name: str, place: Place, what: str, expected: str | None, got: str 
         rank=place.label,
         expected=expected,
         got=got,
-        help="save it in the torch_dist format, which says where each part belongs, or describe it in a layout of your own"
+        help="save it in the torch_dist format, which says where each part belongs, or describe it in a "
+        "layout of your own"
         " (--layout FILE.toml)",
     )

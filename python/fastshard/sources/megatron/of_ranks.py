@@ -1,12 +1,16 @@
 """Which rank a rank file is of, by the arguments and the tensors that it holds.
 
-The tensor-parallel rank is the fastest of all in every order of ranks that Megatron-LM uses: tp-cp-ep-dp-pp, tp-cp-ep-pp-dp, and
-tp-pp-dp before these. So ``args.rank % tensor_model_parallel_size`` is the tp of ``mp_rank_TP``, whatever the other degrees are.
-source: megatron/core/parallel_state.py (RankGenerator), megatron/training/checkpointing.py (get_checkpoint_name)
+The tensor-parallel rank is the fastest of all in every order of ranks that Megatron-LM uses: tp-cp-ep-dp-pp,
+tp-cp-ep-pp-dp, and tp-pp-dp before these. So ``args.rank % tensor_model_parallel_size`` is the tp of
+``mp_rank_TP``, whatever the other degrees are.
+source: megatron/core/parallel_state.py (RankGenerator), megatron/training/checkpointing.py
+    (get_checkpoint_name)
 
-The first pipeline stage holds the embedding; others may too (the last one, one of multi-token prediction, a decoder's first). The final
-norm lies behind all layers: in the last stage, or beside the last layer where multi-token prediction follows in a stage of its own.
-source: megatron/core/models/gpt/gpt_model.py (pre_process), transformer/transformer_block.py (has_final_layernorm_in_this_stage)
+The first pipeline stage holds the embedding; others may too (the last one, one of multi-token prediction, a
+decoder's first). The final norm lies behind all layers: in the last stage, or beside the last layer where
+multi-token prediction follows in a stage of its own.
+source: megatron/core/models/gpt/gpt_model.py (pre_process), transformer/transformer_block.py
+    (has_final_layernorm_in_this_stage)
 """
 
 from __future__ import annotations
@@ -37,7 +41,8 @@ def judge(
     tp: int,
     pp: int,
 ) -> None:
-    """Puts on a declaration which files are in the place of their rank, and an error for each that is in another's.
+    """Puts on a declaration which files are in the place of their rank, and an error for each that is in
+    another's.
 
     Args:
         source: the declaration.
@@ -91,7 +96,8 @@ def judge_stages(
     files: Sequence[tuple[int, _Place, Sequence[Collection[str]]]],
     pp: int,
 ) -> None:
-    """Puts on a declaration an error for each file that is in the place of another pipeline stage, by the tensors in it.
+    """Puts on a declaration an error for each file that is in the place of another pipeline stage, by the
+    tensors in it.
 
     What stages between the first and the last hold does not tell them apart.
 
@@ -125,7 +131,8 @@ def judge_stages(
                     expected=_called((tp, stage), pp),
                     got=f"tp {tp}, another stage" if own is None else _called((tp, own), pp),
                     evidence=f"{name} is in it" if _holds(chunks, name) else f"{name} is not in it",
-                    help="rename the files back, or copy the files of these stages again from the nodes that ran them",
+                    help="rename the files back, or copy the files of these stages again from the nodes that "
+                    "ran them",
                 )
             )
 
@@ -138,7 +145,8 @@ def _final_norm(column: Sequence[_Stage]) -> str:
 
 
 def _embedding_elsewhere(column: Sequence[_Stage], norm: str) -> list[_Stage]:
-    """The file in the place of the first stage, if it lacks the embedding that another has, and that other one."""
+    """The file in the place of the first stage, if it lacks the embedding that another has, and that other
+    one."""
     first = column[0]
     holders = [of for of in column if _holds(of[2], _EMBEDDING)]
     if first[0] != 0 or not holders or first in holders:
@@ -153,7 +161,8 @@ def _embedding_elsewhere(column: Sequence[_Stage], norm: str) -> list[_Stage]:
 
 
 def _norm_before_layers(column: Sequence[_Stage], norm: str) -> list[_Stage]:
-    """The file with the final norm, if another stage has layers behind it, and that one; virtual stage by virtual stage."""
+    """The file with the final norm, if another stage has layers behind it, and that one; virtual stage by
+    virtual stage."""
     layers = f"{norm.partition('.')[0]}.layers."
     places = [(chunk, of) for of in column for chunk, _ in enumerate(of[2])]
     holding = [(chunk, of[0], of) for chunk, of in places if norm and norm in of[2][chunk]]

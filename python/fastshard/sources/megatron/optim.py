@@ -5,7 +5,8 @@
 - ``dp_reshardable``: flat buckets without names (:mod:`.optim_buckets`);
 - ``dp_zero_gather_scatter``: pickled objects, which are refused.
 
-source: megatron/core/optimizer/{optimizer,distrib_optimizer}.py (`sharded_state_dict`, `sharded_param_state_*`)
+source: megatron/core/optimizer/{optimizer,distrib_optimizer}.py (`sharded_state_dict`,
+    `sharded_param_state_*`)
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from .optim_order import BUFFERS, Weights
 _STATE = compile_when_used(r"^(?:chained_\d+\.)?optimizer\.")
 _SLOT = compile_when_used(r"^(?:chained_\d+\.)?optimizer\.state\.([A-Za-z0-9_]+)\.(.+)$")
 _PICKLED = compile_when_used(r"^(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.param_state/")
-#: What fp32 master weights are called. source: optimizer.py (fp32_param), distrib_optimizer.py (fp32_param, later param)
+#: What fp32 master weights are called. source: optimizer.py (fp32_param), distrib_optimizer.py (fp32_param,
+#: later param)
 MASTERS = ("param", "fp32_param")
 #: Groups of parameters are looked for as deep as several optimizers nest them.
 _DEPTH = 4
@@ -142,12 +144,14 @@ def _weights(weights: list[Stored], described: Metadata) -> Weights:
 def _no_places(name: str, error: UnknownPlaces) -> Finding:
     return Finding.of(
         codes.MASTERS_NOT_CHECKABLE,
-        f"the optimizer's flat buffers carry no names, and the places of parameters in them are not certain: {error}",
+        "the optimizer's flat buffers carry no names, and the places of parameters in them are not certain: "
+        f"{error}",
         severity="error",
         tensor=name,
         expected=error.expected,
         got=error.got,
-        help="load it with Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable, or leave out --optimizer",
+        help="load it with Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable, or leave out "
+        "--optimizer",
     )
 
 
@@ -161,8 +165,10 @@ def _remarks(assembled: list[Assembled], is_shifted: bool) -> list[Finding]:
         remarks.append(
             Finding.of(
                 codes.IGNORED,
-                "Megatron-LM shifts the optimizer's state in this form (fully_reshardable) where one of several buckets is padded:"
-                " master weights that differ from the parameters (FS401) show it, and these files cannot give the state",
+                "Megatron-LM shifts the optimizer's state in this form (fully_reshardable) where one of "
+                "several buckets is padded:"
+                " master weights that differ from the parameters (FS401) show it, and these files cannot "
+                "give the state",
                 severity="note",
             )
         )
@@ -172,7 +178,8 @@ def _remarks(assembled: list[Assembled], is_shifted: bool) -> list[Finding]:
         remarks.append(
             Finding.of(
                 codes.IGNORED,
-                f"{count} tensors of the optimizer's state ({', '.join(slots)}) are taken with --optimizer only",
+                f"{count} tensors of the optimizer's state ({', '.join(slots)}) are taken with --optimizer "
+                "only",
             )
         )
     return remarks
@@ -184,13 +191,17 @@ def _slot(kind: str) -> str | None:
 
 def _refused(described: Metadata, args: dict[str, Any], unread: list[str]) -> list[Finding]:
     """Why the optimizer's part is not read, if it is not."""
-    again = "load it with Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable, or leave out --optimizer"
+    again = (
+        "load it with Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable, or leave out "
+        "--optimizer"
+    )
     pickled = [name for name in described["objects"] if _PICKLED.match(name)]
     if pickled:
         return [
             Finding.of(
                 codes.UNSUPPORTED,
-                "the optimizer state is in one pickled object for each model-parallel rank (dp_zero_gather_scatter): it is not read",
+                "the optimizer state is in one pickled object for each model-parallel rank "
+                "(dp_zero_gather_scatter): it is not read",
                 tensor=pickled[0],
                 severity="error",
                 help=again,
@@ -200,7 +211,8 @@ def _refused(described: Metadata, args: dict[str, Any], unread: list[str]) -> li
         return [
             Finding.of(
                 codes.UNSUPPORTED,
-                f"{len(unread)} tensors of the optimizer's state are not kept by parameter: they are not read",
+                f"{len(unread)} tensors of the optimizer's state are not kept by parameter: "
+                "they are not read",
                 tensor=unread[0],
                 severity="error",
                 help=again,
@@ -212,7 +224,8 @@ def _refused(described: Metadata, args: dict[str, Any], unread: list[str]) -> li
             return [
                 Finding.of(
                     codes.UNSUPPORTED,
-                    f"master weights of parameters in FP8 or FP4 ({name}) cannot be held against them: they are not read",
+                    f"master weights of parameters in FP8 or FP4 ({name}) cannot be held against them: they "
+                    "are not read",
                     severity="error",
                     help="leave out --optimizer",
                 )

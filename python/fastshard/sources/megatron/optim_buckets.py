@@ -1,8 +1,10 @@
-"""``dp_reshardable``: optimizer state as the flat buckets of the distributed optimizer, one set for each model-parallel rank.
+"""``dp_reshardable``: optimizer state as the flat buckets of the distributed optimizer, one set for each
+model-parallel rank.
 
-No name of a parameter is in the files. Places follow from the model's order (:mod:`.optim_order`) and the rules of the buffers
-(:mod:`.optim_flat`), and are held against the chunks: each parameter was saved as chunks of its own, so that its bounds
-are bounds of chunks. What masters hold is compared with the parameters by the core.
+No name of a parameter is in the files. Places follow from the model's order (:mod:`.optim_order`) and the
+rules of the buffers (:mod:`.optim_flat`), and are held against the chunks: each parameter was saved as chunks
+of its own, so that its bounds are bounds of chunks. What masters hold is compared with the parameters by the
+core.
 source: megatron/core/optimizer/distrib_optimizer.py (sharded_param_state_dp_reshardable)
 """
 
@@ -37,7 +39,8 @@ _Buffers = dict[tuple[int, int], dict[int, _Buffer]]
 
 
 class _Copies:
-    """Boxes of whole tensors. Several ranks have copies of some (norms, a shared embedding): a further tensor, to be compared."""
+    """Boxes of whole tensors. Several ranks have copies of some (norms, a shared embedding): a further
+    tensor, to be compared."""
 
     def __init__(self, shapes: dict[str, list[int]]) -> None:
         self._shapes = shapes
@@ -172,7 +175,8 @@ def _filled(
         raise UnknownPlaces(
             f"the buckets do not fit the model: {next(iter(ordered[0].values()))[0]}",
             f"{sum(p.numel for p in parts)} elements of {len(parts)} parameters, and what aligns them",
-            f"{sum(next(iter(slots.values()))[1][0] for slots in ordered)} elements in {len(ordered)} buckets",
+            f"{sum(next(iter(slots.values()))[1][0] for slots in ordered)} elements "
+            f"in {len(ordered)} buckets",
         )
     for slots, bucket in zip(ordered, buckets, strict=True):
         for name, _, chunks in slots.values():
@@ -181,7 +185,8 @@ def _filled(
 
 
 def _bounded(name: str, bucket: list[Place], chunks: list[Any]) -> None:
-    """Parameters begin and end where chunks do; no chunk has parts of two, or of one and what was never written."""
+    """Parameters begin and end where chunks do; no chunk has parts of two, or of one and what was never
+    written."""
     bounds = sorted((lo[0], lo[0] + size[0]) for lo, size, _, _ in chunks)
     begins, ends = {a for a, _ in bounds}, {b for _, b in bounds}
     at = 0

@@ -1,7 +1,8 @@
 """What the flat vectors of Megatron's distributed optimizer hold, by the rules of its gradient buffers.
 
-Parameters lie in reverse order, each start a multiple of 64 elements; a bucket ends where it is full, and around an
-embedding that stages share. What is between two parameters was never written: nothing of it is taken.
+Parameters lie in reverse order, each start a multiple of 64 elements; a bucket ends where it is full, and
+around an embedding that stages share. What is between two parameters was never written: nothing of it is
+taken.
 source: megatron/core/distributed/param_and_grad_buffer.py (_ParamAndGradBuffer)
 """
 
@@ -39,7 +40,8 @@ class Part:
     dtype: str
     #: True for an embedding that the first and the last stage share.
     shared: bool = False
-    #: Where its elements belong: (first index, extent) of boxes of that tensor, one after another; empty if it is that tensor.
+    #: Where its elements belong: (first index, extent) of boxes of that tensor, one after another; empty if
+    #: it is that tensor.
     boxes: list[tuple[list[int], list[int]]] = field(default_factory=list)
 
     @property
@@ -58,7 +60,8 @@ def aligned(at: int) -> int:
 
 
 def in_buckets(parts: Sequence[Part], sizes: Sequence[int]) -> list[list[Place]] | None:
-    """The parameters' places in buckets of these sizes (padding at their ends left out); None if they do not fill them.
+    """The parameters' places in buckets of these sizes (padding at their ends left out); None if they do not
+    fill them.
 
     Args:
         parts: parameters of one buffer, in the model's order.
@@ -84,7 +87,8 @@ def in_buckets(parts: Sequence[Part], sizes: Sequence[int]) -> list[list[Place]]
 
 
 def in_vector(parts: Sequence[Part], bucket: int | None, length: int) -> list[Place] | None:
-    """The parameters' places in one vector that buckets were put into, one after another, without their padding.
+    """The parameters' places in one vector that buckets were put into, one after another, without their
+    padding.
 
     Args:
         parts: parameters of one buffer, in the model's order.
@@ -106,7 +110,8 @@ def in_vector(parts: Sequence[Part], bucket: int | None, length: int) -> list[Pl
 
 
 def runs(shape: Sequence[int], first: int, count: int) -> Iterator[Run]:
-    """The boxes that a range of a box's C-ordered elements is made of, with where each begins in the range."""
+    """The boxes that a range of a box's C-ordered elements is made of, with where each begins in the
+    range."""
     if count <= 0:
         return
     if first == 0 and count == prod(shape):
@@ -134,7 +139,8 @@ def _in_row(row: int, shape: Sequence[int], first: int, count: int, at: int) -> 
 
 
 def pieces(part: Part, first: int, count: int, file: int, number: int, at: int) -> Iterator[tuple[Any, ...]]:
-    """Boxes of the whole tensor for a range of a parameter's elements, which lies in a flat tensor from `at` on."""
+    """Boxes of the whole tensor for a range of a parameter's elements, which lies in a flat tensor from `at`
+    on."""
     begin = 0
     for lo, size in part.boxes:
         volume = prod(size)

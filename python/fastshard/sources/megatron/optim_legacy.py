@@ -1,9 +1,12 @@
-"""Optimizer state of rank files: ``distrib_optim.pt`` beside them, or what is in them without the distributed optimizer.
+"""Optimizer state of rank files: ``distrib_optim.pt`` beside them, or what is in them without the distributed
+optimizer.
 
-``distrib_optim.pt`` holds a flat vector for each buffer, its buckets one after another without the padding at their ends, and
-no names; a mixture of experts has a list of two, the first of which only one rank of several has. Parameters come as in
-the model's own file; where buckets end follows from the arguments. What masters hold is compared with the parameters by the core.
-source: megatron/core/optimizer/{optimizer,distrib_optimizer}.py (save_parameter_state, get_parameter_state_dp_zero, state_dict),
+``distrib_optim.pt`` holds a flat vector for each buffer, its buckets one after another without the padding at
+their ends, and no names; a mixture of experts has a list of two, the first of which only one rank of several
+has. Parameters come as in the model's own file; where buckets end follows from the arguments. What masters
+hold is compared with the parameters by the core.
+source: megatron/core/optimizer/{optimizer,distrib_optimizer}.py (save_parameter_state,
+    get_parameter_state_dp_zero, state_dict),
 megatron/training/checkpointing.py (get_distributed_optimizer_checkpoint_name)
 """
 
@@ -35,7 +38,8 @@ _BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000
 
 @dataclass
 class _Chunk:
-    """A model, or what one virtual stage has of it: the unit that holds its parameters, and these in order."""
+    """A model, or what one virtual stage has of it: the unit that holds its parameters, and these in
+    order."""
 
     unit: Unit
     parts: list[Part]
@@ -77,7 +81,8 @@ class _Reading:
 
 
 def refuse(source: Source, found: Found[MegatronFiles], states: list[Any]) -> None:
-    """Says that the state of a model without a table is not read, if there is any: its order is that of the model's modules."""
+    """Says that the state of a model without a table is not read, if there is any: its order is that of the
+    model's modules."""
     beside = found.seen.beside
     with_state = [n for n, state in enumerate(states) if n in beside or _list_optimizers(as_dict(state))]
     if not with_state:
@@ -159,7 +164,8 @@ def _files_elsewhere(folder: str, args: dict[str, Any], ranks: list[_Rank]) -> l
     return [
         Finding.of(
             codes.UNEXPECTED_FILE,
-            f"the distributed optimizer keeps its state in separate files ({DISTRIBUTED_OPTIMIZER}), and none is here",
+            f"the distributed optimizer keeps its state in separate files ({DISTRIBUTED_OPTIMIZER}), and "
+            "none is here",
             severity="note",
             file=folder or None,
         )
@@ -169,13 +175,15 @@ def _files_elsewhere(folder: str, args: dict[str, Any], ranks: list[_Rank]) -> l
 def _no_places(path: str, rank: str | None, error: UnknownPlaces) -> Finding:
     return Finding.of(
         codes.MASTERS_NOT_CHECKABLE,
-        f"the optimizer's state carries no names, and the places of parameters in it are not certain: {error}",
+        "the optimizer's state carries no names, and the places "
+        f"of parameters in it are not certain: {error}",
         severity="error",
         file=path,
         rank=rank,
         expected=error.expected,
         got=error.got,
-        help="leave out --optimizer, or load it with Megatron-LM and save it as torch_dist (fully_reshardable)",
+        help="leave out --optimizer, or load it with Megatron-LM and save it as torch_dist "
+        "(fully_reshardable)",
     )
 
 
@@ -215,7 +223,8 @@ def _rank(
 
 
 def _list_optimizers(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """List the optimizers in a rank file that are not distributed: one, or those of dense parameters and of experts."""
+    """List the optimizers in a rank file that are not distributed: one, or those of dense parameters and of
+    experts."""
     stored = state.get("optimizer")
     several = stored if isinstance(stored, list) else [stored]
     found = [one for one in several if isinstance(one, dict)]

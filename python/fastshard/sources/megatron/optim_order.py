@@ -1,7 +1,8 @@
-"""In which order the parameters of a rank of Megatron-LM come, by the names of torch_dist, and which part of each it has.
+"""In which order the parameters of a rank of Megatron-LM come, by the names of torch_dist, and which part of
+each it has.
 
-Nothing in a checkpoint names what lies in the buffers of the distributed optimizer: the order is the module's own. Where
-the kind of its layers is not told, each kind is tried; what fits in no way, or in two, is refused.
+Nothing in a checkpoint names what lies in the buffers of the distributed optimizer: the order is the module's
+own. Where the kind of its layers is not told, each kind is tried; what fits in no way, or in two, is refused.
 source: megatron/core/models/gpt/{gpt_model,gpt_layer_specs}.py, megatron/core/transformer/{attention,mlp}.py,
 megatron/core/transformer/moe/{moe_layer,experts}.py, megatron/core/parallel_state.py (RankGenerator)
 """
@@ -36,7 +37,8 @@ _OWN2 = ("pre_mlp_layernorm.weight", "pre_mlp_layernorm.bias")
 _FC1 = ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias")
 _FC2 = ("mlp.linear_fc2.weight", "mlp.linear_fc2.bias")
 _ROUTER = ("mlp.router.weight", "mlp.router.bias")
-#: By ``transformer_impl``: norms are modules of their own, or parameters of the layer after them; the keys are the same.
+#: By ``transformer_impl``: norms are modules of their own, or parameters of the layer after them; the keys
+#: are the same.
 _LAYERS = {
     "local": (*_OWN1, *_NORM1, *_PROJ, *_QKV, *_ATTENTION, *_OWN2, *_NORM2, *_ROUTER, *_FC1, *_FC2),
     "transformer_engine": (

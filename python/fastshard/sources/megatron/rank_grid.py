@@ -47,9 +47,11 @@ class RankGrid:
         if longest == 2 and mixture and pp is None and ep is None:
             raise FastshardError.of(
                 codes.AMBIGUOUS,
-                "the number after the tensor-parallel rank may be a pipeline stage or an expert-parallel rank",
+                "the number after the tensor-parallel rank "
+                "may be a pipeline stage or an expert-parallel rank",
                 file=found.files[0].path,
-                help="save the rank files again with their arguments (pipeline_model_parallel_size, expert_model_parallel_size)",
+                help="save the rank files again with their arguments (pipeline_model_parallel_size, "
+                "expert_model_parallel_size)",
             )
         expert = longest == 2 and (ep or 1) > 1 and (pp or 1) == 1
         places = [
@@ -75,8 +77,8 @@ class RankGrid:
         return cls(tp, pp, ep, places, etp)
 
     def find_gaps(self) -> list[tuple[tuple[int, int, int], tuple[int, int, int]]]:
-        """Find the places that a file must be there for and is not: first and last of each run of tensor-parallel ranks, each place
-        by itself if they are few."""
+        """Find the places that a file must be there for and is not: first and last of each run of
+        tensor-parallel ranks, each place by itself if they are few."""
         there = set(self.places)
         every = itertools.product(range(self.pp), range(self.ep), range(self.tp))
         places = [(tensor, stage, expert) for stage, expert, tensor in every]
@@ -94,8 +96,10 @@ class RankGrid:
     def of_expert(self, place: tuple[int, int, int]) -> int | None:
         """The rank among those that divide an expert's tensors; None for one of which no file is saved.
 
-        Ranks of both kinds are counted from the same first one, and those of the first copies of experts save.
-        source: megatron/core/parallel_state.py (RankGenerator, order tp-cp-ep-dp-pp), megatron/training/checkpointing.py
+        Ranks of both kinds are counted from the same first one, and those of the first copies of experts
+        save.
+        source: megatron/core/parallel_state.py (RankGenerator, order tp-cp-ep-dp-pp),
+            megatron/training/checkpointing.py
         """
         tensor, _, expert = place
         rank = (tensor - self.etp * expert) % self.tp

@@ -1,4 +1,5 @@
-"""Whether a table says what the tensors of a torch_dist checkpoint are; where none does they are merged as ``.metadata`` has them."""
+"""Whether a table says what the tensors of a torch_dist checkpoint are; where none does they are merged as
+``.metadata`` has them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from ...models import megatron
 from ...models.model import Lack
 from . import arguments
 
-#: Layers that may differ are numbered from the first of all. source: transformer_block.py (non_homogeneous_layers)
+#: Layers that may differ are numbered from the first of all. source: transformer_block.py
+#: (non_homogeneous_layers)
 _LAYER = compile_when_used(r"^decoder\.layers\.(?:(\d+)\.)?(.+)$")
 #: What every block of the tables has, by its spellings.
 _BLOCK = (
@@ -29,7 +31,8 @@ _ENDS = (
     ("embedding.word_embeddings.weight",),
     ("decoder.final_layernorm.weight", "decoder.final_norm.weight"),
 )
-#: What may have a row for each word, or is a moment of it. source: megatron/core/models (LanguageModelEmbedding, output_layer, lm_head)
+#: What may have a row for each word, or is a moment of it. source: megatron/core/models
+#: (LanguageModelEmbedding, output_layer, lm_head)
 _WORDS = compile_when_used(
     r"(?:^|\.)(?:word_embeddings\.weight|output_layer\.(?:weight|bias))(?:\.[a-z_]+)?$"
 )
@@ -109,7 +112,8 @@ def unnamed(
 
 
 def _applies(rule: Rule, gated: bool | None) -> bool:
-    """False for the rule of a gated first projection where the model has a plain one, and the other way round."""
+    """False for the rule of a gated first projection where the model has a plain one, and the other way
+    round."""
     if "linear_fc1" not in rule.name or rule.dimensions is None or ".layer_norm_" in rule.name:
         return True
     return gated is None or any("gate:" in dimension for dimension in rule.dimensions) == gated
@@ -118,7 +122,8 @@ def _applies(rule: Rule, gated: bool | None) -> bool:
 def leave_unnamed(
     source: Source, lack: Lack, shapes: Mapping[str, list[int]], args: Mapping[str, Any]
 ) -> None:
-    """Declares the tensors as they are stored: ``.metadata`` states all shapes. Rows that are words are known all the same."""
+    """Declares the tensors as they are stored: ``.metadata`` states all shapes. Rows that are words are known
+    all the same."""
     source.layout, source.pass_unknown, source.axes = None, True, {}
     source.table = Table.of("megatron.any", "V", {}, list(_words(shapes, args)))
     source.model = replace(source.model, dialect=arguments.Unnamed(lack))

@@ -1,4 +1,5 @@
-"""Megatron-LM's torch_dist: torch.distributed.checkpoint with the arguments in ``common.pt`` and layers stacked.
+"""Megatron-LM's torch_dist: torch.distributed.checkpoint with the arguments in ``common.pt`` and layers
+stacked.
 
 source: megatron/core/dist_checkpointing (strategies/torch.py)
 """
@@ -86,9 +87,10 @@ def _of_torch(
 ) -> list[tuple[str, list[int], list[Any]]] | None:
     """``fsdp_dtensor`` and ``torch_dcp``: torch's own form of the whole state, arguments among its objects.
 
-    Everything is merged under the names stored. Megatron-FSDP splits gated projections into ``weight_w`` and ``weight_v``
-    and names are those of its wrappers, so that no table is for them.
-    source: megatron/training/checkpointing.py (generate_state_dict), megatron/core/transformer/fsdp_dtensor_checkpoint.py
+    Everything is merged under the names stored. Megatron-FSDP splits gated projections into ``weight_w`` and
+    ``weight_v`` and names are those of its wrappers, so that no table is for them.
+    source: megatron/training/checkpointing.py (generate_state_dict),
+        megatron/core/transformer/fsdp_dtensor_checkpoint.py
     """
     objects = found.seen.objects
     names = {name for name, *_ in tensors}
@@ -120,8 +122,10 @@ def _common(source: Source, found: Found[DcpFiles], contents: Contents) -> dict[
                 missing(
                     f"{folder}/common.pt" if folder else "common.pt",
                     {},
-                    f"the common part of the state, as metadata.json calls for it, or {_COMMON} among the records",
-                    "copy common.pt from the node that ran rank 0, or name that node's directory as another CKPT",
+                    f"the common part of the state, as metadata.json calls for it, or {_COMMON} among the "
+                    "records",
+                    "copy common.pt from the node that ran rank 0, or name that node's directory as another "
+                    "CKPT",
                 )
             )
         return {}
@@ -131,7 +135,8 @@ def _common(source: Source, found: Found[DcpFiles], contents: Contents) -> dict[
 
 
 def _gated(shapes: dict[str, list[int]]) -> bool | None:
-    """Whether the first projection has a gate, by what the second one takes; None where shapes do not tell."""
+    """Whether the first projection has a gate, by what the second one takes; None where shapes do not
+    tell."""
     found = set()
     for name, first in shapes.items():
         second = shapes.get(name.replace("linear_fc1.weight", "linear_fc2.weight"))

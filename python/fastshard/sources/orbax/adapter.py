@@ -72,7 +72,8 @@ class Orbax:
         if not union.arrays:
             raise FastshardError.of(
                 codes.UNCOMMITTED,
-                "the metadata of all arrays is missing: the process that writes it wrote to another disk, or the save was interrupted",
+                "the metadata of all arrays is missing: the process that writes it wrote to another disk, or "
+                "the save was interrupted",
                 file=evidence.where,
                 got=f"{len(union.keys)} keys",
                 help="name the directory of process 0 as another CKPT",
@@ -205,7 +206,8 @@ def _evidence(
 
 
 def _refuse_without_arrays(listing: Listing) -> None:
-    """Raises for what is a save all the same: one that was begun, or chunks of which nothing tells the arrays."""
+    """Raises for what is a save all the same: one that was begun, or chunks of which nothing tells the
+    arrays."""
     started = next((f for f in listing.files if f.name == "_CHECKPOINT_METADATA"), None)
     if started is None:
         _refuse_chunks_alone(listing)
@@ -214,7 +216,8 @@ def _refuse_without_arrays(listing: Listing) -> None:
         codes.UNCOMMITTED,
         "Orbax began to save here and wrote no array",
         file=started.path,
-        help="name the directories of all hosts: the save was interrupted, or this process wrote to another disk",
+        help="name the directories of all hosts: the save was interrupted, or this process wrote to another "
+        "disk",
     )
 
 
@@ -224,7 +227,8 @@ def _refuse_chunks_alone(listing: Listing) -> None:
         return
     raise FastshardError.of(
         codes.UNCOMMITTED,
-        "chunks of arrays, and nothing that describes the arrays: a process other than the first writes these, and the "
+        "chunks of arrays, and nothing that describes the arrays: a process other than the first writes "
+        "these, and the "
         "first one wrote to another disk",
         file=file.path,
         help="name the directory of process 0 as another CKPT",
@@ -232,13 +236,15 @@ def _refuse_chunks_alone(listing: Listing) -> None:
 
 
 def _of_one_run(places: list[Place], listing: Listing) -> list[Finding]:
-    """What chunks of several directories cannot tell: pieces that two of them hold are compared, others fit any run."""
+    """What chunks of several directories cannot tell: pieces that two of them hold are compared, others fit
+    any run."""
     if len(places) < 2:
         return []
     return [
         Finding.of(
             codes.LOOKALIKES,
-            f"whether the chunks of {len(places)} directories ({', '.join(p.label(listing) for p in places[:4])}) "
+            f"whether the chunks of {len(places)} directories "
+            f"({', '.join(p.label(listing) for p in places[:4])}) "
             "are of one run: a chunk does not name its run",
             help="pass a manifest that was made where they were written",
             run=["--expect FILE"],
@@ -269,7 +275,8 @@ def _committed(listing: Listing, places: list[Place], options: Options) -> list[
         decided="accept uncommitted" if accepted else None,
         file=places[0].label(listing),
         expected="a directory without the mark of temporary ones, its processes' stores merged",
-        help="choose another step with --step; or name the directories of all processes and accept it: every chunk is still proven to be there",
+        help="choose another step with --step; or name the directories of all processes and accept it: every "
+        "chunk is still proven to be there",
         run=["--accept uncommitted"],
     )
     if not accepted:
@@ -357,7 +364,8 @@ def _beside(union: stores.Union, expected: set[str], where: str) -> list[Finding
         findings.append(
             Finding.of(
                 codes.MISSING_CHUNKS,
-                f"{union.unmerged} keys are in the directories of processes only: the merged store does not reach "
+                f"{union.unmerged} keys are in the directories of processes only: the merged store does not "
+                "reach "
                 "them; they were taken from there",
                 severity="note",
                 file=where,
@@ -406,7 +414,8 @@ def _expected(tree: Tree, there: set[str], where: str) -> list[Finding]:
             "named in _METADATA, but described in no store",
             file=where,
             tensor=name,
-            help="name the directories of the other hosts as more CKPTs; if all are given, choose another step with --step",
+            help="name the directories of the other hosts as more CKPTs; if all are given, choose another "
+            "step with --step",
         )
         for name in lacking[:_NAMED]
     ]

@@ -1,8 +1,10 @@
-"""Who wrote a chunk, by the shardings that a save states, and whether anything else of the same writer is here.
+"""Who wrote a chunk, by the shardings that a save states, and whether anything else of the same writer is
+here.
 
-A process brings what it has of an OCDBT store there at once, and its devices' chunks lie together: where one of them is here, an absent
-one of the same writer was left out, not lost. source: orbax/checkpoint/type_handlers.py (0.6.4): one atomic transaction for
-all arrays; the first replica's shards are written, or (``primary_host=None``) each process' own
+A process brings what it has of an OCDBT store there at once, and its devices' chunks lie together: where one
+of them is here, an absent one of the same writer was left out, not lost. source:
+orbax/checkpoint/type_handlers.py (0.6.4): one atomic transaction for all arrays; the first replica's shards
+are written, or (``primary_host=None``) each process' own
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from ...common.records import dataclass, field
 from .metadata import Sharding
 from .zarr_metadata import Array
 
-#: One part of a mesh: a sharding by number, and the place along each of the axes by which an array is divided.
+#: One part of a mesh: a sharding by number, and the place along each of the axes by which an array is
+#: divided.
 _Part = tuple[int, tuple[tuple[str, int], ...]]
 
 
@@ -68,7 +71,8 @@ class Writers:
         return devices[0] if exact and devices else None
 
     def here(self, array: Array, index: tuple[int, ...]) -> bool | None:
-        """True if the writer of a chunk wrote others that are here, False if nothing of its devices is, None where neither shows."""
+        """True if the writer of a chunk wrote others that are here, False if nothing of its devices is, None
+        where neither shows."""
         if array.name in self._by_primary:
             return True
         devices, exact = self._find_holders(array, index)
@@ -76,7 +80,8 @@ class Writers:
             return None
         seen = self._present()
         if exact:
-            # Were each process' own replicas written, one of these alone need not have written the first ones.
+            # Were each process' own replicas written, one of these alone need not have written the first
+            # ones.
             own = frozenset(devices)
             within = own in seen.holders or any(s < own for d in devices for s in seen.lowest.get(d, ()))
             if within and devices[0] in seen.first:

@@ -1,8 +1,9 @@
 """Whether a store holds every chunk of every array, from keys alone.
 
-Old versions of Orbax leave out chunks of zeros, which looks just like a shard that was written elsewhere. What
-tells the two apart is whether the directories of all processes that took part are there, and whether others are there of
-what wrote the chunk (:mod:`.chunk_writers`). source: orbax/checkpoint/_src/serialization; measured with 0.6.3, 0.6.4 and 0.12.8
+Old versions of Orbax leave out chunks of zeros, which looks just like a shard that was written elsewhere.
+What tells the two apart is whether the directories of all processes that took part are there, and whether
+others are there of what wrote the chunk (:mod:`.chunk_writers`). source: orbax/checkpoint/_src/serialization;
+measured with 0.6.3, 0.6.4 and 0.12.8
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Evidence:
     #: True if chunks equal to the fill value are stored too.
     stores_fill: bool | None
     shardings: Mapping[str, Sharding]
-    #: Numbers of the processes whose stores (``ocdbt.process_N``) are there and hold something of these arrays; texts
-    #: where the run gave them other ids.
+    #: Numbers of the processes whose stores (``ocdbt.process_N``) are there and hold something of these
+    #: arrays; texts where the run gave them other ids.
     present: Set[int | str]
     #: True if the format keeps a directory per process; plain files of all processes lie together.
     per_process: bool = True
@@ -45,7 +46,8 @@ class Evidence:
     committed: bool = True
     #: Processes that took part, as the caller says.
     expected: int | None = None
-    #: Keys that an index names and whose values are not there, with the reason: they were written, and are lost.
+    #: Keys that an index names and whose values are not there, with the reason: they were written, and are
+    #: lost.
     lost: Mapping[str, str] = field(default_factory=dict)
     #: Arrays that one process wrote, with their metadata.
     by_primary: Set[str] = frozenset()
@@ -92,9 +94,9 @@ def at_hand(
 ) -> Set[int | str]:
     """Of the processes whose stores are there, those whose chunks are.
 
-    A folder's name shows nothing: another process' store may have been copied over it. A process is there if a store,
-    whatever it is called, holds a chunk that its devices own, or if its own holds no chunk at all. Where nothing tells whose a
-    store's chunks are, the name counts.
+    A folder's name shows nothing: another process' store may have been copied over it. A process is there if
+    a store, whatever it is called, holds a chunk that its devices own, or if its own holds no chunk at all.
+    Where nothing tells whose a store's chunks are, the name counts.
 
     Args:
         arrays: by name.
@@ -129,7 +131,8 @@ class Verdict:
     expected: int = 0
     #: Absent chunks.
     missing: Chunks = field(default_factory=dict)
-    #: Of these what was left out, and holds nothing but the fill value; what was lost; the others may be either.
+    #: Of these what was left out, and holds nothing but the fill value; what was lost; the others may be
+    #: either.
     elided: Chunks = field(default_factory=dict)
     gone: Chunks = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -200,7 +203,8 @@ def judge(
 
 def _left_out(array: Array, index: tuple[int, ...], evidence: Evidence, writers: Writers) -> bool | None:
     """True for an absent chunk that was left out, False for one that was lost, None where nothing tells."""
-    # No value is stated for chunks that are absent, or the writer leaves none out, or an index says that it was there.
+    # No value is stated for chunks that are absent, or the writer leaves none out, or an index says that it
+    # was there.
     if (
         array.fill is None
         or evidence.stores_fill is True
@@ -240,7 +244,8 @@ def _elided(arrays: Mapping[str, Array], verdict: Verdict, evidence: Evidence) -
         + (
             f"the directories of all {evidence.implied} processes are here"
             if known
-            else "others of all the devices that held these are here, in stores that each process writes at once"
+            else "others of all the devices that held these are here, in stores that each process writes at "
+            "once"
         ),
         severity="note",
         file=evidence.where,
@@ -278,12 +283,14 @@ def _ambiguous(
     helps = []
     if suspects:
         helps.append(
-            f"look for what {named(suspects, evidence.processes)} wrote, on the disks of the hosts that ran them, "
+            f"look for what {named(suspects, evidence.processes)} wrote, on the disks of the hosts that ran "
+            "them, "
             "and name it as another CKPT"
         )
     elif owners and not evidence.per_process:
         helps.append(
-            f"compare the files with the files of the hosts that ran {named(owners, evidence.processes)}: a copy may have lost some"
+            f"compare the files with the files of the hosts that ran {named(owners, evidence.processes)}: a "
+            "copy may have lost some"
         )
     if evidence.per_process:
         helps.append("pass the number of processes that wrote it with --expect-processes N")
@@ -292,7 +299,8 @@ def _ambiguous(
     )
     return Finding.of(
         codes.MISSING_CHUNKS,
-        f"{_summary(arrays, verdict, verdict.missing)}: this writer leaves out chunks of zeros, and nothing proves that "
+        f"{_summary(arrays, verdict, verdict.missing)}: this writer leaves out chunks of zeros, and nothing "
+        "proves that "
         "these are such and not lost",
         severity="warning" if accept_elided else None,
         decided="accept elided-zeros" if accept_elided else None,
@@ -327,7 +335,8 @@ def _lost(
                 tensor=name,
                 rank=", ".join(f"process {p}" for p in owners) or None,
                 expected=f"{math.prod(array.shape)} elements",
-                got=f"{100 * lost / max(1, math.prod(array.shape)):.3g} % of them lost: they would read as zeros",
+                got=f"{100 * lost / max(1, math.prod(array.shape)):.3g} % of them lost: they would read as "
+                "zeros",
                 help="name the directory of "
                 + (", ".join(f"process {p}" for p in owners) or "each other process")
                 + " (on that host's disk; a temporary one will do) as another CKPT",

@@ -33,8 +33,8 @@ class Files:
         return os.path.join(self._roots[file.root], file.path)  # noqa: PTH118 - once for every chunk
 
     def _stamps(self, numbers: list[int]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-        """Size, modification time and status time of files; -1 for one that is gone. Inodes change with time where a
-        filesystem makes them up."""
+        """Size, modification time and status time of files; -1 for one that is gone. Inodes change with time
+        where a filesystem makes them up."""
         import numpy as np
 
         stamps = np.full((len(numbers), 3), -1, dtype=np.int64)

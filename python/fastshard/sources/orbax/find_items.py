@@ -1,6 +1,7 @@
 """Where the arrays of a checkpoint lie: steps and items, committed or not, over the directories given.
 
-source: orbax/checkpoint/_src/path/{atomicity,step}.py, .../serialization/ocdbt_process_spec.py; paxml/checkpoint_paths.py
+source: orbax/checkpoint/_src/path/{atomicity,step}.py, .../serialization/ocdbt_process_spec.py;
+    paxml/checkpoint_paths.py
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from ..base import Options
 from ..step_trackers import Step
 from .zarr_metadata import METADATA
 
-#: A folder that is being written: ``4000.orbax-checkpoint-tmp-0``, ``items.orbax-checkpoint-tmp``, ``checkpoint_1.tmp_2``.
+#: A folder that is being written: ``4000.orbax-checkpoint-tmp-0``, ``items.orbax-checkpoint-tmp``,
+#: ``checkpoint_1.tmp_2``.
 _TEMPORARY = compile_when_used(r"\.(?:orbax-checkpoint-tmp|tmp)(?:[-_.].*)?$")
 #: A step's folder: a number, with or without a prefix.
 _STEP = compile_when_used(r"^(?:.*[_-])?(\d{1,18})$")
@@ -131,8 +133,8 @@ def find(listing: Listing) -> list[Place]:
 
 
 def _chunk_folders(listing: Listing, places: Iterable[Place]) -> set[tuple[int, str]]:
-    """Root and folder of what a process other than the first left on its own disk: chunks, and nothing that says of
-    which arrays. That they are arrays' is told by the names of those that are described elsewhere.
+    """Root and folder of what a process other than the first left on its own disk: chunks, and nothing that
+    says of which arrays. That they are arrays' is told by the names of those that are described elsewhere.
 
     source: measured with Orbax 0.6.3 without OCDBT; 0.12 without a store of array metadata
     """
@@ -216,8 +218,8 @@ def _once(listing: Listing, places: Iterable[Place]) -> list[Place]:
 
 
 def _steps(listing: Listing, places: list[Place]) -> dict[str, Step]:
-    """The steps that places are of. One whose arrays are in no committed directory is not finished: that it has its
-    final name all the same makes it one that cannot be used."""
+    """The steps that places are of. One whose arrays are in no committed directory is not finished: that it
+    has its final name all the same makes it one that cannot be used."""
     found: dict[str, Step] = {}
     names: dict[int, str] = {}
     for place in places:
@@ -241,12 +243,12 @@ def _marked(listing: Listing, place: Place) -> bool:
 
 
 def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple[list[Place], list[Finding]]:
-    """The directories of one item of one step, at most one for each root, committed ones first; and what is to be
-    said of other steps.
+    """The directories of one item of one step, at most one for each root, committed ones first; and what is
+    to be said of other steps.
 
     Raises:
-        FastshardError: ``FS501`` for a step that is not there, ``FS106`` where several are meant, ``FS104`` for a newer
-            one that cannot be used.
+        FastshardError: ``FS501`` for a step that is not there, ``FS106`` where several are meant, ``FS104``
+            for a newer one that cannot be used.
     """
     everywhere = list(places)
     places = _once(listing, everywhere)
@@ -278,7 +280,8 @@ def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple
 
 
 def _of_step(listing: Listing, places: list[Place], options: Options) -> tuple[list[Place], list[Finding]]:
-    """The directories of the step that is meant, and what is to be said of others; all of them where there are no steps."""
+    """The directories of the step that is meant, and what is to be said of others; all of them where there
+    are no steps."""
     stepped = {name: step for name, step in _steps(listing, places).items() if name}
     if not stepped:
         if options.step is not None:
@@ -319,7 +322,8 @@ def _refuse_other_steps(
 
 
 def _one_of_each_root(listing: Listing, chosen: list[Place], options: Options) -> list[Place]:
-    """One directory at most for each root: a committed one beside what an earlier try left of the same step counts."""
+    """One directory at most for each root: a committed one beside what an earlier try left of the same step
+    counts."""
     for root in range(len(listing.roots)):
         same = [p for p in chosen if p.root == root]
         if len(same) > 1 and len(settled := [p for p in same if p.committed]) == 1:

@@ -36,7 +36,8 @@ class Tree:
     leaves: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
     #: True if chunks that equal the fill value are stored too; None where nothing says so.
     stores_fill: bool | None = None
-    #: Arrays that further entries are stored as, since their keys are the same once they are joined: the paths of these.
+    #: Arrays that further entries are stored as, since their keys are the same once they are joined: the
+    #: paths of these.
     shared: dict[str, list[str]] = field(default_factory=dict)
 
 
@@ -148,7 +149,8 @@ def _sharding(value: Any) -> Sharding | None:
 
 
 def processes_of(ids: set[int]) -> dict[int, int] | None:
-    """The process of each device, where the ids tell: jax numbers the devices of a CPU process from a power of two on.
+    """The process of each device, where the ids tell: jax numbers the devices of a CPU process from a power
+    of two on.
 
     One run of consecutive ids may be one process or many (GPUs and TPUs are numbered without gaps): None.
     """

@@ -71,7 +71,8 @@ class Union:
             self.manifests.append((process.id, part.label, manifest))
 
     def wrote(self) -> set[int | str]:
-        """Processes whose stores hold metadata or a chunk of these arrays: a directory alone shows nothing."""
+        """Processes whose stores hold metadata or a chunk of these arrays: a directory alone shows
+        nothing."""
         if not self.of_process:
             return set()
         known = {f"{a.name}/{a.key(i)}" for a in self.arrays.values() for i in a.chunks() if 0 not in a.shape}
@@ -84,7 +85,8 @@ class Union:
         }
 
     def copied(self) -> list[Finding]:
-        """Stores of different processes with one manifest: it names files at random, so one is a copy of the other."""
+        """Stores of different processes with one manifest: it names files at random, so one is a copy of the
+        other."""
         return [
             Finding.of(
                 codes.DUPLICATED_SHARD,
@@ -132,7 +134,8 @@ def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozens
     if names - set(union.arrays) - set(union.unread) or any(
         _lacks(a, union.keys) for a in union.arrays.values()
     ):
-        # What a process wrote is not reached from the merged store if its directory came to stand there later.
+        # What a process wrote is not reached from the merged store if its directory came to stand there
+        # later.
         before = set(union.keys)
         for place in places:
             for process in sorted(place.processes, key=lambda p: p.key) if place.merged else ():
@@ -215,7 +218,8 @@ def _describe(union: Union, keys: Iterable[str]) -> None:
                     "two hosts describe this array differently: they are of different saves",
                     file=other.label,
                     tensor=name,
-                    expected=f"{array.dtype} {list(array.shape)}, chunks {list(array.chunk)}, as in {holders[0].label}",
+                    expected=f"{array.dtype} {list(array.shape)}, chunks {list(array.chunk)}, as in "
+                    f"{holders[0].label}",
                     help="pass the directories of one save only",
                 )
         union.arrays[name] = array
@@ -245,7 +249,8 @@ def _foreign(union: Union) -> None:
                     f"chunk {last} lies outside the array: it is of another save",
                     file=part.label,
                     tensor=name,
-                    expected=f"chunks {list(array.chunk)} of {list(array.shape)}, keys as {array.key((0,) * len(array.shape))}",
+                    expected=f"chunks {list(array.chunk)} of {list(array.shape)}, keys as "
+                    f"{array.key((0,) * len(array.shape))}",
                     help="pass the directories of one save only",
                 )
 
@@ -278,7 +283,8 @@ class Reader:
         """Fills ``view`` with the elements of a block.
 
         Raises:
-            FastshardError: ``FS601`` for a chunk that cannot be decoded, ``FS302`` where two stores contradict each other.
+            FastshardError: ``FS601`` for a chunk that cannot be decoded, ``FS302`` where two stores
+                contradict each other.
         """
         array, lo, extent, key = self.blocks[block]
         if key is None:
@@ -330,7 +336,8 @@ class Reader:
                     file=other.label,
                     tensor=box.name,
                     expected=f"the same as in {first.label}",
-                    help="pass the directories of one save only; if the run let replicas drift, leave one host's directory out",
+                    help="pass the directories of one save only; if the run let replicas drift, leave one "
+                    "host's directory out",
                 )
         if alike:
             with self._lock:
@@ -365,7 +372,8 @@ class Reader:
 def listed(
     union: Union, elided: dict[str, list[tuple[int, ...]]], stores_fill: bool
 ) -> tuple[Reader, list[tuple[str, str, list[int], int]], dict[str, list[Piece]]]:
-    """The reader, its blocks (key, dtype, shape, bytes to decode), and per array (first element, extent, number of block)."""
+    """The reader, its blocks (key, dtype, shape, bytes to decode), and per array (first element, extent,
+    number of block)."""
     reader = Reader(union, stores_fill)
     tensors: list[tuple[str, str, list[int], int]] = []
     pieces: dict[str, list[Piece]] = {}

@@ -162,7 +162,8 @@ def _malformed(name: str, where: str, what: str, got: Any = None) -> FastshardEr
     )
 
 
-#: Extents of a chunk, those of its parts that are read by themselves, and what separates numbers in names of chunks.
+#: Extents of a chunk, those of its parts that are read by themselves, and what separates numbers in names of
+#: chunks.
 _Chunks = tuple["tuple[int, ...] | None", "tuple[int, ...] | None", Any]
 
 

@@ -42,7 +42,8 @@ class PeftAdapter:
         config = adapter_config.read(listing.roots[file.root] / file.path, file.path)
         source = Source(found.framework, units=[Unit(file=0)], pass_unknown=True)
         source.model = Description(
-            no_table="an adapter of PEFT is no model by itself: `fastshard merge BASE OUT --adapter DIR` merges it into its base"
+            no_table="an adapter of PEFT is no model by itself: `fastshard merge BASE OUT --adapter DIR` "
+            "merges it into its base"
         )
         source.values = {
             "r": config.r,

@@ -130,7 +130,8 @@ def read(path: Path, label: str) -> Config:
     """The config in a file.
 
     Raises:
-        FastshardError: ``FS211`` if it is none, ``FS514`` for an adapter whose values are computed in another way.
+        FastshardError: ``FS211`` if it is none, ``FS514`` for an adapter whose values are computed in another
+            way.
     """
     help = f"pass the adapter's own {FILE}"
     stored = json_text.value(safe_files.read_text(path, safe_files.MAX_CONFIG, label=label), label, help=help)
@@ -228,7 +229,8 @@ def _refuse(stored: dict[str, Any], label: str) -> None:
             codes.UNSUPPORTED,
             f"init_lora_weights {how}: the base was changed when the adapter was made, which no file holds",
             file=label,
-            help="convert it to a plain adapter: save_pretrained(path_initial_model_for_weight_conversion=...)",
+            help="convert it to a plain adapter: "
+            "save_pretrained(path_initial_model_for_weight_conversion=...)",
         )
 
 

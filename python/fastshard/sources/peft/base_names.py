@@ -1,4 +1,5 @@
-"""Where an adapter's modules lie in its base: an adapter has the names of the module in memory, a base often those of its files."""
+"""Where an adapter's modules lie in its base: an adapter has the names of the module in memory, a base often
+those of its files."""
 
 from __future__ import annotations
 

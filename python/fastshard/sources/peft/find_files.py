@@ -36,12 +36,12 @@ def find(path: StrPath) -> Files:
     """An adapter's files.
 
     Args:
-        path: its folder, its ``adapter_config.json`` (for adapters that the checkpoint itself holds), or the file of
-            its tensors.
+        path: its folder, its ``adapter_config.json`` (for adapters that the checkpoint itself holds), or the
+            file of its tensors.
 
     Raises:
-        FastshardError: ``FS501`` if nothing is there, ``FS101`` for one without config, ``FS513`` for another folder,
-            ``FS603`` for a link that leaves the folder.
+        FastshardError: ``FS501`` if nothing is there, ``FS101`` for one without config, ``FS513`` for another
+            folder, ``FS603`` for a link that leaves the folder.
     """
     at = Path(path)
     refuse_unprintable(at.name, at)

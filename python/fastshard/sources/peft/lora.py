@@ -29,8 +29,8 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
         contents: of all files.
 
     Raises:
-        FastshardError: as :func:`.lora_update.attach`; ``FS106`` where two adapters are there, ``FS101`` for none, ``FS514`` for
-            a base that has no names of Hugging Face.
+        FastshardError: as :func:`.lora_update.attach`; ``FS106`` where two adapters are there, ``FS101`` for
+            none, ``FS514`` for a base that has no names of Hugging Face.
     """
     config = adapter_config.read(files.config, files.config.name)
     shapes = _shapes(source, contents)

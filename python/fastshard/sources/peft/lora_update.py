@@ -1,6 +1,7 @@
 """What an adapter makes of its base: changes of tensors in the declaration, for the core to compute.
 
-source: peft tuners/lora/layer.py (get_delta_weight, merge), tuners/lora/dora.py, tuners/trainable_tokens/layer.py
+source: peft tuners/lora/layer.py (get_delta_weight, merge), tuners/lora/dora.py,
+    tuners/trainable_tokens/layer.py
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from ...models.tensor_words import WORDS
 from .adapter_config import Config
 from .tensor_names import AdapterNames, Module
 
-#: Models whose stacked experts have inputs first, where shapes do not tell. source: transformers (is_transposed experts)
+#: Models whose stacked experts have inputs first, where shapes do not tell. source: transformers
+#: (is_transposed experts)
 _INPUTS_FIRST = ("gpt_oss", "llama4", "llama4_text")
 
 
@@ -69,7 +71,8 @@ def attach(source: Source, adapter: AdapterNames, config: Config, shapes: Mappin
     source.findings.append(
         Finding.of(
             codes.IGNORED,
-            f"the adapter changes {len(changes)} tensors and replaces {len(adapter.whole)}; it is in the result, not beside it",
+            f"the adapter changes {len(changes)} tensors and replaces {len(adapter.whole)}; it is in the "
+            "result, not beside it",
             severity="note",
             file=config.path,
         )
@@ -77,7 +80,8 @@ def attach(source: Source, adapter: AdapterNames, config: Config, shapes: Mappin
 
 
 def _warn_of_addition(name: str, source: Source, config: Config) -> Finding:
-    """Makes the finding of a module that is saved with the adapter and that the base lacks: a head of another class."""
+    """Makes the finding of a module that is saved with the adapter and that the base lacks: a head of another
+    class."""
     classes = (source.model.config or {}).get("architectures")
     return Finding.of(
         codes.NOT_LOADED,
@@ -140,7 +144,8 @@ def _changes(
 
 @dataclass(frozen=True)
 class _Stacked:
-    """Experts that transformers stacks when it loads them: of each the tensors, one after another along the outputs."""
+    """Experts that transformers stacks when it loads them: of each the tensors, one after another along the
+    outputs."""
 
     shape: list[int]
     #: By expert: (stored name, outputs) of each part.
@@ -263,7 +268,8 @@ def _product(
     return LowRank(a, b, rank, config.scale(module.name), form)
 
 
-#: The head's name by the name of the embedding that it is tied to, as transformers saves models. Others are refused.
+#: The head's name by the name of the embedding that it is tied to, as transformers saves models. Others are
+#: refused.
 _HEADS = {
     "model.embed_tokens.weight": "lm_head.weight",
     "model.language_model.embed_tokens.weight": "lm_head.weight",
@@ -284,10 +290,11 @@ def _find_untied_head(
     shapes: Mapping[str, list[int]],
     changes: Collection[str],
 ) -> tuple[str, str] | None:
-    """The embedding that an adapter replaces alone and the name that the head tied to it gets; None where no head was tied
-    to it, or has a tensor of its own.
+    """The embedding that an adapter replaces alone and the name that the head tied to it gets; None where no
+    head was tied to it, or has a tensor of its own.
 
-    PEFT wraps the embedding's module, so that the head keeps the tensor that both were, unless `ensure_weight_tying` ties it again.
+    PEFT wraps the embedding's module, so that the head keeps the tensor that both were, unless
+    `ensure_weight_tying` ties it again.
 
     Raises:
         FastshardError: ``FS514`` where nothing tells the head's name.
@@ -308,7 +315,8 @@ def _find_untied_head(
     if (head := _HEADS.get(saved[0])) is None:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            "the adapter replaces the embedding of a model that ties its head to it, and the head's own name is not known",
+            "the adapter replaces the embedding of a model that ties its head to it, and the head's own name "
+            "is not known",
             tensor=saved[0],
             expected=f"one of {', '.join(_HEADS)}",
             got=saved[0],
@@ -318,14 +326,16 @@ def _find_untied_head(
 
 
 def _is_tied(source: Source) -> bool:
-    """Whether the base ties its head to its embedding; a config without the key does where the class ties by itself."""
+    """Whether the base ties its head to its embedding; a config without the key does where the class ties by
+    itself."""
     return bool(source.facts.get("tied") or (source.model.config or {}).get("tie_word_embeddings"))
 
 
 def _untie(
     source: Source, adapter: AdapterNames, changes: Collection[str], head: tuple[str, str] | None
 ) -> None:
-    """A head of its own makes the model one that is not tied; a change of one of two tied tensors has no place.
+    """A head of its own makes the model one that is not tied; a change of one of two tied tensors has no
+    place.
 
     Raises:
         FastshardError: ``FS514`` for such a change.

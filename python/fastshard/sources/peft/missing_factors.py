@@ -1,6 +1,8 @@
-"""What an adapter lacks: by its config, by the other factor of each product, and by its other layers. No peft is asked.
+"""What an adapter lacks: by its config, by the other factor of each product, and by its other layers. No peft
+is asked.
 
-source: peft tuners/tuners_utils.py (inject_adapter, check_target_module_exists), utils/other.py (ModulesToSaveWrapper)
+source: peft tuners/tuners_utils.py (inject_adapter, check_target_module_exists), utils/other.py
+    (ModulesToSaveWrapper)
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from .tensor_names import OUTER, AdapterNames, Module
 
 #: The factors that belong together.
 PAIRS = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
-#: Names that models have for one role: a list of `modules_to_save` often has several of them, for whatever model comes.
+#: Names that models have for one role: a list of `modules_to_save` often has several of them, for whatever
+#: model comes.
 _ONE_OF = (
     frozenset({"classifier", "score"}),
     frozenset(WORDS["embedding_modules"]),
@@ -36,7 +39,8 @@ _MOST = 3
 def find_missing_halves(
     adapter: AdapterNames, config: Config, shapes: Mapping[str, list[int]], file: str, path: Path
 ) -> list[Finding]:
-    """Lists what an adapter's own names and shapes show to be missing: all factors, one of two, or all values of a tensor.
+    """Lists what an adapter's own names and shapes show to be missing: all factors, one of two, or all values
+    of a tensor.
 
     Args:
         adapter: its tensors by its own names.
@@ -82,8 +86,8 @@ def find_missing_modules(
 
 
 def find_run_beside(config: Path) -> str | None:
-    """Gives the command that takes an adapter's factors from DeepSpeed's checkpoint in, above or beside its folder; None
-    without one."""
+    """Gives the command that takes an adapter's factors from DeepSpeed's checkpoint in, above or beside its
+    folder; None without one."""
     folder = config.absolute().parent
     for place in (folder, folder.parent):
         for at in (place, *(place / name for name in Folder.named(place).names())):
@@ -109,7 +113,8 @@ def _find_without_values(
             tensor=empty[0],
             expected="tensors of at least one element",
             got=f"{shapes[empty[0]]} in {some(empty, _MOST)}",
-            help="save the adapter again with its weights gathered from all ranks (ZeRO-3 and FSDP divide them)",
+            help="save the adapter again with its weights gathered from all ranks (ZeRO-3 and FSDP divide "
+            "them)",
         )
 
 
@@ -153,7 +158,8 @@ def _is_module(name: str, word: str) -> bool:
 def _find_unsaved_modules(
     adapter: AdapterNames, config: Config, file: str, base: Collection[str] | None
 ) -> Iterator[Finding]:
-    """Entries of `modules_to_save` of which the file has nothing, and the base, if it is known, has something."""
+    """Entries of `modules_to_save` of which the file has nothing, and the base, if it is known, has
+    something."""
     saved = [f".{own}" for own in adapter.whole]
 
     def is_there(word: str) -> bool:
@@ -179,7 +185,8 @@ def _find_unsaved_modules(
 def _find_unmatched_targets(
     adapter: AdapterNames, config: Config, file: str, base: Collection[str] | None
 ) -> Iterator[Finding]:
-    """Words of `target_modules` of which no module has a factor; only a base tells whether the model has such a module."""
+    """Words of `target_modules` of which no module has a factor; only a base tells whether the model has such
+    a module."""
     if base is not None and config.excludes:
         return
     names = [name for module in adapter.modules.values() for name in (module.name, module.at)]
@@ -201,7 +208,8 @@ def _find_unmatched_targets(
 
 
 def _list_targets(word: str, config: Config, base: Iterable[str]) -> list[str]:
-    """The base's modules that a word of a list names; experts may be stacked in memory, where no word reaches them."""
+    """The base's modules that a word of a list names; experts may be stacked in memory, where no word reaches
+    them."""
     found = []
     for name in base:
         module, _, own = name.rpartition(".")
@@ -215,7 +223,8 @@ def _list_targets(word: str, config: Config, base: Iterable[str]) -> list[str]:
 def _find_gaps(
     adapter: AdapterNames, config: Config, file: str, base: Collection[str] | None
 ) -> Iterator[Finding]:
-    """Layers between others that have no factors of a module, where nothing in the config limits the layers."""
+    """Layers between others that have no factors of a module, where nothing in the config limits the
+    layers."""
     if not config.is_of_all_layers:
         return
     modules: dict[str, Module | None] = {module.at: module for module in adapter.modules.values()}
@@ -254,8 +263,8 @@ def _has_module(name: str, other: str, base: Collection[str]) -> bool:
 def _are_of_other_kind(
     before: str, gaps: list[int], layers: set[int], roles: Mapping[tuple[str, str], set[int]]
 ) -> bool:
-    """Whether layers may lack a module because the model has others there, as hybrids do: often, in turn, or with modules
-    in its place."""
+    """Whether layers may lack a module because the model has others there, as hybrids do: often, in turn, or
+    with modules in its place."""
     steps = {b - a for a, b in itertools.pairwise(gaps)}
     in_turn = len(gaps) > 2 and len(steps) == 1
     # Modules that only these layers have.

@@ -60,7 +60,8 @@ def read_names(names: Iterable[str], *, saved: bool, container: str = "") -> Ada
 
     Args:
         names: of all tensors.
-        saved: whether they are those of a saved adapter, of which whatever is no factor stands in for the base's tensor.
+        saved: whether they are those of a saved adapter, of which whatever is no factor stands in for the
+            base's tensor.
         container: what precedes all names.
     """
     found = AdapterNames()

@@ -35,7 +35,8 @@ def copied_files(found: Found[ZeroFiles], contents: Contents) -> list[Finding]:
             findings.append(
                 Finding.of(
                     codes.DUPLICATED_SHARD,
-                    f"the same master weights as dp {first[0]}, mp {first[1]} in {found.files[first[2]].name}: one file was copied over the other",
+                    f"the same master weights as dp {first[0]}, mp {first[1]} in "
+                    f"{found.files[first[2]].name}: one file was copied over the other",
                     file=found.files[file].path,
                     rank=f"dp {dp}, mp {mp}",
                     expected="another partition",

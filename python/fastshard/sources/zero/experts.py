@@ -1,9 +1,10 @@
 """deepspeed.moe: experts are divided over expert-parallel ranks, and each rank counts its own from 0.
 
-A parameter group of experts is cut into partitions among the data-parallel ranks that have the same experts, so there
-are as many flat vectors as expert-parallel ranks. ``param_shapes`` is that of rank 0; the files of experts have the
-numbers that they have among all.
-source: DeepSpeed runtime/engine.py (_save_moe_checkpoint), runtime/zero/stage_1_and_2.py (_configure_moe_settings),
+A parameter group of experts is cut into partitions among the data-parallel ranks that have the same experts,
+so there are as many flat vectors as expert-parallel ranks. ``param_shapes`` is that of rank 0; the files of
+experts have the numbers that they have among all.
+source: DeepSpeed runtime/engine.py (_save_moe_checkpoint), runtime/zero/stage_1_and_2.py
+    (_configure_moe_settings),
 utils/groups.py (_create_expert_and_data_parallel), moe/{layer,experts}.py
 """
 
@@ -51,7 +52,8 @@ class Experts:
         return bool(self.numbers) and any(map(is_expert, names))
 
     def divided(self, order: list[_Rank], count: int) -> list[list[_Rank]] | None:
-        """The data-parallel ranks of each expert-parallel rank, where ``count`` of them have the same experts each."""
+        """The data-parallel ranks of each expert-parallel rank, where ``count`` of them have the same experts
+        each."""
         if count < 1 or len(order) % count:
             return None
         width = len(order) // count
@@ -70,7 +72,8 @@ class Experts:
         return found
 
     def name_of(self, name: str, rank: int, width: int) -> str | None:
-        """The name among all experts of one that an expert-parallel rank has; None if there is no such expert."""
+        """The name among all experts of one that an expert-parallel rank has; None if there is no such
+        expert."""
         match = _NAME.match(name)
         if match is None:
             return name

@@ -241,13 +241,15 @@ def tensors_below(value: Any) -> list[int]:
 
 
 def state_below(base: Any, under: list[str]) -> tuple[list[int], list[list[str]]]:
-    """What an optimizer that starts afresh has zero: tensors (moments and steps), and keys that lead to other steps.
+    """What an optimizer that starts afresh has zero: tensors (moments and steps), and keys that lead to other
+    steps.
 
-    Steps are kept per parameter or flat vector, and per group as Apex and DeepSpeed's FusedAdam do. Whatever is no
-    tensor and not zero is told, numbers or not: what cannot be set to zero must not be kept.
+    Steps are kept per parameter or flat vector, and per group as Apex and DeepSpeed's FusedAdam do. Whatever
+    is no tensor and not zero is told, numbers or not: what cannot be set to zero must not be kept.
 
     Args:
-        base: the optimizer's state, as torch's optimizers give it, or the list of states of an elastic checkpoint.
+        base: the optimizer's state, as torch's optimizers give it, or the list of states of an elastic
+            checkpoint.
         under: keys that lead to it from the file's root.
     """
     tensors = dict.fromkeys(tensors_below(base.get("state") if isinstance(base, dict) else base))

@@ -132,7 +132,8 @@ def _models(
 
 
 def _state_of(model: Model, parts: list[tuple[int, int]] | None, is_stage3: bool) -> _State:
-    """What a rank has: partitions, by data-parallel rank and file; else the state that is beside the model, or should be."""
+    """What a rank has: partitions, by data-parallel rank and file; else the state that is beside the model,
+    or should be."""
     if parts is not None:
         return _partitioned(model, parts, is_stage3)
     each, findings = ([], []) if is_stage3 else _stage0(model)
@@ -154,7 +155,8 @@ def _partitioned(model: Model, parts: list[tuple[int, int]], is_stage3: bool) ->
         unnamed.append(
             Finding.of(
                 codes.MASTERS_NOT_CHECKABLE,
-                "the model file does not state the order of the flat parameters (no param_shapes), so the master weights have no names",
+                "the model file does not state the order of the flat parameters (no param_shapes), so the "
+                "master weights have no names",
                 file=model.path,
                 rank=model.label,
             )
@@ -207,8 +209,8 @@ def _model_missing(folder: str, mp: int, count: int) -> Finding:
 
 
 def _stage0(model: Model) -> tuple[list[stage0.StoredOptimizer], list[Finding]]:
-    """What the files hold of optimizers of stage 0, and what is missing: the model file, or of a mixture of experts one file
-    per expert-parallel rank (of which the model file holds the first once more)."""
+    """What the files hold of optimizers of stage 0, and what is missing: the model file, or of a mixture of
+    experts one file per expert-parallel rank (of which the model file holds the first once more)."""
     experts = model.experts
     if experts is None or not experts.optimizers:
         optimizer = stage0.read(model)
@@ -252,8 +254,8 @@ def _no_experts_state(model: Model, first: int, last: int, why: str) -> Finding:
 
 
 def _frozen(model: Model, untrained: set[str], trained: set[str]) -> set[str]:
-    """Parameters that were not to be trained: as the model file says, or, before ZeRO-2, what has no master and is neither a
-    buffer nor a further name of what was trained.
+    """Parameters that were not to be trained: as the model file says, or, before ZeRO-2, what has no master
+    and is neither a buffer nor a further name of what was trained.
 
     source: DeepSpeed runtime/engine.py (frozen_param_shapes from stage 2 on), 0.18
     """

@@ -60,12 +60,13 @@ class Partitions:
             self._same_slots()
 
     def shapes(self) -> list[dict[str, list[int]]] | None:
-        """Names and shapes per group by the ranks' own accounts, for a model file that tells none (BF16_Optimizer in a
-        pipeline of stage 0); None if a shape is not known."""
+        """Names and shapes per group by the ranks' own accounts, for a model file that tells none
+        (BF16_Optimizer in a pipeline of stage 0); None if a shape is not known."""
         stored = {name: shape for name, shape, _ in self.model.stored()[0]}
         groups: list[dict[str, list[int]]] = []
         for rank in self.order:
-            # ZeRO's own optimizers may reorder parameters after they took account of them (_before_round_robin).
+            # ZeRO's own optimizers may reorder parameters after they took account of them
+            # (_before_round_robin).
             mappings = rank.state.get("param_slice_mappings") if "zero_stage" not in rank.state else None
             for g, mapping in enumerate(mappings if isinstance(mappings, list) else []):
                 groups += [{}] if g == len(groups) else []
@@ -195,7 +196,8 @@ class Partitions:
         rank.masters = [f for f in flat if f is not None]
         base = rank.state.get("optimizer_state_dict" if self.stage3 else "base_optimizer_state")
         if isinstance(base, list) and len(base) == len(flat):
-            # Elastic checkpoints list the groups' states, without padding. source: stage_1_and_2.py (_get_base_optimizer_state)
+            # Elastic checkpoints list the groups' states, without padding. source: stage_1_and_2.py
+            # (_get_base_optimizer_state)
             base = {"state": {str(g): state for g, state in enumerate(base)}}
         base = base if isinstance(base, dict) else {}
         states = base.get("state")
@@ -291,7 +293,8 @@ class Partitions:
 
 
 def _partitions(rank: Rank) -> int | None:
-    """Number of partitions by a rank's own word: the largest of its groups, since those of experts have fewer."""
+    """Number of partitions by a rank's own word: the largest of its groups, since those of experts have
+    fewer."""
     value = rank.state.get("partition_count")
     return max(
         (n for n in (value if isinstance(value, list) else [value]) if isinstance(n, int)), default=None

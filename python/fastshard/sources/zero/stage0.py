@@ -1,8 +1,9 @@
 """Stage 0: the optimizer's state lies in the model file, and names nothing.
 
-FP16_UnfusedOptimizer keeps a whole master of each parameter, FP16_Optimizer (for FusedAdam) one flat master per
-group, and an optimizer that was not wrapped (fp32 training) no masters: the parameters are what it steps.
-source: DeepSpeed runtime/fp16/{unfused,fused}_optimizer.py (state_dict), runtime/engine.py (_common_checkpoint_state)
+FP16_UnfusedOptimizer keeps a whole master of each parameter, FP16_Optimizer (for FusedAdam) one flat master
+per group, and an optimizer that was not wrapped (fp32 training) no masters: the parameters are what it steps.
+source: DeepSpeed runtime/fp16/{unfused,fused}_optimizer.py (state_dict), runtime/engine.py
+    (_common_checkpoint_state)
 """
 
 from __future__ import annotations
@@ -84,13 +85,15 @@ class StoredOptimizer:
         """That the parameters are not told."""
         help = "pass --weights params, which takes the parameters and ignores the master weights"
         return self._finding(
-            f"the {'masters' if self.key else 'moments'} of ZeRO stage 0 carry no names, and their shapes fit the parameters in more than one way or in none",
+            f"the {'masters' if self.key else 'moments'} of ZeRO stage 0 carry no names, and their shapes "
+            "fit the parameters in more than one way or in none",
             severity=None if self.key else "error",
             help=help if self.key else "leave out --optimizer",
         )
 
     def unread(self) -> list[Finding]:
-        """State that is not taken: that of unknown parameters, and what is not laid out as its parameter is."""
+        """State that is not taken: that of unknown parameters, and what is not laid out as its parameter
+        is."""
         if not self.named:
             return [] if self.key or not self.states else [self.unnamed()]
         tensors = self.model.contents.tensors(self.model.file)
@@ -98,7 +101,10 @@ class StoredOptimizer:
             for slot, index in self.slots(vector):
                 shape = tensors[index]["shape"]
                 if shape and shape != vector.whole:
-                    message = f"the optimizer's {slot} is not laid out as its parameter is (factored or quantised): not read"
+                    message = (
+                        f"the optimizer's {slot} is not laid out as its parameter is (factored or "
+                        "quantised): not read"
+                    )
                     name = vector.members[0][0] if vector.members else None
                     return [
                         self._finding(
@@ -179,7 +185,8 @@ def of_experts(model: Model) -> int:
 
 
 def partitioned(model: Model) -> bool:
-    """True if the model file holds a partition: BF16_Optimizer's of the first rank, in a pipeline of stage 0."""
+    """True if the model file holds a partition: BF16_Optimizer's of the first rank, in a pipeline of stage
+    0."""
     optimizer = model.state.get("optimizer")
     return isinstance(optimizer, dict) and "single_partition_of_fp32_groups" in optimizer
 
@@ -212,7 +219,8 @@ def _read_optimizer(model: Model) -> StoredOptimizer | None:
 
 
 def _stepped(states: dict[str, Any], number: int, tensors: Sequence[_core.StoredTensor]) -> list[int] | None:
-    """Shape of a parameter by its state; None where that does not tell (no gradient came, or factored moments)."""
+    """Shape of a parameter by its state; None where that does not tell (no gradient came, or factored
+    moments)."""
     entry = states.get(str(number))
     indices = [tensor_index(v) for k, v in entry.items() if k != "step"] if isinstance(entry, dict) else []
     shapes = [tensors[i]["shape"] for i in indices if i is not None]
@@ -272,7 +280,8 @@ def _of_experts(optimizer: StoredOptimizer) -> list[bool]:
 
 
 def _name_flat(optimizer: StoredOptimizer, parameters: list[Parameter]) -> bool:
-    """The members of flat masters: by the flat 16-bit vectors that the module's tensors are views of, or by sizes."""
+    """The members of flat masters: by the flat 16-bit vectors that the module's tensors are views of, or by
+    sizes."""
     vectors = optimizer.vectors()
     lengths = [math.prod(vector.shape or []) for vector in vectors]
     shapes = {name: shape for name, shape, _ in parameters}
@@ -296,8 +305,8 @@ def _name_flat(optimizer: StoredOptimizer, parameters: list[Parameter]) -> bool:
 def _by_views(model: Model, parameters: list[Parameter], lengths: list[int]) -> list[list[str]] | None:
     """Names by place: FP16_Optimizer makes a group's parameters views of one flat vector, in their order.
 
-    A group of one parameter looks like any other tensor that has a storage of its own: it is told by its size among what
-    is no view.
+    A group of one parameter looks like any other tensor that has a storage of its own: it is told by its size
+    among what is no view.
     """
     views = _views(model, parameters)
     # Two vectors of one length, or a frozen parameter of that size, do not tell which is which.

@@ -158,7 +158,8 @@ def _tiles(partitions: Partitions, order: list[Rank], g: int, lengths: list[int]
             None,
             f"{needed} to {most}, the parameters of {partitions.model.path} and padding",
             str(total),
-            "copy the optimizer files of all ranks again; they belong to another model or step, or one is a copy of another",
+            "copy the optimizer files of all ranks again; they belong to another model or step, or one is a "
+            "copy of another",
         )
     return needed <= total <= most
 

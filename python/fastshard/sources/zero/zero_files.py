@@ -8,7 +8,8 @@ from ...common.records import dataclass
 
 @dataclass(frozen=True)
 class ZeroFiles:
-    """Files by what their names say, each by its number in ``Found.files``; several roots may hold the same one."""
+    """Files by what their names say, each by its number in ``Found.files``; several roots may hold the same
+    one."""
 
     #: The step's folders: root, and path in it.
     places: tuple[tuple[int, str], ...]
