@@ -45,6 +45,8 @@ CODE_NAMES = "common/codes.py"
 #: Fields of a finding that are sentences for people.
 SENTENCES = ("message", "help", "advice", "rank")
 WIDTH = 110
+#: A comment that is for a tool, which the linter does not count.
+PRAGMA = re.compile(r"\s*# (noqa|type: ignore).*$")
 
 
 def read_python() -> dict[Path, str]:
@@ -472,7 +474,7 @@ def main(arguments: list[str]) -> None:
         place(f, n)
         for f, text in texts.items()
         for n, line in enumerate(text.splitlines(), 1)
-        if len(line) > WIDTH
+        if len(PRAGMA.sub("", line)) > WIDTH
     ]
     tests = [str(file.relative_to(ROOT)) for file in sorted((ROOT / "tests").glob("test_*.py"))]
     every = [*texts.values(), *core.values()]

@@ -21,7 +21,8 @@ from .drafting import CoreRequest, Opened, draft_of
 #: What lies beside codes, by its name: in plain weights there is none of it.
 _COMPANION = compile_when_used(
     r"(\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|qweight|qzeros|scales|g_idx)|\.quant_state\..*"
-    r"|\.comfy_quant|weight_(scale|scale_inv|scale_2|zero_point|packed|global_scale|shape|g_idx)|_(blocks|scales|scale_inv))$"
+    r"|\.comfy_quant|weight_(scale|scale_inv|scale_2|zero_point|packed|global_scale|shape|g_idx)"
+    r"|_(blocks|scales|scale_inv))$"
 )
 
 

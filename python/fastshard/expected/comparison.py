@@ -36,8 +36,8 @@ HEAD = compile_when_used(
     r"(^|\.)(lm_head|embed_out|lm_head\.decoder|predictions\.decoder|output_projection)\.(weight|bias)$"
 )
 WORDS = compile_when_used(
-    r"(^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|shared)\.weight$|(^|\.)(predictions|lm_head)\.bias$|"
-    + HEAD.pattern
+    r"(^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|shared)\.weight$"
+    r"|(^|\.)(predictions|lm_head)\.bias$|" + HEAD.pattern
 )
 
 #: Names of the roster and their shapes, as far as these are known.

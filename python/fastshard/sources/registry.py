@@ -120,7 +120,8 @@ _ENTRIES: list[Entry] = [
     Entry(
         _load_orbax,
         _marked(
-            r"(?:_METADATA|_CHECKPOINT_METADATA|manifest\.ocdbt|\.zarray|zarr\.json|c(?:\.\d+)*|\d+(?:\.\d+)*)$"
+            r"(?:_METADATA|_CHECKPOINT_METADATA|manifest\.ocdbt|\.zarray|zarr\.json"
+            r"|c(?:\.\d+)*|\d+(?:\.\d+)*)$"
         ),
     ),
     Entry(_load_tp_safetensors, _marked(r".*(?:rank|tp)[_-]?\d+\.safetensors$")),

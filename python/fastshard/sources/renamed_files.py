@@ -17,7 +17,8 @@ from ..common.regex import compile_when_used
 
 #: What frameworks number in the names of their files: DeepSpeed, GPT-NeoX, Megatron-LM, ColossalAI, FSDP.
 _NUMBERED = compile_when_used(
-    r"(zero_pp_rank|mp_rank|tp_rank|pp_rank|dp_rank|ep_rank|expp_rank|rank|layer|model|stage|shard|expert)[_-]?(\d{1,18})"
+    r"(zero_pp_rank|mp_rank|tp_rank|pp_rank|dp_rank|ep_rank|expp_rank|rank|layer|model"
+    r"|stage|shard|expert)[_-]?(\d{1,18})"
 )
 #: Words that number parts and not places, unless another word stands beside them.
 _PARTS = ("model", "shard")

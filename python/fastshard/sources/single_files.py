@@ -68,7 +68,8 @@ _DEGREES = {
 _ARGUMENTS = ("args", "checkpoint_parallel_dimensions")
 #: A number that counts parts in a name: after a word that says what it counts, or at its end.
 _NUMBER = compile_when_used(
-    r"(?:(?<![A-Za-z])(?P<word>(?:tp|mp|pp|ep)_rank|tp|mp|pp|rank|stage|shard|part)[_-]?|_|-(?=0))(?P<n>\d{1,6})(?=[._-]|$)",
+    r"(?:(?<![A-Za-z])(?P<word>(?:tp|mp|pp|ep)_rank|tp|mp|pp|rank|stage|shard|part)[_-]?|_|-(?=0))"
+    r"(?P<n>\d{1,6})(?=[._-]|$)",
     re.IGNORECASE,
 )
 #: Words of ranks each of which holds a part of the model.

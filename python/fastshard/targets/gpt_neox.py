@@ -65,7 +65,8 @@ _PRECISION: dict[str, dict[str, Any]] = {
 }
 
 _NORM = compile_when_used(
-    r"^(input_layernorm|post_attention_layernorm|attention\.qk_layernorm|norm)\.(weight|scale|g|norm\.weight|bias|offset|norm\.bias)$"
+    r"^(input_layernorm|post_attention_layernorm|attention\.qk_layernorm|norm)"
+    r"\.(weight|scale|g|norm\.weight|bias|offset|norm\.bias)$"
 )
 #: Norm -> names of its weight and bias. source: gpt-neox megatron/model/norms.py
 _NORM_NAMES = {"layernorm": ("weight", "bias"), "rmsnorm": ("scale", "offset"), "scalenorm": ("g", "bias")}

@@ -37,7 +37,8 @@ _ALIKE = compile_when_used(
     r"(?:norm\.(?:weight|bias)|layer_?norm_(?:weight|bias)|(?:^|\.)ln_(?:pre|post)\.(?:weight|bias)"
     r"|\.router\.(?:weight|bias|expert_bias)|(?:position|tokentype)_embeddings\.weight|\.gate_weight"
     r"|(?:linear_proj|linear_fc2|attention\.dense|dense_4h_to_h)\.bias|\.linear_fc2\.bias\d*"
-    r"|(?:^|\.)(?:conv1\.(?:weight|bias)|class_token)|(?:lm_head\.dense|pooler\.dense|binary_head)\.(?:weight|bias)"
+    r"|(?:^|\.)(?:conv1\.(?:weight|bias)|class_token)"
+    r"|(?:lm_head\.dense|pooler\.dense|binary_head)\.(?:weight|bias)"
     r"|relative_attention_bias\.weight)$"
 )
 #: How a module's ranks divide it: name, dimension, and the sum that it is long as a whole.

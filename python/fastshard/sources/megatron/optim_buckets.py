@@ -19,7 +19,8 @@ from .optim_flat import Part, Place, UnknownPlaces, in_buckets, pieces
 from .optim_order import Kind, Ranks, Weights, kinds
 
 KEY = compile_when_used(
-    r"^(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)"
+    r"^(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)"
+    r"\.gbuf_idx_(?P<buffer>\d+)"
     r"\.dtype_\(torch\.(?P<dtype>\w+), torch\.\w+\)\.bucket_idx_(?P<bucket>\d+)\.(?P<slot>\w+)$"
 )
 
