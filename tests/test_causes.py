@@ -17,7 +17,7 @@ import torch
 from damage import COLOSSAL, DCP, HF, LEGACY, NEOX, TP4, Damage, cut, lost, over
 from fastshard.errors import Finding
 from fastshard.findings.causes import Causes, LostFile, causes_of
-from fastshard.layouts.declaration import Source, Unit
+from fastshard.layouts.declaration import Source, SourceFiles, TensorIndex, Unit
 from helpers import FIXTURES, cli, edit_safetensors, layer_file
 from safetensors.torch import load_file, save_file
 
@@ -371,7 +371,7 @@ def test_a_rank_that_is_lost_accounts_for_its_own_tensors_alone() -> None:
         Unit(1, coords={"tp": 1, "pp": 0}),
         Unit(2, coords={"tp": 0, "pp": 1}, bases={"L": 1}),
     ]
-    source = Source("any", units)
+    source = Source("any", SourceFiles(units))
     gone = _lost("a_01_001", tp=1, pp=1)
     causes = causes_of([gone], source, paths, held.__getitem__)
     for name in ("layers.1.q", "layers.1.k", "head"):
@@ -384,14 +384,14 @@ def test_a_rank_that_is_lost_accounts_for_its_own_tensors_alone() -> None:
         assert causes.of(missing) is None
     # A file that was found and cannot be read has no unit, but the rank that its name says.
     cut_short = _lost("a_01_001", code="FS312")
-    source = Source("any", units, file_ranks={3: {"tp": 1, "pp": 1}})
+    source = Source("any", SourceFiles(units, ranks={3: {"tp": 1, "pp": 1}}))
     causes = causes_of([cut_short], source, [*paths, "a_01_001"], lambda file: held.get(file, []))
     assert causes.of(_missing("layers.1.q", tp=1)) is cut_short
     assert causes.of(_missing("layers.0.q", tp=1)) is None
 
 
 def test_a_stage_that_is_lost_accounts_for_layers_that_no_file_has() -> None:
-    source = Source("any", [Unit(0, coords={"tp": 0, "pp": 0})], listed=False)
+    source = Source("any", SourceFiles([Unit(0, coords={"tp": 0, "pp": 0})]))
     gone = _lost("a_00_001", tp=0, pp=1)
     causes = causes_of([gone], source, ["a_00_000"], lambda _: ["embed", "layers.0.k"])
     assert causes.of(_missing("layers.1.q")) is gone and causes.of(_missing("norm")) is gone
@@ -401,7 +401,8 @@ def test_a_stage_that_is_lost_accounts_for_layers_that_no_file_has() -> None:
 
 
 def test_by_an_index_a_lost_file_accounts_for_the_tensors_that_it_names() -> None:
-    source = Source("any", [Unit(0)], lost={"layers.1.q": "b"}, listed=True)
+    index = TensorIndex(lost={"layers.1.q": "b"}, is_listed=True)
+    source = Source("any", SourceFiles([Unit(0)]), index=index)
     gone = _lost("b")
     causes = causes_of([gone], source, ["a"], lambda _: ["layers.0.q"])
     assert causes.of(_missing("layers.1.q")) is gone and causes.of(_missing("layers.1.k")) is None
@@ -416,7 +417,7 @@ def test_what_is_wrong_with_all_of_it_hides_what_follows_of_that() -> None:
 
 def test_a_warning_is_no_cause() -> None:
     gone = Finding("FS101", "warning", "the file is missing", file="b")
-    assert causes_of([gone], Source("any", []), [], lambda _: []).of(_missing("a")) is None
+    assert causes_of([gone], Source("any"), [], lambda _: []).of(_missing("a")) is None
 
 
 def test_nothing_left_needs_no_words_where_there_is_an_error() -> None:

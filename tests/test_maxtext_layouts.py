@@ -253,7 +253,7 @@ def test_paxml_to_maxtext_with_optimizer(scan: int | None, fused: bool, tmp_path
     assert yaml.safe_load((tmp_path / "out/maxtext_model.yml").read_text())["opt_type"] == "adam_pax"
     # And from there to the other form, moments too.
     again = fastshard_open(tmp_path / "out")
-    assert again.opened.source.facts == {"fused_qkv": fused}
+    assert again.opened.source.binding.facts == {"fused_qkv": fused}
     other = target(1 if scan is None else None) | {"fused_qkv": not fused, "optimizer": True}
     have, _ = converted(again, tmp_path / "other", **other)
     assert_same(have, maxtext_gpt3_state(SIZE, 1 if scan is None else None, not fused))

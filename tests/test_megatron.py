@@ -198,7 +198,7 @@ STAGES: dict[str, tuple[list[list[str]], dict[int, str]]] = {
 def test_stages_are_told_by_what_they_hold(case: str) -> None:
     names, wrong = STAGES[case]
     files = [File(0, f"mp_rank_00_{pp:03d}/model_optim_rng.pt", 1) for pp in range(len(names))]
-    source = Source("Megatron-LM", units=[])
+    source = Source("Megatron-LM")
     found: Found[object] = Found(None, "Megatron-LM", files, None)  # type: ignore[arg-type]
     places = [(pp, (0, pp, 0), [held]) for pp, held in enumerate(names)]
     of_ranks.judge_stages(source, found, places, len(names))
@@ -209,7 +209,7 @@ def test_stages_are_told_by_what_they_hold(case: str) -> None:
 def test_virtual_stages_are_told_by_what_their_last_chunk_holds() -> None:
     def told(stages: list[list[list[str]]]) -> list[str | None]:
         files = [File(0, f"mp_rank_00_{pp:03d}/model_optim_rng.pt", 1) for pp in range(len(stages))]
-        source = Source("Megatron-LM", units=[])
+        source = Source("Megatron-LM")
         found: Found[object] = Found(None, "Megatron-LM", files, None)  # type: ignore[arg-type]
         places = [(pp, (0, pp, 0), chunks) for pp, chunks in enumerate(stages)]
         of_ranks.judge_stages(source, found, places, len(stages))

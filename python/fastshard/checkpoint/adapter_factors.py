@@ -31,7 +31,7 @@ _UNNOTICED = "whether every target module has factors"
 
 def find_lacking(opened: Opened) -> list[Finding]:
     """Lists what is wrong with an adapter's factors; nothing where there is no adapter."""
-    adapter = opened.source.adapter
+    adapter = opened.source.files.adapter
     if adapter is None:
         return []
     found = _find_zero_update(opened, adapter)
@@ -49,7 +49,11 @@ def _find_zero_update(opened: Opened, adapter: StoredAdapter) -> list[Finding]:
         for a, b in PAIRS
         if a in module.factors and b in module.factors
     ]
-    source = replace(opened.source, adapted=[], hidden=set(), names={}, weights_prefix="")
+    source = replace(
+        opened.source,
+        files=replace(opened.source.files, adapted=[]),
+        names=replace(opened.source.names, hidden=set(), own={}, prefix=""),
+    )
     stored = StoredBytes(replace(opened, source=source))
     try:
         if not products or not all(_is_zero(stored, b) or _is_zero(stored, a) for a, b in products):

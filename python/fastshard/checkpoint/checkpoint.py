@@ -51,10 +51,14 @@ class Checkpoint(Tensors):
         """Parallel degrees, e.g. ``{"tp": 2}``, as far as files and arguments state them."""
         source = self.opened.source
         places: dict[str, set[int]] = {}
-        for unit in source.units:
+        for unit in source.files.units:
             for dimension, place in unit.coords.items():
                 places.setdefault(dimension, set()).add(place)
-        return {name: len(of) for name, of in places.items()} | source.ranks | source.degrees
+        return (
+            {name: len(of) for name, of in places.items()}
+            | source.binding.other_degrees
+            | source.binding.degrees
+        )
 
     @property
     def read_from(self) -> list[str]:
@@ -88,7 +92,7 @@ class Checkpoint(Tensors):
 
     def metadata(self) -> dict[str, Any]:
         """Values of the checkpoint that are not tensors (iteration, arguments)."""
-        return dict(self.opened.source.values)
+        return dict(self.opened.source.files.values)
 
     @property
     def findings(self) -> list[Finding]:

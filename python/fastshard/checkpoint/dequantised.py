@@ -42,7 +42,7 @@ class Dequantised:
 
     def left_out(self, source: Source) -> frozenset[str]:
         """Names stored of what is left out."""
-        stored = {own: name for name, own in source.names.items()}
+        stored = {own: name for name, own in source.names.own.items()}
         return frozenset(stored.get(name, name) for name in self.hidden)
 
     def described(self, source: Source, names_of: Callable[[int], Iterable[str]]) -> Source:
@@ -52,13 +52,23 @@ class Dequantised:
             source: the source as it is stored.
             names_of: names of the tensors in a file, by its number.
         """
-        values = {**source.values, "dequantised": dict(self.record)} if self.record else source.values
-        stored = [name for unit in source.units for _, name in source.of_unit(unit, names_of(unit.file))]
-        stored += [name for group in source.assembled if group.slot is None for name, *_ in group.tensors]
-        own = [source.names.get(name, name) for name in dict.fromkeys(stored)]
-        hidden = {*self.hidden, *source.hidden}
+        values = (
+            {**source.files.values, "dequantised": dict(self.record)} if self.record else source.files.values
+        )
+        stored = [
+            name for unit in source.files.units for _, name in source.of_unit(unit, names_of(unit.file))
+        ]
+        stored += [
+            name for group in source.files.assembled if group.slot is None for name, *_ in group.tensors
+        ]
+        own = [source.names.own.get(name, name) for name in dict.fromkeys(stored)]
+        hidden = {*self.hidden, *source.names.hidden}
         names = [self.values_of_codes.get(name, name) for name in own if name not in hidden]
-        source = replace(source, values=values, beside=frozenset(), quantiser_files={})
+        source = replace(
+            source,
+            files=replace(source.files, values=values, quantiser_files={}),
+            names=replace(source.names, beside=frozenset()),
+        )
         return with_plain_weights(source, names)
 
 
@@ -72,7 +82,7 @@ def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
     """
     if not (opened.quantised.weights or opened.quantised.of_activations):
         return Dequantised(findings=opened.quantised.unsaid)
-    prefix = source.weights_prefix
+    prefix = source.names.prefix
     stored = StoredBytes(opened)
     access = ValueAccess(
         dtype, lambda name, start, length: stored.read(name.removeprefix(prefix), start, length)

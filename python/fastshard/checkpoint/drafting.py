@@ -153,17 +153,21 @@ class Merged:
 def taken(opened: Opened, request: Request) -> Source:
     """The part of a source that is asked for, with the vocabulary that was given."""
     source = opened.source
-    if source.chosen or not keeps_all(request.to):
+    if source.names.is_chosen or not keeps_all(request.to):
         source = source.weights_only(opened.catalog.names, request.optimizer)
     elif request.to is None:
         source = source.beside_config(opened.catalog.names)
     if request.vocab_size is not None:
-        axes = {k: v for k, v in source.axes.items() if k != "V"}
-        source = replace(source, vocab_size=request.vocab_size, axes=axes)
-    named = source.table is None and source.own_table is None and source.layout is not None
-    if named and source.layout not in layouts.names():
+        axes = {k: v for k, v in source.binding.axes.items() if k != "V"}
+        source = replace(source, binding=replace(source.binding, vocab_size=request.vocab_size, axes=axes))
+    named = (
+        source.binding.table is None
+        and source.binding.own_table is None
+        and source.binding.layout is not None
+    )
+    if named and source.binding.layout not in layouts.names():
         raise FastshardError.of(
-            codes.UNSUPPORTED, f"{source.framework} with the layout {source.layout}: not read yet"
+            codes.UNSUPPORTED, f"{source.framework} with the layout {source.binding.layout}: not read yet"
         )
     return source
 
@@ -194,7 +198,7 @@ def movable(source: Source, target: Target, request: Request) -> None:
 
 def draft_of(catalog: _core.Catalog, core_request: CoreRequest) -> _core.Draft:
     """A draft of what is asked for, with the tables of source and target."""
-    table = core_request.source.taken_table if core_request.table is None else core_request.table
+    table = core_request.source.binding.effective_table if core_request.table is None else core_request.table
     target = None if core_request.target is None else core_request.target.table
     try:
         catalog.within(memory_budget.get_limit())
@@ -206,4 +210,6 @@ def draft_of(catalog: _core.Catalog, core_request: CoreRequest) -> _core.Draft:
 def full_tensors(catalog: _core.Catalog, source: Source) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtype and shape of every tensor of a source, merged, by the model's own names."""
     drafted = draft_of(catalog, CoreRequest(source)).tensors()
-    return {source.names.get(name, name): (dtype, tuple(whole)) for name, dtype, _, _, whole, _ in drafted}
+    return {
+        source.names.own.get(name, name): (dtype, tuple(whole)) for name, dtype, _, _, whole, _ in drafted
+    }

@@ -88,8 +88,8 @@ def find(
     if errors:
         raise error_for([f.replace(message=f"the model {path} (--fill-from): {f.message}") for f in errors])
     for one, whose in ((original.opened.source, path), (base.opened.source, "the checkpoint")):
-        if any(degree > 1 for degree in one.degrees.values()) or (
-            one is original.opened.source and one.assembled
+        if any(degree > 1 for degree in one.binding.degrees.values()) or (
+            one is original.opened.source and one.files.assembled
         ):
             raise FastshardError.of(
                 codes.UNSUPPORTED,
@@ -149,7 +149,7 @@ def add(source: Source, filled: Filled, first: int) -> tuple[Source, list[Findin
     if not filled.files:
         message = f"nothing is taken from {filled.path} (--fill-from): no part is missing that it has"
         return source, [Finding.of(codes.FILLED, message, severity="warning")]
-    prefix = source.weights_prefix
+    prefix = source.names.prefix
     units: list[Unit] = []
     renamed: dict[str, str] = {}
     for number, names in enumerate(filled.names):
@@ -158,9 +158,12 @@ def add(source: Source, filled: Filled, first: int) -> tuple[Source, list[Findin
     parts = {part: sorted(names) for part, names in filled.parts.items()}
     changed = replace(
         source,
-        units=[*source.units, *units],
-        names=source.names | renamed,
-        values={**source.values, "filled": {"parts": parts, "single": sorted(filled.single)}},
+        files=replace(
+            source.files,
+            units=[*source.files.units, *units],
+            values={**source.files.values, "filled": {"parts": parts, "single": sorted(filled.single)}},
+        ),
+        names=replace(source.names, own=source.names.own | renamed),
     )
     findings = [
         Finding.of(
@@ -190,12 +193,12 @@ def _list_tensors(base: Checkpoint) -> tuple[dict[str, tuple[str, list[int]]], s
     draft = draft_of(opened.catalog, CoreRequest(source))
 
     def own(stored: str) -> str | None:
-        name = source.names.get(stored, stored)
-        inside = name.startswith(source.weights_prefix) and not is_state(name)
-        return name.removeprefix(source.weights_prefix) if inside else None
+        name = source.names.own.get(stored, stored)
+        inside = name.startswith(source.names.prefix) and not is_state(name)
+        return name.removeprefix(source.names.prefix) if inside else None
 
     tensors = {own(name): (dtype, list(whole)) for name, dtype, _, _, whole, _ in draft.tensors()}
-    lost = {own(name) for name in (*draft.lost(), *source.lost)}
+    lost = {own(name) for name in (*draft.lost(), *source.index.lost)}
     own_tensors = {name: kind for name, kind in tensors.items() if name is not None}
     return own_tensors, {name for name in lost if name is not None}
 
@@ -205,8 +208,8 @@ def _model(original: Checkpoint) -> _Model:
     opened = original.opened
     tensors = {name: (dtype, list(shape)) for name, dtype, shape, _, _ in original._plan.outputs}
     of_file = {}
-    for unit in opened.source.units:
-        if unit.under or unit.strip or unit.prefix or opened.source.weights_prefix or opened.source.names:
+    for unit in opened.source.files.units:
+        if unit.under or unit.strip or unit.prefix or opened.source.names.prefix or opened.source.names.own:
             raise FastshardError.of(
                 codes.UNSUPPORTED,
                 "--fill-from takes a model as save_pretrained writes it",

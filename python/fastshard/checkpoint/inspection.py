@@ -131,7 +131,7 @@ def inspect(
         metadata=checkpoint.metadata(),
         outputs=rows_of(plan),
         findings=findings,
-        provable=plan.source.provable,
+        provable=plan.source.index.is_provable,
         incomplete=len(plan.lost),
         expected_parameters=plan.expected_parameters,
     )

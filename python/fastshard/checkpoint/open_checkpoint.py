@@ -247,16 +247,16 @@ def _declare_source(files: _Files, headers: _Headers, request: _Request) -> tupl
         for file in sorted(headers.contents.cut)
     )
     findings += hf_config.find_overridden(source, listing, found.folder, options)
-    if options.prefix is not None and not source.chosen:
+    if options.prefix is not None and not source.names.is_chosen:
         raise _nothing_below(options.prefix, source)
     if options.layout:
         source = hf_config.by_own_table(source, tables.parse(options.layout), headers.contents.names())
     if files.adapter is not None:
         from ..sources.peft import lora
 
-        lora.merge(
-            source, files.adapter, files.with_adapter, listing, Contents(headers.catalog, headers.readable)
-        )
+        contents = Contents(headers.catalog, headers.readable)
+        source = lora.merge(source, files.adapter, files.with_adapter, listing, contents)
+    source.freeze()
     return source, listing.without_hidden([*findings, *placeholders, *source.findings])
 
 
@@ -274,13 +274,13 @@ def _check_names(
         headers.readable,
         request.adapter_options.accept,
     )
-    ranks = {unit.file: unit.rank for unit in source.units}
+    ranks = {unit.file: unit.rank for unit in source.files.units}
     # Leftovers are not read.
     unexpected = {f.file for f in findings if f.code == codes.UNEXPECTED_FILE}
     used = [None if f is None or f["path"] in unexpected else f for f in readable]
     findings = [*findings, *renamed(used, "renamed" in accept, ranks, list(files.roots))]
     strays = _strays(found, source, listing, headers.catalog, readable, list(files.roots), request.threads)
-    findings = strays.left(findings, source.index)
+    findings = strays.left(findings, source.index.path)
     findings += _expected_names(source, headers.catalog, readable, strays)
     _refuse_unread(listing, found, findings)
     patterns = accepted_copies.patterns(accept)
@@ -289,15 +289,16 @@ def _check_names(
     copied = {f.file for f in strays.findings if f.code == codes.DUPLICATED_SHARD}
     findings = [f for f in findings if not f.is_a("swapped") or f.file not in copied]
     optimizer = accepted_copies.accepted(source.optimizer.findings, patterns)
-    named = (source.weight_map or {}).items()
+    named = (source.index.weight_map or {}).items()
     unreadable = {name: found.files[file].path for name, file in named if readable[file] is None}
     source = replace(
         source,
-        copies_accepted=patterns,
         optimizer=replace(source.optimizer, findings=optimizer),
-        # What a copy holds is taken from the original.
-        units=[unit for unit in source.units if unit.file not in strays.copies],
-        lost={**source.lost, **unreadable, **strays.lost},
+        files=replace(
+            source.files, units=[unit for unit in source.files.units if unit.file not in strays.copies]
+        ),
+        index=replace(source.index, lost={**source.index.lost, **unreadable, **strays.lost}),
+        allowances=replace(source.allowances, copies=patterns),
     )
     return source, [*findings, *strays.findings]
 
@@ -305,18 +306,20 @@ def _check_names(
 def _attach(
     source: Source, findings: list[Finding], files: _Files, headers: _Headers, request: _Request
 ) -> Opened:
-    """Add what is taken from another model, quantised weights, and what a reference says; then nothing
-    changes the source."""
+    """Add what is taken from another model, quantised weights, and what a reference says."""
     found, listing, options = files.found, files.listing, request.options
-    places = source.places
+    places = source.files.folders
     if not places and not listing.single:
         places = sidecar_files.places(listing, found.folder) or sidecar_files.beside_files(listing)
     accept = request.adapter_options.accept
     source = replace(
         source,
-        places=places,
-        non_finite_accepted="non-finite" in accept,
-        holes=_choose_holes(listing, request.adapter_options),
+        files=replace(source.files, folders=places),
+        allowances=replace(
+            source.allowances,
+            non_finite="non-finite" in accept,
+            holes=_choose_holes(listing, request.adapter_options),
+        ),
     )
     own_files, contents = files.with_adapter.files, headers.contents
     if files.fillings is not None:
@@ -330,9 +333,12 @@ def _attach(
     quantised = quantised_weights.found_in(source, contents, lambda: full_tensors(headers.catalog, source))
     source = replace(
         source,
-        of_tensors=[*source.of_tensors, *quantised.findings],
-        beside=frozenset(name for weight in quantised.weights for name in weight.companions.values()),
-        quantiser_files=quantised.files,
+        tensor_findings=[*source.tensor_findings, *quantised.findings],
+        files=replace(source.files, quantiser_files=quantised.files),
+        names=replace(
+            source.names,
+            beside=frozenset(name for weight in quantised.weights for name in weight.companions.values()),
+        ),
     )
     if request.reference is not None:
         source = _attach_reference(request.reference, source)
@@ -416,10 +422,14 @@ def _attach_reference(reference: Reference, source: Source) -> Source:
     """The declaration of a checkpoint with a reference, which says what must exist, and goes along where the
     checkpoint has no config of its own."""
     lent = reference.config_file is not None and source.model.config_file == reference.config_file
-    places = [*source.places, *reference.places] if lent else source.places
+    places = [*source.files.folders, *reference.places] if lent else source.files.folders
     if reference.roster is None:
-        return replace(source, places=places)
-    return replace(source, places=places, provable=True, referenced=True)
+        return replace(source, files=replace(source.files, folders=places))
+    return replace(
+        source,
+        files=replace(source.files, folders=places),
+        index=replace(source.index, is_provable=True, is_reference=True),
+    )
 
 
 def _nothing_below(prefix: str, source: Source) -> FastshardError:
@@ -559,17 +569,17 @@ def _strays(
         return safe_files.same(*(roots[found.files[i].root] / found.files[i].path for i in (one, other)))
 
     def beside() -> dict[str, set[str]]:
-        return _names_in(source.unnamed, listing, threads)
+        return _names_in(source.index.unnamed, listing, threads)
 
-    if source.weight_map:
+    if source.index.weight_map:
         missing: dict[str, set[str]] = {}
-        for name, path in source.lost.items():
+        for name, path in source.index.lost.items():
             if listing.find(path) is None:
                 missing.setdefault(path, set()).add(name)
-        file = None if source.index is None else listing.find(source.index)
+        file = None if source.index.path is None else listing.find(source.index.path)
         index = None if file is None else stray_tensors.Index(file.path, roots[file.root] / file.path)
-        return stray_tensors.of_index(source.weight_map, held, paths, same, beside, missing, index)
-    if source.by_numbers:
+        return stray_tensors.of_index(source.index.weight_map, held, paths, same, beside, missing, index)
+    if source.index.by_numbers:
         return stray_tensors.of_numbers(held, paths, same)
     return stray_tensors.Strays()
 
@@ -602,12 +612,12 @@ def _expected_names(
     findings: list[Finding] = []
     paths = {i: file["path"] for i, file in enumerate(readable) if file is not None}
     names = {i: set(catalog.names(i)) for i in paths}
-    if source.weight_map is not None:
-        left = {name: file for name, file in source.weight_map.items() if name not in strays.lost}
-        findings += disagreeing(left, names, paths, source.index, whole=source.whole_files)
-    elif source.expected_names:
-        for unit in source.units:
-            for tensor in sorted(source.expected_names - names.get(unit.file, source.expected_names)):
+    if source.index.weight_map is not None:
+        left = {name: file for name, file in source.index.weight_map.items() if name not in strays.lost}
+        findings += disagreeing(left, names, paths, source.index.path, whole=source.index.has_whole_files)
+    elif source.index.names:
+        for unit in source.files.units:
+            for tensor in sorted(source.index.names - names.get(unit.file, source.index.names)):
                 findings.append(
                     Finding.of(
                         codes.MISSING_TENSOR,

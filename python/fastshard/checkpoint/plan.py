@@ -76,7 +76,9 @@ class Plan:
         """
         sizes = [size for size in self.lost.values() if size is not None]
         broken = any(f.severity == "error" for f in self.findings)
-        unlisted = self.source.pass_unknown and not self.source.listed and bool(self.causes.files)
+        unlisted = (
+            self.source.binding.pass_unknown and not self.source.index.is_listed and bool(self.causes.files)
+        )
         if len(sizes) < len(self.lost) or (broken and (unlisted or not sizes)):
             return None
         return int(self.summary["parameters"]) + sum(sizes)

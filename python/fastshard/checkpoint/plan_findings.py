@@ -60,7 +60,7 @@ def weights_taken(
     if not has_state or state.moments_named:
         return list(opened)
     unread: list[Finding] = []
-    if optimizer and not any(a.slot for a in source.assembled):
+    if optimizer and not any(a.slot for a in source.files.assembled):
         unread = [
             Finding.of(
                 codes.MASTERS_NOT_CHECKABLE,
@@ -120,7 +120,7 @@ def evidence(
     """What a model of Hugging Face tells of itself, where no table tells of it; None for others."""
     model = opened.source.model
     by_config = model.no_table and (model.config or {}).keys() & {"model_type", "architectures"}
-    if source.layout is not None or model.is_part or not (model.hf_names or by_config):
+    if source.binding.layout is not None or model.is_part or not (model.hf_names or by_config):
         return None
     if request.include or request.exclude or request.optimizer:
         # All of the model, and nothing else.
@@ -133,7 +133,7 @@ def evidence(
         model.config,
         saved_whole=model.saved_whole,
         in_files=len(opened.behind) > 1,
-        lost=source.lost,
+        lost=source.index.lost,
     )
 
 
@@ -149,7 +149,7 @@ def unproven(source: Source, seen: heuristics.Evidence | None, why: str = "") ->
         )
     unnoticed = "nothing outside the files states what must exist"
     if seen is not None:
-        if source.expected_names:
+        if source.index.names:
             unnoticed = "the index alone states what must exist"
         if seen.alone:
             unnoticed += f"; {heuristics.unheld(seen)}"

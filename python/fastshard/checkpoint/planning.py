@@ -162,10 +162,16 @@ def _build_plan(opened: Opened, request: Request) -> Plan:
     source = draft.source
     if draft.is_kept and opened.quantised.weights:
         forms = Counter(weight.form.name for weight in opened.quantised.weights)
-        source = replace(source, values={**source.values, "quantised": dict(forms)})
+        source = replace(
+            source, files=replace(source.files, values={**source.files.values, "quantised": dict(forms)})
+        )
     if by is not None:
-        values = {**source.values, "expected_tensors": by}
-        source = replace(source, provable=True, referenced=True, values=values)
+        values = {**source.files.values, "expected_tensors": by}
+        source = replace(
+            source,
+            files=replace(source.files, values=values),
+            index=replace(source.index, is_provable=True, is_reference=True),
+        )
     return Plan(
         core,
         judgement.findings,
@@ -213,7 +219,7 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
         source, form, renamed = as_listed(opened, listed, source, request)
     findings = weights_taken(source, opened.findings, request.weights, request.optimizer, needed_by)
     findings += [f for f in source.findings if f not in opened.source.findings]
-    findings += [asked_for(f, request) for f in source.of_tensors]
+    findings += [asked_for(f, request) for f in source.tensor_findings]
     if request.to == "hf" and any(f.evidence == AUTO_MAP for f in findings):
         from .promised import refuse_missing_code
 
@@ -308,9 +314,9 @@ def _refuse_codes(opened: Opened, source: Source, request: Request) -> None:
         FastshardError: ``FS514``.
     """
     weights = opened.quantised.weights
-    if not weights or not (source.adapted or request.vocab_size is not None):
+    if not weights or not (source.files.adapted or request.vocab_size is not None):
         return
-    what = "--adapter" if source.adapted else "--vocab-size"
+    what = "--adapter" if source.files.adapted else "--vocab-size"
     raise FastshardError.of(
         codes.UNSUPPORTED,
         f"{what}, and {counted(len(weights), 'weight')} of the model stored as {weights[0].form.name}: it is "
@@ -328,7 +334,7 @@ def _metadata(draft: _Draft) -> tuple[dict[str, str], list[Finding]]:
     unwritable = draft.opened.quantised.unwritable
     if unwritable or not records:
         return {}, unwritable
-    changed = bool(source.names or source.adapted) or draft.request.vocab_size is not None
+    changed = bool(source.names.own or source.files.adapted) or draft.request.vocab_size is not None
     is_whole = draft.target is None or (draft.target.keeps_names and draft.target.name == "hf")
     if draft.is_kept and is_whole and not changed:
         if draft.request.is_narrowed:
@@ -356,7 +362,7 @@ def _parts(opened: Opened, source: Source, core: _core.Draft) -> tuple[frozenset
     are looked for among."""
     if opened.reference is not None or not list_promised_parts(source, ()):
         return frozenset(), []
-    names = {name for unit in source.units for name in opened.catalog.names(unit.file)}
+    names = {name for unit in source.files.units for name in opened.catalog.names(unit.file)}
     names |= {name for name, *_ in core.tensors()}
     return frozenset(names), list_promised_parts(source, names)
 
@@ -369,9 +375,9 @@ def _find_in_outputs(draft: _Draft) -> list[Finding]:
         findings += quantised(draft.tensors, request.dtype, opened.quantised.method)
         findings += _kept_note(draft)
     if request.is_narrowed and draft.is_kept and opened.quantised.by_tensor:
-        taken_names = {source.names.get(name, name) for name, *_ in draft.core.tensors()}
+        taken_names = {source.names.own.get(name, name) for name, *_ in draft.core.tensors()}
         findings += torn(
-            opened.quantised.by_tensor, {n.removeprefix(source.weights_prefix) for n in taken_names}
+            opened.quantised.by_tensor, {n.removeprefix(source.names.prefix) for n in taken_names}
         )
     # A reference says more than a model's own layers.
     seen = None if opened.reference is not None else evidence(opened, source, request, draft.core)
@@ -398,7 +404,7 @@ def _find_in_outputs(draft: _Draft) -> list[Finding]:
         from .tied_tensors import find_differing_head
 
         findings += find_differing_head(opened, draft.merged)
-    if not source.provable and listed_by(by_list) is None:
+    if not source.index.is_provable and listed_by(by_list) is None:
         findings.append(unproven(source, seen, why))
     if opened.reference is not None:
         from .reference_sides import compared
@@ -406,7 +412,7 @@ def _find_in_outputs(draft: _Draft) -> list[Finding]:
         named = [f.tensor for f in (*draft.findings, *draft.found) if f.severity == "error"]
         findings += draft.causes.left(compared(opened, opened.reference, request, draft.merged, named))
     if draft.parts and not request.is_narrowed and not _accounts_for_parts(draft):
-        listed = source.layout is not None or opened.listed is not None
+        listed = source.binding.layout is not None or opened.listed is not None
         both_found = [*draft.findings, *draft.found]
         findings = find_missing_parts(source, draft.parts, draft.names, both_found, findings, listed=listed)
     findings += _odd_dtypes(draft)
@@ -435,7 +441,7 @@ def _facts_of(
 ) -> Facts:
     """Return what the stages of the judgement know."""
     source, listed, request = draft.source, draft.opened.listed, draft.request
-    table = source.usual_table if source.table is None else source.table
+    table = source.binding.usual_table if source.binding.table is None else source.binding.table
     is_own = draft.target is None
     # Those of a target are its own.
     of_parts = [n for n in lost if is_own or (table is not None and table.rule_of(n) is not None)]
@@ -447,7 +453,7 @@ def _facts_of(
         usable=core.names() if is_own and lost else None,
         parts=draft.parts,
         lost_of_parts=of_parts,
-        index=source.expected_names,
+        index=source.index.names,
         listed_by=None if listed is None else f"{listed.model_class} of transformers {listed.transformers}",
         rank_files=[RankFile(path, rank) for path, rank in locate_files(source, draft.paths).items()],
         gate=draft.opened.gate,
@@ -467,7 +473,7 @@ def _accounts_for_parts(draft: _Draft) -> bool:
 def _completed(draft: _Draft, target: Target) -> Completed:
     """What the target's files are called and hold, which follows from the tensors that there are."""
     catalog, request, source = draft.opened.catalog, draft.request, draft.source
-    stored = (name for unit in source.units for name in catalog.names(unit.file))
+    stored = (name for unit in source.files.units for name in catalog.names(unit.file))
     state = None
     if request.optimizer and target.takes_slots:
         state = carried(source, draft.tensors, draft.core.made_of())
@@ -518,7 +524,7 @@ def _config_text(draft: _Draft) -> dict[str, str]:
     cast = not draft.is_kept or draft.is_of_masters
     config = _kept_config(draft.source, draft.axes, draft.main_dtype, cast)
     unwritten = draft.target is not None and draft.source.model.config_file is None
-    adapter = draft.source.adapter
+    adapter = draft.source.files.adapter
     # An adapter may have changed the config that was declared: the base's own is what would go along.
     own = draft.opened.source.model.config if adapter is None else adapter.base
     if config is None or (config == own and not unwritten):

@@ -71,7 +71,7 @@ def _is_wanted(opened: Opened, for_hf: bool) -> bool:
         opened.asks_transformers
         and opened.promised is None
         and opened.reference is None
-        and (source.layout is None or (for_hf and model.headless is not None))
+        and (source.binding.layout is None or (for_hf and model.headless is not None))
         and not model.is_part
         and not opened.quantised.is_unstated
         and bool(model.hf_names or model.no_table)

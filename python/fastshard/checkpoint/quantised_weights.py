@@ -89,16 +89,16 @@ def found_in(
             tensors.
     """
     model = source.model
-    is_divided = bool(source.assembled) or any(degree > 1 for degree in source.degrees.values())
-    if is_divided and source.layout is not None and not model.hf_names:
+    is_divided = bool(source.files.assembled) or any(degree > 1 for degree in source.binding.degrees.values())
+    if is_divided and source.binding.layout is not None and not model.hf_names:
         # Frameworks with layouts of their own say what they store in FP8.
         return QuantisedWeights()
-    headers = [contents(unit.file) for unit in source.units]
+    headers = [contents(unit.file) for unit in source.files.units]
     torchao_config = _read_torchao_config(source)
     if any(map(is_of_torchao, headers)) or (contents.cut and torchao_config is not None):
         records, found = records_of(h for h in headers if isinstance(h, Mapping))
         found += find_impossible(torchao_config or {})
-        found += () if model.is_part else missing(records, contents.names(), source.lost)
+        found += () if model.is_part else missing(records, contents.names(), source.index.lost)
         return QuantisedWeights(findings=found, records=records, unwritable=[_CUT] if contents.cut else [])
     if model.is_part:
         return QuantisedWeights()
@@ -120,7 +120,7 @@ def found_in(
     if config is None and model.config is None:
         # Scales of fp8 tell enough of a model that no config.json describes.
         found = [finding for finding in found if tensors[finding.tensor or ""][0] not in F8]
-    lost = {source.names.get(name, name) for name in source.lost}
+    lost = {source.names.own.get(name, name) for name in source.index.lost}
     # What is missing with a file is told with the file.
     findings = [finding for finding in found if finding.tensor not in lost]
     if config is None:
@@ -161,7 +161,7 @@ def _by_names(tensors: Mapping[str, Stored]) -> tuple[list[Weight], list[Finding
 
 def _below(source: Source, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     """Those of the model alone, by their names below its prefix."""
-    prefix = source.weights_prefix
+    prefix = source.names.prefix
     return {
         name.removeprefix(prefix): stored
         for name, stored in tensors.items()
@@ -172,7 +172,7 @@ def _below(source: Source, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
 def _tensors(source: Source, contents: Contents) -> dict[str, Stored]:
     """Dtypes and shapes of all tensors of files that hold full ones, by the model's own names."""
     tensors: dict[str, Stored] = {}
-    for unit in source.units:
+    for unit in source.files.units:
         under = len(unit.under)
         is_own = contents.readable(unit.file)
         for tensor in contents.tensors(unit.file) if is_own else ():
@@ -180,14 +180,14 @@ def _tensors(source: Source, contents: Contents) -> dict[str, Stored]:
             if tensor["path"][:under] != unit.under or (unit.only is not None and key not in unit.only):
                 continue
             stored = unit.prefix + key.removeprefix(unit.strip)
-            tensors[source.names.get(stored, stored)] = (tensor["dtype"], tuple(tensor["shape"]))
+            tensors[source.names.own.get(stored, stored)] = (tensor["dtype"], tuple(tensor["shape"]))
     return tensors
 
 
 def _beside(source: Source) -> dict[str, Path]:
     """The files in which quantisers say what they did."""
     found: dict[str, Path] = {}
-    for folder in source.places[:1]:
+    for folder in source.files.folders[:1]:
         for name in QUANTISER_FILES:
             with contextlib.suppress(FastshardError, OSError):
                 if (file := folder.file(name)) is not None:

@@ -107,20 +107,20 @@ def as_referenced(
     A model that a table describes takes the table's form, others move prefixes of their names.
     """
     roster = reference.roster
-    if source.weights_prefix:
+    if source.names.prefix:
         return source, None, ""
     if request.to is not None:
         target = target_of(source, request)
         if not target.keeps_names or target.takes_slots:
             # By a table's names, or for a trainer, which has those of memory.
             return source, None, ""
-    if source.layout is not None and not source.model.hf_names:
+    if source.binding.layout is not None and not source.model.hf_names:
         return source, None, ""
     core_request = CoreRequest(source, request.weights, mean_replicas=request.replicas == "mean")
     side = Side(draft_of(opened.catalog, core_request), source, below=True)
-    if source.layout is None and (by_list := as_written(source, side, reference.listed)) is not None:
+    if source.binding.layout is None and (by_list := as_written(source, side, reference.listed)) is not None:
         return by_list
-    if source.layout is not None:
+    if source.binding.layout is not None:
         shaped, form = by_table(source, side, request)
         if form is None:
             return _without_table(opened, reference, source, core_request) or (source, None, "")
@@ -166,14 +166,19 @@ def as_listed(
     is_other_class = "auto_map" in (source.model.config or {})
     if (
         listed.quantised
-        or source.weights_prefix
+        or source.names.prefix
         or is_other_class
         or not target_of(source, request).keeps_names
     ):
         return source, None, ""
     plain = source
-    if source.layout is not None:
-        plain = replace(source, layout=None, table=None, axes={}, facts={}, sets={}, pass_unknown=True)
+    if source.binding.layout is not None:
+        plain = replace(
+            source,
+            binding=replace(
+                source.binding, layout=None, table=None, axes={}, facts={}, sets={}, pass_unknown=True
+            ),
+        )
     side = Side(draft_of(opened.catalog, CoreRequest(plain)), plain, below=True)
     return as_written(plain, side, listed, drops_ties=True) or (source, None, "")
 
@@ -210,9 +215,12 @@ def as_written(
     )
     changed = replace(
         source,
-        table=in_memory.with_rules([*in_memory.rules, *beside]),
-        facts={**source.facts, **facts},
         findings=[*source.findings, note],
+        binding=replace(
+            source.binding,
+            table=in_memory.with_rules([*in_memory.rules, *beside]),
+            facts={**source.binding.facts, **facts},
+        ),
     )
     return changed, form, "as save_pretrained writes them"
 
@@ -237,7 +245,12 @@ def _without_table(
             return None
     if listed.quantised:
         return None
-    plain = replace(source, layout=None, table=None, axes={}, facts={}, sets={}, pass_unknown=True)
+    plain = replace(
+        source,
+        binding=replace(
+            source.binding, layout=None, table=None, axes={}, facts={}, sets={}, pass_unknown=True
+        ),
+    )
     every = replace(core_request, source=plain, weights=None)
     side = Side(draft_of(opened.catalog, every), plain, below=True)
     return as_written(plain, side, listed)
@@ -256,7 +269,7 @@ def _by_config_of(
     roster, config = reference.roster, reference.config
     if roster is None or not opened.asks_transformers or config is None or class_name(config) is None:
         return None
-    if not side.draft.compared(roster, source.names, side.outer)["missing"]:
+    if not side.draft.compared(roster, source.names.own, side.outer)["missing"]:
         return None
     configs = [(config, reference.config_file)]
     own = opened.source.model
@@ -294,7 +307,7 @@ def _beside(source: Source, side: Side, table: _core.Table) -> list[Rule]:
     """Rules for what lies beside the model, so that it stays as it is."""
     found: list[Rule] = []
     for name, (_, shape) in side.tensors.items():
-        own = source.names.get(name, name)
+        own = source.names.own.get(name, name)
         if table.rule_of(own) is None:
             axes = ", ".join(f"beside{len(found)}d{d}" for d in range(len(shape)))
             found.append(Rule.literal(own, f"[{axes}]", own))
@@ -311,12 +324,14 @@ def by_table(source: Source, side: Side, request: Request) -> tuple[Source, Form
         target = target_of(source, Request("hf", vocab_size=request.vocab_size))
     except FastshardError:
         return source, None
-    form, usual = target.form(), source.usual_table
+    form, usual = target.form(), source.binding.usual_table
     if form.table is None or usual is None:
         return source, None
     beside = _beside(source, side, usual)
     form = replace(form, name="merge", table=form.table.with_rules([*form.table.rules, *beside]))
-    return replace(source, table=usual.with_rules([*usual.rules, *beside])), form
+    return replace(
+        source, binding=replace(source.binding, table=usual.with_rules([*usual.rules, *beside]))
+    ), form
 
 
 class Values:

@@ -38,7 +38,7 @@ class StoredBytes:
     def _outputs(self) -> dict[str, tuple[int, str, tuple[int, ...], int]]:
         source = self._opened.source
         return {
-            source.names.get(name, name).removeprefix(source.weights_prefix): (
+            source.names.own.get(name, name).removeprefix(source.names.prefix): (
                 number,
                 dtype,
                 tuple(shape),

@@ -9,7 +9,7 @@ from ..common import codes
 from ..common.errors import Finding
 from ..common.formatting import counted
 from ..common.records import replace
-from ..layouts.declaration import Source, Superseded, Unit
+from ..layouts.declaration import Binding, Source, SourceFiles, Superseded, Unit
 from .drafting import Opened
 from .stored_bytes import StoredBytes
 
@@ -34,7 +34,7 @@ def compare_copies(opened: Opened, *, writes: bool) -> list[Finding]:
         FastshardError: if a file cannot be read.
     """
     findings = []
-    for group in opened.source.superseded:
+    for group in opened.source.index.superseded:
         differing = _list_differing(opened, group)
         holder, other = opened.files[group.file].path, opened.files[group.other].path
         if not differing:
@@ -70,7 +70,11 @@ def _list_differing(opened: Opened, group: Superseded) -> list[str]:
 
 
 def _open_copies(opened: Opened, file: int, names: Sequence[str]) -> StoredBytes:
-    source = Source(opened.source.framework, units=[Unit(file=file, only=list(names))], pass_unknown=True)
+    source = Source(
+        opened.source.framework,
+        files=SourceFiles(units=[Unit(file=file, only=list(names))]),
+        binding=Binding(pass_unknown=True),
+    )
     return StoredBytes(replace(opened, source=source))
 
 

@@ -44,7 +44,11 @@ else:
         for name in record.__match_args__:
             if name not in changes:
                 changes[name] = getattr(record, name)
-        return record.__class__(**changes)
+        other = record.__class__(**changes)
+        # Of a frozen record another frozen one: `common.frozen`.
+        if "_is_frozen" in record.__dict__:
+            other.freeze()
+        return other
 
     def asdict(record):
         """As :func:`dataclasses.asdict`; what is neither a record nor a collection is not copied."""

@@ -31,15 +31,15 @@ def along(plan: Plan, tokenizer: Tokenizer | None, *, given: bool) -> list[tuple
         return (
             sorted((name, str(path)) for name, path in tokenizer.files.items()) if tokenizer and given else []
         )
-    config = source.model.config_file or sidecar_files.first(source.places, "config.json")
+    config = source.model.config_file or sidecar_files.first(source.files.folders, "config.json")
     # Code of its own is for those who load the model under its own names.
     own = source.model.hf_names and (merged or plan.target == "hf")
-    found: dict[str, Path] = sidecar_files.beside(source.places, config if own else None)
+    found: dict[str, Path] = sidecar_files.beside(source.files.folders, config if own else None)
     found |= tokenizer.files if tokenizer else {}
     if config is not None and source.model.hf_names and (merged or plan.keeps_names):
         found["config.json"] = config
     if source.model.hf_names and (merged or plan.target == "hf" or plan.keeps_names):
-        found |= source.quantiser_files
+        found |= source.files.quantiser_files
     return sorted((name, str(path)) for name, path in found.items() if name not in plan.summary["texts"])
 
 
@@ -98,4 +98,4 @@ def from_above(plan: Plan, copies: Iterable[tuple[str, str]], given: Container[s
     config_file = plan.source.model.config_file
     if config_file is not None and "config.json" in plan.texts:
         paths["config.json"] = config_file
-    return sidecar_files.from_above(plan.source.places, paths)
+    return sidecar_files.from_above(plan.source.files.folders, paths)

@@ -119,9 +119,9 @@ def _plan_result(checkpoint: Checkpoint, request: Request) -> Plan:
         # Nothing goes along but what is given; a config would have told the model's names.
         present = {*sidecar_files.OTHERS, *tokenizers.NAMES}
     else:
-        present = {*sidecar_files.beside(source.places, None), *(words.files if words else ())}
+        present = {*sidecar_files.beside(source.files.folders, None), *(words.files if words else ())}
     present |= set() if source.model.config is None else {"config.json"}
-    plan.findings += sidecar_files.passed_over(source.places, present)
+    plan.findings += sidecar_files.passed_over(source.files.folders, present)
     return plan
 
 
@@ -134,7 +134,7 @@ def _words(
         FastshardError: what is wrong with it, if anything of it decides or goes along.
     """
     try:
-        return tokenizers.find(given, source.places)
+        return tokenizers.find(given, source.files.folders)
     except FastshardError as error:
         # A merge under the framework's own names takes none along, and keeps all rows.
         decides = given is not None or vocab_size is not None or to is not None or source.model.hf_names
@@ -296,7 +296,7 @@ class Job:
             **self.run,
             **writing,
             "stats": "full" if stats else "nothing",
-            "values": self.plan.source.values,
+            "values": self.plan.source.files.values,
             "above": self.above,
             "expected": self.settled,
             "gate": self.checkpoint.opened.gate.to_dict(self.findings),
@@ -356,7 +356,7 @@ def prepared(
         )
     )
     above, left_out = from_above(plan, copies, given), find_left_out(checkpoint, copies)
-    hashed = hash_copies(copies, [*tokenizers.named_folders(tokenizer), *plan.source.places])
+    hashed = hash_copies(copies, [*tokenizers.named_folders(tokenizer), *plan.source.files.folders])
     return Job(checkpoint, plan, run, hashed, above, settled, [*found, *findings], left_out)
 
 

@@ -234,7 +234,7 @@ def repair_masters(
         "overwrite": overwrite,
         "fsync": fsync,
         "values": {
-            **declared.values,
+            **declared.files.values,
             "repaired": "optimizer left out" if drop_optimizer else "master weights from parameters",
         },
         "gate": gate.to_dict([*gated, *findings]),

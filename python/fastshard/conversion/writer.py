@@ -200,10 +200,12 @@ class Writer:
         if self._like is not None:
             plan = self._like._plan
             texts |= plan.texts
-            copies += companion_files.along(plan, tokenizers.find(None, plan.source.places), given=False)
+            copies += companion_files.along(
+                plan, tokenizers.find(None, plan.source.files.folders), given=False
+            )
         if self._config is not None:
             texts["config.json"] = config_text.written(self._config)
-        places = [] if self._like is None else self._like._plan.source.places
+        places = [] if self._like is None else self._like._plan.source.files.folders
         return texts, companion_files.hash_copies(
             [(name, path) for name, path in copies if name not in texts], places
         )

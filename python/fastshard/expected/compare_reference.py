@@ -58,7 +58,7 @@ def fit(sides: Iterable[Side], reference: Reference) -> float:
 
 def _met(side: Side, roster: _core.Roster, path: str) -> Met:
     """A side and a roster; where few names are the same, with the prefix that makes most of them so."""
-    met = Met(side, side.draft.compared(roster, side.source.names, side.outer))
+    met = Met(side, side.draft.compared(roster, side.source.names.own, side.outer))
     return met if met.fits(len(roster)) else aligned(met, roster, path) or met
 
 

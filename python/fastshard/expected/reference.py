@@ -175,7 +175,7 @@ def _read(at: Path, given: str, opened: Callable[..., Whole]) -> Reference:
     if file is None or not is_model(config):
         config, file = _beside(at)
     roster = _core.Roster(list(_entries(whole)))
-    places = whole.source.places if at.is_dir() else []
+    places = whole.source.files.folders if at.is_dir() else []
     return Reference(given, roster, config, file, list(places), whole.files)
 
 
@@ -198,19 +198,19 @@ def _entries(whole: Whole) -> Iterable[tuple[str, list[int | None] | None, str |
     if any(f.severity == "error" for f in whole.findings):
         raise error_for(whole.findings)
     source = whole.source
-    if source.other_prefixes:
-        copies = (source.weights_prefix, *source.other_prefixes)
+    if source.names.other_prefixes:
+        copies = (source.names.prefix, *source.names.other_prefixes)
         raise FastshardError.of(
             codes.AMBIGUOUS,
             "it holds several copies of the model",
             got=", ".join(f"{prefix}*" for prefix in copies),
             help="pass a reference that holds one",
         )
-    names = source.names or bare([name for name, *_ in whole.tensors])
+    names = source.names.own or bare([name for name, *_ in whole.tensors])
     for name, dtype, shape in whole.tensors:
         own = names.get(name, name)
-        if own.startswith(source.weights_prefix) and not is_state(own):
-            yield own.removeprefix(source.weights_prefix), list(shape), dtype, False
+        if own.startswith(source.names.prefix) and not is_state(own):
+            yield own.removeprefix(source.names.prefix), list(shape), dtype, False
 
 
 def _of_index(at: Path, given: str, opened: Callable[..., Whole]) -> Reference:

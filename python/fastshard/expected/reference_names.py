@@ -37,12 +37,12 @@ class Side:
     @property
     def outer(self) -> str:
         """What the names of the model begin with."""
-        return self.source.weights_prefix if self.below else ""
+        return self.source.names.prefix if self.below else ""
 
     def own(self, stored: str) -> str | None:
         """The model's own name of a tensor; None for what is no part of it: state, and further copies."""
-        name = self.source.names.get(stored, stored)
-        apart = self.source.other_prefixes if self.below else []
+        name = self.source.names.own.get(stored, stored)
+        apart = self.source.names.other_prefixes if self.below else []
         if is_state(name) or not name.startswith(self.outer) or name.startswith(tuple(apart) or "\0"):
             return None
         return name.removeprefix(self.outer)
@@ -120,7 +120,7 @@ def moves(side: Side, roster: _core.Roster, path: str) -> Moved | None:
     Raises:
         FastshardError: ``FS106`` if the names can be read in several ways.
     """
-    found = side.draft.compared(roster, side.source.names, side.outer)
+    found = side.draft.compared(roster, side.source.names.own, side.outer)
     if not found["missing"] or not found["further"] or side.outer:
         return None
     shapes = {own: shape for name, (_, shape) in side.tensors.items() if (own := side.own(name)) is not None}
@@ -156,7 +156,7 @@ def _ambiguous(path: str, readings: str, help_: str) -> FastshardError:
 def gain(side: Side, other: Side, roster: _core.Roster) -> int:
     """How many more tensors of a roster one side has than another, by names."""
     counts = [
-        len(one.draft.compared(roster, one.source.names, one.outer)["missing"]) for one in (other, side)
+        len(one.draft.compared(roster, one.source.names.own, one.outer)["missing"]) for one in (other, side)
     ]
     return counts[0] - counts[1]
 

@@ -172,7 +172,7 @@ def causes_of(
     empty = [i for i in range(len(paths)) if errors and not any(True for _ in names(i))]
     unread = {path for i in empty for path in (paths[i], labels[i])}
     # Nor is anything taken of a file that is refused where tensors are put together from several.
-    refused = not source.units
+    refused = not source.files.units
     lost = [
         f
         for f in errors
@@ -184,7 +184,7 @@ def causes_of(
         return finding.code == codes.PERMISSION and finding.file not in (*paths, *labels)
 
     present, files = None, []
-    if source.listed or not any(unit.coords or unit.prefix for unit in source.units):
+    if source.index.is_listed or not any(unit.coords or unit.prefix for unit in source.files.units):
         files = [LostFile(cause) for cause in lost]
     elif lost:
         gone = {f.file for f in lost}
@@ -192,12 +192,12 @@ def causes_of(
         of_state = source.optimizer.files if source.optimizer.params_stored else set()
         there = [
             (unit, paths[unit.file], _list_places(unit, names(unit.file)))
-            for unit in source.units
+            for unit in source.files.units
             if gone.isdisjoint((paths[unit.file], labels[unit.file]))
         ]
         present = [(unit.coords, of_unit) for unit, _, of_unit in there]
         ranks, path_of = locate_files(source, paths), dict(zip(labels, paths, strict=True))
-        coords = {paths[unit.file]: unit.coords for unit in source.units}
+        coords = {paths[unit.file]: unit.coords for unit in source.files.units}
         for cause in lost:
             path = path_of.get(cause.file or "", cause.file or "")
             if path not in of_state:
@@ -206,7 +206,7 @@ def causes_of(
         of_all=[f for f in errors if not f.tensor and (f.is_a("whole_checkpoint") or is_closed(f))],
         tensors={f.tensor: f for f in reversed(errors) if f.tensor},
         files=files,
-        named=dict(_all_names(source)) if source.listed else None,
+        named=dict(_all_names(source)) if source.index.is_listed else None,
         spelling=_spelling(source),
         present=present,
         broken=bool(errors),
@@ -215,15 +215,15 @@ def causes_of(
 
 def _all_names(source: Source) -> Iterable[tuple[str, str]]:
     """Names of what is lost, as stored and as the table has them, each with its file."""
-    for name, file in source.lost.items():
+    for name, file in source.index.lost.items():
         yield name, file
-        yield source.names.get(name, name), file
-        yield name.removeprefix(source.weights_prefix), file
+        yield source.names.own.get(name, name), file
+        yield name.removeprefix(source.names.prefix), file
 
 
 def _spelling(source: Source) -> Callable[[str], Place | None]:
     """Layer and rule of the table for a name: alternatives within a name are one rule."""
-    table = source.usual_table if source.table is None else source.table
+    table = source.binding.usual_table if source.binding.table is None else source.binding.table
 
     def spelling(name: str) -> Place | None:
         rule = None if table is None else table.rule_of(name)
@@ -245,8 +245,8 @@ def _list_places(unit: Unit, names: Iterable[str]) -> frozenset[Place]:
 
 def locate_files(source: Source, paths: Sequence[str]) -> dict[str, Rank]:
     """Return the rank that wrote each file, by its path; empty for a file that is of no rank."""
-    units = {unit.file: unit.coords for unit in source.units}
-    return {path: source.file_ranks.get(file) or units.get(file, {}) for file, path in enumerate(paths)}
+    units = {unit.file: unit.coords for unit in source.files.units}
+    return {path: source.files.ranks.get(file) or units.get(file, {}) for file, path in enumerate(paths)}
 
 
 def _lost(

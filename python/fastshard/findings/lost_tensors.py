@@ -25,12 +25,12 @@ def find_lost_tensors(
         broken: errors about single tensors that are not whole.
     """
     known = _as_stored(by_layout, source)
-    for name, elements in source.lost_elements.items():
+    for name, elements in source.index.lost_elements.items():
         if known.get(name) is None:
             known[name] = elements
     respelled = by_layout.keys() - known.keys()
     named = (f.tensor for f in broken if f.tensor and f.tensor not in respelled)
-    return {name: known.get(name) for name in dict.fromkeys([*known, *source.lost, *named])}
+    return {name: known.get(name) for name in dict.fromkeys([*known, *source.index.lost, *named])}
 
 
 def _as_stored(lost: Mapping[str, int | None], source: Source) -> dict[str, int | None]:
@@ -38,13 +38,13 @@ def _as_stored(lost: Mapping[str, int | None], source: Source) -> dict[str, int 
 
     Nothing that can be read tells which of the layout's spellings that is.
     """
-    table = source.usual_table if source.table is None else source.table
-    if table is None or not source.lost:
+    table = source.binding.usual_table if source.binding.table is None else source.binding.table
+    if table is None or not source.index.lost:
         return dict(lost)
 
     def place(name: str) -> tuple[str, tuple[int, ...]] | None:
         rule = table.rule_of(name)
         return None if rule is None else (rule.name, tuple(parts_of(name)[1]))
 
-    stored = {at: name for name in source.lost if (at := place(name)) is not None}
+    stored = {at: name for name in source.index.lost if (at := place(name)) is not None}
     return {stored.get(at, name) if (at := place(name)) else name: of for name, of in lost.items()}

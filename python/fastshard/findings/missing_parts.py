@@ -75,7 +75,11 @@ def find_missing_parts(
         part = one.part
         about = [f for f in (*found, *findings) if _is_of(part, f)]
         errors = any(f.severity == "error" for f in about)
-        if errors or any(map(part.holds, source.lost)) or (part.kind.left_out and source.model.headless):
+        if (
+            errors
+            or any(map(part.holds, source.index.lost))
+            or (part.kind.left_out and source.model.headless)
+        ):
             continue
         if one.names and (more := _incomplete(one, names)):
             # It says more than what is a warning because the list knows nothing of it.

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from .._core import Table
 from ..common import codes
 from ..common.errors import FastshardError, Finding, raise_errors
+from ..common.frozen import Freezable
 from ..common.listing import File, Folder
 from ..common.ranks import Rank
 from ..common.records import dataclass, field, replace
@@ -33,7 +34,9 @@ from .wrapper_names import put_in, wrapped
 
 __all__ = [
     "Adapted",
+    "Allowances",
     "Assembled",
+    "Binding",
     "Blocks",
     "Description",
     "Dialect",
@@ -43,8 +46,11 @@ __all__ = [
     "Moments",
     "Optimizer",
     "Source",
+    "SourceFiles",
+    "SourceNames",
     "StateFile",
     "Superseded",
+    "TensorIndex",
     "TreeInfo",
     "Unit",
     "is_state",
@@ -52,105 +58,77 @@ __all__ = [
 
 
 @dataclass
-class Source:
-    """Declaration of a source: everything the layout engine must know besides the tensors. An adapter builds
-    it step by step; once it is declared, whoever needs another makes one of it (:func:`dataclasses.replace`).
-    The core reads the fields that it needs by their names."""
+class SourceFiles(Freezable):
+    """What lies in which file, by the number that the file has in the catalog."""
 
-    framework: str
-    units: list[Unit]
+    #: A file, or what is taken of it, and its place in the topology.
+    units: list[Unit] = field(default_factory=list)
+    #: Tensors that lie in ranges of other tensors: masters and optimizer slots.
+    assembled: list[Assembled] = field(default_factory=list)
+    #: What an adapter makes of tensors, by the model's own names.
+    adapted: list[Adapted] = field(default_factory=list)
+    #: The adapter itself.
+    adapter: StoredAdapter | None = None
+    #: The rank that wrote each file, as its name says; of files with units these may say more.
+    ranks: dict[int, Rank] = field(default_factory=dict)
+    #: Files that say which rank they are of, and are in its place.
+    placed: set[int] = field(default_factory=set)
+    #: Where config and tokenizer are looked for, the nearest first.
+    folders: list[Folder] = field(default_factory=list)
+    #: Files in which a quantiser says what it did, by name: they are of the weights as these are stored.
+    quantiser_files: Mapping[str, Path] = field(default_factory=dict)
+    #: Contents for the manifest.
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class SourceNames(Freezable):
+    """What tensors are called: in the files, in the model, and in a result."""
+
+    #: Where the model's own names begin, for a conversion; a merge keeps every name as it is.
+    prefix: str = ""
+    #: Where further copies of the model begin.
+    other_prefixes: list[str] = field(default_factory=list)
+    #: True if the caller said where the model begins, so that it alone is taken, a merge's too.
+    is_chosen: bool = False
+    #: The model's own names of tensors that wrappers have renamed, by the names stored: the table speaks of
+    #: these.
+    own: dict[str, str] = field(default_factory=dict)
+    #: True where outputs have the model's own names, not those stored.
+    renames: bool = False
+    #: Names stored of tensors that are no outputs: factors of an adapter, and what it replaces.
+    hidden: set[str] = field(default_factory=set)
+    #: Names of scales and the like, below the prefix of the weights: they pass beside the tensors that they
+    #: are of.
+    beside: frozenset[str] = frozenset()
+
+
+@dataclass
+class Binding(Freezable):
+    """By which table the tensors are read, and what binds its letters."""
+
     #: Name of the layout table; None where tensors are whole as they are.
     layout: str | None = None
     #: The table itself, where it is not the one of that name.
     table: Table | None = None
     #: The caller's own, which says what the tensors are; it has the name.
     own_table: Table | None = None
-    model: Description = field(default_factory=Description)
-    optimizer: Optimizer = field(default_factory=Optimizer)
     #: Rules for single tensors: name, the dimension that ranks divide, and the parts of a fused one along it.
     generic: list[tuple[str, int | None, list[int]]] = field(default_factory=list)
     #: Degrees of the parallel dimensions that divide its tensors.
     degrees: dict[str, int] = field(default_factory=dict)
     #: Further degrees of the run that saved it, as far as it says them; they divide nothing here.
-    ranks: dict[str, int] = field(default_factory=dict)
-    #: The rank that wrote each file, by its number, as its name says; of files with units these may say more.
-    file_ranks: dict[int, Rank] = field(default_factory=dict)
+    other_degrees: dict[str, int] = field(default_factory=dict)
+    #: Extents by the letters of the table.
     axes: dict[str, int] = field(default_factory=dict)
+    #: Conditions of the table that hold, or do not.
     facts: dict[str, bool] = field(default_factory=dict)
     #: Sets of positions by name: the axis and the positions, ascending.
     sets: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
-    #: Names of scales and the like, below the prefix of the weights: they pass beside the tensors that they
-    #: are of.
-    beside: frozenset[str] = frozenset()
-    #: Files in which a quantiser says what it did, by name: they are of the weights as these are stored.
-    quantiser_files: Mapping[str, Path] = field(default_factory=dict)
+    #: True vocabulary, without padding.
     vocab_size: int | None = None
+    #: True if tensors that no rule names are taken as they are.
     pass_unknown: bool = False
-    #: True if something outside the files found states what must exist.
-    provable: bool = False
-    #: True if that is another checkpoint, which it is held against name by name.
-    referenced: bool = False
-    findings: list[Finding] = field(default_factory=list)
-    #: Errors about single tensors: notes where these are not asked for.
-    of_tensors: list[Finding] = field(default_factory=list)
-    step: str | None = None
-    #: Where config and tokenizer are looked for, the nearest first.
-    places: list[Folder] = field(default_factory=list)
-    #: Contents for the manifest.
-    values: dict[str, Any] = field(default_factory=dict)
-    #: Tensor names that an index or metadata file calls for.
-    expected_names: set[str] = field(default_factory=set)
-    #: The file that an index names for each tensor, by its number; None without an index.
-    weight_map: Mapping[str, int] | None = None
-    #: Tensors that several files of the index hold: the copy that it names is taken.
-    superseded: Sequence[Superseded] = ()
-    #: True if each file of the index holds whole tensors, so that one is the same wherever it lies.
-    whole_files: bool = False
-    #: Path of that index, where there is one only.
-    index: str | None = None
-    #: Files beside it that it does not name and that are named alike.
-    unnamed: Sequence[File] = ()
-    #: True if the numbers in their names alone tell the files apart.
-    by_numbers: bool = False
-    #: Tensors that files which are missing or cannot be read held, all of them or a part, and such a file.
-    lost: dict[str, str] = field(default_factory=dict)
-    #: How many elements these have, where metadata states it.
-    lost_elements: dict[str, int] = field(default_factory=dict)
-    #: True if an index names the tensors of each file, so that these are all that is lost with files.
-    listed: bool = False
-    #: Where the model's own names begin, for a conversion; a merge keeps every name as it is.
-    weights_prefix: str = ""
-    #: Where further copies of the model begin.
-    other_prefixes: list[str] = field(default_factory=list)
-    #: True if the caller said where the model begins, so that it alone is taken, a merge's too.
-    chosen: bool = False
-    #: True where outputs have the model's own names, not those stored.
-    renames: bool = False
-    #: The model's own names of tensors that wrappers have renamed, by the names stored: the table speaks of
-    #: these.
-    names: dict[str, str] = field(default_factory=dict)
-    #: What an adapter makes of tensors, by the model's own names.
-    adapted: list[Adapted] = field(default_factory=list)
-    #: The adapter itself.
-    adapter: StoredAdapter | None = None
-    #: Names stored of tensors that are no outputs: factors of an adapter, and what it replaces.
-    hidden: set[str] = field(default_factory=set)
-    #: Masters and optimizer slots.
-    assembled: list[Assembled] = field(default_factory=list)
-    #: True where layers are copied on purpose so often that it only warns (depth up-scaling of published
-    #: models).
-    layers_may_repeat: bool = False
-    #: Files that say which rank they are of, and are in its place.
-    placed: set[int] = field(default_factory=set)
-    #: Glob patterns of files that were copied on purpose.
-    copies_accepted: list[str] = field(default_factory=list)
-    #: True if NaN and infinite values are taken as they are.
-    non_finite_accepted: bool = False
-    #: What is made of large holes of a file in the place of tensors: an error, zeros, or what a manifest
-    #: says.
-    holes: Literal["refuse", "accept", "compare"] = "refuse"
-    #: Set for a checkpoint of Orbax.
-    tree: TreeInfo | None = None
 
     @property
     def usual_table(self) -> Table | None:
@@ -160,9 +138,79 @@ class Source:
         return tables.table(self.layout)
 
     @property
-    def taken_table(self) -> Table | None:
+    def effective_table(self) -> Table | None:
         """The table by which it is drafted."""
         return self.usual_table if self.table is None else self.table
+
+
+@dataclass
+class TensorIndex(Freezable):
+    """What must exist, as an index, metadata or another checkpoint states it, and what of it is lost."""
+
+    #: True if something outside the files found states what must exist.
+    is_provable: bool = False
+    #: True if that is another checkpoint, with which it is compared name by name.
+    is_reference: bool = False
+    #: Path of the index, where there is one only.
+    path: str | None = None
+    #: Tensor names that an index or metadata file calls for.
+    names: set[str] = field(default_factory=set)
+    #: The file that an index names for each tensor, by its number; None without an index.
+    weight_map: Mapping[str, int] | None = None
+    #: True if an index names the tensors of each file, so that these are all that is lost with files.
+    is_listed: bool = False
+    #: True if each file of the index holds whole tensors, so that one is the same wherever it lies.
+    has_whole_files: bool = False
+    #: True if the numbers in their names alone tell the files apart.
+    by_numbers: bool = False
+    #: Tensors that several files of the index hold: the copy that it names is taken.
+    superseded: Sequence[Superseded] = ()
+    #: Files beside it that it does not name and that are named alike.
+    unnamed: Sequence[File] = ()
+    #: Tensors that files which are missing or cannot be read held, all of them or a part, and such a file.
+    lost: dict[str, str] = field(default_factory=dict)
+    #: How many elements these have, where metadata states it.
+    lost_elements: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Allowances(Freezable):
+    """What is taken although it is often an error."""
+
+    #: True where layers are copied on purpose so often that it only warns (depth up-scaling of published
+    #: models).
+    layers_may_repeat: bool = False
+    #: Glob patterns of files that were copied on purpose.
+    copies: list[str] = field(default_factory=list)
+    #: True if NaN and infinite values are taken as they are.
+    non_finite: bool = False
+    #: What is made of large holes of a file in the place of tensors: an error, zeros, or what a manifest
+    #: says.
+    holes: Literal["refuse", "accept", "compare"] = "refuse"
+
+
+@dataclass
+class Source(Freezable):
+    """Declaration of a source: everything that the layout engine must know besides the tensors.
+
+    An adapter builds it step by step. ``fastshard.open`` freezes it; whoever needs another then makes one of
+    it (:func:`dataclasses.replace`). The core reads the fields that it needs by their names.
+    """
+
+    framework: str
+    files: SourceFiles = field(default_factory=SourceFiles)
+    names: SourceNames = field(default_factory=SourceNames)
+    binding: Binding = field(default_factory=Binding)
+    index: TensorIndex = field(default_factory=TensorIndex)
+    allowances: Allowances = field(default_factory=Allowances)
+    model: Description = field(default_factory=Description)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    findings: list[Finding] = field(default_factory=list)
+    #: Errors about single tensors: notes where these are not asked for.
+    tensor_findings: list[Finding] = field(default_factory=list)
+    step: str | None = None
+    #: Set for a checkpoint of Orbax.
+    tree: TreeInfo | None = None
 
     @property
     def called(self) -> str:
@@ -179,71 +227,69 @@ class Source:
         """
         if optimizer and self.optimizer.beside is not None:
             return self._slots(self.optimizer.beside).weights_only(names_of)
-        if not (self.model.hf_names or self.model.spelling or self.chosen):
+        if not (self.model.hf_names or self.model.spelling or self.names.is_chosen):
             return self
-        stored = [name for a in self.assembled for name, *_ in a.tensors]
-        units = {n: list(self.of_unit(unit, names_of(unit.file))) for n, unit in enumerate(self.units)}
+        stored = [name for a in self.files.assembled for name, *_ in a.tensors]
+        units = {n: list(self.of_unit(unit, names_of(unit.file))) for n, unit in enumerate(self.files.units)}
         stored += [name for held in units.values() for _, name in held]
-        own = {name: self.names.get(name, name) for name in stored}
-        if self.other_prefixes:
+        own = {name: self.names.own.get(name, name) for name in stored}
+        if self.names.other_prefixes:
             raise FastshardError.of(
                 codes.AMBIGUOUS,
                 "the checkpoint holds several copies of the model",
-                got=", ".join(f"{p}*" for p in (self.weights_prefix, *self.other_prefixes)),
+                got=", ".join(f"{p}*" for p in (self.names.prefix, *self.names.other_prefixes)),
                 help="choose one of them",
-                run=[f"--prefix {shlex.quote((self.weights_prefix or self.other_prefixes[0]).rstrip('.'))}"],
+                run=[
+                    f"--prefix {shlex.quote((self.names.prefix or self.names.other_prefixes[0]).rstrip('.'))}"
+                ],
             )
-        if not (self.weights_prefix or any(map(is_state, own.values()))):
+        if not (self.names.prefix or any(map(is_state, own.values()))):
             return replace(self, findings=[*self.findings, *self._unwrapped()])
 
         def taken(name: str) -> bool:
-            return own[name].startswith(self.weights_prefix) and not is_state(own[name])
+            return own[name].startswith(self.names.prefix) and not is_state(own[name])
 
         kept: list[Assembled] = []
-        for group in self.assembled:
+        for group in self.files.assembled:
             # The groups' own names, so that what is left needs no others.
             tensors = [
-                (own[name].removeprefix(self.weights_prefix), shape, pieces)
+                (own[name].removeprefix(self.names.prefix), shape, pieces)
                 for name, shape, pieces in group.tensors
                 if taken(name)
             ]
             kept.append(replace(group, tensors=tensors))
         only = [
             replace(unit, only=[key for key, name in units[n] if taken(name)])
-            for n, unit in enumerate(self.units)
+            for n, unit in enumerate(self.files.units)
         ]
         renamed = {
             name: bare
             for held in units.values()
             for _, name in held
-            if taken(name) and (bare := own[name].removeprefix(self.weights_prefix)) != name
+            if taken(name) and (bare := own[name].removeprefix(self.names.prefix)) != name
         }
         return replace(
             self,
-            units=only,
-            assembled=kept,
             optimizer=self._optimizer_below(),
-            names=renamed,
-            table=self._table_below(),
-            weights_prefix="",
             findings=[*self.findings, *self._unwrapped(), self._left(stored, own)],
+            files=replace(self.files, units=only, assembled=kept),
+            names=replace(self.names, own=renamed, prefix=""),
+            binding=replace(self.binding, table=self._table_below()),
         )
 
     def _left(self, stored: list[str], own: Mapping[str, str]) -> Finding:
         """Says what the model is, and what of all tensors stored is left; given their own names."""
         left = [
-            name
-            for name in stored
-            if not own[name].startswith(self.weights_prefix) and not is_state(own[name])
+            name for name in stored if not own[name].startswith(self.names.prefix) and not is_state(own[name])
         ]
-        where = f"below {self.weights_prefix!r}" if self.weights_prefix else "beside the optimizer's state"
+        where = f"below {self.names.prefix!r}" if self.names.prefix else "beside the optimizer's state"
         is_all = not left and not any(map(is_state, own.values()))
         return Finding.of(
             codes.IGNORED,
             f"the model begins {where}"
             + ("" if is_all else "; the rest is not converted")
             + (f", {len(left)} tensors among it that are no optimizer's state" if left else ""),
-            severity="warning" if left and not self.chosen else "note",
+            severity="warning" if left and not self.names.is_chosen else "note",
             tensor=left[0] if left else None,
         )
 
@@ -261,44 +307,44 @@ class Source:
             if self.model.saved_whole and self.model.spelling is not None:
                 return self._without_config([], None, f"the names are those of {self.model.spelling}")
             return self
-        if self.other_prefixes:
-            copies = [f"{prefix}*" for prefix in (self.weights_prefix, *self.other_prefixes)]
-            return self._without_config(copies, (self.weights_prefix or self.other_prefixes[0]).rstrip("."))
-        units = {n: list(self.of_unit(unit, names_of(unit.file))) for n, unit in enumerate(self.units)}
+        if self.names.other_prefixes:
+            copies = [f"{prefix}*" for prefix in (self.names.prefix, *self.names.other_prefixes)]
+            return self._without_config(
+                copies, (self.names.prefix or self.names.other_prefixes[0]).rstrip(".")
+            )
+        units = {n: list(self.of_unit(unit, names_of(unit.file))) for n, unit in enumerate(self.files.units)}
         stored = [name for held in units.values() for _, name in held]
-        stored += [name for group in self.assembled for name, *_ in group.tensors]
+        stored += [name for group in self.files.assembled for name, *_ in group.tensors]
         # What an adapter hides is no output, and no second copy of the model.
-        names = {name: name if name in self.hidden else self._below_prefix(name) for name in stored}
-        if not self.adapted and (changed := wrapped(set(names.values()))) is not None:
+        names = {name: name if name in self.names.hidden else self._below_prefix(name) for name in stored}
+        if not self.files.adapted and (changed := wrapped(set(names.values()))) is not None:
             return self._without_config([changed[0]], None, f"{changed[1]} has changed the names")
-        if not self.adapted and self.model.unloaded is not None:
+        if not self.files.adapted and self.model.unloaded is not None:
             name, own = self.model.unloaded
             return self._without_config([name], None, f"its class has {own}")
         if all(name == own for name, own in names.items()):
             return self
         by_name: dict[str, str] = {}
         for name, own in names.items():
-            if name not in self.hidden and by_name.setdefault(own, name) != name:
+            if name not in self.names.hidden and by_name.setdefault(own, name) != name:
                 return self._without_config([by_name[own], name], "NAME")
         assembled = [
             replace(group, tensors=[(names[name], shape, pieces) for name, shape, pieces in group.tensors])
-            for group in self.assembled
+            for group in self.files.assembled
         ]
         renamed = {name: names[name] for held in units.values() for _, name in held if names[name] != name}
         note = Finding.of(
             codes.IGNORED,
-            f"names are written without {self.weights_prefix!r}, as the model of config.json has them",
+            f"names are written without {self.names.prefix!r}, as the model of config.json has them",
             severity="note",
         )
         return replace(
             self,
-            assembled=assembled,
             optimizer=self._optimizer_below(),
-            names=renamed,
-            renames=True,
-            table=self._table_below(),
-            weights_prefix="",
-            findings=[*self.findings, *self._unwrapped(), *([note] if self.weights_prefix else [])],
+            findings=[*self.findings, *self._unwrapped(), *([note] if self.names.prefix else [])],
+            files=replace(self.files, assembled=assembled),
+            names=replace(self.names, own=renamed, renames=True, prefix=""),
+            binding=replace(self.binding, table=self._table_below()),
         )
 
     def as_called(self, names: Mapping[str, str], note: Finding) -> Source:
@@ -312,20 +358,33 @@ class Source:
         def new(own: str) -> str:
             return names.get(own, own)
 
-        own = {name: new(own) for name, own in self.names.items()}
+        own = {name: new(own) for name, own in self.names.own.items()}
         state = replace(
-            self.optimizer, untrained={new(self.names.get(n, n)) for n in self.optimizer.untrained}
+            self.optimizer, untrained={new(self.names.own.get(n, n)) for n in self.optimizer.untrained}
         )
         return replace(
             self,
-            names=own | {name: to for name, to in names.items() if name not in self.names},
-            renames=True,
-            generic=[(new(name), divided, parts) for name, divided, parts in self.generic],
-            adapted=[replace(one, name=new(one.name)) for one in self.adapted],
-            lost={new(self.names.get(name, name)): file for name, file in self.lost.items()},
-            lost_elements={new(self.names.get(name, name)): of for name, of in self.lost_elements.items()},
             optimizer=state,
             findings=[*self.findings, note],
+            files=replace(
+                self.files, adapted=[replace(one, name=new(one.name)) for one in self.files.adapted]
+            ),
+            names=replace(
+                self.names,
+                own=own | {name: to for name, to in names.items() if name not in self.names.own},
+                renames=True,
+            ),
+            binding=replace(
+                self.binding,
+                generic=[(new(name), divided, parts) for name, divided, parts in self.binding.generic],
+            ),
+            index=replace(
+                self.index,
+                lost={new(self.names.own.get(name, name)): file for name, file in self.index.lost.items()},
+                lost_elements={
+                    new(self.names.own.get(name, name)): of for name, of in self.index.lost_elements.items()
+                },
+            ),
         )
 
     def _without_config(
@@ -348,16 +407,16 @@ class Source:
 
     def _below_prefix(self, name: str) -> str:
         """What a tensor is called in the model; the name stored for one that lies elsewhere."""
-        own = self.names.get(name, name)
-        inside = own.startswith(self.weights_prefix) and not is_state(own)
-        return own.removeprefix(self.weights_prefix) if inside else name
+        own = self.names.own.get(name, name)
+        inside = own.startswith(self.names.prefix) and not is_state(own)
+        return own.removeprefix(self.names.prefix) if inside else name
 
     def _slots(self, moments: Moments) -> Source:
         """The source with moments as slots of their parameters."""
         raise_errors(moments.refused)
         groups, steps = moments.read()
         assembled: list[Assembled] = []
-        for group in self.assembled:
+        for group in self.files.assembled:
             slots: dict[str, list[tuple[str, list[int], list[Any]]]] = {}
             rest = []
             for name, shape, pieces in group.tensors:
@@ -378,13 +437,13 @@ class Source:
             moments_named=False,
             moments_only=True,
         )
-        return replace(self, assembled=assembled, optimizer=taken)
+        return replace(self, optimizer=taken, files=replace(self.files, assembled=assembled))
 
     def _optimizer_below(self) -> Optimizer:
         """What is known of the optimizer, by the names that parameters have below the prefix."""
 
         def below(name: str) -> str:
-            return self.names.get(name, name).removeprefix(self.weights_prefix)
+            return self.names.own.get(name, name).removeprefix(self.names.prefix)
 
         groups = self.optimizer.groups
         if groups is not None:
@@ -406,21 +465,23 @@ class Source:
 
     def _unwrapped(self) -> list[Finding]:
         """That names are taken without what wrappers have put in."""
-        first = next(iter(self.names.items()), None)
+        first = next(iter(self.names.own.items()), None)
         if first is None:
             return []
         who = put_in(first[0]) or "a wrapper"
-        message = f"{len(self.names)} names are taken without what {who} has put in: {first[0]} is {first[1]}"
+        message = (
+            f"{len(self.names.own)} names are taken without what {who} has put in: {first[0]} is {first[1]}"
+        )
         return [Finding.of(codes.IGNORED, message, severity="note")]
 
     def _table_below(self) -> Table | None:
         """The table with names as they are below the prefix; None for the one that is called so anyhow."""
-        usual = self.usual_table
-        if self.table is None or usual is None:
+        usual = self.binding.usual_table
+        if self.binding.table is None or usual is None:
             return None
-        rules = [rule.renamed(rule.name.removeprefix(self.weights_prefix)) for rule in self.table.rules]
+        rules = [rule.renamed(rule.name.removeprefix(self.names.prefix)) for rule in self.binding.table.rules]
         same = [rule.name for rule in rules] == [rule.name for rule in usual.rules]
-        return None if same else self.table.with_rules(rules)
+        return None if same else self.binding.table.with_rules(rules)
 
 
 #: Where trainers keep what is no weight. source: torchtitan checkpoint.py, FSDP examples, Lightning

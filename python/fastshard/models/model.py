@@ -144,8 +144,8 @@ def read_model(source: Source) -> Model:
             codes.UNSUPPORTED,
             f"no words are known for {source.called}: its tensors can be merged, not converted",
         )
-    own = {} if source.own_table is None else model_classes.of_table(source.own_table)
-    evidence = Evidence(description.family or "", source.facts, source.axes, own)
+    own = {} if source.binding.own_table is None else model_classes.of_table(source.binding.own_table)
+    evidence = Evidence(description.family or "", source.binding.facts, source.binding.axes, own)
     read = description.dialect.read(description.config or {}, evidence)
     assert isinstance(read, Model)
     return read

@@ -108,7 +108,7 @@ def _unproven_words(tokenizer: Tokenizer, kept: int, rows: int) -> list[Finding]
 
 def padding(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -> list[Finding]:
     """Padding of a vocabulary whose true size nothing states is taken for words."""
-    if "P" not in axes or source.vocab_size is not None or "V" in source.axes:
+    if "P" not in axes or source.binding.vocab_size is not None or "V" in source.binding.axes:
         return []
     known = tokenizer is not None and tokenizer.unread is None and tokenizer.partial is None
     if tokenizer is not None and known and tokenizer.largest is not None and tokenizer.largest < axes["P"]:

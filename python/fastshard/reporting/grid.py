@@ -108,11 +108,11 @@ class _Filling:
         state_files = {paths[s.file] for s in source.optimizer.state_files} | source.optimizer.files
         # Ranks hold tensors of the same names.
         counted: dict[tuple[object, ...], Counter[Key]] = {}
-        units = {unit.file for unit in source.units}
-        for unit in source.units:
+        units = {unit.file for unit in source.files.units}
+        for unit in source.files.units:
             path = paths[unit.file]
             row = self._row(unit.rank or path, path)
-            row.rank = {**unit.coords, **source.file_ranks.get(unit.file, {})} if unit.rank else {}
+            row.rank = {**unit.coords, **source.files.ranks.get(unit.file, {})} if unit.rank else {}
             if readable[unit.file] is None:
                 continue
             names = tuple(catalog.names(unit.file))
@@ -134,10 +134,10 @@ class _Filling:
                     if only is None or name in only
                 )
             self._put(row, path, counted[how])
-        assembled = bool(source.assembled) and not source.units
+        assembled = bool(source.files.assembled) and not source.files.units
         #: Tensors of which files of optimizer state hold a range.
         partitions: dict[int, list[Key]] = {}
-        for group in source.assembled:
+        for group in source.files.assembled:
             if group.slot is None and not assembled:
                 for name, _, pieces in group.tensors:
                     # A range is (elements, file, ...), a box (first index, extent, file, ...).
@@ -151,11 +151,11 @@ class _Filling:
                 continue
             if path in state_files:
                 self._put(row, path, Counter(partitions.get(index) or [OPTIMIZER]))
-            elif source.units and not assembled:
+            elif source.files.units and not assembled:
                 self._put(row, path, Counter([OTHER]))
             else:
                 self._put(row, path, Counter(self._key(_CHUNK.sub("", n)) for n in catalog.names(index)))
-        self.ranks = {unit.rank for unit in source.units if unit.rank}
+        self.ranks = {unit.rank for unit in source.files.units if unit.rank}
         #: Dimensions of the ranks: by these a rank of this checkpoint is told from another.
         self.forms = {frozenset(self.rows[rank].rank) for rank in self.ranks}
         self.inferred = False

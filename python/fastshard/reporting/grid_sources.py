@@ -25,7 +25,7 @@ def sources_grid(checkpoint: Checkpoint, plan: Plan) -> Grid:
         plan: how it makes the tensors of the result; it has no errors.
     """
     files = [file.path for file in checkpoint.opened.files]
-    units = checkpoint.opened.source.units
+    units = checkpoint.opened.source.files.units
     ranks = {files[unit.file]: unit.rank for unit in units if unit.rank}
     located = locate_files(checkpoint.opened.source, files)
     rows: dict[str, Row] = {}

@@ -210,7 +210,7 @@ def gathered(
     grouped = set(plan.findings)
     each = [*plan.each, *(f for f in findings if f not in grouped)]
     echoes = plan.core.findings()
-    provable = plan.source.provable
+    provable = plan.source.index.is_provable
     missing = absent(findings, checkpoint.roots)
     read = "headers and all data" if stats else "headers alone: no value of a tensor was read"
     counts = counts_of(checkpoint, plan, missing)

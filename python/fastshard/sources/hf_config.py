@@ -152,9 +152,9 @@ def describe(
     # An adapter has its base described once more.
     source.findings += [finding for finding in promises if finding not in source.findings]
     model = replace(source.model, config=config, config_file=path, unloaded=None)
-    source.names = bare(names)
-    names = [source.names.get(n, n) for n in names]
-    apart = tuple(source.other_prefixes)
+    source.names.own = bare(names)
+    names = [source.names.own.get(n, n) for n in names]
+    apart = tuple(source.names.other_prefixes)
     names = [
         n for n in names if n.startswith(outer) and not is_state(n) and not (apart and n.startswith(apart))
     ]
@@ -190,10 +190,10 @@ def with_plain_weights(source: Source, names: Collection[str]) -> Source:
     """
     config = config_json.unquantised(source.model.config or {})
     source = replace(source, model=replace(source.model, config=config or None))
-    model, outer = source.model, source.weights_prefix
+    model, outer = source.model, source.names.prefix
     # Scales have names that a table does not know, where config.json says nothing of them.
     is_hf = model.hf_names or model.no_table == _other_names(config)
-    if not config or not is_hf or source.layout is not None or source.own_table is not None:
+    if not config or not is_hf or source.binding.layout is not None or source.binding.own_table is not None:
         return source
     names = [name for name in names if name.startswith(outer) and not is_state(name)]
     stored = {name.removeprefix(outer) for name in names}
@@ -292,14 +292,16 @@ def _take_layout(
     base = _base(tables.table(layout))
     begins = None if _names_most(layout, stored) else _beginning(names)
     prefix = f"{outer}{base}" if begins is None else begins
-    source.layout = layout
+    source.binding.layout = layout
     # The table's own names, too, where the model's begin otherwise.
     stored = stored | {_own(name, base, prefix.removeprefix(outer)) for name in stored}
-    source.axes, source.facts, source.sets = config_json.described(config, label, stored, layout)
-    source.provable = True
+    source.binding.axes, source.binding.facts, source.binding.sets = config_json.described(
+        config, label, stored, layout
+    )
+    source.index.is_provable = True
     if outer or prefix != base:
         table = _prefixed(layout, base, prefix.removeprefix(outer))
-        source.table = table.with_rules([rule.renamed(outer + rule.name) for rule in table.rules])
+        source.binding.table = table.with_rules([rule.renamed(outer + rule.name) for rule in table.rules])
     inner = prefix.removeprefix(outer)
     kind = config_json.architecture_of(config)
     # Classes with other heads may call the model below them otherwise. source: transformers
@@ -315,8 +317,8 @@ def _take_layout(
     is_base = not inner.endswith(base)
     headless = _take_head(source, kind, layout, stored, is_base)
     source.model = replace(source.model, family=layout.removeprefix("hf."), headless=headless)
-    if source.vocab_size:
-        source.axes.pop("V", None)
+    if source.binding.vocab_size:
+        source.binding.axes.pop("V", None)
 
 
 def _take_head(
@@ -333,12 +335,12 @@ def _take_head(
     """
     by_names = tables.table(layout).describe(None, list(stored))[1].get("head", False)
     if is_base if kind is None else not kind.is_causal:
-        source.facts["head"] = by_names
+        source.binding.facts["head"] = by_names
         source.findings += _own_head(kind, stored)
         return kind.name if kind else "a model without a head, by the names of its tensors"
-    if not source.facts.get("head") or by_names or (value := _value_head(stored)) is None:
+    if not source.binding.facts.get("head") or by_names or (value := _value_head(stored)) is None:
         return None
-    source.facts["head"] = False
+    source.binding.facts["head"] = False
     source.findings.append(
         Finding.of(
             codes.IGNORED,
@@ -378,17 +380,19 @@ def _take_spelling(
         return
     name = str(naming_schemes.tables(str(config_json.layout_of(config)))[spelling])
     table = tables.table(name)
-    source.layout = name
+    source.binding.layout = name
     if outer:
-        source.table = table.with_rules([rule.renamed(outer + rule.name) for rule in table.rules])
-    source.axes, source.facts, source.sets = config_json.described(config, label, names, name)
-    source.provable = True
+        source.binding.table = table.with_rules([rule.renamed(outer + rule.name) for rule in table.rules])
+    source.binding.axes, source.binding.facts, source.binding.sets = config_json.described(
+        config, label, names, name
+    )
+    source.index.is_provable = True
     unloaded = (outer + min(names), _OWN_NAMES)
     source.model = replace(
         source.model, spelling=framework, family=table.family, no_table=None, unloaded=unloaded
     )
-    if source.vocab_size:
-        source.axes.pop("V", None)
+    if source.binding.vocab_size:
+        source.binding.axes.pop("V", None)
 
 
 def by_own_table(source: Source, table: Table, names: Collection[str]) -> Source:
@@ -398,31 +402,36 @@ def by_own_table(source: Source, table: Table, names: Collection[str]) -> Source
     optimizer = replace(source.optimizer, rules=None)
     source = replace(
         source,
-        layout=table.name,
-        table=None,
-        own_table=table,
-        generic=[],
-        pass_unknown=False,
         model=model,
         optimizer=optimizer,
+        binding=replace(
+            source.binding, layout=table.name, table=None, own_table=table, generic=[], pass_unknown=False
+        ),
     )
     config = model.config
     own = table if table.has_config else None
-    source = replace(source, names=bare(names))
-    names = [source.names.get(n, n) for n in names]
+    source = replace(source, names=replace(source.names, own=bare(names)))
+    names = [source.names.own.get(n, n) for n in names]
     label = None if model.config_file is None else str(model.config_file)
-    if config is None or (own is None and (source.axes or config_json.layout_of(config, label) is None)):
+    if config is None or (
+        own is None and (source.binding.axes or config_json.layout_of(config, label) is None)
+    ):
         return source
     axes, facts, sets = config_json.described(config, label, names, own)
-    if source.vocab_size:
+    if source.binding.vocab_size:
         axes.pop("V", None)
-    if "tp" in source.degrees:
+    if "tp" in source.binding.degrees:
         # Ranks hold rows of the padded vocabulary: what the files say of it goes before a config, which knows
         # the true one.
         axes.pop("P", None)
-        axes |= {k: v for k, v in source.axes.items() if k == "P"}
+        axes |= {k: v for k, v in source.binding.axes.items() if k == "P"}
     model = replace(model, dialect=huggingface.DIALECT)
-    return replace(source, axes=axes, facts=facts, sets=sets, provable=True, model=model)
+    return replace(
+        source,
+        model=model,
+        binding=replace(source.binding, axes=axes, facts=facts, sets=sets),
+        index=replace(source.index, is_provable=True),
+    )
 
 
 def _quantiser_beside(listing: Listing, config: Path) -> str | None:

@@ -62,7 +62,7 @@ def describe(
         name.removeprefix(root): tuple(shape) for name, (_, shape) in arrays.items() if name.startswith(root)
     }
     stacked = any(name.startswith(_STACKED) for name in shapes)
-    source.framework, source.pass_unknown = "MaxText", True
+    source.framework, source.binding.pass_unknown = "MaxText", True
     family = _family(source, shapes, stacked, root)
     if family is None:
         source.model = Description(config=config)
@@ -70,10 +70,10 @@ def describe(
     hf_llama = config and not maxtext.is_maxtext(config) and config_json.layout_of(config) == "hf.llama"
     facts = config_json.axes_and_facts(config)[1] if config and hf_llama else None
     source.model = Description(family, config, dialect=maxtext.MaxText(facts))
-    source.layout = f"maxtext.{family}"
-    table = tables.table(source.layout)
-    source.axes = maxtext_sizes.axes_of(config or {}, family)
-    source.provable = source.provable or bool(config)
+    source.binding.layout = f"maxtext.{family}"
+    table = tables.table(source.binding.layout)
+    source.binding.axes = maxtext_sizes.axes_of(config or {}, family)
+    source.index.is_provable = source.index.is_provable or bool(config)
     _facts(source, shapes, config or {}, config_path)
     claims = [("_CHECKPOINT_METADATA", scan_layers)]
     if config and maxtext.is_maxtext(config):
@@ -81,15 +81,15 @@ def describe(
     for where, claim in claims:
         if claim not in (None, stacked):
             source.findings.append(_contradiction("scan_layers", claim, stacked, where))
-    axis, unclear = _scan_axis(table, shapes, source.axes, config or {}) if stacked else (None, None)
+    axis, unclear = _scan_axis(table, shapes, source.binding.axes, config or {}) if stacked else (None, None)
     rules = Rules(table, names_of(root, arrays), axis, unclear)
     moments = any(MOMENT.match(name) for name in arrays)
     source.optimizer = Optimizer(moments_named=moments, rules=rules)
     # What is merged keeps every name, and needs no axis of the layers.
-    source.table = table.with_rules([]) if unclear else rules.whole(moments)
-    source.values["scan_layers"] = stacked
+    source.binding.table = table.with_rules([]) if unclear else rules.whole(moments)
+    source.files.values["scan_layers"] = stacked
     if stacked and unclear is None:
-        source.values["param_scan_axis"] = axis
+        source.files.values["param_scan_axis"] = axis
     _groups(source, shapes)
 
 
@@ -140,10 +140,12 @@ def _facts(source: Source, shapes: Mapping[str, Any], config: dict[str, Any], pa
     """Facts that names decide, and what a config says of them."""
     where = path or "the config"
     if source.model.family == "gpt3":
-        source.facts = {"fused_qkv": any(".qkv_proj." in name for name in shapes)}
+        source.binding.facts = {"fused_qkv": any(".qkv_proj." in name for name in shapes)}
         fused = flag(config, "fused_qkv") if maxtext.is_maxtext(config) else None
-        if fused not in (None, source.facts["fused_qkv"]):
-            source.findings.append(_contradiction("fused_qkv", fused, source.facts["fused_qkv"], where))
+        if fused not in (None, source.binding.facts["fused_qkv"]):
+            source.findings.append(
+                _contradiction("fused_qkv", fused, source.binding.facts["fused_qkv"], where)
+            )
         return
     rope = maxtext.pairs_of(config)
     head = "decoder.logits_dense.kernel" in shapes
@@ -154,7 +156,10 @@ def _facts(source: Source, shapes: Mapping[str, Any], config: dict[str, Any], pa
     # A head that the config calls for and that is not there is missing.
     # Where nothing states the order of pairs: as MaxText's converter writes it; said wherever it matters.
     interleaved = rope is None or rope.interleaved
-    source.facts = {"tied": not head if tied is None else tied and not head, "interleaved": interleaved}
+    source.binding.facts = {
+        "tied": not head if tied is None else tied and not head,
+        "interleaved": interleaved,
+    }
 
 
 def _groups(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -170,7 +175,7 @@ def _groups(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
             found[match[1]].update(heads)
     query, key = (found[kind].most_common(1) for kind in ("query", "key"))
     if query and key:
-        source.facts["gqa"] = query[0][0] != key[0][0]
+        source.binding.facts["gqa"] = query[0][0] != key[0][0]
 
 
 def _layers_of(source: Source, shape: tuple[int, ...], name: str) -> int | None:

@@ -45,13 +45,13 @@ def recognise(
         FastshardError: ``FS515`` if nothing lies there.
     """
     stored = list(dict.fromkeys(names))
-    source.names = bare(stored)
-    own = [source.names.get(name, name) for name in stored]
+    source.names.own = bare(stored)
+    own = [source.names.own.get(name, name) for name in stored]
     if chosen is None:
         if config is not None:
             containers = _containers(source, stored, paths) if paths else None
             found = _fitting(own, config) if containers is None else _of_containers(containers, config)
-            source.weights_prefix, *source.other_prefixes = found
+            source.names.prefix, *source.names.other_prefixes = found
         return
     outer = f"{chosen}."
     inside = [name.removeprefix(outer) for name in own if name.startswith(outer)]
@@ -65,8 +65,8 @@ def recognise(
             help="pass what stands before the model's own names",
         )
     inner = [""] if config is None else _fitting(inside, config)
-    source.chosen, source.weights_prefix = True, outer + inner[0]
-    source.other_prefixes = [outer + prefix for prefix in inner[1:]]
+    source.names.is_chosen, source.names.prefix = True, outer + inner[0]
+    source.names.other_prefixes = [outer + prefix for prefix in inner[1:]]
 
 
 def find_foreign_prefix(names: Iterable[str], config: dict[str, Any] | None) -> str | None:
@@ -95,7 +95,7 @@ def _containers(
     groups: dict[str, list[str]] = {}
     for name in stored:
         keys = paths.get(name)
-        own = source.names.get(name, name)
+        own = source.names.own.get(name, name)
         outer = "".join(f"{key}." for key in keys[:-1]) if keys else ""
         if not keys or not own.startswith(outer):
             return None

@@ -48,7 +48,7 @@ def describe(
     """
     if not is_train_state(arrays):
         return
-    source.framework, source.pass_unknown, source.model = "Paxml", True, Description(config=config)
+    source.framework, source.binding.pass_unknown, source.model = "Paxml", True, Description(config=config)
     table = tables.table("paxml.gpt3")
     strange = [name for name in arrays if name.startswith(ROOT) and table.rule_of(name) is None]
     if strange:
@@ -64,12 +64,12 @@ def describe(
             )
         )
         return
-    source.layout, source.model = "paxml.gpt3", Description("gpt3", config, dialect=maxtext.DIALECT)
-    source.axes = maxtext_sizes.axes_of(config or {}, "gpt3")
-    source.provable = source.provable or bool(config)
+    source.binding.layout, source.model = "paxml.gpt3", Description("gpt3", config, dialect=maxtext.DIALECT)
+    source.binding.axes = maxtext_sizes.axes_of(config or {}, "gpt3")
+    source.index.is_provable = source.index.is_provable or bool(config)
     rules, moments = Rules(table, _names(arrays)), any(_MOMENT.match(name) for name in arrays)
     source.optimizer = Optimizer(moments_named=moments, rules=rules)
-    source.table = rules.whole(moments)
+    source.binding.table = rules.whole(moments)
 
 
 def _names(arrays: Arrays) -> Names:

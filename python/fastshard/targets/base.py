@@ -202,5 +202,5 @@ class TrainerTarget(Target):
 
     def iteration(self) -> int:
         """The iteration that is continued; 0 for models that come from elsewhere."""
-        value = self.source.values.get("iteration") if self.model is None else None
+        value = self.source.files.values.get("iteration") if self.model is None else None
         return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

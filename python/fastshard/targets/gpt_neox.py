@@ -104,7 +104,7 @@ class NeoxTarget(TrainerTarget):
             )
         model = None if isinstance(source.model.dialect, gpt_neox.GptNeoX) else model_of(source, "GPT-NeoX")
         config = source.model.config or {}
-        facts = dict(source.facts)
+        facts = dict(source.binding.facts)
         if model is not None:
             gpt_neox.refuse(model)
             model.settled("parallel")
@@ -201,7 +201,7 @@ class NeoxTarget(TrainerTarget):
     def _state(self, config: dict[str, Any], padded: int) -> dict[str, Any]:
         """What a rank file holds besides its module."""
         step = self.iteration()
-        samples = self.source.values.get("global_samples")
+        samples = self.source.files.values.get("global_samples")
         dimensions = {"checkpoint_parallel_dimensions": {"pp_degree": self.pp, "tp_degree": self.tp}}
         return {
             "buffer_names": [],
@@ -278,7 +278,7 @@ class NeoxTarget(TrainerTarget):
                 config[key] = has
         if features.gated or config.get("activation") is not None:
             config["activation"] = activation_of(config)
-        _inner_size(config, axes["F"], axes["H"], features.gated, self.source.facts["split_gate"])
+        _inner_size(config, axes["F"], axes["H"], features.gated, self.source.binding.facts["split_gate"])
         findings += te_differences(given, features, _CONFIG)
         if features.learned_positions:
             config["pos_emb"] = "learned"

@@ -85,7 +85,7 @@ class HfTarget(Target):
         if told.hf_names:
             layout, own = _layout_of(source, config)
             quantised = config_json.quantised_by(config) is not None
-            if layout is None or told.headless or source.table is not None or quantised:
+            if layout is None or told.headless or source.binding.table is not None or quantised:
                 return cls(source, _kept(source), {})
             return cls(source, layout, config_json.described(config, layout=own or layout)[1], own=own)
         if told.spelling is not None:
@@ -157,7 +157,7 @@ class HfTarget(Target):
         if self.keeps_names:
             _refuse_changed(self.source, bound)
             texts = self._card(self.source.model.config or {}, bound)
-            return Completed(texts, [] if self.source.referenced else [_unproven(self.source)])
+            return Completed(texts, [] if self.source.index.is_reference else [_unproven(self.source)])
         config, assumed = self.config(bound.axes)
         if self.model is not None:
             config, told = _special_tokens(config, bound.tokenizer, self.source, bound.axes.get("V"))
@@ -191,7 +191,7 @@ def _layout_of(source: Source, config: dict[str, Any]) -> tuple[str | None, Tabl
     own; None if there is none. The caller's own says what the tensors are called here, and for a model
     without another table of the family what transformers calls them."""
     layout = None if source.model.no_table is not None else config_json.layout_of(config)
-    own = source.own_table
+    own = source.binding.own_table
     if own is not None:
         other = layout not in (None, own.name) and tables.family(str(layout)) == own.family
         if not other and config_json.is_for(own, config):
@@ -208,7 +208,7 @@ def _kept(source: Source) -> str:
     """
     if not source.model.config:
         raise _unknown()
-    if source.vocab_size is not None:
+    if source.binding.vocab_size is not None:
         raise FastshardError.of(
             codes.UNSUPPORTED,
             f"--vocab-size: {_why(source.model)}, so it is not known which rows are tokens",
@@ -294,8 +294,8 @@ def _find_foreign_key(source: Source, names: Iterable[str]) -> str | None:
         # Only a whole model has these, and none calls itself so.
         kept = next((name for name in weights if _WHOLE_BELOW.match(name)), None)
     model = source.model
-    renamed = source.own_table is None and source.table is not None and model.headless is None
-    known = renamed and config_json.is_of_transformers(source.layout)
+    renamed = source.binding.own_table is None and source.binding.table is not None and model.headless is None
+    known = renamed and config_json.is_of_transformers(source.binding.layout)
     if kept is None and known and "auto_map" not in (model.config or {}):
         # The table fits the tensors, and the architecture is transformers' own: it begins where the table
         # does.

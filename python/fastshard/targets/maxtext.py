@@ -78,21 +78,24 @@ class MaxTextTarget:
         rules = source.optimizer.rules if isinstance(source.optimizer.rules, Rules) else None
         own = isinstance(source.model.dialect, maxtext.MaxText)
         if own and source.model.family == "gpt3":
-            fused = source.facts.get("fused_qkv", True) if fused_qkv is None else fused_qkv
+            fused = source.binding.facts.get("fused_qkv", True) if fused_qkv is None else fused_qkv
             facts, model = {"fused_qkv": fused}, None
             if rope_type is not None:
                 raise FastshardError.of(codes.USAGE, "--rope-type: GPT-3 has no rotary embedding")
         elif fused_qkv is not None:
             raise FastshardError.of(codes.USAGE, "--fused-qkv: only GPT-3 has such projections in MaxText")
         elif own:
-            facts, model = {"tied": source.facts["tied"], "interleaved": _kept_order(source, rope_type)}, None
+            facts, model = (
+                {"tied": source.binding.facts["tied"], "interleaved": _kept_order(source, rope_type)},
+                None,
+            )
         else:
             model = model_of(source, "MaxText")
             maxtext.refuse(model)
             facts = {"tied": model.tied, "interleaved": _order(model, rope_type)}
         layout = "maxtext.gpt3" if "fused_qkv" in facts else "maxtext.llama"
         # A checkpoint of MaxText's own keeps the names of its state.
-        same = source.layout is not None and source.layout.startswith("maxtext.")
+        same = source.binding.layout is not None and source.binding.layout.startswith("maxtext.")
         names = rules.names if same and rules is not None else default_names()
         return cls(source, to, layout, facts, scan, optimizer, model, multiple, names)
 
@@ -217,7 +220,7 @@ def _kept_order(source: Source, rope_type: str | None) -> bool:
     """The order of pairs for a model of MaxText's: its own, whichever it is, unless another is asked for."""
     wanted = _rope_type(rope_type)
     if wanted is None:
-        return source.facts["interleaved"]
+        return source.binding.facts["interleaved"]
     rope = maxtext.pairs_of(source.model.config or {})
     if rope is None:
         raise FastshardError.of(

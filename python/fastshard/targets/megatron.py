@@ -84,7 +84,7 @@ class MegatronTarget(TrainerTarget):
         tp, pp, multiple = request[TP], request[PP], request[MULTIPLE]
         model = None
         if source.model.dialect is megatron.DIALECT:
-            facts = dict(source.facts)
+            facts = dict(source.binding.facts)
             if facts["moe"]:
                 raise FastshardError.of(
                     codes.UNSUPPORTED,

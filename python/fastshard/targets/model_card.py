@@ -24,7 +24,7 @@ _WORD = compile_when_used(r"\w{1,96}")
 def has_card(source: Source) -> bool:
     """True if the checkpoint has a model card: where it goes along, and where it lies beside the weights
     alone."""
-    own = [folder for folder in source.places if folder.beside is None or folder.beside.is_file()]
+    own = [folder for folder in source.files.folders if folder.beside is None or folder.beside.is_file()]
     return sidecar_files.first(own, CARD_NAME) is not None
 
 
@@ -72,7 +72,7 @@ def _architecture(config: Mapping[str, Any]) -> str | None:
 
 def _origin(source: Source) -> str:
     """The framework that wrote the checkpoint, and over how many ranks."""
-    degrees = {**source.ranks, **source.degrees}
+    degrees = {**source.binding.other_degrees, **source.binding.degrees}
     ranks = [
         f"{name} {degree}" for name, degree in sorted(degrees.items()) if degree > 1 and _WORD.fullmatch(name)
     ]

@@ -79,7 +79,7 @@ def carried(source: Source, outputs: Mapping[str, Any], made_of: Mapping[str, It
     Raises:
         FastshardError: ``FS514`` for state that no target has a place for.
     """
-    known = sorted({group.slot for group in source.assembled if group.slot is not None})
+    known = sorted({group.slot for group in source.files.assembled if group.slot is not None})
     if known != list(ADAM):
         raise FastshardError.of(
             codes.UNSUPPORTED,
@@ -173,7 +173,7 @@ def _of_groups(state: State, source: Source) -> list[Finding]:
                 "regularisation",
             )
         )
-    moved = {name for group in source.assembled if group.slot for name, *_ in group.tensors}
+    moved = {name for group in source.files.assembled if group.slot for name, *_ in group.tensors}
     without = sorted({n for group in source.optimizer.groups or () for n in group.names or ()} - moved)
     if without:
         findings.append(

@@ -179,9 +179,13 @@ def _find_unloaded_prefix(checkpoint: Checkpoint, plan: Plan) -> list[Finding]:
     """Finds that a folder of a model has names before which a trainer has put a prefix: its config.json is
     not for these."""
     source = checkpoint.opened.source
-    renamed = plan.source.names if plan.source.renames else {}
+    renamed = plan.source.names.own if plan.source.names.renames else {}
     # Names of an adapter are the trainer's own.
-    return [] if source.chosen or source.adapter is not None else unloaded_prefix(source.model, renamed)
+    return (
+        []
+        if source.names.is_chosen or source.files.adapter is not None
+        else unloaded_prefix(source.model, renamed)
+    )
 
 
 def _differing(
@@ -222,7 +226,7 @@ def _sidecars_differ(checkpoint: Checkpoint, plan: Plan) -> list[Finding]:
     if len(checkpoint.listing.roots) < 2:
         return []
     try:
-        with_it = along(plan, find_tokenizer(None, checkpoint.opened.source.places), given=True)
+        with_it = along(plan, find_tokenizer(None, checkpoint.opened.source.files.folders), given=True)
         others = (Path(path) for name, path in with_it if name != "config.json")
         return sidecar_files.differing(checkpoint.listing, others)
     except FastshardError as error:
@@ -232,7 +236,7 @@ def _sidecars_differ(checkpoint: Checkpoint, plan: Plan) -> list[Finding]:
 def _find_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
     """The tokenizer that lies beside the model; None where it cannot be read, which its own finding tells."""
     try:
-        return find_tokenizer(None, checkpoint.opened.source.places)
+        return find_tokenizer(None, checkpoint.opened.source.files.folders)
     except FastshardError:
         return None
 
@@ -264,8 +268,10 @@ def _lists_itself(plan: Plan) -> bool:
     """True where what must exist is known from nothing but the checkpoint's own metadata: no table, no
     reference."""
     source = plan.source
-    tables = (source.layout, source.table, source.own_table)
-    return source.provable and not source.referenced and all(table is None for table in tables)
+    tables = (source.binding.layout, source.binding.table, source.binding.own_table)
+    return (
+        source.index.is_provable and not source.index.is_reference and all(table is None for table in tables)
+    )
 
 
 def _own_checksums(checkpoint: Checkpoint, findings: Iterable[Finding]) -> list[str]:

@@ -205,7 +205,7 @@ impl Catalog {
     ) -> PyResult<drafts::Draft> {
         let mut request = request.0;
         if let Some(table) = source {
-            request.source.layout = Some(Arc::clone(&table.inner));
+            request.source.binding.layout = Some(Arc::clone(&table.inner));
         }
         if let (Some(side), Some(table)) = (&mut request.target, target) {
             side.layout = Some(Arc::clone(&table.inner));

@@ -104,9 +104,9 @@ pub fn plan(catalog: &Catalog, request: &Request, repair: &Repair) -> Result<Pla
     (plan.sources, plan.blobs, plan.stored) = (all.sources, all.blobs, all.stored);
     plan.texts = repair.texts.clone();
     plan.point(repair.pointers.clone());
-    plan.topology = request.source.degrees.clone();
+    plan.topology = request.source.binding.degrees.clone();
     plan.roots = catalog.root_names();
-    findings.extend(find_unwritten(catalog, &plan, request.source.holes));
+    findings.extend(find_unwritten(catalog, &plan, request.source.allowances.holes));
     findings.sort_by_key(|f| std::cmp::Reverse(f.severity));
     plan.notes = findings.iter().filter(|f| f.severity != Severity::Error).cloned().collect();
     Ok(Planned { plan, findings })
@@ -214,10 +214,10 @@ pub fn compare(catalog: &Catalog, request: &Request) -> Planned {
         sources: all.sources,
         blobs: all.blobs,
         stored: all.stored,
-        layers_may_repeat: request.source.layers_may_repeat,
+        layers_may_repeat: request.source.allowances.layers_may_repeat,
         untied: false,
-        copies_accepted: request.source.copies_accepted.clone(),
-        non_finite_accepted: request.source.non_finite_accepted,
+        copies_accepted: request.source.allowances.copies.clone(),
+        non_finite_accepted: request.source.allowances.non_finite,
         roots: catalog.root_names(),
         words: catalog.words.clone(),
         ..Plan::default()
@@ -226,7 +226,7 @@ pub fn compare(catalog: &Catalog, request: &Request) -> Planned {
     let outputs = plan.identity_outputs().into_iter().zip(compared);
     plan.outputs = outputs.filter(|(_, twins)| *twins).map(|(output, _)| output).collect();
     let mut findings = all.findings;
-    findings.extend(find_unwritten(catalog, &plan, request.source.holes));
+    findings.extend(find_unwritten(catalog, &plan, request.source.allowances.holes));
     Planned { plan, findings }
 }
 

@@ -88,6 +88,67 @@ pub enum Weights {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SourceSide {
+    /// What lies in which file.
+    pub files: FilesSide,
+    /// What tensors are called.
+    #[serde(default)]
+    pub names: NamesSide,
+    /// By which table they are read, and what binds its letters.
+    #[serde(default)]
+    pub binding: BindingSide,
+    /// What is taken although it is often an error.
+    #[serde(default)]
+    pub allowances: AllowancesSide,
+    /// What the files hold of the optimizer.
+    #[serde(default)]
+    pub optimizer: OptimizerSide,
+}
+
+/// What lies in which file of a source.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FilesSide {
+    /// Where each file lies in the topology.
+    pub units: Vec<UnitSide>,
+    /// Tensors that lie in ranges of other tensors.
+    #[serde(default)]
+    pub assembled: Vec<AssembledSide>,
+    /// What adapters make of tensors.
+    #[serde(default)]
+    pub adapted: Vec<AdaptedSide>,
+    /// Files that say which rank they are of, and are in its place.
+    #[serde(default)]
+    pub placed: BTreeSet<usize>,
+}
+
+/// What tensors of a source are called.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NamesSide {
+    /// Where the model's own names begin.
+    #[serde(default)]
+    pub prefix: String,
+    /// True if the caller said where the model begins, so that a merge has its own names.
+    #[serde(default)]
+    pub is_chosen: bool,
+    /// The model's own names of tensors that are stored under others, which wrappers have made: by these.
+    #[serde(default)]
+    pub own: HashMap<String, String>,
+    /// True if a merge gives tensors these names too.
+    #[serde(default)]
+    pub renames: bool,
+    /// Stored tensors that are no outputs: factors of adapters, and what they replace.
+    #[serde(default)]
+    pub hidden: HashSet<String>,
+    /// Names of scales and the like below the weights' prefix; they pass beside the tensors that they are of.
+    #[serde(default)]
+    pub beside: HashSet<String>,
+}
+
+/// By which table the tensors of a source are read, and what binds its letters.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BindingSide {
     /// Layout table (its text where a request is JSON); none for tensors that are whole as they are.
     #[serde(rename = "toml", default, deserialize_with = "parsed")]
     pub layout: Option<Arc<Table>>,
@@ -95,50 +156,6 @@ pub struct SourceSide {
     /// along it that are split each by itself.
     #[serde(default)]
     pub generic: Vec<(String, Option<usize>, Vec<u64>)>,
-    /// Where each file lies in the topology.
-    pub units: Vec<UnitSide>,
-    /// Tensors that lie in ranges of other tensors.
-    #[serde(default)]
-    pub assembled: Vec<AssembledSide>,
-    /// What the files hold of the optimizer.
-    #[serde(default)]
-    pub optimizer: OptimizerSide,
-    /// The model's own names of tensors that are stored under others, which wrappers have made: by these.
-    #[serde(default)]
-    pub names: HashMap<String, String>,
-    /// True if a merge gives tensors these names too.
-    #[serde(default)]
-    pub renames: bool,
-    /// True if the caller said where the model begins, so that a merge has its own names.
-    #[serde(default)]
-    pub chosen: bool,
-    /// What adapters make of tensors.
-    #[serde(default)]
-    pub adapted: Vec<AdaptedSide>,
-    /// Stored tensors that are no outputs: factors of adapters, and what they replace.
-    #[serde(default)]
-    pub hidden: HashSet<String>,
-    /// Names of scales and the like below the weights' prefix; they pass beside the tensors that they are of.
-    #[serde(default)]
-    pub beside: HashSet<String>,
-    /// Where the model's own names begin.
-    #[serde(default)]
-    pub weights_prefix: String,
-    /// True if layers may hold what other layers hold (a warning then).
-    #[serde(default)]
-    pub layers_may_repeat: bool,
-    /// Files that say which rank they are of, and are in its place.
-    #[serde(default)]
-    pub placed: BTreeSet<usize>,
-    /// Glob patterns of files that were copied on purpose.
-    #[serde(default)]
-    pub copies_accepted: Vec<String>,
-    /// True if NaN and infinite values are taken as they are.
-    #[serde(default)]
-    pub non_finite_accepted: bool,
-    /// What is made of large holes in the place of tensors.
-    #[serde(default)]
-    pub holes: Holes,
     /// Parallel degrees.
     #[serde(default)]
     pub degrees: BTreeMap<String, u64>,
@@ -157,6 +174,24 @@ pub struct SourceSide {
     /// True if tensors that no rule names are taken as they are.
     #[serde(default)]
     pub pass_unknown: bool,
+}
+
+/// What is taken of a source although it is often an error.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AllowancesSide {
+    /// True if layers may hold what other layers hold (a warning then).
+    #[serde(default)]
+    pub layers_may_repeat: bool,
+    /// Glob patterns of files that were copied on purpose.
+    #[serde(default)]
+    pub copies: Vec<String>,
+    /// True if NaN and infinite values are taken as they are.
+    #[serde(default)]
+    pub non_finite: bool,
+    /// What is made of large holes in the place of tensors.
+    #[serde(default)]
+    pub holes: Holes,
 }
 
 /// What the files hold of an optimizer.
@@ -184,13 +219,13 @@ impl Request {
 
     /// True if a merge gives tensors the model's own names.
     fn is_renamed(&self) -> bool {
-        let SourceSide { chosen, renames, adapted, hidden, .. } = &self.source;
-        *chosen || *renames || !adapted.is_empty() || !hidden.is_empty()
+        let NamesSide { is_chosen, renames, hidden, .. } = &self.source.names;
+        *is_chosen || *renames || !hidden.is_empty() || !self.source.files.adapted.is_empty()
     }
 
     /// The model's own names of parameters that the optimizer keeps nothing of.
     fn untrained(&self) -> BTreeSet<String> {
-        let own = |name: &String| self.source.names.get(name).unwrap_or(name).clone();
+        let own = |name: &String| self.source.names.own.get(name).unwrap_or(name).clone();
         match self.optimizer {
             true => self.source.optimizer.untrained.iter().map(own).collect(),
             false => BTreeSet::new(),
@@ -289,7 +324,7 @@ fn believable(request: &Request) -> Result<()> {
         Err(Finding::new(codes::BAD_VALUE, what).expected(format!("1 to {most}"), got).into())
     };
     let target = request.target.as_ref();
-    for degrees in std::iter::once(&request.source.degrees).chain(target.map(|t| &t.degrees)) {
+    for degrees in std::iter::once(&request.source.binding.degrees).chain(target.map(|t| &t.degrees)) {
         if let Some((dimension, &degree)) = degrees.iter().find(|(_, d)| !(1..=MAX_RANKS).contains(*d)) {
             return refuse(format!("degree of {dimension}"), MAX_RANKS, degree);
         }
@@ -298,12 +333,12 @@ fn believable(request: &Request) -> Result<()> {
             return refuse("product of all degrees".into(), MAX_RANKS, ranks);
         }
     }
-    for axes in std::iter::once(&request.source.axes).chain(target.map(|t| &t.axes)) {
+    for axes in std::iter::once(&request.source.binding.axes).chain(target.map(|t| &t.axes)) {
         if let Some((axis, &extent)) = axes.iter().find(|(_, n)| **n > MAX_EXTENT) {
             return refuse(format!("extent of axis {axis}"), MAX_EXTENT, extent);
         }
     }
-    for (name, set) in request.source.sets.iter().chain(target.iter().flat_map(|t| &t.sets)) {
+    for (name, set) in request.source.binding.sets.iter().chain(target.iter().flat_map(|t| &t.sets)) {
         let ascending = set.positions.windows(2).all(|pair| pair[0] < pair[1]);
         let last = set.positions.last().copied().unwrap_or(0);
         if !ascending || last >= MAX_EXTENT {
@@ -313,7 +348,7 @@ fn believable(request: &Request) -> Result<()> {
                 .into());
         }
     }
-    let others = [request.source.vocab_size, target.and_then(|t| t.pad_multiple)];
+    let others = [request.source.binding.vocab_size, target.and_then(|t| t.pad_multiple)];
     if let Some(&n) = others.iter().flatten().find(|n| !(1..=MAX_EXTENT).contains(*n)) {
         return refuse("vocabulary size or its multiple".into(), MAX_EXTENT, n);
     }
@@ -334,7 +369,7 @@ pub fn draft(catalog: &Catalog, request: &Request) -> Result<Draft> {
     let (mut table, target_table) = tables(request)?;
     believable(request)?;
     let (include, exclude) = (globs(&request.include)?, globs(&request.exclude)?);
-    globs(&request.source.copies_accepted)?;
+    globs(&request.source.allowances.copies)?;
     let wanted = |name: &str| {
         (include.is_empty() || include.iter().any(|p| p.matches(name)))
             && !exclude.iter().any(|p| p.matches(name))
@@ -369,7 +404,7 @@ pub fn draft(catalog: &Catalog, request: &Request) -> Result<Draft> {
             table: &mut table,
             units: &units,
             outside: &outside,
-            unknown: if request.source.pass_unknown { Unknown::Pass } else { Unknown::Refuse },
+            unknown: if request.source.binding.pass_unknown { Unknown::Pass } else { Unknown::Refuse },
             absent: if pass.slot.is_some() { &untrained } else { &nothing },
             target: &target,
         };
@@ -388,13 +423,13 @@ pub fn draft(catalog: &Catalog, request: &Request) -> Result<Draft> {
         axes: results.axes,
         ..begin_plan(catalog, request)
     };
-    let (placed, holes) = (request.source.placed.clone(), request.source.holes);
+    let (placed, holes) = (request.source.files.placed.clone(), request.source.allowances.holes);
     Ok(Draft { plan, outputs: results.outputs, lost: results.lost, placed, holes, findings })
 }
 
 /// The tables of the source and of the target, with their axes in common.
 fn tables(request: &Request) -> Result<(Table, Option<Table>)> {
-    let mut table = request.source.layout.as_deref().map_or_else(Table::generic, Table::clone);
+    let mut table = request.source.binding.layout.as_deref().map_or_else(Table::generic, Table::clone);
     let mut target = request.target.as_ref().and_then(|t| t.layout.as_deref()).cloned();
     if let Some(target) = &mut target {
         if target.family != table.family {
@@ -433,7 +468,7 @@ fn for_pass(
 /// Adds rules for the tensors that the source describes one by one.
 fn add_generic_rules(table: &mut Table, source: &SourceSide, seen: &[resolve::Stored]) -> Result<()> {
     let shapes: HashMap<&str, &[u64]> = seen.iter().map(|s| (s.name.as_str(), &s.shape[..])).collect();
-    for (name, divided, parts) in &source.generic {
+    for (name, divided, parts) in &source.binding.generic {
         if parts.len() > MAX_ATOMS {
             return Err(Finding::new(codes::BAD_VALUE, "parts of a dimension in layout.json")
                 .tensor(name)
@@ -455,11 +490,11 @@ fn add_generic_rules(table: &mut Table, source: &SourceSide, seen: &[resolve::St
 
 fn outside_of_source(source: &SourceSide) -> Outside {
     Outside {
-        known: Known { extents: source.axes.clone(), degrees: source.degrees.clone() },
-        facts: source.facts.clone(),
-        sets: source.sets.clone(),
-        beside: source.beside.iter().map(|name| format!("{}{name}", source.weights_prefix)).collect(),
-        vocab_size: source.vocab_size,
+        known: Known { extents: source.binding.axes.clone(), degrees: source.binding.degrees.clone() },
+        facts: source.binding.facts.clone(),
+        sets: source.binding.sets.clone(),
+        beside: source.names.beside.iter().map(|name| format!("{}{name}", source.names.prefix)).collect(),
+        vocab_size: source.binding.vocab_size,
     }
 }
 
@@ -475,7 +510,7 @@ fn outside_of_target(target: &TargetSide) -> Outside {
 /// Stored names by own names: a merge keeps the names that are stored, unless others are asked for.
 fn called(request: &Request) -> HashMap<String, String> {
     match request.target.is_none() && !request.is_renamed() {
-        true => request.source.names.iter().map(|(stored, own)| (own.clone(), stored.clone())).collect(),
+        true => request.source.names.own.iter().map(|(stored, own)| (own.clone(), stored.clone())).collect(),
         false => HashMap::new(),
     }
 }
@@ -486,11 +521,11 @@ fn begin_plan(catalog: &Catalog, request: &Request) -> Plan {
         version: PLAN_VERSION,
         target: request.target.as_ref().map_or("merge", |t| &t.name).to_string(),
         twins_may_differ: request.twins_may_differ(),
-        layers_may_repeat: request.source.layers_may_repeat,
-        untied: request.source.facts.get("tied") == Some(&false),
-        copies_accepted: request.source.copies_accepted.clone(),
-        non_finite_accepted: request.source.non_finite_accepted,
-        topology: request.source.degrees.clone(),
+        layers_may_repeat: request.source.allowances.layers_may_repeat,
+        untied: request.source.binding.facts.get("tied") == Some(&false),
+        copies_accepted: request.source.allowances.copies.clone(),
+        non_finite_accepted: request.source.allowances.non_finite,
+        topology: request.source.binding.degrees.clone(),
         roots: catalog.root_names(),
         words: catalog.words.clone(),
         ..Plan::default()

@@ -25,7 +25,7 @@ from ...common.listing import File, Listing
 from ...common.ranks import format_rank
 from ...common.regex import compile_when_used
 from ...layouts import tables
-from ...layouts.declaration import Assembled, Description, Source, Unit
+from ...layouts.declaration import Assembled, Binding, Description, Source, Unit
 from ...models import huggingface
 from .. import hf_config
 from ..base import Contents, Found, Options, view_of
@@ -125,9 +125,9 @@ class ColossalAI:
     ) -> Source:
         """Whole tensors under Hugging Face names; slices of several directories put together."""
         saved = found.seen
-        source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
+        source = Source(found.framework, step=found.step, binding=Binding(pass_unknown=True))
         source.model = Description(dialect=huggingface.DIALECT)
-        source.vocab_size = options.vocab_size
+        source.binding.vocab_size = options.vocab_size
         config, path = hf_config.config_of(listing, found.folder, options)
         hf_config.describe(source, listing, config, path, contents.names())
         stored: _Stored = {}
@@ -144,24 +144,24 @@ class ColossalAI:
                     seen.add((key, found.files[i].root))
                     if name in saved.whole:
                         expected.setdefault(key, copies[0])
-        source.expected_names = set(expected)
-        source.weight_map = expected
-        source.index = None if saved.index is None else saved.index.path
-        source.unnamed = saved.unnamed
+        source.index.names = set(expected)
+        source.index.weight_map = expected
+        source.index.path = None if saved.index is None else saved.index.path
+        source.index.unnamed = saved.unnamed
         # An index tells of names, not of shapes: a rank's slice of the vocabulary may have been saved as the
         # whole.
-        source.provable = source.layout is not None
+        source.index.is_provable = source.binding.layout is not None
         source.findings += self._missing_layers(found, config, stored)
         source.findings += self._missing_experts(found, config, stored)
         # Where files are called for by their names alone, nothing tells what they held.
         here = {name for name, _ in saved.shards}
         absent = {file for file in saved.weight_map.values() if file not in here}
-        source.lost = {
+        source.index.lost = {
             name: join(found.folder, file) for name, file in saved.weight_map.items() if file in absent
         }
         called_for = sum(f.code == codes.MISSING_FILE for f in (*found.findings, *source.findings))
         unread = any(not contents.readable(i) for name, of in saved.shards if name in saved.whole for i in of)
-        source.listed = bool(saved.weight_map) and called_for == len(absent) and not unread
+        source.index.is_listed = bool(saved.weight_map) and called_for == len(absent) and not unread
         source.findings += _total_size(listing, saved.index)
         whole = _Whole(source)
         together = self._slices(source, found, stored, whole)
@@ -181,12 +181,14 @@ class ColossalAI:
                 if ep is None
                 else format_rank(coords_of(match))
             )
-            source.units.append(Unit(file=i, only=only, rank=rank, coords={} if ep is None else {"ep": ep}))
+            source.files.units.append(
+                Unit(file=i, only=only, rank=rank, coords={} if ep is None else {"ep": ep})
+            )
         shapes = {name: whole(name) or places[0][2] for name, places in stored.items()}
         names = enumerate(
             SHARD.match(file.name) or colossalai_optim.SHARD.match(file.name) for file in found.files
         )
-        source.file_ranks = {i: coords for i, match in names if (coords := coords_of(match))}
+        source.files.ranks = {i: coords for i, match in names if (coords := coords_of(match))}
         colossalai_optim.declare(source, found, contents, shapes)
         # The optimizer's index has numbers, not the names of what its files hold.
         for i in range(sum(len(copies) for _, copies in saved.shards), len(found.files)):
@@ -264,8 +266,8 @@ class ColossalAI:
         vocabulary = [name for name in stored if whole.vocabulary(name)]
         trimmed = set(vocabulary) != set(padded) or bool(found.seen.optim)
         if padded and not trimmed:
-            source.vocab_size = source.vocab_size or source.axes.get("V")
-            source.axes.pop("P", None)
+            source.binding.vocab_size = source.binding.vocab_size or source.binding.axes.get("V")
+            source.binding.axes.pop("P", None)
         boxes: list[Any] = []
         for name, d in slices.items():
             places, size = stored[name], stored[name][0][2]
@@ -280,7 +282,7 @@ class ColossalAI:
             shape = [n * len(places) if i == d else n for i, n in enumerate(size)]
             at = [[k * size[d] if i == d else 0 for i in range(len(size))] for k in range(len(places))]
             boxes.append((name, shape, [(lo, size, f, n) for lo, (f, n, _) in zip(at, places, strict=True)]))
-        source.assembled.append(Assembled(0, {}, None, None, boxes, frozen=True))
+        source.files.assembled.append(Assembled(0, {}, None, None, boxes, frozen=True))
         source.findings.append(
             Finding.of(
                 codes.NOT_PROVABLE,
@@ -349,7 +351,7 @@ def _padded(source: Source, stored: _Stored, whole: _Whole) -> set[str]:
         shardformer/layer/embedding.py
     (VocabParallelEmbedding1D: padded to a multiple of 64 by default)
     """
-    rows = source.axes.get("V", 0)
+    rows = source.binding.axes.get("V", 0)
     tensors: list[Any] = []
     for name, places in stored.items():
         file, number, shape = places[0]
@@ -365,7 +367,7 @@ def _padded(source: Source, stored: _Stored, whole: _Whole) -> set[str]:
                 )
             )
     if tensors:
-        source.assembled.append(Assembled(tensors[0][2][0][1], {}, None, None, tensors, frozen=True))
+        source.files.assembled.append(Assembled(tensors[0][2][0][1], {}, None, None, tensors, frozen=True))
     return {name for name, *_ in tensors}
 
 
@@ -418,8 +420,8 @@ class _Whole:
 
     def __init__(self, source: Source) -> None:
         # Where query heads are not grouped the table fixes r.
-        self._axes = {"r": 1, **source.axes}
-        self._table = tables.table(source.layout) if source.layout else None
+        self._axes = {"r": 1, **source.binding.axes}
+        self._table = tables.table(source.binding.layout) if source.binding.layout else None
 
     def __call__(self, name: str) -> list[int] | None:
         shape = self._table.shape(name, self._axes) if self._table else None

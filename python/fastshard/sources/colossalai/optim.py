@@ -216,7 +216,7 @@ def declare(
         return
     steps = {step for each in states.steps.values() for step in each}
     findings += _steps_differ(seen.folder, steps)
-    source.values["optimizer"] = {"step": max(steps)} if steps else {}
+    source.files.values["optimizer"] = {"step": max(steps)} if steps else {}
     names = _names(source, found, groups, states.moments, shapes)
     if names is None:
         findings.append(_no_names(source, path, groups, shapes))
@@ -229,7 +229,7 @@ def declare(
     first = next(iter(seen.shards), 0)
     for slot in sorted(slots):
         taken = _assembled(states, names, slot, shapes)
-        source.assembled += [Assembled(first, {}, None, slot, taken)] if taken else []
+        source.files.assembled += [Assembled(first, {}, None, slot, taken)] if taken else []
     given = listed(_listed(contents(seen.groups)), {str(number): [name] for number, name in names.items()})
     source.optimizer = replace(source.optimizer, unstepped=not slots, groups=given)
 
@@ -403,8 +403,8 @@ def _names(
     shapes: dict[str, list[int]],
 ) -> dict[int, str] | None:
     """Name of each numbered parameter."""
-    layers = source.axes.get("L", 0)
-    tied, experts = source.facts.get("tied", False), source.axes.get("E", 0)
+    layers = source.binding.axes.get("L", 0)
+    tied, experts = source.binding.facts.get("tied", False), source.binding.axes.get("E", 0)
     order = parameter_order(source.model.family, set(shapes), layers, tied, experts)
     order = order or [name for name in found.seen.order if name in shapes]
     if not order:

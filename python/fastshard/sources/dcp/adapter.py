@@ -19,7 +19,7 @@ from ...common.listing import File, Listing
 from ...common.records import dataclass, field, replace
 from ...common.regex import compile_when_used
 from ...layouts.dcp_names import METADATA, chunk_name
-from ...layouts.declaration import Assembled, Source
+from ...layouts.declaration import Assembled, Binding, Source, TensorIndex
 from .. import hf_config, model_prefix
 from ..base import Contents, Found, Options, missing, unexpected
 from ..choose_step import folder_of, within_this
@@ -59,12 +59,12 @@ class _Records(Source):
     def weights_only(self, names_of: Callable[[int], Iterable[str]], optimizer: bool = False) -> Source:
         """As for every source, without modules' own state."""
         taken = super().weights_only(names_of, optimizer)
-        own = [n for a in taken.assembled for n, *_ in a.tensors if _EXTRA_STATE.search(n)]
+        own = [n for a in taken.files.assembled for n, *_ in a.tensors if _EXTRA_STATE.search(n)]
         if not own:
             return taken
         kept = [
             replace(a, tensors=[t for t in a.tensors if not _EXTRA_STATE.search(t[0])])
-            for a in taken.assembled
+            for a in taken.files.assembled
         ]
         note = Finding.of(
             codes.IGNORED,
@@ -74,7 +74,7 @@ class _Records(Source):
             tensor=own[0],
             got=some(own, _MOST_NAMED),
         )
-        return replace(taken, assembled=kept, findings=[*taken.findings, note])
+        return replace(taken, findings=[*taken.findings, note], files=replace(taken.files, assembled=kept))
 
 
 #: name, shape, pieces of a tensor
@@ -194,26 +194,31 @@ class Dcp:
         """Every tensor as boxes; the metadata states all shapes."""
         described = found.seen.metadata
         source: Source = _Records(
-            found.framework, units=[], step=found.step, pass_unknown=True, provable=True
+            found.framework,
+            step=found.step,
+            binding=Binding(pass_unknown=True),
+            index=TensorIndex(is_provable=True),
         )
         for i, file in enumerate(found.files):
             if match := _RECORDS_OF_RANK.match(file.name):
-                source.file_ranks[i] = {"rank": int(match[1])}
+                source.files.ranks[i] = {"rank": int(match[1])}
         # What .metadata of a rank that is missing would name, nothing tells.
-        source.listed = not any(
+        source.index.is_listed = not any(
             f.code == codes.MISSING_FILE and f.file and f.file.endswith(METADATA) for f in found.findings
         )
-        source.vocab_size = options.vocab_size
-        source.values = {
+        source.binding.vocab_size = options.vocab_size
+        source.files.values = {
             k: v
             for k, v in {"version": described["version"], "objects": described["objects"]}.items()
             if v not in (None, [])
         }
         tensors, copies = self._tensors(source, found, contents)
-        lacking = (entry for entry in described["tensors"] if entry["name"] in source.lost)
-        source.lost_elements = {entry["name"]: math.prod(entry["shape"]) for entry in lacking}
-        if source.listed:
-            source.findings += [f for e in described["tensors"] if e["name"] in source.lost for f in _hole(e)]
+        lacking = (entry for entry in described["tensors"] if entry["name"] in source.index.lost)
+        source.index.lost_elements = {entry["name"]: math.prod(entry["shape"]) for entry in lacking}
+        if source.index.is_listed:
+            source.findings += [
+                f for e in described["tensors"] if e["name"] in source.index.lost for f in _hole(e)
+            ]
         names = [entry["name"] for entry in described["tensors"]]
         for framework in self._frameworks:
             named = framework.take(source, found, listing, contents, tensors, options)
@@ -228,7 +233,7 @@ class Dcp:
         if found.files:
             # Masters, which a framework may have declared, are held against these.
             sets = [tensors, *copies]
-            source.assembled[:0] = [
+            source.files.assembled[:0] = [
                 Assembled(0, {"replica": n} if copies else {}, None, None, one, frozen=True)
                 for n, one in enumerate(sets)
             ]
@@ -252,7 +257,7 @@ class Dcp:
                 place = found.seen.places.get((name, tuple(lo)))
                 unread = [file for file, _ in place or () if not contents.readable(file)]
                 if unread:
-                    source.lost.setdefault(name, found.files[unread[0]].path)
+                    source.index.lost.setdefault(name, found.files[unread[0]].path)
                 if place is None:
                     if name not in found.seen.lacking and 0 not in size:
                         source.findings.append(_unstored(found, name, lo))
@@ -271,7 +276,7 @@ class Dcp:
                     copies += [[]] if len(copies) < n else []
                     copies[n - 1].append((name, entry["shape"], [h[n if n < len(h) else 0] for h in chunks]))
             else:
-                source.lost.setdefault(name, found.seen.lacking[name])
+                source.index.lost.setdefault(name, found.seen.lacking[name])
         return tensors, copies
 
     @staticmethod
@@ -311,7 +316,7 @@ class Dcp:
         model_prefix.recognise(source, names, config, options.prefix, paths)
         if config is None:
             return
-        hf_config.describe(source, listing, config, path, names, outer=source.weights_prefix)
+        hf_config.describe(source, listing, config, path, names, outer=source.names.prefix)
 
 
 @dataclass(frozen=True)

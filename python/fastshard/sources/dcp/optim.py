@@ -44,7 +44,7 @@ def attach(
         tensors: name, shape and pieces of every tensor.
         objects: the records that are no tensors.
     """
-    own = {name: source.names.get(name, name) for name, *_ in tensors}
+    own = {name: source.names.own.get(name, name) for name, *_ in tensors}
     shapes = {own[name]: shape for name, shape, _ in tensors}
     state = _state_of(source, tensors, own, shapes)
     if not (state.slots or state.refused):
@@ -57,14 +57,14 @@ def attach(
         untrained={
             name
             for name in weights - trained
-            if name.startswith(source.weights_prefix) and not _MOMENT.match(name)
+            if name.startswith(source.names.prefix) and not _MOMENT.match(name)
         },
         beside=Moments(
             state.slots,
             lambda: (
                 _groups(
                     _values(contents, objects, state.scalars, next(iter(state.tops), "")),
-                    source.weights_prefix,
+                    source.names.prefix,
                     set(shapes),
                 ),
                 [_number(contents, file, number) for file, number in state.steps],
@@ -115,7 +115,7 @@ def _state_of(
                 scalars[own[name]] = scalar
             continue
         parameter = next(
-            (p for p in (source.weights_prefix + match["name"], match["name"]) if p in shapes), None
+            (p for p in (source.names.prefix + match["name"], match["name"]) if p in shapes), None
         )
         if parameter is None:
             continue
@@ -158,14 +158,14 @@ def _not_of_one(
     ends = f".{bare}"
     copies = sorted(name.removesuffix(bare or "") for name in shapes if name == bare or name.endswith(ends))
     copies = [prefix for prefix in copies if not _MOMENT.match(f"{prefix}{bare}")]
-    if len(copies) > 1 and source.weights_prefix != "model.":
+    if len(copies) > 1 and source.names.prefix != "model.":
         return [
             Finding.of(
                 codes.UNSUPPORTED,
                 "it is not stated which copy of the model the optimizer belongs to",
                 expected="model.*, which a trainer's optimizer steps",
-                got=f"{source.weights_prefix}*, beside "
-                f"{', '.join(f'{prefix}*' for prefix in copies if prefix != source.weights_prefix)}",
+                got=f"{source.names.prefix}*, beside "
+                f"{', '.join(f'{prefix}*' for prefix in copies if prefix != source.names.prefix)}",
                 help="leave out --optimizer; averaged weights have no moments",
             )
         ]

@@ -15,7 +15,7 @@ from ...common.listing import File, Listing
 from ...common.ranks import rank_range
 from ...common.records import dataclass, field, replace
 from ...common.regex import compile_when_used
-from ...layouts.declaration import Source, Unit
+from ...layouts.declaration import Binding, Source, SourceFiles, Unit
 from .. import hf_config
 from ..base import Contents, Found, Options, as_dict, counted, lacking, missing
 from ..choose_step import choose
@@ -184,7 +184,7 @@ class DeepSpeed:
         if found.seen.sliced:
             # ZeRO-3 leaves only the buffers in `module`; parameters there are empty.
             of_file = dict(zip((file for _, file in found.seen.ranks), states, strict=True))
-            for unit in source.units:
+            for unit in source.files.units:
                 state = of_file.get(unit.file, {})
                 unit.only = stage3.buffers(contents, unit.file, state)
                 source.findings += stage3.buffers_left_out(found, unit, state)
@@ -224,11 +224,14 @@ def _plain(
     """A model that is not GPT-NeoX: its own names; whole tensors unless a layout says otherwise."""
     seen = found.seen
     source = Source(
-        found.framework, units=[], step=found.step, pass_unknown=True, file_ranks=seen.list_ranks()
+        found.framework,
+        step=found.step,
+        files=SourceFiles(ranks=seen.list_ranks()),
+        binding=Binding(pass_unknown=True),
     )
-    source.provable = any(state.get("param_shapes") for state in states)
+    source.index.is_provable = any(state.get("param_shapes") for state in states)
     keys = ("iteration", "global_steps", "global_samples", "dp_world_size", "ds_version")
-    source.values = {k: states[0][k] for k in keys if states and k in states[0]}
+    source.files.values = {k: states[0][k] for k in keys if states and k in states[0]}
     tp = _tensor_parallel(seen, states)
     divided = autotp.degree(states) > 1
     if divided and options.layout is None:
@@ -243,14 +246,14 @@ def _plain(
             help="describe how its tensors are divided in a layout of your own",
             run=["--layout FILE.toml"],
         )
-    source.degrees = {"tp": tp} if tp > 1 else {}
+    source.binding.degrees = {"tp": tp} if tp > 1 else {}
     parts = {rank for rank, *_ in (*seen.optim, *seen.sliced)}
-    source.ranks = {"dp": len(parts)} if parts else {}
+    source.binding.other_degrees = {"dp": len(parts)} if parts else {}
     if options.vocab_size:
-        source.vocab_size = options.vocab_size
+        source.binding.vocab_size = options.vocab_size
     if seen.pipeline:
         for layer, rank, file in seen.layers:
-            source.units.append(
+            source.files.units.append(
                 Unit(
                     file=file,
                     prefix=f"{layer}.",
@@ -261,7 +264,7 @@ def _plain(
         _all_ranks(found, states, source.findings)
         return source, pipeline_names(found, contents)
     for (rank, file), state in zip(seen.ranks, states, strict=True):
-        source.units.append(
+        source.files.units.append(
             Unit(file=file, under=["module"], coords={"tp": rank} if tp > 1 else {}, rank=f"mp {rank}")
         )
         values = as_dict(state.get("module")).values()
@@ -275,9 +278,9 @@ def _plain(
     config, path = hf_config.config_of(listing, found.folder, options)
     names = {str(name) for state in states for name in as_dict(state.get("module"))}
     hf_config.describe(source, listing, config, path, names)
-    if divided and source.generic:
+    if divided and source.binding.generic:
         # The model file itself tells how ranks divide each tensor, whatever the model.
-        source.layout, source.table = None, None
+        source.binding.layout, source.binding.table = None, None
         why = "merge AutoTP's ranks first, then convert the result"
         source.model = replace(source.model, family=None, no_table=why)
     return source, str

@@ -71,7 +71,7 @@ def take(source: Source, found: Found[object], contents: Contents, states: list[
             )
         rules[name] = rule
     _aliases(rules, found, contents, states, path)
-    source.generic = [(name, *rule) for name, rule in rules.items()]
+    source.binding.generic = [(name, *rule) for name, rule in rules.items()]
 
 
 def _aliases(

@@ -69,7 +69,7 @@ def take(
     present: dict[int, set[int]] = {}
     for layer, expert, _, file in seen.experts:
         present.setdefault(layer, set()).add(expert)
-        source.units.append(Unit(file=file, rank=f"expert {expert} of mixture {layer}"))
+        source.files.units.append(Unit(file=file, rank=f"expert {expert} of mixture {layer}"))
         for tensor in contents.tensors(file) if contents.readable(file) else ():
             experts.add(".".join(tensor["path"]), tensor["shape"])
     for layer, count in enumerate(wanted):

@@ -16,7 +16,7 @@ from ...common.errors import Finding
 from ...common.listing import File, Listing
 from ...common.records import dataclass, field, replace
 from ...common.regex import compile_when_used
-from ...layouts.declaration import Assembled, Optimizer, Source, Unit
+from ...layouts.declaration import Assembled, Binding, Optimizer, Source, Unit
 from .. import hf_config
 from ..base import Contents, Found, Options, as_dict, counted, missing
 from ..choose_step import choose
@@ -107,8 +107,8 @@ class Universal:
     ) -> Source:
         """Whole fp32 tensors; the model files beside them say which there must be."""
         seen = found.seen
-        source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
-        source.vocab_size = options.vocab_size
+        source = Source(found.framework, step=found.step, binding=Binding(pass_unknown=True))
+        source.binding.vocab_size = options.vocab_size
         ranks = [
             Model(found, contents, as_dict(contents(i)), i, mp, {}, {"mp": mp}, str) for mp, i in seen.ranks
         ]
@@ -116,13 +116,13 @@ class Universal:
         model = ranks[0] if len(ranks) == 1 else None
         state = ranks[0].state if ranks else {}
         keys = ("iteration", "global_steps", "ds_version")
-        source.values = {k: state[k] for k in keys if k in state}
+        source.files.values = {k: state[k] for k in keys if k in state}
         listed = {
             name: shape for rank in ranks for group in rank.shapes() or [] for name, shape in group.items()
         }
         shapes = listed if model else {}
         aliases = model.aliases() if model else {}
-        source.provable = bool(shapes)
+        source.index.is_provable = bool(shapes)
         have = {name for name, slot, _ in seen.parts if slot == _VALUES}
         # A copy of the 16-bit one, where the owner's is what was trained; or a buffer, widened whatever its
         # dtype was, that the model file holds as it is.
@@ -144,7 +144,7 @@ class Universal:
         )
         values += [(alias, *trained[owner]) for alias, owner in aliases.items() if owner in trained]
         source.optimizer.untrained.update({name for name, *_ in values} - set(shapes) if shapes else ())
-        source.assembled += [
+        source.files.assembled += [
             Assembled(seen.parts[0][2], {}, None, None if slot == _VALUES else slot, tensors)
             for slot, tensors in parts.slots.items()
         ]
@@ -165,7 +165,7 @@ class Universal:
             each = [numbered(groups, [list(group) for group in rank.shapes() or []]) for rank in ranks]
             source.optimizer = replace(source.optimizer, groups=joined(each))
         if parts.steps:
-            source.values["optimizer"] = {"step": max(max(s) for s in parts.steps.values())}
+            source.files.values["optimizer"] = {"step": max(max(s) for s in parts.steps.values())}
         return source
 
     @staticmethod
@@ -177,11 +177,11 @@ class Universal:
         if not isinstance(model.state.get("module"), dict):
             return
         unit = Unit(file=0, under=["module"])
-        source.units.append(unit)
+        source.files.units.append(unit)
         if sliced:
             unit.only = stage3.buffers(contents, model.file, model.state)
             source.findings += stage3.buffers_left_out(model.found, unit, model.state)
-            source.assembled += stage3.frozen(model, sliced)
+            source.files.assembled += stage3.frozen(model, sliced)
             source.optimizer.frozen.update(stage3.frozen_names(model))
             source.optimizer.untrained.update(source.optimizer.frozen)
             if model.state.get("frozen_param_shapes"):

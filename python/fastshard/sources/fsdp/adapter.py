@@ -15,7 +15,7 @@ from math import prod
 from ...common import codes
 from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
-from ...layouts.declaration import Assembled, Source
+from ...layouts.declaration import Assembled, Binding, Source
 from .. import hf_config, model_prefix
 from ..base import Contents, Found, Options
 from ..box_pieces import Boxes
@@ -63,10 +63,10 @@ class FsdpRanks:
         self, found: Found[FsdpFiles], listing: Listing, contents: Contents, options: Options
     ) -> Source:
         """Every tensor as the boxes that ranks hold."""
-        source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
+        source = Source(found.framework, step=found.step, binding=Binding(pass_unknown=True))
         kinds = (found.seen.model, found.seen.optim, found.seen.extra)
-        source.file_ranks = {file: {"rank": rank} for files in kinds for rank, file in files.items()}
-        source.vocab_size = options.vocab_size
+        source.files.ranks = {file: {"rank": rank} for files in kinds for rank, file in files.items()}
+        source.binding.vocab_size = options.vocab_size
         ranks = Ranks(found, contents, dict(found.seen.model))
         source.findings += ranks.findings
         folder = found.folder
@@ -76,7 +76,7 @@ class FsdpRanks:
         shapes = _flat(source, ranks) if is_flat else _boxes(source, ranks, self._any_name)
         model_prefix.recognise(source, shapes, config, options.prefix, None if is_flat else ranks.paths())
         if config is not None:
-            hf_config.describe(source, listing, config, path, shapes, outer=source.weights_prefix)
+            hf_config.describe(source, listing, config, path, shapes, outer=source.names.prefix)
         if is_flat:
             shapes = _shaped(source, shapes)
         if found.seen.optim:
@@ -97,7 +97,7 @@ def _boxes(source: Source, ranks: Ranks, any_name: bool) -> dict[str, list[int]]
     # What a file takes with it that is missing, or another's, is said once, by its name.
     source.findings += [] if ranks.broken else overlaps[:_MOST_NAMED]
     if not overlaps:
-        source.assembled += boxes.assembled(holes=not ranks.broken)
+        source.files.assembled += boxes.assembled(holes=not ranks.broken)
     return {name: boxes.shape(name) for name in boxes.names()}
 
 
@@ -109,11 +109,11 @@ def _flat(source: Source, ranks: Ranks) -> dict[str, list[int]]:
     )
     tensors = [(name, [sum(n for n, *_ in ranges)], ranges) for name, ranges in ranges_by_name.items()]
     if not ranks.broken:
-        source.assembled.append(Assembled(0, {}, None, None, tensors, frozen=True))
+        source.files.assembled.append(Assembled(0, {}, None, None, tensors, frozen=True))
     boxes = Boxes()
     for rank in ranks.files:
         _collect(source, ranks, rank, boxes, only=whole)
-    source.assembled += boxes.assembled()
+    source.files.assembled += boxes.assembled()
     return {name: shape for name, shape, _ in tensors} | {name: boxes.shape(name) for name in boxes.names()}
 
 
@@ -123,11 +123,11 @@ def _shaped(source: Source, shapes: dict[str, list[int]]) -> dict[str, list[int]
     Raises:
         FastshardError: ``FS209`` where nothing tells a shape.
     """
-    table = source.usual_table if source.table is None else source.table
+    table = source.binding.usual_table if source.binding.table is None else source.binding.table
     known = dict(shapes)
-    for group in source.assembled[:1]:
+    for group in source.files.assembled[:1]:
         for n, (name, shape, ranges) in enumerate(group.tensors):
-            table_shape = table.shape(name, source.axes) if table is not None else None
+            table_shape = table.shape(name, source.binding.axes) if table is not None else None
             if table_shape is None or None in table_shape:
                 raise FastshardError.of(
                     codes.FACT_UNKNOWN,

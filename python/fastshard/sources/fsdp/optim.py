@@ -60,12 +60,12 @@ def attach(
         if not state.unstepped:
             state.unread.append(_unnamed(found, ranks))
     else:
-        source.assembled += slots.assembled(named, shapes, holes=not ranks.broken)
+        source.files.assembled += slots.assembled(named, shapes, holes=not ranks.broken)
         state.unread.extend(slots.unread)
         state.untrained.update(set(shapes) - {named[key] for key in slots.every_key() if key in named})
     first, groups = next(((rank, one.get("param_groups")) for rank, one in states.items()), (0, None))
     if isinstance(groups, list):
-        source.values["optimizer"] = {"param_groups": groups}
+        source.files.values["optimizer"] = {"param_groups": groups}
     members = {key: [name] for key, name in (named or {}).items()}
     listed_groups = listed(groups, members, scalars_of(contents, ranks.files[first])) if states else None
     source.optimizer = replace(state, groups=listed_groups)
@@ -242,4 +242,4 @@ def trainer(source: Source, contents: Contents, model: Ranks, ranks: Ranks) -> N
             steps_by_rank[rank] = [float(epoch)]
     source.findings += _agree(model, ranks, steps_by_rank, "scheduler's step")
     if steps_by_rank:
-        source.values["lr_scheduler"] = {"last_epoch": int(next(iter(steps_by_rank.values()))[0])}
+        source.files.values["lr_scheduler"] = {"last_epoch": int(next(iter(steps_by_rank.values()))[0])}

@@ -16,7 +16,7 @@ from ...common.listing import Listing
 from ...common.options import MAX_DEGREE
 from ...common.ranks import Rank, rank_range
 from ...common.regex import compile_when_used
-from ...layouts.declaration import Source, Unit
+from ...layouts.declaration import Source, SourceFiles, Unit
 from ..base import Contents, Found, Options, as_dict, missing, unexpected
 from ..rank_values import differing
 from ..zero import optimizer_state
@@ -110,15 +110,17 @@ class GptNeox:
     ) -> Source:
         """Topology, axes and facts from the rank files' arguments and the saved YAML."""
         states = [as_dict(values(file)) for _, file in found.seen.ranks]
-        source = Source(framework="GPT-NeoX", units=[], step=found.step, file_ranks=found.seen.list_ranks())
+        source = Source(
+            framework="GPT-NeoX", step=found.step, files=SourceFiles(ranks=found.seen.list_ranks())
+        )
         training = neox_config.read(listing, found.seen.places, options, source.findings)
         args = neox_config.arguments(states)
         _same_run(found, states, source.findings)
         model = neox_config.Model.of(args, training, source.findings)
-        source.facts, source.axes = model.facts, dict(model.axes)
-        source.provable = model.layers is not None and model.tp is not None
+        source.binding.facts, source.binding.axes = model.facts, dict(model.axes)
+        source.index.is_provable = model.layers is not None and model.tp is not None
         keys = ("iteration", "global_steps", "global_samples", "args", "ds_version")
-        source.values = {k: states[0][k] for k in keys if states and k in states[0]}
+        source.files.values = {k: states[0][k] for k in keys if states and k in states[0]}
         if found.seen.pipeline:
             self._pipeline(found, model, source)
             _rank_files(found, states, source.findings)
@@ -126,13 +128,13 @@ class GptNeox:
             self._sequential(found, model, source, states)
         features.apply(found, source, model, values, own_layout=options.layout is not None)
         if options.vocab_size:
-            source.vocab_size = options.vocab_size
+            source.binding.vocab_size = options.vocab_size
         return source
 
     def _pipeline(self, found: Found[ZeroFiles], model: neox_config.Model, source: Source) -> None:
         layers = found.seen.layers
         tp = model.tp or _degree(rank for _, rank, _ in layers)
-        source.degrees = {"tp": tp}
+        source.binding.degrees = {"tp": tp}
         have: dict[int, set[int]] = {}
         for layer, rank, file in layers:
             if rank >= tp:
@@ -140,15 +142,17 @@ class GptNeox:
                 source.findings.append(unexpected(found.files[file].path, why))
                 continue
             have.setdefault(layer, set()).add(rank)
-            source.units.append(Unit(file=file, prefix=f"{layer}.", coords={"tp": rank}, rank=f"tp {rank}"))
+            source.files.units.append(
+                Unit(file=file, prefix=f"{layer}.", coords={"tp": rank}, rank=f"tp {rank}")
+            )
         count = _blocks(have) if model.layers is None else model.layers
         model.bounded(count, tp)
         expected = [0, *range(2, count + 2), count + 3]
-        if source.facts.get("tied") is False:
+        if source.binding.facts.get("tied") is False:
             expected.append(count + 4)
-        elif "tied" not in source.facts:
-            source.facts["tied"] = count + 4 not in have
-            if not source.facts["tied"]:
+        elif "tied" not in source.binding.facts:
+            source.binding.facts["tied"] = count + 4 not in have
+            if not source.binding.facts["tied"]:
                 expected.append(count + 4)
         why = f"num_layers {count} and model_parallel_size {tp} in the checkpoint's arguments"
         absent = [layer for layer in expected if layer not in have]
@@ -186,14 +190,14 @@ class GptNeox:
         module = states[0].get("module") if states else None
         tp = model.tp or _degree(ranks)
         model.bounded(model.layers or 1, tp)
-        source.degrees = {"tp": tp}
+        source.binding.degrees = {"tp": tp}
         why = f"model_parallel_size {tp} in the checkpoint's arguments"
         for rank, file in found.seen.ranks:
             if rank >= tp:
                 beyond = f"tensor-parallel rank {rank} is beyond the {tp} of this checkpoint"
                 source.findings.append(unexpected(found.files[file].path, beyond))
             else:
-                source.units.append(
+                source.files.units.append(
                     Unit(
                         file=file,
                         under=["module"],
@@ -202,10 +206,10 @@ class GptNeox:
                         rank=f"tp {rank}",
                     )
                 )
-        source.file_ranks = {file: {"tp": rank} for rank, file in found.seen.ranks}
+        source.files.ranks = {file: {"tp": rank} for rank, file in found.seen.ranks}
         _missing_ranks(source, found.folder, set(ranks), tp, why, _rank_file, {})
-        if "tied" not in source.facts and isinstance(module, dict):
-            source.facts["tied"] = not any(str(k).endswith(".final_linear.weight") for k in module)
+        if "tied" not in source.binding.facts and isinstance(module, dict):
+            source.binding.facts["tied"] = not any(str(k).endswith(".final_linear.weight") for k in module)
 
 
 def _layer_file(widths: tuple[int, int], layer: int, rank: int) -> str:

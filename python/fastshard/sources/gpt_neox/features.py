@@ -154,25 +154,27 @@ def apply(
         FastshardError: ``FS211`` if the stated key/value heads do not divide the heads, or for what is no
             name; ``FS514`` for blocks that no table here describes.
     """
-    parts = read(source.units, values)
-    if not own_layout and (others := unread_blocks.others(found, source.units, set(parts.shapes), values)):
+    parts = read(source.files.units, values)
+    if not own_layout and (
+        others := unread_blocks.others(found, source.files.units, set(parts.shapes), values)
+    ):
         raise error_for(others)
     _refuse_config(model)
     activation: str | None = model.config.get("activation")
-    kv_heads = _kv_heads(parts, model, source.degrees.get("tp", 1)) or model.kv_heads or model.heads
+    kv_heads = _kv_heads(parts, model, source.binding.degrees.get("tp", 1)) or model.kv_heads or model.heads
     if model.heads and kv_heads:
-        source.axes |= {"g": kv_heads, "r": model.heads // kv_heads}
+        source.binding.axes |= {"g": kv_heads, "r": model.heads // kv_heads}
     norm = norm_of(parts, model.config)
     gqa = bool(model.heads and kv_heads and kv_heads != model.heads)
-    source.facts |= _facts(parts, norm, _gated(parts, activation), gqa)
+    source.binding.facts |= _facts(parts, norm, _gated(parts, activation), gqa)
     source.findings += _left_out(found, parts)
-    features = _features(parts, norm, kv_heads, source.facts)
-    source.values["features"] = asdict(features)
+    features = _features(parts, norm, kv_heads, source.binding.facts)
+    source.files.values["features"] = asdict(features)
     if parts.states:
         summary = fp8_state.summary(found, parts.states, values, source.findings)
-        source.values["features"]["fp8"] = summary
+        source.files.values["features"]["fp8"] = summary
     family = "llama" if features.is_llama else "gpt_neox"
-    source.layout = "gpt_neox.llama" if family == "llama" else "gpt_neox.neox"
+    source.binding.layout = "gpt_neox.llama" if family == "llama" else "gpt_neox.neox"
     source.model = Description(family, model.config, dialect=gpt_neox.GptNeoX(features))
     source.findings += _contradictions(source, model, features, activation)
 
@@ -281,7 +283,7 @@ def _contradictions(
     kind = {"te_layernorm": "layernorm", "te_rmsnorm": "rmsnorm"}
     mismatches: list[tuple[str, str, object]] = []
     # mlp_type llama is gated by its w1 and w3, whatever the activation is called.
-    if activation is not None and (activation in GATED) != gated and not source.facts["split_gate"]:
+    if activation is not None and (activation in GATED) != gated and not source.binding.facts["split_gate"]:
         rows = "as the rows of the MLP's first projection say"
         mismatches.append(("activation", f"{'a gated' if gated else 'no gated'} one, {rows}", activation))
     if model.kv_heads is not None and model.kv_heads != features.kv_heads:
@@ -312,8 +314,8 @@ def _contradictions(
                 help="ignore it; GPT-NeoX before #1355 made it and never used it (gpt-neox#1353)",
             )
         )
-    tp = source.degrees.get("tp", 1)
-    if source.facts.get("gpt_j_residual") and tp > 1 and source.facts["te_linear2"]:
+    tp = source.binding.degrees.get("tp", 1)
+    if source.binding.facts.get("gpt_j_residual") and tp > 1 and source.binding.facts["te_linear2"]:
         findings.append(
             Finding.of(
                 codes.CONFIG_DISAGREES,

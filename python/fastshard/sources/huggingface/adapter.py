@@ -13,7 +13,16 @@ from ...common.errors import FastshardError, Finding
 from ...common.listing import File, Listing
 from ...common.records import dataclass, field, replace
 from ...common.regex import compile_when_used
-from ...layouts.declaration import Description, Source, Superseded, Unit
+from ...layouts.declaration import (
+    Allowances,
+    Binding,
+    Description,
+    Source,
+    SourceFiles,
+    Superseded,
+    TensorIndex,
+    Unit,
+)
 from ...models import huggingface, sidecar_files
 from .. import hf_config, model_prefix, single_files
 from ..base import Contents, Found, Options, lacking, missing, unexpected
@@ -286,19 +295,20 @@ class HuggingFace:
         source = Source(
             framework=found.framework,
             step=found.step,
-            units=[Unit(file=i) for i in range(len(found.files))],
-            pass_unknown=True,
-            layers_may_repeat=True,
             model=Description(dialect=huggingface.DIALECT, saved_whole=True, is_part=part is not None),
-            weight_map=weight_map,
-            whole_files=weight_map is not None,
-            index=found.seen.index,
-            unnamed=found.seen.unnamed,
-            by_numbers=found.seen.by_numbers,
-            expected_names=set(weight_map or ()),
-            lost=dict(found.seen.lost),
-            listed=weight_map is not None,
-            vocab_size=options.vocab_size,
+            files=SourceFiles(units=[Unit(file=i) for i in range(len(found.files))]),
+            binding=Binding(pass_unknown=True, vocab_size=options.vocab_size),
+            index=TensorIndex(
+                weight_map=weight_map,
+                has_whole_files=weight_map is not None,
+                path=found.seen.index,
+                unnamed=found.seen.unnamed,
+                by_numbers=found.seen.by_numbers,
+                names=set(weight_map or ()),
+                lost=dict(found.seen.lost),
+                is_listed=weight_map is not None,
+            ),
+            allowances=Allowances(layers_may_repeat=True),
         )
         _take_copies_of_index(source, found.files, values, weight_map or {})
         counted, index = found.seen.counted, found.seen.index
@@ -317,7 +327,7 @@ class HuggingFace:
         else:
             # A model's own folder says what it is; that of a step may leave it to the one above.
             above = is_step((found.step or folder or listing.roots[0].absolute().name).rpartition("/")[2])
-            source.places = sidecar_files.places(listing, folder, above=above)
+            source.files.folders = sidecar_files.places(listing, folder, above=above)
             config, path = hf_config.config_of(listing, folder, options, above=above)
         if _by_a_trainer(values, found):
             source.model = replace(source.model, saved_whole=False)
@@ -327,8 +337,8 @@ class HuggingFace:
         if is_torch or options.prefix is not None or is_wrapped:
             model_prefix.recognise(source, names, config, options.prefix, _paths(values, len(found.files)))
         if config is not None:
-            hf_config.describe(source, listing, config, path, names, outer=source.weights_prefix)
-        if source.layout is None and index is not None and not slices:
+            hf_config.describe(source, listing, config, path, names, outer=source.names.prefix)
+        if source.binding.layout is None and index is not None and not slices:
             # Elsewhere a table says what there must be.
             source.findings += index_mismatch.sizes(index, counted, found.files, values, config)
         return source
@@ -351,13 +361,13 @@ def _take_copies_of_index(
                 superseded.setdefault((weight_map[name], other), []).append(name)
     for (file, other), names in sorted(superseded.items()):
         dropped = set(names)
-        unit = source.units[other]
+        unit = source.files.units[other]
         kept = [n for n in (contents.listed(other) if unit.only is None else unit.only) if n not in dropped]
         if not kept:
             # The index looks for others there: another file was copied over it.
             continue
         unit.only = kept
-        source.superseded = [*source.superseded, Superseded(tuple(names), file, other)]
+        source.index.superseded = [*source.index.superseded, Superseded(tuple(names), file, other)]
         source.findings.append(
             Finding.of(
                 codes.OVERLAP,
@@ -382,7 +392,7 @@ def _config_beside(
     beside = sidecar_files.first(places, "config.json")
     stored = None if beside is None else safe_files.read_object(beside, safe_files.MAX_CONFIG)
     if stored is None or single_files.fits_config(listing.roots[0] / listing.files[0].path, stored, names):
-        source.places = places
+        source.files.folders = places
         return (stored, beside) if config is None else (config, path)
     if config is None:
         source.findings.append(

@@ -18,7 +18,7 @@ from ...common.ranks import rank_range
 from ...common.records import replace
 from ...common.regex import compile_when_used
 from ...layouts import tables
-from ...layouts.declaration import Description, Source
+from ...layouts.declaration import Binding, Description, Source
 from ...models import config_json, huggingface
 from .. import hf_config
 from ..base import Contents, Found, Options, lacking, missing
@@ -101,11 +101,11 @@ class HfRankShards:
 
     def declare(self, found: Found[None], listing: Listing, contents: Contents, options: Options) -> Source:
         """Tensors as boxes; the whole reaches as far as the boxes do."""
-        source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
+        source = Source(found.framework, step=found.step, binding=Binding(pass_unknown=True))
         source.model = Description(dialect=huggingface.DIALECT)
-        source.vocab_size = options.vocab_size
+        source.binding.vocab_size = options.vocab_size
         matches = enumerate(_SHARD.match(file.name) for file in found.files)
-        source.file_ranks = {i: {"rank": int(match[1]) - 1} for i, match in matches if match}
+        source.files.ranks = {i: {"rank": int(match[1]) - 1} for i, match in matches if match}
         boxes = Boxes()
         for i, file in enumerate(found.files):
             begins = _offsets(contents(i), file)
@@ -126,21 +126,24 @@ class HfRankShards:
             # What no rank divides is in the file of every rank.
             if size != boxes.shape(name):
                 raise _twice(found.files, name, lo, holders)
-        source.assembled += boxes.assembled()
+        source.files.assembled += boxes.assembled()
         names = boxes.names()
         config, path = hf_config.config_of(listing, found.folder, options)
         hf_config.describe(source, listing, config, path, names)
         if config is None and (layout := config_json.layout_by_names(names)) is not None:
-            source.layout, source.model = layout, replace(source.model, family=layout.removeprefix("hf."))
+            source.binding.layout, source.model = (
+                layout,
+                replace(source.model, family=layout.removeprefix("hf.")),
+            )
             facts = tables.table(layout).describe(None, names)[1]
             # Rows of heads are enough to check shapes; how they divide only a config tells, or norms of one
             # head each.
-            source.facts = facts | {"tied": not facts["head"]}
-            source.axes = {} if facts.get("qk_norm") else {"d": 1}
+            source.binding.facts = facts | {"tied": not facts["head"]}
+            source.binding.axes = {} if facts.get("qk_norm") else {"d": 1}
         if (lost := _ranks_at_the_end(source, boxes, found)) is not None:
             source.findings.append(lost)
             # With the shapes that they should have, what is missing of them is its effect.
-            source.assembled = boxes.assembled()
+            source.files.assembled = boxes.assembled()
         source.findings += slices_as_wholes(listing, found.folder, found.files, contents, "shards of ranks")
         return source
 
@@ -148,7 +151,7 @@ class HfRankShards:
 def _ranks_at_the_end(source: Source, boxes: Boxes, found: Found[None]) -> Finding | None:
     """That the files of the last ranks are missing, where all tensors that are too short are so by the same
     number of ranks; their shapes become those that they should have."""
-    table = source.usual_table
+    table = source.binding.usual_table
     named = [match for file in found.files if (match := _SHARD.match(file.name))]
     if table is None or not named:
         return None
@@ -160,7 +163,7 @@ def _ranks_at_the_end(source: Source, boxes: Boxes, found: Found[None]) -> Findi
             if size.isalpha() and d < len(shape) and d not in divided:
                 # Of one rank alone every dimension looks whole: the longest is.
                 axes[size] = max(axes.get(size, 0), shape[d])
-    axes |= source.axes
+    axes |= source.binding.axes
     short: dict[str, list[int]] = {}
     counts: set[int] = set()
     sizes: set[str] = set()

@@ -14,7 +14,7 @@ from ...common.options import MAX_DEGREE
 from ...common.ranks import rank_range
 from ...common.records import dataclass
 from ...common.regex import compile_when_used
-from ...layouts.declaration import Source, Unit
+from ...layouts.declaration import Binding, Source, SourceFiles, Unit
 from .. import hf_config
 from ..base import Contents, Found, Options, counted, lacking, missing, unexpected
 from ..choose_step import folder_of, within_this
@@ -101,42 +101,44 @@ class TpSafetensors:
         source = Source(
             framework=found.framework,
             step=found.step,
-            units=[
-                Unit(file=i, coords={"tp": rank}, rank=f"tp {rank}")
-                for i, rank in enumerate(found.seen.ranks)
-            ],
-            degrees={"tp": found.seen.tp},
+            files=SourceFiles(
+                units=[
+                    Unit(file=i, coords={"tp": rank}, rank=f"tp {rank}")
+                    for i, rank in enumerate(found.seen.ranks)
+                ]
+            ),
+            binding=Binding(degrees={"tp": found.seen.tp}),
         )
         hf_config.describe(source, listing, config, config_path, values.names())
-        if source.layout is not None:
+        if source.binding.layout is not None:
             # Each rank holds rows of the padded vocabulary: its extent comes from the shards.
-            source.axes.pop("P", None)
-            source.vocab_size = source.axes.get("V")
+            source.binding.axes.pop("P", None)
+            source.binding.vocab_size = source.binding.axes.get("V")
         if layout is not None:
-            source.provable = True
+            source.index.is_provable = True
             if vocab := _positive(layout, "vocab_size", path):
-                if source.axes.get("V", vocab) != vocab:
+                if source.binding.axes.get("V", vocab) != vocab:
                     source.findings.append(
                         Finding.of(
                             codes.CONFIG_DISAGREES,
                             "vocab_size of layout.json and of the config differ",
                             file=path,
-                            expected=str(source.axes["V"]),
+                            expected=str(source.binding.axes["V"]),
                             got=str(vocab),
                             help="ask the tokenizer which is right, and correct the other file",
                         )
                     )
-                source.vocab_size = vocab
-                source.axes.pop("V", None)
+                source.binding.vocab_size = vocab
+                source.binding.axes.pop("V", None)
             if padded := _positive(layout, "padded_vocab_size", path):
-                source.axes["P"] = padded
+                source.binding.axes["P"] = padded
             dims = _divided(layout.get("tp_dim") or {}, path)
-            source.expected_names = set(dims)
-            if source.layout is None:
-                source.layout = "layout.json"
-                source.table = _own_table(dims, source)
-                source.axes = {k: v for k, v in source.axes.items() if k == "P"}
-        if source.layout is None and options.layout is None:
+            source.index.names = set(dims)
+            if source.binding.layout is None:
+                source.binding.layout = "layout.json"
+                source.binding.table = _own_table(dims, source)
+                source.binding.axes = {k: v for k, v in source.binding.axes.items() if k == "P"}
+        if source.binding.layout is None and options.layout is None:
             source.findings.append(
                 Finding.of(
                     codes.AMBIGUOUS,
@@ -147,8 +149,8 @@ class TpSafetensors:
                 )
             )
         if options.vocab_size:
-            source.vocab_size = options.vocab_size
-            source.axes.pop("V", None)
+            source.binding.vocab_size = options.vocab_size
+            source.binding.axes.pop("V", None)
         source.findings += slices_as_wholes(
             listing, found.folder, found.files, values, "files of tensor-parallel ranks"
         )
@@ -248,11 +250,11 @@ def _is_number(value: Any, below: int) -> bool:
 
 def _own_table(dims: dict[str, tuple[int | None, list[int]]], source: Source) -> Table:
     """A table of the padded vocabulary tensors; the others get rules of their own from ``tp_dim``."""
-    padded, vocab = source.axes.get("P"), source.vocab_size
+    padded, vocab = source.binding.axes.get("P"), source.binding.vocab_size
     # The only rank has all of the rows, whose dimension nothing divides.
-    whole = (None, 0) if source.degrees.get("tp") == 1 else (0,)
+    whole = (None, 0) if source.binding.degrees.get("tp") == 1 else (0,)
     of_words = [n for n, (d, parts) in dims.items() if d in whole and not parts and _VOCABULARY.search(n)]
     rows = of_words if padded and vocab else []
-    source.generic = [(name, *divided) for name, divided in dims.items() if name not in rows]
+    source.binding.generic = [(name, *divided) for name, divided in dims.items() if name not in rows]
     rules = [Rule.literal(name, f"[V~P, H{i}]", name) for i, name in enumerate(rows)]
     return Table.of("layout.json", "V", {"tp": ["V~P"]}, rules)

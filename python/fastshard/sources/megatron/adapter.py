@@ -17,7 +17,7 @@ from ...common.listing import File, Listing
 from ...common.ranks import rank_range
 from ...common.regex import compile_when_used
 from ...layouts import tables
-from ...layouts.declaration import Assembled, Source, Unit
+from ...layouts.declaration import Assembled, Binding, Source, Unit
 from ...models import megatron
 from ...models.model import Lack
 from ..base import Contents, Found, Options, as_dict, counted, missing, unexpected
@@ -119,18 +119,18 @@ class Megatron:
                     got=str(version),
                     help="load and save it with a Megatron-LM of today, which puts the rows in order",
                 )
-        source = Source(found.framework, units=[], layout="megatron.legacy", step=found.step)
-        source.vocab_size = options.vocab_size
+        source = Source(found.framework, step=found.step, binding=Binding(layout="megatron.legacy"))
+        source.binding.vocab_size = options.vocab_size
         carried = next((a for s in states if (a := arguments.arguments(s))), {})
         args, lacking = arguments.override(source, carried, options, found.files[0].path)
         models = [self._models(s) for s in states]
         names = {name for model in models for _, names in model for name in names}
         grid = RankGrid.of(found, args, arguments.mixture(args, names))
-        source.degrees = {"tp": grid.tp} | ({"ep": grid.ep} if grid.ep > 1 else {})
-        source.file_ranks = {i: grid.coords(place) for i, place in enumerate(grid.places)}
-        source.file_ranks |= {file: source.file_ranks[i] for i, file in found.seen.beside.items()}
-        source.provable = bool(args)
-        source.values = {"iteration": carried.get("iteration"), "args": carried} if carried else {}
+        source.binding.degrees = {"tp": grid.tp} | ({"ep": grid.ep} if grid.ep > 1 else {})
+        source.files.ranks = {i: grid.coords(place) for i, place in enumerate(grid.places)}
+        source.files.ranks |= {file: source.files.ranks[i] for i, file in found.seen.beside.items()}
+        source.index.is_provable = bool(args)
+        source.files.values = {"iteration": carried.get("iteration"), "args": carried} if carried else {}
         self._ranks(found, states, grid, source)
         chunks = [[own for _, own in model] for model in models]
         files = list(zip(range(len(chunks)), grid.places, chunks, strict=True))
@@ -142,7 +142,7 @@ class Megatron:
             _check_experts(args, grid, found.files[0].path)
         arguments.describe(source, args, names, lacking)
         self._units(grid, models, _experts_of_rank(args, grid, names), source)
-        if source.facts["experts_flat"]:
+        if source.binding.facts["experts_flat"]:
             _flat_experts(grid, contents, source)
         optim_legacy.attach(source, found, contents, states, args, grid.ep)
         return source
@@ -180,7 +180,7 @@ class Megatron:
                 if tensor_rank < grid.tp and expert_rank < grid.ep:
                     flat = any(_FLAT.search(name) for name in names)
                     first = {"E": expert_rank * experts} if grid.ep > 1 else {}
-                    source.units.append(
+                    source.files.units.append(
                         Unit(
                             file=i,
                             under=[key],
@@ -342,7 +342,7 @@ def _whole(
     places, tensors = [], {}
     for i, (rank, model) in enumerate(zip(grid.places, models, strict=True)):
         if rank[0] < grid.tp and rank[2] < grid.ep:
-            source.units.append(Unit(file=i, rank=grid.rank(rank), only=[]))
+            source.files.units.append(Unit(file=i, rank=grid.rank(rank), only=[]))
             tensors[i] = contents.tensors(i)
             places += [
                 merge_without_table.Place(
@@ -366,7 +366,7 @@ def _whole(
         source.findings.append(
             Finding.of(codes.MISSING_TENSOR, "a rank's slice of this tensor is missing", tensor=name)
         )
-    source.assembled += wholes.assembled()
+    source.files.assembled += wholes.assembled()
     if wholes.left:
         source.findings.append(
             Finding.of(
@@ -377,10 +377,12 @@ def _whole(
         )
     shapes = wholes.shapes()
     arguments.describe(source, args, set(shapes))
-    described = table_match.unnamed(tables.table("megatron.legacy"), shapes, source.axes, source.facts, args)
+    described = table_match.unnamed(
+        tables.table("megatron.legacy"), shapes, source.binding.axes, source.binding.facts, args
+    )
     if described is None:
         # To the table they are those of one rank.
-        source.degrees = {}
+        source.binding.degrees = {}
     else:
         table_match.leave_unnamed(
             source, described if lack.what == "expert_tensor_parallel_size" else lack, shapes, args
@@ -402,7 +404,7 @@ def _flat_experts(grid: RankGrid, contents: Contents, source: Source) -> None:
     source: megatron/core/transformer/moe/experts.py, ``self.weight1.view(num_local_experts, hidden_size,
         -1)``
     """
-    experts, hidden = source.axes.get("E"), source.axes.get("H")
+    experts, hidden = source.binding.axes.get("E"), source.binding.axes.get("H")
     if not experts or not hidden:
         raise FastshardError.of(
             codes.FACT_UNKNOWN,
@@ -410,7 +412,7 @@ def _flat_experts(grid: RankGrid, contents: Contents, source: Source) -> None:
             help="save the rank files again with their arguments (num_experts, hidden_size)",
         )
     local = experts // grid.ep
-    for unit in source.units:
+    for unit in source.files.units:
         tensors: list[Any] = []
         for number, tensor in enumerate(contents.tensors(unit.file)):
             under, name = [str(p) for p in tensor["path"][:-1]], str(tensor["path"][-1])
@@ -431,4 +433,6 @@ def _flat_experts(grid: RankGrid, contents: Contents, source: Source) -> None:
             named = f"{name[: match.start(1)]}{layer}{name[match.end(1) :]}"
             tensors.append((named, shape, [(total, unit.file, number, 0)]))
         if tensors:
-            source.assembled.append(Assembled(unit.file, unit.coords, unit.rank, None, tensors, frozen=True))
+            source.files.assembled.append(
+                Assembled(unit.file, unit.coords, unit.rank, None, tensors, frozen=True)
+            )

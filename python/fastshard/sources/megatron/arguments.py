@@ -145,14 +145,16 @@ def describe(source: Source, args: dict[str, Any], names: set[str], lacking: Seq
         lacking: what is known of the model and no argument states.
     """
     moe = mixture(args, names)
-    source.axes = megatron.axes_of(args, moe)
+    source.binding.axes = megatron.axes_of(args, moe)
     source.model = Description(
         "mixtral" if moe else "llama",
         dict(args),
         dialect=Unnamed(lacking[0]) if lacking else megatron.DIALECT,
     )
     degrees = {dimension: megatron.size(args, key) for dimension, key in _DEGREES.items()}
-    source.ranks = {dimension: degree for dimension, degree in degrees.items() if degree is not None}
+    source.binding.other_degrees = {
+        dimension: degree for dimension, degree in degrees.items() if degree is not None
+    }
 
     def has(end: str) -> bool:
         return any(name.endswith(end) for name in names)
@@ -160,7 +162,7 @@ def describe(source: Source, args: dict[str, Any], names: set[str], lacking: Seq
     untied = args.get(megatron.UNTIED)
     head = has("output_layer.weight")
     tied = not untied if isinstance(untied, bool) else not head
-    source.facts = {
+    source.binding.facts = {
         "tied": tied,
         # With tied embeddings the last of several stages has a copy of them.
         "output_layer": head or not tied,
@@ -176,4 +178,4 @@ def describe(source: Source, args: dict[str, Any], names: set[str], lacking: Seq
     }
     gated = args.get("swiglu")
     if isinstance(gated, bool):
-        source.facts["gated"] = gated
+        source.binding.facts["gated"] = gated

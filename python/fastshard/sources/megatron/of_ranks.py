@@ -87,7 +87,7 @@ def judge(
                 help=right if own in paths else "copy the file of this rank from the node that ran it",
             )
         )
-    source.placed |= {at for at, *_ in files_with_rank} - {at for at, *_ in wrong}
+    source.files.placed |= {at for at, *_ in files_with_rank} - {at for at, *_ in wrong}
 
 
 def judge_stages(

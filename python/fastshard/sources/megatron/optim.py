@@ -83,7 +83,7 @@ def divide(
     )
     if findings:
         return weights
-    source.assembled += assembled
+    source.files.assembled += assembled
     known = {name for group in assembled for name, *_ in group.tensors}
     # One file lists all tensors: what it lists no state of has none.
     source.optimizer.untrained.update(
@@ -92,7 +92,7 @@ def divide(
     source.optimizer.frozen.update(n for n in source.optimizer.untrained if not BUFFERS.search(n))
     groups = list(param_groups(common.get("optimizer")))
     if groups:
-        source.values["optimizer"] = {"param_groups": groups}
+        source.files.values["optimizer"] = {"param_groups": groups}
         source.optimizer = replace(source.optimizer, groups=by_decay(groups, args))
         source.optimizer.steps[0] = steps(groups)
     is_shifted = bool(args.get("overlap_grad_reduce")) and "param" in state.by_parameter

@@ -90,7 +90,7 @@ def refuse(source: Source, found: Found[MegatronFiles], states: list[Any]) -> No
     first = next((n for n in with_state if n in beside), with_state[0])
     finding = _no_places(
         found.files[beside.get(first, first)].path,
-        next((unit.rank for unit in source.units if unit.file == first), None),
+        next((unit.rank for unit in source.files.units if unit.file == first), None),
         UnknownPlaces("no table gives this model's order"),
     )
     source.optimizer = Optimizer(
@@ -142,11 +142,11 @@ def attach(
         groups=by_decay(values, args),
     )
     if values:
-        source.values["optimizer"] = {"param_groups": values}
+        source.files.values["optimizer"] = {"param_groups": values}
     if unknown or absent:
         # What is there of some ranks would be held against nothing of others.
         return
-    source.assembled += reading.assembled
+    source.files.assembled += reading.assembled
     every = {p.name for rank in ranks for chunk in rank.chunks for p in chunk.parts}
     source.optimizer.untrained.update(name for name in _buffers(source, contents) if name not in every)
     slots = sorted({a.slot for a in reading.assembled if a.slot})
@@ -196,10 +196,10 @@ def _rank(
     beside: Mapping[int, int],
 ) -> _Rank:
     """The rank's parameters, in the order of its file: that of the module, buffers aside."""
-    units = [unit for unit in source.units if unit.file == n]
+    units = [unit for unit in source.files.units if unit.file == n]
     declared = {
         pieces[0][2]: (name, shape)
-        for group in source.assembled
+        for group in source.files.assembled
         if group.file == n
         for name, shape, pieces in group.tensors
     }
@@ -234,7 +234,7 @@ def _list_optimizers(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _buffers(source: Source, contents: Contents) -> Iterator[str]:
     """Tensors of the rank files that are no parameters."""
-    for unit in source.units:
+    for unit in source.files.units:
         for tensor in contents.tensors(unit.file) if contents.readable(unit.file) else []:
             path = [str(p) for p in tensor["path"]]
             if path[:-1] == unit.under and BUFFERS.search(path[-1]):

@@ -124,8 +124,8 @@ def leave_unnamed(
 ) -> None:
     """Declares the tensors as they are stored: ``.metadata`` states all shapes. Rows that are words are known
     all the same."""
-    source.layout, source.pass_unknown, source.axes = None, True, {}
-    source.table = Table.of("megatron.any", "V", {}, list(_words(shapes, args)))
+    source.binding.layout, source.binding.pass_unknown, source.binding.axes = None, True, {}
+    source.binding.table = Table.of("megatron.any", "V", {}, list(_words(shapes, args)))
     source.model = replace(source.model, dialect=arguments.Unnamed(lack))
 
 

@@ -45,24 +45,26 @@ class TorchDist:
         weights = optim.divide(source, tensors, found.seen.metadata, args, state)
         shapes = {name: shape for name, shape, _ in weights}
         names = {entry["name"] for entry in found.seen.metadata["tensors"]}
-        source.framework, source.pass_unknown = "Megatron-LM (torch_dist)", False
+        source.framework, source.binding.pass_unknown = "Megatron-LM (torch_dist)", False
         # Layers that may differ are not stacked: numbered from the first of all, whole, as one rank has them.
-        source.layout = "megatron.legacy" if table_match.is_numbered(names) else "megatron.dist"
-        source.values |= {"iteration": args.get("iteration"), "args": args}
+        source.binding.layout = "megatron.legacy" if table_match.is_numbered(names) else "megatron.dist"
+        source.files.values |= {"iteration": args.get("iteration"), "args": args}
         file = next((f.path for f in found.files if f.name == "common.pt"), None)
         args, lacking = arguments.override(source, args, options, file)
         arguments.describe(source, args, names, lacking)
         # What is stored is all that there is: no arguments call for more.
-        source.facts["output_layer"] = "output_layer.weight" in names
-        if "gated" not in source.facts and (gated := _gated(shapes)) is not None:
-            source.facts["gated"] = gated
+        source.binding.facts["output_layer"] = "output_layer.weight" in names
+        if "gated" not in source.binding.facts and (gated := _gated(shapes)) is not None:
+            source.binding.facts["gated"] = gated
         # What lies in a file that is gone belongs to the model all the same.
         shapes |= {
             entry["name"]: entry["shape"]
             for entry in found.seen.metadata["tensors"]
             if entry["name"] in found.seen.lacking and not optim.is_state(entry["name"])
         }
-        lack = table_match.unnamed(tables.table(source.layout), shapes, source.axes, source.facts, args)
+        lack = table_match.unnamed(
+            tables.table(source.binding.layout), shapes, source.binding.axes, source.binding.facts, args
+        )
         if lack is not None:
             table_match.leave_unnamed(source, lack, shapes, args)
         return weights
@@ -99,7 +101,7 @@ def _of_torch(
     args = arguments.arguments({"args": read_object(objects["args"])})
     form = str(args.get("ckpt_format") or "fsdp_dtensor")[:80]
     source.framework = f"Megatron-LM ({form if form.isidentifier() else 'torch DCP'})"
-    source.values |= {"iteration": args.get("iteration"), "args": args}
+    source.files.values |= {"iteration": args.get("iteration"), "args": args}
     arguments.describe(source, args, names)
     shapes = {name: shape for name, shape, _ in tensors}
     table_match.leave_unnamed(source, Lack("ckpt_format", "torch_dist or torch", form), shapes, args)

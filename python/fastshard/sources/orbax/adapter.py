@@ -10,7 +10,7 @@ from ...common.config_text import parse_yaml
 from ...common.errors import FastshardError, Finding, error_for
 from ...common.listing import File, Listing
 from ...common.records import dataclass, replace
-from ...layouts.declaration import Assembled, Blocks, Source, TreeInfo
+from ...layouts.declaration import Assembled, Binding, Blocks, Source, TreeInfo
 from ...layouts.maxtext_names import FILE as MODEL_FILE
 from ...models import maxtext_sizes
 from .. import maxtext as maxtext_model
@@ -105,10 +105,10 @@ class Orbax:
         """Every array as boxes of its blocks."""
         union, tree, verdict = found.seen.union, found.seen.tree, found.seen.verdict
         place = found.seen.places[0]
-        source = Source(found.framework, units=[], step=found.step, pass_unknown=True)
+        source = Source(found.framework, step=found.step, binding=Binding(pass_unknown=True))
         # Paxml's directories are the only list of its variables that there is.
-        source.provable = tree is not None
-        source.vocab_size = options.vocab_size
+        source.index.is_provable = tree is not None
+        source.binding.vocab_size = options.vocab_size
         tensors = [
             (
                 name,
@@ -118,9 +118,13 @@ class Orbax:
             for name, array in sorted(union.arrays.items())
         ]
         where = place.label(listing)
-        source.of_tensors = [*union.unread.values(), *_shared(tree, where), *_widened(union.arrays, where)]
-        source.assembled.append(Assembled(0, {}, None, None, tensors, frozen=True))
-        source.values = {"completeness": verdict.to_dict()}
+        source.tensor_findings = [
+            *union.unread.values(),
+            *_shared(tree, where),
+            *_widened(union.arrays, where),
+        ]
+        source.files.assembled.append(Assembled(0, {}, None, None, tensors, frozen=True))
+        source.files.values = {"completeness": verdict.to_dict()}
         checkpoint = _checkpoint_metadata(listing, found.seen.places)
         custom = checkpoint.get("custom_metadata")
         source.tree = TreeInfo(
@@ -133,7 +137,7 @@ class Orbax:
             custom=custom if isinstance(custom, dict) else {},
         )
         if custom:
-            source.values["custom_metadata"] = custom
+            source.files.values["custom_metadata"] = custom
         arrays = {name: (array.dtype, array.shape) for name, array in union.arrays.items()}
         config, path = options.config, options.config_path
         if config is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...common.listing import File, Listing
 from ...common.records import dataclass
-from ...layouts.declaration import Description, Source, Unit
+from ...layouts.declaration import Binding, Description, Source, SourceFiles, Unit
 from ...layouts.declared_parts import StoredAdapter
 from ..base import Contents, Found, Options
 from . import adapter_config, tensor_names
@@ -40,12 +40,14 @@ class PeftAdapter:
         """Its tensors as they are; each factor must have the other one."""
         file = found.seen.config
         config = adapter_config.read(listing.roots[file.root] / file.path, file.path)
-        source = Source(found.framework, units=[Unit(file=0)], pass_unknown=True)
+        source = Source(
+            found.framework, files=SourceFiles(units=[Unit(file=0)]), binding=Binding(pass_unknown=True)
+        )
         source.model = Description(
             no_table="an adapter of PEFT is no model by itself: `fastshard merge BASE OUT --adapter DIR` "
             "merges it into its base"
         )
-        source.values = {
+        source.files.values = {
             "r": config.r,
             "lora_alpha": config.alpha,
             "use_rslora": config.rslora,
@@ -59,5 +61,5 @@ class PeftAdapter:
             source.findings += find_missing_halves(adapter, config, shapes, found.files[0].path, path)
             if adapter.modules:
                 source.findings += find_missing_modules(adapter, config, found.files[0].path)
-            source.adapter = StoredAdapter(config.stored, file.path, found.files[0].path, shapes)
+            source.files.adapter = StoredAdapter(config.stored, file.path, found.files[0].path, shapes)
         return source

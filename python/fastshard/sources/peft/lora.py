@@ -18,8 +18,8 @@ from .missing_factors import find_missing_halves, find_missing_modules
 __all__ = ["find", "merge"]
 
 
-def merge(source: Source, files: Files, found: Found[object], listing: Listing, contents: Contents) -> None:
-    """Puts an adapter on the declaration of its base.
+def merge(source: Source, files: Files, found: Found[object], listing: Listing, contents: Contents) -> Source:
+    """Declare a base with an adapter merged into it.
 
     Args:
         source: of the base, or of a run of the adapter, which holds both.
@@ -32,6 +32,7 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
         FastshardError: as :func:`.lora_update.attach`; ``FS106`` where two adapters are there, ``FS101`` for
             none, ``FS514`` for a base that has no names of Hugging Face.
     """
+    source = source.thaw()
     config = adapter_config.read(files.config, files.config.name)
     shapes = _shapes(source, contents)
     own = tensor_names.is_of_adapters(shapes)
@@ -55,17 +56,17 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
         )
     if own:
         # The wrapper's own name is not a trainer's key.
-        source.weights_prefix = source.weights_prefix.removesuffix(tensor_names.OUTER)
+        source.names.prefix = source.names.prefix.removesuffix(tensor_names.OUTER)
         # A container that the trainer saved the model in ({"model": ...}) is no part of the names.
         outer = {
             name.partition(tensor_names.OUTER)[0] for name in shapes if tensor_names.is_of_adapters([name])
         }
         container = outer.pop() if len(outer) == 1 else ""
         container = container if all(name.startswith(container) for name in shapes) else ""
-        source.weights_prefix = source.weights_prefix.removeprefix(container)
+        source.names.prefix = source.names.prefix.removeprefix(container)
         adapter = tensor_names.read_names(shapes, saved=False, container=container)
-        source.names.update({stored: name for name, stored in adapter.base.items() if stored != name})
-        source.names.update({stored: name for name, stored in adapter.whole.items() if stored != name})
+        source.names.own.update({stored: name for name, stored in adapter.base.items() if stored != name})
+        source.names.own.update({stored: name for name, stored in adapter.whole.items() if stored != name})
         factors = {
             name for module in adapter.modules.values() for name in module.factors.values()
         } | adapter.unused
@@ -74,24 +75,24 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
         in_base = {*adapter.base, *adapter.whole, *shapes} - factors
         model = source.model
         if model.config is not None:
-            renamed = dict(source.names)
+            renamed = dict(source.names.own)
             mine = [renamed.get(name, name) for name in shapes if name not in factors]
             hf_config.describe(source, listing, model.config, model.config_file, mine)
-            source.names = renamed
+            source.names.own = renamed
     else:
         last = len(found.files) - 1
         if contents.readable(last):
             adapter = tensor_names.read_names(contents.listed(last), saved=True)
-            base = {source.names.get(name, name): shape for name, shape in shapes.items()}
-            source.units.append(Unit(file=last))
-            added = _shapes_of(source.units[-1], contents)
+            base = {source.names.own.get(name, name): shape for name, shape in shapes.items()}
+            source.files.units.append(Unit(file=last))
+            added = _shapes_of(source.files.units[-1], contents)
             raise_errors(find_missing_halves(adapter, config, added, file, files.config))
             in_base = set(base)
-            base_names.place(adapter, config, base, added, source.table or source.usual_table)
+            base_names.place(adapter, config, base, added, source.binding.table or source.binding.usual_table)
             shapes |= added
         else:
-            return
-    if not (source.model.hf_names or own) or source.weights_prefix or source.degrees.get("tp", 1) > 1:
+            return source
+    if not (source.model.hf_names or own) or source.names.prefix or source.binding.degrees.get("tp", 1) > 1:
         raise FastshardError.of(
             codes.UNSUPPORTED,
             "an adapter is merged into full tensors under Hugging Face's own names",
@@ -102,17 +103,18 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
         )
     raise_errors(find_missing_modules(adapter, config, file, in_base))
     # Before what the adapter makes of the config.
-    source.adapter = StoredAdapter(
+    source.files.adapter = StoredAdapter(
         config.stored, config.path, file, added, is_saved=not own, base=source.model.config
     )
-    by_own = {source.names.get(name, name): shape for name, shape in shapes.items()}
+    by_own = {source.names.own.get(name, name): shape for name, shape in shapes.items()}
     lora_update.attach(source, adapter, config, by_own | shapes)
+    return source
 
 
 def _shapes(source: Source, contents: Contents) -> dict[str, list[int]]:
     """Shapes of all tensors by the names stored."""
-    found = {name: shape for a in source.assembled if a.slot is None for name, shape, _ in a.tensors}
-    for unit in source.units:
+    found = {name: shape for a in source.files.assembled if a.slot is None for name, shape, _ in a.tensors}
+    for unit in source.files.units:
         found |= _shapes_of(unit, contents)
     return found
 

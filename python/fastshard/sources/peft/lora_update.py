@@ -57,16 +57,16 @@ def attach(source: Source, adapter: AdapterNames, config: Config, shapes: Mappin
         replaced = {name for name, bare in _names(source, shapes) if bare == own and name != stored}
         if head is not None and own == head[0]:
             # The head was this tensor too, and keeps its values.
-            source.names.update(dict.fromkeys(replaced, head[1]))
+            source.names.own.update(dict.fromkeys(replaced, head[1]))
         else:
             hidden |= replaced
             if not replaced and head is None and not _is_head(own):
                 source.findings.append(_warn_of_addition(own, source, config))
         if own != stored:
-            source.names[stored] = own
-    source.names.update({stored: own for own, stored in adapter.base.items() if own != stored})
-    source.adapted += [Adapted(name, of) for name, of in sorted(changes.items())]
-    source.hidden |= hidden
+            source.names.own[stored] = own
+    source.names.own.update({stored: own for own, stored in adapter.base.items() if own != stored})
+    source.files.adapted += [Adapted(name, of) for name, of in sorted(changes.items())]
+    source.names.hidden |= hidden
     _untie(source, adapter, changes, head)
     source.findings.append(
         Finding.of(
@@ -97,7 +97,7 @@ def _warn_of_addition(name: str, source: Source, config: Config) -> Finding:
 
 def _names(source: Source, shapes: Mapping[str, list[int]]) -> list[tuple[str, str]]:
     """Stored names, each with the model's own."""
-    return [(name, source.names.get(name, name)) for name in shapes]
+    return [(name, source.names.own.get(name, name)) for name in shapes]
 
 
 def _changes(
@@ -328,7 +328,7 @@ def _find_untied_head(
 def _is_tied(source: Source) -> bool:
     """Whether the base ties its head to its embedding; a config without the key does where the class ties by
     itself."""
-    return bool(source.facts.get("tied") or (source.model.config or {}).get("tie_word_embeddings"))
+    return bool(source.binding.facts.get("tied") or (source.model.config or {}).get("tie_word_embeddings"))
 
 
 def _untie(
@@ -350,7 +350,7 @@ def _untie(
         name for name in changes if "embed" in name.rpartition(".")[0].rpartition(".")[2] or "lm_head" in name
     )
     if heads or head is not None:
-        source.facts |= {"tied": False, "head": True}
+        source.binding.facts |= {"tied": False, "head": True}
         config = {**(model.config or {}), "tie_word_embeddings": False}
         source.model = replace(model, config=config)
         return

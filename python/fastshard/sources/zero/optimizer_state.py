@@ -69,16 +69,18 @@ def attach(
     for model in _models(source, found, contents, states, name_of, experts):
         rank = _state_of(model, by_mp.pop(model.mp, None), is_stage3)
         ranks.append(rank)
-        source.assembled += rank.assembled
+        source.files.assembled += rank.assembled
         if rank.values is not None:
-            source.values.setdefault("optimizer", rank.values)
+            source.files.values.setdefault("optimizer", rank.values)
         unnamed = model.names() - rank.trained if rank.trained else set()
         untrained.update(map(name_of, unnamed))
         frozen.update(map(name_of, _frozen(model, unnamed, rank.trained)))
         if is_stage3:
-            source.assembled += stage3.frozen(model, seen.sliced)
+            source.files.assembled += stage3.frozen(model, seen.sliced)
             source.findings += stage3.ranks_agree(model, seen.sliced)
-            buffers = {name for unit in source.units if unit.file == model.file for name in unit.only or []}
+            buffers = {
+                name for unit in source.files.units if unit.file == model.file for name in unit.only or []
+            }
             source.findings += stage3.left_out(model, buffers)
     findings = [finding for rank in ranks for finding in rank.findings]
     findings += [_model_missing(found.folder, mp, len(parts)) for mp, parts in by_mp.items()]
@@ -87,7 +89,7 @@ def attach(
     findings += [f for f in copied_files(found, contents) if f.file not in known]
     steps = {file: each for rank in ranks for file, each in rank.steps.items()}
     findings += steps_agree(found, steps)
-    masters = [a for a in source.assembled if a.slot is None and not a.frozen]
+    masters = [a for a in source.files.assembled if a.slot is None and not a.frozen]
     # Masters that cannot be named, or that the model file says there must be, are told of, not passed over.
     untaken = any(f.code == codes.MASTERS_NOT_CHECKABLE or f.is_a("missing_file") for f in findings)
     source.optimizer = Optimizer(
@@ -117,9 +119,9 @@ def _models(
 ) -> list[Model]:
     """The model-parallel ranks, each by its first file, where several roots hold it."""
     seen = found.seen
-    tp = source.degrees.get("tp", 1)
+    tp = source.binding.degrees.get("tp", 1)
     stages = len({rank for rank, _ in seen.ranks}) // tp if seen.pipeline else 1
-    plain = source.layout is None and source.pass_unknown
+    plain = source.binding.layout is None and source.binding.pass_unknown
     models: dict[int, Model] = {}
     for (mp, file), state in zip(seen.ranks, states, strict=True):
         if mp not in models:

@@ -55,7 +55,7 @@ impl Case {
         std::fs::write(source.join("model.safetensors"), safetensors()).unwrap();
         let catalog = Catalog::open(vec![source], &[(0, "model.safetensors".into())], 1);
         let request = json!({
-            "source": {"toml": TABLE, "units": [{"file": 0, "rank": "the only one"}], "degrees": {}},
+            "source": {"files": {"units": [{"file": 0, "rank": "the only one"}]}, "binding": {"toml": TABLE}},
         });
         let placement = json!({"max_shard_size": 320_000, "texts": {"config.json": "{}"}});
         let request: request::Request = serde_json::from_value(request).unwrap();

@@ -115,10 +115,10 @@ impl Gathered {
             (group.slot.is_none() || request.optimizer)
                 && (!group.masters_only || request.taken() == Weights::Masters)
         };
-        let assembled: Vec<&AssembledSide> = side.assembled.iter().filter(wanted).collect();
+        let assembled: Vec<&AssembledSide> = side.files.assembled.iter().filter(wanted).collect();
         let mut all = Gathered { passes: vec![Pass::default()], ..Gathered::default() };
-        for unit in &side.units {
-            all.unit(catalog, unit, &side.names);
+        for unit in &side.files.units {
+            all.unit(catalog, unit, &side.names.own);
         }
         let mut twins = Twins::default();
         if assembled.iter().any(|group| group.slot.is_none()) {
@@ -132,8 +132,8 @@ impl Gathered {
         all.tell_eights();
         all.decode(&request.coded);
         let mut replaced = twins.replaced;
-        let hidden = side.hidden.union(&request.left_out).map(String::as_str).collect();
-        replaced.extend(all.adapt(&side.adapted, &hidden));
+        let hidden = side.names.hidden.union(&request.left_out).map(String::as_str).collect();
+        replaced.extend(all.adapt(&side.files.adapted, &hidden));
         let Pass { seen, tensors, .. } = &mut all.passes[0];
         let keep: Vec<bool> = tensors.iter().map(|t| !replaced.contains(t)).collect();
         let mut kept = keep.iter();
@@ -164,7 +164,7 @@ impl Gathered {
         for tensor in &group.tensors {
             let Some(stored) = self.assemble(catalog, group, tensor) else { continue };
             let index = self.stored.len() as u32;
-            let name = side.names.get(&stored.name).unwrap_or(&stored.name).clone();
+            let name = side.names.own.get(&stored.name).unwrap_or(&stored.name).clone();
             let seen = Stored { name, shape: stored.shape.clone(), dtype: stored.dtype, unit };
             self.stored.push(stored);
             match &group.slot {

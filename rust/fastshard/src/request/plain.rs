@@ -109,7 +109,7 @@ mod tests {
         let names: Vec<(u32, String)> = (0..files).map(|i| (0, format!("{i}.safetensors"))).collect();
         let catalog = Catalog::open(vec![folder.to_path_buf()], &names, 1);
         let units: Vec<Value> = (0..files).map(|i| json!({ "file": i })).collect();
-        let mut request = json!({"source": {"units": units, "pass_unknown": true}});
+        let mut request = json!({"source": {"files": {"units": units}, "binding": {"pass_unknown": true}}});
         request.as_object_mut().unwrap().extend(options.as_object().unwrap().clone());
         let limit = request.as_object_mut().unwrap().remove("max_shard_size");
         let placement = json!({"max_shard_size": limit.unwrap_or(json!(1u64 << 40))});

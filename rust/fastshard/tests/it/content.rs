@@ -721,7 +721,7 @@ fn odd_values_are_pointed_out() {
         t.bytes[400..404].copy_from_slice(&bits);
         for (accepted, severity) in [(false, Severity::Error), (true, Severity::Warning)] {
             let mut spec = request(&files, 2);
-            spec["source"]["non_finite_accepted"] = json!(accepted);
+            spec["source"]["non_finite"] = json!(accepted);
             let outcome = merge(&files, spec);
             assert_eq!(outcome.failed(), !accepted);
             let finding = outcome.expect(codes::NON_FINITE, severity);

@@ -153,6 +153,14 @@ pub fn open(dir: &Path, files: usize) -> Catalog {
     Catalog::open(vec![dir.to_path_buf()], &names, 1)
 }
 
+/// The record of a source that each field stands in; tests write all fields side by side.
+const RECORDS: [(&str, &[&str]); 4] = [
+    ("files", &["units", "assembled", "adapted", "placed"]),
+    ("names", &["prefix", "own", "hidden", "beside"]),
+    ("binding", &["toml", "generic", "degrees", "axes", "facts", "sets", "vocab_size", "pass_unknown"]),
+    ("allowances", &["layers_may_repeat", "copies", "non_finite", "holes"]),
+];
+
 /// Drafts and places: what is said of places stands in the request, or in its target. Painted values may be any bits, so NaN
 /// is accepted unless the source says otherwise.
 pub fn make_plan(catalog: &Catalog, mut request: serde_json::Value) -> Result<Planned> {
@@ -164,7 +172,11 @@ pub fn make_plan(catalog: &Catalog, mut request: serde_json::Value) -> Result<Pl
         placement.extend(keys.iter().filter_map(|key| side.remove_entry(*key)));
     }
     if let Some(serde_json::Value::Object(source)) = request.get_mut("source") {
-        source.entry("non_finite_accepted").or_insert(true.into());
+        source.entry("non_finite").or_insert(true.into());
+        for (record, keys) in RECORDS {
+            let fields = keys.iter().filter_map(|key| source.remove_entry(*key)).collect();
+            source.insert(record.into(), serde_json::Value::Object(fields));
+        }
     }
     let request: Request = serde_json::from_value(request).expect("a request");
     let placement: Placement = serde_json::from_value(placement.into()).expect("a placement");

@@ -1,0 +1,90 @@
+"""Records that are built step by step and then frozen: whoever changes one afterwards is refused."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, TypeVar
+
+_FROZEN = "_is_frozen"
+
+Record = TypeVar("Record", bound="Freezable")
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    """Refuse a change: others read the same record.
+
+    Raises:
+        TypeError: always.
+    """
+    raise TypeError("the record is frozen: make another one of it with replace()")
+
+
+class FrozenList(list[Any]):
+    """A list that nobody changes. It stays a list, so that it is joined, compared and serialised as one."""
+
+    __slots__ = ()
+    append = clear = extend = insert = pop = remove = reverse = sort = _refuse
+    __delitem__ = __iadd__ = __imul__ = __setitem__ = _refuse
+
+
+class FrozenDict(dict[Any, Any]):
+    """A dict that nobody changes."""
+
+    __slots__ = ()
+    clear = pop = popitem = setdefault = update = _refuse
+    __delitem__ = __ior__ = __setitem__ = _refuse
+
+
+class Freezable:
+    """A dataclass whose fields are assigned until :meth:`freeze` is called. What ``replace`` makes of a frozen
+    record is frozen too."""
+
+    def freeze(self) -> None:
+        """Freeze the record, the lists, dicts and sets in its fields, and the records in them of this
+        kind."""
+        if _FROZEN in self.__dict__:
+            return
+        for name, value in self.__dict__.items():
+            self.__dict__[name] = _freeze_value(value)
+        self.__dict__[_FROZEN] = True
+
+    def thaw(self: Record) -> Record:
+        """Copy the record as one that may be changed, with its collections and the records in it."""
+        other = object.__new__(type(self))
+        fields = {name: _copy_value(value) for name, value in self.__dict__.items() if name != _FROZEN}
+        other.__dict__.update(fields)
+        return other
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if _FROZEN in self.__dict__:
+            _refuse()
+        super().__setattr__(name, value)
+
+
+#: What a collection becomes when it is frozen.
+_KINDS: dict[type, type] = {list: FrozenList, dict: FrozenDict, set: frozenset}
+_THAWED: dict[type, type] = {
+    FrozenList: list,
+    FrozenDict: dict,
+    frozenset: set,
+    list: list,
+    dict: dict,
+    set: set,
+}
+
+
+def _freeze_value(value: Any) -> Any:
+    """Freeze the value of a field: a record in its place, a collection as a copy."""
+    if isinstance(value, Freezable):
+        value.freeze()
+        return value
+    kind = _KINDS.get(type(value))
+    return value if kind is None else kind(value)
+
+
+def _copy_value(value: Any) -> Any:
+    """Copy the value of a field, if it is a record of this kind or a collection, as one that may be
+    changed."""
+    if isinstance(value, Freezable):
+        return value.thaw()
+    kind = _THAWED.get(type(value))
+    return value if kind is None else kind(value)
