@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-# Once for all: a module of tests/ that was looked for in vain is not found later either.
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
+# Once for all: a module of this folder that was looked for in vain is not found later either.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

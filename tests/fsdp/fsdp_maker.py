@@ -373,5 +373,5 @@ def main(out: Path, world: int, cases: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parent.parent))
+    sys.path.append(str(Path(__file__).parents[1] / "makers"))
     sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(",")))

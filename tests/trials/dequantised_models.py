@@ -21,7 +21,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "makers"))
 from quantised_maker import FORMS
 
 Tensors = dict[str, torch.Tensor]

@@ -25,7 +25,7 @@ import transformers
 from families import ask_transformers_here
 
 TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS), str(TESTS / "real_deepspeed"), str(TESTS / "fsdp")]
+sys.path[:0] = [str(TESTS / folder) for folder in (".", "makers", "real_deepspeed", "fsdp")]
 
 #: Cases of the makers that are refused on purpose: a DTensor that was never reduced, flat parameters that state neither names
 #: nor shapes, master weights that were never refreshed, and those that megatron-core itself writes beside their places.

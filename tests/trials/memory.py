@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 TESTS = Path(__file__).parents[1]
-sys.path.insert(0, str(TESTS))
+sys.path[:0] = [str(TESTS / folder) for folder in (".", "makers", "quantised", "publishing")]
 
 import test_quantised_memory as quantised  # noqa: E402
 from test_quantised_memory import write_sparse  # noqa: E402
