@@ -354,7 +354,7 @@ impl ResultWriter {
         overwrite: bool,
         fsync: bool,
     ) -> PyResult<Self> {
-        let options = publish::Options { overwrite, resume: false, fsync, io: publish::Io::Auto };
+        let options = publish::Options { overwrite, fsync, ..Default::default() };
         let inner = py
             .detach(|| fastshard::writer::ResultWriter::begin(&out, nbytes, max_shard_size, &options))
             .map_err(raise)?;

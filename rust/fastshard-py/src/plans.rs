@@ -252,11 +252,14 @@ impl Plan {
         let about = about.map(|about| about.0).unwrap_or_default();
         let ended = run_telling(py, progress, tell, {
             let out = out.clone();
-            move |control| match meeting {
-                Some(meeting) => {
-                    write_together(&plan, &files, &roots, &out, &write_options, &meeting, about, control)
+            move |control| {
+                let options = &write_options;
+                let run =
+                    write::Run { plan: &plan, files: &files, roots: &roots, out: &out, options, control };
+                match meeting {
+                    Some(meeting) => write_together(&run, &meeting, about),
+                    None => write::write(&run),
                 }
-                None => write::write(&plan, &files, &roots, &out, &write_options, control),
             }
         });
         *self.outcome.lock().unwrap_or_else(PoisonError::into_inner) =

@@ -10,7 +10,7 @@ use fastshard::error::Finding;
 use fastshard::manifest::Manifest;
 use fastshard::publish::gc;
 use fastshard::publish::stored::{Stored as Result, Version};
-use fastshard::write;
+use fastshard::write::{self, Run};
 use pyo3::prelude::*;
 use serde_json::json;
 
@@ -40,7 +40,8 @@ pub(crate) fn begin_parts(
     let (options, about) = (options.0.writing(copies, None), about.0);
     let (plan, files) = (Arc::clone(&plan.plan), plan.files.clone());
     let begun = run(py, None, move |control| {
-        let begun = parts::begin(&plan, &files, &roots, &out, &options, parts, about, control)?;
+        let run = Run { plan: &plan, files: &files, roots: &roots, out: &out, options: &options, control };
+        let begun = parts::begin(&run, parts, about)?;
         let folder = begun.staging.folder().display().to_string();
         Ok((
             begun.shared.run.nonce,
@@ -83,7 +84,8 @@ pub(crate) fn make_part(
             .help("begin it once more, with --resume")
             .into());
         };
-        parts::make_part(&plan, &files, &roots, &out, &shared, &round, part, &options, control)
+        let run = Run { plan: &plan, files: &files, roots: &roots, out: &out, options: &options, control };
+        parts::make_part(&run, &shared, &round, part)
     });
     Ok(ended.settle(None)? == parts::PartOutcome::Now)
 }
@@ -104,12 +106,15 @@ pub(crate) fn commit(
     tell: Option<Py<PyAny>>,
 ) -> PyResult<Written> {
     plan.refuse_errors()?;
-    let (copies, _) = paths;
+    let (copies, roots) = paths;
     let options = options.0.writing(copies, arrays);
     let (core_plan, files) = (Arc::clone(&plan.plan), plan.files.clone());
     let ended = run_telling(py, progress, tell, {
         let out = out.clone();
-        move |control| parts::commit(&core_plan, &files, &out, &nonce, &options, control)
+        move |control| {
+            let (plan, options) = (&*core_plan, &options);
+            parts::commit(&Run { plan, files: &files, roots: &roots, out: &out, options, control }, &nonce)
+        }
     });
     plan.remember(ended.collect_findings(&out, |(_, warnings): &(Manifest, Vec<Finding>)| warnings.clone()));
     let (manifest, warnings) = ended.settle(Some(&out))?;

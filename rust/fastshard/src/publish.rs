@@ -80,6 +80,8 @@ pub mod stored;
 #[cfg(test)]
 mod tests;
 
+use serde::Deserialize;
+
 pub use crate::manifest::is_plain;
 pub use content::hash_of_file;
 pub use direct::Io;
@@ -90,8 +92,9 @@ pub use preflight::{preflight, preflight_part, Needs};
 pub use process::Process;
 pub use staging::{waits_sealed, Staging};
 
-/// How a result is published.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// How a result is written and published: the options that a caller chooses, read by the names that its record gives them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct Options {
     /// Replace a destination that is not empty. The old one stays until the new one is in place.
     pub overwrite: bool,
@@ -99,12 +102,30 @@ pub struct Options {
     pub resume: bool,
     /// Bring everything to disk before it appears; off, a power failure may lose a published result.
     pub fsync: bool,
+    /// Leave holes where the result holds zeros; no space is reserved for it then.
+    pub sparse: bool,
     /// How data files are written.
     pub io: Io,
+    /// Put statistics of each tensor into the manifest.
+    pub stats: bool,
+}
+
+impl Options {
+    /// All that a caller who chooses nothing gets.
+    pub const DEFAULT: Options =
+        Options { overwrite: false, resume: false, fsync: true, sparse: false, io: Io::Auto, stats: false };
+
+    /// Whether bytes of data files are reserved before they are written.
+    pub fn space(&self) -> Space {
+        match self.sparse {
+            true => Space::Sparse,
+            false => Space::Reserved,
+        }
+    }
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Options { overwrite: false, resume: false, fsync: true, io: Io::Auto }
+        Options::DEFAULT
     }
 }

@@ -14,21 +14,19 @@ pub(crate) mod sink;
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Arc, PoisonError};
+use std::sync::PoisonError;
 
 use crate::codes;
 use crate::distributed::{meeting, parts};
-use crate::engine::{self, Control};
+use crate::engine;
 use crate::error::{Finding, Result, Severity};
 use crate::manifest::{Manifest, MANIFEST_NAME};
-use crate::plan::Plan;
 use crate::publish::{self, Staging};
-use crate::storage::SourceFile;
 
 pub use crate::files::INDEX_NAME;
 pub use arrays::{Array, ArrayWriter, BlockBuffer};
 use complete::{complete, roll_forward};
-pub use options::{document, Companion, Options, Roots};
+pub use options::{document, Companion, Options, Roots, Run};
 use options::{engine_options, needs};
 pub use piece::write_piece;
 use resume::resumable;
@@ -39,54 +37,42 @@ use resume::resumable;
 /// All findings that keep the result from being published. Nothing is published then, unless the error
 /// says so ([`crate::error::Error::is_after_publishing`]). After an interrupt, or when the system failed, the staging
 /// folder stays for `resume`; otherwise it is removed.
-pub fn write(
-    plan: &Plan,
-    files: &[Arc<SourceFile>],
-    roots: &Roots,
-    out: &Path,
-    options: &Options,
-    control: &Control,
-) -> Result<(Manifest, Vec<Finding>)> {
-    let written = write_alone(plan, files, roots, out, options, control)?;
-    if options.publish.resume {
-        meeting::forget_dead(out);
+pub fn write(run: &Run<'_>) -> Result<(Manifest, Vec<Finding>)> {
+    let written = write_alone(run)?;
+    if run.options.publish.resume {
+        meeting::forget_dead(run.out);
     }
     Ok(written)
 }
 
-fn write_alone(
-    plan: &Plan,
-    files: &[Arc<SourceFile>],
-    roots: &Roots,
-    out: &Path,
-    options: &Options,
-    control: &Control,
-) -> Result<(Manifest, Vec<Finding>)> {
-    let run = plan.digest();
+fn write_alone(run: &Run<'_>) -> Result<(Manifest, Vec<Finding>)> {
+    let Run { plan, roots, out, options, control, .. } = *run;
+    let digest = plan.digest();
     // Before anything is made for it, on disk or in memory.
-    engine::admit(plan, &engine_options(plan, options, out))?;
-    publish::preflight(out, roots, &run, &needs(plan, files, options), &options.publish)?;
-    let mut staging = Staging::begin(out, &run, &document(plan), &options.publish)?;
+    engine::admit(plan, &engine_options(run, out))?;
+    publish::preflight(out, roots, &digest, &needs(run), &options.publish)?;
+    let mut staging = Staging::begin(out, &digest, &document(plan), &options.publish)?;
     let mut findings = staging.left_beside(plan.version);
     let notices = || control.notices.lock().unwrap_or_else(PoisonError::into_inner);
     notices().extend(findings.iter().cloned());
     if staging.sealed() {
-        let stale = stale_files(&staging, plan, options)?;
+        let stale = stale_files(run, &staging)?;
         let folder = staging.folder().to_path_buf();
         if stale.is_empty() || !staging.unseal().map_err(|error| resumable(error, &folder))? {
             findings.extend(stale.iter().map(|name| stale_finding(out, name)));
-            return roll_forward(staging, plan, out, findings, control);
+            return roll_forward(run, staging, findings);
         }
     }
     if let Some(shared) = staging.shared()? {
-        return parts::go_on_alone(plan, files, roots, staging, shared, out, options, findings, control);
+        return parts::go_on_alone(run, staging, shared, findings);
     }
     notices().extend(staging.forecast());
-    complete(plan, files, staging, options, None, findings, control)
+    complete(run, staging, None, findings)
 }
 
 /// Companions of a sealed result that are not what they are now: changed, added or gone since.
-fn stale_files(staging: &Staging, plan: &Plan, options: &Options) -> Result<Vec<String>> {
+fn stale_files(run: &Run<'_>, staging: &Staging) -> Result<Vec<String>> {
+    let Run { plan, options, .. } = *run;
     if !staging.holds_sealed()? {
         return Ok(Vec::new());
     }

@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::plan::tiles::Share;
 use crate::plan::Plan;
 use crate::publish::direct::{Io, DEPTH};
-use crate::publish::OutFile;
+use crate::publish::{OutFile, Space};
 use crate::write::backlog::Backlog;
 use crate::write::records::{self, Claims};
 use crate::write::sink::WRITEBACK_EVERY;
@@ -38,7 +38,7 @@ pub(super) struct PartSink<'a> {
     /// Bytes of each file that this part has still to make.
     left: Vec<AtomicU64>,
     backlog: Backlog<'a>,
-    sparse: bool,
+    space: Space,
     io: Io,
     is_direct: bool,
 }
@@ -53,10 +53,10 @@ impl<'a> PartSink<'a> {
         checksummed: Vec<bool>,
         sizes: &[u64],
         share: &Share,
-        sparse: bool,
+        space: Space,
         io: Io,
     ) -> Self {
-        let io = if sparse && io == Io::Auto { Io::Buffered } else { io };
+        let io = if space == Space::Sparse && io == Io::Auto { Io::Buffered } else { io };
         let mut left = vec![0; plan.files.len()];
         for run in &share.tiles {
             let output = &plan.outputs[run.output as usize];
@@ -72,7 +72,7 @@ impl<'a> PartSink<'a> {
             slots: plan.files.iter().map(|_| Mutex::default()).collect(),
             left: left.into_iter().map(AtomicU64::new).collect(),
             backlog: Backlog::new(member.journal()),
-            sparse,
+            space,
             io,
             is_direct: member.is_direct(io),
         }
@@ -144,7 +144,7 @@ impl Sink for PartSink<'_> {
         let file = self.file(about.file)?;
         self.pages.split(about.file, start, bytes, |at, bytes, shared| match shared {
             true => self.member.edge(about.file, at, bytes),
-            false if self.sparse => crate::kernel::filled(bytes)
+            false if self.space == Space::Sparse => crate::kernel::filled(bytes)
                 .into_iter()
                 .try_for_each(|(skip, run)| file.write_all_at(at + skip, run)),
             false => file.write_all_at(at, bytes),

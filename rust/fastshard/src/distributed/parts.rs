@@ -5,8 +5,6 @@ mod commit;
 mod earlier;
 
 use std::collections::BTreeSet;
-use std::path::Path;
-use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
@@ -24,9 +22,9 @@ use crate::plan::tiles::{Share, TileRun};
 use crate::plan::{Form, OutFile, Plan};
 use crate::publish::clock::Patience;
 use crate::publish::{self, Space, Staging};
-use crate::storage::{only_read, SourceFile};
+use crate::storage::only_read;
 use crate::write::frames::frames;
-use crate::write::options::{document, engine_options, needs, Options, Roots};
+use crate::write::options::{document, engine_options, needs, Run};
 use crate::write::records::{Claims, TileJournal};
 use crate::write::resume::resumable;
 use crate::write::sink::members_of;
@@ -109,18 +107,9 @@ pub struct Begun {
 ///
 /// # Errors
 /// As [`crate::write::write`]; `FS509` if processes are at work on the run; `FS515` if it would not be brought to disk.
-#[allow(clippy::too_many_arguments)]
-pub fn begin(
-    plan: &Plan,
-    files: &[Arc<SourceFile>],
-    roots: &Roots,
-    out: &Path,
-    options: &Options,
-    parts: usize,
-    about: serde_json::Value,
-    control: &Control,
-) -> Result<Begun> {
-    let run = plan.digest();
+pub fn begin(run: &Run<'_>, parts: usize, about: serde_json::Value) -> Result<Begun> {
+    let Run { plan, roots, out, options, .. } = *run;
+    let digest = plan.digest();
     if !options.publish.fsync {
         return Err(Finding::new(codes::USAGE, "what several processes write is brought to disk")
             .expected("--fsync full", "none")
@@ -133,9 +122,9 @@ pub fn begin(
         )
         .into());
     }
-    engine::admit(plan, &engine_options(plan, options, out))?;
-    publish::preflight(out, roots, &run, &needs(plan, files, options), &options.publish)?;
-    let mut staging = Staging::begin(out, &run, &document(plan), &options.publish)?;
+    engine::admit(plan, &engine_options(run, out))?;
+    publish::preflight(out, roots, &digest, &needs(run), &options.publish)?;
+    let mut staging = Staging::begin(out, &digest, &document(plan), &options.publish)?;
     let mut findings = staging.left_beside(plan.version);
     findings.extend(staging.forecast());
     let found = staging.shared()?;
@@ -151,8 +140,7 @@ pub fn begin(
         };
         return Ok(Begun { staging, shared, round: None, bytes: Vec::new(), findings });
     }
-    let begun = prepare(plan, files, &mut staging, found, options, parts, about, control);
-    match begun {
+    match prepare(run, &mut staging, found, parts, about) {
         Ok((shared, round, bytes)) => Ok(Begun { staging, shared, round: Some(round), bytes, findings }),
         Err(error) => {
             // What an earlier run has made stays; a folder made just now holds nothing of value.
@@ -169,17 +157,14 @@ pub fn begin(
     }
 }
 
-#[allow(clippy::too_many_arguments)]
 fn prepare(
-    plan: &Plan,
-    files: &[Arc<SourceFile>],
+    run: &Run<'_>,
     staging: &mut Staging,
     found: Option<Shared>,
-    options: &Options,
     parts: usize,
     about: serde_json::Value,
-    control: &Control,
 ) -> Result<(Shared, Round, Vec<u64>)> {
+    let Run { plan, files, options, control, .. } = *run;
     let shared = match found {
         Some(shared) => {
             refuse_living(&shared, &options.patience, control)?;
@@ -187,7 +172,7 @@ fn prepare(
             shared
         }
         None => {
-            let mut sizes = share::tiling(plan, &engine_options(plan, options, staging.folder()))?;
+            let mut sizes = share::tiling(plan, &engine_options(run, staging.folder()))?;
             if options.near.is_some() {
                 sizes.iter_mut().for_each(|size| *size = (*size).min(NEAR_TILE));
             }
@@ -200,7 +185,7 @@ fn prepare(
     let claimed = shared.claim()?;
     staging.enter(&claimed, None);
     let member = shared.preside(&claimed, &options.patience.clock)?;
-    let result = make_files(plan, files, staging, &member, options, control);
+    let result = make_files(run, staging, &member);
     member.leave();
     let remade = result?;
     let earlier = Earlier::of(plan, &shared, claimed, &remade)?;
@@ -267,19 +252,13 @@ fn refuse_touched(shared: &Shared, about: &serde_json::Value) -> Result<()> {
 
 /// Makes all data files at their full size, with all that stands around the tensors; those that were not there. `member`
 /// is this process: stopped here, it may go on when others have published what it has open.
-fn make_files(
-    plan: &Plan,
-    files: &[Arc<SourceFile>],
-    staging: &Staging,
-    member: &Member,
-    options: &Options,
-    control: &Control,
-) -> Result<BTreeSet<u32>> {
+fn make_files(run: &Run<'_>, staging: &Staging, member: &Member) -> Result<BTreeSet<u32>> {
+    let Run { plan, files, options, control, .. } = *run;
     let data = || data_files(plan);
     member.note_open(data().map(|(number, _)| number))?;
     staging.keep_only(&data().map(|(_, f)| f.name.as_str()).collect())?;
     let frames = frames(plan, &plan.by_file(), files)?;
-    let space = if options.sparse { Space::Sparse } else { Space::Reserved };
+    let space = options.publish.space();
     let mut remade = BTreeSet::new();
     for (number, file) in data() {
         control.check_running()?;
@@ -309,18 +288,8 @@ pub enum PartOutcome {
 ///
 /// # Errors
 /// As [`crate::write::write`]; `FS509` if another process makes this part, or if the round is over.
-#[allow(clippy::too_many_arguments)]
-pub fn make_part(
-    plan: &Plan,
-    files: &[Arc<SourceFile>],
-    roots: &Roots,
-    out: &Path,
-    shared: &Shared,
-    round: &Round,
-    part: u32,
-    options: &Options,
-    control: &Control,
-) -> Result<PartOutcome> {
+pub fn make_part(run: &Run<'_>, shared: &Shared, round: &Round, part: u32) -> Result<PartOutcome> {
+    let Run { plan, files, roots, out, options, control } = *run;
     let division = Division::of(round)?;
     let sizes = work_of(shared)?.sizes();
     let Some(share) = division.shares.get(part as usize) else {
@@ -329,7 +298,7 @@ pub fn make_part(
             .expected(format!("0 to {}", division.shares.len().saturating_sub(1)), part)
             .into());
     };
-    publish::preflight_part(out, roots, &plan.digest(), &needs(plan, files, options))?;
+    publish::preflight_part(out, roots, &plan.digest(), &needs(run))?;
     let logs = shared.logs()?;
     let is_fresh = round.number == 1 && !logs.iter().any(|log| is_of(log, 1, part));
     let member = match shared.join(round, part, &options.patience, &|| control.is_running())? {
@@ -351,10 +320,11 @@ pub fn make_part(
         .map(|log| TileJournal { journal: &log.journal, adopted: false })
         .collect();
     let claims = Claims::of(journals, plan.outputs.len(), &|output| plan.outputs[output].file)?;
-    let sparse = options.sparse && is_fresh;
-    let sink =
-        PartSink::new(plan, &member, &pages, claims, checksummed, &sizes, share, sparse, options.publish.io);
-    let engine_options = engine::Options { encodes: 0, ..engine_options(plan, options, shared.path()) };
+    // What an earlier run left is no hole.
+    let space = if is_fresh { options.publish.space() } else { Space::Reserved };
+    let io = options.publish.io;
+    let sink = PartSink::new(plan, &member, &pages, claims, checksummed, &sizes, share, space, io);
+    let engine_options = engine::Options { encodes: 0, ..engine_options(run, shared.path()) };
     let result = foresee(plan, files, &sizes, share, control)
         .and_then(|()| {
             sink.flush_during(control, || {
@@ -394,27 +364,21 @@ pub fn missing_parts(shared: &Shared, round: &Round) -> Result<Vec<u32>> {
 ///
 /// # Errors
 /// As [`crate::write::write`].
-#[allow(clippy::too_many_arguments)]
 pub(crate) fn go_on_alone(
-    plan: &Plan,
-    files: &[Arc<SourceFile>],
-    roots: &Roots,
+    run: &Run<'_>,
     mut staging: Staging,
     shared: Shared,
-    out: &Path,
-    options: &Options,
     findings: Vec<Finding>,
-    control: &Control,
 ) -> Result<(Manifest, Vec<Finding>)> {
     let folder = staging.folder().to_path_buf();
     let part = |staging: &mut Staging| -> Result<Shared> {
         let about = serde_json::Value::Null;
-        let (shared, round, _) = prepare(plan, files, staging, Some(shared), options, 1, about, control)?;
-        make_part(plan, files, roots, out, &shared, &round, 0, options, control)?;
+        let (shared, round, _) = prepare(run, staging, Some(shared), 1, about)?;
+        make_part(run, &shared, &round, 0)?;
         Ok(shared)
     };
     match part(&mut staging) {
-        Ok(shared) => conclude(plan, files, staging, &shared, options, findings, control),
+        Ok(shared) => conclude(run, staging, &shared, findings),
         Err(error) => Err(resumable(error, &folder)),
     }
 }

@@ -1,8 +1,7 @@
 //! A run by ranks that have met: rank 0 begins and concludes, all make parts, nobody goes on alone.
 
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread::Builder;
 use std::time::Duration;
 
@@ -10,15 +9,12 @@ use super::meeting::{Meeting, Opened, Pauses, Seen};
 use super::parts::{self, Begun};
 use super::rounds::{Round, Shared};
 use crate::codes;
-use crate::engine::Control;
 use crate::error::{Error, Finding, Result};
 use crate::manifest::{Manifest, MANIFEST_NAME};
-use crate::plan::Plan;
 use crate::publish::{self, Staging};
 use crate::steps::Step;
-use crate::storage::SourceFile;
 use crate::write::complete::roll_forward;
-use crate::write::options::{document, Options, Roots};
+use crate::write::options::{document, Run};
 use crate::write::resume::resumable;
 
 /// Time between two looks at what the others do.
@@ -29,24 +25,18 @@ const LOOK: Duration = Duration::from_millis(100);
 /// # Errors
 /// As [`crate::write::write`], here and for what another rank stopped for; `FS523` if one is gone; `FS524` if ranks hold
 /// different plans.
-#[allow(clippy::too_many_arguments)]
 pub fn write_together(
-    plan: &Plan,
-    files: &[Arc<SourceFile>],
-    roots: &Roots,
-    out: &Path,
-    options: &Options,
+    run: &Run<'_>,
     meeting: &Meeting,
     about: serde_json::Value,
-    control: &Control,
 ) -> Result<(Manifest, Vec<Finding>)> {
-    let run = Together { plan, files, roots, out, options, meeting, control, nonce: OnceLock::new() };
-    let done = run.agree().and_then(|()| match meeting.rank() {
-        0 => run.lead(about),
-        _ => run.follow(),
+    let together = Together { run, meeting, nonce: OnceLock::new() };
+    let done = together.agree().and_then(|()| match meeting.rank() {
+        0 => together.lead(about),
+        _ => together.follow(),
     });
-    let done = done.or_else(|error| match run.nonce.get() {
-        Some(nonce) => parts::unless_published(out, nonce, error),
+    let done = done.or_else(|error| match together.nonce.get() {
+        Some(nonce) => parts::unless_published(run.out, nonce, error),
         None => Err(error),
     });
     match &done {
@@ -57,41 +47,36 @@ pub fn write_together(
 }
 
 struct Together<'a> {
-    plan: &'a Plan,
-    files: &'a [Arc<SourceFile>],
-    roots: &'a Roots,
-    out: &'a Path,
-    options: &'a Options,
+    run: &'a Run<'a>,
     meeting: &'a Meeting,
-    control: &'a Control,
     /// What the run is called, once that is known.
     nonce: OnceLock<String>,
 }
 
 impl Together<'_> {
     fn agree(&self) -> Result<()> {
-        let sources = self.plan.sources.iter().map(|s| Seen {
+        let Run { plan, control, .. } = *self.run;
+        let sources = plan.sources.iter().map(|s| Seen {
             name: if s.root == 0 { s.path.clone() } else { format!("{} of CKPT {}", s.path, s.root + 1) },
             size: s.size,
             mtime_ns: s.mtime_ns,
         });
         let sources: Vec<Seen> = sources.collect();
-        self.meeting.agree(&self.plan.digest(), &sources, &|| self.control.is_running())
+        self.meeting.agree(&plan.digest(), &sources, &|| control.is_running())
     }
 
     /// Rank 0.
     fn lead(&self, about: serde_json::Value) -> Result<(Manifest, Vec<Finding>)> {
-        let Together { plan, files, roots, out, options, meeting, control, .. } = *self;
+        let Together { run, meeting, .. } = *self;
         let parts = meeting.world() as usize;
         if let Some(done) = self.finish()? {
             return Ok(done);
         }
-        let Begun { staging, shared, round, findings, .. } =
-            parts::begin(plan, files, roots, out, options, parts, about, control)?;
+        let Begun { staging, shared, round, findings, .. } = parts::begin(run, parts, about)?;
         let _ = self.nonce.set(shared.run.nonce.clone());
         let Some(round) = round else {
             // It was sealed since that was asked.
-            return roll_forward(staging, plan, out, findings, control);
+            return roll_forward(run, staging, findings);
         };
         // Nobody has begun a part yet: what was made just now for ranks that are gone is worth nothing.
         if let Err(error) = meeting.watch(&|_| false) {
@@ -106,7 +91,7 @@ impl Together<'_> {
             self.part(&shared, &round, 0)?;
             let mut pauses = Pauses::new(meeting.clock(), LOOK);
             loop {
-                control.check_running()?;
+                run.control.check_running()?;
                 let missing = parts::missing_parts(&shared, &round)?;
                 if missing.is_empty() {
                     return Ok(());
@@ -116,17 +101,17 @@ impl Together<'_> {
             }
         };
         make_parts().map_err(|error| resumable(error, &folder))?;
-        parts::conclude(plan, files, staging, &shared, options, findings, control)
+        parts::conclude(run, staging, &shared, findings)
     }
 
     /// Publishes what an earlier run has completed, or ends its clean-up, which may have lost all that told of parts.
     fn finish(&self) -> Result<Option<(Manifest, Vec<Finding>)>> {
-        let Together { plan, out, options, control, .. } = *self;
-        let run = plan.digest();
-        if !options.publish.resume || !publish::waits_sealed(out, &run)? {
+        let Run { plan, out, options, .. } = *self.run;
+        let digest = plan.digest();
+        if !options.publish.resume || !publish::waits_sealed(out, &digest)? {
             return Ok(None);
         }
-        let staging = Staging::begin(out, &run, &document(plan), &options.publish)?;
+        let staging = Staging::begin(out, &digest, &document(plan), &options.publish)?;
         if !staging.sealed() {
             return Ok(None);
         }
@@ -135,12 +120,12 @@ impl Together<'_> {
         findings.push(
             Finding::new(codes::LEFTOVER_RUN, message).severity(crate::error::Severity::Note).file(out),
         );
-        roll_forward(staging, plan, out, findings, control).map(Some)
+        roll_forward(self.run, staging, findings).map(Some)
     }
 
     /// Any other rank.
     fn follow(&self) -> Result<(Manifest, Vec<Finding>)> {
-        let Together { plan, out, meeting, control, .. } = *self;
+        let Together { run: &Run { plan, out, control, .. }, meeting, .. } = *self;
         let opened = meeting.wait_for_run(&|| control.is_running())?;
         let manifest = || Manifest::read(&out.join(MANIFEST_NAME));
         if let Some(opened) = &opened {
@@ -162,13 +147,14 @@ impl Together<'_> {
     }
 
     fn is_published(&self, run: &str) -> bool {
-        let manifest = Manifest::read(&self.out.join(MANIFEST_NAME));
+        let manifest = Manifest::read(&self.run.out.join(MANIFEST_NAME));
         manifest.is_ok_and(|manifest| manifest.provenance.is_some_and(|provenance| provenance.run == run))
     }
 
     /// Makes a part, and stops if another rank does.
     fn part(&self, shared: &Shared, round: &Round, part: u32) -> Result<()> {
-        let Together { plan, files, roots, out, options, meeting, control, .. } = *self;
+        let Together { run, meeting, .. } = *self;
+        let control = run.control;
         let ended = AtomicBool::new(false);
         let stopped: Mutex<Option<Error>> = Mutex::new(None);
         let result = std::thread::scope(|scope| {
@@ -184,8 +170,7 @@ impl Together<'_> {
                 }
             };
             Builder::new().spawn_scoped(scope, watch).map_err(|error| Error::thread(&error))?;
-            let part_result =
-                parts::make_part(plan, files, roots, out, shared, round, part, options, control);
+            let part_result = parts::make_part(run, shared, round, part);
             control.reach(Step::PartMade);
             ended.store(true, Ordering::Relaxed);
             part_result

@@ -19,7 +19,7 @@ use crate::publish;
 use crate::publish::fault::{arm, disarm, Fault};
 use crate::request;
 use crate::storage::SourceFile;
-use crate::write::{document, write, Options};
+use crate::write::{document, write, Options, Run};
 
 const TABLE: &str = "layout = \"t\"\nfamily = \"t\"\n[[tensor]]\nname = \"w.{L}\"\nshape = \"[F, H]\"\n";
 
@@ -74,54 +74,40 @@ impl Case {
         Options {
             threads: 1,
             memory: 1 << 30,
-            publish: publish::Options { resume, fsync: true, overwrite, io: publish::Io::Auto },
-            copies: Vec::new(),
-            above: BTreeMap::new(),
-            values: serde_json::Value::Null,
-            sparse: false,
-            arrays: None,
-            stats: false,
-            expected: false,
-            near: None,
-            gate: Default::default(),
+            publish: publish::Options { resume, overwrite, ..Default::default() },
             // Nobody is alive: this thread is all of them.
             patience: Duration::ZERO.into(),
+            ..Default::default()
         }
     }
 
+    fn run<T>(&self, out: &Path, options: &Options, work: impl FnOnce(&Run<'_>) -> T) -> T {
+        let (roots, control) = ([self.dir.path().join("in")], Control::default());
+        let Case { plan, files, .. } = self;
+        work(&Run { plan, files, roots: &roots, out, options, control: &control })
+    }
+
     fn begin(&self, overwrite: bool) -> Result<Begun> {
-        let (options, roots) = (self.options(overwrite, false), [self.dir.path().join("in")]);
-        parts::begin(
-            &self.plan,
-            &self.files,
-            &roots,
-            &self.out(),
-            &options,
-            2,
-            json!({}),
-            &Control::default(),
-        )
+        self.run(&self.out(), &self.options(overwrite, false), |run| parts::begin(run, 2, json!({})))
     }
 
     fn part(&self, part: u32) -> Result<()> {
         let shared = Shared::enter(&self.out(), &self.plan.digest(), &document(&self.plan), None)?;
         let round = shared.round()?.expect("a round");
-        let (options, roots) = (self.options(false, false), [self.dir.path().join("in")]);
-        let (out, control) = (self.out(), Control::default());
-        parts::make_part(&self.plan, &self.files, &roots, &out, &shared, &round, part, &options, &control)
-            .map(drop)
+        self.run(&self.out(), &self.options(false, false), |run| {
+            parts::make_part(run, &shared, &round, part).map(drop)
+        })
     }
 
     fn conclude(&self, begun: Begun, overwrite: bool) -> Result<()> {
-        let options = self.options(overwrite, true);
         let Begun { staging, shared, .. } = begun;
-        parts::conclude(&self.plan, &self.files, staging, &shared, &options, Vec::new(), &Control::default())
-            .map(drop)
+        self.run(&self.out(), &self.options(overwrite, true), |run| {
+            parts::conclude(run, staging, &shared, Vec::new()).map(drop)
+        })
     }
 
     fn alone(&self, out: &Path, overwrite: bool, resume: bool) -> Result<()> {
-        let (options, roots) = (self.options(overwrite, resume), [self.dir.path().join("in")]);
-        write(&self.plan, &self.files, &roots, out, &options, &Control::default()).map(drop)
+        self.run(out, &self.options(overwrite, resume), |run| write(run).map(drop))
     }
 
     /// What lies at a destination, without times and makers.
@@ -260,7 +246,7 @@ fn prepare(case: &Case, overwrite: bool) -> Option<Tree> {
     if !overwrite {
         return None;
     }
-    let options = publish::Options { overwrite: false, resume: false, fsync: false, io: publish::Io::Auto };
+    let options = publish::Options { fsync: false, ..Default::default() };
     let mut older = crate::writer::ResultWriter::begin(&out, 64, 1 << 20, &options).unwrap();
     older.add("old", crate::tensor::Dtype::U8, &[64], &[7; 64]).unwrap();
     older.finish(crate::writer::Ending::default()).unwrap();

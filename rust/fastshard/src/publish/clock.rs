@@ -15,6 +15,8 @@
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Deserializer};
+
 #[cfg(feature = "steps")]
 use std::sync::atomic::{AtomicU64, Ordering};
 #[cfg(feature = "steps")]
@@ -137,6 +139,14 @@ pub struct Patience {
     pub time: Duration,
     /// By which clock.
     pub clock: Clock,
+}
+
+/// Reads the seconds of the system's clock; more than a duration can be is for ever.
+impl<'de> Deserialize<'de> for Patience {
+    fn deserialize<D: Deserializer<'de>>(seconds: D) -> Result<Patience, D::Error> {
+        let time = Duration::try_from_secs_f64(f64::deserialize(seconds)?);
+        Ok(time.unwrap_or(Duration::MAX).into())
+    }
 }
 
 impl From<Duration> for Patience {

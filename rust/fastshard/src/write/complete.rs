@@ -1,39 +1,31 @@
 //! Completes a result in its staging folder, and publishes it.
 
-use std::path::Path;
-use std::sync::Arc;
-
 use super::fill::Filling;
-use super::options::Options;
+use super::options::Run;
 use super::resume::{keeps, resumable};
 use crate::distributed::prior::Prior;
-use crate::engine::Control;
 use crate::error::{Error, Finding, Result};
 use crate::manifest::{Manifest, MANIFEST_NAME};
 use crate::plan::Plan;
 use crate::publish::Staging;
-use crate::storage::SourceFile;
 
 /// Makes what is not made yet, judges all of it, and publishes.
 pub(crate) fn complete(
-    plan: &Plan,
-    files: &[Arc<SourceFile>],
+    run: &Run<'_>,
     staging: Staging,
-    options: &Options,
     prior: Option<&Prior>,
     mut findings: Vec<Finding>,
-    control: &Control,
 ) -> Result<(Manifest, Vec<Finding>)> {
+    let Run { plan, files, options, control, .. } = *run;
     let folder = staging.folder().to_path_buf();
-    let done =
-        Filling { plan, files, staging: &staging, options, prior, control }.fill().and_then(|filled| {
-            // The last look at the sources: what was read is what is there.
-            files.iter().try_for_each(|f| f.unchanged())?;
-            let (manifest, found) = filled;
-            findings.extend(found);
-            // What was noticed at the destination too.
-            Ok((manifest, options.gate.pass(std::mem::take(&mut findings))?))
-        });
+    let done = Filling { run, staging: &staging, prior }.fill().and_then(|filled| {
+        // The last look at the sources: what was read is what is there.
+        files.iter().try_for_each(|f| f.unchanged())?;
+        let (manifest, found) = filled;
+        findings.extend(found);
+        // What was noticed at the destination too.
+        Ok((manifest, options.gate.pass(std::mem::take(&mut findings))?))
+    });
     match done {
         Ok((manifest, mut findings)) => {
             let published = staging.publish(&last_names(plan), &|| control.is_running());
@@ -64,12 +56,11 @@ pub(crate) fn complete(
 
 /// Finishes publishing what an earlier run has completed.
 pub(crate) fn roll_forward(
+    run: &Run<'_>,
     staging: Staging,
-    plan: &Plan,
-    out: &Path,
     mut findings: Vec<Finding>,
-    control: &Control,
 ) -> Result<(Manifest, Vec<Finding>)> {
+    let Run { plan, out, control, .. } = *run;
     findings.extend(staging.publish(&last_names(plan), &|| control.is_running())?);
     match Manifest::read(&out.join(MANIFEST_NAME)) {
         Ok(manifest) => Ok((manifest, findings)),

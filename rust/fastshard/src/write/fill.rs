@@ -1,36 +1,33 @@
 //! Fills a staging folder: what the engine makes, what goes along, and what is said of it.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::thread::{self, Builder};
 
 use super::arrays::Arrays;
 use super::backlog::lock;
 use super::frames::{frames, underlay};
-use super::options::{engine_options, Options};
+use super::options::{engine_options, Run};
 use super::resume::keeps;
 use super::sink::StagedSink;
 use super::{outcome, piece, records};
 use crate::codes;
 use crate::distributed::prior::Prior;
-use crate::engine::{self, Control, Discard, Report};
+use crate::engine::{self, Discard, Report};
 use crate::error::{Error, Finding, Result, Severity};
 use crate::format::Frame;
 use crate::manifest::{Manifest, MANIFEST_NAME};
 use crate::plan::{Form, Output, Plan};
-use crate::publish::{OutFile, Space, Staging};
+use crate::publish::{OutFile, Staging};
 use crate::stats::Level;
-use crate::storage::{only_read, SourceFile};
+use crate::storage::only_read;
 
 /// A run in its staging folder.
 pub(super) struct Filling<'a> {
-    pub(super) plan: &'a Plan,
-    pub(super) files: &'a [Arc<SourceFile>],
+    pub(super) run: &'a Run<'a>,
     pub(super) staging: &'a Staging,
-    pub(super) options: &'a Options,
     /// What parts of the run have made before.
     pub(super) prior: Option<&'a Prior>,
-    pub(super) control: &'a Control,
 }
 
 /// The files of a result, opened.
@@ -44,16 +41,17 @@ struct Opened {
 impl Filling<'_> {
     /// Makes all of the result but its appearance.
     pub(super) fn fill(&self) -> Result<(Manifest, Vec<Finding>)> {
-        let Filling { plan, files, staging, options, control, .. } = *self;
+        let Filling { run, staging, .. } = *self;
+        let Run { plan, options, .. } = *run;
         if staging.resumed() || self.prior.is_some() {
             forget_lost(plan, staging)?;
         }
         let by_file = plan.by_file();
         let Opened { outs, arrays, frames } = self.open(&by_file)?;
-        let sink = StagedSink::new(plan, staging, &frames, outs, arrays, self.prior, options)?;
-        let engine_options = engine_options(plan, options, staging.folder());
+        let sink = StagedSink::new(run, staging, &frames, outs, arrays, self.prior)?;
+        let engine_options = engine_options(run, staging.folder());
         let report = self.execute(&sink, &frames, &engine_options)?;
-        let mut report = read_again(plan, files, report, &engine_options, control)?;
+        let mut report = read_again(run, report, &engine_options)?;
         report.findings = options.gate.pass(report.findings)?;
         self.write_companions()?;
         // On the descriptors that wrote: others may not be told of a write that failed.
@@ -79,8 +77,8 @@ impl Filling<'_> {
 
     /// Opens the files of the result, and writes into them what stands around the tensors.
     fn open(&self, by_file: &[Vec<usize>]) -> Result<Opened> {
-        let Filling { plan, files, staging, options, prior, control } = *self;
-        let space = if options.sparse { Space::Sparse } else { Space::Reserved };
+        let Filling { run: &Run { plan, files, options, control, .. }, staging, prior } = *self;
+        let space = options.publish.space();
         let is_complete = |file: usize| prior.is_some_and(|prior| prior.complete[file]);
         let out = |(i, f): (usize, &crate::plan::OutFile)| match f.form {
             Form::Arrays(_) => Ok(None),
@@ -105,7 +103,7 @@ impl Filling<'_> {
 
     /// Has the engine make the tensors. Arrays are completed only if the result may be published.
     fn execute(&self, sink: &StagedSink, frames: &[Frame], with: &engine::Options) -> Result<Report> {
-        let Filling { plan, files, options, control, .. } = *self;
+        let Run { plan, files, options, control, .. } = *self.run;
         let executed = sink.flush_during(control, || match self.prior {
             Some(Prior { sizes, evidence, .. }) => {
                 engine::conclude(plan, files, sink, with, sizes, evidence, control)
@@ -141,7 +139,7 @@ impl Filling<'_> {
 
     /// Writes what goes along with the tensors: texts, copied files, the index.
     fn write_companions(&self) -> Result<()> {
-        let Filling { plan, files, staging, options, control, .. } = *self;
+        let Filling { run: &Run { plan, files, options, control, .. }, staging, .. } = *self;
         for (name, text) in &plan.texts {
             staging.write(name, text.as_bytes())?;
         }
@@ -192,13 +190,8 @@ const MOST_READINGS: u32 = 3;
 
 /// Reads sources again whose status alone changed while they were read. That is other permissions or a link;
 /// or they were written to and their modification time was set back: only the content tells.
-fn read_again(
-    plan: &Plan,
-    files: &[Arc<SourceFile>],
-    mut report: Report,
-    options: &engine::Options,
-    control: &Control,
-) -> Result<Report> {
+fn read_again(run: &Run<'_>, mut report: Report, options: &engine::Options) -> Result<Report> {
+    let Run { plan, files, control, .. } = *run;
     let touched = |report: &Report| report.findings.iter().any(|f| f.code == codes::SOURCE_CHANGED);
     if !touched(&report) {
         return Ok(report);

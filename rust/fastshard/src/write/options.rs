@@ -3,13 +3,16 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
+
+use serde::Deserialize;
 
 use super::arrays::ArrayWriter;
-use crate::engine;
+use crate::engine::{self, Control};
 use crate::gate::Gate;
 use crate::plan::{Form, Output, Plan};
 use crate::publish::clock::Patience;
-use crate::publish::{self, Needs};
+use crate::publish::{self, Needs, Space};
 use crate::stats::Level;
 use crate::storage::SourceFile;
 
@@ -28,34 +31,61 @@ pub struct Companion {
 }
 
 /// How to write.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Options {
     /// Worker threads.
     pub threads: usize,
     /// Anonymous memory that must not be exceeded, in bytes.
     pub memory: u64,
-    /// How to publish.
+    /// What the caller chooses.
+    #[serde(default)]
     pub publish: publish::Options,
     /// Files copied to the result.
+    #[serde(skip)]
     pub copies: Vec<Companion>,
     /// Files of the result that come from a folder above the checkpoint: where from, by name.
+    #[serde(default)]
     pub above: BTreeMap<String, String>,
     /// Values of the source for the manifest.
+    #[serde(default)]
     pub values: serde_json::Value,
-    /// True to leave holes where the result holds zeros; no space is reserved for it then.
-    pub sparse: bool,
     /// Writes the arrays of a result that holds some.
+    #[serde(skip)]
     pub arrays: Option<Arc<dyn ArrayWriter>>,
-    /// True if the manifest is to carry statistics of each tensor.
-    pub stats: bool,
     /// True if the sources were compared with a manifest of theirs, so that nothing in them can be swapped.
+    #[serde(default)]
     pub expected: bool,
     /// How long other processes of the same run are given to show a sign of life.
+    #[serde(default = "usual_patience")]
     pub patience: Patience,
     /// Which rank has each root of the sources on its own disk, where not all see all of them.
+    #[serde(default)]
     pub near: Option<Vec<u32>>,
     /// How findings are judged before the result is published.
+    #[serde(default)]
     pub gate: Gate,
+}
+
+fn usual_patience() -> Patience {
+    Duration::from_secs(5).into()
+}
+
+/// One run: the plan that is carried out, the files that it reads, and where and how its result is written.
+#[derive(Clone, Copy)]
+pub struct Run<'a> {
+    /// What is made of which bytes.
+    pub plan: &'a Plan,
+    /// The plan's sources, open.
+    pub files: &'a [Arc<SourceFile>],
+    /// Where the sources lie.
+    pub roots: &'a Roots,
+    /// The destination.
+    pub out: &'a Path,
+    /// How to write.
+    pub options: &'a Options,
+    /// Stops the run, and tells how far it is.
+    pub control: &'a Control,
 }
 
 /// Roots of the sources, for the check that the destination is not among them.
@@ -73,10 +103,11 @@ pub fn document(plan: &Plan) -> Vec<u8> {
 const RECORDS_VERSION: u32 = 2;
 
 /// Reckons the needs of a run at its destination.
-pub(crate) fn needs(plan: &Plan, files: &[Arc<SourceFile>], options: &Options) -> Needs {
+pub(crate) fn needs(run: &Run<'_>) -> Needs {
+    let Run { plan, files, options, .. } = *run;
     let copied: u64 =
         options.copies.iter().filter_map(|c| std::fs::metadata(&c.path).ok()).map(|m| m.len()).sum();
-    let each = if options.stats { 2400 } else { 400 };
+    let each = if options.publish.stats { 2400 } else { 400 };
     let blocks: u64 = match plan.files.iter().any(|f| matches!(f.form, Form::Arrays(_))) {
         // The manifest lists the store's files, each of a MiB or more but for the last of an array.
         true => plan.bytes() / CHUNK + plan.outputs.len() as u64,
@@ -86,9 +117,9 @@ pub(crate) fn needs(plan: &Plan, files: &[Arc<SourceFile>], options: &Options) -
     let names: u64 = plan.outputs.iter().map(|o| 2 * o.name.len() as u64).sum();
     let manifest =
         4096 + names + each * plan.outputs.len() as u64 + 200 * plan.sources.len() as u64 + 250 * named;
-    let bytes = match options.sparse {
-        true => 0,
-        false => plan.bytes() + copied + manifest + aside(plan, options),
+    let bytes = match options.publish.space() {
+        Space::Sparse => 0,
+        Space::Reserved => plan.bytes() + copied + manifest + aside(plan, options),
     };
     Needs {
         bytes,
@@ -111,15 +142,16 @@ fn folders(plan: &Plan) -> usize {
     folders.len()
 }
 
-/// Gives the engine its part of the options.
-pub(crate) fn engine_options(plan: &Plan, options: &Options, scratch: &Path) -> engine::Options {
+/// Gives the engine its part of a run's options.
+pub(crate) fn engine_options(run: &Run<'_>, scratch: &Path) -> engine::Options {
+    let Run { plan, options, .. } = *run;
     engine::Options {
         threads: options.threads,
         memory: options.memory,
         scratch_dir: scratch.to_path_buf(),
         max_decoded: None,
         encodes: largest_block(plan),
-        stats: if options.stats { Level::Full } else { Level::Nothing },
+        stats: if options.publish.stats { Level::Full } else { Level::Nothing },
     }
 }
 

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::{Companion, Options, Roots};
+use super::{Companion, Options, Roots, Run};
 use crate::catalog::raise_open_files;
 use crate::codes;
 use crate::engine::Control;
@@ -43,7 +43,8 @@ pub fn write_piece(
     let plan = Plan { version: PLAN_VERSION, target: PIECE.into(), sources, ..Plan::default() };
     // Each is held open, and compared with what lies there once it is copied.
     let copies = files.into_iter().map(|(name, path)| Companion { name, path, blake3: None }).collect();
-    super::write(&plan, &opened, roots, out, &Options { copies, ..options }, control)
+    let options = Options { copies, ..options };
+    super::write(&Run { plan: &plan, files: &opened, roots, out, options: &options, control })
 }
 
 /// Refuses a file that took the place of the one that was opened: a save that renames its files over those of the last.

@@ -4,7 +4,7 @@ use std::sync::Mutex;
 
 use super::arrays::Arrays;
 use super::backlog::{lock, Backlog};
-use super::options::Options;
+use super::options::Run;
 use super::records::{self, Claims, TileJournal};
 use crate::distributed::prior::Prior;
 use crate::engine::{Control, Sink, TileDone};
@@ -14,7 +14,7 @@ use crate::hash::{self, Segments};
 use crate::memory;
 use crate::plan::{Output, Plan};
 use crate::publish::direct::DEPTH;
-use crate::publish::{OutFile, Staging};
+use crate::publish::{OutFile, Space, Staging};
 
 /// Bytes read back at a time, for a checksum over what an earlier run has written.
 const CHUNK: u64 = 1 << 20;
@@ -36,20 +36,20 @@ pub(super) struct StagedSink<'a> {
     /// Checksums of what is written so far, by file and member.
     sums: Vec<Vec<Mutex<Segments>>>,
     fsync: bool,
-    sparse: bool,
+    space: Space,
 }
 
 impl<'a> StagedSink<'a> {
-    /// Tiles of `plan` go to `files` and `arrays`; what `claims` tells of is in the files already.
+    /// Takes the tiles of a run to `files` and `arrays`; what journals tell of is in the files already.
     pub(super) fn new(
-        plan: &'a Plan,
+        run: &Run<'a>,
         staging: &'a Staging,
         frames: &[Frame],
         files: Vec<Option<OutFile>>,
         arrays: Option<Arrays>,
         prior: Option<&'a Prior>,
-        options: &Options,
     ) -> Result<Self> {
+        let (plan, options) = (run.plan, &run.options.publish);
         let outputs = &plan.outputs;
         let journals = match prior {
             Some(prior) => prior.list_journals(),
@@ -64,8 +64,8 @@ impl<'a> StagedSink<'a> {
             files,
             arrays,
             backlog: Backlog::new(staging.journal()),
-            fsync: options.publish.fsync,
-            sparse: options.sparse,
+            fsync: options.fsync,
+            space: options.space(),
         })
     }
 
@@ -140,7 +140,7 @@ impl Sink for StagedSink<'_> {
         let about = &self.outputs[output];
         let file = self.files[about.file as usize].as_ref().expect("no array");
         // What an earlier run left is no hole.
-        if self.sparse && !file.kept() {
+        if self.space == Space::Sparse && !file.kept() {
             for (at, run) in crate::kernel::filled(bytes) {
                 file.write_all_at(about.offset + offset + at, run)?;
             }

@@ -25,6 +25,7 @@ use fastshard::stats::{Accumulator, Level, Seen};
 use fastshard::steps::Step;
 use fastshard::storage::SourceFile;
 use fastshard::tensor::Dtype;
+use fastshard::write::Run;
 use fastshard::{publish, write};
 use proptest::prelude::*;
 use serde_json::json;
@@ -70,19 +71,12 @@ fn write_out(
     let options = write::Options {
         threads,
         memory: AMPLE,
-        publish: publish::Options { resume, fsync: false, overwrite: false, io: publish::Io::Auto },
-        copies: Vec::new(),
-        above: Default::default(),
-        values: serde_json::Value::Null,
-        sparse: false,
-        arrays: None,
-        stats: false,
-        expected: false,
-        near: None,
-        gate: Default::default(),
+        publish: publish::Options { resume, fsync: false, ..Default::default() },
         patience: Duration::from_secs(1).into(),
+        ..Default::default()
     };
-    write::write(&plan, &sources(&catalog, &plan), &[source.to_path_buf()], out, &options, control)
+    let (files, roots) = (sources(&catalog, &plan), [source.to_path_buf()]);
+    write::write(&Run { plan: &plan, files: &files, roots: &roots, out, options: &options, control })
         .map(|_| ())
 }
 

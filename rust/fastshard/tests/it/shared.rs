@@ -23,6 +23,7 @@ use fastshard::plan::Plan;
 use fastshard::publish::clock::{Clock, Patience};
 use fastshard::steps::Step;
 use fastshard::storage::SourceFile;
+use fastshard::write::Run;
 use fastshard::{publish, write};
 use rustix::process::{Pid, Signal};
 use serde_json::json;
@@ -83,38 +84,33 @@ impl Case {
         write::Options {
             threads: 2,
             memory: AMPLE,
-            publish: publish::Options { resume, fsync: true, overwrite: false, io: publish::Io::Auto },
-            copies: Vec::new(),
-            above: Default::default(),
-            values: serde_json::Value::Null,
-            sparse: false,
-            arrays: None,
-            stats: false,
-            expected: false,
+            publish: publish::Options { resume, ..Default::default() },
             // Whoever waits for others waits in vain, and no time.
             patience: Patience { time: PATIENCE, clock: Clock::leaping() },
-            near: None,
-            gate: Default::default(),
+            ..Default::default()
         }
+    }
+
+    fn run<T>(
+        &self,
+        out: &Path,
+        options: &write::Options,
+        control: &Control,
+        work: impl FnOnce(&Run<'_>) -> T,
+    ) -> T {
+        work(&Run { plan: &self.plan, files: &self.files, roots: &self.roots(), out, options, control })
     }
 
     fn alone(&self, out: &str, resume: bool) -> Result<(), Error> {
         let options = self.options(resume);
         let out = self.path(out);
-        write::write(&self.plan, &self.files, &self.roots(), &out, &options, &Control::default()).map(|_| ())
+        self.run(&out, &options, &Control::default(), |run| write::write(run).map(|_| ()))
     }
 
     fn begin(&self, out: &str, parts: usize, resume: bool) -> Result<Begun, Error> {
-        parts::begin(
-            &self.plan,
-            &self.files,
-            &self.roots(),
-            &self.path(out),
-            &self.options(resume),
-            parts,
-            json!({"by": "a test"}),
-            &Control::default(),
-        )
+        self.run(&self.path(out), &self.options(resume), &Control::default(), |run| {
+            parts::begin(run, parts, json!({"by": "a test"}))
+        })
     }
 
     /// Makes a part as another process would: it enters the run by itself.
@@ -122,8 +118,7 @@ impl Case {
         let out = self.path(out);
         let shared = self.enter(&out)?;
         let round = shared.round()?.expect("a round is open");
-        let (options, roots) = (self.options(false), self.roots());
-        parts::make_part(&self.plan, &self.files, &roots, &out, &shared, &round, part, &options, control)
+        self.run(&out, &self.options(false), control, |run| parts::make_part(run, &shared, &round, part))
     }
 
     fn enter(&self, out: &Path) -> Result<Shared, Error> {
@@ -132,9 +127,10 @@ impl Case {
 
     fn conclude(&self, begun: Begun) -> Result<(), Error> {
         let Begun { staging, shared, findings, .. } = begun;
-        let options = self.options(true);
-        parts::conclude(&self.plan, &self.files, staging, &shared, &options, findings, &Control::default())
-            .map(|_| ())
+        let out = shared.path().to_path_buf();
+        self.run(&out, &self.options(true), &Control::default(), |run| {
+            parts::conclude(run, staging, &shared, findings).map(|_| ())
+        })
     }
 }
 
@@ -425,10 +421,9 @@ fn a_rank_whose_part_is_made_says_why_another_stopped_and_does_not_blame_the_use
             is_made.recv().unwrap();
             one.stop(&[fastshard::error::Finding::new(codes::SOURCE_CHANGED, "its status has changed")]);
         });
-        let (options, roots) = (case.options(false), case.roots());
         let by = json!({"by": "a test"});
-        let out = case.path("out");
-        let together = write_together(&case.plan, &case.files, &roots, &out, &options, &zero, by, &control);
+        let together =
+            case.run(&case.path("out"), &case.options(false), &control, |run| write_together(run, &zero, by));
         refused(together, codes::SOURCE_CHANGED);
     });
     assert!(!case.path("out").exists());

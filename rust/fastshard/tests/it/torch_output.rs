@@ -10,6 +10,7 @@ use fastshard::codes;
 use fastshard::engine::{Control, Options};
 use fastshard::error::Result;
 use fastshard::manifest::Manifest;
+use fastshard::write::Run;
 use fastshard::{publish, verify, write};
 use serde_json::{json, Value as Json};
 
@@ -85,21 +86,13 @@ fn write_out(
     let options = write::Options {
         threads,
         memory: AMPLE,
-        publish: publish::Options { overwrite: false, resume, fsync: true, io: publish::Io::Auto },
-        copies: Vec::new(),
-        above: Default::default(),
-        values: Json::Null,
-        sparse: false,
-        arrays: None,
-        stats: false,
-        expected: false,
-        patience: std::time::Duration::ZERO.into(),
-        near: None,
-        gate: Default::default(),
+        publish: publish::Options { resume, ..Default::default() },
+        ..Default::default()
     };
     let roots = [source.to_path_buf()];
     let plan = planned.plan;
-    write::write(&plan, &sources(&catalog, &plan), &roots, out, &options, control)
+    let files = sources(&catalog, &plan);
+    write::write(&Run { plan: &plan, files: &files, roots: &roots, out, options: &options, control })
         .map(|(manifest, _)| manifest)
 }
 
@@ -270,24 +263,11 @@ fn safetensors_files_can_be_prescribed() {
     let files = vec![json!({"name": "ranks/0.safetensors", "content": {"safetensors": all}})];
     let plan = make_plan(&catalog, request(1, files)).unwrap().plan;
     let out = dir.path().join("out");
-    let options = write::Options {
-        threads: 1,
-        memory: AMPLE,
-        publish: publish::Options::default(),
-        copies: Vec::new(),
-        above: Default::default(),
-        values: Json::Null,
-        sparse: false,
-        arrays: None,
-        stats: false,
-        expected: false,
-        patience: std::time::Duration::ZERO.into(),
-        near: None,
-        gate: Default::default(),
-    };
-    let (manifest, _) =
-        write::write(&plan, &sources(&catalog, &plan), &[source], &out, &options, &Control::default())
-            .unwrap();
+    let options = write::Options { threads: 1, memory: AMPLE, ..Default::default() };
+    let (files, roots, control) = (sources(&catalog, &plan), [source], Control::default());
+    let run =
+        Run { plan: &plan, files: &files, roots: &roots, out: &out, options: &options, control: &control };
+    let (manifest, _) = write::write(&run).unwrap();
     let catalog = Catalog::open(vec![out], &names(&manifest), 1);
     let known = verify::Hashed::new();
     let found =

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::sync::Arc;
 
 use super::super::foresee::foresee;
 use super::super::member::Log;
@@ -12,16 +11,15 @@ use super::super::share;
 use super::earlier::{spot_check, Earlier};
 use super::{data_files, is_array, missing_parts, refuse_living, work_of};
 use crate::codes;
-use crate::engine::{self, Control, Evidence};
+use crate::engine::{self, Evidence};
 use crate::error::{Error, Finding, Result};
 use crate::manifest::{Maker, Manifest, Provenance, MANIFEST_NAME};
 use crate::plan::tiles::Share;
 use crate::plan::{Form, OutFile, Plan};
 use crate::publish::clock::Clock;
 use crate::publish::{self, Space, Staging};
-use crate::storage::SourceFile;
 use crate::write::complete::{complete, roll_forward};
-use crate::write::options::{document, engine_options, Options};
+use crate::write::options::{document, engine_options, Run};
 use crate::write::resume::resumable;
 
 /// Concludes a run whose parts are all made: judges what they have learnt, makes what is left, and publishes.
@@ -29,14 +27,12 @@ use crate::write::resume::resumable;
 /// # Errors
 /// As [`crate::write::write`]; `FS523` if a part is missing.
 pub fn conclude(
-    plan: &Plan,
-    files: &[Arc<SourceFile>],
+    run: &Run<'_>,
     staging: Staging,
     shared: &Shared,
-    options: &Options,
     findings: Vec<Finding>,
-    control: &Control,
 ) -> Result<(Manifest, Vec<Finding>)> {
+    let Run { plan, files, options, control, .. } = *run;
     let mut staging = staging;
     let gathered = gather(plan, &mut staging, shared, &options.patience.clock).and_then(|prior| {
         // What nobody had a part of: stores of arrays.
@@ -48,23 +44,17 @@ pub fn conclude(
         Ok(prior) => prior,
         Err(error) => return Err(resumable(error, staging.folder())),
     };
-    complete(plan, files, staging, options, Some(&prior), findings, control)
+    complete(run, staging, Some(&prior), findings)
 }
 
 /// Concludes the run called `nonce`, as a process that has not begun it.
 ///
 /// # Errors
 /// As [`conclude`]; `FS501` if the run is not there.
-pub fn commit(
-    plan: &Plan,
-    files: &[Arc<SourceFile>],
-    out: &Path,
-    nonce: &str,
-    options: &Options,
-    control: &Control,
-) -> Result<(Manifest, Vec<Finding>)> {
+pub fn commit(run: &Run<'_>, nonce: &str) -> Result<(Manifest, Vec<Finding>)> {
+    let Run { plan, out, .. } = *run;
     let shared = Shared::enter(out, &plan.digest(), &document(plan), Some(nonce))?;
-    let done = commit_found(plan, files, out, &shared, options, control);
+    let done = commit_found(run, &shared);
     done.or_else(|error| unless_published(out, &shared.run.nonce, error))
 }
 
@@ -82,34 +72,28 @@ pub(crate) fn unless_published(out: &Path, nonce: &str, error: Error) -> Result<
     }
 }
 
-fn commit_found(
-    plan: &Plan,
-    files: &[Arc<SourceFile>],
-    out: &Path,
-    shared: &Shared,
-    options: &Options,
-    control: &Control,
-) -> Result<(Manifest, Vec<Finding>)> {
-    let run = plan.digest();
-    engine::admit(plan, &engine_options(plan, options, shared.path()))?;
+fn commit_found(run: &Run<'_>, shared: &Shared) -> Result<(Manifest, Vec<Finding>)> {
+    let Run { plan, out, options, control, .. } = *run;
+    let digest = plan.digest();
+    engine::admit(plan, &engine_options(run, shared.path()))?;
     let publish = publish::Options { resume: true, ..options.publish };
-    let staging = Staging::begin(out, &run, &document(plan), &publish)?;
+    let staging = Staging::begin(out, &digest, &document(plan), &publish)?;
     let findings = staging.left_beside(plan.version);
     if staging.sealed() {
-        return roll_forward(staging, plan, out, findings, control);
+        return roll_forward(run, staging, findings);
     }
     if staging.shared()?.is_none_or(|now| now.run.nonce != shared.run.nonce) {
         // Another process has published it since it was looked at, and what is here now was made just now.
         if !staging.resumed() {
             staging.discard()?;
         }
-        Shared::enter(out, &run, &document(plan), Some(&shared.run.nonce))?;
+        Shared::enter(out, &digest, &document(plan), Some(&shared.run.nonce))?;
         return Err(Finding::new(codes::LOCKED, "another process finished this run and began it again")
             .file(shared.path())
             .into());
     }
     refuse_living(shared, &options.patience, control)?;
-    conclude(plan, files, staging, shared, options, findings, control)
+    conclude(run, staging, shared, findings)
 }
 
 /// Takes the run over, and puts together what its parts have made.

@@ -47,11 +47,8 @@ impl Kind {
         self.lack();
         let overwrite =
             matches!(self, Kind::Overwrite | Kind::OverwriteWithoutExchange | Kind::OverwritePiecewise);
-        let done = run(
-            &setting.out(),
-            &setting.source(),
-            &Options { overwrite, resume, fsync, io: crate::publish::Io::Auto },
-        );
+        let done =
+            run(&setting.out(), &setting.source(), &Options { overwrite, resume, fsync, ..Options::DEFAULT });
         fault::lack(&[]);
         let steps = |f: &Finding| matches!(self, Kind::OverwritePiecewise) && f.code == codes::IN_STEPS;
         done.map(|warnings| warnings.into_iter().filter(|f| !steps(f)).collect())

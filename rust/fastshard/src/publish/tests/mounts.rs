@@ -7,7 +7,7 @@ use super::super::{preflight, Needs};
 use super::*;
 
 const CHILD: &str = "FASTSHARD_TEST_MOUNTED";
-const PLAIN: Options = Options { overwrite: false, resume: false, fsync: true, io: crate::publish::Io::Auto };
+const PLAIN: Options = Options::DEFAULT;
 const RESUME: Options = Options { resume: true, ..PLAIN };
 const OVERWRITE: Options = Options { overwrite: true, ..PLAIN };
 

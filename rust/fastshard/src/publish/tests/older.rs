@@ -6,8 +6,7 @@ use std::process::Command;
 use super::super::{preflight, Needs};
 use super::*;
 
-const OVERWRITE: Options =
-    Options { overwrite: true, resume: false, fsync: false, io: crate::publish::Io::Auto };
+const OVERWRITE: Options = Options { overwrite: true, fsync: false, ..Options::DEFAULT };
 const RESUME: Options = Options { resume: true, ..OVERWRITE };
 const NEEDS: Needs = Needs { bytes: 1, files: 1, open_files: 1 };
 

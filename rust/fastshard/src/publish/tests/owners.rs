@@ -7,8 +7,7 @@ use std::sync::Barrier;
 use super::super::{disk, preflight, Needs};
 use super::*;
 
-const PLAIN: Options =
-    Options { overwrite: false, resume: false, fsync: false, io: crate::publish::Io::Auto };
+const PLAIN: Options = Options { fsync: false, ..Options::DEFAULT };
 const RESUME: Options = Options { resume: true, ..PLAIN };
 const OVERWRITE: Options = Options { overwrite: true, ..PLAIN };
 

@@ -6,8 +6,7 @@ use super::super::{preflight, Needs};
 use super::*;
 
 const SMALL: Needs = Needs { bytes: 1000, files: 3, open_files: 3 };
-const PLAIN: Options =
-    Options { overwrite: false, resume: false, fsync: false, io: crate::publish::Io::Auto };
+const PLAIN: Options = Options { fsync: false, ..Options::DEFAULT };
 const OVERWRITE: Options = Options { overwrite: true, ..PLAIN };
 
 fn check(setting: &Setting, out: &Path, options: &Options) -> Result<()> {
