@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import NotRequired
 
+from .common.options import WriteRequest
 from .zarr.array_writer import StoreWriter
 
 __all__ = [
@@ -343,39 +344,37 @@ class LentRoot(TypedDict):
     file: str | None
 
 @type_check_only
-class WriteOptions(TypedDict, total=False):
-    """How a result is written; `patience` in seconds."""
+class WriteSettings(TypedDict):
+    """How a run writes; `memory` in bytes, `patience` in seconds."""
 
-    overwrite: bool
-    resume: bool
-    fsync: bool
-    sparse: bool
-    #: ``auto``, ``buffered`` or ``direct``.
-    io: str
-    patience: float
+    threads: int
+    memory: int
+    #: What the caller chooses, read by its names.
+    publish: NotRequired[WriteRequest]
+    values: NotRequired[dict[str, Any]]
+    #: Of files that go along those from above the checkpoint: where from, by name.
+    above: NotRequired[dict[str, str]]
+    #: True if the sources were compared with a manifest of theirs.
+    expected: NotRequired[bool]
+    patience: NotRequired[float]
     #: Which rank has each root of the sources on its own disk.
-    near: list[int] | None
+    near: NotRequired[list[int] | None]
+    #: How findings are judged.
+    gate: NotRequired[dict[str, Any]]
 
 @type_check_only
-class RunOptions(WriteOptions, total=False):
-    """How a run reads and writes; `threads` and `memory` (bytes) are always among them."""
+class RunOptions(TypedDict, total=False):
+    """How a run reads; `threads` and `memory` (bytes) are always among them."""
 
     threads: int
     memory: int
     scratch_dir: str | None
-    values: dict[str, Any]
-    #: Of files that go along those from above the checkpoint: where from, by name.
-    above: dict[str, str]
     #: Part n of t.
     subset: tuple[int, int] | None
     #: Only these outputs.
     only: list[str] | None
     #: ``nothing``, ``zero_slabs`` (as findings) or ``full``.
     stats: str
-    #: True if the sources were compared with a manifest of theirs.
-    expected: bool
-    #: How findings are judged.
-    gate: dict[str, Any]
 
 #: The manifest as JSON, which is its format, and findings.
 _Written = tuple[str, list[Finding]]
@@ -706,7 +705,7 @@ class Plan:
     def write(
         self,
         out: str | PathLike[str],
-        options: RunOptions,
+        options: WriteSettings,
         progress: _Progress = None,
         arrays: StoreWriter | None = None,
         paths: tuple[list[_CopiedFile], list[str]] | None = None,
@@ -797,7 +796,7 @@ class ResultWriter:
 def begin_parts(
     plan: Plan,
     out: str | PathLike[str],
-    options: RunOptions,
+    options: WriteSettings,
     parts: int,
     about: dict[str, Any],
     paths: tuple[list[_CopiedFile], list[str]],
@@ -808,7 +807,7 @@ def begin_parts(
 def make_part(
     plan: Plan,
     out: str | PathLike[str],
-    options: RunOptions,
+    options: WriteSettings,
     nonce: str,
     part: int,
     paths: tuple[list[_CopiedFile], list[str]],
@@ -819,7 +818,7 @@ def make_part(
 def commit(
     plan: Plan,
     out: str | PathLike[str],
-    options: RunOptions,
+    options: WriteSettings,
     nonce: str,
     arrays: StoreWriter | None,
     paths: tuple[list[_CopiedFile], list[str]],
@@ -841,7 +840,7 @@ def write_piece(
     files: list[tuple[str, str]],
     roots: list[str],
     out: str | PathLike[str],
-    options: RunOptions,
+    options: WriteSettings,
     progress: _Progress = None,
     tell: Callable[[Finding], object] | None = None,
 ) -> _Written:

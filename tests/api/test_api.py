@@ -14,6 +14,8 @@ import pytest
 import torch
 from fastshard.common.byte_sizes import parse_size
 from fastshard.common.option_checks import taken
+from fastshard.common.options import Requested, WriteRequest, split_request, table
+from fastshard.common.records import asdict
 from fastshard.targets.registry import TARGETS
 from helpers import FIXTURES, HF, NEOX, NEOX_SEQ, STEP, TP4, cli, copy, edit_pt, layer_file
 from hypothesis import given
@@ -460,6 +462,14 @@ def test_a_pattern_that_can_be_read_once_holds_for_both_sides(tmp_path: Path) ->
     (tmp_path / "out/config.json").unlink()
     left_out = (name for name in ["model.norm.weight"])
     assert fastshard.diff(HF, tmp_path / "out", exclude=left_out, memory=MEMORY) == []
+
+
+def test_the_record_of_a_write_has_the_options_of_the_table() -> None:
+    defaults = {name: option.default for name, option in table(Requested).items()}
+    assert asdict(WriteRequest.of()) == defaults and asdict(split_request({"dtype": "f32"})[0]) == defaults
+    assert split_request({"dtype": "f32", "stats": True})[1] == {"dtype": "f32"}
+    with pytest.raises(TypeError, match="reflink"):
+        WriteRequest.of(reflink=True)
 
 
 def test_whole_numbers_of_numpy_are_numbers() -> None:

@@ -17,11 +17,12 @@ from ..common.options import (
     Comparing,
     Gating,
     Lending,
+    Memory,
     Opening,
     Option,
     Placing,
-    Publishing,
     Ranked,
+    Requested,
     Sharding,
     Source,
     Threads,
@@ -65,6 +66,8 @@ def _how(option: Option) -> dict[str, Any]:
         return {"choices": option.choices, "default": option.default}
     if option.default is False:
         return {"action": "store_true"}
+    if option.kind == "switch" and option.choices:
+        return {"choices": option.choices, "default": option.choices[not option.default]}
     if option.kind == "switch":
         # It can be turned off, and where the default is None the source decides.
         return {"action": argparse.BooleanOptionalAction, "default": option.default}
@@ -91,7 +94,7 @@ def add_common(parser: argparse.ArgumentParser, *, run: bool = True, reads: bool
             "--progress", choices=("auto", "plain", "none"), default="auto", help="on stderr (default: auto)"
         )
     if reads:
-        add_options(group, Publishing, only=("memory",))
+        add_options(group, Memory)
 
 
 def add_format(parser: argparse._ActionsContainer, formats: tuple[str, ...] = FORMATS) -> None:
@@ -161,7 +164,13 @@ def looks(a: argparse.Namespace, writing: str) -> None:
 
 def given(a: argparse.Namespace, *kinds: type) -> dict[str, Any]:
     """The options of the types named, as the library takes them."""
-    return {name: getattr(a, name) for kind in kinds for name in table(kind)}
+    return {name: _read(a, option) for kind in kinds for name, option in table(kind).items()}
+
+
+def _read(a: argparse.Namespace, option: Option) -> Any:
+    """Reads the value of an option: True and False of one whose command line has words for them."""
+    value = getattr(a, option.name)
+    return value == option.choices[0] if option.kind == "switch" and option.choices else value
 
 
 def gating(a: argparse.Namespace) -> dict[str, Any]:
@@ -181,17 +190,17 @@ def add_choosing(parser: argparse._ActionsContainer) -> None:
 
 def add_stats(parser: argparse._ActionsContainer) -> None:
     """``--stats`` of what writes a manifest."""
-    add_options(parser, Publishing, only=("stats",))
+    add_options(parser, Requested, only=("stats",))
 
 
 def add_writing(parser: argparse.ArgumentParser) -> None:
-    """How OUT is written."""
-    group = parser.add_argument_group("writing")
-    add_options(group, Checked)
-    add_options(group, Publishing, only=("resume", "overwrite"))
-    group.add_argument("--fsync", choices=("full", "none"), default="full", help="durability (default: full)")
-    add_options(group, Publishing, only=("sparse", "io", "stats"))
-    add_options(group, Comparing)
+    """Adds how OUT is written: :func:`writing`."""
+    add_options(parser.add_argument_group("writing"), Checked, Requested, Comparing)
+
+
+def writing(a: argparse.Namespace) -> dict[str, Any]:
+    """Reads how OUT is written, and within how much memory."""
+    return given(a, Checked, Memory, Requested, Comparing)
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:

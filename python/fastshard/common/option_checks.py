@@ -78,7 +78,7 @@ def describe_options() -> None:
             continue
         by_name = [inspect.Parameter(o.name, inspect.Parameter.KEYWORD_ONLY, default=o.default) for o in more]
         called.__signature__ = signature.replace(parameters=[*listed.values(), *by_name])  # type: ignore[attr-defined]
-        lines = "".join(f"\n        {option.name}: {option.help}" for option in more)
+        lines = "".join(f"\n        {option.name}: {option.meaning or option.help}" for option in more)
         called.__doc__ = f"{(called.__doc__ or '').rstrip()}\n\n    Options:{lines}\n    "
 
 

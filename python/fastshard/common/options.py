@@ -47,6 +47,7 @@ class Option:
     default: Any = None
     #: What stands for the value on the command line.
     metavar: str | None = None
+    #: The words of a ``choice``; of a ``switch`` those by which the command line calls True and False.
     choices: tuple[str, ...] = ()
     #: The largest value of a ``size``.
     most: int = (1 << 48) - 1
@@ -54,6 +55,10 @@ class Option:
     name: str = ""
     #: An earlier name, which the command line still takes.
     alias: str | None = None
+    #: What the API's pages say of it, where that is more than the command line's help.
+    meaning: str = ""
+    #: False where each of several processes that make a result together may choose for itself.
+    is_common: bool = True
 
     @property
     def flag(self) -> str:
@@ -380,8 +385,8 @@ class Writing(Opening, Against, Shaping, Sharding, Comparing, total=False):
     """What functions take that publish a result, of the source and of what is made of it."""
 
 
-class Publishing(TypedDict, total=False):
-    """How a result is written."""
+class Memory(TypedDict, total=False):
+    """How much memory a run may take."""
 
     memory: Annotated[
         str | int | None,
@@ -391,10 +396,36 @@ class Publishing(TypedDict, total=False):
             metavar="SIZE",
         ),
     ]
+
+
+class Requested(TypedDict, total=False):
+    """How a result is written, as a :class:`WriteRequest` has it."""
+
     resume: Annotated[bool, Option("switch", "continue an interrupted run of the same plan", False)]
-    overwrite: Annotated[bool, Option("switch", "replace OUT if it is there", False)]
-    fsync: Annotated[bool, Option("switch", "durability (default: full)", True)]
-    sparse: Annotated[bool, Option("switch", "leave holes in files where they hold zeros", False)]
+    overwrite: Annotated[
+        bool,
+        Option("switch", "replace OUT if it is there", False, meaning="replace ``out`` if it is there."),
+    ]
+    fsync: Annotated[
+        bool,
+        Option(
+            "switch",
+            "durability (default: full)",
+            True,
+            choices=("full", "none"),
+            meaning="bring everything to disk before the result is put in place.",
+            is_common=False,
+        ),
+    ]
+    sparse: Annotated[
+        bool,
+        Option(
+            "switch",
+            "leave holes in files where they hold zeros",
+            False,
+            meaning="leave holes in the result's files where they hold zeros, and reserve no space.",
+        ),
+    ]
     io: Annotated[
         Literal["auto", "buffered", "direct"],
         Option(
@@ -403,11 +434,58 @@ class Publishing(TypedDict, total=False):
             "direct: always, or not at all",
             "auto",
             choices=("auto", "buffered", "direct"),
+            meaning='``"auto"`` writes around the page cache (``O_DIRECT``) on ext4 and XFS with ``fsync``, ``"buffered"`` '
+            'never, ``"direct"`` always: ``FS515`` on a file system that cannot.',
+            is_common=False,
         ),
     ]
     stats: Annotated[
-        bool, Option("switch", "statistics of each tensor into the manifest (see `fastshard stats`)", False)
+        bool,
+        Option(
+            "switch",
+            "statistics of each tensor into the manifest (see `fastshard stats`)",
+            False,
+            meaning="put statistics of each tensor into the manifest; with ``resume`` everything is made again.",
+        ),
     ]
+
+
+@dataclass(frozen=True)
+class WriteRequest:
+    """One write as its caller chooses it: a value for each option of :class:`Requested`. The core reads it by these names."""
+
+    resume: bool
+    overwrite: bool
+    fsync: bool
+    sparse: bool
+    io: str
+    stats: bool
+
+    @classmethod
+    def of(cls, **options: Any) -> "WriteRequest":
+        """Makes a request of some options; the others have their defaults."""
+        return cls(**{name: option.default for name, option in table(Requested).items()} | options)
+
+    def list_common(self) -> dict[str, Any]:
+        """List what all processes must choose alike that make a result together."""
+        common = (name for name, option in table(Requested).items() if option.is_common)
+        return {name: getattr(self, name) for name in common}
+
+
+def split_request(options: Mapping[str, Any]) -> tuple[WriteRequest, dict[str, Any]]:
+    """Splits the options of a call into the request of a write, and the others."""
+    known = table(Requested)
+    request = WriteRequest.of(**{name: value for name, value in options.items() if name in known})
+    return request, {name: value for name, value in options.items() if name not in known}
+
+
+class WriteOptions(Writing, Requested, total=False):
+    """What functions take that publish a result, of the source, of what is made of it, and of how it is written."""
+
+
+class Publishing(Memory, Requested, total=False):
+    """How a result is written, within how much memory, and who is to know how far it is."""
+
     progress: Annotated[
         Any, Option("any", "how far it is, on stderr, or to a function of (bytes done, bytes in all)", False)
     ]

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from ..checkpoint import adapter_factors, downloaded_files, quantised_values, superseded_copies
@@ -28,7 +28,17 @@ from ..checkpoint.promised import with_promised
 from ..common import codes, json_text, memory_budget, safe_files, target_options
 from ..common.errors import FastshardError, Finding, carry, from_core, raise_errors
 from ..common.option_checks import checked
-from ..common.options import PLANNING, Comparing, Merging, Planned, StrPath, Writing, table
+from ..common.options import (
+    PLANNING,
+    Comparing,
+    Merging,
+    Planned,
+    StrPath,
+    WriteOptions,
+    WriteRequest,
+    split_request,
+    table,
+)
 from ..common.progress import Progress, Report
 from ..common.records import dataclass
 from ..layouts.declaration import Source as Declared
@@ -43,7 +53,7 @@ from .distributed import node_local as lending
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .._core import RunOptions, WriteOptions
+    from .._core import RunOptions, WriteSettings
 
 __all__ = ["convert", "merge", "plan"]
 
@@ -153,18 +163,12 @@ def convert(
     tokenizer: StrPath | None = None,
     memory: str | int | None = None,
     threads: int | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
-    fsync: bool = True,
-    sparse: bool = False,
-    io: Literal["auto", "buffered", "direct"] = "auto",
-    stats: bool = False,
     progress: Report = False,
     rank: int | str | None = None,
     world: int | None = None,
     timeout: float | None = None,
     node_local: bool = False,
-    **options: Unpack[Writing],
+    **options: Unpack[WriteOptions],
 ) -> Manifest:
     """Converts a checkpoint and writes the result to ``out``, complete or not at all.
 
@@ -178,13 +182,6 @@ def convert(
         memory: anonymous memory of the process that is not exceeded, baseline included. Default
             256 MiB, or 128 MiB on top of what the process holds already where that is more.
         threads: worker threads; default all cores.
-        resume: continue an interrupted run of the same plan.
-        overwrite: replace ``out`` if it is there.
-        fsync: bring everything to disk before it is published.
-        sparse: leave holes in the result's files where they hold zeros, and reserve no space.
-        io: ``"auto"`` writes around the page cache (``O_DIRECT``) on ext4 and XFS with ``fsync``, ``"buffered"`` never,
-            ``"direct"`` always: ``FS515`` on a file system that cannot.
-        stats: put statistics of each tensor into the manifest; with ``resume`` everything is made again.
         progress: True draws a bar on stderr; a function is called with (bytes done, bytes in all), at the
             end with all of them done. It may raise to stop the run.
         rank: this process's rank where several make the result together, on one host or many: a number from 0, or
@@ -193,7 +190,7 @@ def convert(
         timeout: seconds that ranks wait for one another; default 600.
         node_local: each rank's ``source`` is what its host has of the checkpoint, which nobody sees whole. What is made of
             several hosts' files goes from host to host by way of the destination; ``FS525`` says how much that was.
-        options: as for :func:`fastshard.plan` and :func:`fastshard.open`. With ``check_hub`` files that were downloaded from
+        options: how it is written, and as for :func:`fastshard.plan` and :func:`fastshard.open`. With ``check_hub`` files that were downloaded from
             Hugging Face's hub are compared with the hashes that its cache, or ``--local-dir``, keeps, before anything is
             written (``FS308``); each file is read once more.
 
@@ -206,20 +203,14 @@ def convert(
             ``findings``: ``FS510`` if it stopped the run, with the folder that ``resume`` goes on from;
             ``FS519`` if it came too late and the result is published.
     """
+    request, others = split_request(options)
     this, wait = rendezvous.rank_of(rank, world), rendezvous.seconds(timeout)
-    request: dict[str, Any] = {
-        "to": to,
-        "resume": resume,
-        "overwrite": overwrite,
-        "sparse": sparse,
-        "stats": stats,
-        "node_local": node_local,
-    }
-    alike = rendezvous.words_of({**request, "expect": expect, "tokenizer": tokenizer, **options})
-    left = _left(out) if this is not None and not overwrite and resume else set()
-    late = this is not None and not overwrite and left is not None and "complete" not in left
+    arguments = {"to": to, "node_local": node_local, "expect": expect, "tokenizer": tokenizer}
+    alike = rendezvous.words_of({**arguments, **request.list_common(), **others})
+    left = _left(out) if this is not None and not request.overwrite and request.resume else set()
+    late = this is not None and not request.overwrite and left is not None and "complete" not in left
     own = (lambda: lending.digest_request(alike, lending.own_files(source))) if node_local else None
-    if late and (done := _done(source, out, to, expect, tokenizer, options, own)):
+    if late and (done := _done(source, out, to, expect, tokenizer, others, own)):
         if left and "removed" in left:
             # Some that have published it were gone before all was removed. What cannot be is left to `clean`, and another
             # rank may be at it.
@@ -234,29 +225,22 @@ def convert(
         # Each rank compares a part of the source with its manifest, where it has one.
         share = (this.rank + 1, this.world) if this else (1, 1)
         whole = source if shared is None else shared.sources
-        is_decided = to == "hf" or options.get("dtype") in ("bf16", "f16")
+        is_decided = to == "hf" or others.get("dtype") in ("bf16", "f16")
         if this is not None and this.rank > 0 and not isinstance(whole, Checkpoint) and not is_decided:
             # What rank 0 finds by the list of transformers stops all. Names on disk and dtypes that are kept follow from it.
-            options["transformers"] = "off"
-        job = prepared(whole, to, expect, tokenizer, memory, threads, options, bar, share)
+            others["transformers"] = "off"
+        job = prepared(whole, to, expect, tokenizer, memory, threads, others, bar, share)
         if job.checkpoint.opened.reference is not None:
             job.checkpoint.opened.reference.refuse_inside(out)
-        writing: dict[str, Any] = {
-            "resume": resume,
-            "overwrite": overwrite,
-            "fsync": fsync,
-            "sparse": sparse,
-            "io": io,
-            "stats": stats,
-        }
+        settings = job.set_up(request)
         if this is not None:
-            writing["patience"] = rendezvous.patience(wait)
+            settings["patience"] = rendezvous.patience(wait)
         if shared is not None:
-            writing["near"] = shared.near
+            settings["near"] = shared.near
         with carrying(job.plan.core):
             written = job.plan.core.write(
                 os.fspath(out),
-                job.options(**writing),
+                settings,
                 bar.phase("writing"),
                 _find_array_writer(job.plan),
                 (job.copies, job.checkpoint.read_from),
@@ -290,12 +274,12 @@ class Job:
     #: Files of the source that the result takes nothing of.
     left_out: list[str]
 
-    def options(self, *, stats: bool, **writing: Unpack[WriteOptions]) -> RunOptions:
-        """How to write, as the core takes it."""
+    def set_up(self, request: WriteRequest) -> WriteSettings:
+        """Sets up a write, as the core takes it."""
         return {
-            **self.run,
-            **writing,
-            "stats": "full" if stats else "nothing",
+            "threads": self.run["threads"],
+            "memory": self.run["memory"],
+            "publish": request,
             "values": self.plan.source.files.values,
             "above": self.above,
             "expected": self.settled,

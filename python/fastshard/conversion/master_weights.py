@@ -13,7 +13,7 @@ from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
 from ..common import codes, memory_budget
 from ..common.errors import FastshardError, Finding, from_core, raise_errors
 from ..common.listing import File, Folder, is_utf8
-from ..common.options import Opening, StrPath
+from ..common.options import Opening, StrPath, WriteRequest
 from ..common.progress import Progress, Report
 from ..common.records import dataclass, field
 from ..layouts.declaration import Optimizer
@@ -24,7 +24,7 @@ from .convert import carrying
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .._core import RunOptions
+    from .._core import WriteSettings
 
 __all__ = ["MastersReport", "masters", "repair_masters"]
 
@@ -228,11 +228,11 @@ def repair_masters(
     repair = {"files": files, "texts": texts, "pointers": pointers}
     plan = _plan(checkpoint, lambda: checkpoint.opened.catalog.repair(CoreRequest(declared), repair))
     findings = gate.passed(left + plan.findings())
-    options: RunOptions = {
-        **run_options(memory, threads, checkpoint.opened.catalog),
-        "resume": resume,
-        "overwrite": overwrite,
-        "fsync": fsync,
+    run = run_options(memory, threads, checkpoint.opened.catalog)
+    settings: WriteSettings = {
+        "threads": run["threads"],
+        "memory": run["memory"],
+        "publish": WriteRequest.of(resume=resume, overwrite=overwrite, fsync=fsync),
         "values": {
             **declared.files.values,
             "repaired": "optimizer left out" if drop_optimizer else "master weights from parameters",
@@ -242,7 +242,7 @@ def repair_masters(
     with carrying(plan), Progress(progress) as bar:
         apart = checkpoint.read_from
         document, found = plan.write(
-            os.fspath(out), options, bar.phase("writing"), None, (hashed, apart), bar.tell
+            os.fspath(out), settings, bar.phase("writing"), None, (hashed, apart), bar.tell
         )
         if not drop_optimizer:
             raise_errors(masters(out, memory=memory, threads=threads).findings)

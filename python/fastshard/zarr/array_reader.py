@@ -45,7 +45,7 @@ class Box(NamedTuple):
     #: As safetensors names it.
     dtype: str
     #: What is absent holds the fill value: the caller knows then that the chunk itself is there.
-    sparse: bool
+    fills_missing: bool
     #: First index.
     lo: list[int]
     extent: list[int]
@@ -212,7 +212,7 @@ class Store:
             "driver": box.driver,
             "kvstore": self._spec(box.name + "/"),
             "metadata": box.metadata,
-            "fill_missing_data_reads": box.sparse,
+            "fill_missing_data_reads": box.fills_missing,
         }
         # The metadata may lie in another host's store.
         opening = {"open": True, "assume_metadata": True, "context": self._context}

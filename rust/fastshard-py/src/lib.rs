@@ -323,11 +323,11 @@ fn write_piece(
     files: Vec<(String, PathBuf)>,
     roots: Vec<PathBuf>,
     out: PathBuf,
-    options: Given<RunOptions>,
+    options: Given<write::Options>,
     progress: Option<Py<PyAny>>,
     tell: Option<Py<PyAny>>,
 ) -> PyResult<Written> {
-    let options = options.0.writing(Vec::new(), None);
+    let options = options.0;
     let ended = run_telling(py, progress, tell, {
         let out = out.clone();
         move |control| write::write_piece(files, &roots, &out, options, control)

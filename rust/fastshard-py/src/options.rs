@@ -4,14 +4,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use fastshard::engine::Options as EngineOptions;
-use fastshard::gate::Gate;
 use fastshard::stats::Level;
-use fastshard::{publish, verify, write};
+use fastshard::{verify, write};
 use pyo3::prelude::*;
 
 use crate::{companions, stores, CopiedFile};
 
-/// How a run is asked for.
+/// How a run reads. One that writes comes with the core's own [`write::Options`].
 #[derive(serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct RunOptions {
@@ -20,73 +19,26 @@ pub(crate) struct RunOptions {
     #[serde(default)]
     pub(crate) scratch_dir: Option<PathBuf>,
     #[serde(default)]
-    pub(crate) overwrite: bool,
-    #[serde(default)]
-    pub(crate) resume: bool,
-    #[serde(default = "yes")]
-    pub(crate) fsync: bool,
-    #[serde(default)]
-    pub(crate) sparse: bool,
-    /// How data files are written.
-    #[serde(default)]
-    pub(crate) io: publish::Io,
-    #[serde(default)]
-    pub(crate) values: serde_json::Value,
-    /// Of the files that go along those from above the checkpoint: where from, by name.
-    #[serde(default)]
-    pub(crate) above: std::collections::BTreeMap<String, String>,
-    #[serde(default)]
     pub(crate) subset: Option<(u64, u64)>,
     /// Only these outputs.
     #[serde(default)]
     pub(crate) only: Option<std::collections::HashSet<String>>,
     #[serde(default)]
     pub(crate) stats: Statistics,
-    /// The sources were compared with a manifest of theirs.
-    #[serde(default)]
-    pub(crate) expected: bool,
-    /// Seconds that other processes of a run are given to show a sign of life.
-    #[serde(default = "patience")]
-    pub(crate) patience: f64,
-    /// Which rank has each root of the sources on its own disk.
-    #[serde(default)]
-    pub(crate) near: Option<Vec<u32>>,
-    /// How findings are judged.
-    #[serde(default)]
-    pub(crate) gate: Gate,
 }
 
-fn patience() -> f64 {
-    5.0
+/// Adds to the options of a write the files that go along, and Python's writer of arrays.
+pub(crate) fn complete(
+    options: write::Options,
+    copies: Vec<CopiedFile>,
+    arrays: Option<Py<PyAny>>,
+) -> write::Options {
+    let arrays =
+        arrays.map(|writer| Arc::new(stores::PythonWriter { writer }) as Arc<dyn write::ArrayWriter>);
+    write::Options { copies: companions(copies), arrays, ..options }
 }
 
 impl RunOptions {
-    /// How to write with them.
-    pub(crate) fn writing(self, copies: Vec<CopiedFile>, arrays: Option<Py<PyAny>>) -> write::Options {
-        let patience = std::time::Duration::try_from_secs_f64(self.patience);
-        write::Options {
-            threads: self.threads,
-            memory: self.memory,
-            publish: publish::Options {
-                overwrite: self.overwrite,
-                resume: self.resume,
-                fsync: self.fsync,
-                sparse: self.sparse,
-                io: self.io,
-                stats: self.stats == Statistics::Full,
-            },
-            copies: companions(copies),
-            above: self.above,
-            values: self.values,
-            arrays: arrays
-                .map(|writer| Arc::new(stores::PythonWriter { writer }) as Arc<dyn write::ArrayWriter>),
-            expected: self.expected,
-            patience: patience.unwrap_or(std::time::Duration::MAX).into(),
-            near: self.near,
-            gate: self.gate,
-        }
-    }
-
     /// How to run the engine with them.
     pub(crate) fn engine(&self) -> EngineOptions {
         EngineOptions {
@@ -120,8 +72,4 @@ pub(crate) enum Statistics {
     Nothing,
     ZeroSlabs,
     Full,
-}
-
-fn yes() -> bool {
-    true
 }

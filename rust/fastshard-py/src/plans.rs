@@ -22,6 +22,7 @@ use serde_json::json;
 
 use crate::calls::{run, run_telling};
 use crate::meetings::Meeting;
+use crate::options::complete;
 use crate::plain::{list, to_python, Given};
 use crate::{findings, raise, to_json, Paths, RunOptions, Written};
 
@@ -236,7 +237,7 @@ impl Plan {
         &self,
         py: Python<'_>,
         out: PathBuf,
-        options: Given<RunOptions>,
+        options: Given<write::Options>,
         progress: Option<Py<PyAny>>,
         arrays: Option<Py<PyAny>>,
         paths: Option<Paths>,
@@ -246,7 +247,7 @@ impl Plan {
     ) -> PyResult<Written> {
         self.refuse_errors()?;
         let (copies, roots) = paths.unwrap_or_else(|| (Vec::new(), self.roots.clone()));
-        let write_options = options.0.writing(copies, arrays);
+        let write_options = complete(options.0, copies, arrays);
         let (plan, files) = (Arc::clone(&self.plan), self.files.clone());
         let meeting = meeting.map(Meeting::inner).transpose()?;
         let about = about.map(|about| about.0).unwrap_or_default();

@@ -16,9 +16,10 @@ use serde_json::json;
 
 use crate::calls::{run, run_telling};
 use crate::meetings::seconds;
+use crate::options::complete;
 use crate::plain::{to_python, Given};
 use crate::plans::Plan;
-use crate::{findings, raise, to_json, Paths, RunOptions, Written};
+use crate::{findings, raise, to_json, Paths, Written};
 
 /// A run of parts: its name, its folder, the number of its round, bytes and findings.
 type Begun = (String, String, Option<u32>, Vec<u64>, Vec<findings::Finding>);
@@ -30,14 +31,14 @@ pub(crate) fn begin_parts(
     py: Python<'_>,
     plan: &Plan,
     out: PathBuf,
-    options: Given<RunOptions>,
+    options: Given<write::Options>,
     parts: usize,
     about: Given<serde_json::Value>,
     paths: Paths,
 ) -> PyResult<Begun> {
     plan.refuse_errors()?;
     let (copies, roots) = paths;
-    let (options, about) = (options.0.writing(copies, None), about.0);
+    let (options, about) = (complete(options.0, copies, None), about.0);
     let (plan, files) = (Arc::clone(&plan.plan), plan.files.clone());
     let begun = run(py, None, move |control| {
         let run = Run { plan: &plan, files: &files, roots: &roots, out: &out, options: &options, control };
@@ -63,7 +64,7 @@ pub(crate) fn make_part(
     py: Python<'_>,
     plan: &Plan,
     out: PathBuf,
-    options: Given<RunOptions>,
+    options: Given<write::Options>,
     nonce: String,
     part: u32,
     paths: Paths,
@@ -71,7 +72,7 @@ pub(crate) fn make_part(
 ) -> PyResult<bool> {
     plan.refuse_errors()?;
     let (copies, roots) = paths;
-    let options = options.0.writing(copies, None);
+    let options = complete(options.0, copies, None);
     let (plan, files) = (Arc::clone(&plan.plan), plan.files.clone());
     let ended = run(py, progress, move |control| {
         let shared = Shared::enter(&out, &plan.digest(), &write::document(&plan), Some(&nonce))?;
@@ -98,7 +99,7 @@ pub(crate) fn commit(
     py: Python<'_>,
     plan: &Plan,
     out: PathBuf,
-    options: Given<RunOptions>,
+    options: Given<write::Options>,
     nonce: String,
     arrays: Option<Py<PyAny>>,
     paths: Paths,
@@ -107,7 +108,7 @@ pub(crate) fn commit(
 ) -> PyResult<Written> {
     plan.refuse_errors()?;
     let (copies, roots) = paths;
-    let options = options.0.writing(copies, arrays);
+    let options = complete(options.0, copies, arrays);
     let (core_plan, files) = (Arc::clone(&plan.plan), plan.files.clone());
     let ended = run_telling(py, progress, tell, {
         let out = out.clone();

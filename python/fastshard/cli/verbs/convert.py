@@ -28,6 +28,7 @@ from ..shared_arguments import (
     ranked,
     shape,
     spread,
+    writing,
 )
 from ..verb import Outcome, Result, Verb
 
@@ -55,17 +56,8 @@ def _write(a: argparse.Namespace, to: str | None) -> Outcome:
     if to is not None:
         shaping |= placing(a)
     options: dict[str, Any] = {
-        "expect": a.expect,
-        "tokenizer": a.tokenizer,
-        "memory": a.memory,
-        "resume": a.resume,
-        "overwrite": a.overwrite,
-        "fsync": a.fsync == "full",
-        "sparse": a.sparse,
-        "io": a.io,
-        "stats": a.stats,
-        "check_hub": a.check_hub,
         "progress": progress(a),
+        **writing(a),
         **shaping,
         **opening(a),
     }

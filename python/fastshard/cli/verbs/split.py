@@ -26,6 +26,7 @@ from ..shared_arguments import (
     placing,
     progress,
     shape,
+    writing,
 )
 from ..verb import Outcome, Result, Verb
 
@@ -66,15 +67,7 @@ def split(a: argparse.Namespace) -> Outcome:
         a.out,
         a.to,
         parts=a.parts,
-        expect=a.expect,
-        tokenizer=a.tokenizer,
-        memory=a.memory,
-        resume=a.resume,
-        overwrite=a.overwrite,
-        sparse=a.sparse,
-        io=a.io,
-        stats=a.stats,
-        check_hub=a.check_hub,
+        **writing(a),
         **shape(a),
         **placing(a),
         **opening(a),

@@ -16,13 +16,13 @@ from ...common import codes, memory_budget, safe_files
 from ...common.errors import FastshardError, Finding, IncompleteError, from_core
 from ...common.gate import Gate
 from ...common.listing import File, list_roots
-from ...common.options import StrPath
+from ...common.options import StrPath, WriteRequest
 from ...common.progress import Progress, Report
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..._core import RunOptions
+    from ..._core import RunOptions, WriteSettings
     from ...common.options import Opening
 
 __all__ = ["compared", "piece", "settled"]
@@ -79,11 +79,16 @@ def piece(
     root = listing.roots[0]
     files = [(file.path, os.fspath(root / file.path)) for file in taken]
     run = run_options(memory, threads)
-    options: RunOptions = {**run, "overwrite": overwrite, "fsync": fsync, "gate": gate.to_dict(findings)}
+    settings: WriteSettings = {
+        "threads": run["threads"],
+        "memory": run["memory"],
+        "publish": WriteRequest.of(overwrite=overwrite, fsync=fsync),
+        "gate": gate.to_dict(findings),
+    }
     with Progress(progress) as bar:
         try:
             document, found = _core.write_piece(
-                files, [os.fspath(root)], os.fspath(out), options, bar.phase("copying"), bar.tell
+                files, [os.fspath(root)], os.fspath(out), settings, bar.phase("copying"), bar.tell
             )
         except _core.CoreError as error:
             raise from_core(error) from None

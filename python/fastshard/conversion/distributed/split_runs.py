@@ -6,23 +6,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ... import _core
 from ...checkpoint.manifests import Manifest
 from ...common import codes, memory_budget
 from ...common.errors import FastshardError, Finding, from_core
 from ...common.option_checks import refused
-from ...common.options import StrPath
+from ...common.options import StrPath, WriteRequest, split_request
 from ...common.progress import Progress, Report
-from ...common.records import dataclass
+from ...common.records import asdict, dataclass, replace
 from ...zarr import array_writer
 from ..convert import carrying, prepared
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ...common.options import Writing
+    from ...common.options import WriteOptions
 
 __all__ = ["Run", "begin", "commit", "run_part"]
 
@@ -58,12 +58,7 @@ def begin(
     tokenizer: StrPath | None = None,
     memory: str | int | None = None,
     threads: int | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
-    sparse: bool = False,
-    io: Literal["auto", "buffered", "direct"] = "auto",
-    stats: bool = False,
-    **options: Unpack[Writing],
+    **options: Unpack[WriteOptions],
 ) -> Run:
     """Splits a run into parts: checks source and destination, creates all files, divides the work, writes no tensor.
 
@@ -71,27 +66,28 @@ def begin(
         source: a path, or several node-local ones; seen under the same name by whoever makes parts.
         out: destination directory, on storage that all see.
         parts: how many parts of equal size there are.
-        resume: divide what an earlier run of the same plan has left.
-        options: as for :func:`fastshard.convert`, like the other arguments.
+        options: as for :func:`fastshard.convert`, like the other arguments; with ``resume`` what an earlier run of the same
+            plan has left is divided.
 
     Raises:
         FastshardError: as :func:`fastshard.convert`; ``FS509`` if processes are at work on the run.
     """
+    request, others = split_request(options)
     if isinstance(parts, bool) or not isinstance(parts, int) or not 1 <= parts <= 100_000:
         raise refused("parts", "an integer from 1 to 100000", parts)
     if isinstance(source, (str, os.PathLike)):
         source = [source]
-    writing: dict[str, Any] = {"overwrite": overwrite, "sparse": sparse, "io": io, "stats": stats}
     about = {
         "source": [_absolute(path) for path in source],
         "to": to,
         "expect": _kept("expect", expect),
         "tokenizer": _kept("tokenizer", tokenizer),
-        "options": {name: _kept(name, value) for name, value in options.items()},
-        "writing": writing,
+        "options": {name: _kept(name, value) for name, value in others.items()},
+        # Whoever makes a part of it continues nothing.
+        "writing": asdict(replace(request, resume=False)),
     }
     with Progress(False) as bar:
-        job = prepared(about["source"], to, expect, tokenizer, memory, threads, options, bar, None)
+        job = prepared(about["source"], to, expect, tokenizer, memory, threads, others, bar, None)
     if job.checkpoint.opened.reference is not None:
         job.checkpoint.opened.reference.refuse_inside(out)
     given = job.checkpoint.read_from
@@ -99,7 +95,7 @@ def begin(
         nonce, folder, _, sizes, found = _core.begin_parts(
             job.plan.core,
             os.fspath(out),
-            job.options(**writing, resume=resume),
+            job.set_up(request),
             parts,
             _written(about),
             (job.copies, given),
@@ -215,7 +211,7 @@ def run_part(
             return _core.make_part(
                 job.plan.core,
                 os.fspath(out),
-                job.options(**about["writing"]),
+                job.set_up(WriteRequest.of(**about["writing"])),
                 found["run"],
                 part,
                 (job.copies, job.checkpoint.read_from),
@@ -262,7 +258,7 @@ def commit(
             written = _core.commit(
                 job.plan.core,
                 os.fspath(out),
-                job.options(**about["writing"]),
+                job.set_up(WriteRequest.of(**about["writing"])),
                 found["run"],
                 array_writer.writer() if job.plan.writes_arrays else None,
                 (job.copies, job.checkpoint.read_from),

@@ -312,8 +312,10 @@ class Reader:
     def _box(self, array: Array, key: str, lo: list[int], extent: list[int]) -> array_reader.Box:
         driver = "zarr" if array.zarr == 2 else "zarr3"
         # Parts of a shard may be absent.
-        sparse = array.partial and not self._stores_fill
-        return array_reader.Box(array.name, key, driver, array.metadata, array.dtype, sparse, lo, extent)
+        fills_missing = array.partial and not self._stores_fill
+        return array_reader.Box(
+            array.name, key, driver, array.metadata, array.dtype, fills_missing, lo, extent
+        )
 
     def _compare(self, box: array_reader.Box, holders: list[StorePart]) -> None:
         with self._lock:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ....checkpoint.checkpoint import Checkpoint
 from ....checkpoint.manifests import Manifest
 from ....common import codes, memory_budget
 from ....common.errors import FastshardError
 from ....common.option_checks import checked, refused
-from ....common.options import StrPath
+from ....common.options import StrPath, split_request
 from ....common.progress import Progress, Report
 from ..split_runs import begin, commit
 from .cluster import connected, nodes_for
@@ -26,7 +26,7 @@ from .tasks import Tasks
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ....common.options import Spread, Writing
+    from ....common.options import Spread, WriteOptions
 
 __all__ = ["convert", "merge"]
 
@@ -48,14 +48,8 @@ def convert(
     tokenizer: StrPath | None = None,
     memory: str | int | None = None,
     threads: int | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
-    fsync: bool = True,
-    sparse: bool = False,
-    io: Literal["auto", "buffered", "direct"] = "auto",
-    stats: bool = False,
     progress: Report = False,
-    **options: Unpack[Writing],
+    **options: Unpack[WriteOptions],
 ) -> Manifest:
     """Converts a checkpoint on the nodes of a Ray cluster, and publishes the result at ``out``, whole or not at all.
 
@@ -78,8 +72,8 @@ def convert(
         memory: of this process, and of each worker, as for :func:`fastshard.convert`.
         threads: of each task; default ``cpus``, or as many as its node has.
         progress: as for :func:`fastshard.convert`, over all parts; falls back where a part is made again.
-        resume: continue what an earlier run of the same plan has left, with any number of nodes.
-        options: as for :func:`fastshard.convert`, like the other arguments.
+        options: as for :func:`fastshard.convert`, like the other arguments; with ``resume`` a run goes on with any number of
+            nodes.
 
     Returns:
         The manifest of the result.
@@ -89,7 +83,8 @@ def convert(
             ``FS523`` for parts that were not made; ``FS514`` if Ray is not installed.
         BaseException: as :func:`fastshard.convert`; the run can be continued with ``resume``.
     """
-    _refuse(source, address, parts, cpus, retries, fsync)
+    request, _ = split_request(options)
+    _refuse(source, address, parts, cpus, retries, request.fsync)
     out = Path(out).absolute()
     if node_local and parts is not None:
         raise FastshardError.of(
@@ -109,11 +104,6 @@ def convert(
                 "expect": expect,
                 "tokenizer": tokenizer,
                 "memory": memory,
-                "resume": resume,
-                "overwrite": overwrite,
-                "sparse": sparse,
-                "io": io,
-                "stats": stats,
                 **options,
             }
             with Progress(progress) as bar:
@@ -128,11 +118,6 @@ def convert(
             tokenizer=tokenizer,
             memory=memory,
             threads=tasks.most_threads,
-            resume=resume,
-            overwrite=overwrite,
-            sparse=sparse,
-            io=io,
-            stats=stats,
             **options,
         )
         with Progress(progress) as bar:
