@@ -1,12 +1,14 @@
 """Runs every performance bar against its peer, in turns on the same bytes, and writes the figures as JSON.
 
-    python benches/all_bars.py --out benches/figures.json [--size 2GiB] [--rounds 5] [--only P1,P7] [--dir DIR]
+    python benches/all_bars.py --out benches/figures.json [--size 2GiB] [--rounds 5] [--only P1,P7] [--dir
+    DIR]
     python benches/all_bars.py --quick                       # 4 MiB, one round: to see that everything runs
     python benches/make_figures.py benches/figures.json      # the page, and the figures of README.md
 
-A bar is one or more cases: a function of a module beside this one that yields a `Result` for each. What a case lacks is its reason for not
-being run; a bar that fails is recorded as failed, the others go on, and the command ends with 1. A missed target is no failure. A case
-before whose runs other processes had more than 0.2 cores is `loaded`: it gives no figure to publish.
+A bar is one or more cases: a function of a module beside this one that yields a `Result` for each. What a
+case lacks is its reason for not being run; a bar that fails is recorded as failed, the others go on, and the
+command ends with 1. A missed target is no failure. A case before whose runs other processes had more than 0.2
+cores is `loaded`: it gives no figure to publish.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ class Bar:
     limit: str = ""
 
 
-_FAULTS = "It hangs on the state of memory: `cp` pays for its cache where freed pages must be faulted in on the host again, and fastshard does not."
+_FAULTS = (
+    "It hangs on the state of memory: `cp` pays for its cache where freed pages must be faulted in on the "
+    "host again, and fastshard does not."
+)
 BARS = {
     "P0": Bar(
         "merge on many cores, against copies at once",
@@ -100,7 +105,8 @@ BARS = {
     "P12": Bar(
         "ZeRO to safetensors, against zero_to_fp32",
         ("zero.measure_p12",),
-        "zero_to_fp32 reads by mmap, copies once and writes: it wastes one copy of the model. Parameters are read too, and compared.",
+        "zero_to_fp32 reads by mmap, copies once and writes: it wastes one copy of the model. Parameters are "
+        "read too, and compared.",
     ),
     "P13": Bar(
         "models of 175 billion parameters and more on sparse files",
@@ -231,7 +237,8 @@ SECTIONS = {"CALLS": run_calls, "LOCKS": run_locks}
 
 
 def find_revision() -> str:
-    """The revision of the package that is measured, or of this file where it is installed; a plus stands for changes."""
+    """The revision of the package that is measured, or of this file where it is installed; a plus stands for
+    changes."""
 
     def run_git(folder: Path, *arguments: str) -> str:
         return subprocess.run(
@@ -270,7 +277,8 @@ def find_versions() -> dict[str, str]:
 
 
 def time_touch(nbytes: int) -> list[float]:
-    """Seconds per GiB of touching fresh memory twice: the second is no faster where the host takes freed pages back."""
+    """Seconds per GiB of touching fresh memory twice: the second is no faster where the host takes freed
+    pages back."""
     seconds = []
     for _ in range(2):
         begun = time.monotonic()

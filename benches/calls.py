@@ -1,4 +1,5 @@
-"""System calls of a merge and of its peers, from the beginning of the work to its end: what decides where results are small.
+"""System calls of a merge and of its peers, from the beginning of the work to its end: what decides where
+results are small.
 
 python benches/calls.py [--size 512MiB] [--dir DIR]      # needs strace
 """

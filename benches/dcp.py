@@ -1,4 +1,5 @@
-"""torch's distributed checkpoints, against torch's own tools: part of P17 of all_bars.py, and what each side accepts of damage.
+"""torch's distributed checkpoints, against torch's own tools: part of P17 of all_bars.py, and what each side
+accepts of damage.
 
     python benches/dcp.py damage
 
@@ -99,7 +100,10 @@ def save(rank: int, world: int, folder: str, size: int, seed: int, extra: bool) 
 
 def write(folder: Path, size: int, world: int, seed: int, extra: bool = False) -> None:
     """Both forms, with a config.json beside each."""
-    code = "import sys, dcp; a = sys.argv; dcp.save(int(a[1]), int(a[2]), a[3], int(a[4]), int(a[5]), a[6] == '1')"
+    code = (
+        "import sys, dcp; a = sys.argv; dcp.save(int(a[1]), int(a[2]), a[3], int(a[4]), int(a[5]), a[6] == "
+        "'1')"
+    )
     ranks = [
         subprocess.Popen(
             [

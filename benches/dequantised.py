@@ -1,4 +1,5 @@
-"""Values of quantised weights: fp8 blocks against compressed-tensors' dequantizer (P20 of all_bars.py), and each form on one thread.
+"""Values of quantised weights: fp8 blocks against compressed-tensors' dequantizer (P20 of all_bars.py), and
+each form on one thread.
 
     python benches/dequantised.py forms [--size 4GiB] [--rounds 5] [--dir DIR]
 

@@ -1,11 +1,13 @@
-"""Rank files of FSDP, against verl's own merger: part of P17 of all_bars.py, and what each side accepts of damage.
+"""Rank files of FSDP, against verl's own merger: part of P17 of all_bars.py, and what each side accepts of
+damage.
 
     python benches/fsdp.py damage
 
-verl must be importable (``pip install --no-deps verl==0.9.1`` and what its merger imports: ray, tensordict, omegaconf, hydra-core,
-codetiming, pandas, torchdata). Rank files of a Llama in bf16 are made by gloo processes with FSDP2's own placements, and deleted
-afterwards. verl's merger loads all ranks, concatenates, and saves through transformers; `convert --to hf` streams. Both results are compared
-tensor by tensor. Neither side brings its output to disk. fastshard proves that the parts tile, compares CRC32 and hashes.
+verl must be importable (``pip install --no-deps verl==0.9.1`` and what its merger imports: ray, tensordict,
+omegaconf, hydra-core, codetiming, pandas, torchdata). Rank files of a Llama in bf16 are made by gloo
+processes with FSDP2's own placements, and deleted afterwards. verl's merger loads all ranks, concatenates,
+and saves through transformers; `convert --to hf` streams. Both results are compared tensor by tensor. Neither
+side brings its output to disk. fastshard proves that the parts tile, compares CRC32 and hashes.
 """
 
 from __future__ import annotations

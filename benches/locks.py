@@ -1,10 +1,12 @@
-"""Waits for locks of the kernel while shards are merged: what keeps more threads from helping, also where there are two cores.
+"""Waits for locks of the kernel while shards are merged: what keeps more threads from helping, also where
+there are two cores.
 
-    python benches/locks.py                                   # 1 and 8 files, 2 and 8 threads, in memory and on disk
+    python benches/locks.py            # 1 and 8 files, 2 and 8 threads, in memory and on disk
     python benches/locks.py --size 4GiB --folders /dev/shm /data
 
-Needs ``perf`` and the right to trace. Prints, for each way of merging, how often threads waited for one kind of lock and how long
-in all: ``rwsem:W`` is the lock of a file that is written to. Times on a busy machine are longer, counts are about the same.
+Needs ``perf`` and the right to trace. Prints, for each way of merging, how often threads waited for one kind
+of lock and how long in all: ``rwsem:W`` is the lock of a file that is written to. Times on a busy machine are
+longer, counts are about the same.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ def count_waits(command: list[str], record: Path) -> dict[str, tuple[int, float]
 def measure_locks(
     folder: Path, size: int, counts: Iterable[int], threads: Iterable[int]
 ) -> Iterator[dict[str, Any]]:
-    """Merges by the number of files and threads, synced or not: how often and how many milliseconds threads waited."""
+    """Merges by the number of files and threads, synced or not: how often and how many milliseconds threads
+    waited."""
     rows = size // (TENSORS * COLUMNS * 4)
     specs = [Spec(f"w{i:02d}", (rows, COLUMNS), 0, "F32") for i in range(TENSORS)]
     with tempfile.TemporaryDirectory(dir=folder, prefix="locks-") as below:

@@ -1,4 +1,5 @@
-"""Makes docs/figures.md of what all_bars.py measured, and the few figures of README.md and docs/index.md where it may give them.
+"""Makes docs/figures.md of what all_bars.py measured, and the few figures of README.md and docs/index.md
+where it may give them.
 
 python benches/make_figures.py benches/figures.json
 """
@@ -81,7 +82,8 @@ def show_target(target: dict[str, Any]) -> str:
 
 
 def show_verdict(case: dict[str, Any], target: dict[str, Any]) -> str:
-    """What a figure is to its limit; a missed one is missed, one that was measured beside other work is no figure to publish."""
+    """What a figure is to its limit; a missed one is missed, one that was measured beside other work is no
+    figure to publish."""
     verdict = str(target["verdict"])
     if verdict == "missed":
         verdict = f"**missed**: {show(case['figures'][target['figure']])}"
@@ -187,7 +189,8 @@ def build_locks(section: dict[str, Any]) -> Iterator[str]:
         "## Waits for locks",
         "",
         section["reason"]
-        or "Threads that wait for a file that others write to, and for other locks of the kernel; milliseconds are over all threads.",
+        or "Threads that wait for a file that others write to, and for other locks of the kernel; "
+        "milliseconds are over all threads.",
     )
     rows = [[str(value) for value in row.values()] for row in section["rows"]]
     yield from build_table(
@@ -203,16 +206,22 @@ def build_page(document: dict[str, Any]) -> str:
     lines = [
         "# Figures",
         "",
-        "Made by `benches/make_figures.py` of what `benches/all_bars.py` measured: both sides in turns on the same bytes, outputs compared by",
-        "hash. fastshard hashes every byte (BLAKE3), checks completeness and writes a manifest; most peers do not.",
+        "Made by `benches/make_figures.py` of what `benches/all_bars.py` measured: both sides in turns on "
+        "the same bytes, outputs compared by",
+        "hash. fastshard hashes every byte (BLAKE3), checks completeness and writes a manifest; most peers "
+        "do not.",
         "",
     ]
     if reason := find_objection(document):
         lines += [f"**These are no release figures: {reason}.**", ""]
     lines += [
-        f"- {document['date']}, revision {document['revision'] or 'unknown'}; the core's build: {document['core']}; {versions}",
-        f"- {about['cores']} cores of {about['cpu']}, {about['memory']}, Linux {about['kernel']}, Python {about['python']}; {about['filesystem']}, and {document['memory_file_system']} where a case says so",
-        f"- {show_size(document['size'])}, rounds: {document['rounds']}; cores that other processes had before the first: {document['load']}",
+        f"- {document['date']}, revision {document['revision'] or 'unknown'}; the core's build: "
+        f"{document['core']}; {versions}",
+        f"- {about['cores']} cores of {about['cpu']}, {about['memory']}, Linux {about['kernel']}, Python "
+        f"{about['python']}; {about['filesystem']}, and {document['memory_file_system']} where a case says "
+        "so",
+        f"- {show_size(document['size'])}, rounds: {document['rounds']}; cores that other processes had "
+        f"before the first: {document['load']}",
         f"- memory is touched before each run; a GiB of fresh pages took {first} s, and {second} s again",
         *build_bars(document),
     ]
@@ -238,7 +247,8 @@ def build_few(document: dict[str, Any]) -> str:
     cases = {(bar["bar"], case["case"], case["peer"]): case["figures"] for bar, case in list_cases(document)}
     about = document["machine"]
     lines = [
-        f"| {show_size(document['size'])}, {about['cores']} cores, median of {document['rounds']} | time | memory, MiB |",
+        f"| {show_size(document['size'])}, {about['cores']} cores, median of {document['rounds']} | time | "
+        "memory, MiB |",
         "|---|---|---|",
     ]
     for bar, case, peer, text in FEW:

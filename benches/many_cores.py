@@ -1,11 +1,13 @@
-"""The scaling curve of this machine: merges, verify and codes by the number of threads, beside as many copies at once (P0).
+"""The scaling curve of this machine: merges, verify and codes by the number of threads, beside as many copies
+at once (P0).
 
-    python benches/many_cores.py                                    # 8 GiB in memory and on the disk of the current folder
+    python benches/many_cores.py         # 8 GiB in memory and on the disk of the current folder
     python benches/many_cores.py --size 1GiB --threads 1 2 --seconds 60 --save curve.json
 
-Each run is a process of its own, its start included, on inputs that are in the page cache. Cases come in the order of their
-worth; what does not fit into ``--seconds`` is left out, and said. Every result's tensors have the hashes of the first one's. CPU
-seconds are per GB, and bytes are those of the result; of ``verify`` those read.
+Each run is a process of its own, its start included, on inputs that are in the page cache. Cases come in the
+order of their worth; what does not fit into ``--seconds`` is left out, and said. Every result's tensors have
+the hashes of the first one's. CPU seconds are per GB, and bytes are those of the result; of ``verify`` those
+read.
 """
 
 from __future__ import annotations

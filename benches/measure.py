@@ -97,7 +97,8 @@ class Result:
         return [r["load"] for records in self.records.values() for r in records]
 
     def figures(self) -> dict[str, float]:
-        """Everything that a limit can be stated for: ratios are ours over the peer's, others are ours or `peer_`."""
+        """Everything that a limit can be stated for: ratios are ours over the peer's, others are ours or
+        `peer_`."""
         if not self.records:
             return {}
         found = dict(self.more)
@@ -121,7 +122,8 @@ class Result:
 
 @dataclass
 class Place:
-    """Where bars are measured, and how large: checkpoints are made on first use and kept for the bars that follow."""
+    """Where bars are measured, and how large: checkpoints are made on first use and kept for the bars that
+    follow."""
 
     disk: Path
     memory: Path
@@ -129,7 +131,8 @@ class Place:
     rounds: int
 
     def source(self, kind: str, size: int = 0) -> tuple[Path, int]:
-        """Four ranks' shards of matrices divided by rows or columns, on the disk; and the bytes of its tensors."""
+        """Four ranks' shards of matrices divided by rows or columns, on the disk; and the bytes of its
+        tensors."""
         size = size or self.size
         folder = self.disk / f"{kind}-{size}"
         specs = synthetic.model(size, kind)
@@ -166,19 +169,24 @@ def show_size(nbytes: float) -> str:
 
 
 def workplace(folder: str) -> Path:
-    """The folder of that name, made if it is not there: what ``--dir`` names. Sides run in other folders, so it is absolute."""
+    """The folder of that name, made if it is not there: what ``--dir`` names. Sides run in other folders, so
+    it is absolute."""
     path = Path(folder).resolve()
     path.mkdir(parents=True, exist_ok=True)
     return path
 
 
 def touch(nbytes: int) -> None:
-    """Has the system fault `nbytes` in, half of its free memory at most, so that no run pays for what the host took back."""
+    """Has the system fault `nbytes` in, half of its free memory at most, so that no run pays for what the
+    host took back."""
     nbytes = min(nbytes, find_free_memory() // 2)
     if not nbytes:
         return
     count = -(-nbytes // (4 << 20))
-    code = f"import mmap; b = b'1' * {4 << 20}; m = mmap.mmap(-1, {count} * len(b)); [m.write(b) for _ in range({count})]"
+    code = (
+        f"import mmap; b = b'1' * {4 << 20}; m = mmap.mmap(-1, {count} * len(b)); [m.write(b) for _ in "
+        f"range({count})]"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -280,7 +288,8 @@ def compare(
 def expect_same(
     read: Callable[[Path], dict[str, str]], expected: dict[str, str] | None = None, skip: str = ""
 ) -> Check:
-    """A check that all sides write the same tensors: those expected, or the first side's; one side may be skipped."""
+    """A check that all sides write the same tensors: those expected, or the first side's; one side may be
+    skipped."""
     known = [] if expected is None else [expected]
 
     def check(side: Side, out: Path | None) -> None:

@@ -1,8 +1,9 @@
 """Paxml GPT-3 to MaxText, against a plain script of tensorstore and numpy: P16 of all_bars.py.
 
 A scanned checkpoint of random float32 in zstd chunks is transposed to MaxText's order of axes and written as
-OCDBT + zarr v3. The script reads one array after another whole, as MaxText's own converter does. fastshard proves
-the chunks complete and hashes what it writes besides. Nothing is brought to disk (fsync) on either side.
+OCDBT + zarr v3. The script reads one array after another whole, as MaxText's own converter does. fastshard
+proves the chunks complete and hashes what it writes besides. Nothing is brought to disk (fsync) on either
+side.
 """
 
 from __future__ import annotations

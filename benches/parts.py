@@ -33,7 +33,8 @@ status = open("/proc/self/status").read()
 anonymous = int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1]) << 10
 use = resource.getrusage(resource.RUSAGE_SELF)
 print(json.dumps({"code": code, "wall": time.perf_counter() - start, "read": int(io["rchar"]),
-                  "cpu": use.ru_utime + use.ru_stime, "rss": use.ru_maxrss << 10, "anonymous": anonymous}), file=sys.stderr)
+                  "cpu": use.ru_utime + use.ru_stime, "rss": use.ru_maxrss << 10,
+                  "anonymous": anonymous}), file=sys.stderr)
 """
 
 
@@ -135,7 +136,8 @@ def divided(folder: Path, parts: int, at_once: int) -> None:
     reads = sum(r["read"] for r in records)
     print(
         f"divided: each share {min(walls):.1f} to {max(walls):.1f} s with {at_once} at a time, "
-        f"RSS {max(r['rss'] for r in records) / MIB:.0f} MiB at most, read {reads / sum(shares):.4f} of the payload"
+        f"RSS {max(r['rss'] for r in records) / MIB:.0f} MiB at most, read {reads / sum(shares):.4f} of the "
+        "payload"
     )
     start = time.perf_counter()
     (record,) = timed([["commit", out, *common]])[1]

@@ -1,8 +1,10 @@
-"""What a report of 74,240 shard entries weighs and takes, whole and broken, beside `inspect` of the same checkpoint.
+"""What a report of 74,240 shard entries weighs and takes, whole and broken, beside `inspect` of the same
+checkpoint.
 
     python benches/report.py [--rounds 3] [--dir DIR]
 
-Exits with 1 if a page is larger than 2 MB or does not say what is wrong. Times are printed, of whole processes: they decide nothing.
+Exits with 1 if a page is larger than 2 MB or does not say what is wrong. Times are printed, of whole
+processes: they decide nothing.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ def told(name: str, source: Path, rounds: int, errors: int) -> bool:
     size = page.stat().st_size
     fine = size <= LIMIT and document["bytes"] == size and document["errors"] == errors
     print(
-        f"report: {name}: {size:,} bytes, {report:.2f} s (inspect: {inspect:.2f} s), {document['errors']} errors"
-        + ("" if fine else " NOT AS EXPECTED")
+        f"report: {name}: {size:,} bytes, {report:.2f} s (inspect: {inspect:.2f} s), {document['errors']} "
+        "errors" + ("" if fine else " NOT AS EXPECTED")
     )
     return fine
 

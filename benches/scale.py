@@ -1,4 +1,5 @@
-"""What must hold at scale, not in a few megabytes: models of 175 billion parameters and more (P13 of all_bars.py), kills and resumes.
+"""What must hold at scale, not in a few megabytes: models of 175 billion parameters and more (P13 of
+all_bars.py), kills and resumes.
 
     python benches/scale.py [kills] [gpt3-whole] [--kill-size 1GiB] [--kills 50] [--dir DIR]
 
@@ -107,7 +108,8 @@ def kills(folder: Path, size: int, count: int, seed: int = 0) -> bool:
 
 
 def measure_p13(place: Place) -> Iterator[Result]:
-    """GPT-3 175B as Paxml with optimizer state and as GPT-NeoX, and models of many experts: opened, proven and planned."""
+    """GPT-3 175B as Paxml with optimizer state and as GPT-NeoX, and models of many experts: opened, proven
+    and planned."""
     source = place.disk / "sparse"
     layers, mesh = (96, sparse_gpt3.MESH) if place.full else (2, (8, 4))
     limits: Mapping[str, float] = {"seconds": 1, "peak_mib": 128}
@@ -146,14 +148,16 @@ def measure_command(case: str, source: Path, targets: tuple[Target, ...], verb: 
 
 
 def gpt3_whole(folder: Path) -> bool:
-    """The Paxml form converted to MaxText in bf16 from end to end; its chunks of 144 MiB need --memory 1GiB."""
+    """The Paxml form converted to MaxText in bf16 from end to end; its chunks of 144 MiB need --memory
+    1GiB."""
     source, out = folder / "paxml", folder / "out"
     size, chunks = sparse_gpt3.paxml(source)
     command = ["convert", str(source), str(out), "--to", "maxtext", "--dtype", "bf16", "--memory", "1GiB"]
     command += ["--fsync", "none", "--progress", "none", "-q"]
     record = run(Side("convert", "cli", {"command": command}))
     print(
-        f"gpt3-whole: {size:,} bytes in {chunks:,} chunks: {record['wall']:.0f} s, CPU {record['cpu']:.0f} s, "
+        f"gpt3-whole: {size:,} bytes in {chunks:,} chunks: {record['wall']:.0f} s, CPU {record['cpu']:.0f} "
+        "s, "
         f"peak RssAnon {record['anonymous'] / MIB:.0f} MiB"
     )
     remove(source)

@@ -110,7 +110,8 @@ def fastshard(a: dict[str, Any]) -> Job:
         k: a[k] for k in ("threads", "fsync", "memory", "dtype", "layout", "config", "weights") if k in a
     }
 
-    # Adapters, targets, what plans, and numpy for some casts are imported when they are first used: before the clock starts.
+    # Adapters, targets, what plans, and numpy for some casts are imported when they are first used: before
+    # the clock starts.
     if "dtype" in a:
         importlib.import_module("numpy")
     fs.plan(
@@ -227,7 +228,8 @@ def verl_merge(a: dict[str, Any]) -> Job:
     from verl.model_merger.base_model_merger import ModelMergerConfig
     from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 
-    # What it imports when it is called: a model's and a tokenizer's classes, and what transformers finds installed.
+    # What it imports when it is called: a model's and a tokenizer's classes, and what transformers finds
+    # installed.
     for module in (
         "transformers.models.llama.modeling_llama",
         "transformers.tokenization_utils_tokenizers",
@@ -379,7 +381,8 @@ def cli(a: dict[str, Any]) -> Job:
 
 
 def model(a: dict[str, Any]) -> Job:
-    """A model of transformers in memory: from a view, or converted and loaded. Its logits are left at ``out``."""
+    """A model of transformers in memory: from a view, or converted and loaded. Its logits are left at
+    ``out``."""
     import fastshard as ours
     import torch
     import transformers

@@ -1,4 +1,5 @@
-"""GPT-3 175B at full size on paper-thin disks: every chunk and shard is there, nearly all of it zeros that take no space.
+"""GPT-3 175B at full size on paper-thin disks: every chunk and shard is there, nearly all of it zeros that
+take no space.
 
     python benches/sparse_gpt3.py OUT [--kind paxml|neox] [--layers 96] [--optimizer]
 

@@ -1,4 +1,5 @@
-"""How long it takes to start: `import fastshard`, `fastshard --version`, and looking at small checkpoints, above bare Python.
+"""How long it takes to start: `import fastshard`, `fastshard --version`, and looking at small checkpoints,
+above bare Python.
 
     python benches/all_bars.py --only P9,P18
 

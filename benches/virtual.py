@@ -2,8 +2,8 @@
 
     python benches/virtual.py [--size 1GiB] [--rounds 3] [--dir DIR]
 
-All sides must compute the same logits, bit by bit. Printed are medians of wall time, CPU and peak memory, and what was
-written.
+All sides must compute the same logits, bit by bit. Printed are medians of wall time, CPU and peak memory, and
+what was written.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def main() -> None:
         assert all(torch.equal(logits[0], other) for other in logits), "the logits differ"
         print(machine(base))
         print(
-            f"{sum(f.stat().st_size for f in files(base / 'source')) / 2**30:.2f} GiB of GPT-NeoX, tp 2; logits equal"
+            f"{sum(f.stat().st_size for f in files(base / 'source')) / 2**30:.2f} GiB of GPT-NeoX, tp 2; "
+            "logits equal"
         )
         for label, found in records.items():
             wall, cpu, rss, anonymous = (
@@ -69,7 +70,8 @@ def main() -> None:
             )
             written = "writes it all" if WAYS[label] == "convert" else "writes nothing"
             print(
-                f"{label}: {wall:.2f} s, {cpu:.2f} s CPU, {rss / 2**20:.0f} MiB resident, {anonymous / 2**20:.0f} MiB anonymous, {written}"
+                f"{label}: {wall:.2f} s, {cpu:.2f} s CPU, {rss / 2**20:.0f} MiB resident, "
+                f"{anonymous / 2**20:.0f} MiB anonymous, {written}"
             )
 
 

@@ -1,9 +1,9 @@
 """ZeRO checkpoints to safetensors, against DeepSpeed's own zero_to_fp32: P12 of all_bars.py.
 
-Needs DeepSpeed (see CONTRIBUTING.md). The checkpoints are made here, without training, with fp32 master weights
-and no moments; they are deleted afterwards. Neither side brings its output to disk (fsync): zero_to_fp32 cannot.
-fastshard proves the partitions whole, checks their checksums, hashes what it writes and, for ZeRO-1, compares
-every master with the bf16 parameter; zero_to_fp32 does none of that.
+Needs DeepSpeed (see CONTRIBUTING.md). The checkpoints are made here, without training, with fp32 master
+weights and no moments; they are deleted afterwards. Neither side brings its output to disk (fsync):
+zero_to_fp32 cannot. fastshard proves the partitions whole, checks their checksums, hashes what it writes and,
+for ZeRO-1, compares every master with the bf16 parameter; zero_to_fp32 does none of that.
 """
 
 from __future__ import annotations

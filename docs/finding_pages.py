@@ -26,8 +26,8 @@ _WIDTH = 80
 
 
 def page(code: str) -> str:
-    """What it means, why it happens, how to confirm and how to fix it, and an example; the first and the last but one for
-    every code."""
+    """What it means, why it happens, how to confirm and how to fix it, and an example; the first and the last
+    but one for every code."""
     row = CODES[code]
     more = PAGES.get(code)
     lines = [

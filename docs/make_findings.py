@@ -20,8 +20,10 @@ def page() -> str:
     lines = [
         "# Findings",
         "",
-        "Every check yields findings; all are reported, not only the first. Codes are stable. The exit code is 1 if",
-        "an error of class 1 is among them, else 2, else 3; warnings and notes change nothing. `fastshard explain",
+        "Every check yields findings; all are reported, not only the first. Codes are stable. The exit code "
+        "is 1 if",
+        "an error of class 1 is among them, else 2, else 3; warnings and notes change nothing. `fastshard "
+        "explain",
         "CODE` prints a row. This page is written by `docs/make_findings.py` from the table in the core.",
     ]
     for digit, title in GROUPS.items():
@@ -35,7 +37,8 @@ def page() -> str:
         for code, row in sorted(CODES.items()):
             if code[2] == digit:
                 lines.append(
-                    f"| {code} | {row.title} | {row.severity} | {EXITS[row.exit]} | {row.meaning} | {row.help} |"
+                    f"| {code} | {row.title} | {row.severity} | {EXITS[row.exit]} | {row.meaning} | "
+                    f"{row.help} |"
                 )
     return "\n".join(lines) + "\n"
 

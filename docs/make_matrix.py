@@ -41,11 +41,16 @@ def page(document: dict[str, Any]) -> str:
     lines = [
         "# Every source under every target",
         "",
-        "`tests/conformance` takes one small checkpoint of each format through every target. A check mark is proven: it is",
-        "detected, planned and written, the files on disk are those that the manifest names, `verify` finds nothing, the tensors are",
-        "those that somebody else's code or numpy tells, and the result, read as a source, gives them again. Every other cell is",
-        "refused by one sentence, with nothing left behind. A heading stands for all forms of its target, e.g. `megatron` for",
-        "`megatron:legacy` and `megatron:torch_dist`. A model decides too: the sentences below say which. This page is written by",
+        "`tests/conformance` takes one small checkpoint of each format through every target. A check mark is "
+        "proven: it is",
+        "detected, planned and written, the files on disk are those that the manifest names, `verify` finds "
+        "nothing, the tensors are",
+        "those that somebody else's code or numpy tells, and the result, read as a source, gives them again. "
+        "Every other cell is",
+        "refused by one sentence, with nothing left behind. A heading stands for all forms of its target, "
+        "e.g. `megatron` for",
+        "`megatron:legacy` and `megatron:torch_dist`. A model decides too: the sentences below say which. "
+        "This page is written by",
         "`docs/make_matrix.py` from `tests/conformance/matrix.toml`, which the tests hold.",
         "",
         f"| source | {' | '.join(heads)} |",

@@ -1,7 +1,8 @@
 """Draws docs/pictures/*.svg: where rules put the rows of a tensor on the ranks of a framework.
 
-Nothing is drawn by hand. A small model is made whose elements say where they belong (a head, a block of rows), fastshard converts it,
-and what the ranks' files hold is drawn. With a folder as argument the pictures are written there.
+Nothing is drawn by hand. A small model is made whose elements say where they belong (a head, a block of
+rows), fastshard converts it, and what the ranks' files hold is drawn. With a folder as argument the pictures
+are written there.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ WIDTH, LABEL, HEIGHT, GAP = 640, 150, 26, 8
 
 @dataclass(frozen=True)
 class Bar:
-    """A stored tensor: its boxes along the dimension that is drawn, each with its kind, its number and its extent."""
+    """A stored tensor: its boxes along the dimension that is drawn, each with its kind, its number and its
+    extent."""
 
     label: str
     boxes: list[tuple[str, int, int]]
@@ -87,7 +89,8 @@ def _model(model: str, folder: Path) -> Path:
 
 
 def _stored(root: Path, pattern: str, ending: str, axis: int = 0) -> list[list[tuple[str, int, int]]]:
-    """The boxes of the tensor whose name ends so, in each file that has it, in the order of the files' names."""
+    """The boxes of the tensor whose name ends so, in each file that has it, in the order of the files'
+    names."""
     files = sorted(str(path.relative_to(root)) for path in root.rglob(pattern))
     catalog = _core.Catalog([root], [(0, file) for file in files], 1)
     found = []
@@ -144,7 +147,8 @@ def _svg(title: str, bars: Iterable[Bar], numbered: bool = True, extents: bool =
     scale = (WIDTH - LABEL - 10) / longest
     height = len(bars) * (HEIGHT + GAP) + GAP
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+        'font-family="sans-serif" font-size="12">',
         f"<title>{escape(title)}</title>",
         f'<rect width="{WIDTH}" height="{height}" rx="6" fill="#fafafa"/>',
     ]
@@ -157,7 +161,8 @@ def _svg(title: str, bars: Iterable[Bar], numbered: bool = True, extents: bool =
             text = f"{kind}{number}" if kind and numbered else kind or "pad"
             text += f" {size}" if extents else ""
             lines.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{HEIGHT}" fill="{KINDS.get(kind, PADDING)}" '
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{HEIGHT}" '
+                f'fill="{KINDS.get(kind, PADDING)}" '
                 f'stroke="#555" stroke-width="0.7"/>'
             )
             if width >= 6.2 * len(text):
@@ -195,7 +200,8 @@ def pictures() -> dict[str, str]:
         words = _bars("embed_tokens", llama, "*.safetensors", "embed_tokens.weight")
         return {
             "qkv": _svg(
-                "Queries, keys and values of one layer: three tensors of Hugging Face, and the ranks of two frameworks",
+                "Queries, keys and values of one layer: three tensors of Hugging Face, and the ranks of two "
+                "frameworks",
                 [
                     *plain,
                     *_layer(of_neox, "GPT-NeoX", "gpt_neox", "qkv"),
@@ -203,7 +209,8 @@ def pictures() -> dict[str, str]:
                 ],
             ),
             "qkv_heads": _svg(
-                "Queries, keys and values of one layer of a GPT-NeoX model: together by head, in Hugging Face and on each rank",
+                "Queries, keys and values of one layer of a GPT-NeoX model: together by head, in Hugging "
+                "Face and on each rank",
                 [
                     *_bars(
                         "query_key_value", neox, "*.safetensors", "layers.0.attention.query_key_value.weight"

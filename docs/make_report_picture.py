@@ -1,4 +1,5 @@
-"""Takes the picture of a report that the README shows: docs/pictures/report.png. Needs Chromium and playwright."""
+"""Takes the picture of a report that the README shows: docs/pictures/report.png. Needs Chromium and
+playwright."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""For griffe: roles of reStructuredText in docstrings become links to the pages of public names, or code; examples blocks; options
-that a function hands on get their meaning."""
+"""For griffe: roles of reStructuredText in docstrings become links to the pages of public names, or code;
+examples blocks; options that a function hands on get their meaning."""
 
 from __future__ import annotations
 

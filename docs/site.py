@@ -1,4 +1,5 @@
-"""What mkdocs does not do by itself: pages made of the parser, of the public names and of files beside `docs/`."""
+"""What mkdocs does not do by itself: pages made of the parser, of the public names and of files beside
+`docs/`."""
 
 from __future__ import annotations
 
@@ -327,8 +328,10 @@ def blocks() -> str:
     lines = [
         "# Blocks of these pages",
         "",
-        "Every command and every block of code on these pages is executed by `tests/docs` with each change, page by page, "
-        "beginning in an empty folder. What cannot run there is checked by a parser or a schema, and counted apart.",
+        "Every command and every block of code on these pages is executed by `tests/docs` with each change, "
+        "page by page, "
+        "beginning in an empty folder. What cannot run there is checked by a parser or a schema, and counted "
+        "apart.",
         "",
         "| held | meaning |",
         "|---|---|",

@@ -1,4 +1,5 @@
-"""Shows how far the logits of two models lie apart: `python examples/compare_logits.py A B`. Needs transformers."""
+"""Shows how far the logits of two models lie apart: `python examples/compare_logits.py A B`. Needs
+transformers."""
 
 from __future__ import annotations
 

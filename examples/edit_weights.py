@@ -1,4 +1,5 @@
-"""Averages two checkpoints of one model, tensor by tensor, in bounded memory: `python examples/edit_weights.py A B OUT`.
+"""Averages two checkpoints of one model, tensor by tensor, in bounded memory: `python
+examples/edit_weights.py A B OUT`.
 
 The result appears only if every tensor was written.
 """

@@ -1,4 +1,5 @@
-"""Refuses a checkpoint that is broken, says why, and converts one that is not: `python examples/gate.py CKPT OUT`."""
+"""Refuses a checkpoint that is broken, says why, and converts one that is not: `python examples/gate.py CKPT
+OUT`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Merges the files of a GPT-NeoX run as the usual script does: `python examples/merge_by_hand.py STEP CONFIG OUT`.
+"""Merges the files of a GPT-NeoX run as the usual script does: `python examples/merge_by_hand.py STEP CONFIG
+OUT`.
 
 It looks at nothing. The README shows what comes of that. Needs torch and safetensors.
 """

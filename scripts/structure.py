@@ -1,24 +1,29 @@
-"""Print how the product is built, in figures: `python scripts/structure.py [--list ROW]`. Tests are left out unless a row names them.
+"""Print how the product is built, in figures: `python scripts/structure.py [--list ROW]`. Tests are left out
+unless a row names them.
 
 What each row counts:
 
-open                  lines of code of `fastshard.open`, and of the longest function of checkpoint/ (no blank lines, comments, docstrings)
-change findings       functions that take findings and return findings: each of them may drop, merge or reweigh one. Those that stand
-                      in the list `STAGES` are counted apart
+open                  lines of code of `fastshard.open`, and of the longest function of checkpoint/ (no blank
+                      lines, comments, docstrings)
+change findings       functions that take findings and return findings: each of them may drop, merge or
+                      reweigh one. Those that stand in the list `STAGES` are counted apart
 numerals of codes     texts such as "FS102" in Python, outside the module that names the codes
 sets of codes         collections of two codes or more that are written by hand, in both languages
-parsed texts          places that take a message, a help or a rank of a finding apart, and that read ranks out of digits of names
+parsed texts          places that take a message, a help or a rank of a finding apart, and that read ranks out
+                      of digits of names
 files of an option    files that name `sparse`, an option of writing, in both languages
 Source                fields of the record that an adapter declares; functions of checkpoint/ that take it
 local imports         imports of the package itself inside functions
-small modules         modules below 100 lines that one other module of their own folder imports, and nothing else
+small modules         modules below 100 lines that one other module of their own folder imports, and nothing
+                      else
 Rust circles          groups of Rust files that import each other
-dialect               names told, held, said, stated, lent, judged, asked, made: of functions, classes, modules, parameters and
-                      attributes (a test wants none); of local variables
+dialect               names told, held, said, stated, lent, judged, asked, made: of functions, classes,
+                      modules, parameters and attributes (a test wants none); of local variables
 formatting            `# fmt: skip`; lines over 110 columns in Python
 tests in one folder   test files directly in tests/
-rooms                 what lies directly in python/fastshard, without forwarding files; arrows: pairs of these of which one imports the
-                      other; floors: the longest way down; circles: groups that import each other. Imports for types count
+rooms                 what lies directly in python/fastshard, without forwarding files; arrows: pairs of these
+                      of which one imports the other; floors: the longest way down; circles: groups that
+                      import each other. Imports for types count
 lines                 lines of .py, .pyi and .rs that are not blank
 """
 
@@ -153,7 +158,8 @@ def find_code_sets(trees: Mapping[Path, ast.AST], core: Mapping[Path, str]) -> l
 def find_parsed_sentences(
     texts: Mapping[Path, str], core: Mapping[Path, str], fields: Iterable[str] = SENTENCES
 ) -> list[str]:
-    """Find where sentences of a finding are searched, compared or taken apart, and where ranks are read from names."""
+    """Find where sentences of a finding are searched, compared or taken apart, and where ranks are read from
+    names."""
     searches = ("match", "fullmatch", "search", "findall", "finditer", "sub", "get")
     cuts = ("startswith", "endswith", "partition", "split", "removeprefix", "removesuffix", "replace")
     places = []
@@ -185,7 +191,8 @@ def find_parsed_sentences(
 
 
 def _find_attributes(node: ast.AST) -> Iterator[str]:
-    """Find the attributes that an expression reads as texts: what a function makes of one is not its words."""
+    """Find the attributes that an expression reads as texts: what a function makes of one is not its
+    words."""
     if isinstance(node, ast.Call):
         return
     if isinstance(node, ast.Attribute):
@@ -281,7 +288,8 @@ def find_groups(arrows: Mapping[Path, set[Path]]) -> list[list[Path]]:
 
 
 def find_rust_circles(core: Mapping[Path, str]) -> list[list[Path]]:
-    """Find groups of Rust files that import each other. A module and what lies below it count as one where it declares that."""
+    """Find groups of Rust files that import each other. A module and what lies below it count as one where it
+    declares that."""
     modules: dict[tuple[str, ...], Path] = {}
     for file in core:
         parts = file.relative_to(ROOT / "rust").parts
@@ -372,7 +380,8 @@ def find_dialect(trees: Mapping[Path, ast.AST], core: Mapping[Path, str]) -> tup
                         variables = [v for v in variables if v != names[-1]]
     words = "|".join(DIALECT)
     seen = re.compile(
-        rf"\b(?:fn|mod|struct|enum|trait|type|const|static) _?({words})\b|(?:^|[(,])\s*(?:pub(?:\([^)]*\))? )?(?:mut )?_?({words}): ",
+        rf"\b(?:fn|mod|struct|enum|trait|type|const|static) _?({words})\b|(?:^|[(,])\s*(?:pub(?:\([^)]*\))? "
+        rf")?(?:mut )?_?({words}): ",
         re.M | re.I,
     )
     local = re.compile(rf"\blet (?:mut )?_?({words})\b")

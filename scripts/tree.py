@@ -1,6 +1,8 @@
-"""Write the tree of the sources into ARCHITECTURE.md, made from the first sentences of modules: `python scripts/tree.py`.
+"""Write the tree of the sources into ARCHITECTURE.md, made from the first sentences of modules: `python
+scripts/tree.py`.
 
-A module or a package says in its first sentence what it is for; the tree is these sentences, of the modules of the core and of the rooms.
+A module or a package says in its first sentence what it is for; the tree is these sentences, of the modules
+of the core and of the rooms.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Before torch is imported: each process would start as many threads as there are cores, beside as many processes.
+    # Before torch is imported: each process would start as many threads as there are cores, beside as many
+    # processes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from fastshard.sources import registry
@@ -35,12 +36,13 @@ KINDS = {
     "twin": ("maxtext_twins", "a_mt_"),
 }
 
-#: Cases that real frameworks wrote and that this version does not read right yet: each fails, and says so once it
-#: does not any more.
+#: Cases that real frameworks wrote and that this version does not read right yet: each fails, and says so
+#: once it does not any more.
 NOT_YET: dict[str, str] = {}
 
 
-#: These cases exist in `--fixtures-dir` only; the default run builds its damaged checkpoints and train states itself.
+#: These cases exist in `--fixtures-dir` only; the default run builds its damaged checkpoints and train states
+#: itself.
 ONLY_THERE = ("test_broken_fixtures.py", "test_broken_snapshots.py", "test_maxtext_pairs.py")
 
 
@@ -51,14 +53,15 @@ settings.load_profile("any machine")
 # Importing transformers in a process of its own takes seconds: tests of what it lists ask for it.
 os.environ.setdefault("FASTSHARD_TRANSFORMERS", "off")
 
-# A shell without job control starts `command &` with SIGINT ignored, and so does nohup. Every child would keep that, and the
-# tests that send it would wait in vain.
+# A shell without job control starts `command &` with SIGINT ignored, and so does nohup. Every child would
+# keep that, and the tests that send it would wait in vain.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _ask(entry: registry.Entry, listing: Any, options: Any) -> Any:
-    """Asks an adapter and looks for its mark: all checkpoints of all tests show that no mark is too narrow."""
+    """Asks an adapter and looks for its mark: all checkpoints of all tests show that no mark is too
+    narrow."""
     names = registry.names_of(listing)
     try:
         found = entry.load().detect(listing, options)
@@ -79,13 +82,15 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--renew-snapshots: one process writes, so no -n")
 
 
-#: Folders whose tests run in one process: they share ports, clusters, or what a framework has made for all of them.
+#: Folders whose tests run in one process: they share ports, clusters, or what a framework has made for all of
+#: them.
 TOGETHER = ("real_deepspeed", "real_megatron", "real_ray", "fsdp")
 
 
 @cache
 def _scope(file: str) -> str | None:
-    """What runs in one process with the tests of a file: its folder, itself if it shares fixtures, or nothing."""
+    """What runs in one process with the tests of a file: its folder, itself if it shares fixtures, or
+    nothing."""
     path = Path(__file__).parent.parent / file
     if path.parent.name in TOGETHER:
         return path.parent.name
@@ -105,7 +110,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Leaves what was imported out of what the collector looks through: the frameworks alone are millions of objects."""
+    """Leaves what was imported out of what the collector looks through: the frameworks alone are millions of
+    objects."""
     del session
     gc.collect()
     gc.freeze()

@@ -1,4 +1,5 @@
-"""Checkpoints with one thing wrong, made of good fixtures by what happens to files: ``python tests/damage.py CASE OUT``."""
+"""Checkpoints with one thing wrong, made of good fixtures by what happens to files: ``python tests/damage.py
+CASE OUT``."""
 
 from __future__ import annotations
 
@@ -321,7 +322,8 @@ EXAMPLES: dict[str, Example] = {
     ),
     "FS201": Example("run", NEOX, edited(LAYER_3, mapped(LINEAR, lambda t: t[:32])), "verify run"),
     "FS202": Example("run", NEOX, edited(LAYER_3, mapped(LINEAR, torch.Tensor.float)), "verify run"),
-    # Where no config states a size, the tensors alone do; without the vocabulary's, padding looks like a lost part.
+    # Where no config states a size, the tensors alone do; without the vocabulary's, padding looks like a lost
+    # part.
     "FS203": Example(
         "run",
         TP4,

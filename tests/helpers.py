@@ -56,7 +56,8 @@ class Ran:
         return [f for f in self.findings if f["severity"] == "error"]
 
     def having(self, code: str, **parts: str) -> list[dict[str, Any]]:
-        """Findings of a code whose fields contain the given texts; ``file`` is any of those that one is about."""
+        """Findings of a code whose fields contain the given texts; ``file`` is any of those that one is
+        about."""
         return [
             f
             for f in self.findings

@@ -1,4 +1,5 @@
-"""Holds processes at named places (`rust/fastshard/src/steps.rs`), so that a test need not catch a run at work.
+"""Holds processes at named places (`rust/fastshard/src/steps.rs`), so that a test need not catch a run at
+work.
 
 .. code-block:: python
 
@@ -9,7 +10,8 @@
         steps.wait("cancelled")
         held.release()
 
-Processes that come to other places go on at once; all places are noted in the order in which they were come to.
+Processes that come to other places go on at once; all places are noted in the order in which they were come
+to.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ needs_steps = pytest.mark.skipif(
 
 
 class Clock:
-    """The time by which processes wait for one another that have this :attr:`environment`: it moves when told to.
+    """The time by which processes wait for one another that have this :attr:`environment`: it moves when told
+    to.
 
     Without that, nobody is silent or late, however slow the machine is.
     """
@@ -71,8 +74,8 @@ class Clock:
             file.write(self._nanoseconds.to_bytes(8, "little"))
 
     def beat(self, *living: Path, unless: Callable[[], bool] = lambda: False) -> None:
-        """Moves time on by a step, and waits until the cards of ranks that live show that they do, or say that these have
-        stopped; or until there is nothing more to wait for."""
+        """Moves time on by a step, and waits until the cards of ranks that live show that they do, or say
+        that these have stopped; or until there is nothing more to wait for."""
         end = time.monotonic() + HANG
         before = {card: _said(card) for card in living}
         self.forward()
@@ -115,7 +118,8 @@ class Steps:
     """Places at which processes are held that have this :attr:`environment`."""
 
     def __init__(self, *held: str) -> None:
-        """``held`` are the places at which every process waits; :meth:`hold` and :meth:`pass_by` change them."""
+        """``held`` are the places at which every process waits; :meth:`hold` and :meth:`pass_by` change
+        them."""
         self._held = set(held)
         self._changed = threading.Condition()
         self._reached: list[tuple[int, str]] = []
@@ -200,9 +204,11 @@ class Steps:
         above: subprocess.Popen[str] | None = None,
         number: int | None = None,
     ) -> Held:
-        """Waits for a process, given by itself or by its number, to come to a place; for anybody where none is given.
+        """Waits for a process, given by itself or by its number, to come to a place; for anybody where none
+        is given.
 
-        It is held there if the place is one of those. ``above`` has started whoever comes, whose number is not known: in a namespace it has one of its own.
+        It is held there if the place is one of those. ``above`` has started whoever comes, whose number is
+        not known: in a namespace it has one of its own.
 
         Raises:
             AssertionError: the process ended without, or nobody came.
@@ -244,7 +250,8 @@ class Steps:
 
 @contextmanager
 def interrupted_hashing(monkeypatch: pytest.MonkeyPatch, limit: int = 20_000) -> Iterator[None]:
-    """Sends SIGINT when the first bytes are hashed by ``hashlib``, and asserts that most bytes are not hashed any more.
+    """Sends SIGINT when the first bytes are hashed by ``hashlib``, and asserts that most bytes are not hashed
+    any more.
 
     The reader's pieces are to be so small that the files have more than ``limit`` of them.
     """

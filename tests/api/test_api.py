@@ -51,8 +51,8 @@ def schema(name: str) -> dict[str, object]:
 def test_plan_says_what_would_be_written_and_writes_nothing(tmp_path: Path) -> None:
     plan = fastshard.plan(NEOX, "hf", vocab_size=509)
     assert len(plan.outputs) == 40
-    # Two values of config.json are GPT-NeoX's defaults, since the training config does not state them; the tokens
-    # that begin and end a text are left out.
+    # Two values of config.json are GPT-NeoX's defaults, since the training config does not state them; the
+    # tokens that begin and end a text are left out.
     defaults = [("FS216", "warning"), ("FS216", "warning")]
     assert [(f.code, f.severity) for f in plan.findings] == [*defaults, ("FS109", "note")]
     by_name = {name: (dtype, shape) for name, dtype, shape, _, _ in plan.outputs}

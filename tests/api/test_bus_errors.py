@@ -17,10 +17,14 @@ GATHER = """
 import faulthandler, mmap, signal, sys
 from fastshard import _core
 def gather():
-    table = 'layout = "t"\\nfamily = "t"\\n[shard]\\ntp = ["F"]\\n[[tensor]]\\nname = "w"\\nshape = "[K, F]"\\n'
+    table = 'layout = "t"\\nfamily = "t"\\n[shard]\\ntp = ["F"]\\n'
+    table += '[[tensor]]\\nname = "w"\\nshape = "[K, F]"\\n'
     catalog = _core.Catalog([sys.argv[1]], [(0, "w.safetensors")], 1)
     draft = catalog.draft({
-        "source": {"toml": table, "units": [{"file": 0, "coords": {}, "bases": {}, "rank": ""}]},
+        "source": {
+            "files": {"units": [{"file": 0, "coords": {}, "bases": {}, "rank": ""}]},
+            "binding": {"toml": table},
+        },
         "target": {"name": "to", "toml": table, "degrees": {"tp": 4}},
     })
     plan = draft.place({"max_shard_size": 1 << 40})
@@ -40,7 +44,8 @@ ORDERS = {
     "before": "faulthandler.enable(); gather()",
     "after": "gather(); faulthandler.enable()",
     "between": "gather(); faulthandler.enable(); gather()",
-    "twice": "faulthandler.enable(); gather(); faulthandler.disable(); gather(); faulthandler.enable(); gather()",
+    "twice": "faulthandler.enable(); gather(); faulthandler.disable(); gather(); faulthandler.enable(); "
+    "gather()",
 }
 
 

@@ -103,6 +103,9 @@ def test_they_are_still_plain_data() -> None:
 
 
 def test_nothing_is_imported_for_it_beforehand() -> None:
-    script = "import sys, fastshard; print(*(m for m in ('jinja2', 'vl_convert', 'fastshard.common.notebook_html', 'fastshard.reporting.page') if m in sys.modules))"
+    script = (
+        "import sys, fastshard; print(*(m for m in ('jinja2', 'vl_convert', "
+        "'fastshard.common.notebook_html', 'fastshard.reporting.page') if m in sys.modules))"
+    )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == ""

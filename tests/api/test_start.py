@@ -18,7 +18,10 @@ from helpers import FIXTURES
 
 def loaded(script: str) -> set[str]:
     """Modules that a script loads beyond those that Python itself does."""
-    told = "import sys, json; before = set(sys.modules)\n{}\nprint(json.dumps(sorted(set(sys.modules) - before)))"
+    told = (
+        "import sys, json; before = set(sys.modules)\n{}\nprint(json.dumps(sorted(set(sys.modules) - "
+        "before)))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", told.format(script)], capture_output=True, text=True, check=True
     )
@@ -117,7 +120,10 @@ def test_no_module_has_the_name_of_a_function() -> None:
         "import fastshard, pkgutil\nfor found in pkgutil.walk_packages(fastshard.__path__, 'fastshard.'):\n"
     )
     script += "    if '.ray.' not in found.name and '__main__' not in found.name: __import__(found.name)\n"
-    script += "assert all(callable(getattr(fastshard, n)) for n in fastshard.__all__ if n[0].islower() and n not in ('layouts', 'ray'))"
+    script += (
+        "assert all(callable(getattr(fastshard, n)) for n in fastshard.__all__ if n[0].islower() and n not "
+        "in ('layouts', 'ray'))"
+    )
     subprocess.run([sys.executable, "-c", script], check=True)
 
 

@@ -119,7 +119,8 @@ def test_one_tensor_taken_often_takes_few_descriptors(file: Path) -> None:
 
 
 def test_what_is_written_to_a_view_goes_with_it(file: Path) -> None:
-    """Pages of the file that the process has of its own, while another view of it lives on: 64 MiB come and go."""
+    """Pages of the file that the process has of its own, while another view of it lives on: 64 MiB come and
+    go."""
     save_file({"big": np.zeros(16 << 20, np.float32), "small": np.zeros(4, np.float32)}, file)
     ckpt = fastshard.open(file.parent)
     small = ckpt["small"].torch()

@@ -263,7 +263,8 @@ def test_json_of_bad_usage_names_the_command(argv: tuple[object, ...], command: 
         ),
         (
             ("clean", "out", "--memory", "1GiB"),
-            "it is of inspect, ls, stats, trace, report, plan, merge, convert, zero-to-fp32, consolidate, master-weights, verify, diff, manifest, attest, split, make-part, commit, copy-local",
+            "it is of inspect, ls, stats, trace, report, plan, merge, convert, zero-to-fp32, consolidate, "
+            "master-weights, verify, diff, manifest, attest, split, make-part, commit, copy-local",
         ),
         (("masters", TP4, "--drop-optimiser"), "did you mean --drop-optimizer?"),
         (("plan", TP4, "--tokeniser", "x"), "did you mean --tokenizer?"),
@@ -364,7 +365,8 @@ def test_a_plan_names_every_change_of_values() -> None:
 
 
 def test_a_plan_tells_how_often_bytes_are_read() -> None:
-    """By the shapes: what one rank holds of a divided tensor is read once, a copy for each rank as often as there are ranks."""
+    """By the shapes: what one rank holds of a divided tensor is read once, a copy for each rank as often as
+    there are ranks."""
     merge = cli("plan", HF).doc["read_amplification"]
     assert merge == 1.0 and "reads    1 x" in cli("plan", HF, json_output=False).out
     tensors = fastshard.open(HF)

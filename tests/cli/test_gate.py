@@ -1,4 +1,5 @@
-"""What counts as an error: exit codes of verbs that judge, --fail-on, --error, --ignore, --accept, --exit-zero."""
+"""What counts as an error: exit codes of verbs that judge, --fail-on, --error, --ignore, --accept,
+--exit-zero."""
 
 from __future__ import annotations
 

@@ -54,7 +54,8 @@ def told(name: str, *, code: int = 1, severity: str = "error") -> RunReport:
 
 
 def commands(text: str) -> list[tuple[str, dict[str, str], str]]:
-    """Workflow commands in a log, as the runner reads them: at the start of a line, unless they are stopped."""
+    """Workflow commands in a log, as the runner reads them: at the start of a line, unless they are
+    stopped."""
     found = []
     stopped: str | None = None
     for line in re.split(r"\r\n|\r|\n", text):
@@ -255,7 +256,8 @@ def test_a_summary_is_appended_where_it_is_asked_for(tmp_path: Path) -> None:
     assert ran.code == 2 and "cannot be written to" in ran.err
 
 
-#: What each verb is called with, so that it finds something or cannot run; None for one that takes no checkpoint.
+#: What each verb is called with, so that it finds something or cannot run; None for one that takes no
+#: checkpoint.
 _FAILING: dict[str, tuple[object, ...] | None] = {
     "completion": None,
     "man": None,

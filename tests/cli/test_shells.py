@@ -40,7 +40,8 @@ ZSH = r"""
 zmodload zsh/zpty
 zpty z zsh -f -i
 zpty -w z "PS1=; stty -echo; unsetopt beep; zstyle ':completion:*' verbose no; LISTMAX=0"
-zpty -w z "fpath=({folder} \$fpath); autoload -U compinit; compinit -u -D; zstyle ':completion:*' list-prompt ''; print BEG''IN"
+zpty -w z "fpath=({folder} \$fpath); autoload -U compinit; compinit -u -D"
+zpty -w z "zstyle ':completion:*' list-prompt ''; print BEG''IN"
 while zpty -r z line; do [[ $line == *BEGIN* ]] && break; done
 zpty -n -w z "{line}"$'\t\t'
 sleep 1
@@ -61,7 +62,8 @@ def completed(shell: tuple[str, Path], line: str, cwd: Path) -> set[str]:
         words = line.split(" ")
         text = f"""
 source {script}
-COMP_LINE={line!r}; COMP_POINT={len(line)}; COMP_WORDS=({" ".join(repr(w) for w in words)}); COMP_CWORD={len(words) - 1}
+COMP_LINE={line!r}; COMP_POINT={len(line)}
+COMP_WORDS=({" ".join(repr(w) for w in words)}); COMP_CWORD={len(words) - 1}
 $(complete -p fastshard | sed -n 's/.*-F \\([^ ]*\\).*/\\1/p') fastshard {words[-1]!r} {words[-2]!r}
 printf '%s\\n' "${{COMPREPLY[@]}}"
 """

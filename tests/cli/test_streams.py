@@ -89,7 +89,8 @@ def test_stdout_that_takes_nothing(name: str, broken: str, as_json: bool, tmp_pa
 @pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
 @pytest.mark.parametrize("name", at_once(COMMANDS, QUICK))
 def test_a_reader_that_has_left_changes_nothing(name: str, as_json: bool, tmp_path: Path) -> None:
-    """It has what it wanted: the exit code is the run's own, nothing is said of it, and what is written is written."""
+    """It has what it wanted: the exit code is the run's own, nothing is said of it, and what is written is
+    written."""
     argv = [*COMMANDS[name], *(["--json"] if as_json else [])]
     code, err = left_by_its_reader(argv, tmp_path)
     assert code == (2 if name == "usage" else 0), (code, err)
@@ -257,8 +258,8 @@ def test_second_signal_while_the_first_is_told_of(method: str, tmp_path: Path) -
     assert document["published"] == (tmp_path / "out").exists()
 
 
-#: Runs the command line with a signal at its N-th call of a function since it took signals over, or for -N since all was done;
-#: says on stderr how many calls there were, and whether all was done by then.
+#: Runs the command line with a signal at its N-th call of a function since it took signals over, or for -N
+#: since all was done; says on stderr how many calls there were, and whether all was done by then.
 AT_CALL = """
 import importlib, os, sys
 from fastshard.cli.signals import Stopping
@@ -314,7 +315,8 @@ def at_call(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("name", at_once([n for n in COMMANDS if n != "usage"], ("merge", "help")))
 def test_signals_at_any_time_leave_no_traceback(name: str, number: signal.Signals, tmp_path: Path) -> None:
-    """At any call of a function, from the moment on which the command line has taken over until it gives back."""
+    """At any call of a function, from the moment on which the command line has taken over until it gives
+    back."""
     argv = [*COMMANDS[name], *(["--overwrite", "--resume"] if name in WRITING else [])]
     calls, _, undisturbed = at_call(number, 0, argv, tmp_path)
     assert calls > 20

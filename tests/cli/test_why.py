@@ -1,4 +1,5 @@
-"""`why` names the elements and the bytes that a tensor is made of: they are taken from the files by what it says."""
+"""`why` names the elements and the bytes that a tensor is made of: they are taken from the files by what it
+says."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def taken(array: Any, region: str) -> Any:
 
 
 def stored(root: Path, source: dict[str, Any], ranges: bool) -> Any:
-    """A stored tensor from the bytes that `why` names, if they are all of it: one run, or ``ranges`` of its elements."""
+    """A stored tensor from the bytes that `why` names, if they are all of it: one run, or ``ranges`` of its
+    elements."""
     dtype = numpy_dtype(source["dtype"])
     parts = []
     for place in source["places"]:

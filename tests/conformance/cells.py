@@ -28,7 +28,8 @@ SAID = 96
 
 @cache
 def sheet() -> dict[str, dict[str, Any]]:
-    """What was reviewed: by source its title, the targets that are proven, and those that each sentence refuses."""
+    """What was reviewed: by source its title, the targets that are proven, and those that each sentence
+    refuses."""
     document: dict[str, dict[str, Any]] = tomlkit.parse(TABLE.read_text()).unwrap()
     return document
 

@@ -39,7 +39,8 @@ class Origin:
     make: Callable[[Path], None]
     #: sha256 by name of what a merge gives.
     merged: Callable[[], Hashes]
-    #: sha256 by name of what the conversion to the hub gives; None where no target of another layout takes this model.
+    #: sha256 by name of what the conversion to the hub gives; None where no target of another layout takes
+    #: this model.
     answer: Callable[[], Hashes] | None = None
     #: The target that all others are led back to.
     hub: str = "hf"

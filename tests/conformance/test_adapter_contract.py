@@ -1,4 +1,5 @@
-"""What each adapter and each target owes: one adapter takes a checkpoint, damage is named, and a result opens again."""
+"""What each adapter and each target owes: one adapter takes a checkpoint, damage is named, and a result opens
+again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Of every source one file of each kind is taken away, and of every result one byte of each file is another."""
+"""Of every source one file of each kind is taken away, and of every result one byte of each file is
+another."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@
 | `toml`, `json`, `yaml` | besides, validates it by the loader or schema that it is for |
 | `text` | is shown and says why: `<!-- shown: REASON -->` before it |
 
-Other comments before a block: `<!-- not run: REASON -->` for commands that cannot run here, which are checked by parser and
-schema and counted apart; `<!-- stand-in: REASON -->` for those that need a cluster, whose launcher tests/docs/stand_ins.py stands in
-for; `<!-- ci: NAME -->` for those that `.ci/run` takes from the README and runs itself; `<!-- run: NAME -->`
-for those that `tests/real_ray` takes from its guide.
+Other comments before a block: `<!-- not run: REASON -->` for commands that cannot run here, which are checked
+by parser and schema and counted apart; `<!-- stand-in: REASON -->` for those that need a cluster, whose
+launcher tests/docs/stand_ins.py stands in for; `<!-- ci: NAME -->` for those that `.ci/run` takes from the
+README and runs itself; `<!-- run: NAME -->` for those that `tests/real_ray` takes from its guide.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ DATA = ("toml", "json", "yaml")
 
 
 def in_clone(page: str) -> bool:
-    """True for a page that is read in a clone of the repository, where its commands are typed: not one of `docs/`."""
+    """True for a page that is read in a clone of the repository, where its commands are typed: not one of
+    `docs/`."""
     return not page.startswith(("docs/", "python/"))
 
 
@@ -64,7 +65,8 @@ HELD = ("run", "compared", "stood in", "validated", "by another test", "checked 
 MEANT = {
     "run": "executed; fails the test if it fails",
     "compared": "executed, and its output compared with what is shown",
-    "stood in": "executed with processes of one host in the place of a cluster's; its launcher, scripts and Jobs are checked besides",
+    "stood in": "executed with processes of one host in the place of a cluster's; its launcher, scripts and "
+    "Jobs are checked besides",
     "validated": "a file that a command of the page reads, or data that a loader or schema has taken",
     "by another test": "taken from the page and executed by `.ci/run` or `tests/real_ray`",
     "checked only": "cannot run here: parsed by the program's own parser or a schema",
@@ -212,6 +214,7 @@ def commands(block: Block) -> list[Command]:
 
 
 def is_shown(shown: str, printed: str) -> bool:
-    """True if what is shown is what was printed: but for where lines are broken, and what `...` stands for."""
+    """True if what is shown is what was printed: but for where lines are broken, and what `...` stands
+    for."""
     pieces = [r"\s+".join(map(re.escape, piece.split())) for piece in shown.split("...")]
     return re.fullmatch(r"\s*" + r"\s*(?:.*?)\s*".join(pieces) + r"\s*", printed, re.DOTALL) is not None

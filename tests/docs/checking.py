@@ -1,4 +1,5 @@
-"""Blocks that cannot run here, and data: held against the program's own parsers, the repository and schemas."""
+"""Blocks that cannot run here, and data: held against the program's own parsers, the repository and
+schemas."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def script(text: str, folder: Path) -> None:
 
 
 def simple_commands(text: str) -> list[list[str]]:
-    """The words of each simple command, without assignments before it, redirections, and words of the shell."""
+    """The words of each simple command, without assignments before it, redirections, and words of the
+    shell."""
     lexer = shlex.shlex(
         text.replace("\\\n", " ").replace("\n", " ;\n"), posix=True, punctuation_chars=";&|()<>"
     )
@@ -165,7 +167,8 @@ def sh(words: list[str], folder: Path) -> None:
 
 
 def kubectl(words: list[str], folder: Path) -> None:
-    """`kubectl apply -f FILE`: the manifests against a schema of Jobs, their commands by the program's parser."""
+    """`kubectl apply -f FILE`: the manifests against a schema of Jobs, their commands by the program's
+    parser."""
     if words[:2] != ["apply", "-f"] or len(words) != 3:
         raise Wrong(f"kubectl {' '.join(words)}: only `apply -f FILE` is known here")
     for document in yaml.safe_load_all((folder / words[2]).read_text(encoding="utf-8")):

@@ -1,6 +1,8 @@
-"""Writes what commands print now into pages, where it is not what these show: ``python tests/docs/renew.py PAGE...``.
+"""Writes what commands print now into pages, where it is not what these show: ``python tests/docs/renew.py
+PAGE...``.
 
-The difference is for review. Outputs that still match stay as they are with their ``...``; their lines are broken anew.
+The difference is for review. Outputs that still match stay as they are with their ``...``; their lines are
+broken anew.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def shortened(printed: str) -> str:
 
 
 def lasting(printed: str, folder: Path) -> str:
-    """Output without what is another in each run: the folder's path, ids, tokens, and what is free on the disk."""
+    """Output without what is another in each run: the folder's path, ids, tokens, and what is free on the
+    disk."""
     text = re.sub(
         r"\b[0-9a-f]{16,32}\b|(?<=^digest   )[0-9a-f]{64}$",
         "...",

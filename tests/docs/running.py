@@ -119,7 +119,8 @@ class Page:
                 raise Untrue(f"{name}: no command of the page uses this file")
 
     def _bash(self, block: Block, script: str) -> tuple[int, str]:
-        """Exit code of a script, and what it prints on both streams; nothing that it started goes on after it."""
+        """Exit code of a script, and what it prints on both streams; nothing that it started goes on after
+        it."""
         environment = dict(self.environment)
         if block.held == "stood in":
             environment["PATH"] = f"{self.launchers}:{environment['PATH']}"
@@ -161,7 +162,8 @@ class Page:
             raise Untrue(f"{block.where}: a command ended the shell\n{''.join(parts)}")
 
     def compare(self, block: Block, at: int, printed: str, code: int) -> None:
-        """What a command has printed with what is shown; one that fails must say so, or be asked for its exit code."""
+        """What a command has printed with what is shown; one that fails must say so, or be asked for its exit
+        code."""
         listed = blocks.commands(block)
         command = listed[at]
         asked = command.text == "echo $?" or (at + 1 < len(listed) and listed[at + 1].text == "echo $?")

@@ -1,7 +1,9 @@
-"""Stands in for a cluster: `srun`, `mpirun`, `sbatch` and `kubectl` as far as pages use them, with processes of this host.
+"""Stands in for a cluster: `srun`, `mpirun`, `sbatch` and `kubectl` as far as pages use them, with processes
+of this host.
 
-What is started is what the real ones would start, with the variables that these set for it. source: the output environment
-variables of `man srun` and `man sbatch`, Open MPI's OMPI_COMM_WORLD_*, Kubernetes' Indexed Jobs.
+What is started is what the real ones would start, with the variables that these set for it. source: the
+output environment variables of `man srun` and `man sbatch`, Open MPI's OMPI_COMM_WORLD_*, Kubernetes' Indexed
+Jobs.
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ TRUE = {
         "<!-- not run: no cluster is here -->\nsh\nsrun -N 4 fastshard verify /data/a --json\n"
     ],
     "a job": [
-        'yaml title=".github/workflows/a.yml"\non: push\njobs: {a: {runs-on: x, steps: [{run: fastshard verify a}]}}\n'
+        'yaml title=".github/workflows/a.yml"\non: push\njobs: {a: {runs-on: x, steps: [{run: fastshard '
+        "verify a}]}}\n"
     ],
 }
 
@@ -193,7 +194,8 @@ NOT_RUN = {
 def test_what_is_not_run_is_held_against_parsers(lines: str, run: Page) -> None:
     (run.folder / "job.sh").write_text("#SBATCH --nodes=4\nfastshard commit out --runn 1\n")
     (run.folder / "job.yaml").write_text(
-        "{apiVersion: batch/v1, kind: Job, metadata: {name: a}, spec: {completionMode: indexed, template: {spec: "
+        "{apiVersion: batch/v1, kind: Job, metadata: {name: a}, spec: {completionMode: indexed, template: "
+        "{spec: "
         "{restartPolicy: Never, containers: [{name: a, image: b}]}}}}"
     )
     with pytest.raises(Wrong) as raised:
@@ -226,7 +228,8 @@ def test_a_workflow_is_held_against_its_schema(run: Page) -> None:
         ("on: push\njobs: {a: {runs-on: x, steps: [{runs: true}]}}\n", "runs"),
         ("on: push\njobs: {a: {runs-on: x, steps: [{run: fastshard verfy}]}}\n", "verfy"),
         (
-            "on: push\njobs: {a: {runs-on: x, steps: [{uses: fastshard/fastshard@v0, with: {chekpoint: a}}]}}\n",
+            "on: push\njobs: {a: {runs-on: x, steps: [{uses: fastshard/fastshard@v0, with: {chekpoint: "
+            "a}}]}}\n",
             "chekpoint",
         ),
     ):

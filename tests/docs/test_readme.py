@@ -1,4 +1,5 @@
-"""What the README says beside its blocks: its table is that of the tests, its links lead somewhere, its versions are those that build."""
+"""What the README says beside its blocks: its table is that of the tests, its links lead somewhere, its
+versions are those that build."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The site: it builds without a warning, loads nothing from the network, and everything that is public is in its navigation."""
+"""The site: it builds without a warning, loads nothing from the network, and everything that is public is in
+its navigation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What config.json promises besides tensors: lists by layer, code, ties; and small files of trainers that promise nothing."""
+"""What config.json promises besides tensors: lists by layer, code, ties; and small files of trainers that
+promise nothing."""
 
 from __future__ import annotations
 
@@ -106,7 +107,8 @@ def test_missing_code_of_a_type_that_transformers_does_not_know_is_no_model_for_
 
 
 def embedder(folder: Path) -> Path:
-    """A model of sentence-transformers, whose last modules have folders of their own, and one of them weights."""
+    """A model of sentence-transformers, whose last modules have folders of their own, and one of them
+    weights."""
     config = transformers.BertConfig(**SIZES)
     transformers.BertModel(config).save_pretrained(folder)
     kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense", "3_Normalize": "Normalize"}

@@ -1,4 +1,5 @@
-"""``fastshard expected``: the tensors that a config promises, by the transformers that is installed; and ``--like`` such a list."""
+"""``fastshard expected``: the tensors that a config promises, by the transformers that is installed; and
+``--like`` such a list."""
 
 from __future__ import annotations
 
@@ -599,7 +600,8 @@ def test_names_that_the_class_does_not_load_are_an_error(
 def test_spellings_of_earlier_versions_are_no_loss(
     quick: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """BERT's norms were `gamma` and `beta`, GPT-2 was published without its prefix and with its masks: both load."""
+    """BERT's norms were `gamma` and `beta`, GPT-2 was published without its prefix and with its masks: both
+    load."""
     monkeypatch.delenv("FASTSHARD_TRANSFORMERS")
     bert = saved("bert", tmp_path / "bert")
     tensors = load_file(bert / "model.safetensors")
@@ -657,7 +659,8 @@ VL = {
 def test_losses_are_found_where_no_name_is_the_same_on_disk_and_in_memory(
     spelling: str, count: int, quick: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model of pictures has another prefix in memory: the spelling that does not fit has one finding, the other one several."""
+    """A model of pictures has another prefix in memory: the spelling that does not fit has one finding, the
+    other one several."""
     monkeypatch.delenv("FASTSHARD_TRANSFORMERS")
     torch.manual_seed(4)
     model = transformers.Qwen2_5_VLForConditionalGeneration(transformers.Qwen2_5_VLConfig(**VL))

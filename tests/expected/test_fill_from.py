@@ -1,4 +1,5 @@
-"""``--fill-from``: parts of which a checkpoint holds nothing, taken from the model that training began with."""
+"""``--fill-from``: parts of which a checkpoint holds nothing, taken from the model that training began
+with."""
 
 from __future__ import annotations
 

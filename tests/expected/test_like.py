@@ -1,4 +1,5 @@
-"""``--like``: a checkpoint against a good one of the same model, by headers alone. Models have no layout table here."""
+"""``--like``: a checkpoint against a good one of the same model, by headers alone. Models have no layout
+table here."""
 
 from __future__ import annotations
 

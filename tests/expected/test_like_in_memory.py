@@ -1,4 +1,5 @@
-"""Models whose names in memory differ from those on disk: what a trainer saves becomes what transformers loads."""
+"""Models whose names in memory differ from those on disk: what a trainer saves becomes what transformers
+loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Names in memory to names on disk: tables that are made of a list of expected tensors, and what they refuse."""
+"""Names in memory to names on disk: tables that are made of a list of expected tensors, and what they
+refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Parts that config.json promises, such as MTP layers or a vision tower, and of which nothing or not all is there: one finding."""
+"""Parts that config.json promises, such as MTP layers or a vision tower, and of which nothing or not all is
+there: one finding."""
 
 from __future__ import annotations
 

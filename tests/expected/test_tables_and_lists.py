@@ -1,4 +1,5 @@
-"""Every layout table of Hugging Face against the list that transformers makes of the same config: neither names more."""
+"""Every layout table of Hugging Face against the list that transformers makes of the same config: neither
+names more."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-#: Three configs of each: sizes alone, others of everything that a config may turn, and the other way of tying.
+#: Three configs of each: sizes alone, others of everything that a config may turn, and the other way of
+#: tying.
 OTHERS: dict[str, dict[str, Any]] = {
     "small": {},
     "turned": {

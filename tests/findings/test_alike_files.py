@@ -1,4 +1,5 @@
-"""Files that look alike are compared in linear time: each is read once more at most, and `--subset` bounds what is read."""
+"""Files that look alike are compared in linear time: each is read once more at most, and `--subset` bounds
+what is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What follows from a finding is not said again, and nothing else is hidden by it: two damages are two findings."""
+"""What follows from a finding is not said again, and nothing else is hidden by it: two damages are two
+findings."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def _pop(tree: dict[str, Any], key: str) -> None:
 
 
 def without(file: str, *names: str) -> Damage:
-    """A file of torch or safetensors without some of its tensors; an index, if there is one, no longer names them."""
+    """A file of torch or safetensors without some of its tensors; an index, if there is one, no longer names
+    them."""
 
     def apply(root: Path) -> None:
         path = root / file

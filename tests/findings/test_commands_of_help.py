@@ -1,4 +1,5 @@
-"""The commands that findings advise run as they are printed, and what they are advised for is gone afterwards."""
+"""The commands that findings advise run as they are printed, and what they are advised for is gone
+afterwards."""
 
 from __future__ import annotations
 
@@ -94,11 +95,14 @@ OPTIONS_OF_OTHERS = {
     "--dist-ckpt-optim-fully-reshardable",  # Megatron-LM
     "--no-load-optim",  # Megatron-LM
 }
-#: What a help may have removed: leavings of fastshard's own runs, and what a finding shows to be of another save.
+#: What a help may have removed: leavings of fastshard's own runs, and what a finding shows to be of another
+#: save.
 REMOVED = {
     "copy the step if it is the one you want; else delete the tracker file",
-    "look at it, have it removed, or choose a destination in a directory of your own; somebody else made or opened it",
-    "look at the destination and into the folder, which may hold what was there before; then remove it and run again",
+    "look at it, have it removed, or choose a destination in a directory of your own; somebody else made or "
+    "opened it",
+    "look at the destination and into the folder, which may hold what was there before; then remove it and "
+    "run again",
     "make the piece again on its host, or remove it",
     "remove this run too, though it could be continued",
     "remove what interrupted runs left behind",

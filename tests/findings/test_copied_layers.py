@@ -1,4 +1,5 @@
-"""Values that every byte's hash cannot see: layers and experts that are equal, one odd dtype, all zeros, ids without rows."""
+"""Values that every byte's hash cannot see: layers and experts that are equal, one odd dtype, all zeros, ids
+without rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Models without a table: what their own layers and their config tell of what must exist, and that good ones are left alone."""
+"""Models without a table: what their own layers and their config tell of what must exist, and that good ones
+are left alone."""
 
 from __future__ import annotations
 
@@ -245,7 +246,8 @@ def test_what_is_found(case: str) -> None:
 
 @pytest.mark.parametrize("case", DAMAGE)
 def test_what_is_found_of_a_model_in_several_files(case: str) -> None:
-    """One of them may be lost: what the config alone counts is an error there, and all else is as in one file."""
+    """One of them may be lost: what the config alone counts is an error there, and all else is as in one
+    file."""
     model, damage, severity, code = DAMAGE[case]
     tensors, config = model()
     by_config_alone = case in (
@@ -288,7 +290,8 @@ def test_a_family_that_counts_the_parts_of_its_blocks_is_not_accused(in_files: b
 
 
 def test_a_family_that_nobody_knows_is_not_accused_for_how_it_counts(folder: Path, tmp_path: Path) -> None:
-    """A number that the config alone contradicts is a warning; the same of a checkpoint in several files may be a lost one."""
+    """A number that the config alone contradicts is a warning; the same of a checkpoint in several files may
+    be a lost one."""
     config = json.loads((folder / "config.json").read_text()) | {
         "model_type": "of_next_week",
         "num_hidden_layers": 9,

@@ -12,8 +12,8 @@ from damage import CASES, made
 from helpers import FIXTURES, cli, copy
 from safetensors.torch import save_file
 
-#: Nothing tells the sizes: no tensor is named that ranges of optimizer state held, the file with all names is lost, or a
-#: tensor that no layout gives a shape has the wrong one, or lacks a chunk.
+#: Nothing tells the sizes: no tensor is named that ranges of optimizer state held, the file with all names is
+#: lost, or a tensor that no layout gives a shape has the wrong one, or lacks a chunk.
 UNKNOWN = (
     "zero3_missing_rank",
     "tp_no_layout_no_config",

@@ -1,4 +1,5 @@
-"""One cause is one finding: missing files of a rank or a stage, chunks of a process, two files that were swapped."""
+"""One cause is one finding: missing files of a rank or a stage, chunks of a process, two files that were
+swapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Models that were merged wrong before fastshard saw them: one rank's part in another's place, a matrix that was never filled."""
+"""Models that were merged wrong before fastshard saw them: one rank's part in another's place, a matrix that
+was never filled."""
 
 from __future__ import annotations
 

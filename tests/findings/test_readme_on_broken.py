@@ -1,4 +1,5 @@
-"""Every command that judges or writes, and what the README shows, on a broken checkpoint: each refuses, and nothing is published."""
+"""Every command that judges or writes, and what the README shows, on a broken checkpoint: each refuses, and
+nothing is published."""
 
 from __future__ import annotations
 

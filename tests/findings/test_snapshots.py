@@ -38,5 +38,8 @@ def test_the_readme_shows_what_is_said() -> None:
     """All of it, but for the step in a path."""
     shown = " ".join((SNAPSHOTS.parents[1] / "README.md").read_text().split())
     said = json.loads((SNAPSHOTS / "neox_copied_shard.json").read_text())["merge"]["findings"][0]
-    told = f"{said['message']} ({said['rank']}) found {said['got']} expected {said['expected']} help {said['help']}"
+    told = (
+        f"{said['message']} ({said['rank']}) found {said['got']} expected {said['expected']} help "
+        f"{said['help']}"
+    )
     assert told in shown.replace("global_step0", "global_step4")

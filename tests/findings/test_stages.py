@@ -1,4 +1,5 @@
-"""The judgement is one list of stages, and their order decides: for each pair of neighbours a case that tells it from the other order."""
+"""The judgement is one list of stages, and their order decides: for each pair of neighbours a case that tells
+it from the other order."""
 
 from __future__ import annotations
 

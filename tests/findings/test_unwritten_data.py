@@ -1,4 +1,5 @@
-"""Large holes of sparse files in the place of tensors are named within seconds, and nothing of them is read."""
+"""Large holes of sparse files in the place of tensors are named within seconds, and nothing of them is
+read."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ ENDLESS = 1 << 21
 
 
 def write_sparse(folder: Path, rows: int, *, columns: int = 1 << 20, filled: int = 0) -> Path:
-    """A safetensors file with a tensor `w` that nobody wrote but its first bytes, and a tensor `norm` that somebody did."""
+    """A safetensors file with a tensor `w` that nobody wrote but its first bytes, and a tensor `norm` that
+    somebody did."""
     folder.mkdir()
     size = rows * columns * 4
     entries = {

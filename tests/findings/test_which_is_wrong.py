@@ -1,4 +1,5 @@
-"""Copies that differ, and files that are copies of one another: the finding accuses a file only where something says that it is wrong."""
+"""Copies that differ, and files that are copies of one another: the finding accuses a file only where
+something says that it is wrong."""
 
 from __future__ import annotations
 

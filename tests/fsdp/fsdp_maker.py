@@ -1,8 +1,8 @@
 """Rank files as FSDP's users write them, made by real torch: processes that meet by a file and talk by gloo.
 
-``python fsdp_maker.py OUT WORLD CASE,...`` makes each case in ``OUT/CASE``: what each rank saves, and what the model holds as
-wholes (``expected.safetensors``), its moments too; of a family of ``families_maker``, what is saved in each spelling. A run of
-several cases pays for starting torch once.
+``python fsdp_maker.py OUT WORLD CASE,...`` makes each case in ``OUT/CASE``: what each rank saves, and what
+the model holds as wholes (``expected.safetensors``), its moments too; of a family of ``families_maker``, what
+is saved in each spelling. A run of several cases pays for starting torch once.
 """
 
 from __future__ import annotations
@@ -221,7 +221,8 @@ def fsdp1_sharded(case: Case) -> None:
 def _moments(
     made: Any, optimizer: torch.optim.Optimizer, weights: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What all ranks hold, one after another: torch's own optim_state_dict gives both moments the same values on CPUs."""
+    """What all ranks hold, one after another: torch's own optim_state_dict gives both moments the same values
+    on CPUs."""
     found = {}
     for name, parameter in made.named_parameters():
         name = name.replace("_fsdp_wrapped_module.", "")

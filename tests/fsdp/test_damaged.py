@@ -1,4 +1,5 @@
-"""Rank files that are gone, copied, swapped, cut, flipped, of another step or another run: each is told, none is published."""
+"""Rank files that are gone, copied, swapped, cut, flipped, of another step or another run: each is told, none
+is published."""
 
 from __future__ import annotations
 
@@ -148,7 +149,8 @@ def test_a_buffer_that_differs(saved: Saved, tmp_path: Path) -> None:
 
 
 def test_files_of_two_runs(saved: Saved, tmp_path: Path) -> None:
-    """One run continued with other ranks, in the same folder; and a file of another mesh under this one's name."""
+    """One run continued with other ranks, in the same folder; and a file of another mesh under this one's
+    name."""
     folder = copy(saved("fsdp2"), tmp_path / "both")
     for rank in range(2):
         shutil.copy(file(saved("fsdp2", 2), rank, world=2), folder)

@@ -1,4 +1,5 @@
-"""Families that no table knows, divided by real FSDP2 and saved as trainers save: each is loaded again by transformers."""
+"""Families that no table knows, divided by real FSDP2 and saved as trainers save: each is loaded again by
+transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which box a placement stands for, against what torch itself divides: without processes, by its fake process group."""
+"""Which box a placement stands for, against what torch itself divides: without processes, by its fake process
+group."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def test_boxes_are_what_chunks_are(case: tuple[list[int], list[int], list[Any]])
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("rows", [37, 8, 5, 1, 0])
 def test_a_strided_shard_divides_what_others_have_left(rows: int, tp: int) -> None:
-    """FSDP2 over tensor parallelism: rows are divided over tp first, and what each has over dp; see the fixtures of real ranks."""
+    """FSDP2 over tensor parallelism: rows are divided over tp first, and what each has over dp; see the
+    fixtures of real ranks."""
     whole, dp = torch.arange(rows), 3
     placements = [{"kind": "strided", "dim": 0, "split": tp}, {"kind": "shard", "dim": 0}]
     covered = []

@@ -95,7 +95,8 @@ def logits(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", [*WEIGHTS, "compiled"])
 def test_converted_loads_and_computes_the_same(case: str, saved: Saved, tmp_path: Path) -> None:
-    """Between meshes, wrappers and flat parameters the model is one: its logits are those of the weights gathered."""
+    """Between meshes, wrappers and flat parameters the model is one: its logits are those of the weights
+    gathered."""
     ran = cli("convert", saved(case), tmp_path / "out", "--to", "hf")
     assert ran.code == 0, ran.out
     model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)

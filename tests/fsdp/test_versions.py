@@ -1,4 +1,5 @@
-"""DTensors as older versions of torch spell them: other modules, other fields of the mesh; and hostile ones."""
+"""DTensors as older versions of torch spell them: other modules, other fields of the mesh; and hostile
+ones."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def test_a_sum_that_was_not_taken_is_refused(minor: int, tmp_path: Path) -> None
 
 
 def test_hostile_meshes_are_refused(tmp_path: Path) -> None:
-    """A mesh in a form that is not known, of numbers beyond belief, nested without end, or of another class."""
+    """A mesh in a form that is not known, of numbers beyond belief, nested without end, or of another
+    class."""
     version = Version(13, (2,), ("fsdp",))
     good = version.device_mesh(0)
     nest: Any = (2,)

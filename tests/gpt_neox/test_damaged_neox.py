@@ -170,7 +170,8 @@ def test_rank_copied_over_another_in_the_sequential_form(
 
 @pytest.mark.parametrize("base, ranks", [(NEOX, 2), (NEOX.parent / "neox_pp_tp1", 1)], ids=["tp2", "tp1"])
 def test_layer_copied_over_another_layer_is_said(base: Path, ranks: int, tmp_path: Path, out: Path) -> None:
-    """All ranks of layer 3 hold layer 2: every shape and every replica fits; the names inside tell, and the bytes."""
+    """All ranks of layer 3 hold layer 2: every shape and every replica fits; the names inside tell, and the
+    bytes."""
     ckpt = copy(base, tmp_path / "ckpt")
     assert not cli("verify", ckpt).having("FS304")
     for rank in range(ranks):
@@ -462,7 +463,8 @@ def test_degrees_that_no_run_has_are_refused(options: tuple[object, ...], tmp_pa
     assert_refused(root, tmp_path / "out", "FS515", exit=2, command=command, options=options)
 
 
-# Numbers of another world: told in few words, and with few steps of work for each thing that is named, if any.
+# Numbers of another world: told in few words, and with few steps of work for each thing that is named, if
+# any.
 
 
 def unstated(root: Path, *keys: str) -> Path:

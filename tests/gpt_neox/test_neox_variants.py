@@ -364,7 +364,10 @@ def test_one_norm_may_not_be_filled_twice(tmp_path: Path) -> None:
     text = layouts.get("gpt_neox.neox")
     start = text.index('name = "{L+2}.post_attention_layernorm.(weight|bias')
     end = text.index("[[tensor]]", start)
-    both = 'name = "{L+2}.post_attention_layernorm.%s"\nshape = "[H]"\nas = "norm2.%s"\nwhen = "te_mlp"\n\n[[tensor]]\n'
+    both = (
+        'name = "{L+2}.post_attention_layernorm.%s"\nshape = "[H]"\nas = "norm2.%s"\nwhen = '
+        '"te_mlp"\n\n[[tensor]]\n'
+    )
     table = text[:start] + both % ("weight", "weight") + both % ("bias", "bias")
     table = table.removesuffix("[[tensor]]\n") + text[end:]
     (tmp_path / "table.toml").write_text(table.replace('"gpt_neox.neox"', '"twice"'))

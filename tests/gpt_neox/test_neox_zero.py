@@ -185,7 +185,8 @@ def test_a_rank_from_another_step_is_named(tmp_path: Path) -> None:
 def write_fused(root: Path, spec: Spec, masters: list[Shard], *, pipeline: bool) -> Path:
     """ZeRO stage 0 with FusedAdam: two flat masters in each rank's file, with weight decay and without.
 
-    source: DeepSpeed runtime/fp16/fused_optimizer.py; gpt-neox model/utils.py (get_params_for_weight_decay_optimization)
+    source: DeepSpeed runtime/fp16/fused_optimizer.py; gpt-neox model/utils.py
+        (get_params_for_weight_decay_optimization)
     """
     half = [{name: tensor.to(torch.bfloat16) for name, tensor in shard.items()} for shard in masters]
     write(root, replace(spec, dtype=torch.bfloat16), half, pipeline=pipeline)

@@ -1,7 +1,8 @@
-"""Every reader of a config, with values that nobody expects there: each ends with a documented exit code, and never with FS520.
+"""Every reader of a config, with values that nobody expects there: each ends with a documented exit code, and
+never with FS520.
 
-``FASTSHARD_FUZZ_EXAMPLES=100000 pytest tests/hostile/test_config_fuzz.py`` goes on for hours, with other examples each time. What it finds
-becomes an ``@example``, and stays.
+``FASTSHARD_FUZZ_EXAMPLES=100000 pytest tests/hostile/test_config_fuzz.py`` goes on for hours, with other
+examples each time. What it finds becomes an ``@example``, and stays.
 """
 
 from __future__ import annotations

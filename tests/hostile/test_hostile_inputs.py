@@ -1,4 +1,5 @@
-"""Odd and hostile inputs: each is taken as it is meant, or refused in a word, and costs no more than its size."""
+"""Odd and hostile inputs: each is taken as it is meant, or refused in a word, and costs no more than its
+size."""
 
 from __future__ import annotations
 

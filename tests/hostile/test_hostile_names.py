@@ -1,4 +1,5 @@
-"""Names of files that count to anything, lists where names should be, links that lead in circles: bounded work, one finding."""
+"""Names of files that count to anything, lists where names should be, links that lead in circles: bounded
+work, one finding."""
 
 from __future__ import annotations
 

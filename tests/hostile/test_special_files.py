@@ -1,4 +1,5 @@
-"""FIFOs, devices, sockets and folders where a file is read: named, never waited for, never read without end."""
+"""FIFOs, devices, sockets and folders where a file is read: named, never waited for, never read without
+end."""
 
 from __future__ import annotations
 
@@ -285,7 +286,8 @@ def test_failed_replacement_leaves_what_was_there(tmp_path: Path) -> None:
 
 #: Calls that open a file by its name.
 _OPENING = {"open", "read_text", "read_bytes", "memmap", "fromfile", "cmp", "copyfile", "copy2"}
-#: The package's own tables, libraries that open stores themselves, /dev/null, /proc, and a program's own temporary folder and cache.
+#: The package's own tables, libraries that open stores themselves, /dev/null, /proc, and a program's own
+#: temporary folder and cache.
 _EXCUSED = {
     "layouts/tables.py": {"read_text"},
     "reporting/page.py": {"read_text"},
@@ -308,7 +310,8 @@ def opening_calls(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.func.id
         elif isinstance(node.func, ast.Attribute) and node.func.attr in _OPENING:
             receiver = ast.unparse(node.func.value)
-            # Listing.read_text and fastshard.common.safe_files are the way to read; os.open of /dev/null reads nothing.
+            # Listing.read_text and fastshard.common.safe_files are the way to read; os.open of /dev/null
+            # reads nothing.
             if not receiver.endswith("listing") and receiver != "safe_files":
                 yield node.lineno, f"{receiver}.{node.func.attr}"
 

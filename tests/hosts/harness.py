@@ -1,5 +1,6 @@
-"""Hosts on one machine: each with its own name, network, processes and mounts, and where it is meant to, a disk of its own
-under the path at which the others have their shared one. That is the set-up of AI-Hypercomputer/maxtext#887.
+"""Hosts on one machine: each with its own name, network, processes and mounts, and where it is meant to, a
+disk of its own under the path at which the others have their shared one. That is the set-up of
+AI-Hypercomputer/maxtext#887.
 
 Needs the right to make namespaces (root, or user namespaces that may mount).
 """
@@ -134,8 +135,8 @@ def phase(out: Path, rank: int) -> str | None:
 
 
 def ended_by(clock: Clock, out: Path, hosts: Sequence[Host], zero: Steps) -> list[tuple[int, str, str]]:
-    """What ranks on all hosts came to that wait for what an earlier run has left; `zero` is where rank 0 says that they
-    have met. Until then time stands still, so that nobody is too late."""
+    """What ranks on all hosts came to that wait for what an earlier run has left; `zero` is where rank 0 says
+    that they have met. Until then time stands still, so that nobody is too late."""
     zero.wait("met", above=hosts[0].running)
     clock.until(lambda: all(host.has_ended for host in hosts), *(card(out, i) for i in range(len(hosts))))
     return ended(hosts)

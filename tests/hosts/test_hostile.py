@@ -143,7 +143,8 @@ PLACES, PLACES_OF_ZERO = {"met", "opened", "tile-0", "made", "farewell"}, {"seal
 
 @needs_steps
 def test_clocks_that_are_hours_apart(place: Path, held_at: Callable[..., Steps], clock: Clock) -> None:
-    """The times of all that the ranks write jump by hours, both ways, wherever they are, and between all signs of life."""
+    """The times of all that the ranks write jump by hours, both ways, wherever they are, and between all
+    signs of life."""
     source, out = FIXTURES / "gpt_neox/neox_pp_tp2", place / "out"
 
     def turn(hours: int) -> None:

@@ -1,4 +1,5 @@
-"""Several hosts make one result: bit for bit that of one process, or nothing, with what keeps it from being made."""
+"""Several hosts make one result: bit for bit that of one process, or nothing, with what keeps it from being
+made."""
 
 from __future__ import annotations
 
@@ -369,8 +370,9 @@ def test_torchrun_starts_it(place: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("emit", ["shell", "slurm", "k8s"])
 def test_what_is_printed_for_job_arrays_makes_the_result(emit: str, place: Path) -> None:
-    """The printed script as it stands; for Slurm `sbatch` is a stand-in that runs an array's tasks in disorder, for
-    Kubernetes the containers' commands are run with the indices that the job controller would set."""
+    """The printed script as it stands; for Slurm `sbatch` is a stand-in that runs an array's tasks in
+    disorder, for Kubernetes the containers' commands are run with the indices that the job controller would
+    set."""
     out, bin_folder = place / "out", place / "bin"
     script = cli("plan", NEOX, "--to", "hf", "--parts", 3, "--out", out, "--emit", emit).doc["emitted"]
     bin_folder.mkdir()

@@ -1,4 +1,5 @@
-"""Hosts that have a part of the checkpoint each, on a disk of their own, make what one process makes that sees all of it."""
+"""Hosts that have a part of the checkpoint each, on a disk of their own, make what one process makes that
+sees all of it."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ class OnDisks:
         through: Sequence[str] = (),
         by_clock: bool = False,
     ) -> list[Host]:
-        """`steps` hold ranks; who goes `by_clock` waits until a test moves that; `through` is a command that starts its words as they are."""
+        """`steps` hold ranks; who goes `by_clock` waits until a test moves that; `through` is a command that
+        starts its words as they are."""
         environ, started = {"TMPDIR": str(self.temporary)}, []
         for i, (host, part) in enumerate(
             zip(hosts(len(self.parts), environ=environ, own_pids=own_pids), self.parts, strict=True)
@@ -99,7 +101,8 @@ class OnDisks:
     def run(
         self, verb: str, out: Path, *options: object, inside: Sequence[str] = ()
     ) -> list[tuple[int, str, str]]:
-        """Ranks of which nobody is disturbed: time stands still, so that none waits for anything but what is to be done."""
+        """Ranks of which nobody is disturbed: time stands still, so that none waits for anything but what is
+        to be done."""
         return ended(self.start(verb, out, *options, inside=inside, by_clock=True))
 
 
@@ -154,7 +157,8 @@ def test_parts_of_a_checkpoint_on_three_disks(name: str, place: Path) -> None:
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GPT-NeoX, half of whose matrices are cut along their columns: each of their tiles is made of all ranks' files."""
+    """GPT-NeoX, half of whose matrices are cut along their columns: each of their tiles is made of all ranks'
+    files."""
     folder = tmp_path_factory.mktemp("neox") / "in"
     neox.write(folder, hidden=512, layers=3, vocab=2048, tp=4)
     return folder
@@ -175,7 +179,8 @@ def test_only_what_is_made_of_several_hosts_files_goes_from_host_to_host(split: 
         assert made[name].numpy().tobytes() == content_of, name
     whole = sum(file.stat().st_size for file in split.rglob("*.pt"))
     told = bytes_told(ran[0][1])
-    # Of each matrix that is cut along its columns, 2 of 12 hidden x hidden parts dense and 8 mlp: three quarters.
+    # Of each matrix that is cut along its columns, 2 of 12 hidden x hidden parts dense and 8 mlp: three
+    # quarters.
     columns = 3 * (512 * 512 + 4 * 512 * 512) * 2
     assert columns * 3 // 4 <= told < whole // 2, (told, whole)
 
@@ -253,7 +258,8 @@ def test_a_rank_that_comes_late_finds_all_done(split: Path, place: Path) -> None
     again = ["merge", parts[1], place / "out", "--node-local", "--rank", 1, "--world", 2, "--timeout", 0.1]
     ran = cli(*again)
     assert ran.code == 0, ran.err
-    # What was asked for otherwise, or of something else, is not done: it waits for the others, who are not there.
+    # What was asked for otherwise, or of something else, is not done: it waits for the others, who are not
+    # there.
     assert cli("convert", *again[1:], "--to", "hf").code == 2
     assert cli(*again, "--dtype", "f32").code == 2
     later = parts[1] / "global_step11"
@@ -268,10 +274,11 @@ def test_a_rank_that_comes_late_finds_all_done(split: Path, place: Path) -> None
 def dies_once_it_was_read_from(
     on: OnDisks, out: Path, held_at: Callable[..., Steps]
 ) -> tuple[list[Host], list[Held]]:
-    """Three ranks. Rank 2 has died; ranks 0 and 1, which have read of its files, wait at the next reading, and have not seen
-    that it is dead."""
+    """Three ranks. Rank 2 has died; ranks 0 and 1, which have read of its files, wait at the next reading,
+    and have not seen that it is dead."""
     steps = {rank: held_at("waits-2") for rank in (0, 1)}
-    # Headers are read by as many threads as there are cores. With one all others are done with, and none looks around.
+    # Headers are read by as many threads as there are cores. With one all others are done with, and none
+    # looks around.
     core = min(os.sched_getaffinity(0))
     started = on.start("merge", out, own_pids=False, steps=steps, through=["taskset", "-c", str(core)])
     held = []
@@ -393,7 +400,8 @@ sys.exit(main(sys.argv[3:]))
 
 
 def test_a_file_whose_status_changes_meanwhile_stops_all(place: Path) -> None:
-    """It is all that is seen of content whose time was set back, and nobody reads the files of all hosts again."""
+    """It is all that is seen of content whose time was set back, and nobody reads the files of all hosts
+    again."""
     # Whole tensors on each host: nobody lends anything of them.
     parts = divided(FIXTURES / "sharded/hf_sharded", place, 2, texts_everywhere)
     for linked in (0, 1):
@@ -546,7 +554,8 @@ def of_files(name: str) -> Callable[[Path], list[Path]]:
 
 
 STORES: dict[str, tuple[Callable[[Path], list[Path]], list[str]]] = {
-    # maxtext#887: process 0 has committed what it saw, the other's chunks lie in a temporary directory of its own.
+    # maxtext#887: process 0 has committed what it saw, the other's chunks lie in a temporary directory of its
+    # own.
     "ocdbt": (of_nodes("mp2_local_BROKEN_063_zarr3"), ["merge"]),
     "ocdbt of the newest": (of_nodes("mp2_local_BROKEN_0128_zarr3_primarynone"), ["merge"]),
     "plain zarr": (of_files("paxml_gpt3_micro_weights"), ["merge"]),

@@ -1,4 +1,5 @@
-"""Hosts that share no storage: each copies its part, hashed; put together elsewhere, every byte is what its host has read."""
+"""Hosts that share no storage: each copies its part, hashed; put together elsewhere, every byte is what its
+host has read."""
 
 from __future__ import annotations
 

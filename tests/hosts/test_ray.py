@@ -1,4 +1,5 @@
-"""What is said of runs on a Ray cluster where there is none, or no Ray: tests/real_ray holds what it does where there is."""
+"""What is said of runs on a Ray cluster where there is none, or no Ray: tests/real_ray holds what it does
+where there is."""
 
 from __future__ import annotations
 

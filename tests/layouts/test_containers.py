@@ -1,4 +1,5 @@
-"""Where the model begins: trainers save it inside of dicts of theirs, and a family that no table knows has no word for it."""
+"""Where the model begins: trainers save it inside of dicts of theirs, and a family that no table knows has no
+word for it."""
 
 from __future__ import annotations
 

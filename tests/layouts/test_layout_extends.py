@@ -1,4 +1,5 @@
-"""Tables that extend others: what is taken over, what must be dropped first, and what a registered parent does."""
+"""Tables that extend others: what is taken over, what must be dropped first, and what a registered parent
+does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What tables say of the classes of transformers: held against transformers itself, and refused where it is no such thing."""
+"""What tables say of the classes of transformers: held against transformers itself, and refused where it is
+no such thing."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def test_a_section_is_of_a_class_of_transformers(kind: str) -> None:
     assert made.config_class is type(config)
     stated = config.to_dict()
     stated |= stated.get("rope_parameters") or {}
-    # What transformers 5 reads under these names it keeps under others; a head_dim is read wherever it is stated.
+    # What transformers 5 reads under these names it keeps under others; a head_dim is read wherever it is
+    # stated.
     other = {"rotary_emb_base", "rotary_pct", "num_local_experts", "head_dim"}
     assert set(of.keys) - other <= set(stated) | set(type(config).attribute_map)
     assert set(of.null) <= stated.keys()

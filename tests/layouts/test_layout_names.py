@@ -43,7 +43,7 @@ def plan(
 ) -> tuple[list[Any], dict[str, Any]]:
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "a.safetensors")
-    request: dict[str, Any] = {"source": {"units": [{"file": 0}]}}
+    request: dict[str, Any] = {"source": {"files": {"units": [{"file": 0}]}}}
     if target is not None:
         request["target"] = {"name": "toy"}
     to = None if target is None else _core.Table(target)

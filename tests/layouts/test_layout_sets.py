@@ -1,4 +1,5 @@
-"""Sets of positions: rules for some layers only, completeness, stacking, and the numbering of pipeline ranks."""
+"""Sets of positions: rules for some layers only, completeness, stacking, and the numbering of pipeline
+ranks."""
 
 from __future__ import annotations
 
@@ -106,12 +107,9 @@ def plan(
         save_file(tensors, folder / name)
     apart = _core.Table(table)
     catalog = _core.Catalog([folder], [(0, name) for name in files], 1)
-    declared = {
-        "units": [{"file": i} | (units or {}).get(name, {}) for i, name in enumerate(files)],
-        **(described(_core.Table(APART), config) if config is not None else {}),
-        **source,
-    }
-    request: dict[str, Any] = {"source": declared}
+    file_units = [{"file": i} | (units or {}).get(name, {}) for i, name in enumerate(files)]
+    binding = {**(described(_core.Table(APART), config) if config is not None else {}), **source}
+    request: dict[str, Any] = {"source": {"files": {"units": file_units}, "binding": binding}}
     to = None
     if target is not None:
         to = _core.Table(target)
@@ -247,7 +245,8 @@ def test_without_a_config_sets_are_what_is_seen(tmp_path: Path) -> None:
 
 
 def test_pipeline_ranks_number_their_own_layers(tmp_path: Path) -> None:
-    """The base of a rank comes first, the set after it; places within a set are counted from the rank's first layer."""
+    """The base of a rank comes first, the set after it; places within a set are counted from the rank's first
+    layer."""
     tensors = model()
 
     def part(first: int, last: int) -> dict[str, np.ndarray]:

@@ -1,4 +1,5 @@
-"""Names as trainers and wrappers leave them: each form becomes the model's own names, or is refused with the choices."""
+"""Names as trainers and wrappers leave them: each form becomes the model's own names, or is refused with the
+choices."""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ def test_a_conversion_gives_the_models_own_names(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_merge_keeps_every_tensor(form: str, state: Any, tmp_path: Path) -> None:
-    """Beside a config the model has the names that this is for, and is proven complete; without one all names stay."""
+    """Beside a config the model has the names that this is for, and is proven complete; without one all names
+    stay."""
     want, config = state
     content = FORMS[form](want)
     ckpt = save(content, tmp_path / "in", "torch.save")

@@ -1,4 +1,5 @@
-"""Regular expressions that strangers wrote: matched as Python's re does, or refused by name, within one budget for a file."""
+"""Regular expressions that strangers wrote: matched as Python's re does, or refused by name, within one
+budget for a file."""
 
 from __future__ import annotations
 

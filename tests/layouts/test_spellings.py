@@ -1,6 +1,7 @@
 """Names of torchtitan, Meta and OLMo-core for models that Hugging Face has: both ways, and logits decide.
 
-torchtitan's model is computed here by the formula of its own rotary embedding (pairs side by side, as complex numbers).
+torchtitan's model is computed here by the formula of its own rotary embedding (pairs side by side, as complex
+numbers).
 """
 
 from __future__ import annotations

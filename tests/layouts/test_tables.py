@@ -121,7 +121,8 @@ def test_how_a_table_is_written_makes_no_difference(
 
 
 def test_no_text_of_a_table_is_built_or_searched() -> None:
-    """What tables say is for the core to read: a regular expression over one misses what is written otherwise."""
+    """What tables say is for the core to read: a regular expression over one misses what is written
+    otherwise."""
     package = Path(fastshard.__file__).parent
     # Tables that follow from a list, and no table's text, are written there for the core to read.
     made_of_lists = package / "expected/names_on_disk.py"

@@ -1,4 +1,5 @@
-"""Values of quantised weights, written down naively from the formats' own descriptions: one form after another, all of it in torch."""
+"""Values of quantised weights, written down naively from the formats' own descriptions: one form after
+another, all of it in torch."""
 
 from __future__ import annotations
 

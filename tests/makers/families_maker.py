@@ -1,4 +1,5 @@
-"""Small models of families of transformers, most of which have no table, with what they take and what they compute of it."""
+"""Small models of families of transformers, most of which have no table, with what they take and what they
+compute of it."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_conv_pos_embedding_groups": 4,
     },
 }
-#: Those that every run tries where each takes long: of two models, of pictures, with tied and with parametrised weights.
+#: Those that every run tries where each takes long: of two models, of pictures, with tied and with
+#: parametrised weights.
 CHOSEN = ("clip", "t5", "vit", "wav2vec2")
 
 
@@ -130,7 +132,8 @@ WHOLE_CHOSEN = ("OlmoeForCausalLM", "LlavaForConditionalGeneration")
 
 
 def made(family: str) -> Any:
-    """A model of a family without a head, whose names begin with no word for all of it; or one of a class with a head."""
+    """A model of a family without a head, whose names begin with no word for all of it; or one of a class
+    with a head."""
     torch.manual_seed(5)
     if family in WHOLE:
         kind = getattr(transformers, family)

@@ -1,7 +1,8 @@
-"""A process that imports a framework once and forks the ranks of each launch: importing takes longer than what they do.
+"""A process that imports a framework once and forks the ranks of each launch: importing takes longer than
+what they do.
 
-``python forks.py FD MODULE...`` reads launches as lines of JSON from its input, and writes the exit codes of their ranks to
-the descriptor; :class:`Forks` is the other end.
+``python forks.py FD MODULE...`` reads launches as lines of JSON from its input, and writes the exit codes of
+their ranks to the descriptor; :class:`Forks` is the other end.
 """
 
 from __future__ import annotations

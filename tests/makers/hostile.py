@@ -27,7 +27,8 @@ NAMES = (
 
 
 def checkpoint(root: Path) -> Path:
-    """A Hugging Face folder whose tensors bear the names, one with NaN; its index calls for files of such names."""
+    """A Hugging Face folder whose tensors bear the names, one with NaN; its index calls for files of such
+    names."""
     root.mkdir(parents=True)
     tensors = {name: torch.randn(8, 8) for name in NAMES}
     tensors[NAMES[0]][0, 0] = float("nan")

@@ -1,8 +1,10 @@
-"""Tiny Megatron-LM checkpoints with an optimizer, laid out here by the rules of its buffers, without megatron-core.
+"""Tiny Megatron-LM checkpoints with an optimizer, laid out here by the rules of its buffers, without
+megatron-core.
 
-That these rules are Megatron's is shown by ``real_megatron/test_optimizer.py``, which reads what real megatron-core saved.
-What was never written in a buffer is NaN here. source: megatron/core/distributed/param_and_grad_buffer.py,
-megatron/core/optimizer/distrib_optimizer.py (core 0.16.1; 0.13.1 for ``fully_sharded_model_space``)
+That these rules are Megatron's is shown by ``real_megatron/test_optimizer.py``, which reads what real
+megatron-core saved. What was never written in a buffer is NaN here. source:
+megatron/core/distributed/param_and_grad_buffer.py, megatron/core/optimizer/distrib_optimizer.py (core 0.16.1;
+0.13.1 for ``fully_sharded_model_space``)
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ LAYERS, HIDDEN, FFN, HEADS, GROUPS, VOCAB, EXPERTS = 2, 32, 24, 4, 2, 96, 4
 SLOTS = ("exp_avg", "exp_avg_sq")
 State = dict[str, torch.Tensor]
 
-#: (name in a rank's file, name in torch_dist, how ranks divide it), as modules come with Transformer Engine and without.
+#: (name in a rank's file, name in torch_dist, how ranks divide it), as modules come with Transformer Engine
+#: and without.
 _PROJ = ("self_attention.linear_proj.weight", "self_attention.linear_proj.weight", "columns")
 _QKV = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.weight", "rows")
 _NORM1, _NORM2 = "self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"
@@ -203,7 +206,8 @@ class Run:
 
 
 def laid_out(parameters: list[Local], dp: int, bucket: int | None) -> list[dict[str, Any]]:
-    """A buffer's buckets: parameters with their starts and ends in it, where it begins and ends, padded and not."""
+    """A buffer's buckets: parameters with their starts and ends in it, where it begins and ends, padded and
+    not."""
     buckets: list[dict[str, Any]] = []
     start = begin = 0
     held: list[tuple[Local, int, int]] = []
@@ -306,7 +310,8 @@ def _model(run: Run, kinds: dict[str, str], values: dict[int, State] | None = No
 
 
 def _shifted(parameters: list[Local], dp: int, bucket: int | None) -> dict[int, State]:
-    """What ``fully_reshardable`` saves: the gathered vector lacks padding between buckets, offsets in it do not."""
+    """What ``fully_reshardable`` saves: the gathered vector lacks padding between buckets, offsets in it do
+    not."""
     buckets = laid_out(parameters, dp, bucket)
     found: dict[int, State] = {}
     for kind in ("param", *SLOTS):
@@ -324,7 +329,8 @@ def _shifted(parameters: list[Local], dp: int, bucket: int | None) -> dict[int, 
 
 
 def buckets(run: Run) -> Tensors:
-    """``dp_reshardable``: a chunk for what each data-parallel rank has of each parameter, and for each gap."""
+    """``dp_reshardable``: a chunk for what each data-parallel rank has of each parameter, and for each
+    gap."""
     found: Tensors = {}
     for (chain, group), parameters in _copies(run):
         prefix = f"chained_{chain}." if run.moe else ""
@@ -349,7 +355,8 @@ def buckets(run: Run) -> Tensors:
 
 
 def _cells(run: Run) -> Tensors:
-    """``fully_sharded_model_space``: a rank's shard flat, behind an axis of counts for each of the parameter's."""
+    """``fully_sharded_model_space``: a rank's shard flat, behind an axis of counts for each of the
+    parameter's."""
     found: Tensors = {}
     whole = run.whole()
     for (chain, _), parameters in _copies(run):

@@ -1,8 +1,8 @@
 """Tiny mixtures of experts: transformers makes the model, the shards are cut here by Megatron-LM's own rules.
 
-That these rules are Megatron's is shown by the fixtures ``moe_megatron_*``, which real megatron-core 0.16.1 models
-saved (``real_megatron/make_moe.py``), and by the check that both hold the same. The two grouped forms need kernels
-that no CPU has; their names and shapes follow megatron/core/transformer/moe/experts.py and
+That these rules are Megatron's is shown by the fixtures ``moe_megatron_*``, which real megatron-core 0.16.1
+models saved (``real_megatron/make_moe.py``), and by the check that both hold the same. The two grouped forms
+need kernels that no CPU has; their names and shapes follow megatron/core/transformer/moe/experts.py and
 megatron/core/extensions/transformer_engine.py (TEGroupedLinear: ``weight0``, ``weight1``, ...).
 """
 

@@ -44,7 +44,8 @@ NORMS = {
 def titan(
     state: dict[str, torch.Tensor], heads: int, groups: int, *, turned: bool, meta: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Hugging Face's state dict as torchtitan has it; `meta` is the spelling of Meta and of torchtitan before 2026."""
+    """Hugging Face's state dict as torchtitan has it; `meta` is the spelling of Meta and of torchtitan before
+    2026."""
     found = {}
     for name, tensor in state.items():
         value = tensor.clone()

@@ -1,4 +1,5 @@
-"""Small models whose weights are quantised, in every form that is judged: names, dtypes and shapes as their tools write them."""
+"""Small models whose weights are quantised, in every form that is judged: names, dtypes and shapes as their
+tools write them."""
 
 from __future__ import annotations
 

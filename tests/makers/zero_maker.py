@@ -353,7 +353,8 @@ def _stage0(folder: Path, run: Run) -> None:
 
 
 def universal(folder: Path, run: Run) -> Path:
-    """Writes what ds_to_universal makes of the checkpoint. source: checkpoint/ds_to_universal.py of 0.19.8 (main)"""
+    """Writes what ds_to_universal makes of the checkpoint. source: checkpoint/ds_to_universal.py of 0.19.8
+    (main)"""
     write(folder, run)
     held = load(folder / optim_file(0, run))["optimizer_state_dict"]
     base = held["optimizer_state_dict" if run.stage == 3 else "base_optimizer_state"]

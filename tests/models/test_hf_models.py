@@ -1,4 +1,5 @@
-"""Models of Hugging Face that have no table, no head or other tensors than their table: taken, and loaded by transformers."""
+"""Models of Hugging Face that have no table, no head or other tensors than their table: taken, and loaded by
+transformers."""
 
 from __future__ import annotations
 
@@ -270,7 +271,8 @@ def test_a_model_without_a_table_is_named(to: str, tmp_path: Path) -> None:
 
 
 def quantised(method: str, folder: Path) -> None:
-    """A Llama as quantisers save it. source: the formats of AutoGPTQ, AutoAWQ, bitsandbytes, compressed-tensors"""
+    """A Llama as quantisers save it. source: the formats of AutoGPTQ, AutoAWQ, bitsandbytes,
+    compressed-tensors"""
     model("llama", folder)
     tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
@@ -432,7 +434,8 @@ def test_a_table_of_one_s_own_says_what_other_names_are(form: str, typed: bool, 
 
 @pytest.mark.parametrize("form", ["dcp", "hf"])
 def test_a_model_under_other_names_than_its_config_s_is_merged(form: str, tmp_path: Path) -> None:
-    """Names of a trainer that nobody knows beside the config of the model: transformers would find none of its tensors."""
+    """Names of a trainer that nobody knows beside the config of the model: transformers would find none of
+    its tensors."""
     of = model("llama", tmp_path / "plain")
     state = {
         name.replace("model.layers.", "stack.layers.")

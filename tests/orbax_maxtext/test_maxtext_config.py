@@ -1,4 +1,5 @@
-"""MaxText's yml and Hugging Face's config.json: sizes, contradictions, and what a checkpoint does not hold."""
+"""MaxText's yml and Hugging Face's config.json: sizes, contradictions, and what a checkpoint does not
+hold."""
 
 from __future__ import annotations
 

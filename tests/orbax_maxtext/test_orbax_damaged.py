@@ -54,7 +54,8 @@ def test_a_chunk_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
     ("chunk", "code", "exit"), [(1 << 31, "FS512", 2), (1 << 53, "FS512", 2), (1 << 61, "FS601", 1)]
 )
 def test_a_chunk_larger_than_memory_is_not_decoded(chunk: int, code: str, exit: int, tmp_path: Path) -> None:
-    """Chunks may reach beyond their array, and are decoded whole: the library that does it ends the process otherwise."""
+    """Chunks may reach beyond their array, and are decoded whole: the library that does it ends the process
+    otherwise."""
     root = tmp_path / "items"
     write(root, "w", painted(4), [4])
     metadata = root / "w/.zarray"

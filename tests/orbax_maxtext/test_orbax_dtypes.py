@@ -1,4 +1,5 @@
-"""Arrays of every dtype that TensorStore has: kept where a result can hold them, else named, and left out when asked."""
+"""Arrays of every dtype that TensorStore has: kept where a result can hold them, else named, and left out
+when asked."""
 
 from __future__ import annotations
 

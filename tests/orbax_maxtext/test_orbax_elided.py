@@ -119,8 +119,8 @@ def test_what_is_no_array_of_jax_is_written_with_its_metadata() -> None:
 
 
 def test_own_replicas_of_one_process_do_not_vouch_for_another() -> None:
-    """``primary_host=None``: each process writes what it holds. The second, alone: its replicas of ``b`` are not those
-    of the first one's devices, though they are what the first would have written."""
+    """``primary_host=None``: each process writes what it holds. The second, alone: its replicas of ``b`` are
+    not those of the first one's devices, though they are what the first would have written."""
     mesh = Sharding((2, 2), ("a", "b"), (0, 1, 2, 3), (("a",),))
     a, b = array("a", (2,), (1,)), array("b", (2,), (1,))
     shardings = {"a": mesh, "b": Sharding(mesh.mesh, mesh.axes, mesh.ids, (("b",),))}
@@ -185,7 +185,8 @@ def test_nothing_that_was_written_is_taken_for_zeros(save: Save, data: st.DataOb
 
 
 def stored(root: Path, **options: object) -> dict[str, np.ndarray]:
-    """A save of four devices of one process: weights, zeros, half of both, a bias of zeros, numpy's and a number."""
+    """A save of four devices of one process: weights, zeros, half of both, a bias of zeros, numpy's and a
+    number."""
     weight, half = painted(8, 4), painted(8, 4)
     half[:4] = 0
     tree = {

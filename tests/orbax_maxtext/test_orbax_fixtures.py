@@ -1,4 +1,5 @@
-"""Every checkpoint of Orbax, MaxText and Paxml: whole ones give their hashes, broken ones say what is lost, hosts' directories repair."""
+"""Every checkpoint of Orbax, MaxText and Paxml: whole ones give their hashes, broken ones say what is lost,
+hosts' directories repair."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A process that is forked from one that has used TensorStore is refused; TensorStore itself would end it by SIGABRT."""
+"""A process that is forked from one that has used TensorStore is refused; TensorStore itself would end it by
+SIGABRT."""
 
 from __future__ import annotations
 

@@ -232,7 +232,8 @@ def stores(root: Path) -> dict[int, Path]:
 
 
 def rewritten(store: Path, to: Path) -> None:
-    """The same keys and values as another writer would have written them, with names and a manifest of their own."""
+    """The same keys and values as another writer would have written them, with names and a manifest of their
+    own."""
 
     def opened(path: Path) -> Any:
         base = {"driver": "file", "path": f"{path}/"}

@@ -1,4 +1,5 @@
-"""The versions that the landing run uses: all that is asked for is pinned, for every Python that is supported."""
+"""The versions that the landing run uses: all that is asked for is pinned, for every Python that is
+supported."""
 
 from __future__ import annotations
 

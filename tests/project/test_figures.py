@@ -1,4 +1,5 @@
-"""What benchmarks make of their figures: verdicts, failures and what was measured beside other work are written as they are."""
+"""What benchmarks make of their figures: verdicts, failures and what was measured beside other work are
+written as they are."""
 
 from __future__ import annotations
 

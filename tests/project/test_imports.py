@@ -1,4 +1,5 @@
-"""Who imports whom: no circles, and no wing of the package reaches where it must not. Read from the files, never run."""
+"""Who imports whom: no circles, and no wing of the package reaches where it must not. Read from the files,
+never run."""
 
 from __future__ import annotations
 
@@ -107,7 +108,8 @@ class Import(NamedTuple):
 
 
 def modules(package: Path) -> dict[str, Path]:
-    """The files of a package by their names in it; the compiled one and the package itself are `_core` and ``""``."""
+    """The files of a package by their names in it; the compiled one and the package itself are `_core` and
+    ``""``."""
     found = {}
     for file in sorted(package.rglob("*.py")):
         parts = file.relative_to(package).with_suffix("").parts
@@ -116,7 +118,8 @@ def modules(package: Path) -> dict[str, Path]:
 
 
 def _running(node: ast.AST, typed: bool) -> Iterator[ast.stmt]:
-    """Statements that run, those of functions too; what stands under TYPE_CHECKING does not, unless types are asked for."""
+    """Statements that run, those of functions too; what stands under TYPE_CHECKING does not, unless types are
+    asked for."""
     for child in ast.iter_child_nodes(node):
         if not typed and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             for other in child.orelse:
@@ -257,7 +260,8 @@ def test_circles_and_rules_are_seen(tmp_path: Path) -> None:
     package = tmp_path / "made"
     files = {
         "__init__.py": "from .common.errors import E\n",
-        "common/errors.py": "from .. import _core\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..models import m\n",
+        "common/errors.py": "from .. import _core\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
+        "from ..models import m\n",
         "common/sizes.py": "def late():\n    from ..sources.hf import x\n",
         "sources/__init__.py": "from .hf import x\n",
         "sources/hf.py": "import made.common.sizes\nx = 1\n",
@@ -299,6 +303,7 @@ def test_questions_are_counted(tmp_path: Path) -> None:
 def test_changes_are_seen(tmp_path: Path) -> None:
     file = tmp_path / "sets.py"
     file.write_text(
-        "o.source.step = 1\nself.source = source\nsource.axes['V'] += 1\nx = source.axes\na, source.model.b = 1, 2\n"
+        "o.source.step = 1\nself.source = source\nsource.axes['V'] += 1\nx = source.axes\na, source.model.b "
+        "= 1, 2\n"
     )
     assert sorted(changes(file)) == ["o.source.step", "source.axes['V']", "source.model.b"]

@@ -1,4 +1,5 @@
-"""What is released has no steps and no clock of tests; scripts/wheel.sh looks for them in the wheel itself, every night."""
+"""What is released has no steps and no clock of tests; scripts/wheel.sh looks for them in the wheel itself,
+every night."""
 
 from __future__ import annotations
 

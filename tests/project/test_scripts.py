@@ -14,7 +14,8 @@ SH = shutil.which("sh") or "/bin/sh"
 
 
 def ran(folder: Path, programs: dict[str, str], **environment: str) -> tuple[int, str]:
-    """Exit code and stderr of the first line where only these programs and the system's small ones are to be had."""
+    """Exit code and stderr of the first line where only these programs and the system's small ones are to be
+    had."""
     folder.mkdir()
     needed = (
         "cat",
@@ -96,7 +97,8 @@ def test_the_demo_removes_nothing_but_what_it_left(tmp_path: Path) -> None:
     layer = "global_step0/layer_03-model"
     for name, text in {
         "python": f"""case "$*" in
-        *gpt_neox\\ run*) mkdir -p run/global_step0; echo 0 > run/{layer}_00-model_states.pt; echo 1 > run/{layer}_01-model_states.pt;;
+        *gpt_neox\\ run*) mkdir -p run/global_step0; echo 0 > run/{layer}_00-model_states.pt
+            echo 1 > run/{layer}_01-model_states.pt;;
         *gpt_neox*|*big*) mkdir original;;
         -c*) exit 1;;
         esac""",

@@ -123,7 +123,8 @@ def test_the_tree_of_the_sources_is_made_of_their_first_sentences() -> None:
     assert tree.write_tree(page) == page
 
 
-#: Names of the dialect that are keys of stored documents, public, or the name by which a released wheel is searched.
+#: Names of the dialect that are keys of stored documents, public, or the name by which a released wheel is
+#: searched.
 KEPT = {"findings/proof.py told", "expected/expected_list.py made", "src/steps.rs held"}
 
 

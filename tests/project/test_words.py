@@ -1,4 +1,5 @@
-"""What users read is written with the field's terms: phrases that make a sentence hard to read do not come back."""
+"""What users read is written with the field's terms: phrases that make a sentence hard to read do not come
+back."""
 
 from __future__ import annotations
 

@@ -109,7 +109,8 @@ def mounts(tmp_path: Path) -> Path:
 
 def test_too_little_space_is_said_before_a_byte_is_written(mounts: Path) -> None:
     done = in_a_mount(
-        'mount -t tmpfs -o size=200k none "$1"; "$PYTHON" -m fastshard merge "$2" "$1/out" --json && exit 99 || c=$?; '
+        'mount -t tmpfs -o size=200k none "$1"; "$PYTHON" -m fastshard merge "$2" "$1/out" --json && exit 99 '
+        "|| c=$?; "
         'ls -A "$1" >&2; exit $c',
         mounts,
         HF,
@@ -120,7 +121,8 @@ def test_too_little_space_is_said_before_a_byte_is_written(mounts: Path) -> None
 
 def test_too_few_inodes_are_said_before_a_byte_is_written(mounts: Path) -> None:
     done = in_a_mount(
-        'mount -t tmpfs -o nr_inodes=4 none "$1"; "$PYTHON" -m fastshard merge "$2" "$1/out" --json && exit 99 || c=$?; '
+        'mount -t tmpfs -o nr_inodes=4 none "$1"; "$PYTHON" -m fastshard merge "$2" "$1/out" --json && exit '
+        "99 || c=$?; "
         'ls -A "$1" >&2; exit $c',
         mounts,
         TP4,
@@ -131,7 +133,8 @@ def test_too_few_inodes_are_said_before_a_byte_is_written(mounts: Path) -> None:
 
 def test_destination_that_may_not_be_written(mounts: Path) -> None:
     done = in_a_mount(
-        'mount -t tmpfs none "$1"; mount -o remount,ro "$1"; "$PYTHON" -m fastshard merge "$2" "$1/out" --json',
+        'mount -t tmpfs none "$1"; mount -o remount,ro "$1"; "$PYTHON" -m fastshard merge "$2" "$1/out" '
+        "--json",
         mounts,
         TP4,
     )

@@ -24,8 +24,8 @@ ELSEWHERE = ("space", "memory")
 
 
 def settled(document: dict[str, Any]) -> dict[str, Any]:
-    """A plan without what differs from checkout to checkout. The digest follows from the rest, from times and headers, which
-    a store of arrays has with times too."""
+    """A plan without what differs from checkout to checkout. The digest follows from the rest, from times and
+    headers, which a store of arrays has with times too."""
     kept = {key: value for key, value in document.items() if key not in (*ELSEWHERE, "digest")}
     for source in kept["plan"]["sources"]:
         del source["mtime_ns"], source["header"]

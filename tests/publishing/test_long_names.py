@@ -1,4 +1,5 @@
-"""Names that take more memory than their tensors: the default budget grows with the plan, a stated one holds."""
+"""Names that take more memory than their tensors: the default budget grows with the plan, a stated one
+holds."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ import pytest
 from holding import HANG
 
 COUNT, LENGTH = 6000, 5000
-#: Prints the exit code, and what the process held at most beyond what it began with, in MiB: the peak of resident memory that the
-#: kernel keeps, without the pages of its own code that were read meanwhile. All of fastshard is imported before: which modules a
-#: command loads is not what is asked.
+#: Prints the exit code, and what the process held at most beyond what it began with, in MiB: the peak of
+#: resident memory that the kernel keeps, without the pages of its own code that were read meanwhile. All of
+#: fastshard is imported before: which modules a command loads is not what is asked.
 MEASURED = """
 import contextlib, importlib, json, pkgutil, sys
 from pathlib import Path
@@ -42,8 +43,8 @@ print(json.dumps([code, held("VmHWM") - begun - (held("RssFile") - code_pages)])
 
 
 def measured(*argv: str) -> tuple[int, float, str]:
-    """Runs a command in a process of its own: its exit code, the MiB that it held at most beyond what it began with, and what
-    it said."""
+    """Runs a command in a process of its own: its exit code, the MiB that it held at most beyond what it
+    began with, and what it said."""
     command = [sys.executable, "-c", MEASURED, *argv]
     run = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
     code, beyond = json.loads(run.stderr.splitlines()[-1])
@@ -112,7 +113,8 @@ def test_what_is_held_meanwhile_is_within_the_budget_or_little_more(
 
 
 def test_tensors_of_many_files_are_refused_before_they_are_kept(tmp_path: Path) -> None:
-    """600,000 tensors of ten files, of which the plan alone takes a multiple of the budget; the finding counts them all."""
+    """600,000 tensors of ten files, of which the plan alone takes a multiple of the budget; the finding
+    counts them all."""
     for f in range(10):
         entries = ",".join(
             f'"layers.{f}.experts.{i}.weight":{{"dtype":"U8","shape":[1],"data_offsets":[{i},{i + 1}]}}'
@@ -131,9 +133,11 @@ def test_tensors_of_many_files_are_refused_before_they_are_kept(tmp_path: Path) 
 def test_a_model_of_very_many_tensors_is_planned_within_the_budget_or_refused(
     command: str, tmp_path: Path
 ) -> None:
-    """100,000 tensors, as a mixture of experts has: what planning takes of each is asked for, not of its name alone."""
+    """100,000 tensors, as a mixture of experts has: what planning takes of each is asked for, not of its name
+    alone."""
     entries = ",".join(
-        f'"model.layers.{i // 1000}.mlp.experts.{i % 1000}.weight":{{"dtype":"U8","shape":[1,1],"data_offsets":[{i},{i + 1}]}}'
+        f'"model.layers.{i // 1000}.mlp.experts.{i % 1000}.weight":'
+        f'{{"dtype":"U8","shape":[1,1],"data_offsets":[{i},{i + 1}]}}'
         for i in range(100_000)
     )
     header = f"{{{entries}}}".encode()

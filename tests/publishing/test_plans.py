@@ -43,7 +43,8 @@ def fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_chunks_of_fused_tensors_are_where_metadata_says(fused: Path, tp: int, tmp_path: Path) -> None:
-    """torch's own reader is told where each chunk lies: a rank's shares of gate and up are no box of the whole."""
+    """torch's own reader is told where each chunk lies: a rank's shares of gate and up are no box of the
+    whole."""
     fastshard.convert(fused, tmp_path / "out", "dcp", tp=tp)
     loaded: dict[str, Any] = _load_state_dict_from_keys(storage_reader=FileSystemReader(tmp_path / "out"))
     whole = load_file(fused / "model.safetensors")

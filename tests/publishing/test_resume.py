@@ -1,4 +1,5 @@
-"""What --resume keeps of an interrupted run is what that run wrote; the rest is made as if it had never been."""
+"""What --resume keeps of an interrupted run is what that run wrote; the rest is made as if it had never
+been."""
 
 from __future__ import annotations
 

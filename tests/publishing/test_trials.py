@@ -349,7 +349,10 @@ def test_judge_hears_words_and_codes_that_do_not_fit(
 
 def test_judge_knows_the_codes_of_signals(trial: Trial) -> None:
     before = Before(trial.look(), 0, sent=signal.SIGTERM, begun=True)
-    words = "error FS510: stopped; this run wrote nothing to OUT\n  help: run the same command with --resume to continue\n"
+    words = (
+        "error FS510: stopped; this run wrote nothing to OUT\n  help: run the same command with --resume to "
+        "continue\n"
+    )
     assert kinds(trial, ended(143, err=words), before) == set()
     assert kinds(trial, ended(-15), before) == {"old-code"}
     trial.found.clear()

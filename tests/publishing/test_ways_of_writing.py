@@ -12,7 +12,8 @@ from helpers import cli
 from safetensors.numpy import load_file, save_file
 
 WAYS = ("auto", "buffered", "direct")
-#: Rows of float32: a tensor in the midst of a page, one of whole pages, one that is written by way of the cache in any case.
+#: Rows of float32: a tensor in the midst of a page, one of whole pages, one that is written by way of the
+#: cache in any case.
 SHAPES = {"odd": (300, 999), "small": (7, 3), "pages": (1024, 1024), "large": (3001, 1001)}
 
 

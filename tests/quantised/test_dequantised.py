@@ -1,4 +1,5 @@
-"""Quantised weights with --dtype: each value is that of its form's reference, and what is written says nothing of scales."""
+"""Quantised weights with --dtype: each value is that of its form's reference, and what is written says
+nothing of scales."""
 
 from __future__ import annotations
 
@@ -183,7 +184,8 @@ def test_vectors_of_integers_and_tables(tmp_path: Path) -> None:
 
 
 def test_groups_in_any_order_and_zero_points_without_sign(tmp_path: Path) -> None:
-    """Group indices of GPTQ (desc_act) and of compressed-tensors (actorder), and the second version of GPTQ."""
+    """Group indices of GPTQ (desc_act) and of compressed-tensors (actorder), and the second version of
+    GPTQ."""
     config, tensors = model("gptq 4 bit")
     for name in [name for name in tensors if name.endswith(".g_idx")]:
         torch.manual_seed(len(name))
@@ -307,7 +309,8 @@ LLAMA: dict[str, Any] = {
 
 @pytest.mark.parametrize("method", FROM_CONFIG)
 def test_values_go_where_plain_weights_go(method: str, tmp_path: Path) -> None:
-    """A quantised Llama becomes a plain one that its table proves, loads without a message, and converts as any other does."""
+    """A quantised Llama becomes a plain one that its table proves, loads without a message, and converts as
+    any other does."""
     torch.manual_seed(5)
     of = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).bfloat16()
     of.save_pretrained(tmp_path / "plain")
@@ -448,7 +451,8 @@ def values(folder: Path, out: Path, *options: str) -> torch.Tensor:
 
 
 ROWS, COLUMNS = (16, 2048), (8, 1024)
-#: quantization_config, shape of the weight, shape of its scales, and rows and columns of a block: grids that others would fit too.
+#: quantization_config, shape of the weight, shape of its scales, and rows and columns of a block: grids that
+#: others would fit too.
 GRIDS = {
     "fp8 by row, nothing said": ({"quant_method": "fp8"}, ROWS, (16, 1), (1, 2048)),
     "fp8 by row, flat": ({"quant_method": "fp8", "weight_block_size": None}, (2, 256), (2,), (1, 256)),

@@ -1,7 +1,9 @@
-"""Weights that Transformer Engine keeps in eight bits, as torch.save pickles them: they are read as the values that they stand for.
+"""Weights that Transformer Engine keeps in eight bits, as torch.save pickles them: they are read as the
+values that they stand for.
 
 The classes here pickle as Transformer Engine's do, whose own package needs a GPU: ``__reduce_ex__`` of
-transformer_engine/pytorch/tensor/float8_tensor.py, and an enumeration of pybind11's or of Python's for the format.
+transformer_engine/pytorch/tensor/float8_tensor.py, and an enumeration of pybind11's or of Python's for the
+format.
 """
 
 from __future__ import annotations
@@ -98,7 +100,8 @@ def is_linear(name: str) -> bool:
 def two_checkpoints(
     fixture: str, folder: Path, number: Any = None, form: torch.dtype = E4M3
 ) -> tuple[Path, Path, set[str]]:
-    """A fixture with its matrices in eight bits, one with the values of these, and the names of the matrices."""
+    """A fixture with its matrices in eight bits, one with the values of these, and the names of the
+    matrices."""
     number = DType(7) if number is None else number
     for kind in ("codes", "values"):
         shutil.copytree(
@@ -227,7 +230,8 @@ def test_what_is_no_such_tensor_is_refused_by_name(case: str, tmp_path: Path) ->
 
 
 def test_a_record_of_one_is_refused(tmp_path: Path) -> None:
-    """torch.distributed.checkpoint saves what it holds as it is: its metadata speaks of values, and the record has codes."""
+    """torch.distributed.checkpoint saves what it holds as it is: its metadata speaks of values, and the
+    record has codes."""
     root = tmp_path / "dcp"
     shutil.copytree(FIXTURES / DCP, root, ignore=shutil.ignore_patterns("expected*.json"))
     content = pickle.loads((root / ".metadata").read_bytes())

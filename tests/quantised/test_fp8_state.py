@@ -1,4 +1,5 @@
-"""Transformer Engine's FP8 state is told of and left out, and never unpickled; FP8 weights are refused by name."""
+"""Transformer Engine's FP8 state is told of and left out, and never unpickled; FP8 weights are refused by
+name."""
 
 from __future__ import annotations
 

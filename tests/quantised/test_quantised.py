@@ -1,4 +1,5 @@
-"""Quantised weights: each form is whole with all its companions, and what is lost, misshapen or contradicts the config is named."""
+"""Quantised weights: each form is whole with all its companions, and what is lost, misshapen or contradicts
+the config is named."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ OTHERS: dict[str, Any] = {
 @pytest.mark.parametrize("form", at_once(FORMS, CHOSEN))
 def test_tensors_of_another_shape_or_dtype_are_named(form: str, how: str, tmp_path: Path) -> None:
     config, tensors = model(form)
-    # The codes' shape is the weight's own. How long a block is stands in the record of bitsandbytes alone, which is not read.
+    # The codes' shape is the weight's own. How long a block is stands in the record of bitsandbytes alone,
+    # which is not read.
     silent = (".weight_format", "bitsandbytes__nf4") + (
         ("absmax",) if form.startswith("bnb nf4") and how != "wider" else ()
     )
@@ -188,7 +190,8 @@ def test_scales_that_are_none_are_named(form: str, how: str, tmp_path: Path) -> 
         if not name.endswith(FACTORS) or (name.endswith(OPTIONAL) and how == "negative"):
             continue
         if tensor.dtype in (torch.uint8, torch.float8_e8m0fnu):
-            # A power of two is above zero, and no number is one byte alone; maxima that are quantised are looked up.
+            # A power of two is above zero, and no number is one byte alone; maxima that are quantised are
+            # looked up.
             if how == "NaN" and not name.endswith("absmax"):
                 last = tensor.view(torch.uint8).clone()
                 last.view(-1)[0] = 255
@@ -581,7 +584,8 @@ def test_a_tensor_that_a_header_of_torchao_lists_alone_is_named(tmp_path: Path) 
 
 
 def test_what_headers_of_torchao_say_besides_is_no_tensor(tmp_path: Path) -> None:
-    """transformers lists tied weights and names in memory, others write sizes: none of them need be in a file."""
+    """transformers lists tied weights and names in memory, others write sizes: none of them need be in a
+    file."""
     (said,) = headers(torchao(tmp_path / "one"))
     other_order = json.dumps(dict(reversed(json.loads(said["a.weight"]).items())))
     more = {"lm_head.weight": json.dumps({"_type": "Tensor"}), "total_size": "12", "a.weight": other_order}

@@ -1,4 +1,5 @@
-"""Quantised models against what their config promises: the list of the class, with each weight in its form."""
+"""Quantised models against what their config promises: the list of the class, with each weight in its
+form."""
 
 from __future__ import annotations
 

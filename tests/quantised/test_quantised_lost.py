@@ -1,4 +1,5 @@
-"""Quantised weights of which no config says that they are, and what other models have that looks like them."""
+"""Quantised weights of which no config says that they are, and what other models have that looks like
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Scales and codes are read in pieces: a budget holds however large they are, and what is found in pieces is what lies there."""
+"""Scales and codes are read in pieces: a budget holds however large they are, and what is found in pieces is
+what lies there."""
 
 from __future__ import annotations
 

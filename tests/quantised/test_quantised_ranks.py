@@ -1,4 +1,5 @@
-"""Quantised weights that ranks have divided: torch DCP, and the safetensors of its Hugging Face writer, of two ranks."""
+"""Quantised weights that ranks have divided: torch DCP, and the safetensors of its Hugging Face writer, of
+two ranks."""
 
 from __future__ import annotations
 

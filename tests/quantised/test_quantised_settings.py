@@ -1,4 +1,5 @@
-"""What keeps codes from having values, in a config or in a record beside them, is an error of verify; nothing is guessed."""
+"""What keeps codes from having values, in a config or in a record beside them, is an error of verify; nothing
+is guessed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
-"""One rank of training runs that go on elsewhere: `python moving.py JOBS FOLDER`, with RANK and WORLD_SIZE set.
+"""One rank of training runs that go on elsewhere: `python moving.py JOBS FOLDER`, with RANK and WORLD_SIZE
+set.
 
-FOLDER/JOBS.json says, job by job, who trains (DeepSpeed's ZeRO stage, or FSDP2 with torch.distributed.checkpoint), what is loaded, how many steps
-are taken before a checkpoint is saved, and how many follow, with moments or, as a control, without. FOLDER/NAME.losses.json gets the losses of those that follow.
+FOLDER/JOBS.json says, job by job, who trains (DeepSpeed's ZeRO stage, or FSDP2 with
+torch.distributed.checkpoint), what is loaded, how many steps are taken before a checkpoint is saved, and how
+many follow, with moments or, as a control, without. FOLDER/NAME.losses.json gets the losses of those that
+follow.
 """
 
 from __future__ import annotations
@@ -69,7 +72,8 @@ def mean(loss: torch.Tensor) -> float:
 
 
 class Fused(torch.optim.AdamW):
-    """Counts steps in numbers, as DeepSpeed's own optimizers do: ZeRO-3 gives one count to all of its parts."""
+    """Counts steps in numbers, as DeepSpeed's own optimizers do: ZeRO-3 gives one count to all of its
+    parts."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

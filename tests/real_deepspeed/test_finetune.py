@@ -49,7 +49,8 @@ def resumed(trained: Path) -> Report:
     for entry in report:
         before, after = entry["loss"]
         print(
-            f"{entry['case']} {entry['kind']}: largest move {entry['move']:.3g}, loss {before:.4f} -> {after:.4f}"
+            f"{entry['case']} {entry['kind']}: largest move {entry['move']:.3g}, loss {before:.4f} -> "
+            f"{after:.4f}"
         )
     return {(entry["case"], entry["kind"]): entry for entry in report}
 

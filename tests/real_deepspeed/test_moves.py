@@ -1,4 +1,5 @@
-"""Optimizer state moved to another framework: a run that goes on there has the losses that the first one would have had."""
+"""Optimizer state moved to another framework: a run that goes on there has the losses that the first one
+would have had."""
 
 from __future__ import annotations
 

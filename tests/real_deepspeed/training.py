@@ -1,4 +1,5 @@
-"""One rank of a DeepSpeed run on CPUs: `python training.py train|resume FOLDER`, with RANK and WORLD_SIZE set.
+"""One rank of a DeepSpeed run on CPUs: `python training.py train|resume FOLDER`, with RANK and WORLD_SIZE
+set.
 
 `train` trains a small model in every configuration of :mod:`cases` and saves, beside each checkpoint,
 what the live engine held (`truth.safetensors`), asked for with DeepSpeed's own functions. `resume` loads

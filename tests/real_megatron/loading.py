@@ -1,4 +1,5 @@
-"""One rank: loads what fastshard wrote with megatron-core itself, and says what it then holds and computes."""
+"""One rank: loads what fastshard wrote with megatron-core itself, and says what it then holds and
+computes."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def spoil(model: GPTModel) -> None:
 
 
 def load(folder: Path, tp: int, pp: int) -> tuple[GPTModel, dict[str, Any]]:
-    """A model with the weights of torch_dist, and the state that the rank file of the legacy form gives it."""
+    """A model with the weights of torch_dist, and the state that the rank file of the legacy form gives
+    it."""
     t, p = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
     suffix = f"_{p:03d}" if pp > 1 else ""
     path = folder / f"legacy/release/mp_rank_{t:02d}{suffix}/model_optim_rng.pt"

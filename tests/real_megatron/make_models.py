@@ -1,10 +1,12 @@
-"""Makes checkpoints of models other than Llama by real megatron-core, and writes what the live model held beside each.
+"""Makes checkpoints of models other than Llama by real megatron-core, and writes what the live model held
+beside each.
 
-``python tests/real_megatron/make_models.py OUT [CASE ...]`` needs ``pip install megatron-core==0.16.1`` (0.19.0 works too);
-two gloo ranks on CPUs, local specs. Each case is saved as torch_dist and as rank files.
+``python tests/real_megatron/make_models.py OUT [CASE ...]`` needs ``pip install megatron-core==0.16.1``
+(0.19.0 works too); two gloo ranks on CPUs, local specs. Each case is saved as torch_dist and as rank files.
 
-``expected_FORM.safetensors`` holds the weights whole: for torch_dist parts of ranks are put together by what the model itself
-says of its shards, for rank files by what the parameters themselves say of how ranks divide them.
+``expected_FORM.safetensors`` holds the weights whole: for torch_dist parts of ranks are put together by what
+the model itself says of its shards, for rank files by what the parameters themselves say of how ranks divide
+them.
 """
 
 from __future__ import annotations
@@ -139,7 +141,8 @@ def build(case: Case) -> Any:
 
 
 def _local_latent() -> None:
-    """Lets the local attention be made for latent attention, which gives it words that only Transformer Engine's knows.
+    """Lets the local attention be made for latent attention, which gives it words that only Transformer
+    Engine's knows.
 
     It has no parameters, so that what is saved does not depend on it.
     """
@@ -268,7 +271,8 @@ def _joined(mine: list[Any]) -> dict[str, torch.Tensor]:
 
 
 def by_attributes(case: Case, model: Any) -> dict[str, torch.Tensor]:
-    """Whole tensors under the names of rank files, by what parameters say of how ranks divide them. Collective."""
+    """Whole tensors under the names of rank files, by what parameters say of how ranks divide them.
+    Collective."""
     from megatron.core import parallel_state as p
 
     layers = 2 // case.pp

@@ -1,8 +1,9 @@
-"""Makes the fixtures ``sharded/moe_*``: one tiny Mixtral by transformers, and what real megatron-core saves of it.
+"""Makes the fixtures ``sharded/moe_*``: one tiny Mixtral by transformers, and what real megatron-core saves
+of it.
 
-``python tests/real_megatron/make_moe.py OUT`` needs ``pip install megatron-core==0.16.1``; four gloo ranks on CPUs.
-Each rank's model takes its part of the weights with ``strict=True`` and computes the logits of the whole before it
-is saved: a part in the wrong place would show.
+``python tests/real_megatron/make_moe.py OUT`` needs ``pip install megatron-core==0.16.1``; four gloo ranks on
+CPUs. Each rank's model takes its part of the weights with ``strict=True`` and computes the logits of the
+whole before it is saved: a part in the wrong place would show.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ def _rank(rank: int, world: int, out: str, degrees: tuple[int, int, int]) -> Non
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe import moe_utils
 
-    # Megatron puts buffers on the current device and forks its random state without asking whether there is a GPU.
+    # Megatron puts buffers on the current device and forks its random state without asking whether there is a
+    # GPU.
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda device=None: None
     CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()

@@ -1,13 +1,14 @@
-"""Makes checkpoints with optimizer state by real megatron-core, and writes what the live optimizer held beside each.
+"""Makes checkpoints with optimizer state by real megatron-core, and writes what the live optimizer held
+beside each.
 
-``python tests/real_megatron/make_optimizer.py OUT [CASE ...]`` needs ``pip install megatron-core==0.16.1`` (0.15.3
-works too; 0.13.1 for the cases ``old_*``, which it alone can make); two or four gloo ranks on CPUs. The distributed
-optimizer asks for CUDA by the names of types and devices: these are answered for CPUs here, and the gather of
-parameters after a step goes by way of gloo.
-Buffers, buckets, the optimizer, sharding and saving are Megatron's own, untouched.
+``python tests/real_megatron/make_optimizer.py OUT [CASE ...]`` needs ``pip install megatron-core==0.16.1``
+(0.15.3 works too; 0.13.1 for the cases ``old_*``, which it alone can make); two or four gloo ranks on CPUs.
+The distributed optimizer asks for CUDA by the names of types and devices: these are answered for CPUs here,
+and the gather of parameters after a step goes by way of gloo. Buffers, buckets, the optimizer, sharding and
+saving are Megatron's own, untouched.
 
-``expected.safetensors`` holds weights, ``NAME.master``, ``NAME.exp_avg`` and ``NAME.exp_avg_sq``, whole, under
-the names of torch_dist: parts of ranks are put together by what the model itself says of its shards.
+``expected.safetensors`` holds weights, ``NAME.master``, ``NAME.exp_avg`` and ``NAME.exp_avg_sq``, whole,
+under the names of torch_dist: parts of ranks are put together by what the model itself says of its shards.
 """
 
 from __future__ import annotations
@@ -357,7 +358,8 @@ def held(case: Case, optimizer: Any) -> dict[torch.Tensor, dict[str, list[tuple[
 
 
 def expected(case: Case, models: list[Any], optimizer: Any) -> dict[str, torch.Tensor]:
-    """Everything whole, on rank 0: ranges put together over all ranks, then shards by the model's own account."""
+    """Everything whole, on rank 0: ranges put together over all ranks, then shards by the model's own
+    account."""
     from megatron.core import parallel_state as p
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory

@@ -1,4 +1,5 @@
-"""Starts the scripts of this folder, whose ranks are forked from a process that has imported megatron-core."""
+"""Starts the scripts of this folder, whose ranks are forked from a process that has imported
+megatron-core."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""A run of Megatron-LM's distributed optimizer, and FSDP2 that goes on with it: `python moving.py FOLDER megatron|fsdp NAME`.
+"""A run of Megatron-LM's distributed optimizer, and FSDP2 that goes on with it: `python moving.py FOLDER
+megatron|fsdp NAME`.
 
-`megatron` trains on four gloo ranks (tp 2, dp 2), saves FOLDER/saved after BEFORE steps, and goes on; `fsdp` goes on with FOLDER/moved on
-two. Both see the same batches. The losses of the steps that follow become FOLDER/NAME.json; `fsdp` with the name `lost` begins with
-moments of zero.
+`megatron` trains on four gloo ranks (tp 2, dp 2), saves FOLDER/saved after BEFORE steps, and goes on; `fsdp`
+goes on with FOLDER/moved on two. Both see the same batches. The losses of the steps that follow become
+FOLDER/NAME.json; `fsdp` with the name `lost` begins with moments of zero.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ def megatron(folder: Path) -> list[float]:
 
 
 def fsdp(folder: Path, forgets: bool) -> list[float]:
-    """What torch's recipe of distributed checkpoints loads; nothing but the layout of groups is known here."""
+    """What torch's recipe of distributed checkpoints loads; nothing but the layout of groups is known
+    here."""
     from torch.distributed.checkpoint import state_dict as parts
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -1,6 +1,7 @@
 """What real megatron-core saved of models other than Llama is merged as the live ones held it, bit for bit.
 
-Needs `pip install '.[megatron]'`; see CONTRIBUTING.md. :mod:`make_models` makes the checkpoints: gloo ranks on CPUs.
+Needs `pip install '.[megatron]'`; see CONTRIBUTING.md. :mod:`make_models` makes the checkpoints: gloo ranks
+on CPUs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Megatron-LM's distributed optimizer, moved to torch.distributed.checkpoint: FSDP2 goes on with the losses that Megatron has."""
+"""Megatron-LM's distributed optimizer, moved to torch.distributed.checkpoint: FSDP2 goes on with the losses
+that Megatron has."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ from helpers import cli
 from megatron_ranks import launch
 from tiny_models import MODELS, model
 
-#: Megatron's local attention has no window, and its scaled rotary embeddings are compared beyond 64 positions only.
+#: Megatron's local attention has no window, and its scaled rotary embeddings are compared beyond 64 positions
+#: only.
 NAMES = [name for name in MODELS if name != "mistral"]
 WORLD = 2
 

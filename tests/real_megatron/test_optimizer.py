@@ -1,6 +1,7 @@
 """What real megatron-core saved of its optimizer is read as the live one held it, bit for bit.
 
-Needs `pip install '.[megatron]'`; see CONTRIBUTING.md. :mod:`make_optimizer` makes the checkpoints: gloo ranks on CPUs.
+Needs `pip install '.[megatron]'`; see CONTRIBUTING.md. :mod:`make_optimizer` makes the checkpoints: gloo
+ranks on CPUs.
 """
 
 from __future__ import annotations

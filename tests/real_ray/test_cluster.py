@@ -1,4 +1,5 @@
-"""Real Ray: nodes of a cluster on this host make the parts of a run, and what comes of it is what one process makes."""
+"""Real Ray: nodes of a cluster on this host make the parts of a run, and what comes of it is what one process
+makes."""
 
 from __future__ import annotations
 
@@ -201,12 +202,14 @@ def test_a_ray_of_its_own(source: Path, alone: Path, out: Path) -> None:
 # --- what goes wrong
 
 
-#: Every process that makes a part waits before its first tile, if a test holds that place. The driver and commands are no nodes.
+#: Every process that makes a part waits before its first tile, if a test holds that place. The driver and
+#: commands are no nodes.
 STEPS = Steps()
 
 
 class Midway:
-    """Holds the processes that make parts before their first tile; once so many wait there, the test has all time to look.
+    """Holds the processes that make parts before their first tile; once so many wait there, the test has all
+    time to look.
 
     ``then`` is called with them; those that it does not take go on.
     """
@@ -286,7 +289,8 @@ def wakes(asleep: list[int]) -> None:
 
 
 def assert_alive(cpus: list[int]) -> None:
-    """The nodes that are left, by their CPUs; Ray may find a node dead after the run that its death disturbed."""
+    """The nodes that are left, by their CPUs; Ray may find a node dead after the run that its death
+    disturbed."""
     until = time.monotonic() + 60
     while sorted(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]) != cpus:
         assert time.monotonic() < until, ray.nodes()
@@ -295,8 +299,8 @@ def assert_alive(cpus: list[int]) -> None:
 
 @pytest.mark.slow
 def test_a_node_dies_midway(source: Path, alone: Path, out: Path) -> None:
-    """Its part is made on another node. The process that made it is stopped all the while, and wakes up at the end: it
-    holds no file that is published."""
+    """Its part is made on another node. The process that made it is stopped all the while, and wakes up at
+    the end: it holds no file that is published."""
     with running(0, 1, 1, 1, **QUICKLY) as cluster:
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
         asleep: list[int] = []
@@ -535,8 +539,8 @@ def test_parts_of_a_source_are_no_parts_of_a_run(source: Path, out: Path) -> Non
 
 
 def test_what_a_node_looks_at(tmp_path: Path) -> None:
-    """What a node does, called here: with the driver's folder, with another one (as a disk of its own would be), and
-    with a file of the same name and other contents."""
+    """What a node does, called here: with the driver's folder, with another one (as a disk of its own would
+    be), and with a file of the same name and other contents."""
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     there.mkdir()
@@ -621,7 +625,8 @@ def free_port() -> int:
 
 
 def wait_for_jobs(seconds: float) -> None:
-    """Waits until the cluster takes jobs: its agent starts after the nodes, and Ray itself waits ten seconds only."""
+    """Waits until the cluster takes jobs: its agent starts after the nodes, and Ray itself waits ten seconds
+    only."""
     until = time.monotonic() + seconds
     while True:
         tried = subprocess.run(

@@ -124,7 +124,8 @@ def test_nothing_is_loaded_said_or_wider_than_the_screen(
         # What is wide is scrolled within its own box, and none of it is cut off.
         cut = page.evaluate(
             """[...document.querySelectorAll("p, h1, h2, h3, li, dd, figcaption, pre")]
-               .filter(e => e.offsetParent && e.scrollWidth > e.clientWidth + 1 && !e.closest(".scroll")).map(e => e.textContent)"""
+               .filter(e => e.offsetParent && e.scrollWidth > e.clientWidth + 1 && !e.closest(".scroll"))
+               .map(e => e.textContent)"""
         )
         assert cut == []
         shot = page.screenshot(path=tmp_path / "shot.png", full_page=True)
@@ -152,7 +153,10 @@ def test_hostile_names_do_nothing(browser: Any, pages: dict[str, Path]) -> None:
 
 def test_the_policy_holds(browser: Any, pages: dict[str, Path], tmp_path: Path) -> None:
     """A page into which something was injected all the same does not run or load it."""
-    injected = "<script>document.title='run'</script><img src='https://evil.example/x.png'><p style='position:fixed'>x</p>"
+    injected = (
+        "<script>document.title='run'</script><img src='https://evil.example/x.png'><p "
+        "style='position:fixed'>x</p>"
+    )
     (tmp_path / "bad.html").write_text(pages["good"].read_text().replace("<main", f"{injected}<main"))
     shown = Shown(browser, tmp_path / "bad.html")
     assert "run" not in shown.page.title()[:4] and shown.page.title().startswith("OK")
@@ -230,7 +234,8 @@ def test_in_print_all_is_shown_and_light(browser: Any, pages: dict[str, Path]) -
         assert not page.locator("nav").is_visible() and not page.locator("#search").is_visible()
         assert page.locator("#cells").is_visible() and page.locator(".dist svg.lin").first.is_visible()
         scrolled = page.evaluate(
-            "[...document.querySelectorAll('.scroll')].filter(e => e.offsetParent && getComputedStyle(e).overflowX !== 'visible').length"
+            "[...document.querySelectorAll('.scroll')].filter(e => e.offsetParent && "
+            "getComputedStyle(e).overflowX !== 'visible').length"
         )
         assert scrolled == 0
         assert len(page.pdf()) > 10_000
@@ -239,21 +244,24 @@ def test_in_print_all_is_shown_and_light(browser: Any, pages: dict[str, Path]) -
 #: Luminance and contrast by WCAG 2, over all texts that are seen: (contrast, text) of those below the limit.
 CONTRAST = """(limit) => {
   const parse = (c) => (c.match(/[0-9.]+/g) || [0, 0, 0, 0]).map(Number);
-  const lum = ([r, g, b]) => [r, g, b].map((v) => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+  const lum = ([r, g, b]) => [r, g, b]
+    .map((v) => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
     .reduce((s, v, i) => s + v * [0.2126, 0.7152, 0.0722][i], 0);
   const below = [];
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) {
     const element = walker.currentNode.parentElement;
-    if (!walker.currentNode.textContent.trim() || element.closest("script, style") || !element.getClientRects().length) continue;
+    if (!walker.currentNode.textContent.trim() || element.closest("script, style")) continue;
+    if (!element.getClientRects().length) continue;
     let back = element;
     while (back && (parse(getComputedStyle(back).backgroundColor)[3] ?? 1) === 0) back = back.parentElement;
-    const ground = back ? parse(getComputedStyle(back).backgroundColor) : parse(getComputedStyle(document.body).backgroundColor);
+    const ground = parse(getComputedStyle(back || document.body).backgroundColor);
     const style = getComputedStyle(element);
     const ink = parse(element.closest("svg") ? style.fill : style.color);
     const [a, b] = [lum(ink), lum(ground)].sort((x, y) => y - x);
     const ratio = (a + 0.05) / (b + 0.05);
-    if (ratio < limit) below.push([ratio.toFixed(2), walker.currentNode.textContent.trim().slice(0, 40), element.className.toString()]);
+    const text = walker.currentNode.textContent.trim().slice(0, 40);
+    if (ratio < limit) below.push([ratio.toFixed(2), text, element.className.toString()]);
   }
   return below;
 }"""
@@ -269,7 +277,8 @@ def test_texts_have_contrast(browser: Any, pages: dict[str, Path], name: str, sc
 
 
 def test_states_are_told_without_colour(pages: dict[str, Path]) -> None:
-    """Each state has a mark of its own, in the grid and in the legend, and its background has contrast to it."""
+    """Each state has a mark of its own, in the grid and in the legend, and its background has contrast to
+    it."""
     from fastshard.reporting.grid_cells import STATES
 
     assert len({state.mark for state in STATES}) == len({state.name for state in STATES}) == len(STATES)

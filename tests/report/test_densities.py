@@ -53,7 +53,8 @@ def test_a_normal_distribution_has_one_hump(mean: float, std: float, tmp_path: P
 def test_areas_are_shares(values: list[float], tail: float) -> None:
     """Against numpy: the area over the drawn part and what is told to be cut make one, and each is right."""
     array = np.array(values)
-    # A power of two belongs to the bin that is farther from zero: numpy's right edges do so for positive numbers alone.
+    # A power of two belongs to the bin that is farther from zero: numpy's right edges do so for positive
+    # numbers alone.
     places = [np.searchsorted(HISTOGRAM_EDGES, v, side="right" if v > 0 else "left") for v in array]
     histogram = np.bincount(places, minlength=64)
     drawn = density([int(n) for n in histogram], float(array.min()), float(array.max()), tail=tail)

@@ -1,4 +1,5 @@
-"""The grid says of each damaged checkpoint what its findings say, where they say it, and nothing of what is whole."""
+"""The grid says of each damaged checkpoint what its findings say, where they say it, and nothing of what is
+whole."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from safetensors.torch import load_file, save_file
 
 MEMORY = "2GiB"
 
-#: What is not there as it should be in each damaged checkpoint: (row, state, how many tensors), read off its damage by hand.
-#: None where it cannot be opened. Those of VALUES are seen once all data is read.
+#: What is not there as it should be in each damaged checkpoint: (row, state, how many tensors), read off its
+#: damage by hand. None where it cannot be opened. Those of VALUES are seen once all data is read.
 TOLD: dict[str, list[tuple[str, str, int]] | None] = {
     "neox_missing_shard": [("tp 1", "missing", 12)],
     "neox_missing_layer": [("tp 0 … tp 1", "missing", 2)],
@@ -59,7 +60,8 @@ TOLD: dict[str, list[tuple[str, str, int]] | None] = {
     "hf_index_is_no_json": None,
     "colossalai_missing_stage": [
         (
-            "pp 1: model-stage-00002-shard-00001.safetensors … pp 1: model-stage-00002-shard-00002.safetensors",
+            "pp 1: model-stage-00002-shard-00001.safetensors … pp 1: "
+            "model-stage-00002-shard-00002.safetensors",
             "missing",
             2,
         ),

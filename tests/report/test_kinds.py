@@ -1,4 +1,5 @@
-"""The four kinds of pages in a real Chromium: broken, healthy with 80 layers and 32 ranks, a conversion, 512 ranks and 128 layers."""
+"""The four kinds of pages in a real Chromium: broken, healthy with 80 layers and 32 ranks, a conversion, 512
+ranks and 128 layers."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def healthy() -> Report:
 
 
 def damaged() -> Report:
-    """A file that is truncated, a tensor with a wrong checksum, a copied file, and a doubtful expert on all tp ranks."""
+    """A file that is truncated, a tensor with a wrong checksum, a copied file, and a doubtful expert on all
+    tp ranks."""
     filling = meshed(8, 8, 8, 128)
     for name, layers, state in (
         ("tp 0, pp 5, ep 4", range(80, 96), DAMAGED),

@@ -1,4 +1,5 @@
-"""The page: what it says, that it can be opened safely whatever names are in it, its size, and the command that writes it."""
+"""The page: what it says, that it can be opened safely whatever names are in it, its size, and the command
+that writes it."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def unescaped(parsed: Parsed) -> str:
 
 
 def safe(html: str) -> Parsed:
-    """Holds what must hold of every page: one policy, hashes that fit, nothing that loads or runs but what is meant."""
+    """Holds what must hold of every page: one policy, hashes that fit, nothing that loads or runs but what is
+    meant."""
     parsed = Parsed(html)
     assert parsed.mismatched == [] and parsed.open == [], (parsed.mismatched[:3], parsed.open[:3])
     (policy,) = [m["content"] or "" for m in parsed.all("meta") if m.get("http-equiv")]
@@ -234,7 +236,8 @@ def test_statistics_that_cannot_be_are_no_picture(damage: dict[str, object], tmp
 
 
 def test_a_file_that_its_manifest_names_is_missed(tmp_path: Path) -> None:
-    """All files of a rank are named; without the manifest the first of them is, by the shapes of the tensors that are left."""
+    """All files of a rank are named; without the manifest the first of them is, by the shapes of the tensors
+    that are left."""
     root = copy(FIXTURES / "sharded/dcp_hf_rank_sharded_micro/sharded", tmp_path / "ckpt")
     fastshard.manifest(root, memory=MEMORY)
     last = max(root.glob("shard-*")).name.split("-model")[0]

@@ -110,7 +110,8 @@ def test_what_an_adapter_lacks_by_its_own_shape_is_an_error_with_and_without_its
 def test_what_a_base_alone_tells_is_an_error_where_the_base_has_it(
     lost: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """PEFT passes over words of the list that a model does not have, and hybrids have a module in a few layers."""
+    """PEFT passes over words of the list that a model does not have, and hybrids have a module in a few
+    layers."""
     base, adapter = write_adapter(PLAIN, tmp_path)
     edit_safetensors(adapter / "adapter_model.safetensors", drop(*lost))
     ran = cli("merge", base, tmp_path / "out", "--adapter", adapter)

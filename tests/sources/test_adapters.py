@@ -175,7 +175,8 @@ def test_logits_are_those_of_the_adapted_model(kind: str, tmp_path: Path) -> Non
 
 
 def test_through_other_layouts(tmp_path: Path) -> None:
-    """What is added follows the weight through fused, divided and turned tensors, and is the same there and back."""
+    """What is added follows the weight through fused, divided and turned tensors, and is the same there and
+    back."""
     ckpt, adapter, want = made("all_linear", tmp_path)
     for to, options in (
         ("megatron:legacy", ("--tp", 2)),
@@ -334,7 +335,8 @@ def test_a_tied_base(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_adapter_in_a_zero_run(stage: int, tmp_path: Path) -> None:
-    """DeepSpeed saves what PEFT's model calls its tensors: base behind wrappers, factors with the adapter's name."""
+    """DeepSpeed saves what PEFT's model calls its tensors: base behind wrappers, factors with the adapter's
+    name."""
     options = {"r": 4, "lora_alpha": 8, "target_modules": ALL, "modules_to_save": ["lm_head"]}
     live = trained(base("llama", tmp_path / "plain"), options)
     tensors = {name: tensor.detach().float().clone() for name, tensor in live.state_dict().items()}

@@ -1,4 +1,5 @@
-"""ColossalAI's sharded directories: stages, indexes, slices saved as the whole, optimizer shards by number."""
+"""ColossalAI's sharded directories: stages, indexes, slices saved as the whole, optimizer shards by
+number."""
 
 from __future__ import annotations
 
@@ -445,7 +446,8 @@ def test_names_alone_prove_nothing_of_shapes(stages: bool, form: str, tmp_path: 
 
 
 def test_slices_that_are_views_of_one_storage_are_no_copies(tmp_path: Path) -> None:
-    """torch.save keeps the whole storage of a slice: two ranks' files hold the same one, and other parts of it."""
+    """torch.save keeps the whole storage of a slice: two ranks' files hold the same one, and other parts of
+    it."""
     tensors = whole()
     for rank in range(2):
         cut = {}

@@ -1,4 +1,5 @@
-"""torch.distributed.checkpoint and rank shards of its Hugging Face writer, against what torch itself gives."""
+"""torch.distributed.checkpoint and rank shards of its Hugging Face writer, against what torch itself
+gives."""
 
 from __future__ import annotations
 
@@ -440,7 +441,8 @@ def test_a_model_loads_what_is_written_as_it_is(kind: str, tmp_path: Path) -> No
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_stacked_experts_are_those_of_a_model_in_memory(tmp_path: Path) -> None:
-    """transformers 5 stacks experts when it loads them, version 4 and files have them one by one: either is written."""
+    """transformers 5 stacks experts when it loads them, version 4 and files have them one by one: either is
+    written."""
     of = tiny_models.model("mixtral", tmp_path / "model")
     names = {name for name in of.state_dict() if "experts" in name}
     assert all(name.endswith(("gate_up_proj", "down_proj")) for name in names)

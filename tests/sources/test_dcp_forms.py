@@ -1,4 +1,5 @@
-"""Names, types and shapes that torch.distributed.checkpoint saves, each against what torch itself reads back."""
+"""Names, types and shapes that torch.distributed.checkpoint saves, each against what torch itself reads
+back."""
 
 from __future__ import annotations
 

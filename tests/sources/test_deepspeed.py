@@ -108,8 +108,8 @@ def test_universal_is_merged_with_its_moments(universal_fixture: Path, tmp_path:
     wanted = json.loads((universal_fixture / "expected.json").read_text())
     ran = cli("merge", universal_fixture, tmp_path / "out", "--optimizer")
     assert ran.code == 0, ran.out
-    # What the run held: its ZeRO files have frozen parameters and buffers, and one fp32 value for both names of a
-    # tied parameter, where the universal ones have a copy of the 16-bit one, or none.
+    # What the run held: its ZeRO files have frozen parameters and buffers, and one fp32 value for both names
+    # of a tied parameter, where the universal ones have a copy of the 16-bit one, or none.
     run = universal_fixture.parents[1] / "deepspeed" / universal_fixture.name / "expected.json"
     held = json.loads(run.read_text())["tensors"]
     tensors = held | wanted["tensors"] | {"head.weight": held["embed.weight"]}
@@ -231,7 +231,8 @@ def test_repair_can_leave_the_optimizer_out(tmp_path: Path) -> None:
 
 
 def with_steps(root: Path, step: int | float) -> Path:
-    """Lets the optimizer count its steps in numbers, in the state as in the groups (FusedAdam, CPUAdam, Apex)."""
+    """Lets the optimizer count its steps in numbers, in the state as in the groups (FusedAdam, CPUAdam,
+    Apex)."""
 
     def change(content: dict[str, Any]) -> None:
         base = content["optimizer_state_dict"]["base_optimizer_state"]

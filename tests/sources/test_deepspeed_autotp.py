@@ -1,4 +1,5 @@
-"""AutoTP: ranks merged by the map of pieces in the model file (compared with real ones in tests/real_deepspeed)."""
+"""AutoTP: ranks merged by the map of pieces in the model file (compared with real ones in
+tests/real_deepspeed)."""
 
 from __future__ import annotations
 

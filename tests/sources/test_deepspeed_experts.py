@@ -64,7 +64,8 @@ def moments() -> Tensors:
 
 
 def ranks_of(ep: int, data_first: bool) -> list[list[int]]:
-    """Data-parallel ranks with the same experts. source: utils/groups.py (_create_expert_and_data_parallel)"""
+    """Data-parallel ranks with the same experts. source: utils/groups.py
+    (_create_expert_and_data_parallel)"""
     count = WORLD // ep
     if data_first:
         return [list(range(e * count, (e + 1) * count)) for e in range(ep)]

@@ -1,4 +1,5 @@
-"""What an adapter finds is a frozen record of its own type: nobody adds keys to it on the way to the declaration."""
+"""What an adapter finds is a frozen record of its own type: nobody adds keys to it on the way to the
+declaration."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ LOOSE = (Any, dict, list, set)
 
 
 def seen_by(adapter: Adapter[Any]) -> Any:
-    """The type of what ``detect`` returns; ``NoneType`` where names tell no more than which files there are."""
+    """The type of what ``detect`` returns; ``NoneType`` where names tell no more than which files there
+    are."""
     returned = typing.get_type_hints(adapter.detect)["return"]
     (found,) = (one for one in typing.get_args(returned) if typing.get_origin(one) is Found)
     return typing.get_args(found)[0]

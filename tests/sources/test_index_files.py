@@ -249,7 +249,8 @@ def warned(ran: Ran) -> set[str]:
 
 @pytest.mark.parametrize("count", ["files", "tied", "bools", "other dtype"])
 def test_writers_that_count_otherwise(count: str, made: Path, tmp_path: Path) -> None:
-    """Sizes of files (mlx-lm), a tied output layer once more, an eighth of a byte for a bool, those before a cast."""
+    """Sizes of files (mlx-lm), a tied output layer once more, an eighth of a byte for a bool, those before a
+    cast."""
     folder = tmp_path / "model"
     shutil.copytree(made, folder)
     index = json.loads((folder / INDEX).read_text())

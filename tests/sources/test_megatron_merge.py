@@ -1,4 +1,5 @@
-"""Megatron-LM checkpoints of models that no table describes: merged by what the files themselves prove, or refused by name."""
+"""Megatron-LM checkpoints of models that no table describes: merged by what the files themselves prove, or
+refused by name."""
 
 from __future__ import annotations
 
@@ -126,7 +127,8 @@ DESCRIBED = ("gpt3_rope", "no_head")
 def saved(
     root: Path, entries: dict[str, tuple[list[int], int]], args: dict[str, Any] | None, *, today: bool = False
 ) -> State:
-    """A torch_dist checkpoint of two ranks; ``today`` is the form since core 0.19, with the common state among the records."""
+    """A torch_dist checkpoint of two ranks; ``today`` is the form since core 0.19, with the common state
+    among the records."""
     folder = root / "iter_0000010"
     whole = drawn({name: shape for name, (shape, _) in entries.items()})
     tensors: Tensors = {
@@ -397,7 +399,8 @@ def test_a_module_that_nothing_is_known_of_is_whole_on_one_rank(tp: int, tmp_pat
 
 
 def test_experts_that_fewer_ranks_divide(tmp_path: Path) -> None:
-    """tp 4, experts over 2 x 2 ranks: rank r has the files of tp r, and of experts the pair r // 2, half r % 2."""
+    """tp 4, experts over 2 x 2 ranks: rank r has the files of tp r, and of experts the pair r // 2, half r %
+    2."""
     entries = alike({**_ENDS, **numbered(_BLOCK | _SEQUENTIAL, _BLOCK | _SEQUENTIAL)})
     whole = drawn({name: shape for name, (shape, _) in entries.items()})
     words = {
@@ -533,7 +536,8 @@ def test_what_megatron_fsdp_saves_is_merged_under_its_names(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("form", ["fully_reshardable", "dp_reshardable", "fully_sharded_model_space"])
 def test_optimizers_of_models_without_a_table(form: str, tmp_path: Path) -> None:
-    """By parameter they are read; flat buffers, whose order the model gives, are refused and the weights are not."""
+    """By parameter they are read; flat buffers, whose order the model gives, are refused and the weights are
+    not."""
     run = Run(tp=2)
     norm = torch.ones(32)
     further: Tensors = {"mtp.layers.0.enorm.weight": ([32], [([0], norm.bfloat16())])}

@@ -1,4 +1,5 @@
-"""Optimizers of Megatron-LM: every form gives the masters and moments that were put into it, or says why not."""
+"""Optimizers of Megatron-LM: every form gives the masters and moments that were put into it, or says why
+not."""
 
 from __future__ import annotations
 
@@ -276,7 +277,8 @@ NONSENSE: list[Any] = [None, -1, 1 << 70, "x", [], [[3]], {}, {"0": 1}, float("n
 
 @pytest.mark.parametrize("value", NONSENSE, ids=repr)
 def test_nonsense_is_never_a_wrong_value(value: Any, tmp_path: Path) -> None:
-    """Where arguments or the optimizer's own values are nonsense, what is published is right, or nothing is."""
+    """Where arguments or the optimizer's own values are nonsense, what is published is right, or nothing
+    is."""
     run = RUNS["moe"]
     plain = legacy(tmp_path / "plain", run, distributed=False)
     files = legacy(tmp_path / "files", run)

@@ -1,4 +1,5 @@
-"""Torch files saved without checksums (`torch.serialization.set_crc32_options(False)`): zeros where CRC32s are."""
+"""Torch files saved without checksums (`torch.serialization.set_crc32_options(False)`): zeros where CRC32s
+are."""
 
 from __future__ import annotations
 

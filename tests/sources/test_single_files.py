@@ -17,7 +17,8 @@ from dtensor_maker import save as save_dtensors
 from helpers import FIXTURES, Ran, cli, read_result
 from safetensors.torch import save_file
 
-#: The fixtures' files that hold a model by themselves: of DeepSpeed's stages 0 to 2 without model parallelism the rank file.
+#: The fixtures' files that hold a model by themselves: of DeepSpeed's stages 0 to 2 without model parallelism
+#: the rank file.
 COMPLETE = re.compile(
     r"(^|/)model\.safetensors$|^(deepspeed|universal|stale_masters_zero1_bf16_dp2)/(?!pipe|zero3).*mp_rank_00_model_states\.pt$"
     r"|^stale_masters.*mp_rank_00_model_states\.pt$"

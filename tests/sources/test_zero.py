@@ -140,7 +140,8 @@ def test_any_run_is_repaired(run: Run) -> None:
 
 @pytest.mark.parametrize("views", [True, False])
 def test_a_frozen_parameter_as_long_as_a_flat_vector_is_not_taken_for_it(views: bool, tmp_path: Path) -> None:
-    """Masters of others would be written as its own: which they are of nothing tells, so they are not taken."""
+    """Masters of others would be written as its own: which they are of nothing tells, so they are not
+    taken."""
     groups = [{"a.weight": values((4, 2), 1), "b.weight": values((8,), 2)}]
     frozen = {"f": values((16,), 9).bfloat16()}
     root = maker.write(tmp_path / "ckpt", Run("fused", 1, torch.bfloat16, groups, frozen=frozen, views=views))

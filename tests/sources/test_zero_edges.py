@@ -296,7 +296,8 @@ def test_moments_that_no_parameter_has_are_told_of_where_they_are_asked_for(
 
 
 def test_partitions_that_name_their_parameters_themselves(tmp_path: Path) -> None:
-    """BF16_Optimizer in a pipeline of stage 0: no param_shapes, the first rank's partition in the model file too."""
+    """BF16_Optimizer in a pipeline of stage 0: no param_shapes, the first rank's partition in the model file
+    too."""
     groups = [{"a": torch.rand(5, 7), "b": torch.rand(3)}, {"c": torch.rand(11)}]
     run = Run("bf16", 3, torch.bfloat16, groups)
     root = maker.write(tmp_path / "ckpt", run)

@@ -1,4 +1,5 @@
-"""Names of tensors that a target makes files of: refused before the first byte, or published and read again."""
+"""Names of tensors that a target makes files of: refused before the first byte, or published and read
+again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What lies beside the tensors of a Hugging Face result: transformers loads it as it is, or it is refused by name."""
+"""What lies beside the tensors of a Hugging Face result: transformers loads it as it is, or it is refused by
+name."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def stated(folder: Path) -> str:
 @pytest.mark.parametrize("command", BOTH, ids=["merge", "hf"])
 @pytest.mark.parametrize("method", ["awq", "hqq", "compressed-tensors"])
 def test_packed_weights_are_not_cast(method: str, command: list[str], tmp_path: Path) -> None:
-    """Their values are not those of the integers: a config without the quantisation would make noise of them."""
+    """Their values are not those of the integers: a config without the quantisation would make noise of
+    them."""
     quantised(method, tmp_path / "model")
     ran = assert_refused(
         tmp_path / "model",
@@ -168,8 +170,8 @@ def test_what_transformers_saved_keeps_its_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize("below", ["net", "actor", "policy", "ema", "unheard_of"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_model_below_a_trainers_key_is_taken_from_there(name: str, below: str, tmp_path: Path) -> None:
-    """Any model where the files tell of the key; of flat names a known model, another one where the caller says where it
-    lies, and it is not passed off before."""
+    """Any model where the files tell of the key; of flat names a known model, another one where the caller
+    says where it lies, and it is not passed off before."""
     of = llama() if name == "llama" else made(name)
     state = dict(of.state_dict())
     dcp.save({below: state}, checkpoint_id=tmp_path / "run", no_dist=True)

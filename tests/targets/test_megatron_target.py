@@ -431,7 +431,8 @@ def test_experts_in_nested_layers_are_refused(tmp_path: Path) -> None:
 def test_many_missing_ranks_are_named_and_counted(tmp_path: Path) -> None:
     rank_file_of("llama", tmp_path / "megatron", tensor_model_parallel_size=1 << 16)
     ran = cli("verify", tmp_path / "megatron")
-    # The sizes that follow from so many ranks are not the tensors' either; where ranks are missing that tells nothing new.
+    # The sizes that follow from so many ranks are not the tensors' either; where ranks are missing that tells
+    # nothing new.
     assert ran.code == 3, ran.out[:500]
     (one,) = [f for f in ran.doc["findings"] if f["code"] == "FS101"]
     assert (one["rank"], one["count"]) == ("tp 1 to 65535, pp 0", 65535)

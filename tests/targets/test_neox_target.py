@@ -379,7 +379,8 @@ def written_config(out: Path) -> dict[str, Any]:
 
 
 def resharded(spec: Spec, tmp_path: Path, **states: Any) -> tuple[dict[str, Any], Ran]:
-    """The config that is written for a checkpoint of this model, whose own says `states`; None takes a key out."""
+    """The config that is written for a checkpoint of this model, whose own says `states`; None takes a key
+    out."""
     root = write(tmp_path / "ckpt", spec)
     if states:
         edit_yaml(root, **states)

@@ -1,4 +1,5 @@
-"""What is written is within what is read: headers, indices, pickles, by our own readers and the formats' own."""
+"""What is written is within what is read: headers, indices, pickles, by our own readers and the formats'
+own."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ LIMIT = 100_000_000
 
 
 def write_header(path: Path, names: list[str], fill: int | None = None) -> int:
-    """A file of one-element tensors; with ``fill`` the last name is made longer until the header has that many bytes."""
+    """A file of one-element tensors; with ``fill`` the last name is made longer until the header has that
+    many bytes."""
 
     def header() -> bytes:
         entries = {

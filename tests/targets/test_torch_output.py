@@ -36,7 +36,7 @@ DTYPES = [
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 ]
-OPTIONS = {"threads": 1, "memory": 2 << 30, "fsync": False}
+OPTIONS = {"threads": 1, "memory": 2 << 30, "publish": {"fsync": False}}
 
 keys = st.one_of(st.text(max_size=8), st.integers(-(2**63), 2**63 - 1))
 plain = st.one_of(
@@ -97,7 +97,11 @@ def write(folder: Path, value: Any, made: dict[str, torch.Tensor]) -> Path:
     table = "\n".join(['layout = "x"', 'family = "x"', "[axes]", *axes, *rules])
     content = {"torch_zip": tree({"value": value, "all": [TensorOf(name) for name in made]})}
     request = {
-        "source": {"toml": table, "units": [{"file": 0}], "non_finite_accepted": True},
+        "source": {
+            "files": {"units": [{"file": 0}]},
+            "binding": {"toml": table},
+            "allowances": {"non_finite": True},
+        },
         "target": {"name": "x", "toml": table},
     }
     placement = {"files": [{"name": "a/b/file.pt", "content": content}], "max_shard_size": 1 << 40}

@@ -2,16 +2,18 @@
 
     python tests/trials/allocations.py --count 200 --seed 0 --program PATH
 
-The process may abort, or say that it lacks memory, or do without. OUT is what it was or the new result, and ``--resume``
-comes to the new one. The invariants are in ``judge.py``. This needs a build with steps: its allocator counts what the core
-allocates, over all threads (``FASTSHARD_FAIL_ALLOCATION=N:SIZE``).
+The process may abort, or say that it lacks memory, or do without. OUT is what it was or the new result, and
+``--resume`` comes to the new one. The invariants are in ``judge.py``. This needs a build with steps: its
+allocator counts what the core allocates, over all threads (``FASTSHARD_FAIL_ALLOCATION=N:SIZE``).
 
-===========  =====================================================================================================
+===========
+=====================================================================================================
 m-code       neither death by SIGABRT, nor success, nor one of the errors that a lack of memory can come to
 m-abort      death by SIGABRT where an allocation of 64 KiB or more fails: that is `FS512`
 m-resume     ``--resume`` does not come to the new result
 m-verify     ``verify`` refuses a good checkpoint once it has memory
-===========  =====================================================================================================
+===========
+=====================================================================================================
 """
 
 from __future__ import annotations

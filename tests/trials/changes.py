@@ -2,13 +2,15 @@
 
     python tests/trials/changes.py --count 200 --seed 0 --program PATH
 
-The source is a Llama of large matrices, 160 to 200 MiB in one file, or in one file per tensor-parallel rank. At an instant
-of a merge, a conversion that gathers columns, or a verification, one of its files is truncated, appended to, replaced,
-overwritten, deleted, given another mode or a hard link. The run must end with a finding that names the file, or with
-the right result: that of the source before the change, or after it. It never dies of a signal.
+The source is a Llama of large matrices, 160 to 200 MiB in one file, or in one file per tensor-parallel rank.
+At an instant of a merge, a conversion that gathers columns, or a verification, one of its files is truncated,
+appended to, replaced, overwritten, deleted, given another mode or a hard link. The run must end with a
+finding that names the file, or with the right result: that of the source before the change, or after it. It
+never dies of a signal.
 
-=========  ====================================================================================================
-a-wrong    exit 0, and the result is neither that of the source before the change nor that of the source after it
+=========
+====================================================================================================
+a-wrong    exit 0, and the result is that of the source neither before nor after the change
 a-mixed    the run failed, and something is at OUT
 c-exit     an exit code other than 0, 1, 2 and 3
 c-finding  the run failed without a finding
@@ -17,7 +19,8 @@ f-signal   the run died of a signal
 f-refused  a mode or a hard link alone made the run fail
 f-...      as in ``judge.py``
 e-litter   the run succeeded and left something beside OUT
-=========  ====================================================================================================
+=========
+====================================================================================================
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The time by which ranks under trial wait for one another: it stands still until somebody is disturbed.
 
-So a run of which nobody is disturbed cannot fail, however slow the machine is. Afterwards it moves by steps, and no step is
-taken before each rank that lives has shown a sign of life since the last one: none of them is ever silent.
+So a run of which nobody is disturbed cannot fail, however slow the machine is. Afterwards it moves by steps,
+and no step is taken before each rank that lives has shown a sign of life since the last one: none of them is
+ever silent.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Values of quantised weights against the code of those who write them: every element, several shapes, edges of blocks.
+"""Values of quantised weights against the code of those who write them: every element, several shapes, edges
+of blocks.
 
     python tests/trials/dequantised.py [--packages DIR]
 
-Needs compressed-tensors, bitsandbytes and transformers (DIR is put before the path of modules). Weights are random codes, or random
-numbers that the package itself has quantised; each is merged with ``--dtype`` and compared with what the package makes of it.
+Needs compressed-tensors, bitsandbytes and transformers (DIR is put before the path of modules). Weights are
+random codes, or random numbers that the package itself has quantised; each is merged with ``--dtype`` and
+compared with what the package makes of it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
-#: Name, quantization_config, what is stored, and what the package makes of it: one tensor, or one for each dtype.
+#: Name, quantization_config, what is stored, and what the package makes of it: one tensor, or one for each
+#: dtype.
 Case = tuple[str, dict[str, Any], Tensors, "torch.Tensor | dict[torch.dtype, torch.Tensor] | None"]
 #: Rows and columns: whole blocks, edges, a single row.
 SHAPES = ((128, 256), (320, 384), (1, 64), (200, 320), (129, 448))
@@ -63,7 +66,10 @@ def compressed_tensors(o: int, i: int) -> Iterator[Case]:
         }
         said["config_groups"]["group_0"]["weights"] = json.loads(json.dumps(weights, default=str))
         strategy, bits = weights.get("strategy"), weights["num_bits"]
-        named = f"{format_}, {bits} bit, {strategy}, {'' if weights.get('symmetric', True) else 'a'}symmetric, {stored['weight_scale'].dtype}"
+        named = (
+            f"{format_}, {bits} bit, {strategy}, {'' if weights.get('symmetric', True) else 'a'}symmetric, "
+            f"{stored['weight_scale'].dtype}"
+        )
         return named, said, stored, made
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -158,7 +164,8 @@ def fp8_blocks(o: int, i: int) -> Iterator[Case]:
 
 
 def bitsandbytes(o: int, i: int) -> Iterator[Case]:
-    """By its generic implementation: the one for CPUs takes the maxima of other blocks where blocks run over the ends of rows."""
+    """By its generic implementation: the one for CPUs takes the maxima of other blocks where blocks run over
+    the ends of rows."""
     from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
     from bitsandbytes.functional import dequantize_blockwise, quantize_4bit
 

@@ -1,5 +1,5 @@
-"""Models with quantised weights, loaded by transformers after --dtype and as they are: the logits must be the same bits. One of
-torchao, whose values are not made, is merged as it is.
+"""Models with quantised weights, loaded by transformers after --dtype and as they are: the logits must be the
+same bits. One of torchao, whose values are not made, is merged as it is.
 
     python tests/trials/dequantised_models.py [--packages DIR]
 

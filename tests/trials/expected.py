@@ -1,13 +1,15 @@
-"""Lists of expected tensors against what `save_pretrained` writes, for every family that transformers builds small.
+"""Lists of expected tensors against what `save_pretrained` writes, for every family that transformers builds
+small.
 
-    python tests/trials/expected.py                # all causal, image-text, masked and encoder-decoder families: minutes
-    python tests/trials/expected.py --count 20     # some of them
+    python tests/trials/expected.py               # all families: minutes
+    python tests/trials/expected.py --count 20    # some of them
 
-Each family is built from its default config with few and narrow layers and saved. The list of the saved config.json must have the
-names, shapes and dtypes of the files. `verify` by itself must accept the save, under the names on disk and, as a trainer saves
-them, under those in memory; it must find each of some damages in both. Where the names in memory are others, a save under
-these is converted with the config and must have the names and the values of `save_pretrained`. Prints a line for each difference and a table; the
-exit code is 1 if there is any.
+Each family is built from its default config with few and narrow layers and saved. The list of the saved
+config.json must have the names, shapes and dtypes of the files. `verify` by itself must accept the save,
+under the names on disk and, as a trainer saves them, under those in memory; it must find each of some damages
+in both. Where the names in memory are others, a save under these is converted with the config and must have
+the names and the values of `save_pretrained`. Prints a line for each difference and a table; the exit code is
+1 if there is any.
 """
 
 from __future__ import annotations
@@ -232,7 +234,8 @@ def judge(folder: Path, model: Any, caught: Counter[str]) -> list[str]:
 
 
 def rewritten(folder: Path, model: Any) -> list[str]:
-    """What differs between a save under the names in memory, once it is converted with the config, and the model's own."""
+    """What differs between a save under the names in memory, once it is converted with the config, and the
+    model's own."""
     memory, out = folder.with_name("memory"), folder.with_name("out")
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     dcp.save({"model": state}, checkpoint_id=memory, no_dist=True)

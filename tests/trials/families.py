@@ -2,9 +2,9 @@
 
     python tests/trials/families.py --count 40 --folder /dev/shm/families
 
-A small model of each family of causal language models that transformers can make without a download, and with other
-heads or none, with random weights in every tensor, saved as one file and in shards, as safetensors and as torch files:
-verified, merged and converted. With --few each family has one head and one form.
+A small model of each family of causal language models that transformers can make without a download, and with
+other heads or none, with random weights in every tensor, saved as one file and in shards, as safetensors and
+as torch files: verified, merged and converted. With --few each family has one head and one form.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ HEADS = {
 
 
 def ask_transformers_here(cache: Path) -> None:
-    """Has transformers asked in this process, with a cache of its own: an import of torch takes longer than the question."""
+    """Has transformers asked in this process, with a cache of its own: an import of torch takes longer than
+    the question."""
     os.environ["XDG_CACHE_HOME"] = str(cache)
     # The tests turn it off.
     os.environ.pop("FASTSHARD_TRANSFORMERS", None)
@@ -137,7 +138,8 @@ def is_mtp_left_out(finding: fastshard.Finding) -> bool:
 
 
 def as_torch_files(place: Path, model: Any, most: str) -> None:
-    """Puts `pytorch_model*.bin` in the place of the safetensors files, as transformers before 5 saved them."""
+    """Puts `pytorch_model*.bin` in the place of the safetensors files, as transformers before 5 saved
+    them."""
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(place.glob("*.safetensors")):
         tensors |= load_file(file)

@@ -2,11 +2,11 @@
 
     python tests/trials/faults.py --count 1000 --seed 0 --program PATH
 
-A run without faults tells which calls a command makes on its sources, its staging folder and OUT. Each point is one
-of them (the k-th of its kind) and one thing that happens there: an error, once or from there on; SIGKILL, SIGINT or
-SIGTERM; a pause; a change of OUT by the user. Points are taken by turns from every kind of call and of event, so that
-rare calls are visited wholly and frequent ones evenly. What ended without success is resumed without faults. The
-invariants are in ``judge.py``.
+A run without faults tells which calls a command makes on its sources, its staging folder and OUT. Each point
+is one of them (the k-th of its kind) and one thing that happens there: an error, once or from there on;
+SIGKILL, SIGINT or SIGTERM; a pause; a change of OUT by the user. Points are taken by turns from every kind of
+call and of event, so that rare calls are visited wholly and frequent ones evenly. What ended without success
+is resumed without faults. The invariants are in ``judge.py``.
 """
 
 from __future__ import annotations
@@ -181,7 +181,8 @@ class Faults:
         if index == 0 and not self._arguments.point:
             kinds = {p.kind for p in self.points}
             print(
-                f"{len(self.points)} of {self._total} points, of {len(kinds)} kinds of call: {', '.join(sorted(kinds))}"
+                f"{len(self.points)} of {self._total} points, of {len(kinds)} kinds of call: "
+                f"{', '.join(sorted(kinds))}"
             )
         point = self.points[index]
         rng = random.Random(f"{self._arguments.seed}:{point}")
@@ -210,7 +211,10 @@ class Faults:
         )
         self._show(ended, trial)
         after = judge(trial, ended, before)
-        story = f"{point.event} at {_where(hit[0], self._folder) if hit else point.kind} -> {ended.code} {after.kind}"
+        story = (
+            f"{point.event} at {_where(hit[0], self._folder) if hit else point.kind} -> {ended.code} "
+            f"{after.kind}"
+        )
         if stdout and ended.code != 2:
             trial.violated("f-stdout", f"nothing could be printed: exit {ended.code}: {shown(ended)}")
         counts = Counter({f"exit {ended.code}": 1, "missed": not hit and not stdout})
@@ -264,7 +268,8 @@ class Faults:
     def _show(self, ended: Ended, trial: Trial) -> None:
         if self._arguments.only is not None:
             print(
-                f"--- {' '.join(ended.argv)}\n    exit {ended.code}, OUT {trial.look().kind}\n{ended.said.strip()}"
+                f"--- {' '.join(ended.argv)}\n    exit {ended.code}, OUT "
+                f"{trial.look().kind}\n{ended.said.strip()}"
             )
 
 

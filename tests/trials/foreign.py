@@ -73,7 +73,8 @@ def _below(out: Path) -> list[Path]:
 
 
 def _kept(path: Path, out: Path) -> bool:
-    """True for a file of a result that may be changed: not in a staging folder, and no two runs make it differ."""
+    """True for a file of a result that may be changed: not in a staging folder, and no two runs make it
+    differ."""
     name = str(path.relative_to(out))
     return path.is_file() and ".fastshard-" not in name and not by_chance(name)
 

@@ -2,9 +2,9 @@
 
     python tests/trials/fresh_saves.py --folder /dev/shm/fresh
 
-Each framework that is installed saves the small models that the tests make with it, in all its forms: torch FSDP, DeepSpeed,
-megatron-core and Orbax. Each checkpoint is verified and merged. What transformers saves is in `families.py`, torch DCP of
-many families in `from_dcp.py`.
+Each framework that is installed saves the small models that the tests make with it, in all its forms: torch
+FSDP, DeepSpeed, megatron-core and Orbax. Each checkpoint is verified and merged. What transformers saves is
+in `families.py`, torch DCP of many families in `from_dcp.py`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from families import ask_transformers_here
 TESTS = Path(__file__).parent.parent
 sys.path[:0] = [str(TESTS / folder) for folder in (".", "makers", "real_deepspeed", "fsdp")]
 
-#: Cases of the makers that are refused on purpose: a DTensor that was never reduced, flat parameters that state neither names
-#: nor shapes, master weights that were never refreshed, and those that megatron-core itself writes beside their places.
+#: Cases of the makers that are refused on purpose: a DTensor that was never reduced, flat parameters that
+#: state neither names nor shapes, master weights that were never refreshed, and those that megatron-core
+#: itself writes beside their places.
 REFUSED = ("partial", "fsdp1_flat", "_forgotten", "tp2_dp2_shifted__fully_reshardable")
 #: Saves Orbax's forms of one tree in a process of its own, since jax does not fork.
 ORBAX = """
@@ -48,7 +49,8 @@ ocp.StandardCheckpointer().save(f"{root}/standard/3/items", {"params": tree["par
 with ocp.CheckpointManager(f"{root}/manager", item_names=("state", "metadata")) as manager:
     for step in (1, 2):
         manager.save(step, args=ocp.args.Composite(
-            state=ocp.args.StandardSave({"params": tree["params"]}), metadata=ocp.args.JsonSave({"epoch": step})))
+            state=ocp.args.StandardSave({"params": tree["params"]}),
+            metadata=ocp.args.JsonSave({"epoch": step})))
     manager.wait_until_finished()
 """
 

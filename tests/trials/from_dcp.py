@@ -1,10 +1,11 @@
-"""Models of random families, saved as torch DCP by one rank and by two: each result with a config.json is loaded, or refused.
+"""Models of random families, saved as torch DCP by one rank and by two: each result with a config.json is
+loaded, or refused.
 
     python tests/trials/from_dcp.py --count 64 --seed 0
 
-A small causal language model of each family, under the names that it has in memory, and with a prefix before each of them:
-merged, and converted to Hugging Face. Transformers must load what is published with no tensor missing and every value as it
-was; what is saved without a prefix must not be refused.
+A small causal language model of each family, under the names that it has in memory, and with a prefix before
+each of them: merged, and converted to Hugging Face. Transformers must load what is published with no tensor
+missing and every value as it was; what is saved without a prefix must not be refused.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def find_differences(model: Any, out: Path) -> str:
 
 
 def can_load_itself(model: Any, folder: Path) -> bool:
-    """False for a class that does not load all that it has in memory: some change the size of a tied tensor when they tie it."""
+    """False for a class that does not load all that it has in memory: some change the size of a tied tensor
+    when they tie it."""
     folder.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(folder)
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
@@ -107,7 +109,8 @@ def can_load_itself(model: Any, folder: Path) -> bool:
 
 
 def try_one(model: Any, source: Path, kind: str, to: str | None, out: Path) -> tuple[str, str]:
-    """Converts a checkpoint and judges what came of it: the outcome, and what is wrong with it, if anything."""
+    """Converts a checkpoint and judges what came of it: the outcome, and what is wrong with it, if
+    anything."""
     shutil.rmtree(out, ignore_errors=True)
     try:
         fastshard.convert(source, out, to, fsync=False)

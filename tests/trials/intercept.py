@@ -1,8 +1,9 @@
 """System calls of a run, seen and decided one by one from outside, through seccomp's user notification.
 
-Against ``strace --inject``: calls are counted over the whole process, where strace counts each thread for itself, so
-that "the k-th" fails once; paths are matched by folder, where ``-P`` knows single paths only; and anything can be
-done at a call (an error, a signal, a pause, a change of a file), after which the kernel goes on with it.
+Against ``strace --inject``: calls are counted over the whole process, where strace counts each thread for
+itself, so that "the k-th" fails once; paths are matched by folder, where ``-P`` knows single paths only; and
+anything can be done at a call (an error, a signal, a pause, a change of a file), after which the kernel goes
+on with it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-#: Calls that take paths or files, on x86-64: name -> (number, arguments). ``p`` is a path, ``d`` the directory
-#: that the path after it is relative to, ``f`` a file, ``.`` anything else.
+#: Calls that take paths or files, on x86-64: name -> (number, arguments). ``p`` is a path, ``d`` the
+#: directory that the path after it is relative to, ``f`` a file, ``.`` anything else.
 CALLS = {
     "read": (0, "f"),
     "write": (1, "f"),
@@ -145,7 +146,8 @@ def install(report_to: socket.socket) -> None:
 
 
 def refuse(name: str, code: int) -> None:
-    """Has every call of one kind fail in this process from now on: no supervisor is needed, and none slows it down."""
+    """Has every call of one kind fail in this process from now on: no supervisor is needed, and none slows it
+    down."""
     _filter(_program([CALLS[name][0]], _RET_ERRNO | code), 0)
 
 

@@ -1,6 +1,7 @@
 """The invariants of publishing, and what each of them says of a run that has ended.
 
-===========  =====================================================================================================
+===========
+=====================================================================================================
 a-mixed      OUT is neither the old result nor the new one, entire
 a-lost       the old result is gone, and nothing is in its place
 a-replaced   the old result was replaced although the run was not told to
@@ -16,7 +17,7 @@ c-signal     the exit code is neither 128 + the signal's number nor that of anot
 c-json       ``--json``, and standard output is not one object that says the exit code
 c-list       a refusal that does not say what would be lost
 c-resume     stopped by a signal with something to resume, and no word of --resume
-old-code     stopped by a signal, with the exit code or the silence of earlier versions: 2, or killed by SIGTERM
+old-code     stopped by a signal, with exit code 2 or killed by SIGTERM, as earlier versions were
 d-refused    nothing was foreign, and ``--resume`` of an interrupted run is refused
 x-refused    nothing was foreign, and ``--overwrite`` of a good result is refused
 e-litter     a successful run left something beside OUT that it did not name
@@ -25,7 +26,8 @@ f-traceback  a traceback or a panic
 f-path       an error that names no path
 f-hang       no end within a minute
 g-source     a source was changed
-===========  =====================================================================================================
+===========
+=====================================================================================================
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ DOCUMENTED = (0, 1, 2, 3, 130, 143)
 _NOTHING = re.compile(r"\b(?:published|wrote)\s+nothing\b", re.I)
 #: Words that speak of publishing without saying that it was done.
 _NOT_DONE = re.compile(
-    r"\b(?:not(?: yet)?|never|half|un|(?:before|until|unless|when|once) (?:\w+ ){0,3}(?:is|was|been)|to be|can only be|be) ?-?published"
+    r"\b(?:not(?: yet)?|never|half|un|(?:before|until|unless|when|once) (?:\w+ ){0,3}(?:is|was|been)|to "
+    r"be|can only be|be) ?-?published"
     r"|\bpublished (?:nothing|last|file|result'?s?)\b|\"published\": (?:false|null)",
     re.I,
 )
@@ -113,7 +116,8 @@ class Before:
     left: list[Path] = field(default_factory=list)
     #: Signal that was sent while the process lived.
     sent: int | None = None
-    #: True if by then the run had shown that it had begun: a file of the destination's, or a handler of its own.
+    #: True if by then the run had shown that it had begun: a file of the destination's, or a handler of its
+    #: own.
     begun: bool = False
     #: True if by then it had a file of the destination's open.
     holding: bool = False
@@ -225,8 +229,8 @@ def _signalled(trial: Trial, ended: Ended, before: Before, after: State, sent: i
         if left and "--resume" not in ended.said:
             trial.violated("c-resume", f"exit {code}: {shown(ended)}")
     elif code == -sent:
-        # Before its own handler is there, a process can only die by the signal, which a shell shows as 128 + it.
-        # After the last word it is Python that dies, while it cleans up.
+        # Before its own handler is there, a process can only die by the signal, which a shell shows as 128 +
+        # it. After the last word it is Python that dies, while it cleans up.
         over = after.kind == "new" and bool(ended.out.strip())
         if begun and not over:
             trial.violated("old-code", f"killed by {signal.Signals(sent).name}, without a word")

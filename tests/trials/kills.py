@@ -2,11 +2,11 @@
 
     python tests/trials/kills.py --count 500 --seed 0 --program PATH
 
-Each trial takes a command (merge of several sources, convert to every target, repair of masters), a destination
-(absent, empty, an older result to be replaced), and sends SIGKILL, SIGINT or SIGTERM at an instant: right after the
-start, any time, while it writes, around the publishing, or before a system call of its work. A user may change OUT
-before and meanwhile. Then ``--resume`` runs, some of them killed too, until one ends. The invariants are in
-``judge.py``; they are checked after every run.
+Each trial takes a command (merge of several sources, convert to every target, repair of masters), a
+destination (absent, empty, an older result to be replaced), and sends SIGKILL, SIGINT or SIGTERM at an
+instant: right after the start, any time, while it writes, around the publishing, or before a system call of
+its work. A user may change OUT before and meanwhile. Then ``--resume`` runs, some of them killed too, until
+one ends. The invariants are in ``judge.py``; they are checked after every run.
 """
 
 from __future__ import annotations

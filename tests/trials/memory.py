@@ -4,10 +4,11 @@
     python tests/trials/memory.py --only "wide tensor" --scale 0.1
     python tests/trials/memory.py --verbs merge,verify
 
-Each verb that reads a checkpoint runs with `--memory 256MiB --threads 1`. RssAnon of its process is read every 2 ms: within that time
-the kernel gives it no more than some 8 MiB that the next look would not see. Children are not counted: the one that lists expected tensors has
-a limit of its own. Prints the peaks in MiB, with the exit code where that is not 0; `refused` is `FS512`. The exit code is 1 if a
-peak is above the budget, or if a run ended otherwise than by an exit code of fastshard's.
+Each verb that reads a checkpoint runs with `--memory 256MiB --threads 1`. RssAnon of its process is read
+every 2 ms: within that time the kernel gives it no more than some 8 MiB that the next look would not see.
+Children are not counted: the one that lists expected tensors has a limit of its own. Prints the peaks in MiB,
+with the exit code where that is not 0; `refused` is `FS512`. The exit code is 1 if a peak is above the
+budget, or if a run ended otherwise than by an exit code of fastshard's.
 """
 
 from __future__ import annotations

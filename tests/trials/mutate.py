@@ -1,7 +1,8 @@
 """Changes that a checkpoint does not survive, made of what its files are: one at a time, chosen by chance.
 
-A change knows the file's structure, so that it reaches what lies behind the first check: values of a header, opcodes of a
-pickle whose archive is then written anew, fields of a container, names and places of files. Random bytes come too.
+A change knows the file's structure, so that it reaches what lies behind the first check: values of a header,
+opcodes of a pickle whose archive is then written anew, fields of a container, names and places of files.
+Random bytes come too.
 """
 
 from __future__ import annotations

@@ -1,19 +1,23 @@
-"""Changes one thing in a checkpoint's structure and has it read: no traceback, no hang, no memory without bound.
+"""Changes one thing in a checkpoint's structure and has it read: no traceback, no hang, no memory without
+bound.
 
     python tests/trials/mutations.py --count 20000 --fixtures-dir DIR             # open, plan, read
     python tests/trials/mutations.py --count 2000 --commands --fixtures-dir DIR   # the commands
 
-A hundred changes are tried in one process, so that what one leaves behind meets the next. What can come of a change:
+A hundred changes are tried in one process, so that what one leaves behind meets the next. What can come of a
+change:
 
-==========  =====================================================================================================
+==========
+=====================================================================================================
 refused     errors
 same        what would come out is what the good checkpoint gives
-other       something else comes out: the change says something else (a value of a file that keeps no checksum)
+other       something else comes out: the change says something else (of a file without checksums)
 TRACEBACK   an exception that is no finding, or the finding of a defect (FS520)
 HANG        no outcome within a minute
 MEMORY      the process took more than 2 GiB
 LEFT        (commands) a refused command left something at its destination or beside it
-==========  =====================================================================================================
+==========
+=====================================================================================================
 """
 
 from __future__ import annotations
@@ -83,7 +87,8 @@ def fixtures_of(folder: Path) -> list[Path]:
 
 
 def placed(fixture: Path, place: Path) -> Path:
-    """The fixture as links to its files, without what is expected of it; who changes a file puts a new one in its place."""
+    """The fixture as links to its files, without what is expected of it; who changes a file puts a new one in
+    its place."""
     shutil.rmtree(place, ignore_errors=True)
     return Path(
         shutil.copytree(

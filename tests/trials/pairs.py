@@ -2,16 +2,18 @@
 
     python tests/trials/pairs.py --fixtures-dir DIR --folder /dev/shm/pairs
 
-Files are of a kind where their paths differ in numbers alone. Each damaged checkpoint is verified as it is read by
-default, and with its optimizer where it holds one. What can come of it:
+Files are of a kind where their paths differ in numbers alone. Each damaged checkpoint is verified as it is
+read by default, and with its optimizer where it holds one. What can come of it:
 
-=========  ====================================================================================================
+=========
+====================================================================================================
 caught     an error
 harmless   the two files are the same, or the same comes out
 named      something else comes out, and `not proven` says that nothing tells which is which (FS114)
 MISSED     something else comes out with no word
 false      (of the good checkpoint itself) an error, or a warning of equal contents
-=========  ====================================================================================================
+=========
+====================================================================================================
 """
 
 from __future__ import annotations
@@ -152,7 +154,8 @@ def main() -> int:
                 row[f"{how} {result}"] += 1
                 if a.verbose or result == "MISSED":
                     print(
-                        f"{result} {how} {fixture.name}: {first.relative_to(fixture)} -> {second.relative_to(fixture)}"
+                        f"{result} {how} {fixture.name}: {first.relative_to(fixture)} -> "
+                        f"{second.relative_to(fixture)}"
                     )
         print(f"{fixture.parent.name}/{fixture.name}: {dict(row)}", flush=True)
     shutil.rmtree(a.folder, ignore_errors=True)

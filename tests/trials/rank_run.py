@@ -1,8 +1,9 @@
-"""One process of a run of several, called as users call it: ``rank_run.py REQUEST``, where the request is JSON.
+"""One process of a run of several, called as users call it: ``rank_run.py REQUEST``, where the request is
+JSON.
 
-``do`` is ``convert`` (a rank), ``begin``, ``part`` or ``commit``, ``with`` its arguments; ``locks`` false lets files be
-locked by nobody, as on filesystems that know no locks, or where each host keeps its own; ``clock`` is the file by which
-ranks wait. What came of it is printed as one line of JSON.
+``do`` is ``convert`` (a rank), ``begin``, ``part`` or ``commit``, ``with`` its arguments; ``locks`` false
+lets files be locked by nobody, as on filesystems that know no locks, or where each host keeps its own;
+``clock`` is the file by which ranks wait. What came of it is printed as one line of JSON.
 """
 
 import errno

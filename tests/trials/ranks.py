@@ -2,22 +2,25 @@
 
     python tests/trials/ranks.py --count 500 --seed 0 --what kill --program PATH
 
-``kill``: one or two ranks get SIGKILL; the others must end by themselves, and another number of processes must finish
-the run with ``resume``. ``stop``: a rank gets SIGSTOP and is silent; the others give up, the run is finished without
-it, and then it is woken: not a byte, inode or time of what was published may change. In some trials it is woken while the
-others finish. ``commit``: parts are made by processes of their own, some by two at once, and two or three conclude the
-run at once, one of which may be stopped and woken when another one has published.
+``kill``: one or two ranks get SIGKILL; the others must end by themselves, and another number of processes
+    must finish
+the run with ``resume``. ``stop``: a rank gets SIGSTOP and is silent; the others give up, the run is finished
+without it, and then it is woken: not a byte, inode or time of what was published may change. In some trials
+it is woken while the others finish. ``commit``: parts are made by processes of their own, some by two at
+once, and two or three conclude the run at once, one of which may be stopped and woken when another one has
+published.
 
-An instant is right before a call of the victim's on the run's files (where seccomp can be used), or some time after
-something appears in the run's folders. In most trials of ``stop`` and half of ``commit`` nobody can lock a file, as where
-hosts know nothing of each other's locks: there the protocol is all that there is.
+An instant is right before a call of the victim's on the run's files (where seccomp can be used), or some time
+after something appears in the run's folders. In most trials of ``stop`` and half of ``commit`` nobody can
+lock a file, as where hosts know nothing of each other's locks: there the protocol is all that there is.
 
-Ranks wait for each other by a clock that stands still until one of them is disturbed, and then moves no faster than those
-that live show it (:mod:`clock`): a run of which nobody is disturbed must end well, on however slow a machine. This needs a
-build with steps.
+Ranks wait for each other by a clock that stands still until one of them is disturbed, and then moves no
+faster than those that live show it (:mod:`clock`): a run of which nobody is disturbed must end well, on
+however slow a machine. This needs a build with steps.
 
-===========  =====================================================================================================
-mixed        OUT is neither what it was nor the new result, file by file, the manifest but for times and ``provenance``
+===========
+=====================================================================================================
+mixed        OUT is neither what it was nor the new result, but for the manifest's times and ``provenance``
 changed      a process that was woken changed what others had published
 exit0        success, and the new result is not at OUT
 words        "this run wrote nothing to OUT", and it was
@@ -29,7 +32,8 @@ litter       hidden folders are left after a run that ended well
 recreated    a process that was woken left a hidden folder with content
 foreign      something else appeared beside OUT
 traceback    a traceback, a panic, or death by a signal of its own making
-===========  =====================================================================================================
+===========
+=====================================================================================================
 """
 
 from __future__ import annotations
@@ -76,7 +80,8 @@ _KINDS = (
     "fsync",
     "flock",
 )
-#: What errors of such runs say: held by another, not there any more, taken or changed meanwhile, gone, interrupted.
+#: What errors of such runs say: held by another, not there any more, taken or changed meanwhile, gone,
+#: interrupted.
 _CODES = {
     "FS501",
     "FS504",
@@ -370,10 +375,12 @@ class Trial:
             self.violated("resume", f"by {world}{' alone' if alone else ''}: {'; '.join(words[:2])}")
 
     def tidy(self, counts: Counter[str], gone: bool = False) -> None:
-        """Looks whether anything hidden is left; ``gone`` if the run was over when its last process was killed."""
+        """Looks whether anything hidden is left; ``gone`` if the run was over when its last process was
+        killed."""
         left = self.hidden()
         if gone and [p.name for p in left] == [".out.fastshard-ranks"]:
-            # Rank 0 was killed when the others had left it and the result was complete: this is for `fastshard clean`.
+            # Rank 0 was killed when the others had left it and the result was complete: this is for
+            # `fastshard clean`.
             counts["cards left"] += 1
         elif left:
             names = [f"{p.name}: {', '.join(sorted(q.name[:24] for q in p.iterdir()))}" for p in left]
@@ -449,7 +456,11 @@ class Workers:
             {"kill": self._kill, "stop": self._stop, "commit": self._commit}[what](trial, rng, counts)
         finally:
             trial.clock.stand()
-        told = f"[{what} {case.name}{'' if trial.locks else ' without locks'}{' over an older result' if trial.old else ''}; {'; '.join(trial.story)}]"
+        told = (
+            f"[{what} {case.name}{'' if trial.locks else ' without locks'}"
+            f"{' over an older result' if trial.old else ''}; "
+            f"{'; '.join(trial.story)}]"
+        )
         if trial.verbose:
             print(told)
         report.add(f"--only {index}", f"{what} {case.name}", told, trial.found, **counts)

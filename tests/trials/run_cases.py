@@ -123,7 +123,8 @@ class Cases:
         return trial
 
     def _interrupt(self, case: Case, trial: Trial) -> None:
-        """Kills a run before a call: when it has done part of its work, or the first after its result appeared."""
+        """Kills a run before a call: when it has done part of its work, or the first after its result
+        appeared."""
         left = [call for call in case.scenario.calls if ".fastshard-" in call.path]
         enough = left[len(left) * 6 // 10].index if left else 0
         was = trial.out.stat().st_ino if trial.out.exists() else None

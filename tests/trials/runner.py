@@ -88,7 +88,8 @@ class Run:
         return any(file.startswith(prefix) for file in files)
 
     def finish(self, reap: Reaper, before: Callable[[], object] | None = None) -> Ended:
-        """Waits for the end; a run that hangs is killed. ``before`` is called before the process is reaped."""
+        """Waits for the end; a run that hangs is killed. ``before`` is called before the process is
+        reaped."""
         hung = self.alive(TIMEOUT)
         if hung:
             self.send(signal.SIGKILL)
@@ -221,7 +222,8 @@ class Zygote(Reaper):
 
 
 def interpreter(program: Path) -> str:
-    """The Python that a console script runs under: the one beside it, else the one that its first line names."""
+    """The Python that a console script runs under: the one beside it, else the one that its first line
+    names."""
     for name in ("python", "python3"):
         if (beside := program.with_name(name)).exists():
             return str(beside)

@@ -89,7 +89,8 @@ class Report:
     _started: float = field(default_factory=time.monotonic)
 
     def add(self, again: str, row: str, what: str, found: list[Violation], **counts: int) -> None:
-        """Takes a trial's outcome, and prints a line for each violation; ``again`` are the options that repeat it."""
+        """Takes a trial's outcome, and prints a line for each violation; ``again`` are the options that
+        repeat it."""
         with self._lock:
             figures = self.figures.setdefault(row, Counter())
             figures.update(trials=1, violations=len(found), **{k: int(n) for k, n in counts.items()})

@@ -1,4 +1,5 @@
-"""Checkpoints to run on: a Llama grown from a fixture, in the forms that the program itself makes, and fixtures."""
+"""Checkpoints to run on: a Llama grown from a fixture, in the forms that the program itself makes, and
+fixtures."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ def small(folder: Path, fixtures: Path, seed: int) -> Path:
 
 
 def derived(zygote: Zygote, source: Path, folder: Path, *options: str) -> Path:
-    """A checkpoint in another form, as the program makes it; without its manifest, like one of a framework."""
+    """A checkpoint in another form, as the program makes it; without its manifest, like one of a
+    framework."""
     ended = zygote.run("convert", source, folder, *options, "-q")
     if ended.code:
         raise SystemExit(f"cannot make {folder.name}: {ended.said}")

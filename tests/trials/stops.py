@@ -1,13 +1,14 @@
 """Seconds from SIGINT and SIGTERM to the end of a run, for every verb and at instants all over it.
 
-    python tests/trials/stops.py                                   # three inputs, 12 instants of each signal: hours
+    python tests/trials/stops.py            # three inputs, 12 instants of each signal: hours
     python tests/trials/stops.py --count 3 --scale 0.1 --only "100000 names"
-    python tests/trials/stops.py --verbs merge --show              # where Python is in a run that does not stop in time
+    python tests/trials/stops.py --verbs merge --show    # where Python is in a run that does not end
 
-Instants are parts of the time that the run takes undisturbed, counted from where its handlers are installed; before that
-a signal is the interpreter's. A run must end with 130 or 143, or as if undisturbed if nothing is left to stop; it must print no traceback and
-leave nothing but a staging directory. Prints the median and the largest seconds for each verb and input; the exit code is 1 if a run
-violates this or takes longer than --limit. On a busy machine look at the seconds of the processor.
+Instants are parts of the time that the run takes undisturbed, counted from where its handlers are installed;
+before that a signal is the interpreter's. A run must end with 130 or 143, or as if undisturbed if nothing is
+left to stop; it must print no traceback and leave nothing but a staging directory. Prints the median and the
+largest seconds for each verb and input; the exit code is 1 if a run violates this or takes longer than
+--limit. On a busy machine look at the seconds of the processor.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ def count_cpu_seconds(process: subprocess.Popen[bytes]) -> float:
 
 
 def run(argv: list[str], log: Path, number: int = 0, after: float = 0, show: float = 0) -> Trial:
-    """Runs a command; sends it a signal ``after`` some seconds. With ``show`` a run that takes longer than that to stop is
-    aborted and prints where its threads are."""
+    """Runs a command; sends it a signal ``after`` some seconds. With ``show`` a run that takes longer than
+    that to stop is aborted and prints where its threads are."""
     process = start(argv, log)
     begun = time.monotonic()
     stopped, used = begun, 0.0
@@ -184,7 +185,8 @@ def stop_verb(verb: str, given: Input, folder: Path, options: argparse.Namespace
             if found:
                 violations += 1
                 print(
-                    f"VIOLATION {number.name} after {after:.2f} s of {whole.duration:.2f} s: {'; '.join(found)}:",
+                    f"VIOLATION {number.name} after {after:.2f} s of {whole.duration:.2f} s: "
+                    f"{'; '.join(found)}:",
                     *argv,
                 )
                 print(

@@ -1,20 +1,24 @@
-"""Cuts the power at an instant of a run: of what was written and not synced, a part is there that chance chooses.
+"""Cuts the power at an instant of a run: of what was written and not synced, a part is there that chance
+chooses.
 
     python tests/trials/torn.py --count 1000 --seed 0 --program PATH
 
-A run is recorded, call by call with its contents, and the folder is made anew as the disk would have it when the power
-went after some call (:mod:`writes`). OUT must be the older result or the new one, bit for bit, and the new one if the run
-had ended well; it must stand ``verify`` and ``clean``; ``--resume`` must come to the new one, and what is there then must
-be replaced without a word by a run with ``--overwrite``. The rest of the invariants is in ``judge.py``.
+A run is recorded, call by call with its contents, and the folder is made anew as the disk would have it when
+the power went after some call (:mod:`writes`). OUT must be the older result or the new one, bit for bit, and
+the new one if the run had ended well; it must stand ``verify`` and ``clean``; ``--resume`` must come to the
+new one, and what is there then must be replaced without a word by a run with ``--overwrite``. The rest of the
+invariants is in ``judge.py``.
 
-===========  =====================================================================================================
+===========
+=====================================================================================================
 t-half       OUT is neither what it was nor the new result
 t-durable    the run had ended with exit code 0, and the new result is not at OUT
 t-verify     ``verify`` refuses a complete result
 t-clean      ``clean`` fails, or changes OUT
 t-resume     ``--resume`` does not come to the new result
 t-replace    a result is refused as an older one that may be replaced
-===========  =====================================================================================================
+===========
+=====================================================================================================
 """
 
 from __future__ import annotations
@@ -139,7 +143,8 @@ class Torn:
         if self._arguments.only is not None:
             state = trial.look()
             print(
-                f"--- {' '.join(map(str, argv))}\n    exit {ended.code}, OUT {state.kind}\n{ended.said.strip()}"
+                f"--- {' '.join(map(str, argv))}\n    exit {ended.code}, OUT "
+                f"{state.kind}\n{ended.said.strip()}"
             )
         return ended
 
@@ -157,7 +162,8 @@ def choose_cut(record: Record, rng: random.Random) -> Cut:
 
 
 def _instant(record: Record, rng: random.Random) -> int:
-    """How many events are done: often all, or as many as lie around a rename or another one that is no write."""
+    """How many events are done: often all, or as many as lie around a rename or another one that is no
+    write."""
     events = record.events
     # A run that only cleans up renames nothing.
     renames = [i for i, call in enumerate(record.calls) if call.startswith("rename")]
@@ -180,7 +186,8 @@ def main() -> int:
         "--without",
         type=re.compile,
         metavar="REGEX",
-        help="leave out syncs whose call, as a trial shows it, matches: are they needed, and does a trial see it?",
+        help="leave out syncs whose call, as a trial shows it, matches: are they needed, and does a trial "
+        "see it?",
     )
     arguments = parser.parse_args()
     if missing := unavailable():

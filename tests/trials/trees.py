@@ -51,7 +51,8 @@ def raw(folder: Path) -> Tree | None:
 
 
 def meaning(folder: Path, tree: Tree) -> Tree:
-    """The tree without what two right runs may do differently: recorded times, and how OCDBT names its files."""
+    """The tree without what two right runs may do differently: recorded times, and how OCDBT names its
+    files."""
     tree = dict(tree)
     for name in [n for n in tree if n.endswith("manifest.ocdbt")]:
         store = name.removesuffix("manifest.ocdbt")
@@ -139,8 +140,8 @@ class Foreign:
 class State:
     """What is at OUT."""
 
-    #: ``absent``, ``empty`` (but for foreign files), ``old``, ``new``, ``partial`` (files of the new result, and no
-    #: pointer) or ``mixed``.
+    #: ``absent``, ``empty`` (but for foreign files), ``old``, ``new``, ``partial`` (files of the new result,
+    #: and no pointer) or ``mixed``.
     kind: str
     raw: Tree | None
     detail: str = ""
@@ -176,7 +177,8 @@ def state(out: Path, known: dict[str, Tree], foreign: Iterable[Foreign], own: st
 
 
 def without(tree: Tree, foreign: Iterable[Foreign]) -> tuple[Tree, set[str]]:
-    """The tree without what is foreign, and the paths that it stands at, with directories that hold nothing else."""
+    """The tree without what is foreign, and the paths that it stands at, with directories that hold nothing
+    else."""
     hidden = {f.path for f in foreign if tree.get(f.path) == f.digest}
     files = [n for n, d in tree.items() if d != "dir" and n not in hidden]
     above = {str(p) for name in hidden for p in Path(name).parents}

@@ -1,4 +1,5 @@
-"""Every verb that reads a checkpoint, as a command over one: for series that run all verbs over many inputs."""
+"""Every verb that reads a checkpoint, as a command over one: for series that run all verbs over many
+inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A conversion script as users write it: tensors one by one into OUT. Run as ``writer_run.py OUT [--overwrite]``."""
+"""A conversion script as users write it: tensors one by one into OUT. Run as ``writer_run.py OUT
+[--overwrite]``."""
 
 import sys
 

@@ -1,17 +1,20 @@
 """What a run wrote, call by call, and the states that a power cut may leave of it.
 
-A :class:`Record` follows the calls of a run that change a folder, with their contents, in a model of that folder. A
-:class:`Cut` takes the record at an instant: what was synced before is there, of the rest a part that chance chooses.
+A :class:`Record` follows the calls of a run that change a folder, with their contents, in a model of that
+folder. A :class:`Cut` takes the record at an instant: what was synced before is there, of the rest a part
+that chance chooses.
 
 What a filesystem promises, and no more:
 
-- ``fsync`` and ``fdatasync`` of a file bring its content and size to disk, not its name; ``fsync`` its time as well.
+- ``fsync`` and ``fdatasync`` of a file bring its content and size to disk, not its name; ``fsync`` its time
+  as well.
 - ``fsync`` of a directory brings its entries to disk; of a rename, that of the directory with the new name.
 - A rename is there as a whole or not at all, and so is an exchange.
-- Of a file's content that was not synced, each block of 4 KiB is there, absent (what was there before, or zeros), or torn
-  between two sectors; of its sizes, one of those that it had.
-- Of a directory's changes that were not synced, those up to some instant are there (``ordered``), or any of them, except
-  that changes of one entry and of one file keep their order, and a directory is removed after what was in it.
+- Of a file's content that was not synced, each block of 4 KiB is there, absent (what was there before, or
+  zeros), or torn between two sectors; of its sizes, one of those that it had.
+- Of a directory's changes that were not synced, those up to some instant are there (``ordered``), or any of
+  them, except that changes of one entry and of one file keep their order, and a directory is removed after
+  what was in it.
 """
 
 from __future__ import annotations
@@ -125,7 +128,8 @@ class Record:
             take(call)
 
     def check(self) -> None:
-        """Compares the model with the folder once the run has ended; raises what the record does not explain."""
+        """Compares the model with the folder once the run has ended; raises what the record does not
+        explain."""
         self._look_up()
         cut = Cut(self, len(self.events), random.Random(0), lost=False)
         found = {str(p.relative_to(self.area)): p for p in self.area.rglob("*")}

@@ -1,8 +1,9 @@
 """Forks runs of a program out of a process that has imported it, so that a trial costs milliseconds.
 
-Started by :class:`runner.Zygote` under the program's own interpreter, as ``zygote.py FD SCRIPT``. A request is one
-JSON message on the socket ``FD``; the child runs the program's entry script as ``__main__`` at the top of the stack,
-so that signals, exit codes and the interpreter's own clean-up are what they are in a fresh process.
+Started by :class:`runner.Zygote` under the program's own interpreter, as ``zygote.py FD SCRIPT``. A request
+is one JSON message on the socket ``FD``; the child runs the program's entry script as ``__main__`` at the top
+of the stack, so that signals, exit codes and the interpreter's own clean-up are what they are in a fresh
+process.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ class Page(NamedTuple):
 PAGES = {
     codes.MISSING_FILE: Page(
         "Every node saved to its own local disk, a copy stopped early, or a download was filtered.",
-        "`fastshard verify CKPT -v` lists each path and what asks for it. Look for the file on the node that ran the rank.",
+        "`fastshard verify CKPT -v` lists each path and what asks for it. Look for the file on the node that "
+        "ran the rank.",
     ),
     codes.MISSING_TENSOR: Page(
         "A rank file was lost whose tensors no other file names, or the config describes a larger model.",
@@ -29,20 +30,24 @@ PAGES = {
         "`fastshard diff CKPT GOOD`.",
     ),
     codes.MISSING_LAYER: Page(
-        "The files of a pipeline stage are on another node, or the config states more layers than the model has.",
-        "`fastshard ls CKPT --by layer` lists the layers that are there. Compare their number with the config.",
+        "The files of a pipeline stage are on another node, or the config states more layers than the model "
+        "has.",
+        "`fastshard ls CKPT --by layer` lists the layers that are there. Compare their number with the "
+        "config.",
     ),
     codes.UNCOMMITTED: Page(
         "The job was stopped while it saved, or it is still saving.",
         "Look at the times of the files in the step, and whether the training job still runs.",
     ),
     codes.TRACKER_POINTS_NOWHERE: Page(
-        "The step was moved, deleted by a retention policy, or not copied with the tracker file. Beside a model that needs no step it is a warning.",
+        "The step was moved, deleted by a retention policy, or not copied with the tracker file. Beside a "
+        "model that needs no step it is a warning.",
         "Open the tracker file, and list the steps beside it.",
     ),
     codes.AMBIGUOUS: Page(
         "The directory holds several models or several forms of one, or the config was not copied.",
-        "`fastshard ls CKPT --tree` shows the prefixes of the names. The finding says what is not decided, and lists the choices if there are any.",
+        "`fastshard ls CKPT --tree` shows the prefixes of the names. The finding says what is not decided, "
+        "and lists the choices if there are any.",
     ),
     codes.MIXED_STEPS: Page(
         "Files were collected from several nodes while training went on, or a copy was resumed a step later.",
@@ -61,8 +66,10 @@ PAGES = {
         "The finding names the setting and both values. Look at the times of the files.",
     ),
     codes.MISSING_CHUNKS: Page(
-        "The processes of the job did not write to shared storage. Or the writer leaves out chunks of zeros, and the files do not show which chunks it left out.",
-        "List the directory that the finding names on the host that ran the process. The finding says how many chunks speak for zeros.",
+        "The processes of the job did not write to shared storage. Or the writer leaves out chunks of zeros, "
+        "and the files do not show which chunks it left out.",
+        "List the directory that the finding names on the host that ran the process. The finding says how "
+        "many chunks speak for zeros.",
     ),
     codes.STEP_TAKEN: Page(
         "Training keeps several steps in one directory.",
@@ -70,7 +77,8 @@ PAGES = {
     ),
     codes.RENAMED: Page(
         "A script that collected files from several nodes mixed up their names.",
-        "`unzip -l FILE` shows the name under which torch.save wrote the archive. Megatron-LM keeps `args.rank` in the file.",
+        "`unzip -l FILE` shows the name under which torch.save wrote the archive. Megatron-LM keeps "
+        "`args.rank` in the file.",
     ),
     codes.LOOKALIKES: Page(
         "The format stores no rank in its files: DCP, per-rank safetensors, chunks of arrays.",
@@ -78,24 +86,30 @@ PAGES = {
     ),
     codes.INDEX_NAMES_ANOTHER_FILE: Page(
         "Shards were renamed or written again, and the index of an earlier save stayed.",
-        "`fastshard trace CKPT TENSOR` names the file that holds a tensor. Look for the tensor's name in the index.",
+        "`fastshard trace CKPT TENSOR` names the file that holds a tensor. Look for the tensor's name in the "
+        "index.",
     ),
     codes.MISSING_PART: Page(
-        "transformers leaves MTP layers out when it loads a model, and saves the model without them. Or a script dropped the part.",
-        "`fastshard ls CKPT --tree` shows the parts that are there. Look for the key that the finding names in config.json, and for the part "
+        "transformers leaves MTP layers out when it loads a model, and saves the model without them. Or a "
+        "script dropped the part.",
+        "`fastshard ls CKPT --tree` shows the parts that are there. Look for the key that the finding names "
+        "in config.json, and for the part "
         "in the original checkpoint.",
     ),
     codes.FILLED: Page(
         "--fill-from took whole parts of which the checkpoint holds nothing, or --fill-only single tensors.",
-        "The manifest lists the names under `filled`. `fastshard diff OUT ORIGINAL --include 'NAME*'` compares them.",
+        "The manifest lists the names under `filled`. `fastshard diff OUT ORIGINAL --include 'NAME*'` "
+        "compares them.",
     ),
     codes.PART: Page(
         "A script or a shell completed the path of one file where the folder was meant.",
-        "`fastshard ls FILE` lists the tensors that the file holds. The help of the finding names the folder that holds the other parts.",
+        "`fastshard ls FILE` lists the tensors that the file holds. The help of the finding names the folder "
+        "that holds the other parts.",
     ),
     codes.NOT_LOADED: Page(
         "A trainer saved its wrapper's names, or a script renamed tensors and left the config as it was.",
-        "from_pretrained prints which weights it initialises: all that it does not find. `fastshard ls CKPT` lists the names in the files.",
+        "from_pretrained prints which weights it initialises: all that it does not find. `fastshard ls CKPT` "
+        "lists the names in the files.",
     ),
     codes.SHAPE: Page(
         "A file of another run or another number of ranks is in the directory.",
@@ -107,7 +121,8 @@ PAGES = {
     ),
     codes.AXIS_CONFLICT: Page(
         "A shard of one tensor is missing, or one tensor was resized alone.",
-        "The finding gives the shape of one tensor and the shape that the others call for. Compare both with the config.",
+        "The finding gives the shape of one tensor and the shape that the others call for. Compare both with "
+        "the config.",
     ),
     codes.NOT_DIVISIBLE: Page(
         "Heads, experts or rows cannot be shared equally by so many ranks.",
@@ -127,7 +142,8 @@ PAGES = {
     ),
     codes.SLICE_AS_WHOLE: Page(
         "The script that saved the model did not gather this tensor over the tensor-parallel ranks.",
-        "The finding gives the number of rows or columns that are lost. Compare it with the sizes in the config.",
+        "The finding gives the number of rows or columns that are lost. Compare it with the sizes in the "
+        "config.",
     ),
     codes.FACT_UNKNOWN: Page(
         "The training config was not saved with the checkpoint.",
@@ -151,7 +167,8 @@ PAGES = {
     ),
     codes.LOSSY: Page(
         "An option such as --dtype asked for it.",
-        "`fastshard plan` lists the changes. `fastshard diff A B --ignore-dtype` shows how far the values moved.",
+        "`fastshard plan` lists the changes. `fastshard diff A B --ignore-dtype` shows how far the values "
+        "moved.",
     ),
     codes.CONFIG_DISAGREES: Page(
         "The config is from another model, or was edited after the save.",
@@ -159,7 +176,8 @@ PAGES = {
     ),
     codes.DEFAULT_ASSUMED: Page(
         "The framework does not store settings that have their default value.",
-        "The finding gives the key and the value that is written. Compare it with the command line of the training run.",
+        "The finding gives the key and the value that is written. Compare it with the command line of the "
+        "training run.",
     ),
     codes.CRC: Page(
         "A disk or a network damaged the file, or something wrote to it.",
@@ -167,15 +185,18 @@ PAGES = {
     ),
     codes.REPLICAS_DIFFER: Page(
         "A rank file is from another step, or ranks computed replicated tensors differently.",
-        "The finding gives the number of elements that differ and by how much. A drift is small and in many elements.",
+        "The finding gives the number of elements that differ and by how much. A drift is small and in many "
+        "elements.",
     ),
     codes.DUPLICATED_SHARD: Page(
         "A copy or a rename went wrong, often in a shell loop.",
         "`cmp FILE OTHER` compares the two files. Look at the file on the node that wrote it.",
     ),
     codes.EQUAL_SHARDS: Page(
-        "The tensor was initialised with a constant, or a rank, a layer or an expert was copied over another one.",
-        "`fastshard stats CKPT --include NAME` shows whether the tensor is constant. `fastshard diff` with a good copy shows which layer changed.",
+        "The tensor was initialised with a constant, or a rank, a layer or an expert was copied over another "
+        "one.",
+        "`fastshard stats CKPT --include NAME` shows whether the tensor is constant. `fastshard diff` with a "
+        "good copy shows which layer changed.",
     ),
     codes.SWAPPED_SHARD: Page(
         "A script that collected files from several nodes mixed up their names.",
@@ -183,7 +204,8 @@ PAGES = {
     ),
     codes.NON_FINITE: Page(
         "Training diverged, a cast to a narrower dtype overflowed, or memory was damaged before the save.",
-        "`fastshard stats CKPT --include NAME` counts NaN and infinite values. Look at the loss of that step.",
+        "`fastshard stats CKPT --include NAME` counts NaN and infinite values. Look at the loss of that "
+        "step.",
     ),
     codes.PAD_NOT_ZERO: Page(
         "The optimizer moved the padding rows, or tokens were added and the size was not updated.",
@@ -211,7 +233,8 @@ PAGES = {
     ),
     codes.ZERO_SLAB: Page(
         "A shard was lost before the tensors were merged, or the tensor was pruned.",
-        "`fastshard stats CKPT --include NAME` shows the rows or columns. Compare the tensor with a good copy.",
+        "`fastshard stats CKPT --include NAME` shows the rows or columns. Compare the tensor with a good "
+        "copy.",
     ),
     codes.NO_CHECKSUMS: Page(
         "The training script turned checksums off to save faster.",
@@ -226,11 +249,14 @@ PAGES = {
         "`head -c 200 FILE` shows text where a weight file has binary data.",
     ),
     codes.UNWRITTEN: Page(
-        "A copy stopped at the file's length before its data, or a node died before its writes reached the disk.",
-        "`du -h FILE` shows much less than `ls -lh FILE`. A result written with --sparse has holes on purpose where it holds zeros.",
+        "A copy stopped at the file's length before its data, or a node died before its writes reached the "
+        "disk.",
+        "`du -h FILE` shows much less than `ls -lh FILE`. A result written with --sparse has holes on "
+        "purpose where it holds zeros.",
     ),
     codes.MASTERS_DIFFER: Page(
-        "The parameters were loaded from elsewhere and the optimizer was not, or a rank file is from another step.",
+        "The parameters were loaded from elsewhere and the optimizer was not, or a rank file is from another "
+        "step.",
         "`fastshard master-weights CKPT -v` lists the tensors with their largest difference.",
     ),
     codes.MASTERS_NOT_CHECKABLE: Page(

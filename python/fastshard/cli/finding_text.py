@@ -1,4 +1,5 @@
-"""A finding as people read it in a terminal: what is wrong, then where, what was found, what follows, and what to do."""
+"""A finding as people read it in a terminal: what is wrong, then where, what was found, what follows, and
+what to do."""
 
 from __future__ import annotations
 

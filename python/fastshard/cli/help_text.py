@@ -24,7 +24,10 @@ EXIT_CODES = (
     ("130, 143", "stopped by Ctrl-C or SIGTERM; how to resume is printed"),
     ("134", "aborted: the system has no memory left for a small buffer; --resume continues"),
 )
-EXIT_NOTE = "Output that cannot be printed is a 2, unless its reader has closed the pipe. If the result was complete before the problem, its place is printed."
+EXIT_NOTE = (
+    "Output that cannot be printed is a 2, unless its reader has closed the pipe. If the result was complete "
+    "before the problem, its place is printed."
+)
 SEE_ALSO = "`fastshard explain CODE` says what a finding means and what to do."
 SUMMARY = "merge, convert and verify the shards of large-model checkpoints"
 #: What a newcomer tries first.

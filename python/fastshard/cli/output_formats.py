@@ -1,6 +1,7 @@
 """What ``--output-format`` makes of a run: JSON, and the formats that CI services read.
 
-The names in findings come from whoever made the checkpoint: each format escapes what would end its own syntax.
+The names in findings come from whoever made the checkpoint: each format escapes what would end its own
+syntax.
 """
 
 from __future__ import annotations

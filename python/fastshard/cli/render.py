@@ -86,8 +86,8 @@ def print_findings(
 
 
 def _for_people(findings: Iterable[Finding], verbose: int, quiet: int) -> list[Finding]:
-    """Those that are printed, errors first: notes and what is ignored with -v only, but where something is wrong with a step,
-    that there are others."""
+    """Those that are printed, errors first: notes and what is ignored with -v only, but where something is
+    wrong with a step, that there are others."""
     findings = list(findings)
     is_broken = any(f.severity == "error" for f in findings)
     order = {"error": 0, "warning": 1, "note": 2}

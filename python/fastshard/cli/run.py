@@ -86,7 +86,8 @@ class Run:
         return [self._not_out(f) for f in error.findings], self._code(error.exit_code)
 
     def _not_out(self, finding: Finding) -> Finding:
-        """The finding; of the last path of a command without OUT, which may be meant as one, that there is none."""
+        """The finding; of the last path of a command without OUT, which may be meant as one, that there is
+        none."""
         given = getattr(self._arguments, "ckpt", None)
         verb = self._verb
         if (
@@ -178,7 +179,8 @@ class Run:
         return self._tell(None, found.findings, found.exit_code)
 
     def _tell(self, result: Result | None, findings: list[Finding], code: int) -> int:
-        """Prints the result on stdout and findings on stderr; the exit code, with what could not be printed."""
+        """Prints the result on stdout and findings on stderr; the exit code, with what could not be
+        printed."""
         # All is done: a signal while it is told would cut it in half, or tell it twice.
         self._stopping.done()
         a, verb, to = self._arguments, self._verb, self._destination
@@ -286,7 +288,8 @@ class Run:
         return finding.replace(run=[command_of(run, self._taking(run, paths), paths) for run in useful])
 
     def _taking(self, run: str, paths: list[str]) -> list[str]:
-        """The words of the command that takes the option of a help: what was typed, or the first verb that has it."""
+        """The words of the command that takes the option of a help: what was typed, or the first verb that
+        has it."""
         if self._takes(run):
             return ["fastshard", *self._argv]
         option = run.partition(" ")[0]

@@ -1,7 +1,9 @@
-"""Settings of a project: which findings count as errors, from ``fastshard.toml`` or ``[tool.fastshard]`` in a pyproject.toml.
+"""Settings of a project: which findings count as errors, from ``fastshard.toml`` or ``[tool.fastshard]`` in a
+pyproject.toml.
 
-They say what counts, and nothing else: no path, no program. They are read from the working directory or a folder above
-it, up to the root of its repository, and never from a checkpoint or a result: whoever made one must not judge it.
+They say what counts, and nothing else: no path, no program. They are read from the working directory or a
+folder above it, up to the root of its repository, and never from a checkpoint or a result: whoever made one
+must not judge it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _NAMES = ("fastshard.toml", "pyproject.toml")
 
 
 def find(start: Path, untrusted: Iterable[Path]) -> tuple[Path, dict[str, Any]] | None:
-    """The nearest file that has settings, and what it says: in ``start`` or above, up to the repository's root.
+    """The nearest file that has settings, and what it says: in ``start`` or above, up to the repository's
+    root.
 
     Args:
         start: the working directory.

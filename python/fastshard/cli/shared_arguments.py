@@ -76,7 +76,8 @@ def _how(option: Option) -> dict[str, Any]:
 
 
 def add_common(parser: argparse.ArgumentParser, *, run: bool = True, reads: bool = True) -> None:
-    """What every run takes; without ``run``, what reads headers only; without ``reads``, what reads no checkpoint."""
+    """What every run takes; without ``run``, what reads headers only; without ``reads``, what reads no
+    checkpoint."""
     group = parser.add_argument_group("common")
     add_format(group)
     group.add_argument("--color", choices=WHEN, default="auto", help="in the terminal (default: auto)")
@@ -103,7 +104,8 @@ def add_format(parser: argparse._ActionsContainer, formats: tuple[str, ...] = FO
         "--output-format",
         choices=formats,
         default="text",
-        help="text (default); one JSON object; GitHub annotations; a SARIF log; JUnit XML. The last three list findings",
+        help="text (default); one JSON object; GitHub annotations; a SARIF log; JUnit XML. The last three "
+        "list findings",
     )
     parser.add_argument(
         "--summary", metavar="FILE", help="append a summary in Markdown, e.g. to $GITHUB_STEP_SUMMARY"
@@ -143,7 +145,8 @@ def add_gate(parser: argparse.ArgumentParser) -> None:
 
 
 def add_exit_zero(parser: argparse.ArgumentParser) -> None:
-    """``--exit-zero`` of what looks and writes nothing; it goes into the group that :func:`add_gate` has made."""
+    """``--exit-zero`` of what looks and writes nothing; it goes into the group that :func:`add_gate` has
+    made."""
     group = next(g for g in parser._action_groups if g.title == "verdict")
     group.add_argument(
         "--exit-zero",
@@ -219,7 +222,8 @@ def add_ray(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ray",
         metavar="ADDRESS",
-        help="make the result in parts, one on each node of a Ray cluster: auto, HOST:PORT, or local for a separate Ray "
+        help="make the result in parts, one on each node of a Ray cluster: auto, HOST:PORT, or local for a "
+        "separate Ray "
         "on this host (needs the package ray)",
     )
 

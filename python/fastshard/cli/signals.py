@@ -74,7 +74,8 @@ def _outside_imports(frame: FrameType | None) -> FrameType | None:
 def _raise_in(frame: FrameType, error: BaseException) -> None:
     """Raises an error in a frame once that goes on.
 
-    Within an import it can leave a module's lock held, and the next import of that module then waits for ever.
+    Within an import it can leave a module's lock held, and the next import of that module then waits for
+    ever.
     """
     before = sys.gettrace()
 

@@ -65,7 +65,8 @@ def stats_table(gathered: Mapping[str, TensorStats], *, wide: bool = True, paint
 
 
 def is_broken(stats: TensorStats) -> bool:
-    """True for a tensor with NaN or infinities, one with zero slabs, and a matrix of zeros alone; a fresh bias is zero."""
+    """True for a tensor with NaN or infinities, one with zero slabs, and a matrix of zeros alone; a fresh
+    bias is zero."""
     is_zero = len(stats.shape) > 1 and stats.count > 0 and stats.zeros == stats.count
     return bool(stats.nan or stats.inf or stats.zero_slabs) or is_zero
 

@@ -68,7 +68,8 @@ class Verb:
     tells_unchecked: bool = False
     #: True if its findings make its exit code; else it is 0 once there is a result.
     judges: Callable[[argparse.Namespace], bool] = lambda a: True
-    #: Where its result is published, None if it publishes none. Arguments that could not be parsed are absent.
+    #: Where its result is published, None if it publishes none. Arguments that could not be parsed are
+    #: absent.
     publishes: Callable[[argparse.Namespace], str | None] = lambda a: None
     #: What its result does not prove, for ``--json``; None for a result that needs no proof.
     not_proven: Callable[[list[Finding]], str] | None = layout_not_proven

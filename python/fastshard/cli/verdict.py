@@ -117,7 +117,8 @@ def _about(group: Sequence[Finding]) -> str:
 
 
 def _name(path: str) -> str:
-    """A path as short as it can be: files of all ranks may have one name, so that their folder says which it is."""
+    """A path as short as it can be: files of all ranks may have one name, so that their folder says which it
+    is."""
     folder, name = PurePosixPath(path).parent.name, PurePosixPath(path).name
     is_of_folder = not path.startswith("/") and _NUMBERED.search(folder) and not _NUMBERED.search(name)
     return f"{folder}/{name}" if is_of_folder else name or path

@@ -35,8 +35,8 @@ class FrozenDict(dict[Any, Any]):
 
 
 class Freezable:
-    """A dataclass whose fields are assigned until :meth:`freeze` is called. What ``replace`` makes of a frozen
-    record is frozen too."""
+    """A dataclass whose fields are assigned until :meth:`freeze` is called. What ``replace`` makes of a
+    frozen record is frozen too."""
 
     def freeze(self) -> None:
         """Freeze the record, the lists, dicts and sets in its fields, and the records in them of this

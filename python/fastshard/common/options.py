@@ -1,5 +1,6 @@
-"""The options of the functions that open, plan and write, each said once: its type, its default, how its values are checked,
-and what it means. The checks of the API, `help()`, the command line and the pages are made of this table."""
+"""The options of the functions that open, plan and write, each said once: its type, its default, how its
+values are checked, and what it means. The checks of the API, `help()`, the command line and the pages are
+made of this table."""
 
 import functools
 import os
@@ -19,8 +20,9 @@ MAX_DEGREE = 1 << 16
 #: Severities from which on a finding is an error.
 FAIL_ON = ("error", "warning")
 
-#: How the values of an option are checked: ``words`` and ``patterns`` are lists of texts; a ``degree`` is a number of ranks; a
-#: ``size`` says something of the checkpoint; a ``choice`` is one of several words; ``any`` is checked where it is used.
+#: How the values of an option are checked: ``words`` and ``patterns`` are lists of texts; a ``degree`` is a
+#: number of ranks; a ``size`` says something of the checkpoint; a ``choice`` is one of several words; ``any``
+#: is checked where it is used.
 Kind = Literal[
     "any",
     "choice",
@@ -86,7 +88,8 @@ class Source(TypedDict, total=False):
         str | None,
         Option(
             "word",
-            "take the model whose tensor names begin with NAME, where a trainer saved several (model, ema, state_dict)",
+            "take the model whose tensor names begin with NAME, where a trainer saved several (model, ema, "
+            "state_dict)",
             metavar="NAME",
             alias="under",
         ),
@@ -95,7 +98,8 @@ class Source(TypedDict, total=False):
         StrPath | Mapping[str, Any] | None,
         Option(
             "mapping",
-            "the model's config.json, or a training config of GPT-NeoX, Megatron-LM or MaxText: goes before what the checkpoint states",
+            "the model's config.json, or a training config of GPT-NeoX, Megatron-LM or MaxText: goes before "
+            "what the checkpoint states",
             metavar="FILE",
         ),
     ]
@@ -106,7 +110,8 @@ class Source(TypedDict, total=False):
         StrPath | None,
         Option(
             "path",
-            "a LoRA adapter of PEFT to be merged into the weights: its folder, or its adapter_config.json where CKPT holds it",
+            "a LoRA adapter of PEFT to be merged into the weights: its folder, or its adapter_config.json "
+            "where CKPT holds it",
             metavar="DIR",
         ),
     ]
@@ -114,7 +119,8 @@ class Source(TypedDict, total=False):
         StrPath | None,
         Option(
             "path",
-            "take parts of which no file holds anything (a frozen tower, MTP layers, buffers) from this model, with which training began",
+            "take parts of which no file holds anything (a frozen tower, MTP layers, buffers) from this "
+            "model, with which training began",
             metavar="DIR",
         ),
     ]
@@ -131,9 +137,12 @@ class Source(TypedDict, total=False):
         Iterable[str],
         Option(
             "words",
-            "accept one kind of error: a save that was not committed; absent chunks (FS111) as zeros; an older step "
-            "where the newest cannot be used (FS104); files that were renamed on purpose (FS113); NaN and infinite values (FS306); more than 1 GiB of holes in a "
-            "file, in the place of tensors (FS317); files, or those that copies=GLOB names, that were copied on purpose (FS303); a part of a checkpoint that is named alone (FS118). WHAT: "
+            "accept one kind of error: a save that was not committed; absent chunks (FS111) as zeros; an "
+            "older step "
+            "where the newest cannot be used (FS104); files that were renamed on purpose (FS113); NaN and "
+            "infinite values (FS306); more than 1 GiB of holes in a "
+            "file, in the place of tensors (FS317); files, or those that copies=GLOB names, that were copied "
+            "on purpose (FS303); a part of a checkpoint that is named alone (FS118). WHAT: "
             + ", ".join(ACCEPTABLE),
             (),
             metavar="WHAT",
@@ -152,8 +161,10 @@ class Source(TypedDict, total=False):
         Literal["auto", "off"],
         Option(
             "choice",
-            "auto (default): what a config of a family without a layout table promises is listed by the transformers that is "
-            "installed, where a checkpoint is verified or written. The environment's FASTSHARD_TRANSFORMERS=off turns it off",
+            "auto (default): what a config of a family without a layout table promises is listed by the "
+            "transformers that is "
+            "installed, where a checkpoint is verified or written. The environment's "
+            "FASTSHARD_TRANSFORMERS=off turns it off",
             "auto",
             choices=("auto", "off"),
         ),
@@ -175,7 +186,8 @@ class Gating(TypedDict, total=False):
         Iterable[str],
         Option(
             "words",
-            "warnings and notes of this code are not shown; --json and manifests have them. An error is not ignored: see --accept",
+            "warnings and notes of this code are not shown; --json and manifests have them. An error is not "
+            "ignored: see --accept",
             (),
             metavar="CODE",
         ),
@@ -197,7 +209,8 @@ class Against(TypedDict, total=False):
         StrPath | None,
         Option(
             "path",
-            "a good checkpoint of the same model: names, shapes and dtypes must be its own. A directory, a file of tensors, an index or "
+            "a good checkpoint of the same model: names, shapes and dtypes must be its own. A directory, a "
+            "file of tensors, an index or "
             "a config.json; by headers alone",
             metavar="DIR|FILE",
         ),
@@ -248,7 +261,8 @@ class Placing(TypedDict, total=False):
         Literal["default", "llama3.1"] | None,
         Option(
             "choice",
-            "MaxText: the rotary embedding that the result will be run with (default: llama3.1, whose order of queries and keys "
+            "MaxText: the rotary embedding that the result will be run with (default: llama3.1, whose order "
+            "of queries and keys "
             "MaxText's own converter writes)",
             choices=("default", "llama3.1"),
         ),
@@ -257,7 +271,8 @@ class Placing(TypedDict, total=False):
         bool,
         Option(
             "switch",
-            "DCP, universal: experts stacked, as a model of transformers 5 has them in memory (default: one by one, as version 4 and files)",
+            "DCP, universal: experts stacked, as a model of transformers 5 has them in memory (default: one "
+            "by one, as version 4 and files)",
             False,
         ),
     ]
@@ -298,8 +313,10 @@ class ValueOptions(Choosing, total=False):
         Literal["auto", "none"],
         Option(
             "choice",
-            "auto (default): with --dtype bf16 or f16, tensors that a model computes with in float32 (biases of routers, A_log, dt_bias; "
-            "what transformers' class and the layout say) keep the dtype that they are stored in; none: every floating tensor is cast",
+            "auto (default): with --dtype bf16 or f16, tensors that a model computes with in float32 (biases "
+            "of routers, A_log, dt_bias; "
+            "what transformers' class and the layout say) keep the dtype that they are stored in; none: "
+            "every floating tensor is cast",
             "auto",
             choices=("auto", "none"),
         ),
@@ -317,7 +334,8 @@ class ValueOptions(Choosing, total=False):
         Literal["params", "masters"] | None,
         Option(
             "choice",
-            "which copy of the weights, where fp32 master weights are there too (default: params where stored; the two must agree)",
+            "which copy of the weights, where fp32 master weights are there too (default: params where "
+            "stored; the two must agree)",
             choices=("params", "masters"),
         ),
     ]
@@ -349,7 +367,8 @@ class Checked(TypedDict, total=False):
         StrPath | None,
         Option(
             "path",
-            "take tokenizer files from here: a directory, or a vocabulary file (default: the files beside the source)",
+            "take tokenizer files from here: a directory, or a vocabulary file (default: the files beside "
+            "the source)",
             metavar="DIR",
         ),
     ]
@@ -374,7 +393,8 @@ class Comparing(TypedDict, total=False):
         bool,
         Option(
             "switch",
-            "compare files of a Hugging Face download with the hashes that the Hub's cache keeps, as `fastshard verify` does, before OUT "
+            "compare files of a Hugging Face download with the hashes that the Hub's cache keeps, as "
+            "`fastshard verify` does, before OUT "
             "is written; each file is read once more",
             False,
         ),
@@ -392,7 +412,8 @@ class Memory(TypedDict, total=False):
         str | int | None,
         Option(
             "any",
-            "RAM of the process without page cache, baseline included (default: 256MiB, more if the plan alone needs it)",
+            "RAM of the process without page cache, baseline included (default: 256MiB, more if the plan "
+            "alone needs it)",
             metavar="SIZE",
         ),
     ]
@@ -430,11 +451,13 @@ class Requested(TypedDict, total=False):
         Literal["auto", "buffered", "direct"],
         Option(
             "choice",
-            "auto (default): files are written around the page cache (O_DIRECT) on ext4 and XFS, with --fsync full; buffered: never; "
+            "auto (default): files are written around the page cache (O_DIRECT) on ext4 and XFS, with "
+            "--fsync full; buffered: never; "
             "direct: always, or not at all",
             "auto",
             choices=("auto", "buffered", "direct"),
-            meaning='``"auto"`` writes around the page cache (``O_DIRECT``) on ext4 and XFS with ``fsync``, ``"buffered"`` '
+            meaning='``"auto"`` writes around the page cache (``O_DIRECT``) on ext4 and XFS with ``fsync``, '
+            '``"buffered"`` '
             'never, ``"direct"`` always: ``FS515`` on a file system that cannot.',
             is_common=False,
         ),
@@ -445,14 +468,16 @@ class Requested(TypedDict, total=False):
             "switch",
             "statistics of each tensor into the manifest (see `fastshard stats`)",
             False,
-            meaning="put statistics of each tensor into the manifest; with ``resume`` everything is made again.",
+            meaning="put statistics of each tensor into the manifest; with ``resume`` everything is made "
+            "again.",
         ),
     ]
 
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """One write as its caller chooses it: a value for each option of :class:`Requested`. The core reads it by these names."""
+    """One write as its caller chooses it: a value for each option of :class:`Requested`. The core reads it by
+    these names."""
 
     resume: bool
     overwrite: bool
@@ -480,7 +505,8 @@ def split_request(options: Mapping[str, Any]) -> tuple[WriteRequest, dict[str, A
 
 
 class WriteOptions(Writing, Requested, total=False):
-    """What functions take that publish a result, of the source, of what is made of it, and of how it is written."""
+    """What functions take that publish a result, of the source, of what is made of it, and of how it is
+    written."""
 
 
 class Publishing(Memory, Requested, total=False):
@@ -502,7 +528,8 @@ class Ranked(TypedDict, total=False):
         int | Literal["auto"] | None,
         Option(
             "any",
-            "this process's rank, from 0, or auto: as torchrun, srun, mpirun or Kubernetes say (default: one process)",
+            "this process's rank, from 0, or auto: as torchrun, srun, mpirun or Kubernetes say (default: one "
+            "process)",
             metavar="I",
         ),
     ]
@@ -521,7 +548,8 @@ class Lending(TypedDict, total=False):
         bool,
         Option(
             "any",
-            "with --rank or --ray: CKPT is the part of the checkpoint on this host's (each node's) own disk; tensors that need several hosts' "
+            "with --rank or --ray: CKPT is the part of the checkpoint on this host's (each node's) own disk; "
+            "tensors that need several hosts' "
             "files are exchanged through OUT's storage",
             False,
         ),

@@ -16,7 +16,8 @@ from ..models.tokenizer import Tokenizer
 
 __all__ = ["CopiedFile", "along", "find_left_out", "from_above", "hash_copies"]
 
-#: A file that is copied to a result: its name there, its path, and the BLAKE3 of its bytes when it was chosen.
+#: A file that is copied to a result: its name there, its path, and the BLAKE3 of its bytes when it was
+#: chosen.
 CopiedFile = tuple[str, str, str | None]
 
 
@@ -44,15 +45,17 @@ def along(plan: Plan, tokenizer: Tokenizer | None, *, given: bool) -> list[tuple
 
 
 def hash_copies(copies: Iterable[tuple[str, str]], folders: Iterable[Folder]) -> list[CopiedFile]:
-    """Hashes files that go along, by the same rule for links by which they were chosen: what is copied has these bytes.
+    """Hashes files that go along, by the same rule for links by which they were chosen: what is copied has
+    these bytes.
 
     Args:
         copies: files by name.
-        folders: where they were looked for; a file in none of them is the user's choice, wherever its path leads.
+        folders: where they were looked for; a file in none of them is the user's choice, wherever its path
+            leads.
 
     Raises:
-        FastshardError: ``FS506`` if one is another file than when it was read, ``FS603`` for a link that leaves its folder by
-            now; what opening it raises.
+        FastshardError: ``FS506`` if one is another file than when it was read, ``FS603`` for a link that
+            leaves its folder by now; what opening it raises.
     """
     nearest = sorted(folders, key=lambda folder: len(folder.path.parts), reverse=True)
     hashed: list[CopiedFile] = []
@@ -64,7 +67,8 @@ def hash_copies(copies: Iterable[tuple[str, str]], folders: Iterable[Folder]) ->
 
 
 def find_left_out(checkpoint: Checkpoint, copies: Iterable[tuple[str, str]]) -> list[str]:
-    """Lists files of the checkpoint's folder and of those in it that a result takes nothing of, relative to their root.
+    """Lists files of the checkpoint's folder and of those in it that a result takes nothing of, relative to
+    their root.
 
     Args:
         checkpoint: the source.
@@ -92,8 +96,8 @@ def find_left_out(checkpoint: Checkpoint, copies: Iterable[tuple[str, str]]) -> 
 
 
 def from_above(plan: Plan, copies: Iterable[tuple[str, str]], given: Container[str]) -> dict[str, str]:
-    """What a result has from a folder above the checkpoint, and was not ``given``; a config.json that was made of one there
-    too."""
+    """What a result has from a folder above the checkpoint, and was not ``given``; a config.json that was
+    made of one there too."""
     paths = {name: Path(path) for name, path in copies if name not in given}
     config_file = plan.source.model.config_file
     if config_file is not None and "config.json" in plan.texts:

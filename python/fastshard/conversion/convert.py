@@ -82,17 +82,20 @@ def plan(
         to: target layout, e.g. ``"hf"``; None merges under the source's own names.
         vocab_size: true vocabulary; rows beyond it are dropped.
         dtype: ``keep``, ``bf16``, ``f16`` or ``f32`` for floating tensors.
-        keep_dtype: ``auto``: under a narrower ``dtype`` what a model computes with in float32 keeps its own; ``none`` casts all.
+        keep_dtype: ``auto``: under a narrower ``dtype`` what a model computes with in float32 keeps its own;
+            ``none`` casts all.
         replicas: ``equal`` refuses copies that differ, ``mean`` averages them in float32.
         include: glob patterns of output names to write; all if empty.
         exclude: glob patterns of output names to leave out.
         max_shard_size: most bytes of tensors in an output file, e.g. ``5GB``; its header comes on top.
         weights: ``params`` or ``masters`` where a checkpoint holds both; default the parameters where
             they are stored. They must agree: ``params``, given, makes it a warning if they do not.
-        optimizer: optimizer state too: a merge has it as ``NAME.exp_avg`` and the like, ``dcp``, ``universal``, ``maxtext``
-            and ``orbax`` in their own form.
-        tokenizer: folder, or file of a vocabulary, to take the tokenizer from; default what lies beside the source.
-        more: as for :func:`fastshard.open`, and options of the target: :mod:`fastshard.common.target_options` lists them.
+        optimizer: optimizer state too: a merge has it as ``NAME.exp_avg`` and the like, ``dcp``,
+            ``universal``, ``maxtext`` and ``orbax`` in their own form.
+        tokenizer: folder, or file of a vocabulary, to take the tokenizer from; default what lies beside the
+            source.
+        more: as for :func:`fastshard.open`, and options of the target: :mod:`fastshard.common.target_options`
+            lists them.
 
     Raises:
         FastshardError: if the call's arguments do not fit. What is wrong with the checkpoint comes
@@ -178,21 +181,25 @@ def convert(
         to: target layout; None merges under the source's own names.
         expect: a manifest to check the source (or the result) against, or a config as for
             :func:`fastshard.open`. A manifest beside the source is used by itself.
-        tokenizer: folder, or file of a vocabulary, to take the tokenizer from; default what lies beside the source.
+        tokenizer: folder, or file of a vocabulary, to take the tokenizer from; default what lies beside the
+            source.
         memory: anonymous memory of the process that is not exceeded, baseline included. Default
             256 MiB, or 128 MiB on top of what the process holds already where that is more.
         threads: worker threads; default all cores.
         progress: True draws a bar on stderr; a function is called with (bytes done, bytes in all), at the
             end with all of them done. It may raise to stop the run.
-        rank: this process's rank where several make the result together, on one host or many: a number from 0, or
-            ``"auto"`` for what torchrun, Slurm, Open MPI, PMI or Kubernetes say. All call this alike. None: one process.
+        rank: this process's rank where several make the result together, on one host or many: a number from
+            0, or ``"auto"`` for what torchrun, Slurm, Open MPI, PMI or Kubernetes say. All call this alike.
+            None: one process.
         world: how many ranks there are, where no launcher says so.
         timeout: seconds that ranks wait for one another; default 600.
-        node_local: each rank's ``source`` is what its host has of the checkpoint, which nobody sees whole. What is made of
-            several hosts' files goes from host to host by way of the destination; ``FS525`` says how much that was.
-        options: how it is written, and as for :func:`fastshard.plan` and :func:`fastshard.open`. With ``check_hub`` files that were downloaded from
-            Hugging Face's hub are compared with the hashes that its cache, or ``--local-dir``, keeps, before anything is
-            written (``FS308``); each file is read once more.
+        node_local: each rank's ``source`` is what its host has of the checkpoint, which nobody sees whole.
+            What is made of several hosts' files goes from host to host by way of the destination; ``FS525``
+            says how much that was.
+        options: how it is written, and as for :func:`fastshard.plan` and :func:`fastshard.open`. With
+            ``check_hub`` files that were downloaded from Hugging Face's hub are compared with the hashes that
+            its cache, or ``--local-dir``, keeps, before anything is written (``FS308``); each file is read
+            once more.
 
     Returns:
         The manifest of the result.
@@ -212,8 +219,8 @@ def convert(
     own = (lambda: lending.digest_request(alike, lending.own_files(source))) if node_local else None
     if late and (done := _done(source, out, to, expect, tokenizer, others, own)):
         if left and "removed" in left:
-            # Some that have published it were gone before all was removed. What cannot be is left to `clean`, and another
-            # rank may be at it.
+            # Some that have published it were gone before all was removed. What cannot be is left to `clean`,
+            # and another rank may be at it.
             with contextlib.suppress(_core.CoreError):
                 _core.collect(os.fspath(out), None, rendezvous.patience(wait), False)
         return done
@@ -227,7 +234,8 @@ def convert(
         whole = source if shared is None else shared.sources
         is_decided = to == "hf" or others.get("dtype") in ("bf16", "f16")
         if this is not None and this.rank > 0 and not isinstance(whole, Checkpoint) and not is_decided:
-            # What rank 0 finds by the list of transformers stops all. Names on disk and dtypes that are kept follow from it.
+            # What rank 0 finds by the list of transformers stops all. Names on disk and dtypes that are kept
+            # follow from it.
             others["transformers"] = "off"
         job = prepared(whole, to, expect, tokenizer, memory, threads, others, bar, share)
         if job.checkpoint.opened.reference is not None:
@@ -305,8 +313,8 @@ def prepared(
     bar: Progress,
     share: tuple[int, int] | None,
 ) -> Job:
-    """Opens, plans, and compares part ``share`` (n of t) of the source with what is expected, nothing if None; the other
-    arguments are those of :func:`convert`.
+    """Opens, plans, and compares part ``share`` (n of t) of the source with what is expected, nothing if
+    None; the other arguments are those of :func:`convert`.
 
     Raises:
         FastshardError: with all findings that keep the result from being made.
@@ -345,7 +353,8 @@ def prepared(
 
 
 def _part_before(checkpoint: Checkpoint) -> Finding:
-    """That the checkpoint was made of a part of another one, which whoever made it accepted and nobody has here."""
+    """That the checkpoint was made of a part of another one, which whoever made it accepted and nobody has
+    here."""
     return Finding.of(
         codes.PART,
         "the checkpoint was made of a part of another one, by its own manifest",
@@ -391,8 +400,8 @@ def planned(
     tokenizer: StrPath | None,
     options: Mapping[str, Any],
 ) -> tuple[Expected, Checkpoint, Plan, Tokenizer | None]:
-    """What is expected of a source, the source, what is to be made of it, and its tokenizer; the arguments are those of
-    :func:`convert`."""
+    """What is expected of a source, the source, what is to be made of it, and its tokenizer; the arguments
+    are those of :func:`convert`."""
     planning: dict[str, Any] = {k: v for k, v in options.items() if k in PLANNING}
     expected = expected_by(expect)
     opening = expected.opening(
@@ -405,8 +414,9 @@ def planned(
 
 
 def _left(out: StrPath) -> set[str] | None:
-    """The fates of what runs have left: ``complete`` where a result is still to be published, or published and to be cleaned
-    up after, ``removed`` for what nobody needs. None where one cannot look: why is told by the run itself."""
+    """The fates of what runs have left: ``complete`` where a result is still to be published, or published
+    and to be cleaned up after, ``removed`` for what nobody needs. None where one cannot look: why is told by
+    the run itself."""
     try:
         found = _core.collect(os.fspath(out), None, 0.0, True)
     except _core.CoreError:
@@ -423,8 +433,9 @@ def _done(
     options: Mapping[str, Any],
     own_digest: Callable[[], str] | None,
 ) -> Manifest | None:
-    """The manifest of a result of the same plan that several processes have published: a rank that comes late has
-    nothing to do. One that has a part of the sources alone is known by what it was ``asked`` for, and what it has."""
+    """The manifest of a result of the same plan that several processes have published: a rank that comes late
+    has nothing to do. One that has a part of the sources alone is known by what it was ``asked`` for, and
+    what it has."""
     path = Path(out) / MANIFEST_NAME
     if not path.is_file():
         return None
@@ -455,8 +466,8 @@ _latest: _core.Plan | None = None
 
 
 def get_last_outcome() -> list[Finding]:
-    """Return the outcome of this process' last write: ``FS519`` if its result is published. For the command line,
-    which may be stopped between a call's end and its use."""
+    """Return the outcome of this process' last write: ``FS519`` if its result is published. For the command
+    line, which may be stopped between a call's end and its use."""
     return [] if _latest is None else _latest.told()
 
 

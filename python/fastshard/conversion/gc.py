@@ -36,8 +36,8 @@ class Leaving:
     path: str
     #: Id of the run; None if nothing says it.
     run: str | None
-    #: ``removed``, ``resumable`` (kept: ``--resume`` continues it), ``at_work``, ``complete`` (kept: it has only to be
-    #: published, or cleaned up; ``results`` are in it) or ``foreign``.
+    #: ``removed``, ``resumable`` (kept: ``--resume`` continues it), ``at_work``, ``complete`` (kept: it has
+    #: only to be published, or cleaned up; ``results`` are in it) or ``foreign``.
     fate: str
     #: Bytes of storage that it takes, or took.
     bytes: int
@@ -52,7 +52,8 @@ def gc(
 
     Args:
         out: the destination.
-        abandon: a run to be given up though it could be continued: its id, or the digits of its folder; 8 at least.
+        abandon: a run to be given up though it could be continued: its id, or the digits of its folder; 8 at
+            least.
         timeout: seconds in which a process at work shows a sign of life; default 30.
         dry_run: say what would be removed, and remove nothing.
 

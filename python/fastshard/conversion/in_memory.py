@@ -130,7 +130,10 @@ class View(Tensors):
 
     def __repr__(self) -> str:
         state = "verified" if self._verified else "not verified"
-        return f"<fastshard.View {self.checkpoint.framework} as {self.plan.target}: {len(self)} tensors, {state}>"
+        return (
+            f"<fastshard.View {self.checkpoint.framework} as {self.plan.target}: {len(self)} tensors, "
+            f"{state}>"
+        )
 
 
 def view(

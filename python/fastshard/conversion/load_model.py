@@ -33,11 +33,12 @@ def load_model(
     memory: str | int | None = None,
     **options: Unpack[Loading],
 ) -> Any:
-    """Loads a checkpoint into a model of transformers; tensors are converted as they are loaded, and nothing is written.
+    """Loads a checkpoint into a model of transformers; tensors are converted as they are loaded, and nothing
+    is written.
 
     The class is the one that the config names, with its weights in the dtype that most of them have, as with
-    ``from_pretrained(dtype="auto")``: what is stored wider is rounded, of which a warning tells. Code that lies beside
-    a checkpoint is never run.
+    ``from_pretrained(dtype="auto")``: what is stored wider is rounded, of which a warning tells. Code that
+    lies beside a checkpoint is never run.
 
     Args:
         paths: as for :func:`fastshard.open`; or a view that ``fastshard.open(..., to="hf")`` has given.
@@ -51,9 +52,9 @@ def load_model(
         The model, in evaluation mode.
 
     Raises:
-        FastshardError: what :func:`fastshard.open` and :meth:`View.verify` raise; ``FS514`` for a model that this
-            version of transformers does not have or that needs code of its own; ``FS102`` or ``FS108`` if a tensor
-            of the model is not there, or has no place in it.
+        FastshardError: what :func:`fastshard.open` and :meth:`View.verify` raise; ``FS514`` for a model that
+            this version of transformers does not have or that needs code of its own; ``FS102`` or ``FS108``
+            if a tensor of the model is not there, or has no place in it.
         ImportError: without transformers and torch.
     """
     import torch
@@ -148,7 +149,8 @@ def _tell_of_rounding(view: View) -> None:
     wider = [name for name, tensor in view.items() if sizes.get(tensor.dtype, 0) > main]
     if wider:
         warnings.warn(
-            f"{len(wider)} tensors ({wider[0]}, ...) are stored wider than {view.plan.main_dtype} and are rounded to it; "
+            f"{len(wider)} tensors ({wider[0]}, ...) are stored wider than {view.plan.main_dtype} and are "
+            "rounded to it; "
             'fastshard.open(..., to="hf").torch() has them as they are',
             stacklevel=3,
         )

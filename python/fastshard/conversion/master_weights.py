@@ -33,15 +33,16 @@ _TRACKERS = ("latest_universal", "latest")
 #: source: DeepSpeed runtime/engine.py at tags 0.10.0 to 0.19.8 (load_checkpoint, refresh_fp32_params)
 _LOADING = """\
 how to load the parameters for a finetune (DeepSpeed, bf16):
-  0.10.2 to 0.12.6    load_optimizer_states=False leaves the master weights as they were initialised, and the first
-                      step overwrites the weights with them: load a repaired checkpoint as usual instead
+  0.10.2 to 0.12.6    load_optimizer_states=False leaves the master weights as they were initialised, and the
+                      first step overwrites the weights with them: load a repaired checkpoint as usual instead
   0.13.0 and later    load_module_only=True, or load_optimizer_states=False, rebuilds them
   2025-09 to 0.19.8   ZeRO stage 0 with load_optimizer_states=False needs load_module_only=True as well
   any version         a repaired checkpoint loads as usual, with its optimizer starting afresh"""
 #: source: megatron/training/checkpointing.py (load_checkpoint), core 0.16
 _LOADING_MEGATRON = """\
 how to load the parameters for a finetune (Megatron-LM):
-  --no-load-optim (or --finetune) ignores the optimizer state and makes the master weights from the parameters"""
+  --no-load-optim (or --finetune) ignores the optimizer state and makes the master weights from the
+  parameters"""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ def masters(
     progress: Report = False,
     **opening: Unpack[Opening],
 ) -> MastersReport:
-    """Checks that every fp32 master weight, rounded to the parameter's dtype, equals the parameter bit by bit.
+    """Checks that every fp32 master weight, rounded to the parameter's dtype, equals the parameter bit by
+    bit.
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
@@ -167,9 +169,9 @@ def repair_masters(
 ) -> Manifest:
     """Writes a copy of a checkpoint, in its layout, whose master weights are rebuilt from the parameters.
 
-    The parameters are taken to be right; the moments and the step become zero, where the step is a number in the
-    pickle too. Files stay the zip archives they are, with payloads and checksums replaced: no object in them is
-    pickled anew.
+    The parameters are taken to be right; the moments and the step become zero, where the step is a number in
+    the pickle too. Files stay the zip archives they are, with payloads and checksums replaced: no object in
+    them is pickled anew.
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
@@ -186,7 +188,8 @@ def repair_masters(
 
     Raises:
         FastshardError: ``FS402`` where there is no copy of the parameters to rebuild from, ``FS514`` for
-            an optimizer whose step cannot be set to zero in place (of a pickle that torch did not write), and whatever is wrong with the files.
+            an optimizer whose step cannot be set to zero in place (of a pickle that torch did not write), and
+            whatever is wrong with the files.
     """
     checkpoint = as_checkpoint(source, **opening)
     declared = _with_masters(checkpoint)
@@ -201,7 +204,8 @@ def repair_masters(
         raise FastshardError.of(
             codes.UNSUPPORTED,
             "master weights of Megatron-LM are not rebuilt in its own files",
-            help="load it with --no-load-optim, which makes them of the parameters; --weights params converts these",
+            help="load it with --no-load-optim, which makes them of the parameters; --weights params "
+            "converts these",
         )
     opened, gate = checkpoint.opened.findings, checkpoint.opened.gate
     if drop_optimizer:

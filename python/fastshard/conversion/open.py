@@ -1,4 +1,5 @@
-"""``fastshard.open`` and ``fastshard.safe_open``: checkpoints as mappings, in their own layout or in another."""
+"""``fastshard.open`` and ``fastshard.safe_open``: checkpoints as mappings, in their own layout or in
+another."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def open(*paths: Any, to: str | None = None, **options: Unpack[Viewed]) -> Check
             one that is open already will do.
         to: a target, e.g. ``"hf"``: the tensors are then those that a conversion would write, each made when
             it is read. Default: the checkpoint's own, whole, under their own names.
-        options: how it is read; with ``to`` also what :func:`fastshard.convert` takes of a conversion (``dtype``,
-            ``weights``, ``replicas``, ``expect``, options of the target).
+        options: how it is read; with ``to`` also what :func:`fastshard.convert` takes of a conversion
+            (``dtype``, ``weights``, ``replicas``, ``expect``, options of the target).
 
     Raises:
         TypeError: for an option that there is not.

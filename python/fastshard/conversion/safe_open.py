@@ -119,7 +119,8 @@ class safe_open:
         return list(self._tensors)
 
     def metadata(self) -> dict[str, str] | None:
-        """Returns the metadata of the first safetensors file; of other formats, what a result's files would state."""
+        """Returns the metadata of the first safetensors file; of other formats, what a result's files would
+        state."""
         return self._metadata
 
     def get_tensor(self, name: str) -> Any:

@@ -50,20 +50,25 @@ class Writer:
     Args:
         out: destination directory; must not exist, or be empty, unless ``overwrite``.
         expected: what must be written: names mapped to (dtype, shape), to a shape, or to None
-            (any); or just names. A :class:`~fastshard.Manifest` or an opened checkpoint without errors will do, and so will
-            arrays: a model's ``state_dict()``. Dtypes by the names of safetensors, torch or numpy. An opened checkpoint
-            gives its config.json, tokenizer, generation config and code to the result too, as a merge takes them along.
+            (any); or just names. A :class:`~fastshard.Manifest` or an opened checkpoint without errors will
+            do, and so will
+            arrays: a model's ``state_dict()``. Dtypes by the names of safetensors, torch or numpy. An opened
+                checkpoint
+            gives its config.json, tokenizer, generation config and code to the result too, as a merge takes
+            them along.
         max_shard_size: largest file, e.g. ``5GB``.
         overwrite: replace ``out`` if it is there.
         fsync: bring everything to disk before it is published.
         config: written as ``config.json``.
-        accept: ``["non-finite"]`` for NaN and infinite values, which are an error else (``FS306``); the manifest says so.
-        check_hub: before the result appears, compare the files of the expected checkpoint with the hashes that the Hub's cache
-            keeps of a download (``FS308``); each is read once more. Else a note says that nobody compares them.
+        accept: ``["non-finite"]`` for NaN and infinite values, which are an error else (``FS306``); the
+            manifest says so.
+        check_hub: before the result appears, compare the files of the expected checkpoint with the hashes
+            that the Hub's cache keeps of a download (``FS308``); each is read once more. Else a note says
+            that nobody compares them.
 
     Raises:
-        FastshardError: if ``out`` cannot be written to; ``FS515`` for a value that no option has; all findings of an
-            opened checkpoint that has errors: it does not tell what must be written.
+        FastshardError: if ``out`` cannot be written to; ``FS515`` for a value that no option has; all
+            findings of an opened checkpoint that has errors: it does not tell what must be written.
         TypeError: for an option that it does not have.
     """
 
@@ -176,7 +181,8 @@ class Writer:
         self.manifest = Manifest.written(document, [*downloaded, *findings])
 
     def _find_damaged_downloads(self) -> list[Finding]:
-        """Finds files of the expected checkpoint that are not what was downloaded, or that nobody has compared."""
+        """Finds files of the expected checkpoint that are not what was downloaded, or that nobody has
+        compared."""
         # A script that expects no checkpoint needs none of this.
         from ..checkpoint.checkpoint import Checkpoint
         from .in_memory import View
@@ -215,7 +221,8 @@ class Writer:
         if self._like is None:
             return None
         return (
-            "the config.json of the expected checkpoint goes along and states the old size: pass expected={**CHECKPOINT, NAME: SHAPE} "
+            "the config.json of the expected checkpoint goes along and states the old size: pass "
+            "expected={**CHECKPOINT, NAME: SHAPE} "
             "with the new one, and config= with a config of the new size"
         )
 
@@ -263,7 +270,8 @@ def _expected(given: Any) -> dict[str, Wanted]:
 
 
 def _bytes_of(expected: Mapping[str, Wanted]) -> int:
-    """Bytes that are known to come, for the disk to have room for them; of an unknown dtype one for each element."""
+    """Bytes that are known to come, for the disk to have room for them; of an unknown dtype one for each
+    element."""
     known = (
         math.prod(shape) * (item_size(dtype) if dtype else 1) for dtype, shape in expected.values() if shape
     )

@@ -67,7 +67,8 @@ class Verbs:
         aliases: Mapping[str, str],
         added: tuple[Verb, ...] = (),
     ) -> None:
-        """``groups`` has the module of each verb here, by the verb's name; its record is called by it in capitals."""
+        """``groups`` has the module of each verb here, by the verb's name; its record is called by it in
+        capitals."""
         self._groups, self._aliases, self._added = groups, aliases, added
         self._places = {name: module for places in groups.values() for name, module in places.items()}
         self._loaded = {verb.name: verb for verb in added}

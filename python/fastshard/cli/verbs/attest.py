@@ -37,10 +37,11 @@ ATTEST = Verb(
     name="attest",
     help="write an in-toto statement of a result, to be signed",
     description="""\
-        Compares a result with its manifest and writes a statement about it, in the form of in-toto: SHA-256 of
-        each file (the id that Git LFS and Hugging Face's hub know it by), BLAKE3 of each tensor, what it was made
-        of. The statement is not signed. To sign the folder with a key of yours: model_signing sign key CKPT.
-        A result that holds a statement or a signature is not replaced by --overwrite: both are of what is there.""",
+        Compares a result with its manifest and writes a statement about it, in the form of in-toto: SHA-256
+        of each file (the id that Git LFS and Hugging Face's hub know it by), BLAKE3 of each tensor, what it
+        was made of. The statement is not signed. To sign the folder with a key of yours: model_signing sign
+        key CKPT. A result that holds a statement or a signature is not replaced by --overwrite: both are of
+        what is there.""",
     arguments=_arguments,
     run=_run,
     silent=True,

@@ -16,7 +16,8 @@ _FOLDERS = ("CKPT", "OUT", "DEST", "DIR", "PART")
 _FILES = ("FILE", "A", "B")
 _INSTALL = {
     "bash": "fastshard completion bash > ~/.local/share/bash-completion/completions/fastshard",
-    "zsh": "fastshard completion zsh > ~/.zfunc/_fastshard    # with fpath+=~/.zfunc before compinit in .zshrc",
+    "zsh": "fastshard completion zsh > ~/.zfunc/_fastshard    # with fpath+=~/.zfunc before compinit in "
+    ".zshrc",
     "fish": "fastshard completion fish > ~/.config/fish/completions/fastshard.fish",
 }
 

@@ -1,4 +1,5 @@
-"""``fastshard merge`` and ``fastshard convert``: a checkpoint is written, under its own names or in another layout."""
+"""``fastshard merge`` and ``fastshard convert``: a checkpoint is written, under its own names or in another
+layout."""
 
 from __future__ import annotations
 

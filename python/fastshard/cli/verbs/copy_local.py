@@ -50,7 +50,8 @@ COPY_LOCAL = Verb(
     silent=True,
     publishes=_out,
     not_proven=lambda findings: (
-        "that the checkpoint is complete, or of one step: this is a host's part of it, and a merge of all parts proves it"
+        "that the checkpoint is complete, or of one step: this is a host's part of it, and a merge of all "
+        "parts proves it"
     ),
     often=("--overwrite",),
     examples=("fastshard copy-local run part",),

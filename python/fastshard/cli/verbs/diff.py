@@ -117,9 +117,10 @@ DIFF = Verb(
     name="diff",
     help="compare two checkpoints, across formats and shardings",
     description="""\
-        Compare two checkpoints, tensor by tensor, across formats and shardings. CHANGED is the share of elements that
-        differ, MAX DIFF the largest |A-B|, REL DIFF |A-B| / |A| by the norms of the full tensors. With --atol or
-        --rtol tensors that are close are no differences, so that it is a gate for what is recomputed.""",
+        Compare two checkpoints, tensor by tensor, across formats and shardings. CHANGED is the share of
+        elements that differ, MAX DIFF the largest |A-B|, REL DIFF |A-B| / |A| by the norms of the full
+        tensors. With --atol or --rtol tensors that are close are no differences, so that it is a gate for
+        what is recomputed.""",
     arguments=_arguments,
     run=_run,
     silent=True,

@@ -98,7 +98,10 @@ def _zero(a: argparse.Namespace) -> Outcome:
     )
     result, findings = published(manifest, a.out)
     if not a.safe_serialization:
-        message = "written as safetensors: zero_to_fp32 writes pytorch_model.bin unless it is given --safe_serialization"
+        message = (
+            "written as safetensors: zero_to_fp32 writes pytorch_model.bin unless it is given "
+            "--safe_serialization"
+        )
         findings = [*findings, Finding.of(codes.WEIGHTS_TAKEN, message)]
     return result, findings
 
@@ -124,9 +127,9 @@ ZERO_TO_FP32 = Verb(
     name="zero-to-fp32",
     help="drop-in for DeepSpeed's zero_to_fp32.py",
     description="""\
-        Takes what DeepSpeed's zero_to_fp32.py takes, and writes what it writes with --safe_serialization: the fp32
-        master weights of a ZeRO checkpoint, merged, under the model's names, in safetensors. As `fastshard merge --weights
-        masters`: checked, in bounded memory, all or nothing.""",
+        Takes what DeepSpeed's zero_to_fp32.py takes, and writes what it writes with --safe_serialization: the
+        fp32 master weights of a ZeRO checkpoint, merged, under the model's names, in safetensors. As
+        `fastshard merge --weights masters`: checked, in bounded memory, all or nothing.""",
     arguments=_of_zero,
     run=_zero,
     silent=True,
@@ -139,9 +142,9 @@ CONSOLIDATE = Verb(
     name="consolidate",
     help="drop-in for torch's DCP consolidation",
     description="""\
-        For torch.distributed.checkpoint directories (FSDP) and the rank shards of its Hugging Face writer: the
-        full tensors as one set of safetensors files with an index. As `fastshard merge`: checked, in bounded
-        memory, all or nothing.""",
+        For torch.distributed.checkpoint directories (FSDP) and the rank shards of its Hugging Face writer:
+        the full tensors as one set of safetensors files with an index. As `fastshard merge`: checked, in
+        bounded memory, all or nothing.""",
     arguments=_of_ranks,
     run=_consolidate,
     silent=True,

@@ -70,10 +70,10 @@ EXPECTED = Verb(
     name="expected",
     help="list the tensors that a config promises",
     description="""\
-        Lists the tensors that a config.json promises, by the transformers that is installed: names, shapes and dtypes
-        as save_pretrained writes them. The class that the config names is built without weights, by a process of its
-        own that has no network, no tokens and none of the checkpoint's code. --like takes the list, or the config
-        itself. Lists are kept in the user's cache folder.""",
+        Lists the tensors that a config.json promises, by the transformers that is installed: names, shapes
+        and dtypes as save_pretrained writes them. The class that the config names is built without weights,
+        by a process of its own that has no network, no tokens and none of the checkpoint's code. --like takes
+        the list, or the config itself. Lists are kept in the user's cache folder.""",
     arguments=_arguments,
     run=_run,
     often=("--output",),

@@ -111,7 +111,8 @@ def _run(a: argparse.Namespace) -> Outcome:
 
 
 def _table(rows: Sequence[TensorRow]) -> str:
-    """A line for each tensor, under a header. In how many shards a tensor lies is told where one lies in several."""
+    """A line for each tensor, under a header. In how many shards a tensor lies is told where one lies in
+    several."""
     header = ["TENSOR", "DTYPE", "SHAPE", "SIZE"]
     cells = [[row.name, row.dtype, str(list(row.shape)), human(row.nbytes)] for row in rows]
     if any(row.pieces != 1 for row in rows):

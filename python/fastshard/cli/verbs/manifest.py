@@ -41,7 +41,8 @@ def _run(a: argparse.Namespace) -> Outcome:
     path = a.output or Path(a.ckpt[0]) / MANIFEST_NAME
     size = sum(f["size"] for f in document["files"])
     text = (
-        f"{path}: {counted(len(document['tensors']), 'tensor')} in {counted(len(document['files']), 'file')}, "
+        f"{path}: {counted(len(document['tensors']), 'tensor')} in "
+        f"{counted(len(document['files']), 'file')}, "
         f"{human(size)} hashed"
     )
     return Result(text, {"manifest": str(path), "tensors": len(document["tensors"])}), manifest.findings

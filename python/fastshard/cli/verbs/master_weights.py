@@ -47,7 +47,10 @@ def _run(a: argparse.Namespace) -> Outcome:
             )
         report = compare_masters(a.ckpt, memory=a.memory, progress=progress(a), **opening(a))
         steps = ", ".join(f"{step:g}" for step in report.steps) or "not stated"
-        text = f"{counted(report.compared, 'tensor')}, {report.elements:,} elements compared; optimizer step {steps}"
+        text = (
+            f"{counted(report.compared, 'tensor')}, {report.elements:,} elements compared; optimizer step "
+            f"{steps}"
+        )
         if report.differing:
             text += f"\n\n{report.advice}"
         document = {
@@ -89,9 +92,9 @@ MASTER_WEIGHTS = Verb(
     name="master-weights",
     help="compare fp32 master weights with parameters; rebuild them",
     description="""\
-        Compare fp32 master weights with the 16-bit parameters: each must round to its parameter. With --repair the
-        parameters are taken to be right: OUT is the same checkpoint with master weights made from them, and
-        moments and step zero.""",
+        Compare fp32 master weights with the 16-bit parameters: each must round to its parameter. With
+        --repair the parameters are taken to be right: OUT is the same checkpoint with master weights made
+        from them, and moments and step zero.""",
     arguments=_arguments,
     run=_run,
     silent=True,

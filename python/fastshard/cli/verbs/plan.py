@@ -103,7 +103,8 @@ def _run(a: argparse.Namespace) -> Outcome:
         ),
         (
             "reads",
-            f"{summary['read_amplification']:.4g} x the bytes of the stored tensors, replicas and checksums included",
+            f"{summary['read_amplification']:.4g} x the bytes of the stored tensors, replicas and checksums "
+            "included",
         ),
         ("digest", plan.digest),
     ]

@@ -95,11 +95,12 @@ REPORT = Verb(
     name="report",
     help="write one HTML page of all this, to look at or to send",
     description="""\
-        One self-contained HTML page: what the checkpoint is, which ranks hold what of which tensors and what is missing,
-        damaged or copied, findings with what to do, sizes, distributions, provenance. From headers alone, and from the
-        manifest that lies beside the checkpoint; --stats reads all data. Opening the page loads nothing and runs nothing
-        but its own script. A broken checkpoint gives a page too: the exit code is 0 once the page is written, unless --fail-on
-        or --error is given; `fastshard verify` judges. Needs the packages jinja2 and vl-convert-python.""",
+        One self-contained HTML page: what the checkpoint is, which ranks hold what of which tensors and what
+        is missing, damaged or copied, findings with what to do, sizes, distributions, provenance. From
+        headers alone, and from the manifest that lies beside the checkpoint; --stats reads all data. Opening
+        the page loads nothing and runs nothing but its own script. A broken checkpoint gives a page too: the
+        exit code is 0 once the page is written, unless --fail-on or --error is given; `fastshard verify`
+        judges. Needs the packages jinja2 and vl-convert-python.""",
     arguments=_arguments,
     run=_run,
     silent=True,

@@ -94,7 +94,10 @@ def _part_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _part(a: argparse.Namespace) -> Outcome:
     is_new = run_part(a.out, a.part, a.run, memory=a.memory, threads=a.threads, progress=progress(a))
-    text = f"part {a.part} of {a.out}: {'made' if is_new else 'was made before'}; `fastshard commit` puts the result in place"
+    text = (
+        f"part {a.part} of {a.out}: {'made' if is_new else 'was made before'}; `fastshard commit` puts the "
+        "result in place"
+    )
     return Result(text, {"out": str(a.out), "part": a.part, "made": is_new}), []
 
 
@@ -157,7 +160,8 @@ def emitted(run: Run, how: str, job: Job) -> str:
                 f"#SBATCH --cpus-per-task={job.cpus}",
                 f"#SBATCH --mem={job.mebibytes}M",
                 f"#SBATCH --output=fastshard-{run.id[:8]}-%A_%a.out",
-                "# Run it where jobs are submitted: an array makes the parts, a job that depends on it commits.",
+                "# Run it where jobs are submitted: an array makes the parts, a job that depends on it "
+                "commits.",
                 'if [ -n "$SLURM_ARRAY_TASK_ID" ]; then',
                 "  exec " + part.format('"$SLURM_ARRAY_TASK_ID"'),
                 "fi",
@@ -171,7 +175,8 @@ def emitted(run: Run, how: str, job: Job) -> str:
     return "\n".join(
         [
             "#!/bin/sh",
-            "# Each line on any host that sees the destination and the sources, in any order; the last one when all are done.",
+            "# Each line on any host that sees the destination and the sources, in any order; the last one "
+            "when all are done.",
             "set -e",
             *(part.format(i) for i in range(parts)),
             commit,

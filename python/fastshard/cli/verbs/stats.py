@@ -42,9 +42,9 @@ STATS = Verb(
     help="minimum, maximum, mean, std, zeros and NaN of every tensor",
     description="""\
         One streaming pass over the full tensors. The histogram has 64 fixed bins, 32 powers of two for each
-        sign from 2^-24 to 2^6 (smaller and larger numbers in the first and last of them), so that those of two
-        checkpoints can be compared; zeros, NaN and infinities are counted apart. Zero slabs are indices of a
-        dimension at which everything is zero: lost shards look like that.""",
+        sign from 2^-24 to 2^6 (smaller and larger numbers in the first and last of them), so that those of
+        two checkpoints can be compared; zeros, NaN and infinities are counted apart. Zero slabs are indices
+        of a dimension at which everything is zero: lost shards look like that.""",
     arguments=_arguments,
     run=_run,
     not_proven=lambda findings: (

@@ -60,7 +60,8 @@ def _run(a: argparse.Namespace) -> Outcome:
 
 
 def _read_stored_hash(manifest: dict[str, Any], whole: dict[str, Any]) -> str | None:
-    """Read the hash of a full tensor from a manifest: of shards, which may have its name, it has another one."""
+    """Read the hash of a full tensor from a manifest: of shards, which may have its name, it has another
+    one."""
     named = [entry for entry in manifest["tensors"] if entry["name"] == whole["name"]]
     alike = [(entry.get("dtype"), entry.get("shape")) == (whole["dtype"], whole["shape"]) for entry in named]
     return named[0]["blake3"] if alike == [True] else None
@@ -181,9 +182,9 @@ TRACE = Verb(
     name="trace",
     help="show which files and bytes one tensor comes from",
     description="""\
-        One tensor of what merge (or, with --to, convert) would write, as a tree of what it is made of. Regions
-        are slices as numpy writes them. Reads headers only; with --hash the tensor too. The exit code is that of
-        what is found about the checkpoint.""",
+        One tensor of what merge (or, with --to, convert) would write, as a tree of what it is made of.
+        Regions are slices as numpy writes them. Reads headers only; with --hash the tensor too. The exit code
+        is that of what is found about the checkpoint.""",
     arguments=_arguments,
     run=_run,
     finds=True,

@@ -27,7 +27,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--signature",
         metavar="FILE",
-        help="every file must be as it was signed (model.sig); git's own, such as .gitattributes and .github, are never signed",
+        help="every file must be as it was signed (model.sig); git's own, such as .gitattributes and "
+        ".github, are never signed",
     )
     group.add_argument("--public-key", metavar="FILE", help="PEM of the key whose other half has signed")
     group.add_argument(
@@ -87,10 +88,11 @@ VERIFY = Verb(
     name="verify",
     help="check that it is complete and undamaged; reads every byte",
     description="""\
-        Check that a checkpoint is complete and undamaged. Reads every byte. With a manifest or a signature the
-        contents are checked too; files that were downloaded from the Hugging Face Hub are compared with the hashes
-        that its cache, or --local-dir, keeps. Blocks of a tensor that are zero while the rest is not are a warning
-        (FS313): lost shards look like that. Lines that begin with `not checked` say what would go unnoticed.""",
+        Check that a checkpoint is complete and undamaged. Reads every byte. With a manifest or a signature
+        the contents are checked too; files that were downloaded from the Hugging Face Hub are compared with
+        the hashes that its cache, or --local-dir, keeps. Blocks of a tensor that are zero while the rest is
+        not are a warning (FS313): lost shards look like that. Lines that begin with `not checked` say what
+        would go unnoticed.""",
     arguments=_arguments,
     run=_run,
     silent=True,

@@ -1,5 +1,5 @@
-"""A host's part of a checkpoint as a result of its own, where hosts share no storage: copied as it is and hashed, put
-together and compared elsewhere."""
+"""A host's part of a checkpoint as a result of its own, where hosts share no storage: copied as it is and
+hashed, put together and compared elsewhere."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def piece(
 ) -> Manifest:
     """Copies and hashes this host's part of a checkpoint, for hosts that share no storage.
 
-    ``fastshard.merge`` (or ``convert``, ``verify``) of all pieces compares every byte with what its host has read, and proves
-    that together they are one checkpoint.
+    ``fastshard.merge`` (or ``convert``, ``verify``) of all pieces compares every byte with what its host has
+    read, and proves that together they are one checkpoint.
 
     Args:
         source: directory of the checkpoint, or of the part of it that this host has.
@@ -59,7 +59,8 @@ def piece(
         The manifest of the piece: its files and their hashes.
 
     Raises:
-        FastshardError: if nothing there is a part of a checkpoint, or it cannot be copied; nothing is published then.
+        FastshardError: if nothing there is a part of a checkpoint, or it cannot be copied; nothing is
+            published then.
     """
     if not isinstance(source, (str, os.PathLike)):
         raise FastshardError.of(
@@ -70,7 +71,8 @@ def piece(
         checkpoint = open_checkpoint(source, threads=threads, **opening)
         listing, taken = checkpoint.listing, _of_it(checkpoint)
     except FastshardError as error:
-        # What is not here may be on other hosts: files, what commits them, and what tells several readings apart.
+        # What is not here may be on other hosts: files, what commits them, and what tells several readings
+        # apart.
         if not (isinstance(error, IncompleteError) or error.code == codes.AMBIGUOUS):
             raise
         listing = list_roots([source])
@@ -96,7 +98,8 @@ def piece(
 
 
 def _of_it(checkpoint: Checkpoint) -> list[File]:
-    """The files of the step that is taken: all in and below their folders, and what stands above these (a tracker file)."""
+    """The files of the step that is taken: all in and below their folders, and what stands above these (a
+    tracker file)."""
     folders = {file.folder for file in checkpoint.opened.files}
     above = {str(parent) for folder in folders for parent in Path(folder).parents} - {"."}
     taken = [
@@ -123,8 +126,8 @@ def settled(checkpoint: Checkpoint) -> bool:
 
 
 def compared(checkpoint: Checkpoint, part: tuple[int, int], run: RunOptions, bar: Progress) -> list[Finding]:
-    """What of the pieces is not as their hosts have read it; of part n of t of the pieces, where several processes see all,
-    else of those that lie here.
+    """What of the pieces is not as their hosts have read it; of part n of t of the pieces, where several
+    processes see all, else of those that lie here.
 
     Args:
         checkpoint: what the pieces were opened as.

@@ -1,9 +1,9 @@
 """Which rank of how many this process is, as launchers say it in the environment.
 
 The variables are those that the launchers document: torchrun (``torch.distributed.run``: RANK, WORLD_SIZE,
-TORCHELASTIC_RUN_ID), Slurm's ``srun`` (SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_ID), Open MPI's ``mpirun``
-(OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE), MPICH's and Intel's process managers (PMI_RANK, PMI_SIZE), Kubernetes
-Indexed Jobs (JOB_COMPLETION_INDEX, which come without a number of processes).
+TORCHELASTIC_RUN_ID), Slurm's ``srun`` (SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_ID), Open MPI's
+``mpirun`` (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE), MPICH's and Intel's process managers (PMI_RANK,
+PMI_SIZE), Kubernetes Indexed Jobs (JOB_COMPLETION_INDEX, which come without a number of processes).
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ _LAUNCHERS = (
     _Launcher("torchrun", "RANK", "WORLD_SIZE", mark="TORCHELASTIC_RUN_ID"),
     _Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", mark="OMPI_COMM_WORLD_LOCAL_RANK"),
     _Launcher("PMI", "PMI_RANK", "PMI_SIZE"),
-    # In a batch script SLURM_PROCID is 0 though SLURM_NTASKS processes were asked for: one process runs there.
+    # In a batch script SLURM_PROCID is 0 though SLURM_NTASKS processes were asked for: one process runs
+    # there.
     _Launcher("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", needs="SLURM_STEP_NUM_TASKS"),
     _Launcher("Kubernetes", "JOB_COMPLETION_INDEX", None),
 )
@@ -66,8 +67,8 @@ def detect(world: int | None = None, environ: Mapping[str, str] | None = None) -
         environ: the environment; default the process's.
 
     Raises:
-        FastshardError: ``FS515`` if no launcher is there, if two say different things, or if the number of processes
-            is unknown or not the one given.
+        FastshardError: ``FS515`` if no launcher is there, if two say different things, or if the number of
+            processes is unknown or not the one given.
     """
     environ = os.environ if environ is None else environ
     found = [reading for launcher in _LAUNCHERS if (reading := _read_launcher(launcher, environ)) is not None]

@@ -1,7 +1,8 @@
-"""Sources on the disks of several hosts: each rank has its own part of the checkpoint, and lends what the others ask for.
+"""Sources on the disks of several hosts: each rank has its own part of the checkpoint, and lends what the
+others ask for.
 
-For the files of other ranks there are empty ones of the same names and sizes here; the core, and :mod:`fastshard.common.safe_files`,
-read what they stand for.
+For the files of other ranks there are empty ones of the same names and sizes here; the core, and
+:mod:`fastshard.common.safe_files`, read what they stand for.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class SharedSource:
         return [digest_request(words, list_roots(of_rank[rank])) for rank in sorted(of_rank)]
 
     def about(self, words: Mapping[str, Any], behind: Sequence[File]) -> dict[str, Any]:
-        """What a run is known by later: what each rank was asked for, and the files ``behind`` the plan as they are now."""
+        """What a run is known by later: what each rank was asked for, and the files ``behind`` the plan as
+        they are now."""
         places = [(rank, self.near[:root].count(rank)) for root, rank in enumerate(self.near)]
         stamp = self._meeting.core.stamp([(*places[file.root], file.path) for file in behind])
         return {"asked": self.digest_requests(words), "stamps": stamp}

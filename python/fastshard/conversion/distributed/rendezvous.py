@@ -1,4 +1,5 @@
-"""Ranks of one run: they meet at the destination, each says how it was started, and what keeps one from going on stops all."""
+"""Ranks of one run: they meet at the destination, each says how it was started, and what keeps one from going
+on stops all."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def rank_of(rank: int | str | None, world: int | None) -> Rank | None:
     """Which rank this process is: as given, by its launcher for ``auto``, None for a process by itself.
 
     Raises:
-        FastshardError: ``FS515`` for what cannot be meant, and as :func:`fastshard.conversion.distributed.launcher_env.detect`.
+        FastshardError: ``FS515`` for what cannot be meant, and as
+            :func:`fastshard.conversion.distributed.launcher_env.detect`.
     """
     if rank is None:
         if world is not None:
@@ -73,14 +75,15 @@ def patience(timeout: float) -> float:
 
 
 class Meeting:
-    """The ranks of a run, met at its destination. A context: what is raised inside stops the other ranks too."""
+    """The ranks of a run, met at its destination. A context: what is raised inside stops the other ranks
+    too."""
 
     def __init__(self, out: StrPath, rank: Rank, timeout: float, words: Mapping[str, Any]) -> None:
         """Waits until rank 0 has seen all ranks on one storage.
 
         Raises:
-            FastshardError: ``FS522`` with the ranks that were not seen; ``FS524`` if ranks were started with other words;
-                ``FS509`` if another process has this rank.
+            FastshardError: ``FS522`` with the ranks that were not seen; ``FS524`` if ranks were started with
+                other words; ``FS509`` if another process has this rank.
         """
         #: Which rank this is.
         self.rank = rank
@@ -119,8 +122,8 @@ class Meeting:
         self.core.close()
 
     def _placed(self, findings: list[Finding]) -> list[Finding]:
-        """Findings of this rank with its number and host, where they name no rank of the run that wrote the source: all
-        ranks tell them."""
+        """Findings of this rank with its number and host, where they name no rank of the run that wrote the
+        source: all ranks tell them."""
         own = next(r for r in self.ranks() if r["rank"] == self.rank.rank)
         return [
             f.replace(rank=f"rank {self.rank.rank}", host=f.host or own["host"])

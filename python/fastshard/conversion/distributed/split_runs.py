@@ -1,5 +1,6 @@
-"""A run in parts that need not be made at the same time: begun once, each part made by any process on any host, committed
-once. What the parts do is what ranks do (:mod:`fastshard.conversion.distributed.rendezvous`), without waiting for one another."""
+"""A run in parts that need not be made at the same time: begun once, each part made by any process on any
+host, committed once. What the parts do is what ranks do (:mod:`fastshard.conversion.distributed.rendezvous`),
+without waiting for one another."""
 
 from __future__ import annotations
 
@@ -60,14 +61,15 @@ def begin(
     threads: int | None = None,
     **options: Unpack[WriteOptions],
 ) -> Run:
-    """Splits a run into parts: checks source and destination, creates all files, divides the work, writes no tensor.
+    """Splits a run into parts: checks source and destination, creates all files, divides the work, writes no
+    tensor.
 
     Args:
         source: a path, or several node-local ones; seen under the same name by whoever makes parts.
         out: destination directory, on storage that all see.
         parts: how many parts of equal size there are.
-        options: as for :func:`fastshard.convert`, like the other arguments; with ``resume`` what an earlier run of the same
-            plan has left is divided.
+        options: as for :func:`fastshard.convert`, like the other arguments; with ``resume`` what an earlier
+            run of the same plan has left is divided.
 
     Raises:
         FastshardError: as :func:`fastshard.convert`; ``FS509`` if processes are at work on the run.
@@ -189,7 +191,8 @@ def run_part(
         False if it was made before.
 
     Raises:
-        FastshardError: ``FS501`` if the run is not there: nothing is made then; ``FS509`` if another process makes this part.
+        FastshardError: ``FS501`` if the run is not there: nothing is made then; ``FS509`` if another process
+            makes this part.
     """
     found = _found(out, run)
     about, parts = found["about"], found["parts"]
@@ -238,7 +241,8 @@ def commit(
         progress: as for :func:`fastshard.convert`.
 
     Raises:
-        FastshardError: ``FS523`` with the parts that are missing; as :func:`fastshard.convert` for what is wrong.
+        FastshardError: ``FS523`` with the parts that are missing; as :func:`fastshard.convert` for what is
+            wrong.
     """
     found = _found(out, run)
     about = found["about"]

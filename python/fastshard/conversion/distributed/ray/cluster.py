@@ -38,7 +38,8 @@ _REACH = 5.0
 _PAUSE = 0.05
 #: Seconds that tasks are given to stop at their next tile; who does not is ended.
 _STOP = 10.0
-#: Bytes of the object store of a Ray that is started here: nothing is put there. Ray takes no less than 75 MiB.
+#: Bytes of the object store of a Ray that is started here: nothing is put there. Ray takes no less than 75
+#: MiB.
 _STORE = 80 << 20
 
 
@@ -97,7 +98,8 @@ def connected(address: str | None, cpus: int | None) -> Iterator[Any]:
                 codes.USAGE,
                 f"Ray cannot be reached: {line_of(error)}",
                 got=repr(address),
-                help="pass the address of a cluster that this host is part of, 'auto' on one of its nodes, or 'local'",
+                help="pass the address of a cluster that this host is part of, 'auto' on one of its nodes, "
+                "or 'local'",
             ) from None
         yield ray
     finally:
@@ -113,7 +115,8 @@ def _reach(address: str | None) -> None:
 
 @contextlib.contextmanager
 def _as_it_was() -> Iterator[None]:
-    """Ray takes SIGTERM over, which stops a run here, and tells its makers of what it starts unless it is told not to."""
+    """Ray takes SIGTERM over, which stops a run here, and tells its makers of what it starts unless it is
+    told not to."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in numbers} if main else {}
@@ -168,7 +171,8 @@ def on(ray: Any, node: str, *, soft: bool) -> Any:
 
 
 def wait(ray: Any, refs: list[Any], seconds: float, *, every: bool = False) -> tuple[list[Any], list[Any]]:
-    """Those of some tasks that have ended, and the others: once one has, or all of them, or after so many seconds.
+    """Those of some tasks that have ended, and the others: once one has, or all of them, or after so many
+    seconds.
 
     It sleeps here and not in Ray, which makes a KeyboardInterrupt of its own of what a signal handler raises.
     """

@@ -1,4 +1,5 @@
-"""A run in parts (:mod:`fastshard.conversion.distributed.split_runs`) whose parts are tasks of Ray: begun and committed here, made on the cluster's nodes.
+"""A run in parts (:mod:`fastshard.conversion.distributed.split_runs`) whose parts are tasks of Ray: begun and
+committed here, made on the cluster's nodes.
 
 Ray itself is imported when it is needed, and not before.
 """
@@ -51,36 +52,37 @@ def convert(
     progress: Report = False,
     **options: Unpack[WriteOptions],
 ) -> Manifest:
-    """Converts a checkpoint on the nodes of a Ray cluster, and publishes the result at ``out``, whole or not at all.
+    """Converts a checkpoint on the nodes of a Ray cluster, and publishes the result at ``out``, whole or not
+    at all.
 
-    This process begins the run and commits it; a task on each node makes a part. A part whose worker or node dies is
-    made on another one.
+    This process begins the run and commits it; a task on each node makes a part. A part whose worker or node
+    dies is made on another one.
 
     Args:
         source: a path, or several node-local ones; seen under the same name by all nodes.
         out: destination directory, on storage that all nodes and this process see.
         to: target layout; None merges under the source's own names.
-        address: ``"local"`` starts a Ray on this host for the time of the call; ``"auto"`` or ``HOST:PORT`` is that of a
-            cluster; None as ``ray.init`` chooses. A process that is connected already stays so.
+        address: ``"local"`` starts a Ray on this host for the time of the call; ``"auto"`` or ``HOST:PORT``
+            is that of a cluster; None as ``ray.init`` chooses. A process that is connected already stays so.
         parts: how many parts of equal size there are; default one for each node that has CPUs.
-        cpus: CPUs that each task reserves; default all of its node, so that a node makes one part at a time, and no more
-            than the second largest node has, which takes over for the largest.
+        cpus: CPUs that each task reserves; default all of its node, so that a node makes one part at a time,
+            and no more than the second largest node has, which takes over for the largest.
         retries: how often a part is made again whose worker or node has died.
-        node_local: ``source`` is, on each node, what that node has of the checkpoint on its own disk: a rank runs on each
-            node that has CPUs, and on no other, as with ``fastshard.convert(..., node_local=True)``. A node that dies takes
-            its files with it.
+        node_local: ``source`` is, on each node, what that node has of the checkpoint on its own disk: a rank
+            runs on each node that has CPUs, and on no other, as with ``fastshard.convert(...,
+            node_local=True)``. A node that dies takes its files with it.
         memory: of this process, and of each worker, as for :func:`fastshard.convert`.
         threads: of each task; default ``cpus``, or as many as its node has.
         progress: as for :func:`fastshard.convert`, over all parts; falls back where a part is made again.
-        options: as for :func:`fastshard.convert`, like the other arguments; with ``resume`` a run goes on with any number of
-            nodes.
+        options: as for :func:`fastshard.convert`, like the other arguments; with ``resume`` a run goes on
+            with any number of nodes.
 
     Returns:
         The manifest of the result.
 
     Raises:
-        FastshardError: as :func:`fastshard.convert`, with the host; ``FS522`` for nodes that do not see the destination;
-            ``FS523`` for parts that were not made; ``FS514`` if Ray is not installed.
+        FastshardError: as :func:`fastshard.convert`, with the host; ``FS522`` for nodes that do not see the
+            destination; ``FS523`` for parts that were not made; ``FS514`` if Ray is not installed.
         BaseException: as :func:`fastshard.convert`; the run can be continued with ``resume``.
     """
     request, _ = split_request(options)

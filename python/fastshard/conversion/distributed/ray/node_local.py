@@ -1,4 +1,5 @@
-"""Ranks as tasks of Ray, one on each node and on no other: each has a part of the checkpoint on its own disk."""
+"""Ranks as tasks of Ray, one on each node and on no other: each has a part of the checkpoint on its own
+disk."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def take_part(
     """On a node: takes part in a run as a rank.
 
     Returns:
-        ``findings`` why it could not, else those of the result; ``manifest``, that of the result; ``host`` and ``node`` of
-        this process.
+        ``findings`` why it could not, else those of the result; ``manifest``, that of the result; ``host``
+        and ``node`` of this process.
     """
     ray = library()
     here = {"host": socket.gethostname(), "node": ray.get_runtime_context().get_node_id(), "manifest": None}
@@ -69,7 +70,8 @@ def on_own_disks(
         on_progress: called with bytes done and in all.
 
     Raises:
-        FastshardError: as :func:`fastshard.convert`; ``FS523`` with a node that has died: nobody else has its files.
+        FastshardError: as :func:`fastshard.convert`; ``FS523`` with a node that has died: nobody else has its
+            files.
         BaseException: what ``on_progress`` or a signal handler raised, with ``FS510`` as its ``findings``.
     """
     # The same order in a later run: which rank has which files is part of what is made.

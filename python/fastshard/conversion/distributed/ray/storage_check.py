@@ -30,7 +30,8 @@ def look(path: str, token: str, answer: str) -> dict[str, Any]:
     """On a node: whether a file holds what was said to be in it, answered in another file beside it.
 
     Returns:
-        ``host``, ``storage`` and ``version`` of this process; ``error``, why it does not see the file, or None.
+        ``host``, ``storage`` and ``version`` of this process; ``error``, why it does not see the file, or
+        None.
     """
     about = {"host": socket.gethostname(), "storage": _core.storage_of(path), "version": _core.__version__}
     try:
@@ -44,10 +45,12 @@ def look(path: str, token: str, answer: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _beacon(out: Path) -> Iterator[tuple[Path, str] | None]:
-    """A file beside a destination, and what it holds; None where none can be made: beginning the run says why."""
+    """A file beside a destination, and what it holds; None where none can be made: beginning the run says
+    why."""
     real = Path(os.path.realpath(out))
     inside = real.is_dir() and (os.path.ismount(real) or not os.access(real.parent, os.W_OK))
-    # The folder in which ranks meet, and a name of their files: `fastshard clean` knows what a dead process leaves there.
+    # The folder in which ranks meet, and a name of their files: `fastshard clean` knows what a dead process
+    # leaves there.
     called = os.fsdecode(os.fsencode(real.name)[:200])
     folder = real / ".fastshard-ranks" if inside else real.parent / f".{called}.fastshard-ranks"
     token = uuid.uuid4().hex
@@ -69,7 +72,8 @@ def _beacon(out: Path) -> Iterator[tuple[Path, str] | None]:
 
 
 def sharing(ray: Any, nodes: list[Node], out: Path) -> list[Node]:
-    """The nodes that are there, all of which see what this process writes at a destination, as it sees what they write.
+    """The nodes that are there, all of which see what this process writes at a destination, as it sees what
+    they write.
 
     Raises:
         FastshardError: ``FS522`` with the nodes that do not; ``FS524`` for those with another version.
@@ -102,7 +106,8 @@ def sharing(ray: Any, nodes: list[Node], out: Path) -> list[Node]:
 
 
 def _answers(ray: Any, requests: dict[Node, Any]) -> dict[Node, Any]:
-    """What nodes answer, by node: a document, or an error of Ray. Those that have gone meanwhile are left out."""
+    """What nodes answer, by node: a document, or an error of Ray. Those that have gone meanwhile are left
+    out."""
     nodes = {ref: node for node, ref in requests.items()}
     replies: dict[Node, Any] = {}
     waiting, until = list(nodes), time.monotonic() + _START
@@ -138,7 +143,8 @@ def _unlike(node: Node, about: Any, file: Path, answer: str) -> list[Finding]:
                 f"this node could not be asked whether it sees the destination: {describe_error(about)}",
                 file=str(file.parent),
                 host=str(node),
-                help="install fastshard there, in the version that is here, and see what Ray's logs say of that node",
+                help="install fastshard there, in the version that is here, and see what Ray's logs say of "
+                "that node",
             )
         ]
     host = called(about["host"], node.id)

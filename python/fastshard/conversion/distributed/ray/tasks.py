@@ -22,10 +22,11 @@ LOOK = 0.5
 _NODES = 5.0
 #: Seconds without any node that a run waits for new ones.
 _NOBODY = 60.0
-#: Seconds that Ray has to make a part elsewhere whose node has died: it waits for minutes for a process there that is
-#: frozen, and not gone.
+#: Seconds that Ray has to make a part elsewhere whose node has died: it waits for minutes for a process there
+#: that is frozen, and not gone.
 _FROZEN = 15.0
-#: Seconds that a task waits for another process that makes its part: one that Ray holds for dead, and that is not.
+#: Seconds that a task waits for another process that makes its part: one that Ray holds for dead, and that is
+#: not.
 _TAKEN = 120.0
 
 
@@ -66,8 +67,8 @@ def make_part(
     """On a node: makes a part of a run.
 
     Returns:
-        ``findings`` why it could not be made, none if it is; ``host`` and ``node`` of this process. So Ray, which makes
-        again what ended with an error of its own, sees none of ours, and nothing is wrapped.
+        ``findings`` why it could not be made, none if it is; ``host`` and ``node`` of this process. So Ray,
+        which makes again what ended with an error of its own, sees none of ours, and nothing is wrapped.
     """
     ray = library()
     here = {"host": socket.gethostname(), "node": ray.get_runtime_context().get_node_id()}
@@ -76,7 +77,8 @@ def make_part(
         try:
             run_part(out, part, run, memory=memory, threads=threads, progress=telling(board, part))
         except FastshardError as error:
-            # A worker that Ray has lost may go on for a while: it is waited for as long as it shows signs of life.
+            # A worker that Ray has lost may go on for a while: it is waited for as long as it shows signs of
+            # life.
             is_taken = error.code == codes.LOCKED and error.rank is not None
             if is_taken and time.monotonic() - begun < _TAKEN:
                 time.sleep(2.0)
@@ -133,7 +135,8 @@ class Tasks:
 
         Raises:
             FastshardError: with all that kept parts from being made.
-            BaseException: what ``on_progress`` or a signal handler raised, with ``FS510`` as its ``findings``.
+            BaseException: what ``on_progress`` or a signal handler raised, with ``FS510`` as its
+                ``findings``.
         """
         way = f"continue the run, or remove {run.folder}; {UNPUBLISHED}"
         if on_progress is not None:
@@ -186,7 +189,8 @@ class Tasks:
             on_progress(sum(run.bytes), sum(run.bytes))
 
     def _seen(self) -> tuple[int, int] | None:
-        """Bytes done and in all, as the tasks have told; None where nothing is known yet. Never waited for."""
+        """Bytes done and in all, as the tasks have told; None where nothing is known yet. Never waited
+        for."""
         if self._request is None:
             self._request = self._board.seen.remote()
         if not wait(self._ray, [self._request], 0)[0]:
@@ -198,8 +202,9 @@ class Tasks:
         return None
 
     def _fit(self, run: Run, pending: dict[Any, _Task]) -> None:
-        """Tasks that wait for a node as large as one that has died reserve what there is now, and those of a node that
-        has died are begun elsewhere: whoever still makes such a part is waited for, and what it has made is kept."""
+        """Tasks that wait for a node as large as one that has died reserve what there is now, and those of a
+        node that has died are begun elsewhere: whoever still makes such a part is waited for, and what it has
+        made is kept."""
         alive = living(self._ray)
         if not alive:
             self._nobody = self._nobody or self._looked
