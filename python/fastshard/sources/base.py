@@ -20,8 +20,8 @@ from ..layouts.declaration import Blocks, Source
 
 
 def view_of(tensor: _core.StoredTensor) -> tuple[Any, ...]:
-    """What tells two tensors apart without reading them: checksum and bytes of the storage, and what part of
-    it they are.
+    """Return a key that distinguishes tensors without reading them: the storage's checksum and size, and the
+    view.
 
     ``torch.save`` keeps the whole storage of a slice, so two ranks' files may hold the same one, and other
     slices.
@@ -37,7 +37,7 @@ def view_of(tensor: _core.StoredTensor) -> tuple[Any, ...]:
 
 
 class Contents:
-    """What the headers of the files say, by index in :attr:`Found.files`."""
+    """The values and tensors that the headers of the files list, by index in :attr:`Found.files`."""
 
     def __init__(self, catalog: _core.Catalog, readable: list[_core.OpenedFile | None]) -> None:
         self._catalog = catalog
@@ -48,7 +48,7 @@ class Contents:
         self.cut: set[int] = set()
 
     def __call__(self, file: int) -> Any:
-        """Contents that are not tensors; None for a file that cannot be read."""
+        """Return the contents of a file that are not tensors; None for an unreadable file."""
         if file not in self._values:
             self._values[file] = None
             if self.readable(file):
@@ -58,48 +58,55 @@ class Contents:
         return self._values[file]
 
     def readable(self, file: int) -> bool:
-        """False for a file that cannot be read, which is a finding already, and for those of an adapter,
-        which come after these."""
+        """Return True if the file can be read.
+
+        An unreadable file is a finding already. The files that an adapter adds come after these, and give
+        False.
+        """
         return file < len(self._readable) and self._readable[file] is not None
 
     def tensors(self, file: int) -> Sequence[_core.StoredTensor]:
-        """The tensors that a file lists, in its order; each is made when it is asked for."""
+        """Return the tensors that a file lists, in its order; each is built on access."""
         return self._catalog.tensors(file)
 
     def distributed(self, file: int) -> _core.Distributed:
-        """Tensors of which the file holds a rank's part, and the meshes; none of a file that cannot be
-        read."""
+        """Return the tensors of which the file stores one rank's part, and the meshes.
+
+        Both are empty for an unreadable file.
+        """
         if not self.readable(file):
             return {"meshes": [], "parts": []}
         return self._catalog.distributed(file)
 
     def partial(self, file: int) -> str | None:
-        """The first tensor of which a file holds one rank's part; None where all its tensors are full, or it
-        cannot be read."""
+        """Return the first tensor of which a file stores one rank's part.
+
+        None if all its tensors are full, or if the file cannot be read.
+        """
         opened = self._readable[file] if file < len(self._readable) else None
         return None if opened is None else opened["partial"]
 
     def archive(self, file: int) -> str | None:
-        """The name that the archive was given when it was saved; None for other files."""
+        """Return the name that the archive was given when it was saved; None for other files."""
         opened = self._readable[file]
         return None if opened is None else opened["archive"]
 
     def listed(self, file: int) -> list[str]:
-        """Names of a file's tensors, in its order."""
+        """Return the names of a file's tensors, in its order."""
         return self._catalog.names(file)
 
     def names(self) -> set[str]:
-        """Names of all tensors, as the files that can be read give them."""
+        """Return the names of all tensors in the readable files."""
         files = (i for i in range(len(self._readable)) if self.readable(i))
         return {name for i in files for name in self._catalog.names(i)}
 
     def dtypes(self) -> set[str]:
-        """Dtypes of all tensors of the files that can be read."""
+        """Return the dtypes of all tensors in the readable files."""
         files = (i for i in range(len(self._readable)) if self.readable(i))
         return {dtype for i in files for dtype in self._catalog.dtypes(i)}
 
     def bytes(self, file: int, tensor: int, limit: int) -> bytes:
-        """Bytes of a small tensor.
+        """Return the bytes of a small tensor.
 
         Raises:
             FastshardError: ``FS515`` if it is larger than ``limit`` bytes.
@@ -110,7 +117,7 @@ class Contents:
             raise from_core(error) from None
 
     def packed(self, file: int, path: list[str]) -> dict[str, Any] | None:
-        """An object that the file holds as bytes, as plain data: ``values`` and ``tensors``.
+        """Return an object that the file stores as bytes, as plain data: ``values`` and ``tensors``.
 
         Raises:
             FastshardError: if it is malformed or too large.
@@ -122,10 +129,10 @@ class Contents:
 
 
 def checked_accept(what: Iterable[str]) -> frozenset[str]:
-    """What is to be accepted.
+    """Check the words that ``accept`` was given, and return them as a set.
 
     Raises:
-        FastshardError: ``FS515`` for what nothing is known of.
+        FastshardError: ``FS515`` for an unknown word.
     """
     if isinstance(what, str):
         raise FastshardError.of(codes.USAGE, "accept takes a list of words", got=repr(what))
@@ -144,7 +151,7 @@ def checked_accept(what: Iterable[str]) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Options:
-    """What the caller said about the source."""
+    """The caller's options for the source."""
 
     step: str | None = None
     #: Name below which the model lies.
@@ -204,27 +211,27 @@ class Adapter(Protocol[Seen]):
     name: str
 
     def detect(self, listing: Listing, options: Options) -> Found[Seen] | None:
-        """Files of a checkpoint of this framework, by names alone; None if there is none."""
+        """Find the files of a checkpoint of this framework by their names alone; None if there are none."""
 
     def declare(self, found: Found[Seen], listing: Listing, values: Contents, options: Options) -> Source:
-        """The declaration, from what the files' headers say."""
+        """Build the declaration from the headers of the files."""
 
 
 def as_list(value: Any) -> list[Any]:
-    """The value if it is a list, else an empty one."""
+    """Return the value if it is a list, else an empty list."""
     return value if isinstance(value, list) else []
 
 
 def as_dict(value: Any) -> dict[str, Any]:
-    """A part of a file's values where a dict belongs; empty where something else is."""
+    """Return the value if it is a dict, else an empty dict."""
     return value if isinstance(value, dict) else {}
 
 
 def counted(text: str, file: File) -> int:
-    """A rank, stage or layer as a file's name counts it.
+    """Parse a rank, stage or layer number from a file's name.
 
     Raises:
-        FastshardError: ``FS106`` for one that no run has.
+        FastshardError: ``FS106`` for a number that is higher than any run has.
     """
     number = int(text)
     if number > MAX_DEGREE:
@@ -244,10 +251,10 @@ _NAMED = 256
 
 
 def lacking(have: Iterable[int], first: int, last: int) -> list[tuple[int, int]]:
-    """Numbers from ``first`` to ``last`` that are not there, as runs (first, last); each by itself if they
-    are few.
+    """List the missing numbers from ``first`` to ``last`` as runs (first, last); each by itself if they are
+    few.
 
-    A number in a file's name may be anything: what is done grows with what is there.
+    A number in a file's name may be anything: the work grows with the numbers that are present.
     """
     there = sorted({n for n in have if first <= n <= last})
     bounds = [first - 1, *there, last + 1]
@@ -295,5 +302,5 @@ def missing(
 
 
 def unexpected(path: str, why: str) -> Finding:
-    """A file that is no part of this checkpoint and was not read: ``why`` says what shows it."""
+    """Report a file that is not part of this checkpoint and was not read; ``why`` gives the evidence."""
     return Finding.of(codes.UNEXPECTED_FILE, why, file=path, help="move it away if another run left it")

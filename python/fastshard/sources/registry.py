@@ -100,7 +100,7 @@ class Entry:
     mark: re.Pattern[str] | None = None
 
     def may_find(self, names: Collection[str]) -> bool:
-        """Whether there is a name for which the adapter has to be asked."""
+        """Return True if some name is a reason to ask the adapter."""
         return self.mark is None or any(map(self.mark.match, names))
 
 
@@ -137,34 +137,35 @@ _ENTRIES: list[Entry] = [
 
 
 def load_adapters() -> list[Adapter[Any]]:
-    """Loads all adapters, in the order in which they are asked."""
+    """Load all adapters, in the order in which they are asked."""
     return [entry.load() for entry in _ENTRIES]
 
 
 def names_of(listing: Listing) -> set[str]:
-    """Returns the names of all files, and of the folders on their paths."""
+    """Return the names of all files, and of the folders on their paths."""
     return {name for file in listing.files for name in file.path.split("/")}
 
 
 def _in_order(listing: Listing) -> list[Entry]:
-    """Returns the entries whose marks are there, and after them all others: these are asked before anything
-    is refused."""
+    """Return first the entries whose marks occur among the names, then all others.
+
+    All of them are asked before anything is refused.
+    """
     names = names_of(listing)
     return sorted(_ENTRIES, key=lambda entry: not entry.may_find(names))
 
 
 def _ask(entry: Entry, listing: Listing, options: Options) -> Found[Any] | None:
-    """Asks an adapter for a checkpoint."""
+    """Ask an adapter for a checkpoint."""
     return entry.load().detect(listing, options)
 
 
 def detect(listing: Listing, options: Options) -> Found[Any]:
-    """The files of the checkpoint below the listing's roots.
+    """Find the files of the checkpoint below the listing's roots.
 
     Raises:
-        FastshardError: ``FS513`` if nothing there is a checkpoint, ``FS514`` if it is a
-            part of one, ``FS105`` if the name of one is all that is there, or what the adapter found out by
-            names alone.
+        FastshardError: ``FS513`` if there is no checkpoint, ``FS514`` if there is only part of one, ``FS105``
+            if only a checkpoint's name exists, or an error that the adapter found by names alone.
     """
     if listing.single and options.step is not None:
         raise no_steps(options.step)

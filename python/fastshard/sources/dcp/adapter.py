@@ -36,7 +36,7 @@ _ZSTD, _ZSTD_VERSION = "stream.zstd", "1"
 
 
 def _known(transforms: list[str]) -> bool:
-    """True if the core undoes what a record went through."""
+    """Return True if the core reverses the transforms of a record."""
     names = [(name, version.partition(".")[0]) for name, _, version in (t.partition("/") for t in transforms)]
     return names in ([], [(_ZSTD, _ZSTD_VERSION)])
 
@@ -57,7 +57,7 @@ class _Records(Source):
     place for it."""
 
     def weights_only(self, names_of: Callable[[int], Iterable[str]], optimizer: bool = False) -> Source:
-        """As for every source, without modules' own state."""
+        """Return the source without optimizer and without the modules' own state."""
         taken = super().weights_only(names_of, optimizer)
         own = [n for a in taken.files.assembled for n, *_ in a.tensors if _EXTRA_STATE.search(n)]
         if not own:
@@ -93,8 +93,10 @@ class Framework(Protocol):
         tensors: _Tensors,
         options: Options,
     ) -> _Tensors | None:
-        """Declares what its own files say of the model, and returns the weights among the tensors; None if it
-        is not its save."""
+        """Declare the model by the framework's own files, and return its weights among the tensors.
+
+        None if the save is not this framework's.
+        """
 
 
 class Dcp:
@@ -106,7 +108,7 @@ class Dcp:
         self._frameworks = frameworks
 
     def detect(self, listing: Listing, options: Options) -> Found[DcpFiles] | None:
-        """Looks for ``.metadata``; ``.distcp`` files without it were not committed."""
+        """Look for ``.metadata``; without it, ``.distcp`` files were not committed."""
         if listing.single:
             return None
         metadata = [f for f in listing.files if f.name == METADATA]
@@ -191,7 +193,7 @@ class Dcp:
     def declare(
         self, found: Found[DcpFiles], listing: Listing, contents: Contents, options: Options
     ) -> Source:
-        """Every tensor as boxes; the metadata states all shapes."""
+        """Declare every tensor as boxes; the metadata states all shapes."""
         described = found.seen.metadata
         source: Source = _Records(
             found.framework,
@@ -242,8 +244,7 @@ class Dcp:
     def _tensors(
         self, source: Source, found: Found[DcpFiles], contents: Contents
     ) -> tuple[_Tensors, list[_Tensors]]:
-        """The tensors with their boxes; and, to be compared, further copies of those that several ranks
-        hold."""
+        """Return the tensors with their boxes, and further copies that several ranks store, for comparison."""
         by_record = {
             i: {t["path"][0]: n for n, t in enumerate(contents.tensors(i)) if len(t["path"]) == 1}
             for i in found.records
@@ -311,7 +312,7 @@ class Dcp:
         names: list[str],
         paths: dict[str, list[str]],
     ) -> None:
-        """A Hugging Face model by its config.json and its names, whatever they are below."""
+        """Declare a Hugging Face model by its config.json and its names, under any prefix."""
         config, path = hf_config.config_of(listing, found.folder, options)
         model_prefix.recognise(source, names, config, options.prefix, paths)
         if config is None:
@@ -321,7 +322,7 @@ class Dcp:
 
 @dataclass(frozen=True)
 class _Placed:
-    """Where the records of tensors lie."""
+    """The places of tensor records."""
 
     #: The files that hold them.
     files: list[File] = field(default_factory=list)
@@ -334,10 +335,10 @@ class _Placed:
 def _placed(
     described: dcp_metadata.Metadata, entries: list[dcp_metadata.StoredAt], inside: Mapping[str, File]
 ) -> _Placed:
-    """The records of tensors, by files that are there, numbered as they occur.
+    """Place the records of tensors in the files that exist, numbered as they occur.
 
     Raises:
-        FastshardError: ``FS514`` for records that are not read, ``FS106`` for two that have one name.
+        FastshardError: ``FS514`` for records that are not read, ``FS106`` for two records of one name.
     """
     placed = _Placed()
     numbers: dict[str, int] = {}
@@ -397,8 +398,10 @@ def _file_missing(folder: str, file: str, names: list[str]) -> Finding:
 
 
 def _hole(entry: dcp_metadata.TensorEntry) -> Iterator[Finding]:
-    """That the chunks of a tensor cannot be all of it, whatever its files hold: a file that is lost accounts
-    for none of it."""
+    """Report chunks that cannot cover all of a tensor, whatever its files hold.
+
+    A lost file accounts for none of these elements.
+    """
     whole = math.prod(entry["shape"])
     lacking = whole - sum(math.prod(size) for _, size in entry["chunks"])
     if lacking > 0:
@@ -412,12 +415,12 @@ def _hole(entry: dcp_metadata.TensorEntry) -> Iterator[Finding]:
 
 
 def _not_carried(names: list[str], objects: optim.Objects, alone: bool) -> list[Finding]:
-    """What records that are no tensors hold, and results do not.
+    """Report the contents of non-tensor records that results do not carry.
 
     Args:
-        names: of all such records.
-        objects: those that can be read.
-        alone: True if there are no others.
+        names: names of all such records.
+        objects: the records that can be read.
+        alone: True if there are no other records.
     """
     findings = []
     if own := [name for name in names if _EXTRA_STATE.search(name)]:

@@ -11,7 +11,7 @@ from .optim import Objects
 
 @dataclass(frozen=True)
 class DcpFiles:
-    """What ``.metadata`` says, and what of it is there."""
+    """The contents of ``.metadata``, and those of its records that exist."""
 
     #: What ``.metadata`` says, or those of all ranks together.
     metadata: Metadata

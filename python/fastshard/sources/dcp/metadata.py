@@ -68,7 +68,7 @@ class StoredAt(TypedDict):
 
 
 def one_of(listing: Listing, copies: list[File]) -> File:
-    """One of several directories' files of the same name: they must be copies of each other.
+    """Return one of several directories' files of the same name, which must be copies of each other.
 
     Raises:
         FastshardError: ``FS106`` if they are not.
@@ -88,7 +88,7 @@ def one_of(listing: Listing, copies: list[File]) -> File:
 
 
 def read(listing: Listing, file: File) -> Metadata:
-    """What a file of metadata says.
+    """Read a metadata file.
 
     Raises:
         FastshardError: if it cannot be read.
@@ -101,7 +101,7 @@ def read(listing: Listing, file: File) -> Metadata:
 
 
 def apart(stored: Iterable[StoredAt], path: str) -> None:
-    """Records must not share bytes: torch writes one after another.
+    """Check that records do not share bytes: torch writes one after another.
 
     Raises:
         FastshardError: ``FS206`` if two do.
@@ -127,9 +127,10 @@ def apart(stored: Iterable[StoredAt], path: str) -> None:
 
 
 def as_records(described: Metadata, path: str) -> None:
-    """A record is a whole file of torch.save, and larger than its data. ``FileSystemWriter`` may be told to
-    write one safetensors file for all (``SerializationFormat.SAFETENSORS``), and then notes places that are
-    none: torch cannot read that either.
+    """Check that every record is a complete torch.save file, which is larger than its data.
+
+    ``FileSystemWriter`` can write one safetensors file for all (``SerializationFormat.SAFETENSORS``). It then
+    records wrong places, and torch cannot read that checkpoint either.
 
     Raises:
         FastshardError: ``FS514`` for such a checkpoint.
@@ -157,9 +158,11 @@ def as_records(described: Metadata, path: str) -> None:
 
 
 def of_ranks(listing: Listing, ranks: dict[int, list[File]], findings: list[Finding]) -> Metadata:
-    """What ranks that saved each for itself (``use_collectives=False``) say together, as one .metadata would.
+    """Combine the metadata of ranks that saved separately (``use_collectives=False``), as one .metadata
+    would.
 
-    Each states the whole of its tensors, and its own chunks; what all hold alike each of them has saved.
+    Each rank states the full shapes of its tensors, and its own chunks. Every rank saves the tensors that all
+    of them have alike.
 
     Raises:
         FastshardError: ``FS201`` or ``FS202`` if they disagree on a tensor.
@@ -212,7 +215,7 @@ def of_ranks(listing: Listing, ranks: dict[int, list[File]], findings: list[Find
 
 
 def ranks_without(listing: Listing, folder: str, ranks: Collection[int]) -> list[Finding]:
-    """Ranks whose records are there and whose metadata, which alone names them, is not."""
+    """Report ranks that have records but no metadata, which alone names the records."""
     there = {int(m[1]) for file in listing.within(folder) if (m := _RECORDS.match(file.name))}
     return [
         missing(
@@ -226,11 +229,12 @@ def ranks_without(listing: Listing, folder: str, ranks: Collection[int]) -> list
 
 
 def same_save(described: Metadata, of_ranks: Metadata, tracker: File) -> None:
-    """Metadata of ranks beside one of all must say the same: else one of the two is of a save that was
-    written over.
+    """Check that ranks' metadata next to that of all ranks agrees with it.
+
+    If not, one of them is from a save that was overwritten.
 
     Raises:
-        FastshardError: ``FS106`` if they do not.
+        FastshardError: ``FS106`` if they differ.
     """
 
     def places(metadata: Metadata) -> set[tuple[Any, ...]]:

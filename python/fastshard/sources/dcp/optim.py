@@ -36,13 +36,13 @@ def attach(
     tensors: list[tuple[str, list[int], list[Any]]],
     objects: Objects,
 ) -> None:
-    """Adds what the names tell of an optimizer to a declaration.
+    """Add an optimizer to a declaration, by the names of its tensors.
 
     Args:
         source: the declaration, which knows where the model begins.
-        contents: of all files.
+        contents: contents of all files.
         tensors: name, shape and pieces of every tensor.
-        objects: the records that are no tensors.
+        objects: the records that are not tensors.
     """
     own = {name: source.names.own.get(name, name) for name, *_ in tensors}
     shapes = {own[name]: shape for name, shape, _ in tensors}
@@ -76,7 +76,7 @@ def attach(
 
 @dataclass(frozen=True)
 class _State:
-    """What the names tell of an optimizer."""
+    """The optimizer state that the names describe."""
 
     #: The parameter and the slot of each moment.
     slots: dict[str, tuple[str, str]]
@@ -97,7 +97,7 @@ def _state_of(
     own: Mapping[str, str],
     shapes: Mapping[str, list[int]],
 ) -> _State:
-    """Looks for moments, steps and settings by the own names of all tensors."""
+    """Look for moments, steps and settings by the own names of all tensors."""
     slots: dict[str, tuple[str, str]] = {}
     tops: dict[str, None] = {}
     bare: str | None = None
@@ -144,7 +144,7 @@ def _state_of(
 def _not_of_one(
     source: Source, tops: list[str], bare: str | None, shapes: dict[str, list[int]]
 ) -> list[Finding]:
-    """That there are several optimizers, or several models that the one may be of."""
+    """Report several optimizers, or several models to which the one optimizer may belong."""
     if len(tops) > 1:
         return [
             Finding.of(
@@ -173,7 +173,7 @@ def _not_of_one(
 
 
 def read_object(place: tuple[Path, int, int]) -> Any:
-    """The value of a record that is no tensor, by its file, offset and bytes.
+    """Read the value of a non-tensor record, by its file, offset and size in bytes.
 
     Raises:
         FastshardError: if it cannot be read.
@@ -185,7 +185,7 @@ def read_object(place: tuple[Path, int, int]) -> Any:
 
 
 def _number(contents: Contents, file: int, number: int) -> float:
-    """The value of a scalar."""
+    """Return the value of a scalar."""
     value = scalar(contents, file, number, contents.tensors(file)[number]["dtype"])
     return float("nan") if value is None else value
 
@@ -193,7 +193,7 @@ def _number(contents: Contents, file: int, number: int) -> float:
 def _values(
     contents: Contents, objects: Objects, scalars: dict[str, tuple[int, int]], top: str
 ) -> dict[str, dict[str, Any]]:
-    """What the records below ``param_groups.`` say: by group or parameter, by key."""
+    """Read the records below ``param_groups.``: by group or parameter, then by key."""
     begin = f"{top}param_groups."
     found: dict[str, dict[str, Any]] = {}
     for name in (*objects, *scalars):
@@ -205,7 +205,7 @@ def _values(
 
 
 def _groups(found: dict[str, dict[str, Any]], prefix: str, names: set[str]) -> list[Group] | None:
-    """Groups of parameters by the records ``param_groups.N.KEY``, or ``param_groups.PARAMETER.KEY``."""
+    """Build groups of parameters from the records ``param_groups.N.KEY`` or ``param_groups.PARAMETER.KEY``."""
 
     def called(parameter: Any) -> str | None:
         return next((p for p in (f"{prefix}{parameter}", str(parameter)) if p in names), None)

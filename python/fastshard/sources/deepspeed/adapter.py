@@ -40,8 +40,10 @@ _OLD_EXPERT = compile_when_used(r"^expert_\d+_mp_rank_\d+_model_states\.pt$")
 
 
 def steps_of(listing: Listing) -> dict[str, Step]:
-    """Folders that hold model files or partitions, by the step they are named for; node-local parts may lie
-    at any depth."""
+    """Find folders with model files or partitions, by the step in their names.
+
+    Node-local parts may lie at any depth.
+    """
     places: dict[tuple[int, str], None] = {}
     for file in listing.files:
         if any(pattern.match(file.name) for pattern in (_LAYER, _RANK, _ZERO3, _OPTIM)):
@@ -72,10 +74,10 @@ class Files:
 
     @classmethod
     def of(cls, inside: list[File]) -> Files:
-        """Sorts files by what their names say.
+        """Sort files by their names.
 
         Raises:
-            FastshardError: ``FS514`` for experts of before DeepSpeed 0.6.
+            FastshardError: ``FS514`` for experts from before DeepSpeed 0.6.
         """
         files = cls()
         for file in inside:
@@ -118,7 +120,8 @@ class Dialect(Protocol):
         states: list[dict[str, Any]],
         options: Options,
     ) -> tuple[Source, optimizer_state.Naming] | None:
-        """The parameters, and the names that masters have among them; None if it is not its save."""
+        """Declare the parameters and the names of their master weights; None if the save is not this
+        dialect's."""
 
 
 class DeepSpeed:
@@ -130,7 +133,7 @@ class DeepSpeed:
         self._dialects = dialects
 
     def detect(self, listing: Listing, options: Options) -> Found[DeepSpeedFiles] | None:
-        """Looks for ``layer_*``, ``mp_rank_*`` or ``zero_pp_rank_*`` files in any folder."""
+        """Look for ``layer_*``, ``mp_rank_*`` or ``zero_pp_rank_*`` files in any folder."""
         if listing.single:
             return None
         steps = steps_of(listing)
@@ -165,7 +168,7 @@ class DeepSpeed:
     def declare(
         self, found: Found[DeepSpeedFiles], listing: Listing, contents: Contents, options: Options
     ) -> Source:
-        """The parameters as GPT-NeoX or as the model itself names them, and their fp32 master weights."""
+        """Declare the parameters, under GPT-NeoX's or the model's own names, and their fp32 master weights."""
         states = [as_dict(contents(file)) for _, file in found.seen.ranks]
         _refuse(found, states)
         experts.refuse(found, states)
@@ -194,7 +197,7 @@ class DeepSpeed:
 
 
 def _widths(layers: list[tuple[int, int, File]]) -> tuple[int, int]:
-    """Digits of the layer and rank numbers in the file names; 0 if there is no rank."""
+    """Return the digits of the layer and rank numbers in the file names; 0 if there is no rank."""
     for _, _, file in layers:
         if match := _LAYER.match(file.name):
             return min(2, len(match[1])), min(2, len(match[2])) if match[2] else 0
@@ -202,7 +205,7 @@ def _widths(layers: list[tuple[int, int, File]]) -> tuple[int, int]:
 
 
 def _refuse(found: Found[DeepSpeedFiles], states: list[dict[str, Any]]) -> None:
-    """Layouts that are not read, by name."""
+    """Refuse layouts that are not read, by name."""
     for i, state in enumerate(states):
         config = as_dict(state.get("ds_config"))
         zero_config = as_dict(config.get("zero_optimization"))
@@ -221,7 +224,8 @@ def _plain(
     states: list[dict[str, Any]],
     options: Options,
 ) -> tuple[Source, optimizer_state.Naming]:
-    """A model that is not GPT-NeoX: its own names; whole tensors unless a layout says otherwise."""
+    """Declare a model that is not GPT-NeoX under its own names, with full tensors unless a layout says
+    otherwise."""
     seen = found.seen
     source = Source(
         found.framework,
@@ -287,7 +291,7 @@ def _plain(
 
 
 def _tensor_parallel(seen: DeepSpeedFiles, states: list[dict[str, Any]]) -> int:
-    """The tensor-parallel degree, as a file states it or as the names count."""
+    """Return the tensor-parallel degree, as a file states it or as the names count."""
     tp_degree = as_dict(states[0].get("checkpoint_parallel_dimensions")).get("tp_degree") if states else None
     if isinstance(tp_degree, int):
         return tp_degree
@@ -308,7 +312,7 @@ def _no_tensors(path: str) -> Finding:
 
 
 def _all_ranks(found: Found[DeepSpeedFiles], states: list[dict[str, Any]], findings: list[Finding]) -> None:
-    """Model-parallel ranks must all be there and of one step."""
+    """Check that all model-parallel ranks are present and from one step."""
     folder = found.folder
     findings += same_step(found, states, "mp")
     worlds = [w for s in states if isinstance(w := s.get("mp_world_size"), int) and 0 < w <= 1 << 20]

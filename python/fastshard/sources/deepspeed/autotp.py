@@ -27,18 +27,18 @@ Divided = tuple[int | None, list[int]]
 
 
 def degree(states: list[dict[str, Any]]) -> int:
-    """Ranks that AutoTP has divided the model over; 1 without it."""
+    """Return the number of ranks over which AutoTP divided the model; 1 without AutoTP."""
     config = as_dict(states[0].get("ds_config")) if states else {}
     size = as_dict(config.get("tensor_parallel")).get("autotp_size")
     return size if isinstance(size, int) and size > 1 else 1
 
 
 def take(source: Source, found: Found[object], contents: Contents, states: list[dict[str, Any]]) -> None:
-    """Adds the rule of each parameter to a declaration.
+    """Add the rule of each parameter to a declaration.
 
     Raises:
-        FastshardError: ``FS514`` if the files do not tell how it is divided, or tell of a way that is not
-            read.
+        FastshardError: ``FS514`` if the files do not state how a parameter is divided, or state a way that is
+            not read.
     """
     tp = degree(states)
     path = found.files[0].path
@@ -81,7 +81,7 @@ def _aliases(
     states: list[dict[str, Any]],
     path: str,
 ) -> None:
-    """Gives further names of a parameter its rule; what is neither that nor a buffer is refused."""
+    """Give other names of a parameter its rule, and refuse a tensor that is neither an alias nor a buffer."""
     module = as_dict(states[0].get("module"))
     shared = as_dict(states[0].get("shared_params"))
     names = states[0].get("buffer_names")
@@ -126,7 +126,7 @@ def _refused(
 
 
 def _name(pattern: Any) -> str | None:
-    """The name that a pattern of one name stands for."""
+    """Return the name that a pattern matches, if it matches one name only."""
     if not isinstance(pattern, str) or not (pattern.startswith("^") and pattern.endswith("$")):
         return None
     name = re.sub(r"\\(.)", r"\1", pattern[1:-1])
@@ -134,7 +134,7 @@ def _name(pattern: Any) -> str | None:
 
 
 def _rule(entry: dict[str, Any], tp: int) -> Divided | None:
-    """The dimension that ranks divide, by the pieces of all of them; None if they are cut in another way."""
+    """Return the dimension that ranks divide, by the pieces of all ranks; None for another division."""
     logical, ranks = entry.get("logical_shape"), as_dict(entry.get("ranks"))
     if not is_shape(logical) or set(ranks) != {str(r) for r in range(tp)} or not isinstance(logical, list):
         return None
@@ -167,8 +167,11 @@ def _rule(entry: dict[str, Any], tp: int) -> Divided | None:
 def _spans(
     rank: dict[str, Any], logical: list[int], shape: list[int], d: int
 ) -> list[tuple[int, int, int]] | None:
-    """(first index in the shard, first in the whole, extent) of each piece along a dimension, in the shard's
-    order; None for pieces that are no slices along it."""
+    """Return (first index in the shard, first index in the full tensor, extent) of each piece along a
+    dimension.
+
+    Pieces are in the shard's order. None if some piece is not a slice along the dimension.
+    """
     spans, pieces = [], rank.get("pieces")
     for piece in pieces if isinstance(pieces, list) else ():
         fields = as_dict(piece)

@@ -19,17 +19,18 @@ from .step_files import DeepSpeedFiles
 
 
 def counts(states: list[dict[str, Any]]) -> list[int]:
-    """Experts of each layer that is a mixture, by the model file; empty for a model without."""
+    """Return the number of experts of each mixture layer, by the model file; empty for a model without
+    experts."""
     num_experts = states[0].get("num_experts") if states else None
     num_experts = num_experts if isinstance(num_experts, list) else [num_experts]
     return [n for n in num_experts if isinstance(n, int) and 0 < n <= 1 << 20]
 
 
 def refuse(found: Found[DeepSpeedFiles], states: list[dict[str, Any]]) -> None:
-    """Mixtures of which the files do not tell enough.
+    """Refuse mixtures whose files do not state enough.
 
     Raises:
-        FastshardError: ``FS514`` for those of several model-parallel ranks, and for AutoEP.
+        FastshardError: ``FS514`` for mixtures of several model-parallel ranks, and for AutoEP.
     """
     seen = found.seen
     what = None
@@ -58,7 +59,7 @@ def refuse(found: Found[DeepSpeedFiles], states: list[dict[str, Any]]) -> None:
 def take(
     source: Source, found: Found[DeepSpeedFiles], contents: Contents, states: list[dict[str, Any]]
 ) -> Experts | None:
-    """Adds the experts' files to a declaration, and those that are missing; None for a model without."""
+    """Add the experts' files to a declaration, and report missing ones; None for a model without experts."""
     seen = found.seen
     wanted = counts(states)
     if not seen.experts and not wanted:

@@ -47,12 +47,12 @@ class UniversalFiles(ZeroFiles):
 
 
 class Universal:
-    """What ``ds_to_universal`` writes."""
+    """Checkpoints that ``ds_to_universal`` writes."""
 
     name = "universal"
 
     def detect(self, listing: Listing, options: Options) -> Found[UniversalFiles] | None:
-        """Looks for ``zero/<parameter>/fp32.pt``."""
+        """Look for ``zero/<parameter>/fp32.pt``."""
         if listing.single:
             return None
         folders: dict[str, Step] = {}
@@ -105,7 +105,7 @@ class Universal:
     def declare(
         self, found: Found[UniversalFiles], listing: Listing, contents: Contents, options: Options
     ) -> Source:
-        """Whole fp32 tensors; the model files beside them say which there must be."""
+        """Declare full fp32 tensors; the model files next to them state which tensors must exist."""
         seen = found.seen
         source = Source(found.framework, step=found.step, binding=Binding(pass_unknown=True))
         source.binding.vocab_size = options.vocab_size
@@ -172,8 +172,11 @@ class Universal:
     def _beside(
         source: Source, model: Model, contents: Contents, sliced: Sequence[tuple[int, int, int]]
     ) -> None:
-        """What the model files hold besides: stages 1 and 2 the 16-bit parameters, to be compared with; stage
-        3 frozen parameters and buffers."""
+        """Declare the further contents of the model files.
+
+        With stages 1 and 2 these are the 16-bit parameters, which are compared. With stage 3 they are frozen
+        parameters and buffers.
+        """
         if not isinstance(model.state.get("module"), dict):
             return
         unit = Unit(file=0, under=["module"])
@@ -192,7 +195,7 @@ class Universal:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What the parameters' folders hold."""
+    """The contents of the parameters' folders."""
 
     #: Name, shape and place of each tensor, by slot; the parameters' own values are one.
     slots: dict[str, list[Any]] = field(default_factory=dict)
@@ -210,8 +213,7 @@ def _parts(
     shapes: dict[str, list[int]],
     padding: int,
 ) -> _Parts:
-    """Reads the folders of all parameters but some; stage 3 may leave so many elements of padding at the
-    end."""
+    """Read the folders of the parameters, some excepted; stage 3 may leave this much padding at the end."""
     parts = _Parts()
     for name, slot, index in found.seen.parts:
         if name in apart:
@@ -245,7 +247,7 @@ def _parts(
 
 
 def _buffers(model: Model) -> set[str]:
-    """Buffers that the model file holds."""
+    """Return the names of the buffers in the model file."""
     module = model.state.get("module")
     tensors = module if isinstance(module, dict) else {}
     return {
@@ -256,7 +258,7 @@ def _buffers(model: Model) -> set[str]:
 
 
 def _frozen_shards(ranks: list[Model], have: set[str]) -> list[Finding]:
-    """Frozen parameters that ds_to_universal leaves in the model files, where each holds a slice of a
+    """Report frozen parameters that ds_to_universal leaves in model files which each store a slice of a
     shard."""
     return [
         Finding.of(
@@ -286,7 +288,7 @@ def _report_unknown_shapes(folder: str, flat: list[str]) -> list[Finding]:
 
 
 def _moments_missing(folder: str, slots: dict[str, list[Any]], shapes: dict[str, list[int]]) -> list[Finding]:
-    """A parameter that is trained has every moment that another one has; frozen ones have none."""
+    """Report the moments that a trained parameter lacks and another has; frozen parameters have none."""
     names_by_slot = {slot: {name for name, *_ in parts} for slot, parts in slots.items() if slot != _VALUES}
     trained = set(shapes) | set().union(*names_by_slot.values())
     start = f"{folder}/" if folder else ""

@@ -36,7 +36,7 @@ class FsdpRanks:
         self._any_name = any_name
 
     def detect(self, listing: Listing, options: Options) -> Found[FsdpFiles] | None:
-        """Looks for files that are numbered by ranks."""
+        """Look for files that are numbered by ranks."""
         save = find_files.saved(listing, options, any_name=self._any_name)
         if save is None:
             return None
@@ -62,7 +62,7 @@ class FsdpRanks:
     def declare(
         self, found: Found[FsdpFiles], listing: Listing, contents: Contents, options: Options
     ) -> Source:
-        """Every tensor as the boxes that ranks hold."""
+        """Declare every tensor as the boxes that ranks store."""
         source = Source(found.framework, step=found.step, binding=Binding(pass_unknown=True))
         kinds = (found.seen.model, found.seen.optim, found.seen.extra)
         source.files.ranks = {file: {"rank": rank} for files in kinds for rank, file in files.items()}
@@ -87,7 +87,7 @@ class FsdpRanks:
 
 
 def _boxes(source: Source, ranks: Ranks, any_name: bool) -> dict[str, list[int]]:
-    """Declares the tensors that ranks hold boxes of; with their shapes, in their order."""
+    """Declare the tensors that ranks store as boxes, and return their shapes in their order."""
     if any_name and not ranks.parameters() and len(ranks.files) > 1:
         source.findings.append(_no_parts(ranks))
     boxes = Boxes()
@@ -102,7 +102,7 @@ def _boxes(source: Source, ranks: Ranks, any_name: bool) -> dict[str, list[int]]
 
 
 def _flat(source: Source, ranks: Ranks) -> dict[str, list[int]]:
-    """Declares pieces of flat parameters, one after another: they are vectors until a config tells their
+    """Declare pieces of flat parameters, one after another: they are vectors until a config states their
     shapes."""
     ranges_by_name, whole = flat_params.pieces(
         ranks.files, {rank: ranks.contents.tensors(file) for rank, file in ranks.files.items()}
@@ -118,10 +118,10 @@ def _flat(source: Source, ranks: Ranks) -> dict[str, list[int]]:
 
 
 def _shaped(source: Source, shapes: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Gives vectors the shapes that the model's table has for them.
+    """Give vectors the shapes that the model's table has for them.
 
     Raises:
-        FastshardError: ``FS209`` where nothing tells a shape.
+        FastshardError: ``FS209`` if a shape is unknown.
     """
     table = source.binding.usual_table if source.binding.table is None else source.binding.table
     known = dict(shapes)
@@ -175,7 +175,7 @@ def _check_world_size(listing: Listing, folder: str, ranks: int) -> list[Finding
 def _collect(
     source: Source, ranks: Ranks, rank: int, boxes: Boxes, only: Collection[str] | None = None
 ) -> None:
-    """Adds what one rank's file holds, or what of it has these names."""
+    """Add the contents of one rank's file, or those of its tensors that have these names."""
     file = ranks.files[rank]
     if not ranks.contents.readable(file):
         return

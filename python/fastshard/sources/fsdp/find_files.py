@@ -33,7 +33,7 @@ _TRACKERS = ("latest_checkpointed_iteration.txt",)
 
 @dataclass(frozen=True)
 class Named:
-    """What a file's name says."""
+    """The parts of a file's name."""
 
     file: File
     kind: str
@@ -72,10 +72,10 @@ class Saved:
 
 
 def named(file: File, *, any_name: bool = False) -> Named | None:
-    """What the name of a rank's file says; None for other files.
+    """Parse the name of a rank's file; None for other files.
 
     Raises:
-        FastshardError: ``FS106`` for a rank that no run has.
+        FastshardError: ``FS106`` for a rank that is higher than any run has.
     """
     if match := _WORLD.match(file.name):
         return Named(file, match[1], counted(match[3], file), counted(match[2], file))
@@ -89,7 +89,7 @@ def named(file: File, *, any_name: bool = False) -> Named | None:
 
 
 def _kind(stem: str) -> str:
-    """What a file of any other trainer holds: the model, unless its name says something else."""
+    """Return the kind of file of another trainer: the model, unless its name says something else."""
     if "optim" in stem.lower():
         return "optim"
     return (
@@ -100,10 +100,10 @@ def _kind(stem: str) -> str:
 
 
 def saved(listing: Listing, options: Options, *, any_name: bool = False) -> Saved | None:
-    """The save that is taken; None if there is none.
+    """Choose the save to read; None if there is none.
 
     Raises:
-        FastshardError: ``FS106`` if several models or runs lie there and nothing chooses; as
+        FastshardError: ``FS106`` if there are several models or runs and nothing chooses; as
             :func:`fastshard.sources.choose_step.choose`.
     """
     found = [one for f in listing.files if (one := named(f, any_name=any_name)) is not None]
@@ -147,10 +147,10 @@ def saved(listing: Listing, options: Options, *, any_name: bool = False) -> Save
 def _taken(
     listing: Listing, places: set[tuple[int, str]], options: Options
 ) -> tuple[str, str | None, list[Finding]]:
-    """The folder taken, the step's name, and what is to be said of others.
+    """Choose the folder to read, and return it with the step's name and findings about the others.
 
-    A run trains one model or several (``global_step_5/actor``, ``global_step_5/critic``): of several the
-    caller chooses.
+    A run trains one model or several (``global_step_5/actor``, ``global_step_5/critic``). If there are
+    several, the caller chooses.
     """
     parts = {folder: _part(folder) for _, folder in places}
     models = sorted(set(parts.values()))
@@ -176,7 +176,7 @@ def _taken(
 
 
 def _part(folder: str) -> str:
-    """The name of a model among those of one step: what is below the folder that is named as one."""
+    """Return the name of a model among those of one step: its path below the folder named as a step."""
     parts = folder.split("/") if folder else []
     steps = [d for d, part in enumerate(parts) if is_step(part)]
     return "/".join(parts[steps[-1] + 1 :] if steps else parts)

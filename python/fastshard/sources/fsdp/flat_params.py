@@ -23,22 +23,23 @@ Range = tuple[int, int, int, int]
 
 
 def is_flat(distributed: Mapping[int, _core.Distributed]) -> bool:
-    """True if ranks tell of flat parameters."""
+    """Return True if ranks have flat parameters."""
     return any(part["path"][-1].endswith(_FLAT) for one in distributed.values() for part in one["parts"])
 
 
 def pieces(
     files: Mapping[int, int], listed: Mapping[int, Sequence[_core.StoredTensor]]
 ) -> tuple[dict[str, list[Range]], set[str]]:
-    """The pieces of each parameter by name, in the order of the ranks; and names of what is whole on each
-    rank.
+    """Return the pieces of each parameter by name, in the order of the ranks, and names of full tensors.
+
+    Each rank stores the full tensors.
 
     Args:
-        files: those of the ranks.
+        files: files of the ranks.
         listed: the tensors in them, by rank.
 
     Raises:
-        FastshardError: ``FS514`` where flat parameters have no names beside them.
+        FastshardError: ``FS514`` if flat parameters have no names next to them.
     """
     found: dict[str, list[Range]] = {}
     whole: set[str] = set()

@@ -29,14 +29,14 @@ _STEP = "step"
 def attach(
     source: Source, contents: Contents, model: Ranks, ranks: Ranks, shapes: dict[str, list[int]]
 ) -> None:
-    """Adds moments to a declaration.
+    """Add moments to a declaration.
 
     Args:
         source: the declaration.
-        contents: of all files.
-        model: the ranks' files of the model.
-        ranks: those of the optimizer.
-        shapes: of the model's tensors by name, in their order.
+        contents: contents of all files.
+        model: the ranks' model files.
+        ranks: the ranks' optimizer files.
+        shapes: shapes of the model's tensors by name, in their order.
     """
     found = ranks.found
     states = {rank: as_dict(contents(file)) for rank, file in ranks.files.items()}
@@ -72,7 +72,7 @@ def attach(
 
 
 class _Slots:
-    """What is kept of each parameter, by slot and by the optimizer's own key."""
+    """The state of each parameter, by slot and by the optimizer's own key."""
 
     def __init__(self, ranks: Ranks, contents: Contents) -> None:
         #: DTensors and wholes.
@@ -107,25 +107,25 @@ class _Slots:
                     boxes.add(place[0], [0] * len(tensor["shape"]), tensor["shape"], file, number)
 
     def every_key(self) -> set[str]:
-        """The optimizer's keys of which something is kept."""
+        """Return the optimizer's keys that have any state."""
         return {key for slot in self.boxes.values() for key in slot} | {
             key for slot in self.flat.values() for key in slot
         }
 
     def shape(self, key: str) -> list[int] | None:
-        """Shape of the parameter that a key is of, by its moments; None if they do not tell."""
+        """Return the shape of a key's parameter by its moments; None if they do not show it."""
         shapes = {tuple(self.all[slot].shape(key)) for slot, keys in self.boxes.items() if key in keys}
         return list(shapes.pop()) if len(shapes) == 1 else None
 
     def elements(self, key: str) -> int | None:
-        """Elements of the parameter, where moments are flat."""
+        """Return the number of elements of a parameter whose moments are flat."""
         counts = {sum(n for n, *_ in keys[key]) for keys in self.flat.values() if key in keys}
         return counts.pop() if len(counts) == 1 else None
 
     def assembled(
         self, named: dict[str, str], shapes: dict[str, list[int]], *, holes: bool
     ) -> list[Assembled]:
-        """The slots under the parameters' names."""
+        """Return the slots under the parameters' names."""
         found = []
         for slot, boxes in self.all.items():
             for one in boxes.assembled(holes=holes):
@@ -147,14 +147,14 @@ class _Slots:
 
 
 def _place(path: tuple[str, ...]) -> tuple[str, str] | None:
-    """Key and slot of what ``state.KEY.SLOT`` leads to."""
+    """Return key and slot of the path ``state.KEY.SLOT``."""
     return (path[1], path[2]) if len(path) == 3 and path[0] == "state" else None
 
 
 def _named(
     states: dict[int, dict[str, Any]], parameters: list[str], shapes: dict[str, list[int]], slots: _Slots
 ) -> dict[str, str] | None:
-    """The parameter of each of the optimizer's keys; None if that is not told, or told in two ways."""
+    """Return the parameter of each of the optimizer's keys; None if it is unknown or ambiguous."""
     keys = slots.every_key()
     if keys and keys <= set(shapes):
         # FSDP.optim_state_dict gives names.
@@ -199,7 +199,7 @@ def _unnamed(found: Found[object], ranks: Ranks) -> Finding:
 
 
 def _steps(contents: Contents, file: int, state: dict[str, Any]) -> list[float]:
-    """Steps of the optimizer, one per parameter."""
+    """Return steps of the optimizer, one per parameter."""
     steps = []
     tensors = contents.tensors(file) if contents.readable(file) else []
     for entry in as_dict(state.get("state")).values():
@@ -213,7 +213,7 @@ def _steps(contents: Contents, file: int, state: dict[str, Any]) -> list[float]:
 
 
 def _agree(model: Ranks, ranks: Ranks, steps_by_rank: dict[int, list[float]], what: str) -> list[Finding]:
-    """All ranks are of one step: the model's file tells none, so what lies beside it speaks for it."""
+    """Check that all ranks are from one step, by the files next to the model's, which states none."""
     seen = {rank: tuple(sorted(set(steps))) for rank, steps in steps_by_rank.items() if steps}
     usual = Counter(seen.values()).most_common(1)[0][0] if seen else ()
     return [
@@ -233,7 +233,7 @@ def _agree(model: Ranks, ranks: Ranks, steps_by_rank: dict[int, list[float]], wh
 
 
 def trainer(source: Source, contents: Contents, model: Ranks, ranks: Ranks) -> None:
-    """What ``extra_state_*`` says: where the scheduler is, which all ranks must agree on."""
+    """Declare the scheduler's position from ``extra_state_*``, and check that all ranks agree on it."""
     steps_by_rank: dict[int, list[float]] = {}
     for rank, file in ranks.files.items():
         scheduler = as_dict(as_dict(contents(file)).get("lr_scheduler"))

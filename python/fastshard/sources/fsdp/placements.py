@@ -14,19 +14,19 @@ from ... import _core
 
 
 class Unreadable(Exception):
-    """Why a placement is not read."""
+    """The reason why a placement is not read."""
 
 
 def box(shape: Sequence[int], mesh: _core.Mesh, part: _core.RankPart) -> tuple[list[int], list[int]] | None:
-    """First index and extent of what a rank holds; None for one that is not in the mesh.
+    """Return first index and extent of a rank's box; None for a rank that is not in the mesh.
 
     Args:
-        shape: of the whole.
-        mesh: ``shape`` and ``coordinate``, as the core tells it.
+        shape: shape of the full tensor.
+        mesh: ``shape`` and ``coordinate``, as the core gives them.
         part: ``placements`` and ``order``.
 
     Raises:
-        Unreadable: for terms of a sum, and for placements that do not say which box it is.
+        Unreadable: for terms of a sum, and for placements that do not determine the box.
     """
     sizes, at = mesh["shape"], mesh["coordinate"]
     lo, extent = [0] * len(shape), list(shape)
@@ -41,14 +41,16 @@ def box(shape: Sequence[int], mesh: _core.Mesh, part: _core.RankPart) -> tuple[l
 
 
 def _chunk(extent: int, count: int, index: int) -> tuple[int, int]:
-    """The range of one of ``count`` chunks, as torch.chunk divides: the last ones may be short, or empty."""
+    """Return the range of one of ``count`` chunks.
+
+    torch.chunk divides so: the last chunks may be short, or empty.
+    """
     each = -(-extent // count) if count else 0
     return min(index * each, extent), min((index + 1) * each, extent)
 
 
 def _order(part: _core.RankPart, sizes: list[int], ndim: int) -> list[tuple[int, list[int]]]:
-    """Each tensor dimension that is divided, with the mesh dimensions that divide it, first the one that did
-    so first."""
+    """Return each divided tensor dimension, with the mesh dimensions that divide it in order of application."""
     found: dict[int, list[int]] = {}
     declared: dict[int, list[int]] = dict(part["order"] or [])
     for d in reversed(range(len(part["placements"]))):

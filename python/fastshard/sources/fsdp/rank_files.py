@@ -40,27 +40,29 @@ class Ranks:
         self._one_mesh()
 
     def label(self, rank: int) -> str:
-        """The rank in the field's words."""
+        """Format a rank."""
         return f"rank {rank}"
 
     def path(self, rank: int) -> str:
-        """Path of a rank's file."""
+        """Return the path of a rank's file."""
         return self.found.files[self.files[rank]].path
 
     def parameters(self) -> set[str]:
-        """Names of what is divided: of buffers each rank has its own copy."""
+        """Return the names of divided tensors: each rank has its own copy of a buffer."""
         return {".".join(part["path"]) for record in self.distributed.values() for part in record["parts"]}
 
     def paths(self) -> dict[str, list[str]]:
-        """Keys of nested dicts that lead to each tensor, by its name."""
+        """Return the keys of nested dicts that lead to each tensor, by its name."""
         parts = [part["path"] for record in self.distributed.values() for part in record["parts"]]
         files = [file for file in self.files.values() if self.contents.readable(file)]
         parts += [tensor["path"] for file in files for tensor in self.contents.tensors(file)]
         return {".".join(path): path for path in parts}
 
     def aliases(self) -> set[str]:
-        """Further names of tied parameters: they lie where another one does, on every rank that has any of
-        them."""
+        """Return other names of tied parameters.
+
+        An alias has the place of another tensor on every rank that has any of them.
+        """
         found: dict[str, bool] = {}
         for file in self.files.values():
             owners: dict[tuple[Any, ...], str] = {}
@@ -74,10 +76,10 @@ class Ranks:
         return {name for name, is_alias in found.items() if is_alias}
 
     def boxes_of(self, rank: int, part: _core.RankPart) -> list[tuple[list[int], list[int], int]]:
-        """The boxes of one tensor that a rank holds, with the tensor of the file that each is.
+        """Return the boxes of one tensor that a rank stores, each with its tensor in the file.
 
         Raises:
-            FastshardError: ``FS514`` for a placement that tells of no box.
+            FastshardError: ``FS514`` for a placement that does not determine a box.
         """
         if "shards" in part:
             return [(shard["lo"], shard["size"], shard["tensor"]) for shard in part["shards"]]
@@ -96,7 +98,7 @@ class Ranks:
         return [] if bounds is None else [(*bounds, part["tensor"])]
 
     def _all_there(self) -> None:
-        """Ranks must all be there: by the files' names, else by what the files say, else up to the last
+        """Check that all ranks are present: by the files' names, else by their contents, else up to the last
         one."""
         world = self.found.seen.world
         why = f"{world} ranks by the files' names"
@@ -140,7 +142,7 @@ class Ranks:
             del self.files[rank], self.distributed[rank]
 
     def _where_they_say(self) -> None:
-        """A file's own account of its rank must be that of its name."""
+        """Check that the rank a file states is the rank in its name."""
         for rank, record in self.distributed.items():
             own = {n for mesh in record["meshes"] if (n := mesh["rank"]) is not None}
             own |= {n for part in record["parts"] if (n := part.get("rank")) is not None}
@@ -164,7 +166,7 @@ class Ranks:
             )
 
     def _one_mesh(self) -> None:
-        """All ranks divide a tensor over the same mesh."""
+        """Check that all ranks divide the model over the same mesh."""
         meshes_by_rank: dict[int, tuple[tuple[Any, ...], ...]] = {
             rank: tuple(
                 sorted({(*mesh["shape"], *(mesh["names"] or ())) for mesh in record["meshes"]}, key=str)
@@ -191,7 +193,7 @@ class Ranks:
 
 
 def _worlds(record: _core.Distributed) -> list[int]:
-    """Ranks of the run, by a file's meshes and groups."""
+    """Return the number of ranks of the run, by a file's meshes and groups."""
     worlds = [mesh["ranks"] for mesh in record["meshes"]] + [
         part.get("ranks") for part in record["parts"][:1]
     ]
@@ -199,7 +201,7 @@ def _worlds(record: _core.Distributed) -> list[int]:
 
 
 def _renumbered(name: str, rank: int) -> str:
-    """The name of another rank's file of the same save."""
+    """Return the name of another rank's file of the same save."""
     return re.sub(
         r"\d+(?=\D*$)", lambda m: f"{rank:0{len(m[0])}d}" if m[0][0] == "0" else str(rank), name, count=1
     )

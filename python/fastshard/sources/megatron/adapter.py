@@ -49,7 +49,7 @@ class Megatron:
     name = "megatron"
 
     def detect(self, listing: Listing, options: Options) -> Found[MegatronFiles] | None:
-        """Looks for rank folders; the tracker file chooses among steps."""
+        """Look for rank folders; the tracker file chooses among steps."""
         if listing.single:
             return None
         matched = [(f, m) for f in listing.files if (m := _RANK.match(f.path))]
@@ -96,7 +96,8 @@ class Megatron:
     def declare(
         self, found: Found[MegatronFiles], listing: Listing, contents: Contents, options: Options
     ) -> Source:
-        """Topology from the arguments; the first layer of each stage from the layers before it."""
+        """Declare the topology from the arguments, and the first layer of each stage from the layers before
+        it."""
         # The optimizer's modules are of use to no other adapter.
         from . import optim_legacy
 
@@ -149,8 +150,8 @@ class Megatron:
 
     @staticmethod
     def _models(state: Any) -> list[tuple[str, list[str]]]:
-        """(key, tensor names) of each model chunk: ``model``, or ``model0``, ``model1``, ... of virtual
-        stages."""
+        """Return (key, tensor names) of each model chunk: ``model``, or ``model0``, ``model1``, ... of
+        virtual stages."""
         if not isinstance(state, dict):
             return []
         found = [(key, m) for key in state if (m := _MODEL.match(str(key))) and isinstance(state[key], dict)]
@@ -161,9 +162,9 @@ class Megatron:
     def _units(
         grid: RankGrid, models: list[list[tuple[str, list[str]]]], experts: int, source: Source
     ) -> None:
-        """Units with the number of the first layer: virtual stage by virtual stage, stage by stage.
+        """Add units with the number of their first layer: virtual stage by virtual stage, stage by stage.
 
-        Experts are numbered from the first of the rank: as many before it as the ranks before it hold.
+        The number of a rank's first expert is the count of experts on the ranks before it.
         """
         counts: dict[tuple[int, int], int] = {}
         for (_, stage, _), model in zip(grid.places, models, strict=True):
@@ -193,7 +194,7 @@ class Megatron:
 
     @staticmethod
     def _ranks(found: Found[MegatronFiles], states: list[Any], grid: RankGrid, source: Source) -> None:
-        """All ranks must be there, of one iteration and one set of arguments."""
+        """Check that all ranks are present, and that they agree on iteration and arguments."""
         folder = found.folder
         degrees = f"tensor_model_parallel_size {grid.tp} x pipeline_model_parallel_size {grid.pp}"
         degrees += f" x expert_model_parallel_size {grid.ep}" if grid.ep > 1 else ""
@@ -237,7 +238,7 @@ def _differs(
     states: tuple[dict[str, Any], dict[str, Any]],
     args: tuple[dict[str, Any], dict[str, Any]],
 ) -> list[Finding]:
-    """What a rank's file says otherwise than the first, given the state and the arguments of both."""
+    """Report where a rank's file contradicts the first one, given the state and the arguments of both."""
     findings = []
     first, own = args
     if any(n >= most for n, most in zip(grid.places[i], (grid.tp, grid.pp, grid.ep), strict=True)):
@@ -271,7 +272,7 @@ def _differs(
 
 
 def _check_experts(args: dict[str, Any], grid: RankGrid, file: str) -> None:
-    """Raises ``FS211`` where experts do not divide."""
+    """Raise ``FS211`` if the experts do not divide evenly among ranks."""
     experts = megatron.size(args, "num_experts")
     if experts is not None and experts % grid.ep:
         raise FastshardError.of(
@@ -284,7 +285,7 @@ def _check_experts(args: dict[str, Any], grid: RankGrid, file: str) -> None:
 
 
 def _beyond(args: dict[str, Any], names: set[str], grid: RankGrid) -> Lack | None:
-    """What of the model or of how it is divided the table has no rule for."""
+    """Find a part of the model, or of its division among ranks, for which the table has no rule."""
     table = tables.table("megatron.legacy")
     strange = sorted(name for name in names if table.rule_of(name) is None)
     strange.sort(key=lambda name: name.endswith("_extra_state"))
@@ -302,7 +303,7 @@ def _beyond(args: dict[str, Any], names: set[str], grid: RankGrid) -> Lack | Non
 
 
 def _refuse_experts(found: Found[MegatronFiles], grid: RankGrid) -> None:
-    """Raises for experts whose ranks save no files, or files of one name."""
+    """Raise an error for experts whose ranks save no files, or save files of the same name."""
     if grid.etp > grid.tp and grid.ep > 1:
         raise FastshardError.of(
             codes.UNSUPPORTED,
@@ -334,7 +335,7 @@ def _whole(
     grid: RankGrid,
     lack: Lack,
 ) -> None:
-    """Declares tensors whole, by what names and arguments prove of how ranks divide them."""
+    """Declare full tensors, by what names and arguments prove about their division among ranks."""
     # Few need it, and its patterns take longer to compile than a small checkpoint to open.
     from . import merge_without_table, optim_legacy
 
@@ -399,7 +400,8 @@ def _experts_of_rank(args: dict[str, Any], grid: RankGrid, names: set[str]) -> i
 
 
 def _flat_experts(grid: RankGrid, contents: Contents, source: Source) -> None:
-    """GroupedMLP's weights by their bytes: [E, H, 2*F] and [E, F, H], whatever their two dimensions say.
+    """Declare GroupedMLP's weights by their bytes: [E, H, 2*F] and [E, F, H], whatever their two dimensions
+    are.
 
     source: megatron/core/transformer/moe/experts.py, ``self.weight1.view(num_local_experts, hidden_size,
         -1)``

@@ -31,7 +31,7 @@ _DEGREES = {
 
 
 def arguments(state: Any) -> dict[str, Any]:
-    """The arguments of a rank file or ``common.pt``: a Namespace arrives as an inert record."""
+    """Return the arguments of a rank file or of ``common.pt``, where a Namespace arrives as an inert record."""
     args = state.get("args") if isinstance(state, dict) else None
     if isinstance(args, dict) and "__class__" in args:
         args = args.get("state")
@@ -41,16 +41,16 @@ def arguments(state: Any) -> dict[str, Any]:
 def override(
     source: Source, args: dict[str, Any], options: Options, file: str | None
 ) -> tuple[dict[str, Any], list[Lack]]:
-    """Puts what ``--config`` states in the place of arguments, with a note on the declaration for each that
-    differs.
+    """Replace arguments with what ``--config`` states, and note each difference on the declaration.
 
-    Returns the arguments, and what ``--config`` states and no argument does: a merge needs none of it.
+    Returns the arguments, and the settings that ``--config`` states and no argument does: a merge needs none
+    of the latter.
 
     Args:
         source: the declaration.
-        args: those that the checkpoint carries.
-        options: what the caller said.
-        file: the file that carries them.
+        args: the arguments that the checkpoint carries.
+        options: the caller's options.
+        file: the file that carries the arguments.
 
     Raises:
         FastshardError: ``FS211`` for a config that states no setting of the model.
@@ -82,7 +82,7 @@ def override(
 
 
 def _contradict_tie(file: str | None) -> Finding:
-    """Makes the finding of a config that ties a head whose weights are stored."""
+    """Build the finding for a config that ties a head whose weights are stored."""
     return Finding.of(
         codes.CONFIG_DISAGREES,
         "--config ties the head to the embedding, and the checkpoint stores separate weights of it",
@@ -94,13 +94,15 @@ def _contradict_tie(file: str | None) -> Finding:
 
 
 def mixture(args: dict[str, Any], names: Iterable[str]) -> bool:
-    """True for a mixture of experts; without arguments the names tell."""
+    """Return True for a mixture of experts; without arguments, the tensor names decide."""
     return bool(args.get("num_experts")) or any(".mlp.experts." in name for name in names)
 
 
 def beyond(args: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """The first argument of a mixture of experts that the tables have no names for: the argument, what it
-    must be, what it is."""
+    """Find the first argument of a mixture of experts for which the tables have no names.
+
+    Returns the argument, the value that it must have, and the value that it has.
+    """
     every = args.get("moe_layer_freq", 1)
     dense = every not in (None, 1) and not (isinstance(every, list) and all(n == 1 for n in every))
     reasons = [
@@ -130,19 +132,22 @@ class Unnamed:
     name: str = megatron.DIALECT.name
 
     def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
-        """The model of the arguments, which has more than any other framework has words for."""
+        """Return the model that the arguments describe, plus the setting that no other framework has a term
+        for."""
         model = megatron.DIALECT.read(values, evidence)
         return replace(model, others=(*model.others, self.lack))
 
 
 def describe(source: Source, args: dict[str, Any], names: set[str], lacking: Sequence[Lack] = ()) -> None:
-    """Axes and facts: sizes from the arguments, to be held against the tensors; facts from names.
+    """Set axes and facts of the declaration: sizes from the arguments, facts from names.
+
+    Sizes are checked against the tensors.
 
     Args:
         source: the declaration.
         args: the run's arguments.
-        names: of the tensors.
-        lacking: what is known of the model and no argument states.
+        names: names of the tensors.
+        lacking: properties of the model that no argument states.
     """
     moe = mixture(args, names)
     source.binding.axes = megatron.axes_of(args, moe)

@@ -104,8 +104,10 @@ class _Tensor:
     holders: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
     def pieces(self, copy: int) -> list[Any]:
-        """Ranges where ranks divide rows, boxes where they divide columns; the last copy stands for one that
-        is not there."""
+        """Return ranges where ranks divide rows, and boxes where they divide columns.
+
+        The last copy stands in for a missing one.
+        """
         holders = [copies[min(copy, len(copies) - 1)] for _, copies in sorted(self.holders.items())]
         if not self.dimension:
             each = self.numel // self.parts
@@ -135,10 +137,10 @@ class Wholes:
         self.left: list[str] = []
 
     def read(self, places: list[Place], tensors: dict[int, Sequence[_core.StoredTensor]]) -> None:
-        """Puts together what the files hold.
+        """Combine what the files hold.
 
         Raises:
-            FastshardError: ``FS514`` for a tensor of which nothing tells how ranks divide it.
+            FastshardError: ``FS514`` for a tensor whose division among ranks is unknown.
         """
         tensors_by_place = {place: self._of(place, tensors[place.file]) for place in places}
         bases = self._bases(tensors_by_place)
@@ -207,11 +209,11 @@ class Wholes:
                 )
 
     def shapes(self) -> dict[str, list[int]]:
-        """Whole shapes by name."""
+        """Return the shapes of the full tensors by name."""
         return {name: tensor.shape for name, tensor in self.found.items()}
 
     def assembled(self) -> Iterator[Assembled]:
-        """The tensors, and further copies of what several ranks hold alike."""
+        """Yield the tensors, and then further copies of those that several ranks store."""
         whole = {name: t for name, t in self.found.items() if len(t.holders) == t.degree}
         most = max((len(h) for t in whole.values() for h in t.holders.values()), default=0)
         for n in range(most):
@@ -222,11 +224,11 @@ class Wholes:
             yield Assembled(file, {"replica": n} if most > 1 else {}, None, None, tensors, frozen=True)
 
     def incomplete(self) -> Iterator[str]:
-        """Tensors of which a rank's part is nowhere."""
+        """Return the names of tensors that lack the part of some rank."""
         return (name for name, t in self.found.items() if len(t.holders) != t.degree)
 
     def _of(self, place: Place, tensors: Sequence[_core.StoredTensor]) -> dict[str, tuple[int, list[int]]]:
-        """Number and shape of each tensor of a model, by its name in the file."""
+        """Return the number and shape of each tensor of a model, by its name in the file."""
         own: dict[str, tuple[int, list[int]]] = {}
         for number, tensor in enumerate(tensors):
             path = [str(part) for part in tensor["path"]]
@@ -239,8 +241,7 @@ class Wholes:
         return own
 
     def _bases(self, tensors_by_place: Mapping[Place, Iterable[str]]) -> dict[tuple[str, int, int], int]:
-        """Layers before those of each stage, virtual stage by virtual stage: each count of layers by
-        itself."""
+        """Count the layers before each stage, virtual stage by virtual stage; each list of layers separately."""
         counts: dict[tuple[str, int, int], set[int]] = {}
         for place, own in tensors_by_place.items():
             for name in own:
@@ -281,7 +282,7 @@ class Wholes:
         )
 
     def _named(self, name: str, place: Place, bases: Mapping[tuple[str, int, int], int]) -> str:
-        """The name with layers and experts counted from the first of all."""
+        """Return the name with layers and experts counted from the model's first."""
         if match := _LAYER.match(name):
             layer = int(match[2]) + bases[match[1], place.chunk, place.stage]
             name = f"{match[1]}{layer}{name[match.end(2) :]}"
@@ -306,7 +307,7 @@ class Wholes:
     def _differ(
         self, place: Place, own: Mapping[str, list[int]], first: Place, others: Mapping[str, list[int]]
     ) -> None:
-        """What two ranks of one stage do not have alike."""
+        """Report how two ranks of one stage differ in their tensors."""
         name = next(
             n
             for n in sorted(own.keys() | others.keys())
@@ -353,8 +354,10 @@ class Wholes:
     def _divided(
         self, place: Place, name: str, shape: list[int], own: Mapping[str, list[int]], degree: int
     ) -> tuple[int | None, int]:
-        """The dimension that ranks divide and the parts that each has a share of; None where each has the
-        whole."""
+        """Return the dimension that ranks divide, and the number of parts of which each rank has a share.
+
+        The dimension is None if each rank has the full tensor.
+        """
         if degree == 1 or _ALIKE.search(name):
             return None, 1
         rule = next((r for r in _DIVIDED if r[0].search(name) and len(shape) > r[1]), None)
@@ -384,7 +387,10 @@ class Wholes:
         )
 
     def _gates(self, place: Place, name: str, shape: list[int], own: Mapping[str, list[int]]) -> int:
-        """2 where a first projection has a gate: twice the rows that the second one takes."""
+        """Return 2 if a first projection has a gate, else 1.
+
+        With a gate, it has twice the rows that the second projection takes.
+        """
         second = re.sub(r"\.bias(?=\d*$)", ".weight", name)
         second = second.replace("linear_fc1", "linear_fc2").replace("dense_h_to_4h", "dense_4h_to_h")
         columns = own.get(second, [0])[-1]

@@ -41,8 +41,7 @@ def judge(
     tp: int,
     pp: int,
 ) -> None:
-    """Puts on a declaration which files are in the place of their rank, and an error for each that is in
-    another's.
+    """Declare which files are in the place of their rank, and report each that is in another rank's place.
 
     Args:
         source: the declaration.
@@ -96,15 +95,14 @@ def judge_stages(
     files: Sequence[tuple[int, _Place, Sequence[Collection[str]]]],
     pp: int,
 ) -> None:
-    """Puts on a declaration an error for each file that is in the place of another pipeline stage, by the
-    tensors in it.
+    """Report each file that is in the place of another pipeline stage, by its tensors.
 
-    What stages between the first and the last hold does not tell them apart.
+    The tensors of stages between the first and the last do not distinguish them.
 
     Args:
         source: the declaration.
         found: the files.
-        files: number, place by its name, and names of the tensors of each model chunk, of each.
+        files: number, place by its name, and names of the tensors of each model chunk, of each file.
         pp: pipeline-parallel degree.
     """
     files_with_findings = {file for finding in source.findings for file in finding.files}
@@ -138,15 +136,15 @@ def judge_stages(
 
 
 def _final_norm(column: Sequence[_Stage]) -> str:
-    """The norm behind all layers; an encoder's where there is no decoder. Empty where there is none."""
+    """Return the name of the norm after all layers; an encoder's if there is no decoder, empty if there is
+    none."""
     names = {name for *_, chunks in column for chunk in chunks for name in chunk}
     norms = [name for name in names if _FINAL_NORM.fullmatch(name)]
     return max(norms, key=lambda name: name.startswith("decoder"), default="")
 
 
 def _embedding_elsewhere(column: Sequence[_Stage], norm: str) -> list[_Stage]:
-    """The file in the place of the first stage, if it lacks the embedding that another has, and that other
-    one."""
+    """Return the file in the first stage's place, and the file that has the embedding which it lacks."""
     first = column[0]
     holders = [of for of in column if _holds(of[2], _EMBEDDING)]
     if first[0] != 0 or not holders or first in holders:
@@ -161,8 +159,10 @@ def _embedding_elsewhere(column: Sequence[_Stage], norm: str) -> list[_Stage]:
 
 
 def _norm_before_layers(column: Sequence[_Stage], norm: str) -> list[_Stage]:
-    """The file with the final norm, if another stage has layers behind it, and that one; virtual stage by
-    virtual stage."""
+    """Return the file with the final norm and the file whose layers come after it, if there are such files.
+
+    Virtual stages come one by one.
+    """
     layers = f"{norm.partition('.')[0]}.layers."
     places = [(chunk, of) for of in column for chunk, _ in enumerate(of[2])]
     holding = [(chunk, of[0], of) for chunk, of in places if norm and norm in of[2][chunk]]
@@ -180,14 +180,14 @@ def _holds(chunks: Sequence[Collection[str]], name: str) -> bool:
 
 
 def _own_stage(chunks: Sequence[Collection[str]], norm: str, pp: int) -> int | None:
-    """The stage that a file is of, by its tensors; None where they do not tell."""
+    """Return the stage to which a file belongs, by its tensors; None if they do not show it."""
     if norm and _holds(chunks, norm):
         return pp - 1
     return 0 if _holds(chunks, _EMBEDDING) else None
 
 
 def _rank(args: dict[str, Any]) -> int | None:
-    """``args.rank``, where it tells of a place."""
+    """Return ``args.rank``, if it determines a place."""
     rank, world = args.get("rank"), args.get("world_size")
     encoder = args.get("encoder_tensor_model_parallel_size")
     if type(rank) is not int or type(world) is not int or (type(encoder) is int and encoder > 0):
@@ -196,12 +196,12 @@ def _rank(args: dict[str, Any]) -> int | None:
 
 
 def _stage_last(rank: int, args: dict[str, Any], tp: int, pp: int) -> int:
-    """Pipeline stage in the order tp-cp-ep-dp-pp."""
+    """Return the pipeline stage in the order tp-cp-ep-dp-pp."""
     return int(rank // max(args["world_size"] // pp, 1))
 
 
 def _stage_before_data(rank: int, args: dict[str, Any], tp: int, pp: int) -> int:
-    """Pipeline stage in the order tp-cp-pp-dp."""
+    """Return the pipeline stage in the order tp-cp-pp-dp."""
     cp = args.get("context_parallel_size")
     return rank // (tp * (cp if type(cp) is int and cp > 0 else 1)) % pp
 

@@ -40,7 +40,7 @@ _MOST_STEPS = 1 << 62
 
 
 def is_state(name: str) -> bool:
-    """True for a tensor of an optimizer's state."""
+    """Return True for a tensor of an optimizer's state."""
     return _STATE.match(name) is not None
 
 
@@ -51,12 +51,12 @@ def divide(
     args: dict[str, Any],
     common: dict[str, Any],
 ) -> list[Stored]:
-    """The weights among the tensors; masters and optimizer state become the source's.
+    """Return the weights among the tensors, and declare master weights and optimizer state.
 
     Args:
-        source: what is declared.
-        tensors: all of the checkpoint's.
-        described: what ``.metadata`` says.
+        source: the declaration.
+        tensors: all tensors of the checkpoint.
+        described: contents of ``.metadata``.
         args: the run's arguments.
         common: the common part of the checkpoint.
     """
@@ -113,7 +113,7 @@ class _State:
 
 
 def _state_of(tensors: list[Stored], shapes: dict[str, list[int]]) -> _State:
-    """What is not among the parameters, whose shapes are given."""
+    """Collect the tensors that are not among the parameters, given the parameters' shapes."""
     state = _State()
     for name, shape, pieces in tensors:
         if name in shapes:
@@ -133,7 +133,7 @@ def _state_of(tensors: list[Stored], shapes: dict[str, list[int]]) -> _State:
 
 
 def _weights(weights: list[Stored], described: Metadata) -> Weights:
-    """The parameters as the order of flat buckets follows from them: shape, boxes and dtype of each."""
+    """Return shape, boxes and dtype of each parameter: the order of flat buckets follows from these."""
     dtypes = {entry["name"]: entry["dtype"] for entry in described["tensors"]}
     return {
         name: (shape, [(lo, size) for lo, size, _, _ in pieces], dtypes.get(name) or "")
@@ -156,7 +156,7 @@ def _no_places(name: str, error: UnknownPlaces) -> Finding:
 
 
 def _remarks(assembled: list[Assembled], is_shifted: bool) -> list[Finding]:
-    """What is to be known of the state that is read.
+    """Report remarks on the optimizer state that is read.
 
     source: distrib_optimizer.py (sharded_param_state_fully_reshardable), 0.16 to 0.19
     """
@@ -190,7 +190,7 @@ def _slot(kind: str) -> str | None:
 
 
 def _refused(described: Metadata, args: dict[str, Any], unread: list[str]) -> list[Finding]:
-    """Why the optimizer's part is not read, if it is not."""
+    """Report why the optimizer's part is not read, if it is not."""
     again = (
         "load it with Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable, or leave out "
         "--optimizer"
@@ -234,7 +234,7 @@ def _refused(described: Metadata, args: dict[str, Any], unread: list[str]) -> li
 
 
 def param_groups(optimizer: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """The groups of all optimizers, without their parameters' numbers."""
+    """Yield the parameter groups of all optimizers, without the numbers of their parameters."""
     if isinstance(optimizer, list):
         optimizer = dict(enumerate(optimizer))
     if not isinstance(optimizer, dict) or depth > _DEPTH:
@@ -249,6 +249,6 @@ def param_groups(optimizer: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def steps(groups: list[dict[str, Any]]) -> list[float]:
-    """The steps that groups tell."""
+    """Return the steps that the groups state."""
     values = [group.get("step") for group in groups]
     return [float(step) for step in values if isinstance(step, (int, float)) and abs(step) < _MOST_STEPS]

@@ -49,7 +49,7 @@ class _Copies:
         self._seen: dict[tuple[str, str], int] = {}
 
     def add(self, part: Part, boxes: list[Any]) -> None:
-        """The boxes that one rank has of a tensor."""
+        """Add the boxes that one rank has of a tensor."""
         key = (part.name, repr(part.boxes))
         copy = self._seen[key] = self._seen.get(key, -1) + 1
         if copy == len(self._copies):
@@ -57,7 +57,7 @@ class _Copies:
         self._copies[copy].setdefault(part.name, []).extend(boxes)
 
     def assembled(self, slot: str | None) -> list[Assembled]:
-        """The tensors, and their copies."""
+        """Return the tensors, and their copies."""
         return [
             Assembled(
                 next((boxes[0][2] for boxes in tensors.values() if boxes), 0),
@@ -71,10 +71,10 @@ class _Copies:
 
 
 def read(weights: Weights, args: dict[str, Any], tensors: list[Stored]) -> list[Assembled]:
-    """Masters and slots by parameter.
+    """Return master weights and slots by parameter.
 
     Raises:
-        UnknownPlaces: if it is not certain where the parameters lie.
+        UnknownPlaces: if the places of the parameters are not certain.
     """
     buffers: _Buffers = {}
     for name, shape, chunks in tensors:
@@ -114,7 +114,7 @@ def read(weights: Weights, args: dict[str, Any], tensors: list[Stored]) -> list[
 
 
 def _placed(ranks: Ranks, kind: Kind, buffers: _Buffers) -> list[tuple[dict[str, Stored], list[Place]]]:
-    """Each bucket with the parameters in it."""
+    """Return each bucket with the parameters in it."""
     lists: dict[tuple[int, int], list[list[Part]]] = {}
     # Not every stage has experts.
     if max(ranks.tp * ranks.pp, ranks.etp * ranks.ep if ranks.ep > 1 else 0) > len(buffers):
@@ -152,7 +152,7 @@ def _other_ranks(expected: int, buffers: _Buffers) -> UnknownPlaces:
 
 
 def _by_dtype(parts: list[Part]) -> list[tuple[str, list[Part]]]:
-    """Buffers of a part of the model: one for each dtype, in the order in which these come."""
+    """Group parameters into the buffers of a model chunk: one for each dtype, in order of first occurrence."""
     found: dict[str, list[Part]] = {}
     for part in parts:
         found.setdefault(part.dtype, []).append(part)
@@ -186,8 +186,10 @@ def _filled(
 
 
 def _bounded(name: str, bucket: list[Place], chunks: list[Any]) -> None:
-    """Parameters begin and end where chunks do; no chunk has parts of two, or of one and what was never
-    written."""
+    """Check that parameters begin and end where chunks do.
+
+    No chunk has parts of two parameters, or part of one and elements that were never written.
+    """
     bounds = sorted((lo[0], lo[0] + size[0]) for lo, size, _, _ in chunks)
     begins, ends = {a for a, _ in bounds}, {b for _, b in bounds}
     at = 0
@@ -208,7 +210,7 @@ def _bounded(name: str, bucket: list[Place], chunks: list[Any]) -> None:
 
 
 def _cut(bucket: list[Place], chunks: list[Any]) -> list[tuple[Part, list[Any]]]:
-    """The boxes of each parameter in a bucket; chunks are in the order of their places."""
+    """Return the boxes of each parameter in a bucket, with chunks sorted by their places."""
     ordered = sorted(chunks, key=lambda chunk: chunk[0][0])
     found: list[tuple[Part, list[Any]]] = []
     at = 0

@@ -23,7 +23,7 @@ Run = tuple[list[int], list[int], int]
 
 
 class UnknownPlaces(Exception):
-    """That the places of parameters in flat vectors are not known for certain."""
+    """An error: the places of parameters in flat vectors are not known for certain."""
 
     def __init__(self, message: str, expected: str | None = None, got: str | None = None) -> None:
         super().__init__(message)
@@ -55,13 +55,14 @@ Place = tuple[Part, int, int]
 
 
 def aligned(at: int) -> int:
-    """The next place where a parameter may begin."""
+    """Return the next place where a parameter may begin."""
     return -(-at // ALIGNED) * ALIGNED
 
 
 def in_buckets(parts: Sequence[Part], sizes: Sequence[int]) -> list[list[Place]] | None:
-    """The parameters' places in buckets of these sizes (padding at their ends left out); None if they do not
-    fill them.
+    """Place parameters in buckets of the given sizes, without the padding at their ends.
+
+    None if the parameters do not fill the buckets.
 
     Args:
         parts: parameters of one buffer, in the model's order.
@@ -87,8 +88,9 @@ def in_buckets(parts: Sequence[Part], sizes: Sequence[int]) -> list[list[Place]]
 
 
 def in_vector(parts: Sequence[Part], bucket: int | None, length: int) -> list[Place] | None:
-    """The parameters' places in one vector that buckets were put into, one after another, without their
-    padding.
+    """Place parameters in one vector that concatenates buckets without their padding.
+
+    None if they do not fill the vector.
 
     Args:
         parts: parameters of one buffer, in the model's order.
@@ -110,8 +112,7 @@ def in_vector(parts: Sequence[Part], bucket: int | None, length: int) -> list[Pl
 
 
 def runs(shape: Sequence[int], first: int, count: int) -> Iterator[Run]:
-    """The boxes that a range of a box's C-ordered elements is made of, with where each begins in the
-    range."""
+    """Yield the boxes that make up a range of a box's C-ordered elements, each with its start in the range."""
     if count <= 0:
         return
     if first == 0 and count == prod(shape):
@@ -139,8 +140,10 @@ def _in_row(row: int, shape: Sequence[int], first: int, count: int, at: int) -> 
 
 
 def pieces(part: Part, first: int, count: int, file: int, number: int, at: int) -> Iterator[tuple[Any, ...]]:
-    """Boxes of the whole tensor for a range of a parameter's elements, which lies in a flat tensor from `at`
-    on."""
+    """Yield boxes of the full tensor for a range of a parameter's elements in a flat tensor.
+
+    The range begins at ``at`` in the flat tensor.
+    """
     begin = 0
     for lo, size in part.boxes:
         volume = prod(size)

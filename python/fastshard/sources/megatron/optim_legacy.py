@@ -81,8 +81,10 @@ class _Reading:
 
 
 def refuse(source: Source, found: Found[MegatronFiles], states: list[Any]) -> None:
-    """Says that the state of a model without a table is not read, if there is any: its order is that of the
-    model's modules."""
+    """Report that the optimizer state of a model without a table is not read, if there is any.
+
+    Its order is the order of the model's modules.
+    """
     beside = found.seen.beside
     with_state = [n for n, state in enumerate(states) if n in beside or _list_optimizers(as_dict(state))]
     if not with_state:
@@ -106,7 +108,7 @@ def attach(
     args: dict[str, Any],
     ep: int,
 ) -> None:
-    """Adds masters and slots to a declaration, and what is wrong with them."""
+    """Add master weights, slots and their findings to a declaration."""
     beside = found.seen.beside
     ranks = [_rank(source, found, contents, n, as_dict(state), beside) for n, state in enumerate(states)]
     ranks = [rank for rank in ranks if rank.chunks]
@@ -195,7 +197,7 @@ def _rank(
     state: dict[str, Any],
     beside: Mapping[int, int],
 ) -> _Rank:
-    """The rank's parameters, in the order of its file: that of the module, buffers aside."""
+    """Return the rank's parameters in the order of its file, which is the module's order without buffers."""
     units = [unit for unit in source.files.units if unit.file == n]
     declared = {
         pieces[0][2]: (name, shape)
@@ -223,8 +225,7 @@ def _rank(
 
 
 def _list_optimizers(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """List the optimizers in a rank file that are not distributed: one, or those of dense parameters and of
-    experts."""
+    """List the non-distributed optimizers in a rank file: one, or those of dense parameters and of experts."""
     stored = state.get("optimizer")
     several = stored if isinstance(stored, list) else [stored]
     found = [one for one in several if isinstance(one, dict)]
@@ -233,7 +234,7 @@ def _list_optimizers(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _buffers(source: Source, contents: Contents) -> Iterator[str]:
-    """Tensors of the rank files that are no parameters."""
+    """Yield the names of tensors in the rank files that are not parameters."""
     for unit in source.files.units:
         for tensor in contents.tensors(unit.file) if contents.readable(unit.file) else []:
             path = [str(p) for p in tensor["path"]]
@@ -242,14 +243,14 @@ def _buffers(source: Source, contents: Contents) -> Iterator[str]:
 
 
 def _divided(rank: _Rank, apart: bool) -> tuple[list[list[Part]], list[list[Part]]]:
-    """Parameters of each chunk: those of the first optimizer, and the experts of the second."""
+    """Divide each chunk's parameters into those of the first optimizer and the experts of the second."""
     chunks = [chunk.parts for chunk in rank.chunks]
     dense = [[p for p in parts if not (apart and _EXPERT.search(p.name))] for parts in chunks]
     return dense, [[p for p in parts if apart and _EXPERT.search(p.name)] for parts in chunks]
 
 
 def _keep(reading: _Reading, rank: _Rank, slots: _Slots, file: int) -> None:
-    """Declares what was found, under the names of the unit that holds the parameters."""
+    """Declare what was found, under the names of the unit that holds the parameters."""
     for kind, chunks in slots.items():
         slot = None if kind in MASTERS else kind
         for n, tensors in chunks.items():
@@ -264,7 +265,7 @@ def _keep(reading: _Reading, rank: _Rank, slots: _Slots, file: int) -> None:
 
 
 def _distributed(reading: _Reading, rank: _Rank, ranks: list[_Rank]) -> None:
-    """The flat vectors of ``distrib_optim.pt``."""
+    """Read the flat vectors of ``distrib_optim.pt``."""
     found = reading.found
     if rank.beside is None:
         path = f"{rank.path.rpartition('/')[0]}/{DISTRIBUTED_OPTIMIZER}"
@@ -295,7 +296,7 @@ def _distributed(reading: _Reading, rank: _Rank, ranks: list[_Rank]) -> None:
 
 
 def _same_dense(reading: _Reading, rank: _Rank, ranks: list[_Rank]) -> tuple[int, dict[str, Any]] | None:
-    """The file of another rank that has the same dense parameters, and what it holds of them."""
+    """Find the file of another rank that has the same dense parameters, and return it with their state."""
 
     def place(one: _Rank) -> list[dict[str, int]]:
         return [{d: n for d, n in chunk.unit.coords.items() if d != "ep"} for chunk in one.chunks]
@@ -311,7 +312,7 @@ def _same_dense(reading: _Reading, rank: _Rank, ranks: list[_Rank]) -> tuple[int
 def _vectors(
     reading: _Reading, rank: _Rank, buffers: dict[str, Any], chunks: list[list[Part]], file: int
 ) -> _Slots:
-    """Buffers by number: those of the first chunk, one for each dtype, then those of the next."""
+    """Read buffers by number: those of the first chunk, one for each dtype, then those of the next chunk."""
     wanted: list[tuple[int, str, list[Part]]] = []
     for n, parts in enumerate(chunks):
         by_dtype: dict[str, list[Part]] = {}
@@ -347,7 +348,7 @@ def _vectors(
 
 
 def _placed(reading: _Reading, rank: _Rank, chunk: int, parts: list[Part], length: int) -> list[Place]:
-    """Where parameters lie in a vector: by the arguments, or by its length where these do not tell."""
+    """Place parameters in a vector: by the arguments, or by its length if the arguments do not suffice."""
     stage = rank.chunks[chunk].unit.coords.get("pp", 0)
     pp = count(reading.args, "pipeline_model_parallel_size") or 1
     tied = reading.args.get("untie_embeddings_and_output_weights") is False
@@ -367,7 +368,10 @@ def _placed(reading: _Reading, rank: _Rank, chunk: int, parts: list[Part], lengt
 
 
 def _bucket(args: dict[str, Any], rank: _Rank) -> int | None:
-    """Elements after which a bucket is closed. source: megatron/training/training.py (get_model)"""
+    """Return the number of elements after which a bucket is closed.
+
+    source: megatron/training/training.py (get_model)
+    """
     if not args.get("overlap_grad_reduce"):
         return None
     if number := count(args, "ddp_num_buckets"):
@@ -382,7 +386,7 @@ def _bucket(args: dict[str, Any], rank: _Rank) -> int | None:
 
 
 def _whole(reading: _Reading, rank: _Rank) -> None:
-    """Masters and moments by parameter, numbered: an optimizer that is not distributed.
+    """Read master weights and moments by parameter number, from an optimizer that is not distributed.
 
     source: megatron/core/optimizer/optimizer.py (Float16OptimizerWithFloat16Params, FP32Optimizer)
     """
@@ -428,13 +432,13 @@ def _whole(reading: _Reading, rank: _Rank) -> None:
 
 
 def _tensor(value: Any, most: int) -> int | None:
-    """The tensor that a value stands for."""
+    """Return the index of the tensor that a value refers to."""
     index = as_dict(value).get("__tensor__")
     return index if isinstance(index, int) and 0 <= index < most else None
 
 
 def _stepped(state: Any, tensors: Sequence[_core.StoredTensor]) -> list[int] | None:
-    """The shape of a parameter, by its moments."""
+    """Return the shape of a parameter, by its moments."""
     shapes = [
         tensors[index]["shape"]
         for slot, value in as_dict(state).items()
@@ -446,7 +450,7 @@ def _stepped(state: Any, tensors: Sequence[_core.StoredTensor]) -> list[int] | N
 def _steps_agree(
     found: Found[MegatronFiles], ranks: list[_Rank], steps_by_file: dict[int, list[float]]
 ) -> list[Finding]:
-    """All ranks' optimizers must have taken as many steps."""
+    """Check that the optimizers of all ranks have taken the same number of steps."""
     first = next((steps_by_file[rank.file] for rank in ranks if steps_by_file[rank.file]), None)
     return [
         Finding.of(

@@ -15,12 +15,12 @@ from .optim_flat import runs
 
 
 def boxes(shape: list[int], stored: list[int], chunks: list[Any]) -> list[Any] | None:
-    """The chunks as boxes of the parameter; None if the shape in ``.metadata`` is not one of its shards.
+    """Return the chunks as boxes of the parameter; None if the shape in ``.metadata`` is not of its shards.
 
     Args:
-        shape: the parameter's.
-        stored: the one in ``.metadata``.
-        chunks: first index and extent there, file, and the tensor in it.
+        shape: the parameter's shape.
+        stored: the shape in ``.metadata``.
+        chunks: first index and extent in the stored tensor, file, and the tensor in it.
     """
     if len(stored) != len(shape) + 1 or any(n < 1 for n in stored[:-1]):
         return None

@@ -69,7 +69,7 @@ Weights = dict[str, tuple[list[int], list[tuple[list[int], list[int]]], str]]
 
 @dataclass(frozen=True)
 class Kind:
-    """What decides the order of parameters."""
+    """The properties that decide the order of parameters."""
 
     #: ``transformer_impl``
     layers: str
@@ -83,10 +83,10 @@ class Kind:
 
 
 def count(args: dict[str, Any], name: str) -> int | None:
-    """A size or degree among the arguments; None where it is not stated.
+    """Return a size or degree among the arguments; None if it is not stated.
 
     Raises:
-        UnknownPlaces: if it is no positive whole number.
+        UnknownPlaces: if it is not a positive integer.
     """
     try:
         return megatron.size(args, name)
@@ -97,7 +97,7 @@ def count(args: dict[str, Any], name: str) -> int | None:
 
 
 def kinds(args: dict[str, Any], experts: bool) -> list[Kind]:
-    """The kinds that the arguments leave open."""
+    """List the kinds that the arguments leave open."""
     implementation = args.get("transformer_impl")
     layers = (
         [implementation] if isinstance(implementation, str) and implementation in _LAYERS else list(_LAYERS)
@@ -159,7 +159,7 @@ class Ranks:
         return layers
 
     def _divided(self, args: dict[str, Any]) -> dict[tuple[int, int], range]:
-        """The layers of each (stage, virtual stage)."""
+        """Return the layers of each (stage, virtual stage)."""
         for name in (
             "pipeline_model_parallel_layout",
             "account_for_embedding_in_pipeline_split",
@@ -193,7 +193,7 @@ class Ranks:
         }
 
     def parts(self, kind: Kind, tp: int, pp: int, chunk: int) -> list[Part]:
-        """What is not kept apart for experts, in the model's order."""
+        """List the parameters that are not kept apart for experts, in the model's order."""
         found: list[Part] = []
         apart = self.ep > 1
         first, last = (pp, chunk) == (0, 0), (pp, chunk) == (self.pp - 1, self.vp - 1)
@@ -215,11 +215,11 @@ class Ranks:
         return found
 
     def experts(self, kind: Kind, tp: int, ep: int, pp: int, chunk: int) -> list[Part]:
-        """What is kept apart for experts, in the model's order."""
+        """List the parameters that are kept apart for experts, in the model's order."""
         return [p for layer in self._stages[pp, chunk] for p in self._experts(kind, layer, tp, ep)]
 
     def unused(self) -> set[str]:
-        """Weights that no rank was given a part of."""
+        """Return the names of weights of which no rank got a part."""
         return self.weights.keys() - self._cuts.keys()
 
     def _of_layer(self, suffix: str, layer: int) -> tuple[str, list[int]]:
@@ -251,7 +251,7 @@ class Ranks:
             yield from self._one(name, [*at, expert], tp, self.etp)
 
     def _one(self, name: str, at: list[int], rank: int, degree: int) -> Iterator[Part]:
-        """A rank's part of a tensor, below the first indices given; nothing if there is no such tensor."""
+        """Yield a rank's part of a tensor, below the given first indices; nothing if there is no such tensor."""
         if name not in self.weights:
             return
         shape, chunks, dtype = self.weights[name]

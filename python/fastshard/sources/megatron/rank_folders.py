@@ -12,7 +12,7 @@ DISTRIBUTED_OPTIMIZER = "distrib_optim.pt"
 
 @dataclass(frozen=True)
 class MegatronFiles:
-    """What the names of folders say, rank file by rank file; these are the first of all files."""
+    """The numbers in folder names, rank file by rank file; the rank files are the first of all files."""
 
     #: Numbers at the end of each folder's name: the tensor-parallel rank, and up to two more.
     suffixes: tuple[tuple[int, ...], ...]

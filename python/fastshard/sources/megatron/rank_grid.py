@@ -35,10 +35,13 @@ class RankGrid:
 
     @classmethod
     def of(cls, found: Found[MegatronFiles], args: dict[str, Any], mixture: bool) -> RankGrid:
-        """Folders end in the stage where there are several, then in the expert rank where there are several.
+        """Derive the grid from folder names and arguments.
+
+        Names end in the stage if there are several stages, then in the expert rank if there are several of
+        these.
 
         Raises:
-            FastshardError: ``FS106`` if one number follows and nothing says which of the two it is.
+            FastshardError: ``FS106`` if one number follows and nothing states which of the two it is.
         """
         suffixes = found.seen.suffixes
         pp = megatron.size(args, "pipeline_model_parallel_size")
@@ -94,9 +97,9 @@ class RankGrid:
         return found
 
     def of_expert(self, place: tuple[int, int, int]) -> int | None:
-        """The rank among those that divide an expert's tensors; None for one of which no file is saved.
+        """Return the rank among those that divide an expert's tensors; None for a rank that saves no file.
 
-        Ranks of both kinds are counted from the same first one, and those of the first copies of experts
+        Ranks of both kinds are counted from the same first one. The ranks of the first copies of experts
         save.
         source: megatron/core/parallel_state.py (RankGenerator, order tp-cp-ep-dp-pp),
             megatron/training/checkpointing.py
@@ -106,20 +109,23 @@ class RankGrid:
         return rank if rank < self.etp else None
 
     def folder(self, place: tuple[int, int, int]) -> str:
-        """source: Megatron-LM megatron/training/checkpointing.py, get_checkpoint_name"""
+        """Return the name of a rank's folder.
+
+        source: Megatron-LM megatron/training/checkpointing.py, get_checkpoint_name
+        """
         rank, stage, expert = place
         name = f"mp_rank_{rank:02d}"
         name += f"_{stage:03d}" if self.pp > 1 else ""
         return name + (f"_{expert:03d}" if self.ep > 1 else "")
 
     def coords(self, place: tuple[int, int, int]) -> dict[str, int]:
-        """As the layout takes them."""
+        """Return the coordinates of a place, as the layout takes them."""
         return {"tp": place[0], "pp": place[1]} | ({"ep": place[2]} if self.ep > 1 else {})
 
     def rank(self, place: tuple[int, int, int]) -> str:
-        """In the field's words."""
+        """Format the rank in the short form."""
         return format_rank(self.coords(place))
 
     def long_rank(self, place: tuple[int, int, int]) -> str:
-        """In more of them."""
+        """Format the rank in the long form."""
         return ", ".join(f"{dimension} rank {n}" for dimension, n in self.coords(place).items())

@@ -43,7 +43,7 @@ _TOGETHER = (("self_attention.linear_proj.bias", "mlp.linear_fc1.bias", "mlp.lin
 
 
 def is_numbered(names: Collection[str]) -> bool:
-    """True if layers are stored one by one, not stacked."""
+    """Return True if layers are stored one by one, not stacked."""
     return any((match := _LAYER.match(name)) and match[1] for name in names)
 
 
@@ -54,13 +54,13 @@ def unnamed(
     facts: Mapping[str, bool],
     args: Mapping[str, Any],
 ) -> Lack | None:
-    """What of a model the table does not describe; None for a model that it is for.
+    """Find a part of a model that the table does not describe; None if the table fits the model.
 
     Args:
         table: the table of Megatron-LM's blocks.
-        shapes: whole shapes of the weights, by name.
+        shapes: shapes of the full weights, by name.
         axes: extents that the arguments state.
-        facts: what holds of the model.
+        facts: facts of the model.
         args: the run's arguments.
     """
     for name in shapes:
@@ -112,8 +112,7 @@ def unnamed(
 
 
 def _applies(rule: Rule, gated: bool | None) -> bool:
-    """False for the rule of a gated first projection where the model has a plain one, and the other way
-    round."""
+    """Return False for a gated first projection's rule where the model has a plain one, and vice versa."""
     if "linear_fc1" not in rule.name or rule.dimensions is None or ".layer_norm_" in rule.name:
         return True
     return gated is None or any("gate:" in dimension for dimension in rule.dimensions) == gated
@@ -122,15 +121,17 @@ def _applies(rule: Rule, gated: bool | None) -> bool:
 def leave_unnamed(
     source: Source, lack: Lack, shapes: Mapping[str, list[int]], args: Mapping[str, Any]
 ) -> None:
-    """Declares the tensors as they are stored: ``.metadata`` states all shapes. Rows that are words are known
-    all the same."""
+    """Declare the tensors as they are stored: ``.metadata`` states all shapes.
+
+    Rows that are words of the vocabulary are declared too.
+    """
     source.binding.layout, source.binding.pass_unknown, source.binding.axes = None, True, {}
     source.binding.table = Table.of("megatron.any", "V", {}, list(_words(shapes, args)))
     source.model = replace(source.model, dialect=arguments.Unnamed(lack))
 
 
 def _words(shapes: Mapping[str, list[int]], args: Mapping[str, Any]) -> Iterator[Rule]:
-    """Rules for what has a row for each word of the padded vocabulary."""
+    """Yield rules for tensors that have a row for each word of the padded vocabulary."""
     word_shapes = {name: shape for name, shape in shapes.items() if shape and _WORDS.search(name)}
     embeddings = [shape[0] for name, shape in word_shapes.items() if name.endswith("word_embeddings.weight")]
     padded_size = megatron.size(args, "padded_vocab_size")

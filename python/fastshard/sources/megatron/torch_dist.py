@@ -37,7 +37,7 @@ class TorchDist:
         tensors: list[tuple[str, list[int], list[Any]]],
         options: Options,
     ) -> list[tuple[str, list[int], list[Any]]] | None:
-        """Table, axes and facts from the arguments; the optimizer's state becomes slots of the source."""
+        """Declare table, axes and facts from the arguments, and the optimizer's state as slots of the source."""
         if not _is_torch_dist(found, listing):
             return _of_torch(source, found, tensors)
         state = _common(source, found, contents)
@@ -71,9 +71,9 @@ class TorchDist:
 
 
 def _is_torch_dist(found: Found[DcpFiles], listing: Listing) -> bool:
-    """True if ``metadata.json`` states a backend of Megatron-LM's; trainers keep files of that name too.
+    """Return True if ``metadata.json`` states a backend of Megatron-LM; trainers keep files of that name too.
 
-    One that holds no JSON says nothing: then the common part of the state does.
+    If the file is not JSON, the common part of the state decides.
     source: megatron/core/dist_checkpointing/core.py (CheckpointingConfig)
     """
     file = listing.find(f"{found.folder}/metadata.json" if found.folder else "metadata.json")
@@ -87,10 +87,11 @@ def _is_torch_dist(found: Found[DcpFiles], listing: Listing) -> bool:
 def _of_torch(
     source: Source, found: Found[DcpFiles], tensors: list[tuple[str, list[int], list[Any]]]
 ) -> list[tuple[str, list[int], list[Any]]] | None:
-    """``fsdp_dtensor`` and ``torch_dcp``: torch's own form of the whole state, arguments among its objects.
+    """Declare ``fsdp_dtensor`` and ``torch_dcp``: torch's form of the full state, with arguments as an
+    object.
 
-    Everything is merged under the names stored. Megatron-FSDP splits gated projections into ``weight_w`` and
-    ``weight_v`` and names are those of its wrappers, so that no table is for them.
+    All tensors keep their stored names in a merge. No table fits them: Megatron-FSDP splits gated projections
+    into ``weight_w`` and ``weight_v``, and the names are those of its wrappers.
     source: megatron/training/checkpointing.py (generate_state_dict),
         megatron/core/transformer/fsdp_dtensor_checkpoint.py
     """
@@ -109,7 +110,7 @@ def _of_torch(
 
 
 def _common(source: Source, found: Found[DcpFiles], contents: Contents) -> dict[str, Any]:
-    """The part of the state that is no tensor: a file, or since 0.19 an object among the records.
+    """Read the non-tensor part of the state: a file, or since 0.19 an object among the records.
 
     Raises:
         FastshardError: if the object cannot be read.
@@ -137,8 +138,8 @@ def _common(source: Source, found: Found[DcpFiles], contents: Contents) -> dict[
 
 
 def _gated(shapes: dict[str, list[int]]) -> bool | None:
-    """Whether the first projection has a gate, by what the second one takes; None where shapes do not
-    tell."""
+    """Return True if the first projection has a gate, by the columns of the second; None if shapes are
+    unclear."""
     found = set()
     for name, first in shapes.items():
         second = shapes.get(name.replace("linear_fc1.weight", "linear_fc2.weight"))

@@ -49,7 +49,7 @@ class Orbax:
     name = "orbax"
 
     def detect(self, listing: Listing, options: Options) -> Found[OrbaxFiles] | None:
-        """Finds the item, judges its completeness from keys alone, and lists its blocks."""
+        """Find the item, check its completeness from keys alone, and list its blocks."""
         if listing.single:
             return None
         everywhere = find(listing)
@@ -102,7 +102,7 @@ class Orbax:
     def declare(
         self, found: Found[OrbaxFiles], listing: Listing, contents: Contents, options: Options
     ) -> Source:
-        """Every array as boxes of its blocks."""
+        """Declare every array as boxes of its blocks."""
         union, tree, verdict = found.seen.union, found.seen.tree, found.seen.verdict
         place = found.seen.places[0]
         source = Source(found.framework, step=found.step, binding=Binding(pass_unknown=True))
@@ -156,7 +156,8 @@ class Orbax:
 
 
 def _shared(tree: Tree | None, where: str) -> list[Finding]:
-    """Entries of the tree that Orbax stored over each other: it joins keys by dots. Measured with 0.12.8."""
+    """Report entries of the tree that Orbax stored over each other: it joins keys by dots. Measured with
+    0.12.8."""
     return [
         Finding.of(
             codes.OVERLAP,
@@ -190,7 +191,7 @@ def _widened(arrays: Mapping[str, Array], where: str) -> list[Finding]:
 def _evidence(
     listing: Listing, places: list[Place], tree: Tree | None, union: stores.Union, expected: int | None
 ) -> Evidence:
-    """What tells of the processes that wrote, and of what each had to write."""
+    """Collect evidence of the processes that wrote, and of what each had to write."""
     shardings: dict[str, Sharding] = {}
     for place in places:
         if file := _file(listing, place, "_sharding"):
@@ -210,8 +211,7 @@ def _evidence(
 
 
 def _refuse_without_arrays(listing: Listing) -> None:
-    """Raises for what is a save all the same: one that was begun, or chunks of which nothing tells the
-    arrays."""
+    """Raise an error for a save without arrays: one that only began, or chunks whose arrays are unknown."""
     started = next((f for f in listing.files if f.name == "_CHECKPOINT_METADATA"), None)
     if started is None:
         _refuse_chunks_alone(listing)
@@ -240,8 +240,10 @@ def _refuse_chunks_alone(listing: Listing) -> None:
 
 
 def _of_one_run(places: list[Place], listing: Listing) -> list[Finding]:
-    """What chunks of several directories cannot tell: pieces that two of them hold are compared, others fit
-    any run."""
+    """Report that chunks of several directories cannot prove that they are from one run.
+
+    Pieces that two directories share are compared; others fit any run.
+    """
     if len(places) < 2:
         return []
     return [
@@ -257,7 +259,10 @@ def _of_one_run(places: list[Place], listing: Listing) -> list[Finding]:
 
 
 def _committed(listing: Listing, places: list[Place], options: Options) -> list[Finding]:
-    """One committed directory vouches for the temporary ones of the same step; none needs to be accepted."""
+    """Check that a directory of the step was committed, or that ``uncommitted`` is accepted.
+
+    One committed directory vouches for the temporary ones of the same step.
+    """
     loose = [p for p in places if not p.committed]
     if not loose:
         return []
@@ -293,13 +298,13 @@ def _file(listing: Listing, place: Place, name: str) -> File | None:
 
 
 def _at(listing: Listing, place: Place, folder: str, name: str) -> File | None:
-    """The file of that name in a folder of the place's root."""
+    """Return the file of that name in a folder of the place's root."""
     path = f"{folder}/{name}" if folder else name
     return next((f for f in listing.files if f.root == place.root and f.path == path), None)
 
 
 def _anchor(listing: Listing, places: list[Place]) -> File:
-    """A file that changes with the store."""
+    """Return a file that changes with the store."""
     for place in places:
         stores = (f"{process.folder}/manifest.ocdbt" for process in place.processes)
         for name in ("manifest.ocdbt", "_METADATA", *stores):
@@ -311,7 +316,7 @@ def _anchor(listing: Listing, places: list[Place]) -> File:
 
 
 def _strings(listing: Listing, places: Sequence[Place]) -> str | None:
-    """Texts among the leaves, which Orbax keeps in a file of their own. source: orbax type_handlers.py"""
+    """Read the texts among the leaves, which Orbax keeps in a separate file. source: orbax type_handlers.py"""
     for place in places:
         if file := _file(listing, place, "_strings.json"):
             return listing.read_text(file)
@@ -337,7 +342,7 @@ def _tree(listing: Listing, places: list[Place]) -> Tree | None:
 
 
 def _checkpoint_metadata(listing: Listing, places: Sequence[Place]) -> dict[str, Any]:
-    """``_CHECKPOINT_METADATA`` of the step; empty if there is none or it says nothing that can be read."""
+    """Read ``_CHECKPOINT_METADATA`` of the step; empty if it is missing or unreadable."""
     for place in places:
         for folder in (place.folder, place.folder.rpartition("/")[0]):
             file = _at(listing, place, folder, "_CHECKPOINT_METADATA")
@@ -347,7 +352,7 @@ def _checkpoint_metadata(listing: Listing, places: Sequence[Place]) -> dict[str,
 
 
 def _beside(union: stores.Union, expected: set[str], where: str) -> list[Finding]:
-    """Chunks of arrays without metadata, and chunks that a merge left out."""
+    """Report chunks of arrays without metadata, and chunks that a merge left out."""
     lacking = [name for name in union.undescribed if name not in expected]
     findings = [
         Finding.of(
@@ -379,10 +384,10 @@ def _beside(union: stores.Union, expected: set[str], where: str) -> list[Finding
 
 
 def _model_beside(listing: Listing, place: Place) -> tuple[dict[str, Any] | None, str | None]:
-    """The yml that a conversion to MaxText left beside the step.
+    """Read the yml that a conversion to MaxText left next to the step.
 
     Raises:
-        FastshardError: ``FS211`` if it is none.
+        FastshardError: ``FS211`` if it is not a config.
     """
     folder = place.folder
     while True:
@@ -401,7 +406,7 @@ def _model_beside(listing: Listing, place: Place) -> tuple[dict[str, Any] | None
 
 
 def _find_overridden(listing: Listing, place: Place, override: dict[str, Any]) -> list[Finding]:
-    """Finds what ``--config`` states otherwise than the yml beside the step."""
+    """Find settings of ``--config`` that differ from the yml next to the step."""
     try:
         own, path = _model_beside(listing, place)
     except FastshardError:
@@ -410,7 +415,7 @@ def _find_overridden(listing: Listing, place: Place, override: dict[str, Any]) -
 
 
 def _expected(tree: Tree, there: set[str], where: str) -> list[Finding]:
-    """Arrays that ``_METADATA`` names and no store describes, and the other way round."""
+    """Report arrays that ``_METADATA`` names and no store describes, and the reverse."""
     lacking = sorted(set(tree.arrays) - there)
     findings = [
         Finding.of(

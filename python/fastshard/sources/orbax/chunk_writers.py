@@ -46,12 +46,13 @@ class Writers:
         shardings: Mapping[str, Sharding],
         by_primary: Set[str] = frozenset(),
     ) -> None:
-        """
+        """Prepare the search for writers.
+
         Args:
-            arrays: by name.
+            arrays: arrays by name.
             keys: all keys of the store.
-            shardings: by name of array.
-            by_primary: arrays that the process writes that describes them.
+            shardings: shardings by name of array.
+            by_primary: arrays that the describing process writes itself.
         """
         self._arrays = arrays
         self._keys = keys
@@ -62,17 +63,19 @@ class Writers:
         self._seen: _Seen | None = None
 
     def devices(self, array: Array, index: tuple[int, ...]) -> tuple[int, ...]:
-        """Devices that held a chunk, the first replica's first; none where nothing tells."""
+        """Return the devices that had a chunk, the first replica's first; none if they are unknown."""
         return self._find_holders(array, index)[0]
 
     def first(self, array: Array, index: tuple[int, ...]) -> int | None:
-        """The device whose process wrote a chunk, where that is one."""
+        """Return the device whose process wrote a chunk, if exactly one did."""
         devices, exact = self._find_holders(array, index)
         return devices[0] if exact and devices else None
 
     def here(self, array: Array, index: tuple[int, ...]) -> bool | None:
-        """True if the writer of a chunk wrote others that are here, False if nothing of its devices is, None
-        where neither shows."""
+        """Return True if the writer of a chunk wrote others that exist, False if its devices wrote nothing.
+
+        None if neither is certain.
+        """
         if array.name in self._by_primary:
             return True
         devices, exact = self._find_holders(array, index)
@@ -155,7 +158,7 @@ def _flat(at: Iterable[int], mesh: tuple[int, ...]) -> int:
 
 
 def named(devices: Iterable[int], processes: Mapping[int, int] | None) -> str:
-    """The writers as people call them: processes where ids of devices tell, else the devices."""
+    """Format the writers: as processes if the ids of devices show them, else as devices."""
     if processes is not None:
         return _runs("process", "processes", {processes[d] for d in devices if d in processes})
     return _runs("device", "devices", set(devices))

@@ -15,7 +15,10 @@ from .zero_files import ZeroFiles
 
 
 def copied_files(found: Found[ZeroFiles], contents: Contents) -> list[Finding]:
-    """Optimizer files of two ranks whose masters have the same checksum: one was copied over the other."""
+    """Report optimizer files of two ranks whose master weights have the same checksum.
+
+    One was copied over the other.
+    """
     seen: dict[tuple[Any, ...], tuple[int, int, int]] = {}
     findings = []
     for dp, mp, file in found.seen.optim:
@@ -48,12 +51,12 @@ def copied_files(found: Found[ZeroFiles], contents: Contents) -> list[Finding]:
 
 
 def _is_constant(crc: int, size: int) -> bool:
-    """True if a float32 storage of this checksum is all zeros or all ones."""
+    """Return True if a float32 storage with this checksum is all zeros or all ones."""
     return any(_core.crc32_of_constant(struct.pack("<f", value), size) == crc for value in (0.0, 1.0))
 
 
 def same_step(found: Found[ZeroFiles], states: list[dict[str, Any]], word: str) -> list[Finding]:
-    """The model files must tell of one step; ``word`` is what their framework calls a rank."""
+    """Check that the model files state one step; ``word`` is the framework's term for a rank."""
     values: dict[tuple[int, int, str], list[tuple[str, Any, Any]]] = {}
     for key in ("iteration", "global_steps"):
         counters = [
@@ -79,7 +82,7 @@ def same_step(found: Found[ZeroFiles], states: list[dict[str, Any]], word: str) 
 
 
 def steps_agree(found: Found[ZeroFiles], steps: dict[int, list[float]]) -> list[Finding]:
-    """All ranks must have taken the same number of optimizer steps."""
+    """Check that all ranks have taken the same number of optimizer steps."""
     steps_by_file = {file: tuple(sorted(set(each))) for file, each in steps.items() if each}
     usual = max(steps_by_file.values(), key=list(steps_by_file.values()).count, default=())
     ranks = {file: f"dp {dp}, mp {mp}" for dp, mp, file in found.seen.optim}

@@ -21,7 +21,7 @@ _NAME = compile_when_used(r"^((?:.*\.)?deepspeed_moe\.experts\.deepspeed_experts
 
 
 def is_expert(name: str) -> bool:
-    """True for a tensor of one of the experts."""
+    """Return True for a tensor of one of the experts."""
     return _NAME.match(name) is not None
 
 
@@ -42,17 +42,17 @@ class Experts:
     whole: bool = True
 
     def add(self, name: str, shape: list[int]) -> None:
-        """Takes in a tensor of a file."""
+        """Add a tensor of a file."""
         self.tensors.setdefault(name, shape)
         if match := _NAME.match(name):
             self.numbers.setdefault(match[1], set()).add(int(match[2]))
 
     def has(self, names: Iterable[str]) -> bool:
-        """True if any of the names is an expert's."""
+        """Return True if any of the names is an expert's."""
         return bool(self.numbers) and any(map(is_expert, names))
 
     def divided(self, order: list[_Rank], count: int) -> list[list[_Rank]] | None:
-        """The data-parallel ranks of each expert-parallel rank, where ``count`` of them have the same experts
+        """Divide data-parallel ranks among the expert-parallel ranks; ``count`` of them have the same experts
         each."""
         if count < 1 or len(order) % count:
             return None
@@ -72,7 +72,7 @@ class Experts:
         return found
 
     def name_of(self, name: str, rank: int, width: int) -> str | None:
-        """The name among all experts of one that an expert-parallel rank has; None if there is no such
+        """Return the name, among all experts, of an expert's tensor on a rank; None if there is no such
         expert."""
         match = _NAME.match(name)
         if match is None:

@@ -45,7 +45,7 @@ class Flat:
 
 @dataclass
 class Rank:
-    """What one optimizer file holds, group by group."""
+    """The contents of one optimizer file, group by group."""
 
     dp: int
     file: int
@@ -91,7 +91,7 @@ class Model:
         return self.found.files[self.file].path
 
     def missing(self, dp: int, world: int, bf16: bool, last: int | None = None) -> Finding:
-        """The finding for an optimizer file that is not there; or for those of all ranks up to ``last``."""
+        """Build the finding for a missing optimizer file, or for those of all ranks up to ``last``."""
         ranks = (dp, dp if last is None else last)
         start = "bf16_" if bf16 else ""
         name, end = (f"{start}zero_pp_rank_{n}_mp_rank_{self.mp:02d}_optim_states.pt" for n in ranks)
@@ -106,7 +106,7 @@ class Model:
         )
 
     def shapes(self) -> list[dict[str, list[int]]] | None:
-        """Names and shapes per parameter group, in the order of the flat vector."""
+        """Return names and shapes per parameter group, in the order of the flat vector."""
         groups = self.state.get("param_shapes")
         if isinstance(groups, dict):
             groups = [groups]
@@ -118,12 +118,13 @@ class Model:
         return groups or None
 
     def assembled(self, slot: str | None, tensors: list[Parts], file: int) -> Assembled:
-        """Tensors of this rank under the layout's names."""
+        """Return tensors of this rank under the layout's names."""
         named = [(self.name_of(name), shape, ranges) for name, shape, ranges in tensors]
         return Assembled(file=file, coords=self.coords, rank=self.label, slot=slot, tensors=named)
 
     def aliases(self) -> dict[str, str]:
-        """Other names of parameters: {alias: owner}, as the model file tells, or as its tensors lie."""
+        """Return other names of parameters, {alias: owner}, by the model file or by the places of its
+        tensors."""
         shared = self.state.get("shared_params")
         if isinstance(shared, dict):
             return {str(k): str(v) for k, v in shared.items()}
@@ -133,13 +134,13 @@ class Model:
         return {alias: owner for alias, owner in aliases.items() if owner in filled}
 
     def names(self) -> set[str]:
-        """All names that the model file knows, of buffers too."""
+        """Return all names in the model file, including those of buffers."""
         module = self.state.get("module")
         own = self.experts.tensors if self.experts else ()
         return {*(map(str, module) if isinstance(module, dict) else ()), *self.aliases(), *own}
 
     def stored(self) -> tuple[list[Parameter], dict[str, str]]:
-        """Parameters that the module holds, in order, and further names of them: {alias: owner}."""
+        """Return the module's parameters in order, and other names of them: {alias: owner}."""
         module = self.state.get("module")
         modules = [(self.file, "", module)]
         if not isinstance(module, dict):
@@ -165,7 +166,7 @@ class Model:
 
 
 def is_shape(shape: Any) -> bool:
-    """True for a list of extents whose elements can be counted."""
+    """Return True for a list of extents whose elements can be counted."""
     return (
         isinstance(shape, list)
         and all(type(n) is int and 0 <= n < 1 << 40 for n in shape)
@@ -174,30 +175,33 @@ def is_shape(shape: Any) -> bool:
 
 
 def tensor_index(value: Any) -> int | None:
-    """Index in its file of a tensor among inert values."""
+    """Return the index in its file of a tensor among inert values."""
     index = value.get("__tensor__") if isinstance(value, dict) else None
     return index if type(index) is int and index >= 0 else None
 
 
 def name_list(value: Any) -> list[str]:
-    """The value as a list of names; empty if it is no list."""
+    """Return the value as a list of names; empty if it is not a list."""
     return [str(name) for name in value] if isinstance(value, list) else []
 
 
 def ints(value: Any) -> list[int] | None:
-    """The value, if it is a list of whole numbers."""
+    """Return the value if it is a list of integers."""
     return value if isinstance(value, list) and all(isinstance(n, int) for n in value) else None
 
 
 def state_of(contents: Contents, file: int) -> dict[str, Any] | None:
-    """The optimizer's state in an optimizer file; None if there is none or it cannot be read."""
+    """Return the optimizer's state in an optimizer file; None if there is none or the file is unreadable."""
     content = contents(file)
     state = content.get("optimizer_state_dict") if isinstance(content, dict) else None
     return state if isinstance(state, dict) else None
 
 
 def cut(at: int, count: int, starts: list[int], lengths: list[int]) -> Iterable[tuple[int, int, int]]:
-    """(elements, partition, first element in it) of elements ``at..at + count``; of none, one without any."""
+    """Yield (elements, partition, first element in it) of elements ``at..at + count``.
+
+    For zero elements, yields one entry without any.
+    """
     if count == 0:
         yield 0, 0, 0
     for r, (start, length) in enumerate(zip(starts, lengths, strict=True)):
@@ -207,7 +211,7 @@ def cut(at: int, count: int, starts: list[int], lengths: list[int]) -> Iterable[
 
 
 def scalar(contents: Contents, file: int, tensor: int, dtype: str) -> float | None:
-    """Value of a 0-d tensor."""
+    """Return the value of a 0-d tensor."""
     formats = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
     if dtype not in formats:
         return None
@@ -215,7 +219,7 @@ def scalar(contents: Contents, file: int, tensor: int, dtype: str) -> float | No
 
 
 def scalars_of(contents: Contents, file: int) -> Callable[[int], float | None]:
-    """Reads scalars of a file by their tensors' indices."""
+    """Read scalars of a file by their tensors' indices."""
 
     def read(index: int) -> float | None:
         tensors = contents.tensors(file)
@@ -226,7 +230,7 @@ def scalars_of(contents: Contents, file: int) -> Callable[[int], float | None]:
 
 
 def tensors_below(value: Any) -> list[int]:
-    """Indices of all tensors among inert values, each once, in order."""
+    """Return the indices of all tensors among inert values, each once, in order."""
     found: dict[int, None] = {}
     stack = [value]
     while stack:
@@ -241,11 +245,12 @@ def tensors_below(value: Any) -> list[int]:
 
 
 def state_below(base: Any, under: list[str]) -> tuple[list[int], list[list[str]]]:
-    """What an optimizer that starts afresh has zero: tensors (moments and steps), and keys that lead to other
+    """Return the state that a fresh optimizer sets to zero: tensors (moments and steps), and keys of other
     steps.
 
-    Steps are kept per parameter or flat vector, and per group as Apex and DeepSpeed's FusedAdam do. Whatever
-    is no tensor and not zero is told, numbers or not: what cannot be set to zero must not be kept.
+    Steps are kept per parameter or flat vector, and per group as Apex and DeepSpeed's FusedAdam do. The keys
+    include every step that is neither a tensor nor zero, even if it is not a number: a value that cannot be
+    set to zero must not be kept.
 
     Args:
         base: the optimizer's state, as torch's optimizers give it, or the list of states of an elastic

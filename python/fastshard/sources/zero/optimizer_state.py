@@ -31,7 +31,7 @@ __all__ = ["Naming", "attach"]
 
 @dataclass(frozen=True)
 class _State:
-    """What the files of a model-parallel rank hold of an optimizer."""
+    """The optimizer state in the files of a model-parallel rank."""
 
     assembled: list[Assembled] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -57,7 +57,7 @@ def attach(
     name_of: Naming,
     experts: Experts | None = None,
 ) -> None:
-    """Adds masters and optimizer slots to a declaration, and what is wrong with them."""
+    """Add master weights, optimizer slots and their findings to a declaration."""
     seen = found.seen
     is_stage3 = bool(seen.sliced)
     by_mp: dict[int, list[tuple[int, int]]] = {}
@@ -117,7 +117,7 @@ def _models(
     name_of: Naming,
     experts: Experts | None,
 ) -> list[Model]:
-    """The model-parallel ranks, each by its first file, where several roots hold it."""
+    """Return the model-parallel ranks, each by its first file if several roots have it."""
     seen = found.seen
     tp = source.binding.degrees.get("tp", 1)
     stages = len({rank for rank, _ in seen.ranks}) // tp if seen.pipeline else 1
@@ -134,8 +134,10 @@ def _models(
 
 
 def _state_of(model: Model, parts: list[tuple[int, int]] | None, is_stage3: bool) -> _State:
-    """What a rank has: partitions, by data-parallel rank and file; else the state that is beside the model,
-    or should be."""
+    """Return a rank's state: partitions by data-parallel rank and file, else the state in the model file.
+
+    Reports the file that is missing if there is neither.
+    """
     if parts is not None:
         return _partitioned(model, parts, is_stage3)
     each, findings = ([], []) if is_stage3 else _stage0(model)
@@ -147,7 +149,7 @@ def _state_of(model: Model, parts: list[tuple[int, int]] | None, is_stage3: bool
 
 
 def _partitioned(model: Model, parts: list[tuple[int, int]], is_stage3: bool) -> _State:
-    """The state that stages 1 to 3 divide among data-parallel ranks."""
+    """Return the state that stages 1 to 3 divide among data-parallel ranks."""
     group = Partitions(model, parts, is_stage3)
     shapes = model.shapes() or (group.shapes() if not is_stage3 else None)
     trained = {name for shape in shapes or [] for name in shape}
@@ -181,7 +183,7 @@ def _partitioned(model: Model, parts: list[tuple[int, int]], is_stage3: bool) ->
 
 
 def _whole(each: list[stage0.StoredOptimizer]) -> _State:
-    """The state of stage 0, which is divided among expert-parallel ranks at most."""
+    """Return the state of stage 0, which is divided among expert-parallel ranks at most."""
     alone = [optimizer for optimizer in each if optimizer.key is None]
     return _State(
         assembled=[one for optimizer in each for one in optimizer.assembled],
@@ -211,8 +213,11 @@ def _model_missing(folder: str, mp: int, count: int) -> Finding:
 
 
 def _stage0(model: Model) -> tuple[list[stage0.StoredOptimizer], list[Finding]]:
-    """What the files hold of optimizers of stage 0, and what is missing: the model file, or of a mixture of
-    experts one file per expert-parallel rank (of which the model file holds the first once more)."""
+    """Read the optimizers of stage 0, and report missing files.
+
+    They are in the model file, or, for a mixture of experts, in one file per expert-parallel rank; the model
+    file then has a copy of the first.
+    """
     experts = model.experts
     if experts is None or not experts.optimizers:
         optimizer = stage0.read(model)
@@ -256,8 +261,10 @@ def _no_experts_state(model: Model, first: int, last: int, why: str) -> Finding:
 
 
 def _frozen(model: Model, untrained: set[str], trained: set[str]) -> set[str]:
-    """Parameters that were not to be trained: as the model file says, or, before ZeRO-2, what has no master
-    and is neither a buffer nor a further name of what was trained.
+    """Return the parameters that were not to be trained.
+
+    The model file states them. Before ZeRO-2 they are the tensors that have no master weight and are neither
+    a buffer nor another name of a trained parameter.
 
     source: DeepSpeed runtime/engine.py (frozen_param_shapes from stage 2 on), 0.18
     """
@@ -267,7 +274,7 @@ def _frozen(model: Model, untrained: set[str], trained: set[str]) -> set[str]:
 
 
 def _layers(seen: ZeroFiles, tp: int) -> list[tuple[int, int]]:
-    """The layer files of a rank, in order; the first one of each layer, where several roots hold it."""
+    """Return the layer files of a rank, in order; the first file of each layer if several roots have it."""
     files: dict[int, int] = {}
     for layer, rank, file in seen.layers:
         if rank == tp:
@@ -276,7 +283,7 @@ def _layers(seen: ZeroFiles, tp: int) -> list[tuple[int, int]]:
 
 
 def _coords(mp: int, tp: int, pipeline: bool) -> dict[str, int]:
-    """Topology of a model-parallel rank. A pipeline numbers pp x tp jointly, tp fastest."""
+    """Return the topology of a model-parallel rank; a pipeline numbers pp x tp jointly, tp fastest."""
     if not pipeline:
         return {"tp": mp} if tp > 1 else {}
     # Stages hold different layers; a tied tensor is the same on several, and compared as a replica.

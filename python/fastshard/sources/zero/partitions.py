@@ -60,8 +60,10 @@ class Partitions:
             self._same_slots()
 
     def shapes(self) -> list[dict[str, list[int]]] | None:
-        """Names and shapes per group by the ranks' own accounts, for a model file that tells none
-        (BF16_Optimizer in a pipeline of stage 0); None if a shape is not known."""
+        """Return names and shapes per group as the ranks state them; None if a shape is unknown.
+
+        This is for a model file that states none (BF16_Optimizer in a pipeline of stage 0).
+        """
         stored = {name: shape for name, shape, _ in self.model.stored()[0]}
         groups: list[dict[str, list[int]]] = []
         for rank in self.order:
@@ -78,7 +80,7 @@ class Partitions:
         return groups if groups and all(groups) else None
 
     def _same_slots(self) -> None:
-        """What one rank keeps of a group (``exp_avg``), every rank that has a part of it keeps."""
+        """Check that every rank with a part of a group keeps the same slots of it (``exp_avg``)."""
         groups = min(len(rank.masters) for rank in self.order)
         for g in range(groups):
             holders = [rank for rank in self.order if rank.masters[g].numel]
@@ -96,7 +98,7 @@ class Partitions:
                     )
 
     def _values(self) -> dict[str, Any]:
-        """What the optimizer's state tells besides tensors."""
+        """Return the values in the optimizer's state that are not tensors."""
         state = self.order[0].state
         base = state.get("base_optimizer_state") or state.get("optimizer_state_dict")
         scaler = state.get("loss_scaler")
@@ -118,7 +120,7 @@ class Partitions:
         got: str,
         help: str | None = None,
     ) -> None:
-        """Adds a finding about a rank's file, or about all if ``dp`` is None."""
+        """Add a finding about a rank's file, or about all files if ``dp`` is None."""
         rank = self.model.label if dp is None else f"dp {dp}, {self.model.label}"
         self.findings.append(
             Finding.of(
@@ -133,7 +135,7 @@ class Partitions:
         )
 
     def _world(self) -> int:
-        """Number of partitions: what the model file says, else what most partitions say."""
+        """Return the number of partitions: as the model file states it, else as most partitions do."""
         counts: list[int] = []
         for rank in self.ranks.values():
             value = _partitions(rank)
@@ -159,7 +161,7 @@ class Partitions:
         return world
 
     def _same_copy(self, first: Rank, file: int, path: str) -> None:
-        """Two roots hold the same rank's file: they must be copies, by the checksums in both."""
+        """Check that two roots' files of the same rank are copies, by the checksums in both."""
 
         def sums(index: int) -> list[Any]:
             return [(t["path"], view_of(t)) for t in self.model.contents.tensors(index)]
@@ -176,7 +178,7 @@ class Partitions:
             )
 
     def _read(self, rank: Rank) -> bool:
-        """Finds the flat vectors of a rank; False with a finding if they are not where they belong."""
+        """Find the flat vectors of a rank; return False with a finding if they are misplaced."""
         tensors = self.model.contents.tensors(rank.file)
         key = "fp32_flat_groups" if self.stage3 else "single_partition_of_fp32_groups"
         groups = rank.state.get(key)
@@ -220,7 +222,7 @@ class Partitions:
 
     @staticmethod
     def _state_keys(base: dict[str, Any], states: dict[str, Any], count: int) -> list[str | None]:
-        """Key of each flat vector's state: torch numbers parameters through all groups."""
+        """Return the key of each flat vector's state: torch numbers parameters through all groups."""
         numbered = sorted((k for k in states if str(k).isdigit()), key=lambda k: int(k))
         groups = base.get("param_groups")
         named = (
@@ -250,7 +252,7 @@ class Partitions:
             self.steps[rank.file] = steps
 
     def state_files(self) -> list[StateFile]:
-        """Masters, moments and steps of each rank."""
+        """Return master weights, moments and steps of each rank."""
         files = []
         for rank in self.order:
             key = "optimizer_state_dict" if self.stage3 else "base_optimizer_state"
@@ -262,7 +264,7 @@ class Partitions:
         return files
 
     def groups(self, named: Named) -> list[Group] | None:
-        """The optimizer's groups: each lists flat vectors, of which the parameters are ranges."""
+        """Return the optimizer's groups: each lists flat vectors, of which the parameters are ranges."""
         places = {(rank.file, flat.tensor): g for rank in self.order for g, flat in enumerate(rank.masters)}
         members: list[dict[str, None]] = [{} for _ in self.order[0].masters]
         for name, _, ranges in named[0]:
@@ -273,7 +275,7 @@ class Partitions:
         return numbered(self.values.get("param_groups"), members, read)
 
     def keep(self, named: Named) -> None:
-        """Takes what the stage made of the partitions, aliases included."""
+        """Keep the stage's result from the partitions, including aliases."""
         masters, slots = named
         model, file = self.model, self.order[0].file
         owned = {name: (shape, ranges) for name, shape, ranges in masters}
@@ -293,8 +295,10 @@ class Partitions:
 
 
 def _partitions(rank: Rank) -> int | None:
-    """Number of partitions by a rank's own word: the largest of its groups, since those of experts have
-    fewer."""
+    """Return the number of partitions that a rank states.
+
+    It is the largest among its groups, since groups of experts have fewer.
+    """
     value = rank.state.get("partition_count")
     return max(
         (n for n in (value if isinstance(value, list) else [value]) if isinstance(n, int)), default=None

@@ -74,15 +74,15 @@ class StoredOptimizer:
         return states if isinstance(states, dict) else {}
 
     def vectors(self) -> list[Vector]:
-        """All groups' tensors."""
+        """Return the tensors of all groups."""
         return [vector for group in self.groups for vector in group]
 
     def members(self) -> list[tuple[str, list[int], int]]:
-        """The parameters in them."""
+        """Return the parameters in the tensors of all groups."""
         return [member for vector in self.vectors() for member in vector.members]
 
     def unnamed(self) -> Finding:
-        """That the parameters are not told."""
+        """Report that the names of the parameters are unknown."""
         help = "pass --weights params, which takes the parameters and ignores the master weights"
         return self._finding(
             f"the {'masters' if self.key else 'moments'} of ZeRO stage 0 carry no names, and their shapes "
@@ -92,8 +92,7 @@ class StoredOptimizer:
         )
 
     def unread(self) -> list[Finding]:
-        """State that is not taken: that of unknown parameters, and what is not laid out as its parameter
-        is."""
+        """Report state that is not read: of unknown parameters, or in another layout than its parameter."""
         if not self.named:
             return [] if self.key or not self.states else [self.unnamed()]
         tensors = self.model.contents.tensors(self.model.file)
@@ -119,7 +118,7 @@ class StoredOptimizer:
         )
 
     def slots(self, vector: Vector) -> list[tuple[str, int]]:
-        """Tensors that are kept of one, besides its step."""
+        """Return the tensors that are kept for a vector, besides its step."""
         entry = self.states.get(vector.key)
         kept = (
             [(k, tensor_index(v)) for k, v in entry.items() if k != "step"] if isinstance(entry, dict) else []
@@ -127,7 +126,7 @@ class StoredOptimizer:
         return [(slot, index) for slot, index in kept if index is not None]
 
     def listed(self) -> list[Group] | None:
-        """The optimizer's groups."""
+        """Return the optimizer's groups."""
         members = {
             vector.key: [self.model.name_of(n) for n, *_ in vector.members] for vector in self.vectors()
         }
@@ -135,13 +134,13 @@ class StoredOptimizer:
         return listed(self.base.get("param_groups"), members, read) if self.named else None
 
     def state_file(self) -> StateFile:
-        """Masters, moments and steps in the model file."""
+        """Return master weights, moments and steps in the model file."""
         masters = tensors_below(self.model.state["optimizer"].get(self.key))
         tensors, numbers = state_below(self.base, ["optimizer", "optimizer_state_dict"])
         return StateFile(self.model.file, masters, tensors, numbers)
 
     def steps(self) -> list[float]:
-        """Optimizer steps, one per parameter or group."""
+        """Return optimizer steps, one per parameter or group."""
         tensors = self.model.contents.tensors(self.model.file)
         found = []
         for entry in self.states.values():
@@ -156,11 +155,11 @@ class StoredOptimizer:
 
 
 def read(model: Model, apart: list[Parameter] | None = None) -> StoredOptimizer | None:
-    """What the model file holds of an optimizer, under the parameters' names; None if there is nothing.
+    """Read the optimizer in the model file, under the parameters' names; None if there is none.
 
     Args:
         model: the model-parallel rank.
-        apart: its parameters, where the file holds none.
+        apart: its parameters, if the file has none.
     """
     optimizer = _read_optimizer(model)
     if optimizer is not None:
@@ -174,7 +173,7 @@ def read(model: Model, apart: list[Parameter] | None = None) -> StoredOptimizer 
 
 
 def of_experts(model: Model) -> int:
-    """Elements of the parameters that an optimizer has in groups of experts; 0 if it does not tell."""
+    """Count the elements of parameters in an optimizer's groups of experts; 0 if it does not state them."""
     optimizer = _read_optimizer(model)
     if optimizer is None:
         return 0
@@ -185,8 +184,7 @@ def of_experts(model: Model) -> int:
 
 
 def partitioned(model: Model) -> bool:
-    """True if the model file holds a partition: BF16_Optimizer's of the first rank, in a pipeline of stage
-    0."""
+    """Return True if the model file has a partition: BF16_Optimizer's first rank, in a pipeline of stage 0."""
     optimizer = model.state.get("optimizer")
     return isinstance(optimizer, dict) and "single_partition_of_fp32_groups" in optimizer
 
@@ -219,8 +217,10 @@ def _read_optimizer(model: Model) -> StoredOptimizer | None:
 
 
 def _stepped(states: dict[str, Any], number: int, tensors: Sequence[_core.StoredTensor]) -> list[int] | None:
-    """Shape of a parameter by its state; None where that does not tell (no gradient came, or factored
-    moments)."""
+    """Return the shape of a parameter by its state.
+
+    None if the state does not show it (no gradient came, or factored moments).
+    """
     entry = states.get(str(number))
     indices = [tensor_index(v) for k, v in entry.items() if k != "step"] if isinstance(entry, dict) else []
     shapes = [tensors[i]["shape"] for i in indices if i is not None]
@@ -230,7 +230,7 @@ def _stepped(states: dict[str, Any], number: int, tensors: Sequence[_core.Stored
 
 
 def _name(optimizer: StoredOptimizer, parameters: list[Parameter]) -> bool:
-    """Gives the optimizer's tensors the parameters that they are; False if that is not told."""
+    """Assign parameters to the optimizer's tensors; return False if they cannot be determined."""
     if optimizer.key == "fp32_groups_flat":
         return _name_flat(optimizer, parameters)
     found = _apart(
@@ -256,7 +256,7 @@ def _apart(
     decides: Callable[[list[int]], Any],
     assign: Callable[[list[tuple[str, Any]], list[Any]], list[list[str]] | None],
 ) -> list[list[str]] | None:
-    """Names of each group's parameters, those of experts by themselves; None if they are not told."""
+    """Return the names of each group's parameters, with experts kept apart; None if they are not known."""
     of_experts = _of_experts(optimizer)
     found: list[list[str]] = [[] for _ in optimizer.groups]
     for kind in sorted(set(of_experts)):
@@ -271,7 +271,7 @@ def _apart(
 
 
 def _of_experts(optimizer: StoredOptimizer) -> list[bool]:
-    """Which groups are of experts: DeepSpeed keeps them apart from others. source: deepspeed/moe/utils.py"""
+    """Return which groups are of experts: DeepSpeed keeps these apart. source: deepspeed/moe/utils.py"""
     groups = optimizer.base.get("param_groups")
     flags = [isinstance(g, dict) and g.get("moe") is True for g in groups] if isinstance(groups, list) else []
     if optimizer.apart is None or len(flags) != len(optimizer.groups):
@@ -280,8 +280,7 @@ def _of_experts(optimizer: StoredOptimizer) -> list[bool]:
 
 
 def _name_flat(optimizer: StoredOptimizer, parameters: list[Parameter]) -> bool:
-    """The members of flat masters: by the flat 16-bit vectors that the module's tensors are views of, or by
-    sizes."""
+    """Assign parameters to flat master weights: by the vectors of which the tensors are views, or by sizes."""
     vectors = optimizer.vectors()
     lengths = [math.prod(vector.shape or []) for vector in vectors]
     shapes = {name: shape for name, shape, _ in parameters}
@@ -303,10 +302,11 @@ def _name_flat(optimizer: StoredOptimizer, parameters: list[Parameter]) -> bool:
 
 
 def _by_views(model: Model, parameters: list[Parameter], lengths: list[int]) -> list[list[str]] | None:
-    """Names by place: FP16_Optimizer makes a group's parameters views of one flat vector, in their order.
+    """Return names by place: FP16_Optimizer makes a group's parameters views of one flat vector, in their
+    order.
 
-    A group of one parameter looks like any other tensor that has a storage of its own: it is told by its size
-    among what is no view.
+    A group of one parameter looks like any other tensor with a separate storage. Its size identifies it among
+    the tensors that are not views.
     """
     views = _views(model, parameters)
     # Two vectors of one length, or a frozen parameter of that size, do not tell which is which.
@@ -324,7 +324,7 @@ def _by_views(model: Model, parameters: list[Parameter], lengths: list[int]) -> 
 
 
 def _views(model: Model, parameters: list[Parameter]) -> dict[int, list[list[str]]]:
-    """Tensors that fill one storage, alone or together, in its order, by how many elements that has."""
+    """Return tensors that fill one storage, alone or together, in its order, by the storage's element count."""
     tensors = model.contents.tensors(model.file)
     storages: dict[int, list[tuple[int, int, int, str]]] = {}
     for name, shape, index in parameters:
@@ -345,7 +345,7 @@ def _views(model: Model, parameters: list[Parameter]) -> dict[int, list[list[str
 
 
 def _assembled(optimizer: StoredOptimizer, aliases: dict[str, str]) -> list[Assembled]:
-    """Masters under all names of a parameter, and moments under that of its owner."""
+    """Return master weights under all names of a parameter, and moments under the name of its owner."""
     model = optimizer.model
     tensors = model.contents.tensors(model.file)
     masters: list[Parts] = []

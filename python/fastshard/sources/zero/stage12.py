@@ -16,7 +16,7 @@ from .partitions import Partitions
 
 
 def divide(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named | None:
-    """Where each parameter lies in the ranks' partitions; None with findings if they do not fit together."""
+    """Place each parameter in the ranks' partitions; None with findings if they do not fit together."""
     order = partitions.order
     for rank in order:
         if len(rank.masters) != len(shapes):
@@ -58,8 +58,10 @@ def divide(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named 
 def _vectors(
     partitions: Partitions, g: int, group: dict[str, list[int]]
 ) -> list[tuple[list[Rank], dict[str, str]]]:
-    """The ranks that a flat vector of the group is divided over, and what it calls otherwise; one for each
-    expert-parallel rank, where the group is of experts."""
+    """Return the ranks that divide a flat vector of the group, and the names that differ in it.
+
+    There is one entry for each expert-parallel rank if the group is of experts.
+    """
     order, experts = partitions.order, partitions.model.experts
     if experts is None or not experts.has(group):
         return [(order, {})]
@@ -109,7 +111,7 @@ def _ranges(
 def _offsets(
     first: Rank, partitions: Partitions, g: int, group: dict[str, list[int]]
 ) -> tuple[dict[str, int], int]:
-    """Where each parameter begins in the group's flat vector, and where the last one ends."""
+    """Return where each parameter begins in the group's flat vector, and where the last one ends."""
     paddings = first.state.get("param_alignment_paddings")
     pads = ints(paddings[g]) if isinstance(paddings, list) and g < len(paddings) else None
     if pads is not None and len(pads) != len(group):
@@ -130,7 +132,7 @@ def _offsets(
 
 
 def _tiles(partitions: Partitions, order: list[Rank], g: int, lengths: list[int], needed: int) -> bool:
-    """Partitions are equal in length but for tail padding, and hold the parameters exactly."""
+    """Check that partitions are equal in length, except tail padding, and hold the parameters exactly."""
     largest = max(lengths)
     # Tail padding is cut off at the last ranks; those before them are full.
     full = max(r for r, length in enumerate(lengths) if length == largest)
@@ -172,7 +174,7 @@ def _mappings(
     offsets: dict[str, int],
     lengths: list[int],
 ) -> bool:
-    """Each rank's own account of what it holds must be what its place gives it."""
+    """Check that each rank's own mapping of its partition agrees with its place."""
     largest, before = max(lengths), len(partitions.findings)
 
     def by(offsets: dict[str, int]) -> list[dict[str, tuple[int, int]]]:
@@ -221,7 +223,7 @@ def _mappings(
 
 
 def _account(rank: Rank, g: int) -> dict[str, tuple[int, int]] | None:
-    """(start, numel) of what a rank says it holds of a group; None if it does not say."""
+    """Return (start, numel) of the parameters in a rank's own mapping of a group; None without one."""
     mappings = rank.state.get("param_slice_mappings")
     if not isinstance(mappings, list) or g >= len(mappings) or not isinstance(mappings[g], dict):
         return None
@@ -235,7 +237,7 @@ def _account(rank: Rank, g: int) -> dict[str, tuple[int, int]] | None:
 def _before_round_robin(
     partitions: Partitions, group: dict[str, list[int]], accounts: list[dict[str, tuple[int, int]] | None]
 ) -> dict[str, int] | None:
-    """Offsets in the order before ``round_robin_gradients`` reordered the parameters, by the accounts.
+    """Return offsets in the order before ``round_robin_gradients`` reordered the parameters, by the mappings.
 
     The flat vector and ``param_shapes`` have the new order, ``param_slice_mappings`` the old one, up to
     DeepSpeed 0.19.8. source: runtime/zero/stage_1_and_2.py (_link_all_hp_params takes bit16_groups)
@@ -256,7 +258,7 @@ def _before_round_robin(
 
 
 def _address(value: Any) -> tuple[int, int] | None:
-    """(start, numel) of an inert ``fragment_address``."""
+    """Return (start, numel) of an inert ``fragment_address``."""
     state = value.get("state") if isinstance(value, dict) else None
     if (
         isinstance(state, dict)

@@ -20,7 +20,7 @@ from .zero_files import ZeroFiles
 
 
 def slices(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named | None:
-    """Where each parameter's parts lie; None with a finding if the partitions do not hold them."""
+    """Place each parameter's parts in the partitions; None with a finding if the partitions do not hold them."""
     order, model = partitions.order, partitions.model
     world = len(order)
     parameters = {name: shape for group in shapes for name, shape in group.items()}
@@ -69,7 +69,7 @@ def slices(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named 
 
 
 def buffers(contents: Contents, file: int, state: dict[str, Any]) -> list[str]:
-    """What `module` holds besides empty parameters, and what it should hold."""
+    """Return the names in `module`, except empty parameters, and the buffers that it should have."""
     listed = name_list(state.get("buffer_names"))
     tensors = contents.tensors(file) if state else []
     module = state.get("module")
@@ -82,7 +82,7 @@ def buffers(contents: Contents, file: int, state: dict[str, Any]) -> list[str]:
 
 
 def buffers_left_out(found: Found[ZeroFiles], unit: Unit, state: dict[str, Any]) -> list[Finding]:
-    """Buffers that a model file lists and does not hold: nothing else calls for them."""
+    """Report buffers that a model file lists and does not store: nothing else requires them."""
     module = state.get("module")
     return [
         Finding.of(
@@ -99,7 +99,7 @@ def buffers_left_out(found: Found[ZeroFiles], unit: Unit, state: dict[str, Any])
 
 
 def frozen(model: Model, sliced: Sequence[tuple[int, int, int]]) -> list[Assembled]:
-    """Frozen parameters of stage 3: one fragment per rank in its model file, in their own dtype."""
+    """Return frozen parameters of stage 3: one fragment per rank in its model file, in their own dtype."""
     shapes = _frozen_shapes(model)
     if not shapes:
         return []
@@ -128,7 +128,7 @@ def frozen(model: Model, sliced: Sequence[tuple[int, int, int]]) -> list[Assembl
 
 
 def frozen_names(model: Model) -> set[str]:
-    """Parameters that were not trained, under all their names."""
+    """Return the parameters that were not trained, under all their names."""
     shapes = _frozen_shapes(model)
     return {*shapes, *(alias for alias, owner in model.aliases().items() if owner in shapes)}
 
@@ -140,11 +140,11 @@ def _frozen_shapes(model: Model) -> dict[str, list[int]]:
 
 
 def left_out(model: Model, stored: set[str]) -> list[Finding]:
-    """Parameters that `module` lists, each empty, and that neither a partition nor a fragment holds.
+    """Report parameters that `module` lists as empty and that neither a partition nor a fragment stores.
 
     Args:
         model: the model-parallel rank.
-        stored: names that `module` holds with their elements.
+        stored: names that `module` stores with their elements.
     """
     groups = model.shapes()
     if groups is None:
@@ -176,7 +176,7 @@ def left_out(model: Model, stored: set[str]) -> list[Finding]:
 
 
 def ranks_agree(model: Model, sliced: Sequence[tuple[int, int, int]]) -> list[Finding]:
-    """ZeRO-3 model files: one per data-parallel rank, all of one step."""
+    """Check the ZeRO-3 model files: one per data-parallel rank, all from one step."""
     findings = []
     files = {dp: file for dp, mp, file in reversed(sliced) if mp == model.mp}
     world = model.state.get("dp_world_size")
@@ -217,7 +217,7 @@ def ranks_agree(model: Model, sliced: Sequence[tuple[int, int, int]]) -> list[Fi
 
 
 def _ordered(value: Any) -> Any:
-    """A value whose dictionaries are compared with their order: that of `param_shapes` places parameters."""
+    """Convert dictionaries to lists, to compare their order: the order of `param_shapes` places parameters."""
     if isinstance(value, list):
         return [_ordered(v) for v in value]
     return list(value.items()) if isinstance(value, dict) else value
