@@ -14,10 +14,10 @@ _EXACT = 1 << 53
 
 
 def positive_number(config: Mapping[str, Any], key: str, default: float, label: str = "config: ") -> float:
-    """A positive number; YAML reads `1e-5` as text.
+    """Read a positive number; YAML reads `1e-5` as text.
 
     Raises:
-        FastshardError: ``FS211`` if it is none.
+        FastshardError: ``FS211`` if it is not a positive number.
     """
     value = config.get(key, default)
     try:
@@ -30,10 +30,10 @@ def positive_number(config: Mapping[str, Any], key: str, default: float, label: 
 
 
 def whole_number(config: Mapping[str, Any], key: str, default: int, label: str = "config: ") -> int:
-    """A positive whole number, as a number of today's formats can be.
+    """Read a positive integer within the range of today's formats.
 
     Raises:
-        FastshardError: ``FS211`` if it is none.
+        FastshardError: ``FS211`` if it is not a positive integer.
     """
     number = positive_number(config, key, default, label)
     if not number.is_integer() or number >= _EXACT:
@@ -44,7 +44,7 @@ def whole_number(config: Mapping[str, Any], key: str, default: int, label: str =
 def count(
     config: Mapping[str, Any], key: str, label: str = "config: ", file: str | None = None
 ) -> int | None:
-    """A size that only an integer may state: no text, no float; None where nothing is stated.
+    """Read a size that only an integer may state: no text, no float; None if nothing is stated.
 
     Raises:
         FastshardError: ``FS211`` if it is something else.
@@ -58,7 +58,7 @@ def count(
 
 
 def integer(config: Mapping[str, Any], key: str, label: str = "config: ") -> int | None:
-    """A whole number, negative ones too; None where nothing is stated.
+    """Read an integer, which may be negative; None if nothing is stated.
 
     Raises:
         FastshardError: ``FS211`` if it is something else.
@@ -70,7 +70,7 @@ def integer(config: Mapping[str, Any], key: str, label: str = "config: ") -> int
 
 
 def flag(config: Mapping[str, Any], key: str, label: str = "config: ") -> bool | None:
-    """A choice; None where nothing is stated.
+    """Read a choice; None if nothing is stated.
 
     Raises:
         FastshardError: ``FS211`` if it is neither on nor off.
@@ -82,5 +82,5 @@ def flag(config: Mapping[str, Any], key: str, label: str = "config: ") -> bool |
 
 
 def refused(what: str, expected: str, got: Any, file: str | None = None) -> FastshardError:
-    """What a value is told that is of another kind."""
+    """Build the error for a value of another kind."""
     return FastshardError.of(codes.BAD_VALUE, what, file=file, expected=expected, got=shown(got))

@@ -39,7 +39,7 @@ class Architecture:
 
 
 def architecture_of(config: dict[str, Any]) -> Architecture | None:
-    """The first of a config's ``architectures``; None if it states none."""
+    """Return the first of a config's ``architectures``; None if it states none."""
     architectures = config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     if not isinstance(name, str):
@@ -51,7 +51,7 @@ def architecture_of(config: dict[str, Any]) -> Architecture | None:
 
 
 def layout_of(config: dict[str, Any], file: str | None = None) -> str | None:
-    """Name of the layout table for a config; None for a model without one.
+    """Return the name of the layout table for a config; None for a model without one.
 
     Raises:
         FastshardError: as :func:`fastshard.layouts.of_config`.
@@ -60,7 +60,7 @@ def layout_of(config: dict[str, Any], file: str | None = None) -> str | None:
 
 
 def is_of_transformers(layout: str | None) -> bool:
-    """True for a table that comes with fastshard and is for a model type of transformers."""
+    """Return True for a table that comes with fastshard and is for a model type of transformers."""
     if layout is None or tables.is_registered(layout) or layout not in tables.names():
         return False
     return bool(tables.table(layout).model_types)
@@ -76,14 +76,14 @@ def described(
     names: Iterable[str] = (),
     layout: str | _core.Table | None = None,
 ) -> Described:
-    """What a config says of a layout's axes (as stored by one unsharded file), facts and sets.
+    """Return the axes (as one unsharded file stores them), facts and sets of a layout by a config.
 
     Args:
         config: content of ``config.json``.
         file: its path, for messages.
-        names: of the tensors stored, for what no config says: whether experts are stacked, and whether
-            a tied head is stored too.
-        layout: the table, if it is not that of the model; where there is none, nothing is said.
+        names: names of the stored tensors, for what no config states: whether experts are stacked, and
+            whether a tied head is stored too.
+        layout: the table, if it is not the model's; without a table, all are empty.
 
     Raises:
         FastshardError: ``FS211`` for a value that does not fit.
@@ -98,7 +98,7 @@ def described(
 
 
 def is_for(table: _core.Table, config: dict[str, Any]) -> bool:
-    """True if a table is for a model, as its ``[config]`` says.
+    """Return True if a table is for a model, by its ``[config]``.
 
     Raises:
         FastshardError: ``FS211`` for a value that does not fit.
@@ -114,13 +114,18 @@ def _table(layout: str | _core.Table) -> _core.Table:
 
 
 def _json(config: dict[str, Any]) -> str:
-    """A config as the core reads it; one that was YAML may hold dates, whose text nothing asks for."""
+    """Return a config as the core reads it.
+
+    A config from YAML may have dates, whose text is not used.
+    """
     return json.dumps(_finite(config, _DEPTH), default=str)
 
 
 def _finite(value: Any, depth: int) -> Any:
-    """The same without numbers that JSON has none of, as transformers writes some limits as Infinity; and
-    without what lies deeper than any table looks."""
+    """Remove numbers that JSON lacks, and values deeper than any table looks.
+
+    transformers writes some limits as Infinity.
+    """
     if isinstance(value, (dict, list)) and not depth:
         return None
     if isinstance(value, dict):
@@ -131,7 +136,7 @@ def _finite(value: Any, depth: int) -> Any:
 
 
 def axes_and_facts(config: dict[str, Any]) -> tuple[dict[str, int], dict[str, bool]]:
-    """Axes and facts of :func:`described`, whatever is stored."""
+    """Return axes and facts of :func:`described`, whatever is stored."""
     return described(config)[:2]
 
 
@@ -144,7 +149,7 @@ QUANTISER_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config
 
 
 def unquantised(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of the same model with plain weights, in all its parts."""
+    """Return the config of the same model with plain weights, in all its parts."""
     return {
         key: unquantised(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -153,26 +158,25 @@ def unquantised(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def quantised_by(config: dict[str, Any]) -> str | None:
-    """The method by which a model's weights are quantised, as its config states it; None for plain
-    weights."""
+    """Return the quantisation method of a model's weights by its config; None for plain weights."""
     quantisation = config.get("quantization_config")
     return shown(quantisation.get("quant_method")) if isinstance(quantisation, dict) else None
 
 
 def dtype_of(config: dict[str, Any]) -> Any:
-    """The dtype that a config states for the weights; None for none."""
+    """Return the dtype that a config states for the weights; None if it states none."""
     return config.get("dtype", config.get("torch_dtype"))
 
 
 def with_rows(config: dict[str, Any], rows: int | None) -> dict[str, Any]:
-    """The config with the rows of the vocabulary that are written, where it states any."""
+    """Return the config with the number of vocabulary rows that are written, if it states one."""
     if rows is None or not isinstance(config.get("vocab_size"), int) or config["vocab_size"] == rows:
         return config
     return {**config, "vocab_size": rows}
 
 
 def with_dtype(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
-    """The config with the weights' dtype, by its torch name."""
+    """Return the config with the weights' dtype, by its torch name."""
     if not dtype:
         return config
     # transformers 4 reads torch_dtype, 5 reads dtype and writes only that. Of both spellings neither stays
@@ -190,10 +194,11 @@ def with_dtype(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
 
 
 def find_contradictions(config: Mapping[str, Any], file: str) -> list[Finding]:
-    """Finds what a config states twice, differently: settings under two keys, and lists with an entry for
-    each layer, of another length than the layers.
+    """Report contradictions within a config.
 
-    transformers refuses such lists. source: transformers configuration_utils.py (layer_type_validation)
+    They are settings under two keys with different values, and lists with an entry for each layer whose
+    length differs from the number of layers. transformers refuses such lists.
+    source: transformers configuration_utils.py (layer_type_validation)
 
     Args:
         config: content of config.json.
@@ -225,7 +230,7 @@ def find_contradictions(config: Mapping[str, Any], file: str) -> list[Finding]:
 
 
 def layout_by_names(names: Iterable[str]) -> str | None:
-    """The layout table that a model's names tell of, where no config does."""
+    """Return the layout table that a model's names imply, if there is no config."""
     have = set(names)
     if "model.embed_tokens.weight" in have and "model.layers.0.mlp.gate_proj.weight" in have:
         return "hf.llama"

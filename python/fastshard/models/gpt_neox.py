@@ -129,7 +129,7 @@ LLAMA = Says(
 
 @dataclass(frozen=True)
 class Features:
-    """What a model was trained with, as the names and shapes of its tensors say."""
+    """The features of a trained model, by the names and shapes of its tensors."""
 
     #: The kind of norm, in the words of GPT-NeoX's ``norm``.
     norm: str
@@ -174,11 +174,11 @@ class GptNeoX:
     features: Features | None = None
 
     def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
-        """The model of a training config and of what the names of its tensors say.
+        """Return the model by a training config and the names of its tensors.
 
         Args:
             values: the training config; may be empty.
-            evidence: what else the tensors tell.
+            evidence: further evidence from the tensors.
 
         Raises:
             FastshardError: ``FS211`` for a value of another kind.
@@ -247,16 +247,16 @@ class GptNeoX:
         )
 
     def write(self, model: Model, axes: Mapping[str, int], file: str) -> tuple[dict[str, Any], list[Finding]]:
-        """The keys of a training config that say what a model is, and what had to be assumed.
+        """Return the keys of a training config that describe a model, and the assumptions.
 
         Args:
-            model: what is computed.
+            model: the model.
             axes: extents that the plan bound.
-            file: what messages call the config.
+            file: the config's name in messages.
 
         Raises:
-            FastshardError: ``FS514`` for what GPT-NeoX does not compute, ``FS209`` for what decides values
-                and is stated nowhere.
+            FastshardError: ``FS514`` for a model that GPT-NeoX does not compute, ``FS209`` for a setting that
+                affects values and is not stated.
         """
         refuse(model)
         model.settled("parallel", "activation")
@@ -319,7 +319,7 @@ class GptNeoX:
 
 
 def read_config_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the settings that a config.json states, as keys of a training config.
+    """Read the settings that a config.json states, as keys of a training config.
 
     Raises:
         FastshardError: ``FS211`` for a value of another kind, ``FS514`` for one that no key states.
@@ -358,8 +358,7 @@ def read_config_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _remarks(values: Mapping[str, Any], is_fused: bool, lacking: list[str]) -> list[Finding]:
-    """What is to be known of the fused form of gelu, of positions that are not stated, and of tokens that are
-    left out."""
+    """Report remarks on the fused form of gelu, unstated positions, and tokens that are left out."""
     remarks = []
     if is_fused:
         what = "gelu_pytorch_tanh is written, the form of gelu that bias_gelu_fusion computes"
@@ -379,27 +378,27 @@ def _remarks(values: Mapping[str, Any], is_fused: bool, lacking: list[str]) -> l
 
 
 def refuse(model: Model) -> None:
-    """What GPT-NeoX does not compute.
+    """Refuse a model that GPT-NeoX does not compute.
 
     Raises:
-        FastshardError: ``FS514``, one finding for each.
+        FastshardError: ``FS514``, one finding for each reason.
     """
     unsupported.refuse("GPT-NeoX", [NEOX, LLAMA], model)
 
 
 def activation_of(config: Mapping[str, Any]) -> str:
-    """GPT-NeoX's ``activation``; its default where the tensors do not disprove that."""
+    """Return GPT-NeoX's ``activation``; its default unless the tensors disprove it."""
     activation = config.get("activation")
     return DEFAULT_ACTIVATION if activation is None else str(activation)
 
 
 def te_differences(config: Mapping[str, Any], features: Features, written: str) -> list[Finding]:
-    """What Transformer Engine's LayerNormMLP computed otherwise than a model with plain modules will.
+    """Report how Transformer Engine's LayerNormMLP computed differently from a model with plain modules.
 
     Args:
         config: the training config.
-        features: what the tensors' names tell.
-        written: the file that tells of the plain modules.
+        features: features by the tensors' names.
+        written: the file that describes the plain modules.
     """
     if not features.te_layernorm_mlp:
         return []
@@ -442,7 +441,7 @@ def _note(message: str) -> Finding:
 def _besides(
     config: Mapping[str, Any], features: Features, parallel: bool | None, windowed: bool
 ) -> list[Lack]:
-    """What no other framework has."""
+    """List features that no other framework has."""
     found = []
     if features.qk_layernorm:
         found.append(Lack("use_qk_layernorm", "no norm of queries and keys", "attention.qk_layernorm"))
@@ -467,12 +466,12 @@ def _besides(
 
 
 def _window(config: Mapping[str, Any]) -> int | None:
-    """Positions that a token sees besides itself, to its left; None for all.
+    """Return how many positions a token sees to its left, without itself; None for all.
 
     source: gpt-neox megatron/model/transformer.py: flash-attn gets ``window_size=(width, -1)``
 
     Raises:
-        FastshardError: ``FS211`` if it is no whole number.
+        FastshardError: ``FS211`` if it is not an integer.
     """
     width = config.get("sliding_window_width")
     if width is not None and (
@@ -483,7 +482,7 @@ def _window(config: Mapping[str, Any]) -> int | None:
 
 
 def attention_kinds(config: Mapping[str, Any]) -> set[str]:
-    """Kinds of attention in ``attention_config``: ``[[["global", "flash"], 12]]``, or one word per layer.
+    """Return the kinds in ``attention_config``: ``[[["global", "flash"], 12]]``, or one word per layer.
 
     Raises:
         FastshardError: ``FS211`` if it is of another form.

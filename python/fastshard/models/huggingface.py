@@ -34,7 +34,7 @@ _GPT3 = Says(kind="GPT-3")
 
 
 def _says(of: ModelClass) -> Says:
-    """What the models of a class can be."""
+    """Return the properties that the models of a class can have."""
     return Says(
         kind=of.kind,
         families=(of.family,),
@@ -60,7 +60,7 @@ def _places(biases: Sequence[str]) -> tuple[bool, bool, bool, bool]:
 
 
 def class_of(model: Model, help: str | None = None) -> ModelClass:
-    """The class of transformers that computes a model.
+    """Return the class of transformers that computes a model.
 
     Raises:
         FastshardError: ``FS514``, one finding for each thing that no such class computes.
@@ -82,7 +82,7 @@ def class_of(model: Model, help: str | None = None) -> ModelClass:
 
 
 def facts_of(model: Model, of: ModelClass) -> dict[str, bool]:
-    """Facts of the class's layout table."""
+    """Return the facts of the class's layout table."""
     qkv, out, mlp, _ = model.biases
     facts = {"tied": model.tied, "head": not model.tied, "attention_bias": qkv}
     facts |= {"out_bias": out, "mlp_bias": mlp, "qk_norm": model.qk_norm}
@@ -90,7 +90,7 @@ def facts_of(model: Model, of: ModelClass) -> dict[str, bool]:
 
 
 def _sizes(axes: Mapping[str, int]) -> dict[str, int]:
-    """Sizes by the axes of a table, as ``config.json`` names them."""
+    """Return sizes by the axes of a table, as ``config.json`` names them."""
     return {
         "vocab_size": axes["V"],
         "hidden_size": axes["H"],
@@ -103,8 +103,10 @@ def _sizes(axes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _values(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
-    """What a model computes, by the keys of all classes, in the order in which they are written; None for
-    what is not stated."""
+    """Return the model's settings by the keys of all classes, in the order in which they are written.
+
+    Unstated settings are None.
+    """
     scaled = model.rope.kind != "default"
     base, windowed = _whole(model.rope.base), True if model.window is not None else None
     values = _sizes(axes) | {
@@ -144,16 +146,16 @@ def _values(model: Model, axes: Mapping[str, int]) -> dict[str, Any]:
 def write(
     model: Model, of: ModelClass, axes: Mapping[str, int], file: str
 ) -> tuple[dict[str, Any], list[Finding]]:
-    """The config of a model without its dtype, and what had to be assumed. What nothing states is left out.
+    """Return the config of a model without its dtype, and the assumptions; unstated settings are left out.
 
     Args:
-        model: what is computed.
+        model: the model.
         of: the class that computes it.
         axes: extents that the plan bound.
-        file: what messages call the config.
+        file: the config's name in messages.
 
     Raises:
-        FastshardError: ``FS209`` for what decides values and is not stated.
+        FastshardError: ``FS209`` for a setting that affects values and is not stated.
     """
     model.settled("parallel", "activation")
     if model.config is not None:
@@ -178,7 +180,7 @@ def _whole(value: float | None) -> float | None:
 
 
 def _outside(model: Model, file: str) -> list[Finding]:
-    """What the place of eps changes."""
+    """Report the effect of the place of eps."""
     if not model.eps_outside or model.norm != "RMSNorm" or model.eps is None or model.eps <= 1e-7:
         return []
     return [
@@ -198,7 +200,7 @@ class HuggingFace:
     name = "transformers"
 
     def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
-        """The model of a ``config.json`` whose tensors its table describes.
+        """Return the model of a ``config.json`` whose tensors its table describes.
 
         Raises:
             FastshardError: ``FS211`` for a value of another kind.
@@ -243,7 +245,7 @@ class HuggingFace:
 
 
 def _biases(facts: Mapping[str, bool], of: ModelClass) -> tuple[bool, bool, bool, bool]:
-    """The biases that the facts of a table tell; of those that no fact tells what the class has."""
+    """Return the biases by the facts of a table, and by the class where no fact states them."""
     known = [facts.get(fact) for fact in ("attention_bias", "out_bias", "mlp_bias", "mlp_bias")]
     for biases in map(_places, of.biases):
         if all(fact in (None, has) for fact, has in zip(known, biases, strict=True)):
@@ -260,7 +262,7 @@ def _experts(config: Mapping[str, Any], of: ModelClass) -> Experts | None:
 
 
 def find_windows(config: Mapping[str, Any], of: ModelClass) -> tuple[int | None, list[Lack]]:
-    """The positions that every layer sees, and what a window in some of them is called."""
+    """Return the positions that every layer sees, and the unsupported window if only some layers have one."""
     if of.window is None:
         return None, []
     if of.window != "all":
@@ -281,7 +283,7 @@ def find_windows(config: Mapping[str, Any], of: ModelClass) -> tuple[int | None,
 
 
 def rope_of(config: Mapping[str, Any]) -> tuple[Rope, list[Lack]]:
-    """The rotary embedding, and what one of several kinds for several layers is called.
+    """Return the rotary embedding, and the unsupported settings if several kinds of layers differ in it.
 
     transformers 4 has ``rope_theta`` and ``rope_scaling``, 5 has both in ``rope_parameters``.
 

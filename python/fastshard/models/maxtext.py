@@ -63,7 +63,7 @@ LLAMA = Says(
 
 
 def is_maxtext(config: Mapping[str, Any]) -> bool:
-    """True for what MaxText reads, False for other configs."""
+    """Return True for a config that MaxText reads, False for other configs."""
     if "model_type" in config or "architectures" in config:
         return False
     return any(key in config for key in _TELLING) or any(str(key).startswith("base_") for key in config)
@@ -80,10 +80,10 @@ class Pairs:
 
 
 def pairs_of(config: Mapping[str, Any]) -> Pairs | None:
-    """What a yml or ``config.json`` says of the rotary embedding, which no checkpoint of MaxText does.
+    """Return the rotary embedding by a yml or ``config.json``, since no checkpoint of MaxText states it.
 
-    None where it leaves open which of two orders queries and keys have: in a yml of some ``model_name``
-    alone, or a ``config.json`` without scaling, which MaxText can run with either.
+    None if the order of queries and keys stays open: with only some ``model_name`` in a yml, or with a
+    ``config.json`` without scaling, which MaxText can run with either order.
     source: MaxText layers/attentions.py (init_rotary_embedding)
 
     Raises:
@@ -122,10 +122,10 @@ class MaxText:
     config_facts: Mapping[str, bool] | None = None
 
     def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
-        """The model of a yml, or of a ``config.json`` that was given for it.
+        """Return the model of a yml, or of a ``config.json`` that was given for it.
 
         Raises:
-            FastshardError: ``FS211`` for a value of another kind, ``FS209`` where the yml leaves open which
+            FastshardError: ``FS211`` for a value of another kind, ``FS209`` if the yml leaves open which
                 order queries and keys have, ``FS215`` for a config of another model.
         """
         if evidence.family == "gpt3":
@@ -194,7 +194,7 @@ class MaxText:
         )
 
     def _of_config(self, config: Mapping[str, Any], evidence: Evidence) -> Model:
-        """The model of a ``config.json``, as far as the tensors are those of one."""
+        """Return the model of a ``config.json``, if the tensors are those of such a model."""
         facts = {"tied": evidence.facts.get("tied", False)}
         facts |= dict.fromkeys(("attention_bias", "out_bias", "mlp_bias", "qk_norm"), False)
         declared = self.config_facts
@@ -218,16 +218,16 @@ class MaxText:
     def write(
         self, model: Model, interleaved: bool, tied: bool, file: str
     ) -> tuple[dict[str, Any], list[Finding]]:
-        """The keys of a yml that say what a model computes, and what had to be assumed.
+        """Return the keys of a yml that describe a model, and the assumptions.
 
         Args:
-            model: what is computed.
+            model: the model.
             interleaved: the order of queries and keys that is written.
             tied: the output layer is the embedding.
-            file: what messages call the yml.
+            file: the yml's name in messages.
 
         Raises:
-            FastshardError: ``FS514`` for what MaxText's block does not compute.
+            FastshardError: ``FS514`` for a model that MaxText's block does not compute.
         """
         refuse(model)
         model.settled("parallel", "activation")
@@ -267,10 +267,10 @@ class MaxText:
 
 
 def refuse(model: Model) -> None:
-    """What MaxText's Llama block does not compute.
+    """Refuse a model that MaxText's Llama block does not compute.
 
     Raises:
-        FastshardError: ``FS514``, one finding for each.
+        FastshardError: ``FS514``, one finding for each reason.
     """
     if model.window is not None and model.max_positions and model.window >= model.max_positions:
         # All that the model may read is within the window.
@@ -279,12 +279,12 @@ def refuse(model: Model) -> None:
 
 
 def order(interleaved: bool, scaled: bool) -> dict[str, Any]:
-    """The order of pairs, which decides what the values mean, is always stated."""
+    """Return the keys of the order of pairs, which is always stated since it decides the values' meaning."""
     return {"rope_type": "llama3.1", "rope_use_scale": scaled} if interleaved else {"rope_type": "default"}
 
 
 def _besides(config: Mapping[str, Any], tied: bool) -> list[Lack]:
-    """What a MaxText model computes and no other does. source: MaxText configs/base.yml"""
+    """List features of a MaxText model that no other framework computes. source: MaxText configs/base.yml"""
     activations = config.get("mlp_activations", ["silu", "linear"])
     linear = config.get("rope_linear_scaling_factor", 1.0)
     least, experts = config.get("rope_min_timescale", 1), config.get("num_experts", 1)

@@ -17,7 +17,8 @@ from .overridden_settings import find_overridden_settings, is_config_json, read_
 
 
 def _scales(config: dict[str, Any]) -> dict[str, int]:
-    """Factors of ``global_parameter_scale``. source: MaxText configs/types.py, get_individual_scales"""
+    """Return the factors of ``global_parameter_scale``. source: MaxText configs/types.py,
+    get_individual_scales"""
     scale = whole_number(config, "global_parameter_scale", 1)
     if scale & (scale - 1) or scale > 1 << 30:
         raise FastshardError.of(
@@ -35,11 +36,11 @@ def _scales(config: dict[str, Any]) -> dict[str, int]:
 
 
 def sizes(config: dict[str, Any]) -> dict[str, int]:
-    """Sizes that the yml states; those that it leaves to MaxText's defaults are not among them.
+    """Return the sizes that the yml states, without those that it leaves to MaxText's defaults.
 
     Raises:
-        FastshardError: ``FS211`` for one that is no positive whole number, ``FS215`` for a product that is
-            not its base's.
+        FastshardError: ``FS211`` for one that is not a positive integer, ``FS215`` for a product that
+            contradicts its base.
     """
     out = {}
     for name, times in _scales(config).items():
@@ -68,10 +69,10 @@ def sizes(config: dict[str, Any]) -> dict[str, int]:
 
 
 def axes_of(config: dict[str, Any], family: str) -> dict[str, int]:
-    """Extents of the tables' axes that a yml or a ``config.json`` states.
+    """Return the extents of the tables' axes that a yml or a ``config.json`` states.
 
     Raises:
-        FastshardError: ``FS211`` for sizes that are none or do not divide.
+        FastshardError: ``FS211`` for values that are not sizes, or do not divide.
     """
     if not is_maxtext(config):
         if family != "llama":
@@ -135,8 +136,7 @@ _SETTINGS = (
 
 
 def read_config_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Reads the settings that a yml or a config.json states, as keys of a yml; sizes are those that are
-    meant, scaled.
+    """Read the settings that a yml or a config.json states, as keys of a yml; sizes are scaled.
 
     Raises:
         FastshardError: ``FS211`` for a value of another kind.
@@ -154,13 +154,12 @@ def read_config_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_overridden_yml(own: dict[str, Any], override: dict[str, Any], file: str) -> list[Finding]:
-    """Finds settings of which ``--config`` states another value than the yml beside a checkpoint: a note
-    each.
+    """Note each setting of ``--config`` that differs from the yml next to a checkpoint.
 
     Args:
         own: content of the yml.
         override: content of the yml or config.json of ``--config``.
-        file: the yml beside the checkpoint.
+        file: the yml next to the checkpoint.
     """
     try:
         settings = read_config_settings(own)

@@ -130,7 +130,7 @@ class Megatron:
     name = "Megatron-LM"
 
     def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
-        """The model of a checkpoint's arguments.
+        """Return the model of a checkpoint's arguments.
 
         Raises:
             FastshardError: ``FS211`` for a value of another kind.
@@ -186,16 +186,16 @@ class Megatron:
         )
 
     def write(self, model: Model, axes: Mapping[str, int], file: str) -> tuple[dict[str, Any], list[Finding]]:
-        """Arguments that say what the model is, and what had to be assumed; how it runs is left to the run.
+        """Return arguments that describe the model, and the assumptions; those of the run are left out.
 
         Args:
-            model: what is computed.
+            model: the model.
             axes: extents that the plan bound.
-            file: what messages call the arguments.
+            file: the arguments' name in messages.
 
         Raises:
-            FastshardError: ``FS514`` for what Megatron-LM does not compute, ``FS209`` for what decides values
-                and is not stated.
+            FastshardError: ``FS514`` for a model that Megatron-LM does not compute, ``FS209`` for a setting that
+                affects values and is not stated.
         """
         refuse(model)
         model.settled("parallel", "activation")
@@ -241,7 +241,7 @@ class Megatron:
 
 
 def read_config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Lack]]:
-    """Reads the settings that a config states, as arguments, and those that no argument states.
+    """Read the settings that a config states, as arguments, and those that no argument states.
 
     Args:
         config: arguments of Megatron-LM by their names, or a config.json.
@@ -285,19 +285,19 @@ def read_config_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], lis
 
 
 def size(args: Mapping[str, Any], key: str) -> int | None:
-    """A size or degree among the arguments; None where it is not stated.
+    """Return a size or degree among the arguments; None if it is not stated.
 
     Raises:
-        FastshardError: ``FS211`` if it is no positive whole number.
+        FastshardError: ``FS211`` if it is not a positive integer.
     """
     return config_fields.count(args, key, _LABEL)
 
 
 def axes_of(args: Mapping[str, Any], moe: bool) -> dict[str, int]:
-    """Extents of the tables' axes that the arguments state; to be held against the tensors.
+    """Return the extents of the tables' axes that the arguments state, to be checked against the tensors.
 
     Raises:
-        FastshardError: ``FS211`` for a size that is none.
+        FastshardError: ``FS211`` for a value that is not a size.
     """
     heads, groups = size(args, "num_attention_heads"), size(args, "num_query_groups")
     groups = groups if args.get("group_query_attention") and groups else heads
@@ -319,16 +319,16 @@ def axes_of(args: Mapping[str, Any], moe: bool) -> dict[str, int]:
 
 
 def refuse(model: Model) -> None:
-    """What a model of Megatron-LM's tables does not compute.
+    """Refuse a model that none of Megatron-LM's tables computes.
 
     Raises:
-        FastshardError: ``FS514``, one finding for each.
+        FastshardError: ``FS514``, one finding for each reason.
     """
     unsupported.refuse("Megatron-LM", [LLAMA], model)
 
 
 def facts_of(model: Model) -> dict[str, bool]:
-    """Facts of the layout tables."""
+    """Return the facts of the layout tables."""
     qkv, linear, *_ = model.biases
     return {
         "tied": model.tied,
@@ -362,14 +362,13 @@ def _positions(args: Mapping[str, Any]) -> str:
 
 
 def window_of(args: Mapping[str, Any]) -> tuple[int | None, list[Lack]]:
-    """The positions that attention sees, the token itself among them, and what no other framework has of a
-    window.
+    """Return how many positions attention sees, including the token, and the unsupported parts of a window.
 
-    The argument has those to the left besides the token, and those to the right; -1 is all of them.
+    The argument has the positions to the left without the token, and those to the right; -1 is all of them.
     source: megatron/core/transformer/transformer_config.py (window_size)
 
     Raises:
-        FastshardError: ``FS211`` if it is no pair of whole numbers.
+        FastshardError: ``FS211`` if it is not a pair of integers.
     """
     value = args.get("window_size")
     if value is None:
@@ -408,8 +407,10 @@ def _neutral(key: str, value: Any) -> bool:
 
 
 def _normalised(args: Mapping[str, Any]) -> bool:
-    """Megatron's softmax over the best k alone gives the same as one over all, normalised afterwards; with
-    moe_router_pre_softmax nothing is normalised.
+    """Return True if the weights of the best k experts are normalised.
+
+    Megatron's softmax over the best k alone gives the same as a softmax over all that is normalised
+    afterwards. With moe_router_pre_softmax nothing is normalised.
 
     source: megatron/core/transformer/moe/moe_utils.py, topk_routing_with_score_function
     """
@@ -417,7 +418,7 @@ def _normalised(args: Mapping[str, Any]) -> bool:
 
 
 def _routing(args: Mapping[str, Any]) -> list[Lack]:
-    """What other frameworks' routers do not: they take a softmax and the best k."""
+    """List routing features that other frameworks lack: they take a softmax and the best k."""
     kinds = args.get("moe_router_load_balancing_type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     checks = [

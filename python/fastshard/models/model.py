@@ -48,7 +48,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Model:
-    """What a model computes. Sizes are not among it: they come from the tensors."""
+    """A model by what it computes, without sizes: these come from the tensors."""
 
     #: Whose values were read.
     framework: str
@@ -97,11 +97,11 @@ class Model:
     config: Mapping[str, Any] | None = None
 
     def word(self, name: str, default: str | None = None) -> str:
-        """What the source calls a field."""
+        """Return the source's name of a field."""
         return self.words.get(name, default or name)
 
     def list_assumptions(self, *fields: str, file: str) -> list[Finding]:
-        """List what had to be assumed of the fields that are written to a file, and the remarks."""
+        """List the assumptions about the fields that are written to a file, and the remarks."""
         found = [
             Finding.of(
                 codes.DEFAULT_ASSUMED,
@@ -117,10 +117,10 @@ class Model:
         return found + [remark.replace(file=file) for remark in self.remarks]
 
     def settled(self, *fields: str) -> None:
-        """Asks for fields that decide values.
+        """Require fields that affect values.
 
         Raises:
-            FastshardError: ``FS209`` for those that nothing states.
+            FastshardError: ``FS209`` for those that are not stated.
         """
         if open_ := [self.unknown[name] for name in fields if name in self.unknown]:
             raise error_for(open_)
@@ -132,11 +132,11 @@ class Model:
 
 
 def read_model(source: Source) -> Model:
-    """What the model of a source computes, by its values and its tensors.
+    """Return the model of a source, by its values and its tensors.
 
     Raises:
-        FastshardError: ``FS211`` for a value of another kind, ``FS514`` where nothing says what its values
-            mean.
+        FastshardError: ``FS211`` for a value of another kind, ``FS514`` if the meaning of its values is
+            unknown.
     """
     description = source.model
     if description.dialect is None:
@@ -152,7 +152,7 @@ def read_model(source: Source) -> Model:
 
 
 def unstated(key: str, values: str, why: str = "which is not stated") -> Finding:
-    """A field on which the model depends and that nothing states."""
+    """Build the finding for a field on which the model depends and that is not stated."""
     return Finding.of(
         codes.FACT_UNKNOWN,
         f"the model depends on `{key}`, {why}",

@@ -36,12 +36,13 @@ _TABLES = ("rope_parameters", "rope_scaling")
 
 
 def is_config_json(config: Mapping[str, Any]) -> bool:
-    """True for a config of transformers, False for a training config."""
+    """Return True for a config of transformers, False for a training config."""
     return "model_type" in config or "architectures" in config
 
 
 def read_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a config.json states, by one name each; what it leaves to defaults is not among them.
+    """Read the settings that a config.json states, by one name each, without those that it leaves to
+    defaults.
 
     Raises:
         FastshardError: ``FS211`` for a rotary embedding or a window of another kind.
@@ -83,14 +84,14 @@ def find_overridden_settings(
     file: str | None,
     label: str = "",
 ) -> list[Finding]:
-    """Finds settings of which ``--config`` states another value than the checkpoint does: a note each.
+    """Note each setting for which ``--config`` and the checkpoint state different values.
 
     Args:
-        own: what the checkpoint states.
-        override: what ``--config`` states, by the same keys.
-        keys: those that are settings of the model.
+        own: values that the checkpoint states.
+        override: values that ``--config`` states, by the same keys.
+        keys: keys that are settings of the model.
         file: the file of the checkpoint that states them.
-        label: what precedes the keys in messages.
+        label: prefix of the keys in messages.
     """
     return [
         Finding.of(
@@ -109,13 +110,14 @@ def find_overridden_settings(
 
 
 def find_missing_rows(config: Mapping[str, Any], rows: Any, file: str | None) -> list[Finding]:
-    """Finds that ``--config`` states more tokens than the checkpoint has rows for. Fewer are no
-    contradiction: frameworks pad the vocabulary, and a base's config.json does not know the tokens that were
-    added; ``--vocab-size`` drops rows.
+    """Report that ``--config`` states more tokens than the checkpoint has rows for.
+
+    Fewer tokens are no contradiction: frameworks pad the vocabulary, and a base's config.json does not know
+    added tokens; ``--vocab-size`` drops rows.
 
     Args:
         config: content of the config.json of ``--config``.
-        rows: those of the vocabulary, as the checkpoint states them; None where it does not.
+        rows: rows of the vocabulary, as the checkpoint states them; None if it does not.
         file: the file that states them.
 
     Raises:
@@ -138,7 +140,7 @@ def find_missing_rows(config: Mapping[str, Any], rows: Any, file: str | None) ->
 
 
 def find_overridden_config(own: Mapping[str, Any], override: Mapping[str, Any], file: str) -> list[Finding]:
-    """Finds the same where both are a config.json, part by part.
+    """Note each such setting if both are a config.json, part by part.
 
     Args:
         own: content of the checkpoint's config.json.
@@ -159,14 +161,14 @@ def find_overridden_config(own: Mapping[str, Any], override: Mapping[str, Any], 
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """True for values that say the same: a pair is one as a list and as a tuple, and False is no zero."""
+    """Return True for equal values: a pair may be a list or a tuple, and False is not zero."""
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(is_equal, one, other))
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
 def _short(value: Any) -> str:
-    """A value as a message has it, a pair of numbers too."""
+    """Format a value for a message, including a pair of numbers."""
     return str(list(value)) if isinstance(value, (list, tuple)) and len(value) <= 4 else shown(value)
 
 

@@ -194,7 +194,7 @@ Statement = tuple[str, Any, Any]
 
 
 def find_repeated_settings(config: Mapping[str, Any], file: str) -> list[Finding]:
-    """Finds settings that one object of a config states under two keys, with different values.
+    """Find settings that one object of a config states under two keys, with different values.
 
     Args:
         config: content of config.json.
@@ -226,10 +226,10 @@ def find_repeated_settings(config: Mapping[str, Any], file: str) -> list[Finding
 
 
 def find_repeated_spellings(config: Mapping[str, Any], file: str) -> list[Finding]:
-    """Finds keys of a training config that stand there with ``-`` and with ``_``, with different values.
+    """Find keys of a training config that occur with ``-`` and with ``_``, with different values.
 
     Args:
-        config: as it was read.
+        config: the config as read.
         file: its path, for messages.
     """
     return [
@@ -248,7 +248,7 @@ def find_repeated_spellings(config: Mapping[str, Any], file: str) -> list[Findin
 
 
 def _parts(part: Mapping[str, Any], prefix: str, depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """A config and those of its parts, with what precedes their keys in messages."""
+    """Yield a config and the configs of its parts, each with the prefix of its keys in messages."""
     yield prefix, part
     for key, value in part.items() if depth else ():
         if isinstance(value, Mapping) and str(key).endswith("_config"):
@@ -256,7 +256,7 @@ def _parts(part: Mapping[str, Any], prefix: str, depth: int) -> Iterator[tuple[s
 
 
 def _settings(part: Mapping[str, Any], model_type: Any) -> Iterator[tuple[str, list[Statement]]]:
-    """Statements of one setting each, and how bad it is if they differ."""
+    """Yield statements of one setting each, and the severity of a difference."""
     yield (
         "error",
         [
@@ -275,7 +275,7 @@ def _settings(part: Mapping[str, Any], model_type: Any) -> Iterator[tuple[str, l
 
 
 def _rope(part: Mapping[str, Any]) -> Iterator[list[Statement]]:
-    """What is said of the rotary embedding, setting by setting."""
+    """Yield the statements about the rotary embedding, setting by setting."""
     tables = {key: table for key in _ROPE if isinstance(table := part.get(key), Mapping)}
     settings: dict[str, list[Statement]] = {}
     for key, name in _BESIDE_ROPE.items():
@@ -301,11 +301,11 @@ def _plain(part: Mapping[str, Any], keys: tuple[str, str]) -> list[Statement]:
 
 
 def _is_single(value: Any) -> bool:
-    """True for a value that can be compared: one for each layer is another thing."""
+    """Return True for a value that can be compared: a list with one for each layer cannot."""
     return isinstance(value, (str, int, float))
 
 
 def _dtype(value: Any) -> str:
-    """A dtype by one of its names."""
+    """Return one of a dtype's names."""
     name = str(value).removeprefix("torch.")
     return _SAME_DTYPES.get(name, name)

@@ -42,12 +42,14 @@ _MAX_MODULES = 256
 
 
 def places(listing: Listing, folder: str, *, above: bool = True) -> list[Folder]:
-    """Folders in which a model's config and tokenizer are looked for, the nearest first: that of its tensors,
-    those above it in the checkpoint, the one above the checkpoint, and ``huggingface/`` in each.
+    """Return the folders to search for a model's config and tokenizer, the nearest first.
+
+    They are the folder of its tensors, those above it in the checkpoint, the one above the checkpoint, and
+    ``huggingface/`` in each.
 
     Args:
-        listing: what the roots hold.
-        folder: that of the tensors, relative to a root.
+        listing: contents of the roots.
+        folder: folder of the tensors, relative to a root.
         above: whether to look above the checkpoint too.
     """
     if listing.single:
@@ -81,13 +83,13 @@ def places(listing: Listing, folder: str, *, above: bool = True) -> list[Folder]
 
 
 def beside_files(listing: Listing) -> list[Folder]:
-    """The folders of files that were named by themselves."""
+    """Return the folders of single files that were named as CKPT."""
     pairs = zip(listing.roots, listing.named, strict=True)
     return [Folder(root, listing.links_within, None if root is path else path) for root, path in pairs]
 
 
 def first(folders: Iterable[Folder], name: str) -> Path | None:
-    """The file of this name in the first folder that has it.
+    """Return the file of this name in the first folder that has it.
 
     Raises:
         FastshardError: ``FS601`` if something else has the name, ``FS603`` for a link that leaves the folder.
@@ -96,8 +98,10 @@ def first(folders: Iterable[Folder], name: str) -> Path | None:
 
 
 def from_above(folders: Iterable[Folder], paths: Mapping[str, Path]) -> dict[str, str]:
-    """Of files that go along, by name, those that come from a folder above the checkpoint: where from,
-    relative to it."""
+    """Return the companion files that come from a folder above the checkpoint, by name.
+
+    Their paths are relative to the checkpoint.
+    """
     above = {f.path: f.beside for f in folders if f.beside is not None and f.beside.is_dir()}
     found = {}
     for name, path in paths.items():
@@ -108,10 +112,10 @@ def from_above(folders: Iterable[Folder], paths: Mapping[str, Path]) -> dict[str
 
 
 def passed_over(folders: Iterable[Folder], present: Collection[str]) -> list[Finding]:
-    """One warning for the files that are not taken since anybody may have put them where they lie.
+    """Warn of companion files that are ignored since anybody may have put them there.
 
     Args:
-        folders: where companions were looked for.
+        folders: where companions were searched.
         present: names of those that were found or given; of a tokenizer's files any is enough.
     """
     words = () if any(tokenizer.is_of(name) for name in present) else tokenizer.NAMES
@@ -142,18 +146,18 @@ def passed_over(folders: Iterable[Folder], present: Collection[str]) -> list[Fin
 
 
 def documents(folders: Iterable[Folder], config: Path) -> dict[str, Path]:
-    """The model card and the licence, which lie in the checkpoint beside ``config``: by name."""
+    """Find the model card and the licence next to ``config`` in the checkpoint, by name."""
     # Above the checkpoint, or below it, they are about something else.
     own = [folder for folder in folders if folder.beside is None and folder.path == config.parent]
     return {name: path for name in DOCUMENTS if (path := first(own, name)) is not None}
 
 
 def beside(folders: list[Folder], config: Path | None) -> dict[str, Path]:
-    """Files that go along besides the tokenizer's and config.json: by name.
+    """Find companion files besides the tokenizer's and config.json, by name.
 
     Args:
-        folders: where they are looked for, the nearest first.
-        config: the model's config.json, beside which code of its own lies.
+        folders: folders to search, the nearest first.
+        config: the model's config.json, next to which custom code is.
     """
     found = {name: path for name in OTHERS if (path := first(folders, name)) is not None}
     if config is None:
@@ -166,12 +170,14 @@ def beside(folders: list[Folder], config: Path | None) -> dict[str, Path]:
 
 
 def differing(listing: Listing, paths: Iterable[Path]) -> list[Finding]:
-    """What parts of a checkpoint on several hosts' disks do not agree on: the files at the same place in
-    other roots must hold the same. Of parts that lie on other hosts' disks those who have them say it.
+    """Report differences between the parts of a checkpoint on several hosts' disks.
+
+    Files at the same place in other roots must have the same content. For parts on other hosts' disks, those
+    hosts report it.
 
     Args:
-        listing: what the roots hold.
-        paths: files that were taken.
+        listing: contents of the roots.
+        paths: files in use.
     """
     findings = []
     elsewhere = {root for root in listing.roots if _core.is_elsewhere(root)}
@@ -226,15 +232,14 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _without_paths(value: Any) -> Any:
-    """A config without what tells where it was loaded from, which says nothing of the model."""
+    """Remove from a config where it was loaded from, which is not a property of the model."""
     if isinstance(value, dict):
         return {key: _without_paths(part) for key, part in value.items() if key not in _LOADED_FROM}
     return [_without_paths(part) for part in value] if isinstance(value, list) else value
 
 
 def module_folders(path: Path) -> list[str]:
-    """Lists the folders of the modules that a modules.json names beside the model itself; those that leave it
-    are left out.
+    """List the folders of the modules that a modules.json names, without those outside the model's folder.
 
     A module that normalises keeps no files, so that no copy has its folder.
     """
@@ -253,8 +258,10 @@ def module_folders(path: Path) -> list[str]:
 
 
 def _modules(folder: Folder) -> dict[str, Path]:
-    """The modules of a model of sentence-transformers, byte for byte: modules.json, what it names, and what
-    lies beside it."""
+    """Find the modules of a sentence-transformers model: modules.json, what it names, and files next to it.
+
+    They are copied byte for byte.
+    """
     listed = folder.file(MODULES)
     if listed is None:
         return {}
@@ -280,7 +287,7 @@ def _modules(folder: Folder) -> dict[str, Path]:
 
 
 def _code(config: Path, folder: Folder) -> dict[str, Path]:
-    """Modules that ``auto_map`` of a config.json needs: those beside it, since they import each other."""
+    """Find modules that ``auto_map`` of a config.json needs: those next to it, since they import each other."""
     content = json_text.object_in(safe_files.read_text(config, safe_files.MAX_CONFIG))
     if not isinstance(content.get("auto_map"), dict):
         return {}

@@ -51,7 +51,7 @@ _WRAPPERS = frozenset(
 
 
 def parts_of(name: str) -> tuple[tuple[str | None, ...], list[int]]:
-    """The parts of a name, with None for each number, and the numbers."""
+    """Split a name into its parts, with None for each number, and its numbers."""
     parts: list[str | None] = []
     numbers: list[int] = []
     for part in (name.replace("/", ".") if "/" in name else name).split("."):
@@ -68,7 +68,7 @@ def parts_of(name: str) -> tuple[tuple[str | None, ...], list[int]]:
 
 @lru_cache(maxsize=1 << 14)
 def _form(parts: tuple[str | None, ...]) -> tuple[int | None, str]:
-    """Of names that have these parts: which of the numbers is the layer's, and the role.
+    """Return which number of names with these parts is the layer's, and the role.
 
     Tens of thousands of names have a few dozen forms.
     """
@@ -87,14 +87,14 @@ def _form(parts: tuple[str | None, ...]) -> tuple[int | None, str]:
 
 
 def place_of(name: str) -> tuple[int | None, str]:
-    """:func:`layer_of` and :func:`role_of` of a name, in one go."""
+    """Return :func:`layer_of` and :func:`role_of` of a name together."""
     parts, numbers = parts_of(name)
     which, role = _form(parts)
     return None if which is None else numbers[which], role or name
 
 
 def layer_of(name: str) -> int | None:
-    """The layer that a tensor's name counts it to; None for one outside all layers, and for stacks of layers.
+    """Return the layer in a tensor's name; None for one outside all layers, and for stacks of layers.
 
     Numbers are the framework's own: in GPT-NeoX's pipelines the embedding is 0 and the first layer 2.
 
@@ -105,8 +105,9 @@ def layer_of(name: str) -> int | None:
 
 
 def role_of(name: str) -> str:
-    """What a tensor is in its layer: its name without wrappers and layer, other numbers as ``*``. Layers that
-    are built alike have the same roles.
+    """Return a tensor's role in its layer: its name without wrappers and layer, with other numbers as ``*``.
+
+    Layers of the same structure have the same roles.
 
     >>> role_of("model.layers.3.mlp.experts.7.up_proj.weight")
     'mlp.experts.*.up_proj.weight'
@@ -115,8 +116,9 @@ def role_of(name: str) -> str:
 
 
 def order_of(name: str) -> tuple[int, str, int]:
-    """Where a tensor stands in its model, to sort by: embeddings, each stack of layers by number, what
-    follows, heads.
+    """Return a sort key by a tensor's place in its model.
+
+    Embeddings come first, then each stack of layers by number, what follows, and heads.
 
     >>> names = ["lm_head.weight", "model.norm.weight", "h.10.w", "h.9.w", "model.embed_tokens.weight"]
     >>> sorted(names, key=order_of)

@@ -193,5 +193,5 @@ _OWN = frozenset(("embedding_modules", "head_modules", "tied", "kept", "tops"))
 
 
 def declared() -> dict[str, tuple[str, ...]]:
-    """The words that the core takes."""
+    """Return the words that the core takes."""
     return {kind: words for kind, words in WORDS.items() if kind not in _OWN}

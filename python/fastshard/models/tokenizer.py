@@ -71,15 +71,15 @@ class Tokenizer:
 
 
 def find(given: StrPath | None, folders: Iterable[Folder]) -> Tokenizer | None:
-    """The tokenizer given, else that of the nearest folder that holds one.
+    """Find the given tokenizer, else that of the nearest folder that has one.
 
     Args:
         given: a folder, or a file of a vocabulary.
-        folders: where it is looked for, the nearest first.
+        folders: folders to search, the nearest first.
 
     Raises:
-        FastshardError: ``FS501`` if the one given is not there or is none, ``FS601`` if something else than a
-            file has the name of one, ``FS603`` for a link that leaves its folder.
+        FastshardError: ``FS501`` if the given one does not exist or is not a tokenizer, ``FS601`` if
+            something else than a file has the name of one, ``FS603`` for a link that leaves its folder.
     """
     if given is not None:
         path = Path(given)
@@ -111,7 +111,7 @@ def find(given: StrPath | None, folders: Iterable[Folder]) -> Tokenizer | None:
 
 
 def named_folders(given: StrPath | None) -> list[Folder]:
-    """Gives the folder that was given for a tokenizer; none where a file was."""
+    """Return the folder that was given for a tokenizer; none if a file was given."""
     return [Folder.named(Path(given))] if given is not None and Path(given).is_dir() else []
 
 
@@ -124,20 +124,20 @@ def _files(folder: Folder) -> dict[str, Path]:
 
 
 def is_of(name: str) -> bool:
-    """True for the name of a file of a tokenizer."""
+    """Return True for the name of a file of a tokenizer."""
     return name in NAMES or name.endswith(_TIKTOKEN)
 
 
 def _kind(name: str) -> str | None:
-    """What a file holds by its name, if that is a vocabulary."""
+    """Return the kind of a vocabulary file by its name; None for other files."""
     return "tiktoken" if name.endswith(_TIKTOKEN) else _VOCABULARIES.get(name)
 
 
 def _name(path: Path) -> str:
-    """Under which name readers take a file of a vocabulary, by what it holds.
+    """Return the name under which readers take a file of a vocabulary, by its content.
 
     Raises:
-        FastshardError: ``FS501`` if it is none.
+        FastshardError: ``FS501`` if it is not a vocabulary.
     """
     if path.name in NAMES:
         return path.name

@@ -22,7 +22,7 @@ _PLACES = (
 
 @dataclass(frozen=True)
 class Says:
-    """What one kind of models of a format can be; a field that is None can be anything."""
+    """The properties that one kind of a format's models can have; a field that is None can be anything."""
 
     #: As messages call it, e.g. ``Llama``.
     kind: str
@@ -51,7 +51,7 @@ class Says:
     unnormalised: bool = False
 
     def lacks(self, model: Model) -> list[Lack]:
-        """What of a model these words cannot say."""
+        """List what a model has and this kind lacks."""
         return [*model.others, *self._block(model), *self._attention(model), *self._experts(model)]
 
     def _block(self, model: Model) -> Iterator[Lack]:
@@ -109,14 +109,15 @@ class Says:
 
 
 def fitting(model: Model, kinds: Iterable[Says]) -> tuple[Says, list[Lack]]:
-    """The first kind that says all of a model, or the one that lacks least, and what it lacks."""
+    """Return the first kind that fits a model, or the one that lacks least, and what it lacks."""
     found = [(kind, kind.lacks(model)) for kind in kinds]
     return min(found, key=lambda pair: len(pair[1]))
 
 
 def refuse(format: str, kinds: Iterable[Says], model: Model) -> None:
-    """What no kind of a format's models can be: that the tensors meet in no layout, or each thing by its
-    source's name.
+    """Refuse a model that no kind of a format's models fits.
+
+    Either the tensors fit no layout, or each reason is given under its source's name.
 
     Raises:
         FastshardError: ``FS514``.
@@ -138,7 +139,7 @@ def refuse(format: str, kinds: Iterable[Says], model: Model) -> None:
 
 
 def refused(format: str, kind: Says, lacks: list[Lack], help: str | None = None) -> FastshardError:
-    """What cannot be said, each by its source's name."""
+    """Build the error for what a format lacks, each under its source's name."""
     return error_for(
         [
             Finding.of(
@@ -170,7 +171,7 @@ def _either(values: Collection[bool]) -> str:
 
 
 def _places(biases: tuple[bool, ...]) -> str:
-    """Which projections have biases."""
+    """Format which projections have biases."""
     places = [place for place, has in zip(_PLACES, biases, strict=True) if has]
     return (
         "on all" if len(places) == len(_PLACES) else ("on " + " and ".join(places) if places else "on none")

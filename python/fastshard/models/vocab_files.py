@@ -19,13 +19,14 @@ _DIGITS = 9
 
 
 def read(path: Path, kind: str, wanted: list[str]) -> dict[str, Any] | None:
-    """``largest`` and ``ids`` of a vocabulary, ``special`` false where its special tokens stand elsewhere;
-    None where the file is none: a tokenizer goes along whatever it is.
+    """Read ``largest`` and ``ids`` of a vocabulary; None if the file is not one.
+
+    ``special`` is false if its special tokens are elsewhere. A tokenizer is copied, whatever it is.
 
     Args:
         path: the file.
-        kind: one of the core's, ``tiktoken``, ``tekken``, or ``model`` for what may be SentencePiece's or
-            tiktoken's.
+        kind: one of the core's, ``tiktoken``, ``tekken``, or ``model`` for a file of either SentencePiece
+            or tiktoken.
         wanted: tokens whose ids are of interest.
     """
     try:
@@ -46,7 +47,7 @@ def _of_core(path: Path, kind: str, wanted: list[str]) -> dict[str, Any] | None:
 
 
 def _tiktoken(path: Path, wanted: list[str]) -> dict[str, Any] | None:
-    """Lines of ``BASE64 RANK``. The special tokens stand elsewhere: in code, or in tokenizer_config.json."""
+    """Read lines of ``BASE64 RANK``; the special tokens are in code, or in tokenizer_config.json."""
     # source: tiktoken load.py (load_tiktoken_bpe)
     first = safe_files.read_bytes(path, 4096, whole=False).split(b"\n", 1)[0]
     if _ranked(first) is None:
@@ -78,8 +79,7 @@ def _ranked(line: bytes) -> tuple[bytes, int] | None:
 
 
 def _tekken(path: Path, wanted: list[str]) -> dict[str, Any] | None:
-    """Mistral's tekken.json: special tokens come first, and of the list that follows as many as the config
-    says."""
+    """Read Mistral's tekken.json: special tokens, then as many of the list as the config states."""
     # source: mistral-common tokens/tokenizers/tekken.py (Tekkenizer)
     # A token is kept as its rank: a list of 150 000 objects would take a hundred megabytes.
     document = json_text.object_in(

@@ -23,7 +23,7 @@ _EMBEDDING = compile_when_used(
 
 
 def words(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -> list[Finding]:
-    """Whether each word of the tokenizer has its row."""
+    """Check that each word of the tokenizer has its row."""
     rows = axes.get("P", axes.get("V"))
     if tokenizer is None or rows is None:
         return []
@@ -53,11 +53,11 @@ def words(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -> 
 def find_ids_beyond_embedding(
     shapes: Mapping[str, Sequence[int]], tokenizer: Tokenizer | None
 ) -> list[Finding]:
-    """Finds ids of a tokenizer that have no row in the input embedding, which its name tells.
+    """Find ids of a tokenizer that have no row in the input embedding, which its name identifies.
 
     Args:
         shapes: shapes of the full tensors, by name.
-        tokenizer: the one that is given, or lies beside the model.
+        tokenizer: the tokenizer that is given, or next to the model.
     """
     if tokenizer is None or tokenizer.largest is None:
         return []
@@ -70,7 +70,7 @@ def find_ids_beyond_embedding(
 
 
 def _find_ids_beyond(rows: int, tokenizer: Tokenizer) -> list[Finding]:
-    """Finds that the largest id of a tokenizer has no row."""
+    """Report that the largest id of a tokenizer has no row."""
     if tokenizer.largest is None or tokenizer.largest < rows:
         return []
     return [
@@ -88,7 +88,7 @@ def _find_ids_beyond(rows: int, tokenizer: Tokenizer) -> list[Finding]:
 
 
 def _unproven_words(tokenizer: Tokenizer, kept: int, rows: int) -> list[Finding]:
-    """Rows that are dropped though nothing that was read tells whose they are."""
+    """Report rows that are dropped although no file shows which tokens they belong to."""
     file = tokenizer.unread or tokenizer.partial
     if file is None or kept >= rows:
         return []
@@ -107,7 +107,7 @@ def _unproven_words(tokenizer: Tokenizer, kept: int, rows: int) -> list[Finding]
 
 
 def padding(source: Source, axes: dict[str, int], tokenizer: Tokenizer | None) -> list[Finding]:
-    """Padding of a vocabulary whose true size nothing states is taken for words."""
+    """Report that padding may count as words, since the true size of the vocabulary is not stated."""
     if "P" not in axes or source.binding.vocab_size is not None or "V" in source.binding.axes:
         return []
     known = tokenizer is not None and tokenizer.unread is None and tokenizer.partial is None

@@ -10,13 +10,13 @@ from ..common.errors import Finding
 
 
 def patterns(accept: Iterable[str]) -> list[str]:
-    """Glob patterns of files that ``copies`` and ``copies=GLOB`` stand for."""
+    """Return the glob patterns of files that ``copies`` and ``copies=GLOB`` accept."""
     entries = [what.partition("=") for what in sorted(accept)]
     return [glob if is_given else "*" for word, is_given, glob in entries if word == "copies"]
 
 
 def accepted(findings: list[Finding], globs: Sequence[str]) -> list[Finding]:
-    """The findings, with those of copies that were made on purpose as warnings."""
+    """Return the findings, with those of accepted copies as warnings."""
     return [_accepted(finding, globs) for finding in findings]
 
 

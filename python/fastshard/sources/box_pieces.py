@@ -27,7 +27,7 @@ class _Tensor:
         ]
 
     def covered(self) -> bool:
-        """True if the boxes have as many elements as the whole."""
+        """Return True if the boxes have as many elements as the full tensor."""
         return sum(prod(size) for _, size in self.boxes) == prod(self.whole())
 
 
@@ -38,43 +38,43 @@ class Boxes:
         self._tensors: dict[str, _Tensor] = {}
 
     def state(self, name: str, shape: list[int]) -> list[int]:
-        """That a tensor is there and how large; what was stated first, if anything was."""
+        """Declare a tensor and its shape; an earlier shape takes precedence."""
         tensor = self._tensors.setdefault(name, _Tensor(shape))
         if tensor.shape is None:
             tensor.shape = shape
         return tensor.shape
 
     def add(self, name: str, lo: list[int], size: list[int], file: int, number: int) -> None:
-        """A box that a file holds as its tensor `number`."""
+        """Add a box that a file stores as its tensor `number`."""
         tensor = self._tensors.setdefault(name, _Tensor(None))
         tensor.boxes.setdefault((tuple(lo), tuple(size)), []).append((file, number))
 
     def names(self) -> list[str]:
-        """All names, in the order of the files."""
+        """Return all names, in the order of the files."""
         return list(self._tensors)
 
     def shape(self, name: str) -> list[int]:
-        """Shape of the whole."""
+        """Return the shape of the full tensor."""
         return self._tensors[name].whole()
 
     def divided(self, name: str) -> set[int]:
-        """The dimensions along which the boxes lie behind one another."""
+        """Return the dimensions along which the tensor is divided into boxes."""
         boxes = self._tensors[name].boxes
         return {d for lo, _ in boxes for d, at in enumerate(lo) if at}
 
     def first(self, name: str) -> list[int]:
-        """Extent of the first box."""
+        """Return the extent of the first box."""
         return list(min(self._tensors[name].boxes)[1])
 
     def shared(self) -> Iterator[tuple[str, list[int], list[int], list[int]]]:
-        """Boxes that several files hold: name, place, extent, and the files."""
+        """Yield boxes that several files store: name, place, extent, and the files."""
         for name, tensor in self._tensors.items():
             for (lo, size), holders in tensor.boxes.items():
                 if len(holders) > 1:
                     yield name, list(lo), list(size), [file for file, _ in holders]
 
     def overlapping(self) -> Iterator[tuple[str, list[int], list[int], int]]:
-        """Boxes that others hold parts of: name, place, extent, and a file that holds it."""
+        """Yield boxes that overlap others: name, place, extent, and a file that stores the box."""
         for name, tensor in self._tensors.items():
             full = prod(tensor.whole())
             if sum(prod(size) for _, size in tensor.boxes) > full:
@@ -82,10 +82,12 @@ class Boxes:
                 yield name, list(lo), list(size), holders[0][0]
 
     def assembled(self, *, holes: bool = True) -> list[Assembled]:
-        """The tensors, and further copies of what ranks hold alike; each copy is as whole as the first one.
+        """Return the tensors, and further copies of boxes that several ranks store.
+
+        Each copy is as complete as the first one.
 
         Args:
-            holes: whether to declare tensors that are not covered: they are findings of the core.
+            holes: whether to declare tensors that are not covered: the core reports them.
         """
         sets: list[list[tuple[str, list[int], list[Piece]]]] = []
         for name, tensor in self._tensors.items():

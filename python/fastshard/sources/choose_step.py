@@ -40,8 +40,10 @@ class Chosen:
 def by_folder(
     folders: Iterable[tuple[int, str]], any_name: bool = False
 ) -> tuple[dict[str, Step], dict[str, str]] | None:
-    """Steps of folders that hold a checkpoint each, and the folder of each step; none if nothing tells them
-    apart."""
+    """Return the steps of folders with one checkpoint each, and the folder of each step.
+
+    None if nothing distinguishes them.
+    """
     places = list(folders)
     paths = sorted({folder for _, folder in places})
     at = part_of(paths, any_name) if len(paths) > 1 else None
@@ -63,18 +65,19 @@ def folder_of(
     options: Options,
     trackers: tuple[str, ...] = (),
 ) -> tuple[str, Chosen, list[str]]:
-    """The folder of the step that is taken, of those that hold a checkpoint each, and folders inside of it
-    that hold one too: they are no steps.
+    """Choose the step's folder among folders with one checkpoint each.
+
+    Returns it with the folders inside of it that have one too: these are not steps.
 
     Args:
-        listing: what the roots hold.
+        listing: contents of the roots.
         places: root and folder of each; at least one.
         options: ``step`` and what is accepted.
         trackers: names of files that name a step.
 
     Raises:
-        FastshardError: as :func:`choose`; ``FS106`` for folders that are no steps of one run; ``FS501`` if
-            none of them is of the step asked for.
+        FastshardError: as :func:`choose`; ``FS106`` for folders that are not steps of one run; ``FS501`` if
+            none of them is the requested step.
     """
     whole = sorted(set(places))
     every = {folder for _, folder in whole}
@@ -111,7 +114,7 @@ def folder_of(
 
 
 def _of_optimizer(folder: str, every: set[str]) -> bool:
-    """True for a folder of optimizer state beside which the model's lies."""
+    """Return True for a folder of optimizer state that is next to the model's folder."""
     parent, _, name = folder.rpartition("/")
     return bool(_OPTIMIZER.match(name)) and any(
         other.rpartition("/")[0] == parent and not _OPTIMIZER.match(other.rpartition("/")[2])
@@ -120,7 +123,7 @@ def _of_optimizer(folder: str, every: set[str]) -> bool:
 
 
 def within_this(folders: Iterable[str]) -> list[Finding]:
-    """Notes on folders inside of the one that is taken."""
+    """Note folders inside of the chosen one."""
     return [
         Finding.of(
             codes.UNEXPECTED_FILE,
@@ -139,17 +142,17 @@ def _below(folder: str, other: str) -> bool:
 def choose(
     listing: Listing, steps: Mapping[str, Step], options: Options, trackers: tuple[str, ...] = ()
 ) -> Chosen:
-    """The step asked for, else the tracker's, else the newest.
+    """Choose the requested step, else the tracker's, else the newest.
 
     Args:
-        listing: what the roots hold.
-        steps: by the name that ``--step`` takes; at least one.
+        listing: contents of the roots.
+        steps: steps by the name that ``--step`` takes; at least one.
         options: ``step`` and what is accepted.
         trackers: names of files that name a step.
 
     Raises:
-        FastshardError: ``FS501`` for a step that is not there; ``FS105`` where the tracker names one;
-            ``FS106`` where nothing tells which is meant; ``FS104`` for a newer one that cannot be used.
+        FastshardError: ``FS501`` for a step that does not exist; ``FS105`` if the tracker names one;
+            ``FS106`` if nothing determines the step; ``FS104`` for a newer one that cannot be used.
     """
     steps = _marked(steps)
     outer = _outer(steps)
@@ -172,7 +175,7 @@ def choose(
 def _choose(
     listing: Listing, steps: Mapping[str, Step], options: Options, trackers: tuple[str, ...]
 ) -> Chosen:
-    """Among steps side by side."""
+    """Choose among steps side by side."""
     if options.step is not None:
         name = _one(matching(steps, options.step), steps, options.step)
         return Chosen(name, [], steps[name])
@@ -195,7 +198,7 @@ def _choose(
 
 
 def _marked(steps: Mapping[str, Step]) -> Mapping[str, Step]:
-    """What has the name of a folder that is being written is not finished, unless there is nothing else."""
+    """Mark steps in folders that are named as being written as not finished, unless there are no others."""
     if all(plain(name) != name for name in steps):
         return steps
     return {
@@ -205,7 +208,7 @@ def _marked(steps: Mapping[str, Step]) -> Mapping[str, Step]:
 
 
 def _outer(steps: Mapping[str, Step]) -> dict[str, Step] | None:
-    """Steps that hold steps: ``checkpoint-500/global_step500``."""
+    """Return steps that contain steps: ``checkpoint-500/global_step500``."""
     places = {place for step in steps.values() for place in step.folders}
     parents = {(root, folder.rpartition("/")[0]) for root, folder in places}
     folders = {folder for _, folder in parents}
@@ -224,7 +227,7 @@ def _outer(steps: Mapping[str, Step]) -> dict[str, Step] | None:
 
 
 def _of_hosts(folders: Iterable[str]) -> bool:
-    """True if the same steps are in several folders side by side: ``node0/checkpoint-500``."""
+    """Return True if the same steps are in several folders side by side: ``node0/checkpoint-500``."""
     steps_by_host: dict[str, set[str]] = {}
     for folder in folders:
         above, _, step = folder.rpartition("/")
@@ -237,7 +240,7 @@ def _of_hosts(folders: Iterable[str]) -> bool:
 
 
 def no_steps(wanted: str) -> FastshardError:
-    """The error for a step that is asked of what holds none."""
+    """Build the error for a requested step of a checkpoint that has no steps."""
     return FastshardError.of(
         codes.NO_SUCH_PATH,
         f"there is no step {shown(wanted)}: this checkpoint has no steps",
@@ -269,7 +272,7 @@ def _one(found: list[str], steps: Mapping[str, Step], wanted: str) -> str:
 
 
 def _newest(names: list[str]) -> str:
-    """The newest by number.
+    """Return the newest step by number.
 
     Raises:
         FastshardError: ``FS106`` if there are several and none is numbered, or two have the same number.
@@ -315,11 +318,11 @@ def _note_choice(name: str, steps: Mapping[str, Step], tracker: File | None) -> 
 def _later(
     listing: Listing, name: str, steps: Mapping[str, Step], options: Options, tracker: File | None
 ) -> list[Finding]:
-    """Steps that are newer than the one taken.
+    """Report steps that are newer than the chosen one.
 
     Raises:
-        FastshardError: ``FS104`` for one under its final name, unless ``older-step`` is accepted or a tracker
-            speaks for the one taken.
+        FastshardError: ``FS104`` for a step under its final name, unless ``older-step`` is accepted or a
+            tracker names the chosen step.
     """
     known = {folder for step in steps.values() for folder in step.folders}
     later = {
@@ -364,8 +367,10 @@ def _later(
 def _beside(
     listing: Listing, step: Step, name: str, known: set[tuple[int, str]]
 ) -> Iterator[tuple[str, bool]]:
-    """Folders beside a step's that are named as newer ones are and hold nothing that was recognised: path,
-    and whether the name is a temporary one."""
+    """Yield folders next to a step's that are named like newer steps and contain nothing recognised.
+
+    Each comes with its path, and whether its name is temporary.
+    """
     if not is_step(name):
         return
     for root in sorted({root for root, _ in step.folders}):

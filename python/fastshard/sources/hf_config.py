@@ -40,18 +40,19 @@ _PLAIN = ("fp8",)
 def config_of(
     listing: Listing, folder: str, options: Options, *, above: bool = True
 ) -> tuple[dict[str, Any] | None, Path | None]:
-    """The model's config: the one given, else config.json where :func:`fastshard.models.sidecar_files.places`
-    finds it, else that of a reference.
+    """Return the model's config: the given one, else config.json, else that of a reference.
+
+    config.json is searched in :func:`fastshard.models.sidecar_files.places`.
 
     Args:
-        listing: what the roots hold.
-        folder: that of the tensors.
-        options: what the caller said.
+        listing: contents of the roots.
+        folder: folder of the tensors.
+        options: the caller's options.
         above: whether to look above the checkpoint too.
 
     Raises:
         FastshardError: ``FS211`` if it is not a JSON object, ``FS110`` if two parts of the checkpoint differ
-            on it.
+            in it.
     """
     if options.config is not None:
         path = Path(options.config_path) if options.config_path else None
@@ -71,13 +72,13 @@ def config_of(
 
 
 def find_overridden(source: Source, listing: Listing, folder: str, options: Options) -> list[Finding]:
-    """Finds what ``--config`` states otherwise than the config.json of the checkpoint, a note each.
+    """Note each setting of ``--config`` that differs from the config.json of the checkpoint.
 
     Args:
         source: the declaration.
-        listing: what the roots hold.
-        folder: that of the tensors.
-        options: what the caller said.
+        listing: contents of the roots.
+        folder: folder of the tensors.
+        options: the caller's options.
     """
     override, model = options.override_config, source.model
     is_taken = model.config == override and model.dialect in (None, huggingface.DIALECT)
@@ -96,8 +97,10 @@ def find_overridden(source: Source, listing: Listing, folder: str, options: Opti
 
 
 def _config_in(listing: Listing, place: Folder) -> Path | None:
-    """The config.json of a folder; below a root one that the listing has: what is wrong with others it has
-    said."""
+    """Find the config.json of a folder.
+
+    Below a root, only a file in the listing counts; the listing has reported faults of others.
+    """
     path = place.path / "config.json"
     inside = _inside(listing, path)
     if not inside:
@@ -106,14 +109,14 @@ def _config_in(listing: Listing, place: Folder) -> Path | None:
 
 
 def _inside(listing: Listing, path: Path) -> list[tuple[int, Path]]:
-    """The roots that hold a path, and where; none holds the folder of a file that was named."""
+    """Return the roots that contain a path, and its place in each; no root contains a named file's folder."""
     named = listing.folders_named
     above = [folder for folder in path.parents if folder in named]
     return [(index, path.relative_to(folder)) for folder in above for index in named[folder]]
 
 
 def _label(listing: Listing, path: Path) -> str:
-    """The path as messages name it."""
+    """Return the path as messages name it."""
     inside = _inside(listing, path)
     return str(inside[0][1] if inside else path)
 
@@ -127,17 +130,16 @@ def describe(
     *,
     outer: str = "",
 ) -> None:
-    """Puts on a declaration what a model's config says of it: axes, facts and a table, where one fits.
+    """Add to a declaration what a model's config states: axes, facts, and a table if one fits.
 
-    Where none does the names stay what they are, and the declaration says why in
-    :attr:`.Description.no_table`.
+    If none fits, the names stay, and the declaration states the reason in :attr:`.Description.no_table`.
 
     Args:
         source: the declaration.
-        listing: what the roots hold.
+        listing: contents of the roots.
         config: content of config.json, if there is one.
         path: its file.
-        names: of the tensors stored.
+        names: names of the stored tensors.
         outer: where the model's own names begin.
     """
     if config is None or not (source.model.hf_names or config.keys() & _TELLING):
@@ -181,8 +183,9 @@ def describe(
 
 
 def with_plain_weights(source: Source, names: Collection[str]) -> Source:
-    """The declaration of the same model whose weights are no longer quantised: a table fits it that did not
-    before.
+    """Return the declaration of the model once its weights are no longer quantised.
+
+    A table then fits it that did not fit before.
 
     Args:
         source: the declaration of the quantised model.
@@ -211,8 +214,10 @@ def with_plain_weights(source: Source, names: Collection[str]) -> Source:
 
 
 def _find_missing_code(config: dict[str, Any], path: Path | None) -> list[Finding]:
-    """Finds modules that ``auto_map`` of a config names and that do not lie beside it; those of another
-    repository (``REPO--module.Class``) are not meant to."""
+    """Report modules that ``auto_map`` of a config names and that are missing next to it.
+
+    Modules of another repository (``REPO--module.Class``) are excluded.
+    """
     named = config.get("auto_map")
     if path is None or not isinstance(named, dict):
         return []
@@ -237,7 +242,7 @@ def _find_missing_code(config: dict[str, Any], path: Path | None) -> list[Findin
 
 
 def _find_missing_modules(path: Path | None) -> list[Finding]:
-    """Finds folders that a modules.json beside a config names and that are missing or empty."""
+    """Report folders that a modules.json next to a config names and that are missing or empty."""
     listed = None if path is None else path.parent / sidecar_files.MODULES
     if listed is None or not safe_files.is_file(listed):
         return []
@@ -257,7 +262,7 @@ def _find_missing_modules(path: Path | None) -> list[Finding]:
 
 
 def _refuse_no_model(config: dict[str, Any], label: str | None) -> None:
-    """Raises for a config of transformers that says nothing of a model."""
+    """Raise an error for a config of transformers that does not describe a model."""
     if "transformers_version" in config and not config.keys() & {"model_type", "architectures"}:
         raise FastshardError.of(
             codes.BAD_VALUE,
@@ -278,15 +283,15 @@ def _take_layout(
     stored: set[str],
     outer: str,
 ) -> None:
-    """Puts a table that fits on a declaration, with what the config says of its axes and facts.
+    """Add a table that fits to a declaration, with the axes and facts of the config.
 
     Args:
         source: the declaration.
         config: the model's config.
         label: its file, for messages.
         layout: name of the table.
-        names: of the model's tensors, as they are stored.
-        stored: these as the model itself has them.
+        names: names of the model's tensors, as they are stored.
+        stored: these names as the model itself has them.
         outer: where these begin.
     """
     base = _base(tables.table(layout))
@@ -324,14 +329,14 @@ def _take_layout(
 def _take_head(
     source: Source, kind: config_json.Architecture | None, layout: str, stored: set[str], is_base: bool
 ) -> str | None:
-    """Says whether there is an output layer over the vocabulary; what the model is in words, if it has none.
+    """Declare whether there is an output layer over the vocabulary; if not, describe the model in words.
 
     Args:
         source: the declaration.
-        kind: what the config says that the model is.
+        kind: the model's architecture by the config.
         layout: name of its table.
         stored: names of its tensors.
-        is_base: whether the names begin as those of a model without a head.
+        is_base: whether the names begin like those of a model without a head.
     """
     by_names = tables.table(layout).describe(None, list(stored))[1].get("head", False)
     if is_base if kind is None else not kind.is_causal:
@@ -353,7 +358,7 @@ def _take_head(
 
 
 def _spelled(layout: str, names: Collection[str]) -> str | None:
-    """The framework whose names most of the tensors have."""
+    """Return the framework whose names most of the tensors have."""
     for spelling, name in naming_schemes.tables(layout).items():
         table = tables.table(name)
         if 2 * sum(table.rule_of(one) is not None for one in names) > len(names):
@@ -369,7 +374,7 @@ def _take_spelling(
     names: Collection[str],
     outer: str,
 ) -> None:
-    """Puts on a declaration a table that has another framework's names of the model."""
+    """Add a table with another framework's names of the model to a declaration."""
     model_type, framework = config.get("model_type"), naming_schemes.framework(spelling)
     if model_type not in naming_schemes.model_types(spelling):
         why = (
@@ -396,8 +401,10 @@ def _take_spelling(
 
 
 def by_own_table(source: Source, table: Table, names: Collection[str]) -> Source:
-    """The declaration by the caller's own table, which says what the tensors are; the config still gives axes
-    and facts."""
+    """Return the declaration by the caller's own table, which describes the tensors.
+
+    The config still gives axes and facts.
+    """
     model = replace(source.model, family=table.family, no_table=None, headless=None)
     optimizer = replace(source.optimizer, rules=None)
     source = replace(
@@ -435,7 +442,7 @@ def by_own_table(source: Source, table: Table, names: Collection[str]) -> Source
 
 
 def _quantiser_beside(listing: Listing, config: Path) -> str | None:
-    """The file beside a config.json in which a quantiser says what it did."""
+    """Return the quantiser's own file next to a config.json."""
     inside = _inside(listing, config)
     return next(
         (
@@ -450,7 +457,7 @@ def _quantiser_beside(listing: Listing, config: Path) -> str | None:
 def _why_not(
     config: dict[str, Any], layout: str | None, names: Iterable[str], beside: str | None
 ) -> str | None:
-    """Why a model has no table, given a quantiser's file ``beside`` its config; None if it has one."""
+    """Return why a model has no table, given a quantiser's file ``beside`` its config; None if it has one."""
     model_type = config.get("model_type")
     if layout is None:
         return f"model_type {shown(model_type)} has no table"
@@ -468,13 +475,13 @@ def _other_names(config: dict[str, Any]) -> str:
 
 
 def _beginning(names: Iterable[str]) -> str | None:
-    """What precedes ``layers.N`` in most names; None where there are no such names."""
+    """Return what precedes ``layers.N`` in most names; None if there are no such names."""
     found = Counter(match[1] for name in names if (match := _LAYER.match(name)))
     return found.most_common(1)[0][0] if found else None
 
 
 def _base(table: Table) -> str:
-    """What the table's names of layers begin with: those of the model itself, without its head."""
+    """Return the beginning of the table's names of layers: those of the model itself, without its head."""
     names = (rule.name.partition("layers.{L") for rule in table.rules)
     begins = next((before for before, found, _ in names if found), "")
     # One spelling will do: the others are known by the rules.
@@ -482,14 +489,13 @@ def _base(table: Table) -> str:
 
 
 def _of_layers(table: Table) -> Table:
-    """The rules of a layer's tensors, their names from ``layers.`` on."""
+    """Return the rules of a layer's tensors, with their names from ``layers.`` on."""
     named = ((rule, rule.name.find("layers.{L")) for rule in table.rules)
     return table.with_rules([rule.renamed(rule.name[at:]) for rule, at in named if at >= 0])
 
 
 def _is_of(layout: str, names: Iterable[str]) -> bool:
-    """True if the tensors of layers are called as the table calls them, most of them; and if there are
-    none."""
+    """Return True if most tensors of layers have the table's names, or if there are none."""
     rules = _of_layers(tables.table(layout))
     layered = [name[match.end(1) :] for name in names if (match := _LAYER.match(name))]
     fitting = sum(rules.rule_of(name) is not None for name in layered)
@@ -497,21 +503,21 @@ def _is_of(layout: str, names: Iterable[str]) -> bool:
 
 
 def _names_most(layout: str, names: Iterable[str]) -> bool:
-    """True if the table names most of the tensors of layers as they are."""
+    """Return True if the table has most of the layers' tensors under their own names."""
     table = tables.table(layout)
     layered = [name for name in names if _LAYER.match(name)]
     return bool(layered) and 2 * sum(table.rule_of(name) is not None for name in layered) > len(layered)
 
 
 def _own(name: str, base: str, prefix: str) -> str:
-    """What the table calls a tensor, by the name that it is stored under."""
+    """Return the table's name of a tensor, given its stored name."""
     if name.startswith(prefix):
         return base + name.removeprefix(prefix)
     return name.removeprefix(prefix.removesuffix(base)) if prefix.endswith(base) else name
 
 
 def _prefixed(layout: str, base: str, prefix: str) -> Table:
-    """The table with the names as they are stored, so that a merge keeps them."""
+    """Return the table with the stored names, so that a merge keeps them."""
     table = tables.table(layout)
     outer = prefix.removesuffix(base) if prefix.endswith(base) else ""
 
@@ -522,8 +528,7 @@ def _prefixed(layout: str, base: str, prefix: str) -> Table:
 
 
 def _value_head(names: Iterable[str]) -> str | None:
-    """The tensor of a critic or reward model that is saved under the config of the language model it was made
-    of.
+    """Return the tensor of a critic or reward model that is saved under its language model's config.
 
     source: ColossalAI applications/ColossalChat coati/models/{critic,reward_model}.py, trl
         models/modeling_value_head.py
@@ -532,7 +537,7 @@ def _value_head(names: Iterable[str]) -> str | None:
 
 
 def _own_head(kind: config_json.Architecture | None, names: Iterable[str]) -> list[Finding]:
-    """What an architecture has in the place of the output layer must be there."""
+    """Report missing tensors that an architecture has in place of the output layer."""
     if kind is None:
         return []
     stored = tuple(names)

@@ -14,7 +14,7 @@ from ..common.listing import File, Listing
 
 
 def read_json(listing: Listing, file: File, limit: int = safe_files.MAX_TEXT) -> Any:
-    """Content of a JSON file of at most ``limit`` bytes.
+    """Read a JSON file of at most ``limit`` bytes.
 
     Raises:
         FastshardError: ``FS211`` if it is not JSON.
@@ -23,7 +23,7 @@ def read_json(listing: Listing, file: File, limit: int = safe_files.MAX_TEXT) ->
 
 
 def safe_relative(name: object) -> bool:
-    """True if a name of an index stays below its folder: relative, no ``..``, no control characters."""
+    """Return True if a name of an index stays below its folder: relative, no ``..``, no control characters."""
     return isinstance(name, str) and 0 < len(name) <= 4096 and _stays_below(name)
 
 
@@ -47,16 +47,17 @@ def disagreeing(
     *,
     whole: bool,
 ) -> Iterator[Finding]:
-    """Says where an index and its files disagree on names: ``FS102`` for tensors that no file holds,
-    ``FS115`` as a warning for those that another file holds, or the same one under a name that begins
-    otherwise; ``FS108`` for what the index does not name.
+    """Report where an index and its files disagree on names.
+
+    ``FS102`` is for tensors that no file has, ``FS115`` as a warning for those that another file has, or the
+    same file under a name with another beginning; ``FS108`` for tensors that the index does not name.
 
     Args:
         weight_map: number of the file that the index sends each tensor to.
         stored_names: names of the tensors in each file that could be read.
-        paths: of the files, by their numbers.
-        index: path of the index; None where there are several.
-        whole: True if every file holds whole tensors, so that one is the same wherever it lies.
+        paths: paths of the files, by their numbers.
+        index: path of the index; None if there are several.
+        whole: True if every file has full tensors, so that a tensor is the same in any file.
     """
     ghosts = [
         name for name, file in weight_map.items() if file in stored_names and name not in stored_names[file]
@@ -116,8 +117,10 @@ def disagreeing(
 def _prefix(
     gone: list[str], unnamed: Mapping[str, int], weight_map: Mapping[str, int]
 ) -> tuple[str, str] | None:
-    """What names begin with in an index and in its files, where nothing else differs: each in the file that
-    it is sent to."""
+    """Return the beginnings of names in an index and in its files, if nothing else differs.
+
+    Each tensor must be in the file to which the index sends it.
+    """
     if not gone or len(gone) != len(unnamed):
         return None
     first = gone[0]

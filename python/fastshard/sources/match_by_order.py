@@ -12,10 +12,11 @@ _MOST_STATES = 4096
 def by_shape(
     names: list[tuple[str, list[int]]], groups: list[list[list[int] | None]]
 ) -> list[list[str]] | None:
-    """The one way in which groups of shapes are subsequences of the parameters in order, if it is one.
+    """Return the only way in which groups of shapes are subsequences of the parameters in order, if there is
+    one.
 
-    A shape that is not known fits any parameter. What is left over are frozen parameters. Several ways, or
-    none, give None.
+    An unknown shape fits any parameter. The remaining parameters are frozen. Several ways, or none, give
+    None.
     """
     ends = [len(group) for group in groups]
     ends.append(len(names) - sum(ends))
@@ -29,8 +30,10 @@ def by_shape(
 
 
 def by_size(names: list[tuple[str, int]], lengths: list[int]) -> list[list[str]] | None:
-    """The one way in which parameters in order fill vectors of these lengths, if it is one; the rest are
-    frozen."""
+    """Return the only way in which parameters in order fill vectors of these lengths, if there is one.
+
+    The remaining parameters are frozen.
+    """
     ends = [*lengths, sum(size for _, size in names) - sum(lengths)]
 
     def advance(g: int, at: int, size: int) -> int | None:
@@ -42,12 +45,12 @@ def by_size(names: list[tuple[str, int]], lengths: list[int]) -> list[list[str]]
 def _one_way(
     names: list[tuple[str, Any]], ends: list[int], advance: Callable[[int, int, Any], int | None]
 ) -> list[list[str]] | None:
-    """Walks the parameters in order and puts each into one of several places, the last for those left over.
+    """Go through the parameters in order and put each into one of several places, the last for the remainder.
 
     Args:
-        names: parameters, and what of them decides.
-        ends: where each place must have come to at the end.
-        advance: from (place, how far it is, parameter) to how far it is then, or None if it does not fit.
+        names: parameters, each with the value that decides.
+        ends: the position that each place must have reached at the end.
+        advance: maps (place, its position, parameter) to the next position, or None if it does not fit.
     """
     if ends[-1] < 0:
         return None

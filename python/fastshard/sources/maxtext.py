@@ -31,7 +31,7 @@ _STACKED = "decoder.layers."
 
 
 def is_train_state(names: Any) -> bool:
-    """True if the names are those of a MaxText train state or of its parameters."""
+    """Return True if the names are those of a MaxText train state or of its parameters."""
     return any(_WEIGHT.match(name) for name in names)
 
 
@@ -42,14 +42,14 @@ def describe(
     config_path: str | None = None,
     scan_layers: bool | None = None,
 ) -> None:
-    """Family, table, axes and facts of a MaxText checkpoint. A model that no table holds is left without.
+    """Declare family, table, axes and facts of a MaxText checkpoint; a model without a table gets none.
 
     Args:
-        source: what is described.
+        source: the declaration.
         arrays: dtype and shape of each array, by name.
         config: MaxText's yml or a Hugging Face ``config.json``.
         config_path: its path, for messages.
-        scan_layers: what the checkpoint's own metadata says of it.
+        scan_layers: the setting in the checkpoint's own metadata.
 
     Raises:
         FastshardError: ``FS211`` for values of the config that are of another kind.
@@ -94,8 +94,7 @@ def describe(
 
 
 def _weights(table: Table, axis: int | None) -> Table:
-    """The rules of the weights under their names below the root, stacked along an axis where that is
-    given."""
+    """Return the rules of the weights under their names below the root, stacked along the axis if given."""
     rules = [rule for rule in table.rules if rule.name.startswith(DECLARED)]
     named = [rule if axis is None else scanned(rule, axis) for rule in rules]
     return table.with_rules([rule.renamed(rule.name.removeprefix(DECLARED)) for rule in named])
@@ -137,7 +136,7 @@ def _contradiction(key: str, claim: Any, seen: Any, where: str) -> Finding:
 
 
 def _facts(source: Source, shapes: Mapping[str, Any], config: dict[str, Any], path: str | None) -> None:
-    """Facts that names decide, and what a config says of them."""
+    """Declare the facts that names decide, and those that a config states."""
     where = path or "the config"
     if source.model.family == "gpt3":
         source.binding.facts = {"fused_qkv": any(".qkv_proj." in name for name in shapes)}
@@ -163,8 +162,10 @@ def _facts(source: Source, shapes: Mapping[str, Any], config: dict[str, Any], pa
 
 
 def _groups(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Whether heads share keys and values, on which other layouts depend, from the two projections that tell
-    it."""
+    """Declare whether heads share keys and values, by the two projections that show it.
+
+    Other layouts depend on this fact.
+    """
     if source.model.family != "llama":
         return
     found: dict[str, Counter[int]] = {"query": Counter(), "key": Counter()}
@@ -188,7 +189,7 @@ def _layers_of(source: Source, shape: tuple[int, ...], name: str) -> int | None:
 def _scan_axis(
     table: Table, shapes: Mapping[str, tuple[int, ...]], axes: dict[str, int], config: dict[str, Any]
 ) -> tuple[int, FastshardError | None]:
-    """The axis of the layers: as the config says, else the one that all shapes fit."""
+    """Return the axis of the layers: as the config states it, else the one that fits all shapes."""
     declared_axis = integer(config, "param_scan_axis") if maxtext.is_maxtext(config) else None
     if declared_axis is not None:
         return declared_axis, None

@@ -31,18 +31,18 @@ def recognise(
     chosen: str | None = None,
     paths: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
-    """Puts on a declaration where the model begins, and where further copies of it do.
+    """Declare where the model begins, and where further copies of it begin.
 
     Args:
         source: the declaration.
-        names: of all tensors.
-        config: the model's, if there is one.
+        names: names of all tensors.
+        config: the model's config, if there is one.
         chosen: the prefix that the caller gives, without the last dot.
-        paths: keys of the nested dicts that lead to each tensor, where the files tell: then these decide, and
-            no list of usual names is asked.
+        paths: keys of the nested dicts that lead to each tensor, if the files have them: then these decide,
+            and no list of usual names is consulted.
 
     Raises:
-        FastshardError: ``FS515`` if nothing lies there.
+        FastshardError: ``FS515`` if there is no tensor below the prefix.
     """
     stored = list(dict.fromkeys(names))
     source.names.own = bare(stored)
@@ -70,12 +70,13 @@ def recognise(
 
 
 def find_foreign_prefix(names: Iterable[str], config: dict[str, Any] | None) -> str | None:
-    """Returns what precedes the names of a model that a table knows, where its class of transformers has
-    nothing there: as trainers and wrappers put ``policy.`` before all names. None where the names are the
-    model's own, or nothing tells.
+    """Return what precedes the names of a model with a table, where its transformers class has no prefix.
+
+    Trainers and wrappers put such a prefix (``policy.``) before all names. None if the names are the model's
+    own, or if it is undecidable.
 
     Args:
-        names: of all tensors.
+        names: names of all tensors.
         config: the model's config.json, if there is one.
     """
     if config is None or "auto_map" in config or config_json.layout_of(config) is None:
@@ -87,8 +88,9 @@ def find_foreign_prefix(names: Iterable[str], config: dict[str, Any] | None) -> 
 def _containers(
     source: Source, stored: Sequence[str], paths: Mapping[str, Sequence[str]]
 ) -> dict[str, list[str]] | None:
-    """The dicts that hold a model's weights: what precedes their names, and the names in them, which are the
-    module's own.
+    """Return the dicts with a model's weights: the prefix of their names, and the module's own names in them.
+
+    None if a tensor has no path.
 
     None where the paths do not tell of every tensor.
     """
@@ -115,14 +117,13 @@ def _containers(
 
 
 def _is_state_of(name: str, weights: set[str]) -> bool:
-    """True for the state that torch's optimizers have of one of these: ``state.NAME.exp_avg``."""
+    """Return True for the state that torch's optimizers have of one of these: ``state.NAME.exp_avg``."""
     begin, _, rest = name.partition(".")
     return begin == "state" and rest.rpartition(".")[0] in weights
 
 
 def _of_containers(containers: Mapping[str, Sequence[str]], config: dict[str, Any]) -> list[str]:
-    """Where a model's own names may begin, by the dicts that hold its tensors: in each of these places is
-    one."""
+    """Return where a model's own names may begin, by the dicts with its tensors: each place has one model."""
     found = [outer + inner for outer, names in containers.items() for inner in _within(names, config)]
     if found:
         return list(dict.fromkeys(found))
@@ -130,7 +131,7 @@ def _of_containers(containers: Mapping[str, Sequence[str]], config: dict[str, An
 
 
 def _within(names: Sequence[str], config: dict[str, Any]) -> list[str]:
-    """What precedes a model's own names within a module that has it as a part, by its embedding."""
+    """Return what precedes a model's own names within a module that contains it, by its embedding."""
     telling = _telling(config)
     fitting = _prefixes_before(telling, names)
     if telling is not _TELLING:
@@ -140,18 +141,18 @@ def _within(names: Sequence[str], config: dict[str, Any]) -> list[str]:
 
 
 def _prefixes_before(telling: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Returns what precedes the names by which a model is known, in the order of the names given."""
+    """Return what precedes the names by which a model is known, in the order of the given names."""
     found = (name.removesuffix(own) for name in names for own in telling if name.endswith(own))
     return [prefix for prefix in dict.fromkeys(found) if not prefix or prefix.endswith(".")]
 
 
 def _unwrapped(names: Sequence[str]) -> str:
-    """The attribute that DistributedDataParallel has put in. source: torch/nn/parallel/distributed.py"""
+    """Return the attribute that DistributedDataParallel inserts. source: torch/nn/parallel/distributed.py"""
     return _DDP if all(name.startswith(_DDP) for name in names) else ""
 
 
 def _telling(config: dict[str, Any]) -> tuple[str, ...]:
-    """Names by which a model is known wherever it lies: that of its embedding, as its tables have it."""
+    """Return names that identify a model at any place: that of its embedding, as its tables have it."""
     layout = config_json.layout_of(config)
     if layout is None:
         return _TELLING
@@ -161,7 +162,7 @@ def _telling(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _fitting(listed: list[str], config: dict[str, Any]) -> list[str]:
-    """Where a model's own names may begin: below each of these prefixes is one, the first of all is taken."""
+    """Return where a model's own names may begin: each prefix has one model, and the first is used."""
     names = set(listed)
     telling = _telling(config)
     if fitting := _prefixes_before(telling, (name for name in listed if not is_state(name))):

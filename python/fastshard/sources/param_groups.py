@@ -20,8 +20,10 @@ Scalar = Callable[[int], float | None]
 
 
 def hyperparameters(group: Mapping[str, Any], scalar: Scalar | None = None) -> dict[str, Any]:
-    """What a group says of its parameters, but which they are. Compiled optimizers have their learning rate
-    as a tensor."""
+    """Return the settings of a group, without its list of parameters.
+
+    Compiled optimizers have their learning rate as a tensor.
+    """
 
     def value_of(value: Any) -> Any:
         index = as_dict(value).get("__tensor__")
@@ -34,15 +36,15 @@ def hyperparameters(group: Mapping[str, Any], scalar: Scalar | None = None) -> d
 def listed(
     groups: Any, members: Mapping[str, Iterable[str]], scalar: Scalar | None = None
 ) -> list[Group] | None:
-    """Groups that list their parameters.
+    """List the groups with their parameters.
 
     Args:
         groups: ``param_groups`` as stored.
-        members: the names that each number (or name) stands for: one parameter, or all of a flat vector.
+        members: the names for each number (or name): one parameter, or all of a flat vector.
         scalar: reads hyperparameters that are tensors.
 
     Returns:
-        The groups; None where one lists nothing, or what stands for nothing.
+        The groups; None if one lists no parameters, or an unknown one.
     """
     found: list[Group] = []
     for group in groups if isinstance(groups, list) else ():
@@ -55,13 +57,15 @@ def listed(
 
 
 def numbered(groups: Any, order: Sequence[Iterable[str]], scalar: Scalar | None = None) -> list[Group] | None:
-    """As :func:`listed`, where numbers count through what is stepped, in order."""
+    """List the groups as :func:`listed` does, with numbers that count the stepped parameters in order."""
     return listed(groups, {str(number): names for number, names in enumerate(order)}, scalar)
 
 
 def joined(each: Iterable[list[Group] | None]) -> list[Group] | None:
-    """The groups of several ranks, each of which has a part of every group's parameters; None if they are not
-    alike."""
+    """Join the groups of several ranks, each of which has a part of every group's parameters.
+
+    None if the ranks' groups differ.
+    """
     ranks = list(each)
     first = next(iter(ranks), None)
     if first is None:
@@ -78,17 +82,19 @@ def joined(each: Iterable[list[Group] | None]) -> list[Group] | None:
 
 
 def by_decay(groups: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> list[Group] | None:
-    """Groups of Megatron-LM, which do not list their parameters: those with weight decay have matrices, those
-    without the biases and vectors. Experts have groups of their own, with the same values.
+    """Describe groups of Megatron-LM, which do not list their parameters.
+
+    Groups with weight decay have matrices, those without have biases and vectors. Experts have separate
+    groups, with the same values.
 
     source: megatron/core/optimizer/__init__.py (_get_param_groups, get_standard_config_overrides)
 
     Args:
-        groups: as stored.
-        args: the run's.
+        groups: the groups as stored.
+        args: the run's arguments.
 
     Returns:
-        The groups; None where there are others, which a run has by conditions of its own.
+        The groups; None if there are others, which a run forms by its own conditions.
     """
     kept: list[dict[str, Any]] = []
     for group in groups:

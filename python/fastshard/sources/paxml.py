@@ -28,17 +28,17 @@ _SLOTS = {"mu": "m", "nu": "v"}
 
 
 def is_train_state(names: Iterable[str]) -> bool:
-    """True if the names are those of a Paxml language model's train state."""
+    """Return True if the names are those of a Paxml language model's train state."""
     return any(name.startswith(ROOT) for name in names)
 
 
 def describe(
     source: Source, arrays: Arrays, config: dict[str, Any] | None = None, config_path: str | None = None
 ) -> None:
-    """Family, table and axes of a Paxml checkpoint. A model that the table does not hold is left without.
+    """Declare family, table and axes of a Paxml checkpoint; a model that the table lacks gets none.
 
     Args:
-        source: what is described.
+        source: the declaration.
         arrays: dtype and shape of each array, by name.
         config: MaxText's yml for the same model.
         config_path: its path, for messages.
@@ -88,13 +88,13 @@ def _names(arrays: Arrays) -> Names:
 
 
 def _group(match: re.Match[str]) -> str:
-    """The group's name; the number in it is that of the layers."""
+    """Return the group's name; its number is that of the layers."""
     prefix = re.sub(r"^p#\d+#", "p#{#L}#", match[2])
     return f"{match[1]}.{prefix}_{match[3]}"
 
 
 def _moment(own: dict[tuple[str, str], str], groups: dict[bool, str], slot: str, inner: str) -> str:
-    """The name of a moment: in its own group, else in that of the others of its kind."""
+    """Return the name of a moment: in its own group, else in the group of others of its kind."""
     stacked = inner.startswith(_STACKED)
     usual = groups.get(stacked, "opt_states_0.p#{#L}#i-1_2" if stacked else "opt_states_0.no_prefix_2")
     return f"{own.get((_SLOTS[slot], inner), usual)}.{_SLOTS[slot]}.params.lm.{inner}"

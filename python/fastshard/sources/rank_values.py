@@ -13,13 +13,13 @@ __all__ = ["differing"]
 def differing(
     code: str, values: Sequence[tuple[str, Any, Any]], source: str = "", **fields: Any
 ) -> list[Finding]:
-    """A finding about a file that differs from the others; none if it does not.
+    """Report a file whose values differ from those of the others; nothing if they agree.
 
     Args:
-        code: its code.
-        values: what each is called, what the others state and what this file states.
-        source: who states what is expected: ``" as in a.pt"``.
-        fields: of the finding.
+        code: code of the finding.
+        values: name of each value, what the others state and what this file states.
+        source: who states the expected value: ``" as in a.pt"``.
+        fields: further fields of the finding.
     """
     differ = [(key, expected, got) for key, expected, got in values if expected != got]
     if not differ:

@@ -25,7 +25,7 @@ _PARTS = ("model", "shard")
 
 
 def places(name: str) -> dict[str, int]:
-    """What a file's name says of its place: word -> number."""
+    """Parse the place that a file's name states: word -> number."""
     found = {word: int(number) for word, number in _NUMBERED.findall(name)}
     # `model-00001-of-00002` counts files, of which an index says what is in them.
     return found if any(word not in _PARTS for word in found) else {}
@@ -37,13 +37,13 @@ def renamed(
     ranks: Mapping[int, str | None] = MappingProxyType({}),
     roots: Sequence[Path] = (),
 ) -> list[Finding]:
-    """Files whose own name and the one inside contradict each other.
+    """Report files whose own name and the name inside contradict each other.
 
     Args:
-        files: as the catalog lists them.
-        accepted: whether names may have been changed on purpose (a warning then).
+        files: files as the catalog lists them.
+        accepted: whether names may have been changed on purpose (then it is a warning).
         ranks: rank of each file in the field's words, by its index.
-        roots: the directories that the files lie in; without, contents are not compared.
+        roots: the directories of the files; without them, contents are not compared.
 
     Raises:
         FastshardError: if a file cannot be read.
@@ -92,7 +92,7 @@ def _original(
     files: Sequence[_core.OpenedFile | None],
     roots: Sequence[Path],
 ) -> str | None:
-    """Path of the file that this one is a copy of."""
+    """Return the path of the file of which this one is a copy."""
     folder = file["path"].rpartition("/")[0]
     for other in files if roots else ():
         if other is None or other is file or other["size"] != file["size"]:

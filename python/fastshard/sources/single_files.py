@@ -87,13 +87,13 @@ _MOST_SIBLINGS = 16
 
 
 def make_part(path: str, what: str, folder: Path | None, *, tensor: str | None = None) -> Finding:
-    """Makes the finding for a part of a checkpoint.
+    """Build the finding for a part of a checkpoint.
 
     Args:
         path: the file, or the folder of one rank.
-        what: which part of what it is.
-        folder: where the other parts lie; None where nothing tells.
-        tensor: a tensor of which it holds a part.
+        what: which part of which form it is.
+        folder: where the other parts are; None if unknown.
+        tensor: a tensor of which it has a part.
     """
     return Finding.of(
         codes.PART,
@@ -109,12 +109,12 @@ def make_part(path: str, what: str, folder: Path | None, *, tensor: str | None =
 
 
 def accept_part(finding: Finding) -> Finding:
-    """Returns the finding as a warning, since the caller takes the part as it is (``accept part``)."""
+    """Return the finding as a warning, since the caller accepts the part as it is (``accept part``)."""
     return finding.replace(severity="warning", help=None, run=[], decided="accept part")
 
 
 def refuse_unreadable(listing: Listing) -> None:
-    """Refuses a file that no reader opens by itself, and says what it is.
+    """Refuse a file that no reader opens alone, and describe it.
 
     Raises:
         FastshardError: ``FS118`` for a part of a store or of a save of torch.distributed.checkpoint,
@@ -135,12 +135,12 @@ def refuse_unreadable(listing: Listing) -> None:
 
 
 def _only_folder(finding: Finding) -> Finding:
-    """Returns the finding for a part that nothing reads without the others."""
+    """Return the finding for a part that no reader reads without the others."""
     return finding.replace(help="name the folder that holds all parts", run=finding.run[:1])
 
 
 def _find_store(path: Path) -> Path | None:
-    """Returns the outermost folder of the store that a file lies in; None for other files."""
+    """Return the outermost folder of the store that contains a file; None for other files."""
     store = None
     for folder in list(path.absolute().parents)[:_DEEP]:
         if any((folder / name).is_file() for name in _STORE):
@@ -154,7 +154,7 @@ def _find_store(path: Path) -> Path | None:
 
 
 def refuse_rank_folder(listing: Listing) -> None:
-    """Refuses the folder of one rank, beside which the others lie.
+    """Refuse the folder of one rank, next to the folders of the others.
 
     Raises:
         FastshardError: ``FS118``.
@@ -168,12 +168,11 @@ def refuse_rank_folder(listing: Listing) -> None:
 
 
 def find_part(listing: Listing, contents: Contents, accept: frozenset[str]) -> Finding | None:
-    """Returns the finding for a file that was named by itself and is a part of a checkpoint; None for one
-    that is complete.
+    """Return the finding for a single file that is a part of a checkpoint; None if it is complete.
 
     Args:
-        listing: the file alone.
-        contents: what its header says.
+        listing: the single file.
+        contents: contents of its header.
         accept: what the caller accepts.
     """
     file = listing.files[0]
@@ -206,7 +205,7 @@ def _by_name(label: str, path: Path) -> Finding | None:
 
 
 def _by_index(label: str, path: Path) -> Finding | None:
-    """Finds an index beside the file that lists it among others."""
+    """Find an index next to the file that lists it among others."""
     for name in sorted(_names_in(path.parent)):
         if not fnmatch.fnmatchcase(name, "*.index*.json"):
             continue
@@ -222,7 +221,7 @@ def _by_index(label: str, path: Path) -> Finding | None:
 
 
 def _by_contents(label: str, path: Path, contents: Contents) -> Finding | None:
-    """Reads what the file says of its place among others."""
+    """Read what the file states of its place among others."""
     # A rank's folder of Megatron-LM lies beside those of the others.
     folder = path.absolute().parent
     folder = folder.parent if _RANK_FOLDER.match(folder.name) else folder
@@ -256,7 +255,7 @@ def _is_of_deepspeed(state: Mapping[str, Any]) -> bool:
 
 
 def _degrees_of(state: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the degrees above 1 that divide the model, by their keys."""
+    """Return the degrees above 1 that divide the model, by their keys."""
     found: dict[str, int] = {}
     for part in (state, *(as_dict(state.get(key)) for key in _ARGUMENTS)):
         # A Namespace is an inert record with its state.
@@ -269,7 +268,7 @@ def _degrees_of(state: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _partitioned(state: Mapping[str, Any], contents: Contents) -> str | None:
-    """Returns a parameter that has another shape in the file than the file states for it."""
+    """Return a parameter whose shape in the file differs from the shape that the file states."""
     shapes = {".".join(tensor["path"]): tensor["shape"] for tensor in contents.tensors(0)}
     for group in as_list(state.get("param_shapes")):
         for name, shape in as_dict(group).items():
@@ -280,8 +279,11 @@ def _partitioned(state: Mapping[str, Any], contents: Contents) -> str | None:
 
 
 def _by_siblings(label: str, path: Path, contents: Contents) -> Finding | None:
-    """Compares the file with those beside it whose names differ in a number: parts hold other tensors, or
-    other boxes of the same ones; copies (epochs, moving averages) hold the same names and shapes."""
+    """Compare the file with those next to it whose names differ in a number.
+
+    Parts have other tensors, or other boxes of the same ones. Copies (epochs, moving averages) have the same
+    names and shapes.
+    """
     path = path.absolute()
     shapes = {".".join(tensor["path"]): tensor["shape"] for tensor in contents.tensors(0)}
     for sibling, is_dividing in _siblings_of(path):
@@ -304,8 +306,11 @@ def _by_siblings(label: str, path: Path, contents: Contents) -> Finding | None:
 
 
 def _siblings_of(path: Path) -> list[tuple[Path, bool]]:
-    """Returns files whose paths differ from the file's in a number that counts parts, the nearest numbers
-    first, and whether that number is of a rank that divides the model."""
+    """Return files whose paths differ from the file's in a number that counts parts.
+
+    The nearest numbers come first. The second value states whether the number is that of a rank which divides
+    the model.
+    """
     found = [
         (path.with_name(n), divides) for n, divides in _numbered_alike(path.name, _names_in(path.parent))
     ]
@@ -319,8 +324,10 @@ def _siblings_of(path: Path) -> list[tuple[Path, bool]]:
 
 
 def _numbered_alike(name: str, others: Sequence[str]) -> list[tuple[str, bool]]:
-    """Returns the names that differ from one in a single number that counts parts, and whether it counts
-    ranks that divide a model."""
+    """Return the names that differ from one in a single number that counts parts.
+
+    The second value states whether the number counts ranks that divide a model.
+    """
     found: dict[str, tuple[int, bool]] = {}
     for match in _NUMBER.finditer(name):
         start, end = match.span("n")
@@ -336,14 +343,16 @@ def _numbered_alike(name: str, others: Sequence[str]) -> list[tuple[str, bool]]:
 
 
 def _is_numbered_model(path: Path) -> bool:
-    """True for a further model of one script: accelerate saves ``model.safetensors``,
-    ``model_1.safetensors``."""
+    """Return True for a further model of one script.
+
+    accelerate saves ``model.safetensors``, ``model_1.safetensors``.
+    """
     first = re.sub(r"_\d+(?=\.\w+$)", "", path.name)
     return first != path.name and path.with_name(first).is_file()
 
 
 def _shapes_in(path: Path) -> dict[str, list[int]] | None:
-    """Returns the shapes of the tensors in a file, by their names; None if it cannot be read."""
+    """Return the shapes of the tensors in a file, by their names; None if it cannot be read."""
     try:
         catalog = _core.Catalog(
             [os.fspath(path.parent)], [(0, path.name)], 1, memory=memory_budget.get_limit()
@@ -358,13 +367,14 @@ def _shapes_in(path: Path) -> dict[str, list[int]] | None:
 def _find_divided(
     shapes: Mapping[str, Sequence[int]], others: Mapping[str, Sequence[int]], is_numbered: bool
 ) -> str | None:
-    """Returns a tensor that two files of one model divide: another box of it is in the other file, or all of
-    it; None for copies and for files of different models.
+    """Return a tensor that two files of one model divide; None for copies and for files of different models.
+
+    The other file has another box of it, or all of it.
 
     Args:
-        shapes: of the file's tensors, by their names.
-        others: of those in the other file.
-        is_numbered: whether a script that holds several models numbers them so.
+        shapes: shapes of the file's tensors, by their names.
+        others: shapes of the tensors in the other file.
+        is_numbered: whether a script that saves several models numbers them so.
     """
     shared = shapes.keys() & others.keys()
     differing = sorted(name for name in shared if shapes[name] != others[name])
@@ -382,7 +392,7 @@ def _find_divided(
 
 
 def _names_in(folder: Path) -> list[str]:
-    """Returns the names of what lies in a folder; none where it cannot be listed."""
+    """Return the names of a folder's entries; none if it cannot be listed."""
     try:
         return os.listdir(folder)  # noqa: PTH208 - names, not paths
     except OSError:
@@ -390,13 +400,14 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def fits_config(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> bool:
-    """True if the config.json beside a file is that of its model: loaders take the file by its name, or more
-    than half of its names are the model's.
+    """Return True if the config.json next to a file is that of its model.
+
+    Loaders take the file by its name, or more than half of its names are the model's.
 
     Args:
         path: the file.
-        config: content of the config.json beside it.
-        names: of the tensors in the file.
+        config: content of the config.json next to it.
+        names: names of the tensors in the file.
     """
     if _LOADED.match(path.name):
         return True
@@ -412,8 +423,10 @@ def fits_config(path: Path, config: Mapping[str, Any], names: Sequence[str]) -> 
 
 
 def _names_of_model(path: Path) -> set[str] | None:
-    """Returns the names of the tensors of the model that lies beside a file, by its index or in its one file;
-    None if none lies there."""
+    """Return the names of the tensors of the model next to a file, by its index or its only file.
+
+    None if there is no model.
+    """
     for name in sorted(_names_in(path.parent)):
         if name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
             try:

@@ -23,35 +23,35 @@ _NUMBER = compile_when_used(r"\d{1,18}")
 
 
 def plain(name: str) -> str:
-    """A folder's name without what marks one that is being written."""
+    """Return a folder's name without the marks of one that is being written."""
     return _TEMPORARY.sub("", name)
 
 
 def number(name: str) -> int:
-    """The last number in a step's name; -1 if there is none."""
+    """Return the last number in a step's name; -1 if there is none."""
     numbers = numbers_of(name)
     return numbers[-1] if numbers else -1
 
 
 def numbers_of(name: str) -> tuple[int, ...]:
-    """Lists the numbers in a name."""
+    """List the numbers in a name."""
     return tuple(int(n) for n in _NUMBER.findall(plain(name)))
 
 
 def alike(one: str, other: str) -> bool:
-    """True for names that differ in their numbers alone."""
+    """Return True for names that differ only in their numbers."""
     return _NUMBER.sub("#", plain(one)) == _NUMBER.sub("#", plain(other))
 
 
 def newer(one: str, than: str) -> bool:
-    """True if a step is newer than another, by the numbers in their names (epoch before step)."""
+    """Return True if a step is newer than another, by the numbers in their names (epoch before step)."""
     if alike(one, than):
         return numbers_of(one) > numbers_of(than)
     return number(one) > number(than) >= 0
 
 
 def matching(steps: Iterable[str], wanted: str) -> list[str]:
-    """The steps of this name; without one, those of this number."""
+    """Return the steps of this name; without one, those of this number."""
     names = list(steps)
     if wanted in names:
         return [wanted]
@@ -64,13 +64,15 @@ def matching(steps: Iterable[str], wanted: str) -> list[str]:
 
 
 def is_step(name: str) -> bool:
-    """True for names that are numbered as steps are; other numbered folders may be anything."""
+    """Return True for names that are numbered like steps; other numbered folders may be anything."""
     return bool(_NUMBERED.search(plain(name))) and number(name) >= 0
 
 
 def part_of(folders: Iterable[str], any_name: bool = False) -> int | None:
-    """The one part of the path in which folders differ, if that is named as steps are in all of them; or as
-    anything, where something else says which is meant."""
+    """Return the only part of the path in which folders differ, if it is named like a step in all of them.
+
+    With ``any_name`` it may have any name: then something else determines the step.
+    """
     paths = [folder.split("/") for folder in folders]
     if len({len(p) for p in paths}) != 1:
         return None
@@ -81,7 +83,7 @@ def part_of(folders: Iterable[str], any_name: bool = False) -> int | None:
 
 
 def bearing(folder: str) -> str:
-    """The part of a path that ends with what is named as a step; the whole of it if nothing is."""
+    """Return the part of a path up to the last name of a step; the complete path if there is none."""
     parts = folder.split("/")
     at = next((d for d in reversed(range(len(parts))) if is_step(parts[d])), len(parts) - 1)
     return "/".join(parts[: at + 1])

@@ -42,7 +42,7 @@ class Step:
 
 
 def tracked(listing: Listing, trackers: tuple[str, ...]) -> tuple[File, str] | None:
-    """The tracker file nearest to the directories given, and what it names."""
+    """Return the tracker file nearest to the given directories, and the step that it names."""
     files = [f for f in listing.files if f.name in trackers]
     if not files:
         return None
@@ -64,24 +64,24 @@ def tracked(listing: Listing, trackers: tuple[str, ...]) -> tuple[File, str] | N
 
 
 def have(steps: Iterable[str]) -> str:
-    """Names of steps in one text, the last of many."""
+    """Join names of steps in one text; if there are many, the last ones."""
     names = sorted(steps, key=lambda n: (numbers_of(n), n))
     more = f"{len(names) - MOST_NAMED} more, " if len(names) > MOST_NAMED else ""
     return more + ", ".join(names[-MOST_NAMED:])
 
 
 def folders_in(path: Path) -> list[str]:
-    """Names of the folders in a folder; empty ones are in no listing of files."""
+    """Return the names of the folders in a folder; no listing of files has the empty ones."""
     with contextlib.suppress(OSError), os.scandir(path) as entries:
         return sorted(e.name for e in entries if e.is_dir())
     return []
 
 
 def refuse_lone_trackers(listing: Listing) -> None:
-    """Refuses a directory in which no adapter finds a checkpoint and a tracker file names one.
+    """Refuse a directory in which no adapter finds a checkpoint and a tracker file names one.
 
     Raises:
-        FastshardError: ``FS105`` for a step that is missing, ``FS104`` for one whose folder holds no
+        FastshardError: ``FS105`` for a step that is missing, ``FS104`` for one whose folder has no
             checkpoint.
     """
     for _, finding in _find_lone_trackers(listing):
@@ -89,14 +89,14 @@ def refuse_lone_trackers(listing: Listing) -> None:
 
 
 def warn_of_lone_trackers(listing: Listing, folder: str) -> list[Finding]:
-    """Finds tracker files that a checkpoint without steps was left with.
+    """Find tracker files that remain with a checkpoint without steps.
 
     Args:
         listing: the files of the roots.
         folder: the folder of the checkpoint.
 
     Returns:
-        A warning for each that lies beside the model: the steps are gone, the model does not depend on them.
+        A warning for each that is next to the model: the steps are gone, the model does not depend on them.
 
     Raises:
         FastshardError: ``FS105`` or ``FS104`` for one above the model's folder: it is the run's, and names
@@ -121,13 +121,13 @@ def warn_of_lone_trackers(listing: Listing, folder: str) -> list[Finding]:
 
 
 def _find_lone_trackers(listing: Listing) -> list[tuple[File, Finding]]:
-    """Lists the tracker files of directories in which no adapter has found a step."""
+    """List the tracker files of directories in which no adapter has found a step."""
     found = [tracker for name in _TRACKERS if (tracker := tracked(listing, (name,))) is not None]
     return [(file, pointing_nowhere(listing, {}, file, named)) for file, named in found]
 
 
 def pointing_nowhere(listing: Listing, steps: Mapping[str, Step], file: File, named: str) -> Finding:
-    """The finding for a tracker file that names no step that can be used."""
+    """Build the finding for a tracker file that names no usable step."""
     beside = listing.roots[file.root] / file.folder
     there = any(matching([entry], named) for entry in folders_in(beside))
     there = there or bool(matching(steps, named))
@@ -146,8 +146,10 @@ def pointing_nowhere(listing: Listing, steps: Mapping[str, Step], file: File, na
 
 
 def _folder_of(named: str, steps: Mapping[str, Step], tracker: File) -> str:
-    """The folder of a step that a tracker file names by its number alone: as those of other steps, if there
-    are any."""
+    """Return the folder of a step that a tracker file names only by its number.
+
+    It is named like those of other steps, if there are any.
+    """
     if not named.isdecimal() or not named.isascii():
         return named if _PLAIN.fullmatch(named) else shown(named)
     like = next((name for name in steps if len(re.findall(r"\d+", name)) == 1), None)

@@ -26,7 +26,7 @@ class Index(NamedTuple):
 
 @dataclass(frozen=True)
 class Strays:
-    """What accounts for tensors that are not where they should be."""
+    """The explanation of tensors that are not where they should be."""
 
     findings: list[Finding] = field(default_factory=list)
     #: Tensors that cannot be used for that reason, and the file that the finding is about.
@@ -39,11 +39,13 @@ class Strays:
     absent: frozenset[str] = frozenset()
 
     def left(self, findings: Iterable[Finding], index: str | None) -> list[Finding]:
-        """The findings that do not say the same once more: of a holder that the index does not name it, of
-        the index that it counts other bytes than its files hold.
+        """Remove findings that repeat these.
+
+        These are that the index does not name a file with the tensors, and that the index counts other bytes
+        than its files have.
 
         Args:
-            findings: what was found of the checkpoint.
+            findings: findings about the checkpoint.
             index: path of the index.
         """
         if not self.findings:
@@ -70,16 +72,16 @@ def of_index(
     missing: Mapping[str, set[str]],
     index: Index | None = None,
 ) -> Strays:
-    """What accounts for tensors that no file holds which the index names.
+    """Explain tensors that the index names and no file has.
 
     Args:
         weight_map: number of the file that the index sends each tensor to.
-        missing: names of the tensors that it sends to each file that is not there, by its path.
+        missing: names of the tensors that it sends to each missing file, by the file's path.
         stored_names: names of the tensors in each file that could be read.
-        paths: of the files, by their numbers.
+        paths: paths of the files, by their numbers.
         same: whether two files have the same bytes.
         beside: opens the files that the index does not name; names of the tensors in each, by path.
-        index: the index; None where several files are.
+        index: the index; None if there are several files.
     """
     everywhere = set().union(*stored_names.values())
     sent: dict[int, set[str]] = {}
@@ -120,11 +122,11 @@ def of_index(
 def of_numbers(
     stored_names: Mapping[int, set[str]], paths: Mapping[int, str], same: Callable[[int, int], bool]
 ) -> Strays:
-    """The copies among files that are told apart by the numbers in their names alone.
+    """Find copies among files that only the numbers in their names distinguish.
 
     Args:
         stored_names: names of the tensors in each file that could be read.
-        paths: of the files, by their numbers.
+        paths: paths of the files, by their numbers.
         same: whether two files have the same bytes.
     """
     findings: list[Finding] = []

@@ -48,10 +48,10 @@ _GGUF = b"GGUF"
 
 
 def find_unread_format(name: str, head: bytes) -> tuple[str, str] | None:
-    """Returns what a single file of another format is, and what to do; None for one that a reader may open.
+    """Describe a single file of another format, and what to do; None for one that a reader may open.
 
     Args:
-        name: of the file.
+        name: name of the file.
         head: its first bytes.
     """
     if not (head == _GGUF or _UNREAD.search(name)):
@@ -61,7 +61,7 @@ def find_unread_format(name: str, head: bytes) -> tuple[str, str] | None:
 
 
 def looks_like(listing: Listing) -> tuple[str, str] | None:
-    """What the files look like and what to do; None where nobody knows them."""
+    """Describe what the files look like and what to do; None if they are unknown."""
     for pattern, what, help in _KNOWN:
         hit = next((file for file in listing.files if re.match(pattern, file.name)), None)
         if hit is not None:

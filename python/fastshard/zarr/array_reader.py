@@ -52,7 +52,7 @@ class Box(NamedTuple):
 
 
 def library() -> Any:
-    """TensorStore.
+    """Import TensorStore.
 
     Raises:
         FastshardError: ``FS514`` if it is not installed, and as :func:`refuse_fork`.
@@ -65,12 +65,12 @@ def library() -> Any:
 
 @functools.cache
 def _first_process() -> int:
-    """The process that used TensorStore first; one that is forked from it has the same."""
+    """Return the process that used TensorStore first; a process forked from it returns the same."""
     return os.getpid()
 
 
 def refuse_fork() -> None:
-    """Refuses a process that was forked from one that has used TensorStore, whose threads are not in it.
+    """Refuse a process that was forked from one that has used TensorStore, whose threads it lacks.
 
     Raises:
         FastshardError: ``FS514``; TensorStore would end the process by SIGABRT.
@@ -87,18 +87,18 @@ def refuse_fork() -> None:
 
 
 def _share(part: int, default: int, least: int, most: int) -> int:
-    """A part of the memory budget in bytes, within bounds."""
+    """Return a part of the memory budget in bytes, within bounds."""
     limit = memory_budget.get_limit()
     return default if limit is None else min(max(limit // part, least), most)
 
 
 @functools.lru_cache(1)
 def _share_heap(threshold: int) -> None:
-    """Has all threads take chunks up to a size from one heap.
+    """Make all threads allocate chunks up to a size from one heap.
 
     A buffer is allocated for each chunk, on many threads. With a heap for each thread glibc keeps twice the
-    memory that is in use; a mapping for each buffer has the system fault every page in anew, half of a run's
-    CPU time.
+    memory that is in use. With a mapping for each buffer the system faults every page in anew, which takes
+    half of a run's CPU time.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -108,8 +108,10 @@ def _share_heap(threshold: int) -> None:
 
 
 def new_context() -> Any:
-    """What the stores of one checkpoint share: nodes of their indices are kept, and no chunk that the core
-    does not hold itself."""
+    """Return the context that the stores of one checkpoint share.
+
+    It keeps nodes of their indices, and no chunk that the core does not keep itself.
+    """
     index = _share(_INDEX_PART, _INDEX, _INDEX_LEAST, _INDEX_MOST)
     return library().Context(
         {"cache_pool": {"total_bytes_limit": 0}, "cache_pool#index": {"total_bytes_limit": index}}
@@ -156,9 +158,9 @@ class Store:
             ) from None
 
     def placed(self, sizes: Mapping[str, int]) -> tuple[list[str], dict[str, str]]:
-        """Keys of an OCDBT store whose values are there, and those whose values are not, with the reason.
+        """Return keys of an OCDBT store whose values exist, and those whose values do not, with the reason.
 
-        The index alone is read, no value.
+        Only the index is read, no value.
 
         Args:
             sizes: files below the store's folder that may be read, with their sizes in bytes.
@@ -185,7 +187,7 @@ class Store:
         return self.remote.fetch(key) if self.remote else contextlib.nullcontext()
 
     def read(self, key: str, limit: int | None = None) -> bytes:
-        """The value of a key as it is stored.
+        """Return the value of a key as it is stored.
 
         Raises:
             FastshardError: ``FS601`` if it cannot be read or has more than ``limit`` bytes.
@@ -199,7 +201,7 @@ class Store:
         return value
 
     def has(self, key: str) -> bool:
-        """True if the key is there now."""
+        """Return True if the key exists now."""
         one = self._ts.KvStore.KeyRange(key, key + "\0")
         return bool(self._wait(lambda: self._kv.list(one).result(), key))
 
@@ -231,7 +233,7 @@ class Store:
         return self._wait(lambda: array[place] if place else array, box.name)
 
     def decode(self, box: Box, view: memoryview) -> None:
-        """Fills ``view`` with the C-ordered elements of a box.
+        """Fill ``view`` with the C-ordered elements of a box.
 
         Raises:
             FastshardError: ``FS601`` if a chunk is missing or cannot be decoded.
@@ -245,7 +247,7 @@ class Store:
             self._wait(lambda: target.write(stored).result(), box.name)
 
     def decoded(self, box: Box) -> bytes:
-        """The same as bytes."""
+        """Return the elements of a box as bytes, in C order."""
         stored = self._view(box)
         with self._fetch(box.key):
             found: bytes = self._wait(lambda: stored.read(order="C").result(), box.name).tobytes()

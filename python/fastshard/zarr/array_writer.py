@@ -41,7 +41,7 @@ class Array:
     block: list[int]
 
     def keys(self, zarr: int) -> set[str]:
-        """Keys that the store must hold once the array is whole: metadata and every chunk."""
+        """Return the keys that the store must have once the array is complete: metadata and every chunk."""
         grid = [range(-(-n // b)) for n, b in zip(self.shape, self.block, strict=True)]
         if zarr == 3:
             chunks = {"/".join(["c", *map(str, index)]) for index in itertools.product(*grid)}
@@ -52,7 +52,7 @@ class Array:
         return {f"{self.key}/{name}" for name in names}
 
     def metadata(self, zarr: int) -> dict[str, Any]:
-        """The array's metadata as Orbax writes it, so that every version of it reads the array.
+        """Return the array's metadata as Orbax writes it, so that every version of it reads the array.
 
         source: orbax/checkpoint/_src/serialization/tensorstore_utils.py (ArrayWriteSpec); measured with
             0.12.8
@@ -106,7 +106,7 @@ class StoreWriter:
         self._context: Any = None
 
     def begin(self, folder: str, how: dict[str, Any], arrays: list[dict[str, Any]]) -> list[Finding] | None:
-        """Makes the store in ``folder``, from nothing: what an interrupted run left there is removed."""
+        """Create the store in ``folder`` from nothing: the remains of an interrupted run are removed."""
         # TensorStore takes no path with `..` in it.
         path = Path(folder).resolve()
         if path.exists():
@@ -159,9 +159,10 @@ class StoreWriter:
         }
 
     def take_spare(self, size: int) -> bytearray | mmap.mmap | None:
-        """Returns a buffer of ``size`` bytes that was written before, if there is one: fresh memory is dear.
+        """Return a buffer of ``size`` bytes that was written before, if there is one: fresh memory is
+        expensive.
 
-        TensorStore may refer to it still: the core takes it only if nobody does.
+        TensorStore may still refer to it: the core takes it only if nothing does.
         """
         with self._lock:
             for number, spare in enumerate(self._spare):
@@ -174,8 +175,7 @@ class StoreWriter:
     def write(
         self, key: str, index: list[int], shape: list[int], data: bytearray | mmap.mmap
     ) -> list[Finding] | None:
-        """Stores the block at ``index``: ``data`` holds its elements in C order, and nobody changes it any
-        more."""
+        """Store the block at ``index``; ``data`` has its elements in C order and must not change any more."""
         return self._catch_findings(lambda: self._write(key, index, shape, data))
 
     def _write(self, key: str, index: list[int], shape: list[int], data: bytearray | mmap.mmap) -> None:
@@ -201,7 +201,7 @@ class StoreWriter:
             self._spare += [written for written, _ in done]
 
     def finish(self) -> list[Finding] | None:
-        """Waits for all that is under way; every key that must be there is looked up."""
+        """Wait for all pending writes, and look up every key that must exist."""
         return self._catch_findings(self._finish)
 
     def _finish(self) -> None:
@@ -222,7 +222,7 @@ class StoreWriter:
                 )
 
     def abort(self) -> None:
-        """Waits for what is under way, whatever becomes of it: the store will be removed."""
+        """Wait for pending writes, whatever their result: the store will be removed."""
         while self._under_way:
             with contextlib.suppress(Exception):
                 self._under_way.popleft()[1].result()
@@ -242,7 +242,7 @@ class StoreWriter:
 
 
 def writer() -> StoreWriter:
-    """A writer.
+    """Return a writer.
 
     Raises:
         FastshardError: ``FS514`` if TensorStore is not installed.

@@ -40,5 +40,5 @@ WIDER = {
 
 
 def fill(dtype: str) -> object:
-    """Zero, as metadata of zarr v3 has it. source: zarr specs, core v3, fill values"""
+    """Return zero as metadata of zarr v3 has it. source: zarr specs, core v3, fill values"""
     return False if dtype == "BOOL" else [0.0, 0.0] if dtype.startswith("C") else 0

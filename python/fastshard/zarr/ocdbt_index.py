@@ -25,7 +25,9 @@ def walk(
     sizes: Mapping[str, int],
     bring: Callable[[Place], None] = lambda place: None,
 ) -> Iterator[tuple[str, Place | None]]:
-    """Keys of the newest version, in order, and where their values lie; None for values in the index itself.
+    """Yield the keys of the newest version, in order, with the places of their values.
+
+    The place is None for a value in the index itself.
 
     Args:
         library: the module tensorstore.
@@ -77,7 +79,7 @@ def walk(
 
 
 def unreadable(place: Place, sizes: Mapping[str, int]) -> str | None:
-    """Why a range of a file cannot be read; None if it can."""
+    """Return why a range of a file cannot be read; None if it can."""
     path, offset, length = place
     size = sizes.get(path)
     if size is None:
@@ -88,7 +90,7 @@ def unreadable(place: Place, sizes: Mapping[str, int]) -> str | None:
 
 
 def _location(text: str) -> tuple[str, Place]:
-    """Kind and place of ``kind:base:relative:offset:length`` (names percent-encoded)."""
+    """Parse kind and place of ``kind:base:relative:offset:length`` (names percent-encoded)."""
     parts = text.split(":")
     if len(parts) != 5:
         raise ValueError(f"no place: {text[:200]}")

@@ -66,7 +66,7 @@ def _fetch_range(wanted: Range) -> Iterator[None]:
 
 
 def forget(folder: Path) -> None:
-    """Forgets what was brought into files below a folder, which is about to be removed."""
+    """Forget the ranges that were brought into files below a folder, which is about to be removed."""
     with _lock:
         for wanted in [w for w in _ranges if w[0].is_relative_to(folder)]:
             del _ranges[wanted]
@@ -99,10 +99,10 @@ class RemoteStore:
         return os.stat(self._folder / name).st_size  # noqa: PTH116 - once for every chunk
 
     def bring(self, place: Place) -> None:
-        """Brings a range, for good.
+        """Bring a range permanently.
 
         Raises:
-            FastshardError: what keeps it from coming.
+            FastshardError: if the range cannot be brought.
         """
         _bring(self._range(place))
 
@@ -111,11 +111,11 @@ class RemoteStore:
         return self._folder / name, offset, offset + length
 
     def placed(self, places: Mapping[str, Place]) -> None:
-        """Takes note of where the values of keys lie; in a plain store each is a file."""
+        """Record where the values of keys are; in a plain store each is a file."""
         self._places.update(places)
 
     def range_of(self, key: str) -> Range | None:
-        """Where the value of a key lies; None for one that is not there, or that the index itself holds."""
+        """Return the range of a key's value; None for a missing key, or for a value in the index itself."""
         if self._ocdbt:
             place = self._places.get(key)
             return place and self._range(place)
@@ -132,10 +132,10 @@ class RemoteStore:
 
 
 def send(wanted: Iterable[tuple[RemoteStore, str]]) -> None:
-    """Says that the values of keys will be read, in this order.
+    """Announce that the values of keys will be read, in this order.
 
     Raises:
-        FastshardError: what keeps that from being said.
+        FastshardError: if the announcement fails.
     """
     ranges = [found for store, key in wanted if (found := store.range_of(key))]
     try:

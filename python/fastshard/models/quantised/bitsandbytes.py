@@ -37,7 +37,7 @@ _NESTED = (".weight.absmax", _U8)
 
 
 def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
-    """4 bit, with or without nested statistics, and 8 bit."""
+    """List the forms: 4 bit, with or without nested statistics, and 8 bit."""
     kinds = ("nf4", "fp4")
     states = {f"{RECORD}{kind}": kind for kind in kinds}
     settings = Settings(config)
@@ -81,7 +81,7 @@ def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
 
 @dataclass(frozen=True)
 class Nested:
-    """How absolute maxima that are quantised themselves are stored."""
+    """The storage of absolute maxima that are quantised themselves."""
 
     blocksize: int
     offset: float
@@ -91,7 +91,7 @@ class Nested:
 
 @dataclass(frozen=True)
 class QuantState:
-    """What a record says of the codes beside it."""
+    """The description of a weight's codes in its record."""
 
     shape: tuple[int, ...]
     blocksize: int
@@ -102,12 +102,12 @@ class QuantState:
 
 
 def read_state(weight: Weight, access: ValueAccess) -> QuantState:
-    """Reads the record of a weight: the one reader, for whoever judges it and for whoever decodes by it.
+    """Read the record of a weight, both to check it and to decode its codes.
 
     source: bitsandbytes 0.50 functional.py QuantState.from_dict
 
     Raises:
-        DamagedError: for a record by which codes have no values, and for one of another weight.
+        DamagedError: for a record that gives codes no values, and for one of another weight.
     """
     name = weight.companions["quant state"]
     try:
@@ -143,7 +143,7 @@ def read_state(weight: Weight, access: ValueAccess) -> QuantState:
 
 
 def _read_record(weight: Weight, access: ValueAccess) -> dict[str, Any]:
-    """Reads the object that the record of a weight is.
+    """Parse the record of a weight into an object.
 
     Raises:
         DamagedError: for other bytes.
@@ -165,10 +165,10 @@ def _read_record(weight: Weight, access: ValueAccess) -> dict[str, Any]:
 
 
 def _read_nested(record: Settings) -> Nested:
-    """Reads how maxima are stored.
+    """Read how maxima are stored.
 
     Raises:
-        ImpossibleSettingError: where they have no values.
+        ImpossibleSettingError: if they have no values.
     """
     dtype = record.word("nested_dtype", tuple(DTYPES))
     if dtype is None:
@@ -178,10 +178,11 @@ def _read_nested(record: Settings) -> Nested:
 
 
 def _check_maxima(weight: Weight, state: QuantState) -> None:
-    """Compares the maxima with the blocks of a record.
+    """Compare the maxima with the blocks of a record.
 
     Raises:
-        DamagedError: for as many as it has no blocks, and for nested ones where the maxima are not quantised.
+        DamagedError: if their number is not that of the blocks, and for nested ones if the maxima are not
+            quantised.
     """
     count = ceil_div(math.prod(state.shape), state.blocksize)
     numbers = {"absolute maxima": count}
@@ -209,7 +210,7 @@ def _check_maxima(weight: Weight, state: QuantState) -> None:
 
 
 def _check_table(weight: Weight, role: str, access: ValueAccess) -> None:
-    """Refuses a table in which all codes are one number.
+    """Refuse a table in which all codes are one number.
 
     Raises:
         DamagedError: for such a table.
@@ -227,8 +228,10 @@ def _check_table(weight: Weight, role: str, access: ValueAccess) -> None:
 
 
 def _values(weight: Weight, access: ValueAccess) -> Values:
-    """Entries of a table times the maximum of their block, which counts on over the rows. source:
-    bitsandbytes 0.50 functional.py"""
+    """Multiply entries of a table by the maximum of their block; blocks continue across rows.
+
+    source: bitsandbytes 0.50 functional.py
+    """
     state = read_state(weight, access)
     _check_maxima(weight, state)
     if access.looks:
@@ -266,8 +269,9 @@ def _values(weight: Weight, access: ValueAccess) -> Values:
 
 
 def _keep_int8(weight: Weight, access: ValueAccess) -> Values:
-    """Refuses to make values of int8, whose layout a byte beside it states. source: bitsandbytes 0.50
-    nn/modules.py
+    """Refuse to compute values of int8, whose layout a separate byte states.
+
+    source: bitsandbytes 0.50 nn/modules.py
 
     Raises:
         NoValuesError: always; a DamagedError for a layout that no version has.
@@ -285,10 +289,10 @@ def _keep_int8(weight: Weight, access: ValueAccess) -> Values:
 
 
 def _maxima(sizes: Sizes) -> list[tuple[int, ...]]:
-    """One for each block; its length is in the record, and a power of two."""
+    """Return the shapes of one maximum per block; the block's length is in the record, and a power of two."""
     return [(ceil_div(2 * sizes.rows, 1 << n),) for n in (6, 5, 7, 8, 9, 10, 11, 12)]
 
 
 def _flat(shape: tuple[int, ...]) -> Sizes | None:
-    """Bytes of a column; how many rows the weight has they do not say."""
+    """Return the sizes of a column of bytes, which does not show how many rows the weight has."""
     return Sizes((), shape[0], 1) if len(shape) == 2 and shape[1] == 1 else None

@@ -75,7 +75,7 @@ _PACKED_FP4, _MX = "nvfp4-pack-quantized", ("mxfp4-pack-quantized", "mxfp6-pack-
 
 
 def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
-    """The forms of the groups of a config, each for the modules that it targets."""
+    """List the forms of a config's groups, each for the modules that it targets."""
     whole = config.get("format")
     sparse = config.get("sparsity_config")
     if isinstance(sparse, Mapping) and sparse.get("format") not in (None, "dense"):
@@ -88,7 +88,7 @@ def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
 
     @functools.cache
     def closest(name: str) -> frozenset[int]:
-        """The groups whose targets name a module most closely."""
+        """Return the groups whose targets name a module most closely."""
         ranks = [one.rank(name) for one in targets]
         best = max(ranks, default=0)
         return frozenset(n for n, rank in enumerate(ranks) if rank and rank == best)
@@ -125,8 +125,10 @@ class _Targets:
         self._all = not entries
 
     def rank(self, name: str) -> int:
-        """How closely a module is named, 0 if it is not; names tell of classes no more than whether one is an
-        embedding."""
+        """Return how closely a module is named, 0 if it is not.
+
+        Of a module's class, its name shows only whether it is an embedding.
+        """
         if not self._names.isdisjoint(spellings(name)):
             return 4
         if self._patterns.first(name) is not None:
@@ -138,7 +140,7 @@ class _Targets:
 
 @dataclass(frozen=True)
 class _Weights:
-    """How the weights of a group are quantised. source: compressed-tensors 0.20 quantization/quant_args.py"""
+    """The quantisation of a group's weights. source: compressed-tensors 0.20 quantization/quant_args.py"""
 
     bits: int
     is_float: bool
@@ -151,10 +153,10 @@ class _Weights:
 
 
 def _read_weights(group: Settings, name: object) -> _Weights | None:
-    """Reads how the weights of a group are quantised; None where they are not.
+    """Read how the weights of a group are quantised; None if they are not.
 
     Raises:
-        ImpossibleSettingError: where compressed-tensors has no such weights.
+        ImpossibleSettingError: if compressed-tensors has no such weights.
     """
     weights = group.below("weights")
     if weights is None:
@@ -217,7 +219,7 @@ def _of(name: str, weights: _Weights, dynamic: object, takes: Callable[[str], bo
 
 
 def _scales(weights: _Weights) -> Callable[[Sizes], Any] | None:
-    """The shapes that scales may have by a group's strategy; None where nothing says."""
+    """Return the shapes that scales may have by a group's strategy; None if it is not stated."""
     if weights.strategy == "tensor":
         return one
     if weights.strategy == "channel":
@@ -241,7 +243,7 @@ def _mx(name: str, takes: Callable[[str], bool]) -> Form:
 
 
 def _sixths(shape: tuple[int, ...]) -> Sizes | None:
-    """Four codes in three bytes."""
+    """Return the sizes of codes stored four to three bytes."""
     return (
         Sizes(shape[:-2], shape[-2], shape[-1] // 3 * 4) if len(shape) >= 2 and shape[-1] % 3 == 0 else None
     )
@@ -300,7 +302,7 @@ def _packed(weights: _Weights, takes: Callable[[str], bool]) -> Form:
 
 
 def _blocks(weights: _Weights, sizes: Sizes) -> list[Block]:
-    """The blocks that scales may be of by a group's strategy."""
+    """Return the blocks that scales may have by a group's strategy."""
     strategy = weights.strategy
     if strategy == "block":
         return [] if weights.block is None else [weights.block]
@@ -310,8 +312,10 @@ def _blocks(weights: _Weights, sizes: Sizes) -> list[Block]:
 
 
 def _groups_of(weight: Weight, columns: int, access: ValueAccess) -> Mapping[str, object] | None:
-    """The groups of columns that are not in order; -1 says that they are. source: compressed-tensors
-    forward_helpers.py"""
+    """Return the groups of columns that are not in order; -1 means that they are in order.
+
+    source: compressed-tensors forward_helpers.py
+    """
     indices = weight.companions.get("group indices")
     if indices is None or (access.looks and _has_minus_one(indices, columns, access)):
         return None
@@ -319,7 +323,7 @@ def _groups_of(weight: Weight, columns: int, access: ValueAccess) -> Mapping[str
 
 
 def _has_minus_one(indices: str, columns: int, access: ValueAccess) -> bool:
-    """Says whether one of the indices is -1."""
+    """Return True if one of the indices is -1."""
     import numpy as np
 
     size = 4 * columns
@@ -330,8 +334,10 @@ def _has_minus_one(indices: str, columns: int, access: ValueAccess) -> bool:
 
 
 def _plain(weights: _Weights, weight: Weight, access: ValueAccess) -> Values:
-    """The product in the dtype of the scales. source: compressed-tensors 0.20
-    quantization/lifecycle/forward_helpers.py"""
+    """Compute the product in the dtype of the scales.
+
+    source: compressed-tensors 0.20 quantization/lifecycle/forward_helpers.py
+    """
     sizes, (kind, _) = weight.sizes, weight.stored[weight.codes]
     name, dtype, shape = weight.of("scales")
     block, grid = fitting(sizes, shape, _blocks(weights, sizes))
@@ -352,7 +358,10 @@ def _plain(weights: _Weights, weight: Weight, access: ValueAccess) -> Values:
 
 
 def _of_words(weights: _Weights, weight: Weight, access: ValueAccess) -> Values:
-    """The same of codes of fewer bits. source: compressed-tensors 0.20 compressors/pack_quantized/base.py"""
+    """Compute the product of codes with fewer bits, packed into words.
+
+    source: compressed-tensors 0.20 compressors/pack_quantized/base.py
+    """
     bits, words = weights.bits, weight.stored[weight.codes][1]
     if not access.looks and weights.strategy == "group" and weights.group_size is not None:
         # Groups are whole, so that they tell.
@@ -384,11 +393,11 @@ def _of_words(weights: _Weights, weight: Weight, access: ValueAccess) -> Values:
 
 
 def _read_shape(bits: int, weight: Weight, access: ValueAccess) -> list[int]:
-    """Reads the shape in numbers that lies beside codes.
+    """Read the shape that is stored as numbers with the codes.
 
     Raises:
-        DamagedError: for one that is not that of the codes; of the last word of a row it may take a part
-            alone.
+        DamagedError: for a shape that does not fit the codes; it may use only a part of the last word of a
+            row.
     """
     name, kind, count = weight.of("shape")
     raw, words = (
@@ -407,7 +416,7 @@ def _read_shape(bits: int, weight: Weight, access: ValueAccess) -> list[int]:
 
 
 def _nvfp4(weight: Weight, access: ValueAccess) -> Values:
-    """Scales divided by the global one. source: compressed-tensors 0.20 compressors/nvfp4/base.py"""
+    """Divide scales by the global one. source: compressed-tensors 0.20 compressors/nvfp4/base.py"""
     del access
     sizes = weight.sizes
     (name, _, shape), (outer, _, of_outer) = weight.of("scales"), weight.of("global scale")
@@ -426,7 +435,7 @@ def _nvfp4(weight: Weight, access: ValueAccess) -> Values:
 
 
 def _of_powers(bits: int, weight: Weight, access: ValueAccess) -> Values:
-    """Powers of two times small floats. source: compressed-tensors 0.20 compressors/mxfp4, mxfp6, mxfp8"""
+    """Multiply small floats by powers of two. source: compressed-tensors 0.20 compressors/mxfp4, mxfp6, mxfp8"""
     del access
     sizes, (kind, shape) = weight.sizes, weight.stored[weight.codes]
     lead, rows, _ = sizes.matrices

@@ -62,7 +62,7 @@ class Companion:
 
 
 def exactly(sizes: Sizes, shape: tuple[int, ...]) -> bool:
-    """True for the shape that codes say themselves."""
+    """Return True for the shape of the codes themselves."""
     return sizes.shape == shape
 
 
@@ -86,8 +86,7 @@ class Form:
     values: Callable[[Weight, ValueAccess], Values] | str = "its values are not made here"
 
     def module(self, name: str) -> str | None:
-        """The name of the module (or of the stack of experts) whose codes a tensor is; None for other
-        tensors."""
+        """Return the module, or the stack of experts, whose codes a tensor is; None for other tensors."""
         return name.removesuffix(self.suffix) if name.endswith(self.suffix) else None
 
 
@@ -111,54 +110,56 @@ class Weight:
         return [(name, names) for name in (f"{self.module}.weight", self.module)]
 
     def values(self, access: ValueAccess) -> Values:
-        """What makes its values.
+        """Return the computation of the weight's values.
 
         Raises:
-            NoValuesError: where they are not made here, with the reason.
+            NoValuesError: if they are not computed here, with the reason.
         """
         if isinstance(self.form.values, str):
             raise NoValuesError(self.form.values)
         return self.form.values(self, access)
 
     def of(self, role: str) -> tuple[str, str, tuple[int, ...]]:
-        """Name, dtype and shape of a companion."""
+        """Return name, dtype and shape of a companion."""
         name = self.companions[role]
         return (name, *self.stored[name])
 
 
 def matrix(shape: tuple[int, ...]) -> Sizes | None:
-    """A weight whose codes lie as it does: one element each."""
+    """Return the sizes of a weight with one element per code, in the same arrangement."""
     return Sizes(shape[:-2], shape[-2], shape[-1]) if len(shape) >= 2 else None
 
 
 def pairs(shape: tuple[int, ...]) -> Sizes | None:
-    """A weight of which a byte holds two neighbours of a row."""
+    """Return the sizes of a weight of which a byte stores two neighbours of a row."""
     return Sizes(shape[:-2], shape[-2], 2 * shape[-1]) if len(shape) >= 2 else None
 
 
 def blocks(rows: int, columns: int) -> Callable[[Sizes], list[tuple[int, ...]]]:
-    """One scale for each block; the last block of a row or column may be short."""
+    """Return the shapes of one scale per block; the last block of a row or column may be short."""
     return lambda s: [(*s.lead, ceil_div(s.rows, rows), ceil_div(s.columns, columns))]
 
 
 def one(sizes: Sizes) -> list[tuple[int, ...]]:
-    """One for the whole weight, or for each expert of a stack."""
+    """Return the shapes of one value for the full weight, or for each expert of a stack."""
     return [(), (1,), sizes.lead, (*sizes.lead, 1), (*sizes.lead, 1, 1)]
 
 
 def each_row(sizes: Sizes) -> list[tuple[int, ...]]:
-    """One for each row."""
+    """Return the shapes of one value per row."""
     return [(*sizes.lead, sizes.rows, 1), (*sizes.lead, sizes.rows)]
 
 
 def groups(size: int) -> Callable[[Sizes], list[tuple[int, ...]]]:
-    """One for each group of a row."""
+    """Return the shapes of one value per group of a row."""
     return lambda s: [(*s.lead, s.rows, ceil_div(s.columns, size))]
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """A module's name, and what other classes of its model call it: quantisers list names in memory, and
-    files have those on disk."""
+    """Return a module's name in the spellings of other classes of its model.
+
+    Quantisers list names in memory, and files have the names on disk.
+    """
     inner = name
     while inner.partition(".")[0] in _AROUND and "." in inner:
         inner = inner.partition(".")[2]
@@ -177,7 +178,7 @@ class ListedModules:
         self._words = [entry for entry in texts if not entry.startswith("re:")]
 
     def names(self, module: str) -> bool:
-        """True for a module that the list names."""
+        """Return True for a module that the list names."""
         spelled = spellings(module)
         if any(self._patterns.first(one) is not None for one in spelled):
             return True

@@ -39,7 +39,7 @@ _SCALES = FLOATS | {"F8_E8M0"}
 
 
 def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
-    """The forms of ``quant_method: fp8``: of a Linear, of a stack of experts, and of experts in fp4 (DeepSeek
+    """List the forms of ``quant_method: fp8``: a Linear, a stack of experts, and experts in fp4 (DeepSeek
     V4)."""
     settings = Settings(config)
     block = settings.extents("weight_block_size")
@@ -57,8 +57,10 @@ def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
     measured = Companion("activation scale", (".input_scale", ".activation_scale"), FLOATS, one, static)
 
     def values(weight: Weight, access: ValueAccess) -> Values:
-        """The product in float32. source: compressed-tensors 0.20 fp8block_dequantizer.py; DeepSeek-V3
-        inference/kernel.py"""
+        """Compute the product in float32.
+
+        source: compressed-tensors 0.20 fp8block_dequantizer.py; DeepSeek-V3 inference/kernel.py
+        """
         del access
         sizes, (kind, shape) = weight.sizes, weight.stored[weight.codes]
         lead, rows, columns = sizes.matrices

@@ -37,7 +37,7 @@ _WORDS = {"row": {"bits": 4, "lanes": [0, 4, 1, 5, 2, 6, 3, 7]}}
 
 
 def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
-    """The form of a config; none for layouts of other kernels (marlin) and for AWQ that is not GEMM."""
+    """List the forms of a config; none for layouts of other kernels (marlin) and for AWQ that is not GEMM."""
     settings = Settings(config)
     is_awq = config.get("quant_method") == "awq"
     # AWQ has one form that is known; nothing says how many bits codes of GPTQ have by default.
@@ -53,10 +53,11 @@ def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
 
 
 def _read_bits(settings: Settings, default: int | None, other: str = "bits") -> int:
-    """Reads the bits of a code; AWQ's own file has another key.
+    """Read the bits of a code; AWQ's own file has another key.
 
     Raises:
-        ImpossibleSettingError: for bits that no code has, and where none are stated and there is no default.
+        ImpossibleSettingError: for an impossible number of bits, and if none is stated and there is no
+            default.
     """
     key = "bits" if "bits" in settings.values else other
     bits = default if key not in settings.values else settings.integer(key, *_BITS)
@@ -66,8 +67,10 @@ def _read_bits(settings: Settings, default: int | None, other: str = "bits") -> 
 
 
 def _by_rules(settings: Settings, bits: int, size: int, budget: PatternBudget) -> list[Form]:
-    """The form of a model, and those of modules for which a rule of GPTQModel states another; the first rule
-    that fits decides."""
+    """List the form of a model, and those of modules for which a rule of GPTQModel states another.
+
+    The first rule that fits decides.
+    """
     config = settings.values
     ordered, symmetric = settings.flag("desc_act", default=False), settings.flag("sym", default=False)
     overrides = settings.below("dynamic")
@@ -110,8 +113,10 @@ def _groups(columns: int, size: int) -> int:
 def _gptq(
     bits: int, size: int, ordered: bool, takes: Callable[[str], bool], low: int, symmetric: bool
 ) -> Form:
-    """Codes are packed along the input, so that a weight lies transposed; groups that are in order need no
-    indices."""
+    """Build the form of GPTQ, whose codes are packed along the input, so that a weight is stored transposed.
+
+    Groups that are in order need no indices.
+    """
 
     def sizes(shape: tuple[int, ...]) -> Sizes | None:
         if len(shape) != 2 or shape[0] * 32 % bits:
@@ -142,7 +147,7 @@ def _gptq(
 
 @dataclass(frozen=True)
 class _Kind:
-    """How codes lie, and what zero points are."""
+    """The packing of codes, and the meaning of zero points."""
 
     bits: int
     #: Rows of a group; below 1 for all of them.
@@ -157,7 +162,7 @@ class _Kind:
 
 
 def _values(kind: _Kind, weight: Weight, access: ValueAccess) -> Values:
-    """``scale * (code - zero point)`` as the scales are rounded; codes lie as ``[in, out]``.
+    """Compute ``scale * (code - zero point)``, rounded like the scales; codes are stored as ``[in, out]``.
 
     source: AutoGPTQ qlinear_cuda_old.py; GPTQModel utils/model.py; AutoAWQ utils/packing_utils.py
     """
@@ -184,11 +189,12 @@ def _values(kind: _Kind, weight: Weight, access: ValueAccess) -> Values:
 
 
 def _notes_of(kind: _Kind, access: ValueAccess, rows: int, name: str, count: int) -> tuple[str, ...]:
-    """What the first version of GPTQ leaves open: of the highest zero point, one more is read as 2^bits by
-    some and as 0 by others.
+    """Note what the first version of GPTQ leaves open.
+
+    One more than the highest zero point is read as 2^bits by some readers and as 0 by others.
 
     Raises:
-        NoValuesError: where all zero points are those of the other version.
+        NoValuesError: if all zero points are those of the other version.
     """
     most, middle, highest = (1 << kind.bits) - 1, (1 << (kind.bits - 1)) - 1 + kind.low, 0
     declared, other = ("gptq", "gptq_v2") if kind.low else ("gptq_v2", "gptq")
@@ -212,8 +218,7 @@ def _notes_of(kind: _Kind, access: ValueAccess, rows: int, name: str, count: int
 def _read_zero_points(
     bits: int, access: ValueAccess, rows: int, name: str, count: int
 ) -> Iterator[np.ndarray[Any, Any]]:
-    """Reads the codes of zero points of several groups together, or of a part of one: no more than a window
-    of bytes at a time."""
+    """Read the codes of zero points, several groups or a part of one at a time: at most a window of bytes."""
     import numpy as np
 
     wide = ceil_div(rows * bits, 32) * 4
@@ -230,7 +235,7 @@ def _read_zero_points(
 
 
 def _awq(size: int) -> Form:
-    """Codes are packed along the output."""
+    """Build the form of AWQ, whose codes are packed along the output."""
 
     def sizes(shape: tuple[int, ...]) -> Sizes | None:
         return Sizes((), 8 * shape[1], shape[0]) if len(shape) == 2 else None

@@ -76,7 +76,7 @@ def check_weights(config: QuantisationConfig | None, tensors: Tensors) -> tuple[
 
 
 def _wanting(form: Form, tensors: Tensors) -> Form:
-    """A form without the companions that the whole model does without."""
+    """Return a form without the companions that the complete model lacks."""
     companions = tuple(
         replace(
             one,
@@ -89,12 +89,12 @@ def _wanting(form: Form, tensors: Tensors) -> Form:
 
 
 def _is_of_codes(tensor: tuple[str, tuple[int, ...]]) -> bool:
-    """True for a dtype that a plain weight has not: whatever form that is, something is quantised."""
+    """Return True for a dtype that no plain weight has: in any form, it is quantised."""
     return tensor[0] in CODES and len(tensor[1]) >= 2
 
 
 def _forms_of(name: str, dtype: str, forms: Iterable[Form]) -> list[Form]:
-    """The forms that a tensor may be the codes of: several where a config's expression cannot be told."""
+    """Return the forms whose codes a tensor may be: several if a config's expression is undecidable."""
     named = ((form, form.module(name)) for form in forms if dtype in form.dtypes)
     return [form for form, module in named if module is not None and form.takes(module)]
 
@@ -107,7 +107,7 @@ def _companions(
     tensors: Tensors,
     spelled: Callable[[Companion], str],
 ) -> tuple[list[Finding], dict[str, str]]:
-    """What is wrong with the companions of a weight, and the names of those that are there."""
+    """Report problems with the companions of a weight, and return the names of those that exist."""
     found: list[Finding] = []
     there: dict[str, str] = {}
     for one in form.companions:
@@ -153,7 +153,7 @@ def _companions(
 
 
 def _spelling(tensors: Tensors) -> Callable[[Companion], str]:
-    """What the name of a companion ends with in a checkpoint."""
+    """Return the suffix of a companion's name in a checkpoint."""
 
     @functools.cache
     def is_used(suffix: str) -> bool:
@@ -181,7 +181,7 @@ def _misfit(
     shape: tuple[int, ...],
     fitting: list[tuple[int, ...]],
 ) -> Finding:
-    """Companions of another shape, with what may have made it."""
+    """Report companions of another shape, with the possible cause."""
     usual = fitting[0] if fitting else ()
     why = ""
     if len(shape) >= 2 and (*shape[:-2], shape[-1], shape[-2]) in fitting:
@@ -212,7 +212,7 @@ def _no_codes(name: str, form: Form, shape: tuple[int, ...]) -> Finding:
 def _orphans(
     forms: Iterable[Form], tensors: Tensors, taken: set[str], may_be_plain: bool
 ) -> Iterator[Finding]:
-    """Companions of weights that are not there, or are stored plainly."""
+    """Report companions of weights that are missing, or stored without quantisation."""
     suffixes = {
         suffix: (form, one)
         for form in forms
@@ -292,8 +292,7 @@ def _none_at_all(config: QuantisationConfig) -> Finding:
 def _uneven(
     config: QuantisationConfig, forms: Iterable[Form], weights: Mapping[str, Weight], tensors: Tensors
 ) -> Iterator[Finding]:
-    """Modules that are plain where they are quantised in most layers, or in most experts, and no list says
-    so."""
+    """Report plain modules that are quantised in most layers or experts, if no list names them."""
     by_role: dict[str, list[str]] = defaultdict(list)
     for module in weights:
         by_role[_NUMBERS.sub("{}", f"{module}.")].append(module)
@@ -330,13 +329,15 @@ def _uneven(
 
 
 def _is_alike(shape: tuple[int, ...], others: Iterable[Weight]) -> bool:
-    """False for a weight of another shape than all of those; where codes are packed the shape is not
-    known."""
+    """Return False for a weight whose shape differs from all of the others.
+
+    If codes are packed, the shape is unknown.
+    """
     return any(one.form.dtypes.isdisjoint(F8) or one.sizes.shape == shape for one in others)
 
 
 def _unstated(tensors: Tensors) -> Iterator[Finding]:
-    """The first weight that only a quantised model has, where nothing says so."""
+    """Report the first weight that only a quantised model has, if the config does not state quantisation."""
     forms = [
         (called, form)
         for module in dict.fromkeys(KNOWN.values())
@@ -374,12 +375,12 @@ def _unstated(tensors: Tensors) -> Iterator[Finding]:
 
 
 def _has(base: str, one: Companion, tensors: Tensors) -> bool:
-    """True for a companion of its dtype: names alone are those of other things too."""
+    """Return True for a companion with the right dtype: other tensors may have the same names."""
     return any(tensors.get(f"{base}{suffix}", ("", ()))[0] in one.dtypes for suffix in one.suffixes)
 
 
 def _first(found: Iterable[Finding]) -> Iterator[Finding]:
-    """Findings, of each kind no more than can be read."""
+    """Limit findings of each kind to a readable number."""
     counts: dict[tuple[str, str], list[Finding]] = defaultdict(list)
     for finding in found:
         counts[finding.code, _NUMBERS.sub("{}", finding.tensor or "")].append(finding)

@@ -22,8 +22,10 @@ _BITS = (2, 8)
 
 
 def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
-    """Integers with scales and biases; small floats (mxfp4, nvfp4, mxfp8) have no biases. Bits may differ by
-    module."""
+    """List the forms: integers have scales and biases, small floats (mxfp4, nvfp4, mxfp8) have no biases.
+
+    The number of bits may differ by module.
+    """
     settings = Settings(config)
     for one in (settings, *settings.each()):
         one.integer("bits", *_BITS)
@@ -45,10 +47,10 @@ def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
 
 
 def _words(shape: tuple[int, ...]) -> Sizes | None:
-    """The rows; how many columns a word holds the config says, module by module."""
+    """Return the rows; the config states how many columns a word holds, module by module."""
     return Sizes(shape[:-2], shape[-2], shape[-1]) if len(shape) >= 2 else None
 
 
 def _fits(sizes: Sizes, shape: tuple[int, ...]) -> bool:
-    """Words hold 4 to 16 codes of a row."""
+    """Return True if words hold 4 to 16 codes of a row."""
     return shape[:-1] == sizes.shape[:-1] and 4 * sizes.columns <= shape[-1] <= 16 * sizes.columns

@@ -60,7 +60,7 @@ _BEFORE = (
 
 
 def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
-    """The forms of an algorithm; of mixed precision those of each layer that is listed."""
+    """List the forms of an algorithm; for mixed precision, those of each listed layer."""
     settings = Settings(config)
     layers = settings.below("quantized_layers")
     if layers is None or not layers.values:
@@ -84,7 +84,7 @@ def _one_of(names: set[str]) -> Callable[[str], bool]:
 
 
 def _group_size(algorithm: str, settings: Settings) -> int | None:
-    """Reads the columns of a group; None where nothing is stated. What has no groups may state 0 or -1.
+    """Read the columns of a group; None if nothing is stated. Without groups, 0 or -1 may be stated.
 
     Raises:
         ImpossibleSettingError: for another size.
@@ -94,7 +94,7 @@ def _group_size(algorithm: str, settings: Settings) -> int | None:
 
 
 def _in_groups(algorithm: str, settings: Settings) -> int | None:
-    """The size of groups as the copy in config.json states it."""
+    """Return the size of groups as the copy in config.json states it."""
     groups_ = settings.below("config_groups")
     for group in groups_.each() if groups_ is not None else ():
         if (weights := group.below("weights")) is not None and "group_size" in weights.values:
@@ -103,10 +103,10 @@ def _in_groups(algorithm: str, settings: Settings) -> int | None:
 
 
 def _algorithm(settings: Settings) -> str:
-    """Reads the name of an algorithm; empty where nothing is stated.
+    """Read the name of an algorithm; empty if nothing is stated.
 
     Raises:
-        ImpossibleSettingError: for what is no text.
+        ImpossibleSettingError: if it is not text.
     """
     name = settings.values.get("quant_algo")
     if name is not None and not isinstance(name, str):
@@ -183,8 +183,10 @@ def _of(algorithm: str, size: int | None, takes: Callable[[str], bool]) -> list[
 
 
 def _fp8(block_size: int | None, weight: Weight, access: ValueAccess) -> Values:
-    """The product as the wanted dtype has it, scales rounded to that before. source: ModelOpt 0.47
-    export/quant_utils.py"""
+    """Compute the product in the wanted dtype, with scales rounded to it first.
+
+    source: ModelOpt 0.47 export/quant_utils.py
+    """
     sizes, (kind, _) = weight.sizes, weight.stored[weight.codes]
     name, _, shape = weight.of("scales")
     _refuse_before(weight)
@@ -201,8 +203,10 @@ def _fp8(block_size: int | None, weight: Weight, access: ValueAccess) -> Values:
 
 
 def _nvfp4(size: int, weight: Weight, access: ValueAccess) -> Values:
-    """The product in float32 of code and both scales. source: ModelOpt 0.47
-    torch/quantization/qtensor/nvfp4_tensor.py"""
+    """Compute the product of code and both scales in float32.
+
+    source: ModelOpt 0.47 torch/quantization/qtensor/nvfp4_tensor.py
+    """
     del access
     _refuse_before(weight)
     sizes = weight.sizes
@@ -219,7 +223,7 @@ def _nvfp4(size: int, weight: Weight, access: ValueAccess) -> Values:
 
 
 def _awq(size: int, weight: Weight, access: ValueAccess) -> Values:
-    """Integers of two rows in a byte. source: ModelOpt 0.47 torch/export/quant_utils.py"""
+    """Decode integers of two rows in a byte. source: ModelOpt 0.47 torch/export/quant_utils.py"""
     _refuse_before(weight)
     sizes = weight.sizes
     name, _, shape = weight.of("scales")
@@ -261,5 +265,5 @@ def _grid(sizes: Sizes) -> list[tuple[int, ...]]:
 
 
 def _rows_in_pairs(shape: tuple[int, ...]) -> Sizes | None:
-    """A byte holds two rows of one column."""
+    """Return the sizes of a weight of which a byte stores two rows of one column."""
     return Sizes(shape[:-2], 2 * shape[-2], shape[-1]) if len(shape) >= 2 else None

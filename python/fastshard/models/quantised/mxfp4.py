@@ -18,7 +18,7 @@ telling: Mapping[str, dict[str, Any]] = {"{}": {}}
 
 
 def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
-    """Blocks of 32 elements in 16 bytes, with a power of two for each."""
+    """List the form: blocks of 32 elements in 16 bytes, with a power of two for each."""
     del config
     scales = Companion(
         "scales", ("_scales",), frozenset(("U8", "F8_E8M0")), lambda s: [(*s.lead, s.rows, s.columns // 32)]
@@ -27,8 +27,10 @@ def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
 
 
 def _values(weight: Weight, access: ValueAccess) -> Values:
-    """Powers of two times numbers of three bits, exact; turned round. source: transformers 5.24
-    integrations/mxfp4.py"""
+    """Multiply three-bit numbers by powers of two, exactly, and transpose.
+
+    source: transformers 5.24 integrations/mxfp4.py
+    """
     del access
     sizes = weight.sizes
     lead, rows, columns = sizes.matrices
@@ -40,7 +42,7 @@ def _values(weight: Weight, access: ValueAccess) -> Values:
 
 
 def _turned(sizes: Sizes, shape: tuple[int, ...]) -> bool:
-    """With its values a weight lies transposed."""
+    """Return True if a plain weight is stored transposed."""
     return (*shape[:-2], *shape[:-3:-1]) == sizes.shape
 
 

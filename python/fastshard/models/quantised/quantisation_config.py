@@ -90,7 +90,7 @@ class QuantisationConfig:
         return [one for entries in found for one in entries] if found else None
 
     def skips(self, module: str) -> bool:
-        """True for a module that the list names."""
+        """Return True for a module that the list names."""
         return self._skipped_modules.names(module)
 
     @property
@@ -166,7 +166,7 @@ def _method(content: Mapping[str, Any], file: str = "") -> str | None:
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """A config, and those of its parts."""
+    """Yield a config, and the configs of its parts."""
     yield config
     for inner in config.values():
         if isinstance(inner, Mapping) and "quant_method" not in inner:

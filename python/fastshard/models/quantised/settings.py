@@ -41,7 +41,7 @@ class Settings:
     def integer(
         self, key: str, low: int = 1, high: int = LARGEST, *, default: int | None = None, besides: str = ""
     ) -> int | None:
-        """Reads an integer; the default where nothing is stated, or null.
+        """Read an integer; the default if nothing is stated, or null.
 
         Raises:
             ImpossibleSettingError: for another value.
@@ -55,10 +55,10 @@ class Settings:
         return int(value)
 
     def required(self, key: str, low: int = 1, high: int = LARGEST) -> int:
-        """Reads an integer that must be stated.
+        """Read an integer that must be stated.
 
         Raises:
-            ImpossibleSettingError: for another value, and where nothing is stated.
+            ImpossibleSettingError: for another value, and if nothing is stated.
         """
         value = self.integer(key, low, high)
         if value is None:
@@ -66,7 +66,7 @@ class Settings:
         return value
 
     def group_size(self, key: str, default: int) -> int:
-        """Reads how many columns a group has; -1 stands for all.
+        """Read how many columns a group has; -1 stands for all.
 
         Raises:
             ImpossibleSettingError: for another value, null among them.
@@ -78,7 +78,7 @@ class Settings:
         return self.integer(key, default=default, besides=", or -1 for one group") or default
 
     def number(self, key: str) -> float:
-        """Reads a number of zero or above that float32 holds and that must be stated.
+        """Read a non-negative number that float32 can represent and that must be stated.
 
         Raises:
             ImpossibleSettingError: for another value.
@@ -90,10 +90,10 @@ class Settings:
         return float(value)  # type: ignore[arg-type]
 
     def flag(self, key: str, *, default: bool) -> bool:
-        """Reads a choice; the default where nothing is stated, or null.
+        """Read a choice; the default if nothing is stated, or null.
 
         Raises:
-            ImpossibleSettingError: for what is neither true nor false.
+            ImpossibleSettingError: for a value that is neither true nor false.
         """
         value = self.values.get(key)
         if value is not None and not isinstance(value, bool):
@@ -103,7 +103,7 @@ class Settings:
     def word(
         self, key: str, words: Sequence[str], *, default: str | None = None, any_case: bool = False
     ) -> str | None:
-        """Reads one of some words; the default where nothing is stated, or null.
+        """Read one of some words; the default if nothing is stated, or null.
 
         Raises:
             ImpossibleSettingError: for another value.
@@ -117,8 +117,7 @@ class Settings:
         return found
 
     def extents(self, key: str) -> tuple[int, int] | None:
-        """Reads rows and columns of a block, as a list or as ``128x128``; None where nothing is stated, or
-        null.
+        """Read rows and columns of a block, as a list or as ``128x128``; None if nothing is stated, or null.
 
         Raises:
             ImpossibleSettingError: for another value.
@@ -137,7 +136,7 @@ class Settings:
         return value[0], value[1]
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Reads a shape that must be stated.
+        """Read a shape that must be stated.
 
         Raises:
             ImpossibleSettingError: for another value.
@@ -150,10 +149,10 @@ class Settings:
         return tuple(value)
 
     def below(self, key: str) -> Settings | None:
-        """Reads settings below a key; None where nothing is stated, or null.
+        """Read settings below a key; None if nothing is stated, or null.
 
         Raises:
-            ImpossibleSettingError: for what is no object.
+            ImpossibleSettingError: if it is not an object.
         """
         value = self.values.get(key)
         if value is None:
@@ -163,24 +162,24 @@ class Settings:
         return Settings(value, f"{self.path}{key}.")
 
     def each(self) -> Iterator[Settings]:
-        """Goes through the objects among the values."""
+        """Yield the objects among the values."""
         for key, value in self.values.items():
             if isinstance(value, Mapping):
                 yield Settings(value, f"{self.path}{key}.")
 
     def refuse(self, key: str, expected: str) -> ImpossibleSettingError:
-        """Makes the error of a key whose value cannot be."""
+        """Build the error for a key with an impossible value."""
         got = _MISSING if key not in self.values else _as_json(self.values[key])
         return ImpossibleSettingError(f"{self.path}{key}", expected, got)
 
 
 def _is_integer(value: object, low: int, high: int) -> bool:
-    """Says whether a value is an integer within limits; a bool and a float are none."""
+    """Return True if a value is an integer within limits; a bool or a float is not."""
     return type(value) is int and low <= value <= high
 
 
 def _as_json(value: object) -> str:
-    """Writes a value as its file has it, not longer than a line."""
+    """Format a value as its file has it, at most one line long."""
     if isinstance(value, list) and len(value) <= 8 and all(not isinstance(n, (list, dict)) for n in value):
         return f"[{', '.join(map(_as_json, value))}]"
     if isinstance(value, float) and not math.isfinite(value):

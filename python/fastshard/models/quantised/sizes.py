@@ -32,5 +32,5 @@ class Sizes:
 
 
 def ceil_div(n: int, by: int) -> int:
-    """How many blocks of a length an extent has, the last of which may be short."""
+    """Return how many blocks of a length an extent has; the last may be short."""
     return -(-n // by) if by > 0 else 0

@@ -22,7 +22,7 @@ _CODES = "_qdata"
 
 @dataclass(frozen=True)
 class Record:
-    """What a header says of a tensor."""
+    """The description of a tensor in a header."""
 
     #: As it stands there.
     text: str
@@ -33,15 +33,18 @@ class Record:
 
 
 def is_of_torchao(header: Any) -> bool:
-    """True for the metadata of a safetensors file that describes tensors of torchao."""
+    """Return True for the metadata of a safetensors file that describes tensors of torchao."""
     if not isinstance(header, Mapping) or NAMES not in header:
         return False
     return any("_tensor_data_names" in _read_record(name, text) for name, text in header.items())
 
 
 def records_of(headers: Iterable[Mapping[str, object]]) -> tuple[dict[str, Record], list[Finding]]:
-    """What the headers of all files say, by the names of the model's tensors; where two contradict each other
-    or state what cannot be, and what one lists and none describes."""
+    """Return the descriptions in the headers of all files, by tensor name, and report faults in them.
+
+    Faults are headers that contradict each other, impossible values, and tensors that are listed but not
+    described.
+    """
     found: dict[str, Record] = {}
     listed: dict[str, None] = {}
     differing: dict[str, Finding] = {}
@@ -78,8 +81,7 @@ def records_of(headers: Iterable[Mapping[str, object]]) -> tuple[dict[str, Recor
 
 
 def find_impossible(config: Mapping[str, Any]) -> list[Finding]:
-    """Finds a size of groups or blocks in ``quant_type`` of a config that cannot be, wherever it stands
-    there."""
+    """Find impossible sizes of groups or blocks in ``quant_type`` of a config, at any depth."""
     below: list[Settings] = [Settings({"quant_type": config.get("quant_type")}, "quantization_config.")]
     while below:
         settings = below.pop()
@@ -92,10 +94,10 @@ def find_impossible(config: Mapping[str, Any]) -> list[Finding]:
 
 
 def _check_numbers(content: Mapping[str, Any]) -> None:
-    """Reads the sizes and the names of parts in a record of a tensor.
+    """Check the sizes and the names of parts in a tensor's record.
 
     Raises:
-        ImpossibleSettingError: for what cannot be.
+        ImpossibleSettingError: for impossible values.
     """
     record = Settings(content)
     parts = content.get("_tensor_data_names")
@@ -106,11 +108,11 @@ def _check_numbers(content: Mapping[str, Any]) -> None:
 
 
 def _check_sizes(settings: Settings) -> None:
-    """Reads sizes of groups and blocks: an integer, or one for each dimension. source: torchao 0.18
+    """Check sizes of groups and blocks: an integer, or one for each dimension. source: torchao 0.18
     quantization/
 
     Raises:
-        ImpossibleSettingError: for what cannot be.
+        ImpossibleSettingError: for impossible values.
     """
     for key in ("group_size", "block_size"):
         value = settings.values.get(key)
@@ -137,7 +139,7 @@ def _impossible(name: str, error: ImpossibleSettingError) -> Finding:
 def missing(
     records: Mapping[str, Record], names: Collection[str], lost: Collection[str]
 ) -> Iterator[Finding]:
-    """The parts that headers call for and no file has; those ``lost`` with a file are told with it."""
+    """Report parts that headers require and no file has, except those ``lost`` with a reported file."""
     for name, record in records.items():
         for part in record.parts:
             if part not in names and part not in lost:
@@ -150,8 +152,7 @@ def missing(
 
 
 def without_header(tensors: Mapping[str, Stored]) -> list[Finding]:
-    """The first part of a tensor of torchao in files whose headers describe none: codes, with their
-    scales."""
+    """Report the first codes of torchao, with their scales, in files whose headers describe no such tensor."""
     for name, (dtype, _) in tensors.items():
         base = name.removesuffix(_CODES)
         if base == name or not base.rpartition(".")[2].startswith("_") or dtype[0] == "B":
@@ -173,7 +174,7 @@ def without_header(tensors: Mapping[str, Stored]) -> list[Finding]:
 
 
 def _listed(text: object) -> list[str]:
-    """The names that a header lists."""
+    """Return the names that a header lists."""
     try:
         names = json_text.value(text, "") if isinstance(text, str) else []
     except FastshardError:
@@ -187,7 +188,7 @@ def _read_record(name: str, text: object) -> dict[str, Any]:
 
 
 def _parts(name: str, fields: Mapping[str, Any]) -> list[str]:
-    """The tensors in a file that one of torchao is made of."""
+    """Return the tensors in a file that make up one tensor of torchao."""
     parts = fields.get("_tensor_data_names")
     if not isinstance(parts, list):
         return []

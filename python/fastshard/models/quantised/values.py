@@ -80,7 +80,7 @@ class ValueAccess:
 
 @dataclass(frozen=True)
 class Coded:
-    """What makes values of codes."""
+    """The computation of values from codes."""
 
     codes: Document
     numbers: object
@@ -95,7 +95,7 @@ class Coded:
     term: float = 0.0
 
     def document(self) -> Document:
-        """The form that the core takes."""
+        """Return the form that the core takes."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
@@ -111,41 +111,41 @@ class Values:
 
 
 def view(name: str, shape: Sequence[int], dtype: str | None = None) -> Document:
-    """A tensor as it is looked at: of another shape or dtype with the same bytes."""
+    """Describe a tensor in another shape or dtype with the same bytes."""
     return {"name": name, "shape": list(shape), "dtype": dtype}
 
 
 def operand(name: str, shape: Sequence[int], coded: Coded) -> Document:
-    """A tensor that is coded itself."""
+    """Describe a tensor that is coded itself."""
     return {"name": name, "shape": list(shape), "coded": coded.document()}
 
 
 def scale(of: Document, block: Sequence[int], *, divides: bool = False, rounded: str = "F32") -> Document:
-    """A factor of each block."""
+    """Describe a factor of each block."""
     return {"grid": {"of": of, "block": list(block)}, "divides": divides, "rounded": rounded}
 
 
 def scale_of_all(
     of: str, shape: Sequence[int], sizes: Sizes, *, divides: bool = False, rounded: str = "F32"
 ) -> Document:
-    """A factor of the whole weight, or one of each matrix of a stack."""
+    """Describe a factor of the full weight, or of each matrix of a stack."""
     count, (lead, rows, columns) = math.prod(shape), sizes.matrices
     block = [max(1, lead) if count == 1 else 1, rows, columns]
     return scale(view(of, [count, 1, 1]), block, divides=divides, rounded=rounded)
 
 
 def powers(of: str, sizes: Sizes) -> Document:
-    """A power of two for each 32 of a row."""
+    """Describe a power of two for each 32 elements of a row."""
     lead, rows, columns = sizes.matrices
     return scale(view(of, [lead, rows, ceil_div(columns, 32)], "F8_E8M0"), [1, 1, 32])
 
 
 def fitting(sizes: Sizes, shape: tuple[int, ...], candidates: Sequence[Block]) -> tuple[list[int], list[int]]:
-    """The block and the grid of scales of this shape: the first of the candidates that has it, or one for
+    """Return the block and the grid of scales of this shape: of the first candidate that has it, or one for
     all.
 
     Raises:
-        NoValuesError: if none does.
+        NoValuesError: if no candidate has it.
     """
     lead, high, wide = (max(1, n) for n in sizes.matrices)
     if math.prod(shape) == 1:
@@ -158,7 +158,7 @@ def fitting(sizes: Sizes, shape: tuple[int, ...], candidates: Sequence[Block]) -
 
 
 def _spelled(lead: tuple[int, ...], high: int, wide: int) -> list[tuple[int, ...]]:
-    """The shapes that a grid is stored in."""
+    """Return the shapes in which a grid may be stored."""
     found = [(*lead, high, wide), (*lead, high, 1, wide, 1)]
     found += [(*lead, high)] if wide == 1 else []
     return found + ([lead, (*lead, 1)] if high == wide == 1 else [])

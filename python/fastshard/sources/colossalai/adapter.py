@@ -65,7 +65,7 @@ class ColossalAI:
     name = "colossalai"
 
     def detect(self, listing: Listing, options: Options) -> Found[ColossalFiles] | None:
-        """Looks for numbered shards that do not tell how many there are."""
+        """Look for numbered shards whose names do not state their total."""
         choice = None if listing.single else _folder(listing, options)
         if choice is None:
             return None
@@ -123,7 +123,7 @@ class ColossalAI:
     def declare(
         self, found: Found[ColossalFiles], listing: Listing, contents: Contents, options: Options
     ) -> Source:
-        """Whole tensors under Hugging Face names; slices of several directories put together."""
+        """Declare full tensors under Hugging Face names, and combine slices of several directories."""
         saved = found.seen
         source = Source(found.framework, step=found.step, binding=Binding(pass_unknown=True))
         source.model = Description(dialect=huggingface.DIALECT)
@@ -200,7 +200,7 @@ class ColossalAI:
     def _missing_layers(
         found: Found[ColossalFiles], config: dict[str, Any] | None, stored: _Stored
     ) -> list[Finding]:
-        """The stages after the last one that is there, by the number of layers."""
+        """Report missing stages after the last one that exists, by the number of layers."""
         saved = found.seen
         count = (config or {}).get("num_hidden_layers")
         layers = {int(m[1]) for name in [*stored, *saved.weight_map] if (m := _LAYER.search(name))}
@@ -214,7 +214,7 @@ class ColossalAI:
     def _missing_experts(
         found: Found[ColossalFiles], config: dict[str, Any] | None, stored: _Stored
     ) -> list[Finding]:
-        """The expert-parallel ranks after the last one that is there, by the number of experts."""
+        """Report missing expert-parallel ranks after the last one that exists, by the number of experts."""
         saved = found.seen
         counts = [n for key in _EXPERTS if isinstance(n := (config or {}).get(key), int)]
         experts = {int(m[1]) for name in [*stored, *saved.weight_map] if (m := _EXPERT.search(name))}
@@ -229,8 +229,7 @@ class ColossalAI:
 
     @staticmethod
     def _slices(source: Source, found: Found[ColossalFiles], stored: _Stored, whole: _Whole) -> set[str]:
-        """Tensors of which each directory holds one rank's slice: put together in the order of the
-        directories."""
+        """Combine tensors of which each directory has one rank's slice, in the order of the directories."""
         slices: dict[str, int] = {}
         shards: dict[str, int] = {}
         rows: dict[str, int] = {}
@@ -299,7 +298,7 @@ class ColossalAI:
 
 
 def _folder(listing: Listing, options: Options) -> tuple[str, Chosen | None] | None:
-    """Folder of the model's shards."""
+    """Find the folder of the model's shards."""
     folders = []
     for folder in listing.folders():
         parent = folder.removesuffix(PARTIAL).rstrip("/")
@@ -321,20 +320,20 @@ def _in(path: str, folder: str) -> bool:
 
 
 def _kind(indexes: list[File], names: Iterable[str]) -> str:
-    """The form that is taken: of a save in both the one that transformers prefers."""
+    """Return the form to read: if a save has both, the one that transformers prefers."""
     kinds = {m[1] or m[2] for f in indexes if (m := _INDEX.match(f.name))}
     kinds = kinds or {m["kind"] for name in names if (m := SHARD.match(name))}
     return "safetensors" if "safetensors" in kinds else "bin"
 
 
 def _found_apart(listing: Listing, folder: str, name: str) -> list[File]:
-    """A shard that the index names by a path of its own."""
+    """Find a shard that the index names by a separate path."""
     file = listing.find(join(folder, name))
     return [] if file is None else [file]
 
 
 def _total_size(listing: Listing, index: File | None) -> list[Finding]:
-    """ColossalAI counts MB where others count bytes."""
+    """Report a total_size in MB, which ColossalAI counts where others count bytes."""
     metadata = read_json(listing, index).get("metadata") if index else None
     total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
     if index is None or not isinstance(total_size, float):
@@ -344,8 +343,9 @@ def _total_size(listing: Listing, index: File | None) -> list[Finding]:
 
 
 def _padded(source: Source, stored: _Stored, whole: _Whole) -> set[str]:
-    """Tensors with rows beyond the config's vocabulary, of which the first are taken: a mixture of experts is
-    saved with the padding of its embedding.
+    """Declare only the first rows of tensors with more rows than the config's vocabulary has.
+
+    A mixture of experts is saved with the padding of its embedding.
 
     source: checkpoint_io/moe_checkpoint.py (_model_sharder gathers and does not unpad),
         shardformer/layer/embedding.py
@@ -377,7 +377,7 @@ def _copied(
     contents: Contents,
     slices: _Stored,
 ) -> list[Finding]:
-    """Directories of two ranks that are one, or hold the same slice by the checksums of torch's files."""
+    """Report directories of two ranks that are one, or have the same slice by the checksums of torch's files."""
     findings: list[Finding] = []
     roots = [root.resolve() for root in listing.roots]
     twice = [i for i, root in enumerate(roots) if root in roots[:i]]
@@ -428,7 +428,7 @@ class _Whole:
         return None if shape is None or None in shape else [n for n in shape if n is not None]
 
     def vocabulary(self, name: str) -> bool:
-        """True for tensors with a row per word."""
+        """Return True for tensors with a row per word."""
         rule = self._table.rule_of(name) if self._table else None
         dimensions = rule.dimensions if rule else None
         return dimensions is not None and dimensions[:1] == ["V~P"]

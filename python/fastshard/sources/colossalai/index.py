@@ -25,12 +25,12 @@ def coords_of(match: re.Match[str] | None) -> dict[str, int]:
 
 
 def join(folder: str, name: str) -> str:
-    """Path of a name in a folder that may be the root."""
+    """Join a name to a folder that may be the root."""
     return f"{folder}/{name}" if folder else name
 
 
 def read_indexes(listing: Listing, files: list[File], findings: list[Finding]) -> dict[str, str]:
-    """The weight maps of several indexes in one: name (or number) -> file name."""
+    """Combine the weight maps of several indexes: name (or number) -> file name."""
     weight_map: dict[str, str] = {}
     for index in files:
         content = read_json(listing, index)

@@ -19,14 +19,17 @@ SHARD = compile_when_used(
 
 
 def writer(name: str) -> tuple[int, int] | None:
-    """Tells pipeline stage and expert-parallel rank (0: without such) by a shard's name; None for a save in
-    one piece."""
+    """Parse pipeline stage and expert-parallel rank (0: none) from a shard's name; None for an undivided
+    save."""
     match = SHARD.match(name)
     return (int(match["stage"]), int(match["ep"] or 0)) if match and match["stage"] else None
 
 
 def not_named(file: File) -> Finding:
-    """Says that the index does not name a file; of expert-parallel ranks it names one of the copies alone."""
+    """Report that the index does not name a file.
+
+    Of expert-parallel ranks, it names only one of the copies.
+    """
     match = SHARD.match(file.name)
     if match and match["ep"]:
         what = "the index does not name this file of copies of what another expert-parallel rank has"
@@ -35,7 +38,7 @@ def not_named(file: File) -> Finding:
 
 
 def stage_not_merged(folder: str, whole: list[str]) -> Finding:
-    """Says that the index names none of some files, which a stage wrote."""
+    """Report that the index names none of the files that a stage wrote."""
     return Finding.of(
         codes.UNEXPECTED_FILE,
         f"the index lacks a stage whose files are here ({len(whole)} files): they are taken by their names",
@@ -47,7 +50,7 @@ def stage_not_merged(folder: str, whole: list[str]) -> Finding:
 
 
 def shard_missing(folder: str, name: str) -> Finding:
-    """Says that a shard which the index names is in no directory."""
+    """Report a shard that the index names and no directory has."""
     coords = coords_of(SHARD.match(name))
     where = f"from the node that ran {format_rank(coords)}" if coords else "from the original checkpoint"
     help = f"copy it {where}, or name that node's directory as another CKPT"
@@ -55,8 +58,7 @@ def shard_missing(folder: str, name: str) -> Finding:
 
 
 def writers_missing(folder: str, stem: str, kind: str, written: set[tuple[int, int]]) -> list[Finding]:
-    """Says of which stages, and expert-parallel ranks of a stage, no file is there, by the numbers of the
-    others."""
+    """Report stages, and expert-parallel ranks of a stage, that have no file, by the numbers of the others."""
     stages = {stage for stage, _ in written}
     experts = max((ep for _, ep in written), default=0)
     findings = []
@@ -72,7 +74,7 @@ def writers_missing(folder: str, stem: str, kind: str, written: set[tuple[int, i
 
 
 def unfinished(folder: str, partial: list[File], options: Options) -> Finding:
-    """Says that there is no merged index."""
+    """Report that there is no merged index."""
     accepted = "uncommitted" in options.accept
     taken = f"the indexes of {len(partial)} stages in {PARTIAL}/ are" if partial else "no index is"
     return Finding.of(
@@ -91,7 +93,7 @@ def unfinished(folder: str, partial: list[File], options: Options) -> Finding:
 
 
 def stage_missing(folder: str, stem: str, stage: int, kind: str, why: str, ep: int = 0) -> Finding:
-    """Says that the first file of a stage, or of an expert-parallel rank of it, is missing."""
+    """Report that the first file of a stage, or of an expert-parallel rank of it, is missing."""
     name = f"{stem}-stage-{stage:05d}{f'-{ep:05d}' if ep else ''}-shard-00001.{kind}"
     ran = f"pipeline stage {stage - 1}" + (f", expert-parallel rank {ep - 1}" if ep else "")
     return missing(

@@ -90,8 +90,10 @@ _FUSED = (".attn.c_attn.weight", ".attn.c_attn.bias")
 def parameter_order(
     family: str | None, names: set[str], layers: int, tied: bool, experts: int = 0
 ) -> list[str] | None:
-    """Names in the order of ``named_parameters()``; None if the family's order or a name's place is not
-    known."""
+    """Return names in the order of ``named_parameters()``.
+
+    None if the family's order or a name's place is unknown.
+    """
     if family not in _ORDER:
         return None
     first, stack, layer, last = _ORDER[family]
@@ -109,7 +111,7 @@ def parameter_order(
 
 
 def detect(listing: Listing, model: str, first: int) -> tuple[OptimFiles, list[File]] | None:
-    """Optimizer files near the model's folder, numbered from ``first`` on; None if there are none."""
+    """Find optimizer files near the model's folder, numbered from ``first`` on; None if there are none."""
     folders = []
     for folder in listing.folders():
         names = [f.name for f in listing.within(folder)]
@@ -183,7 +185,7 @@ _Moment = tuple[int, int, list[int]]
 
 @dataclass(frozen=True)
 class _States:
-    """What the optimizer's shards hold."""
+    """The contents of the optimizer's shards."""
 
     #: Moments by the parameter's number and the slot.
     moments: dict[int, dict[str, _Moment]]
@@ -196,7 +198,7 @@ class _States:
 def declare(
     source: Source, found: Found[ColossalFiles], contents: Contents, shapes: dict[str, list[int]]
 ) -> None:
-    """Adds the moments under the parameters' names, and what is wrong with them."""
+    """Add the moments under the parameters' names, and their findings."""
     seen = found.seen.optim
     if seen is None:
         return
@@ -235,7 +237,7 @@ def declare(
 
 
 def _states(contents: Contents, shards: range) -> _States:
-    """What the shards that can be read hold, by the names of their tensors."""
+    """Read the states in the readable shards, by the names of their tensors."""
     states = _States({}, {}, {})
     for i in shards:
         if not contents.readable(i):
@@ -262,7 +264,7 @@ def _states(contents: Contents, shards: range) -> _States:
 def _assembled(
     states: _States, names: dict[int, str], slot: str, shapes: dict[str, list[int]]
 ) -> list[tuple[str, list[int], list[tuple[int, int, int, int]]]]:
-    """The moments of one slot that fit their parameters: name, shape, and where the elements lie."""
+    """Return the moments of one slot that fit their parameters: name, shape, and places of the elements."""
     return [
         (name, shapes[name], [(math.prod(shapes[name]), moment[0], moment[1], 0)])
         for place, name in sorted(names.items())
@@ -271,8 +273,9 @@ def _assembled(
 
 
 def _fits(shape: list[int], whole: list[int]) -> bool:
-    """True for the parameter's shape, and for ZeRO's row of elements, which is stored where one data-parallel
-    rank alone has a parameter, as it may have an expert.
+    """Return True for the parameter's shape, and for ZeRO's row of elements.
+
+    The row is stored if only one data-parallel rank has a parameter, for example an expert.
 
     source: checkpoint_io/moe_checkpoint.py (gather_from_sharded_optimizer_state reshapes what it gathers)
     """
@@ -343,7 +346,7 @@ def _moments_differ(
     slots: set[str],
     shapes: dict[str, list[int]],
 ) -> list[Finding]:
-    """Moments that are missing, or do not fit their parameters."""
+    """Report moments that are missing, or do not fit their parameters."""
     findings = []
     for place, name in sorted(names.items()):
         for slot in sorted(slots):
@@ -379,14 +382,14 @@ def _moments_differ(
 
 
 def _listed(content: Any) -> Any:
-    """The groups as stored."""
+    """Return the groups as stored."""
     if isinstance(content, dict):
         return content.get("param_groups", list(content.values()) if "params" not in content else None)
     return content
 
 
 def _groups(content: Any) -> list[list[int]] | None:
-    """The parameters' numbers, group by group."""
+    """Return the parameters' numbers, group by group."""
     content = _listed(content)
     if not isinstance(content, list) or not content:
         return None
@@ -402,7 +405,7 @@ def _names(
     moments: dict[int, dict[str, _Moment]],
     shapes: dict[str, list[int]],
 ) -> dict[int, str] | None:
-    """Name of each numbered parameter."""
+    """Return the name of each numbered parameter."""
     layers = source.binding.axes.get("L", 0)
     tied, experts = source.binding.facts.get("tied", False), source.binding.axes.get("E", 0)
     order = parameter_order(source.model.family, set(shapes), layers, tied, experts)

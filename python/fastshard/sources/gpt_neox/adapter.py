@@ -33,15 +33,17 @@ _STEP = compile_when_used(r"^(?:global_step)?(\d+)$")
 
 
 def _blocks(layers: Iterable[int]) -> int:
-    """Transformer blocks by the layers that have files: gaps at 1 and N+2 are normal, as no tensors live
-    there, and the last one is before the norm."""
+    """Count transformer blocks by the layers that have files.
+
+    Gaps at 1 and N+2 are normal, since those layers have no tensors, and the last gap is before the norm.
+    """
     blocks = {layer for layer in layers if layer <= neox_config.MAX_LAYERS}
     gaps = [b - 1 for b in blocks if b > 3 and b - 1 not in blocks]
     return max(gaps) - 2 if gaps else max((b for b in blocks if b >= 2), default=1) - 1
 
 
 def _layers_missing(found: Found[ZeroFiles], absent: list[int], tp: int, why: str, got: str) -> list[Finding]:
-    """Runs of layers of which no file is there."""
+    """Return ranges of layers that have no file."""
     findings = []
     for first, last in _runs(absent):
         names = [
@@ -87,10 +89,10 @@ class GptNeox:
         states: list[dict[str, Any]],
         options: Options,
     ) -> tuple[Source, optimizer_state.Naming] | None:
-        """The declaration, and the names of masters, where the names or the arguments are GPT-NeoX's.
+        """Return the declaration and the naming of master weights, if names or arguments are GPT-NeoX's.
 
         Raises:
-            FastshardError: ``FS514`` under ZeRO-3, where no file holds a whole shard.
+            FastshardError: ``FS514`` under ZeRO-3, where no file has a full shard.
         """
         if not _is_neox(found, contents, states):
             return None
@@ -108,7 +110,7 @@ class GptNeox:
     def declare(
         self, found: Found[ZeroFiles], listing: Listing, values: Contents, options: Options
     ) -> Source:
-        """Topology, axes and facts from the rank files' arguments and the saved YAML."""
+        """Declare topology, axes and facts from the rank files' arguments and the saved YAML."""
         states = [as_dict(values(file)) for _, file in found.seen.ranks]
         source = Source(
             framework="GPT-NeoX", step=found.step, files=SourceFiles(ranks=found.seen.list_ranks())
@@ -223,12 +225,12 @@ def _rank_file(rank: int) -> str:
 
 
 def _degree(ranks: Iterable[int]) -> int:
-    """The degree that ranks in names tell of; numbers that no run has do not count."""
+    """Return the degree that rank numbers in names imply; numbers higher than any run has do not count."""
     return max((rank for rank in ranks if rank < MAX_DEGREE), default=0) + 1
 
 
 def _runs(numbers: list[int]) -> list[tuple[int, int]]:
-    """First and last of each run of ascending numbers; those of a short run one by one."""
+    """Return first and last of each run of ascending numbers; those of a short run one by one."""
     return [
         ends
         for run in runs(numbers)
@@ -237,7 +239,7 @@ def _runs(numbers: list[int]) -> list[tuple[int, int]]:
 
 
 def _listed(expected: list[int], have: Container[int]) -> str:
-    """The layers that are there; of many, where they begin and end."""
+    """Format the layers that exist; if there are many, where they begin and end."""
     if len(expected) <= 4 * _ONE_BY_ONE:
         return ",".join(f"{layer:02d}" if layer in have else "_" for layer in expected)
     runs = _runs([layer for layer in expected if layer in have])
@@ -254,7 +256,7 @@ def _missing_ranks(
     file_of: Callable[[int], str],
     layer: Rank,
 ) -> None:
-    """Files that ranks of one layer, or of the whole, must have written."""
+    """Report files that ranks of one layer, or of the checkpoint, must have written."""
     for first, last in _runs([rank for rank in range(tp) if rank not in have]):
         names = file_of(first) if last == first else f"{file_of(first)} to {file_of(last)}"
         node = f"copy {names} from the node that ran tp rank {first}"
@@ -270,7 +272,10 @@ def _missing_ranks(
 
 
 def _rank_files(found: Found[ZeroFiles], states: list[dict[str, Any]], findings: list[Finding]) -> None:
-    """Rank files of the pipeline form hold no tensors: without one, its rank's step is not known."""
+    """Report missing rank files of the pipeline form.
+
+    They contain no tensors, but without one, the step of its rank is unknown.
+    """
     folder = found.folder
     worlds = [w for s in states if type(w := s.get("mp_world_size")) is int and 0 < w <= 1 << 20]
     if not worlds:
@@ -293,7 +298,7 @@ def _rank_files(found: Found[ZeroFiles], states: list[dict[str, Any]], findings:
 
 
 def _same_run(found: Found[ZeroFiles], states: list[dict[str, Any]], findings: list[Finding]) -> None:
-    """The rank files must tell of one step and one set of arguments."""
+    """Check that the rank files state one step and one set of arguments."""
     findings += same_step(found, states, "mp rank")
     step = _number(found.step or "")
     iteration = states[0].get("iteration") if states else None
@@ -323,7 +328,7 @@ def _same_run(found: Found[ZeroFiles], states: list[dict[str, Any]], findings: l
 
 
 def _is_neox(found: Found[ZeroFiles], contents: Contents, states: list[dict[str, Any]]) -> bool:
-    """True if the tensors have GPT-NeoX's names, or the arguments are GPT-NeoX's."""
+    """Return True if the tensors have GPT-NeoX's names, or the arguments are GPT-NeoX's."""
     for state in states:
         args = as_dict(state.get("args"))
         args = as_dict(args.get("state")) if "__class__" in args else args

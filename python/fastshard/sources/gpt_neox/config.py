@@ -30,7 +30,7 @@ _LIMITS = {"num_layers": MAX_LAYERS, "model_parallel_size": MAX_DEGREE}
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """What is stated of a model: by the YAML saved with it, and by ``--config``."""
+    """The statements about a model in the YAML saved with it, and in ``--config``."""
 
     #: All of it but the arguments in the files.
     config: dict[str, Any]
@@ -46,8 +46,9 @@ class TrainingConfig:
 def read(
     listing: Listing, places: Sequence[tuple[int, str]], options: Options, findings: list[Finding]
 ) -> TrainingConfig:
-    """The training config: that of ``--config``, else all YAML files that were saved with the step, merged. A
-    config.json that is given states some of its settings.
+    """Read the training config: that of ``--config``, else all YAML files saved with the step, merged.
+
+    A given config.json states some of its settings.
 
     Raises:
         FastshardError: ``FS211`` for a config that is malformed, ``FS514`` for settings that GPT-NeoX does
@@ -110,7 +111,7 @@ def _read_saved(
 
 
 def arguments_of(state: dict[str, Any]) -> dict[str, Any] | None:
-    """The arguments that a rank file carries, as a dict; None if there are none."""
+    """Return the arguments that a rank file carries, as a dict; None if there are none."""
     args = state.get("args")
     if isinstance(args, dict) and "__class__" in args:
         # A Namespace arrives as an inert record with its state.
@@ -119,7 +120,7 @@ def arguments_of(state: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def arguments(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """The arguments that the first rank file with any carries."""
+    """Return the arguments of the first rank file that carries any."""
     return next((args for state in states if (args := arguments_of(state)) is not None), {})
 
 
@@ -138,9 +139,11 @@ class Model:
 
     @classmethod
     def of(cls, args: dict[str, Any], training: TrainingConfig, findings: list[Finding]) -> Model:
-        """Combines the arguments in the files with the YAML; contradictions become findings. What
-        ``--config`` states of the model is taken, with a note for each setting that the checkpoint states
-        otherwise."""
+        """Combine the arguments in the files with the YAML, and report contradictions.
+
+        What ``--config`` states of the model takes precedence, with a note for each setting in which the
+        checkpoint differs.
+        """
         config, path = training.config, training.path
         args = {key: value for key, value in args.items() if value is not None}
         findings += find_overridden_settings(
@@ -204,10 +207,10 @@ class Model:
         return model
 
     def bounded(self, layers: int, tp: int) -> None:
-        """Checks what was stated or counted before shards are looked for.
+        """Check stated or counted numbers before the search for shards.
 
         Raises:
-            FastshardError: ``FS211`` for more of them than any run has.
+            FastshardError: ``FS211`` for a number that is higher than any run has.
         """
         if layers * tp > _MAX_SHARDS:
             raise FastshardError.of(

@@ -42,19 +42,19 @@ class Parts:
     fp8: list[tuple[Unit, str, str]] = field(default_factory=list)
 
     def has(self, *names: str) -> bool:
-        """True if one of the names occurs in some layer."""
+        """Return True if one of the names occurs in some layer."""
         return any(name in self.shapes for name in names)
 
     def ends(self, *ends: str) -> bool:
-        """True if some name ends so."""
+        """Return True if some name has one of these endings."""
         return any(name.endswith(ends) for name in self.shapes)
 
     def begins(self, start: str) -> bool:
-        """True if some name begins so."""
+        """Return True if some name has this beginning."""
         return any(name.startswith(start) for name in self.shapes)
 
     def shape(self, *names: str) -> tuple[int, ...] | None:
-        """The shape that most tensors of the first of these names have."""
+        """Return the shape that most tensors of the first of these names have."""
         for name in names:
             if name in self.shapes:
                 return self.shapes[name].most_common(1)[0][0]
@@ -62,7 +62,7 @@ class Parts:
 
 
 def read(units: list[Unit], values: Contents) -> Parts:
-    """Names and shapes of all tensors of a source's units."""
+    """Read names and shapes of all tensors of a source's units."""
     parts = Parts()
     for unit in units:
         depth = len(unit.under)
@@ -96,7 +96,7 @@ def read(units: list[Unit], values: Contents) -> Parts:
 
 
 def norm_of(parts: Parts, config: dict[str, Any]) -> str:
-    """The kind of norm, in the words of GPT-NeoX's ``norm``: names decide where they differ."""
+    """Return the kind of norm as GPT-NeoX's ``norm`` names it; tensor names decide if they show it."""
     declared_norm = str(config.get("norm") or "layernorm")
     inside = [n.removeprefix("input_layernorm.") for n in parts.shapes if n.startswith("input_layernorm.")]
     if "scale" in inside:
@@ -126,7 +126,10 @@ def _gated(parts: Parts, activation: str | None) -> bool:
 
 
 def _kv_heads(parts: Parts, model: Model, tp: int) -> int | None:
-    """Key/value heads by the rows of the fused projection, H + 2 K d; None where they do not tell."""
+    """Return the number of key/value heads by the rows of the fused projection, H + 2 K d.
+
+    None if the rows do not determine it.
+    """
     sizes = {shape for name in _QKV for shape in parts.shapes.get(name, ())}
     hidden, width = model.axes.get("H"), model.axes.get("d")
     if len(sizes) != 1 or not hidden or not width or not model.heads:
@@ -141,18 +144,18 @@ def _kv_heads(parts: Parts, model: Model, tp: int) -> int | None:
 def apply(
     found: Found[object], source: Source, model: Model, values: Contents, own_layout: bool = False
 ) -> None:
-    """Chooses the layout and its facts for a declared source, and records what it was trained with.
+    """Choose the layout and its facts for a declared source, and record how it was trained.
 
     Args:
         found: its files.
         source: the declaration.
-        model: what arguments and config say.
-        values: what the files' headers say.
+        model: the model by arguments and config.
+        values: contents of the files' headers.
         own_layout: the caller has a table for it.
 
     Raises:
-        FastshardError: ``FS211`` if the stated key/value heads do not divide the heads, or for what is no
-            name; ``FS514`` for blocks that no table here describes.
+        FastshardError: ``FS211`` if the stated key/value heads do not divide the heads, or if a name is not
+            text; ``FS514`` for blocks that no table describes.
     """
     parts = read(source.files.units, values)
     if not own_layout and (
@@ -201,7 +204,7 @@ def _refuse_config(model: Model) -> None:
 
 
 def _facts(parts: Parts, norm: str, gated: bool, gqa: bool) -> dict[str, bool]:
-    """What the layout's rules hang on."""
+    """Return the facts on which the layout's rules depend."""
     te_mha = parts.has("attention.qkv.weight", "attention.proj.weight")
     te_mlp = parts.has("mlp.fc1_weight", "mlp.fc2_weight")
     states = [name for _, _, name, _ in parts.states]
@@ -220,7 +223,7 @@ def _facts(parts: Parts, norm: str, gated: bool, gqa: bool) -> dict[str, bool]:
 
 
 def _features(parts: Parts, norm: str, kv_heads: int | None, facts: dict[str, bool]) -> Features:
-    """What the model computes, in words and numbers."""
+    """Describe the model's computation in words and numbers."""
     residual = facts.get("gpt_j_residual")
     te_linear = (facts["te_dense"] and not facts["te_mha"]) or (facts["te_linear2"] and not facts["te_mlp"])
     return Features(
@@ -247,8 +250,10 @@ def _features(parts: Parts, norm: str, kv_heads: int | None, facts: dict[str, bo
 
 
 def _left_out(found: Found[object], parts: Parts) -> list[Finding]:
-    """FP8 state that no rule of the layout accounts for, as it is no tensor; and weights in FP8, which are
-    not read."""
+    """Report FP8 state that is not a tensor, so that no rule of the layout covers it, and weights in FP8.
+
+    The latter are not read.
+    """
     return [
         *(
             Finding.of(
@@ -276,7 +281,7 @@ def _left_out(found: Found[object], parts: Parts) -> list[Finding]:
 def _contradictions(
     source: Source, model: Model, features: Features, activation: str | None
 ) -> list[Finding]:
-    """Where the config and the tensors' names tell of two models."""
+    """Report where the config and the tensors' names describe two different models."""
     gated = features.gated
     declared_norm = model.config.get("norm")
     # TE's modules and GPT-NeoX's own are of one kind by either name, or the names would not fit.

@@ -22,8 +22,10 @@ _SETTINGS = ("margin", "amax_history_len", "amax_compute_algo")
 def summary(
     found: Found[object], states: list[State], values: Contents, findings: list[Finding]
 ) -> dict[str, Any] | None:
-    """What the states say together; None where FP8 was not used. One that cannot be read becomes a
-    warning."""
+    """Summarise the FP8 states; None if FP8 was not used.
+
+    A state that cannot be read becomes a warning.
+    """
     recipes: dict[str, None] = {}
     settings: dict[str, Any] = {}
     histories: set[int] = set()

@@ -24,13 +24,13 @@ _BEGINNINGS = {
 
 
 def others(found: Found[object], units: list[Unit], names: set[str], contents: Contents) -> list[Finding]:
-    """One finding for each kind of block that is not read, where its first tensor is.
+    """Report each kind of block that is not read, at its first tensor.
 
     Args:
         found: the checkpoint's files.
-        units: where they lie.
-        names: those of all tensors, without their layer's number.
-        contents: what the files hold.
+        units: the units of the declaration.
+        names: names of all tensors, without the numbers of their layers.
+        contents: contents of the files.
     """
     findings = []
     for kind, beginnings in _BEGINNINGS.items():

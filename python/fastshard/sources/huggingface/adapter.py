@@ -42,7 +42,7 @@ _SHARD = compile_when_used(r"^(.+)-(\d+)-of-(\d+)\.(safetensors|bin)$")
 
 
 def _weight_map(content: Any, path: str) -> dict[str, str]:
-    """The file that an index names for each tensor."""
+    """Return the file that an index names for each tensor."""
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise FastshardError.of(codes.BAD_VALUE, "the index has no weight_map", file=path)
@@ -61,15 +61,16 @@ def _weight_map(content: Any, path: str) -> dict[str, str]:
 def slices_as_wholes(
     listing: Listing, folder: str, files: Sequence[File], contents: Contents, layout: str
 ) -> list[Finding]:
-    """A warning for an index that names a file as that of a tensor of which several files hold slices:
-    whoever follows it loads one slice as the whole. ``verify`` makes it an error.
+    """Warn of an index that names one file for a tensor of which several files store slices.
+
+    A loader that follows it takes one slice for the full tensor. ``verify`` makes it an error.
 
     Args:
-        listing: what the roots hold.
-        folder: where the index would lie.
-        files: those of the ranks.
-        contents: what they hold.
-        layout: what the files are, for people.
+        listing: contents of the roots.
+        folder: the folder where an index would be.
+        files: the ranks' files.
+        contents: contents of the files.
+        layout: a description of the files, for people.
 
     Raises:
         FastshardError: ``FS211`` for an index that is not JSON.
@@ -102,7 +103,7 @@ def slices_as_wholes(
 
 @dataclass(frozen=True)
 class HfFiles:
-    """What an index says of the files; without one, nothing."""
+    """The statements of an index about the files; empty without an index."""
 
     #: Path of the index.
     index: str | None = None
@@ -124,7 +125,7 @@ class HuggingFace:
     name = "hf"
 
     def detect(self, listing: Listing, options: Options) -> Found[HfFiles] | None:
-        """Looks for an index, a single model file, or numbered shards without an index."""
+        """Look for an index, a single model file, or numbered shards without an index."""
         if listing.single:
             single_files.refuse_unreadable(listing)
             return Found(self, "Hugging Face", listing.files[:1], HfFiles(), listing.files[0].folder)
@@ -154,7 +155,7 @@ class HuggingFace:
 
     @staticmethod
     def _folder(listing: Listing, options: Options) -> tuple[str, Chosen | None] | None:
-        """The folder that holds a model: ``checkpoint-N`` by the rule of steps, models side by side by
+        """Find the folder of a model: ``checkpoint-N`` by the rule of steps, models side by side by
         ``--step``.
 
         Raises:
@@ -245,7 +246,7 @@ class HuggingFace:
         return Found(self, "Hugging Face", present, seen, index.folder, findings)
 
     def _without_index(self, folder: str, shards: list[tuple[File, re.Match[str]]]) -> Found[HfFiles]:
-        """Shards named ``-0000i-of-0000n`` state their number themselves."""
+        """Find shards without an index: shards named ``-0000i-of-0000n`` state their number themselves."""
         findings = []
         groups: dict[tuple[str, str, str], dict[int, File]] = {}
         for file, match in shards:
@@ -289,7 +290,7 @@ class HuggingFace:
         )
 
     def declare(self, found: Found[HfFiles], listing: Listing, values: Contents, options: Options) -> Source:
-        """Units are whole files; config.json gives the axes where the model type is known."""
+        """Declare each file as one unit; config.json gives the axes if the model type is known."""
         weight_map = found.seen.weight_map
         part = single_files.find_part(listing, values, options.accept) if listing.single else None
         source = Source(
@@ -347,7 +348,7 @@ class HuggingFace:
 def _take_copies_of_index(
     source: Source, files: Sequence[File], contents: Contents, weight_map: Mapping[str, int]
 ) -> None:
-    """Leaves out copies of tensors that the index looks for in another file, and notes where they lie."""
+    """Leave out copies of tensors that the index expects in another file, and note their places."""
     superseded: dict[tuple[int, int], list[str]] = {}
     first: dict[str, int] = {}
     copies: dict[str, set[int]] = {}
@@ -384,9 +385,11 @@ def _take_copies_of_index(
 def _config_beside(
     source: Source, listing: Listing, options: Options, names: Sequence[str]
 ) -> tuple[dict[str, Any] | None, Path | None]:
-    """Returns the config.json of a file that was named by itself: the one given, else the one beside it, if
-    it is of the model that these names are of. The files beside a config.json of another model are no
-    companions; a note says so."""
+    """Return the config.json of a single file: the given one, else the one next to it.
+
+    The latter must be of the model that has these names. Files next to another model's config.json are not
+    companions, and a note says so.
+    """
     config, path = hf_config.config_of(listing, "", options)
     places = sidecar_files.beside_files(listing)
     beside = sidecar_files.first(places, "config.json")
@@ -410,19 +413,19 @@ def _config_beside(
 
 
 def _in_order(contents: Contents, files: int) -> list[str]:
-    """Names of all tensors, in the files' order."""
+    """Return the names of all tensors, in the files' order."""
     return list(
         dict.fromkeys(name for i in range(files) if contents.readable(i) for name in contents.listed(i))
     )
 
 
 def _paths(contents: Contents, files: int) -> dict[str, list[str]]:
-    """Keys of nested dicts that lead to each tensor, by its name."""
+    """Return the keys of nested dicts that lead to each tensor, by its name."""
     readable = (i for i in range(files) if contents.readable(i))
     return {".".join(t["path"]): t["path"] for i in readable for t in contents.tensors(i)}
 
 
 def _by_a_trainer(contents: Contents, found: Found[HfFiles]) -> bool:
-    """True for what ``torch.save`` of a script or of Lightning wrote: a state dict below a key."""
+    """Return True for a state dict below a key, as ``torch.save`` of a script or of Lightning writes it."""
     torch_files = (i for i, file in enumerate(found.files) if not file.name.endswith(".safetensors"))
     return any(len(t["path"]) > 1 for i in torch_files if contents.readable(i) for t in contents.tensors(i))

@@ -23,12 +23,11 @@ _MOST = 100_000
 
 
 def is_for(listing: Listing, inside: Mapping[str, File], index: str, single: str) -> bool:
-    """True if an index beside a file of the whole model names that file; False if nothing that it names is
-    there.
+    """Return True if an index next to a full model file names that file, False if none of its files exist.
 
     Raises:
-        FastshardError: ``FS106`` if it names others that are there: transformers takes the single file,
-            readers that follow the index the others. ``FS211`` if it is not JSON.
+        FastshardError: ``FS106`` if it names other files that exist: transformers takes the single file,
+            readers that follow the index take the others. ``FS211`` if it is not JSON.
     """
     content = read_json(listing, inside[index], safe_files.MAX_INDEX)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
@@ -51,7 +50,7 @@ def is_for(listing: Listing, inside: Mapping[str, File], index: str, single: str
 
 
 def without_files(index: File, single: str) -> Finding:
-    """That an index is of no use: a file of the whole model was saved over what it names."""
+    """Report an index that is obsolete: a full model file was saved over the files that it names."""
     return Finding.of(
         codes.UNEXPECTED_FILE,
         f"the index names files that are missing; {single} is taken, as transformers does",
@@ -61,7 +60,7 @@ def without_files(index: File, single: str) -> Finding:
 
 
 def like_named(inside: Mapping[str, File], named: Container[str]) -> list[File]:
-    """Files beside an index that it does not name, of the numbers that the files it names are counted by.
+    """Return files next to an index that it does not name, from the same numbered set as those it names.
 
     Args:
         inside: files in the index's folder, by name.
@@ -73,8 +72,9 @@ def like_named(inside: Mapping[str, File], named: Container[str]) -> list[File]:
 
 
 def numbers(index: File, named: Iterable[str], inside: Container[str]) -> list[Finding]:
-    """A warning for an index that names fewer files than their names count: of a file that is not there, if
-    one is not.
+    """Warn of an index that names fewer files than their names count.
+
+    The finding names a missing file if there is one.
 
     Args:
         index: the index.
@@ -114,13 +114,13 @@ def numbers(index: File, named: Iterable[str], inside: Container[str]) -> list[F
 def sizes(
     index: str, counted: Any, files: Sequence[File], contents: Contents, config: Mapping[str, Any] | None
 ) -> list[Finding]:
-    """A warning where files hold fewer bytes of tensors than the index counts, a note where they hold more.
+    """Warn if files have fewer bytes of tensors than the index counts, and note if they have more.
 
     Args:
         index: path of the index.
         counted: its ``total_size``.
-        files: those that it names.
-        contents: what they hold.
+        files: the files that it names.
+        contents: contents of the files.
         config: content of the model's config.json, if there is one.
     """
     number = isinstance(counted, int | float) and not isinstance(counted, bool)

@@ -39,7 +39,7 @@ class HfRankShards:
     name = "hf_rank_shards"
 
     def detect(self, listing: Listing, options: Options) -> Found[None] | None:
-        """Looks for shards, unless a consolidated checkpoint lies above them."""
+        """Look for shards, unless a consolidated checkpoint is above them."""
         if listing.single:
             return None
         matched = [(f, m) for f in listing.files if (m := _SHARD.match(f.name))]
@@ -100,7 +100,7 @@ class HfRankShards:
         return Found(self, "Hugging Face rank shards", files, None, folder, findings, step=step)
 
     def declare(self, found: Found[None], listing: Listing, contents: Contents, options: Options) -> Source:
-        """Tensors as boxes; the whole reaches as far as the boxes do."""
+        """Declare tensors as boxes; the full tensor extends as far as the boxes."""
         source = Source(found.framework, step=found.step, binding=Binding(pass_unknown=True))
         source.model = Description(dialect=huggingface.DIALECT)
         source.binding.vocab_size = options.vocab_size
@@ -149,8 +149,10 @@ class HfRankShards:
 
 
 def _ranks_at_the_end(source: Source, boxes: Boxes, found: Found[None]) -> Finding | None:
-    """That the files of the last ranks are missing, where all tensors that are too short are so by the same
-    number of ranks; their shapes become those that they should have."""
+    """Report missing files of the last ranks, and give tensors the shapes that they should have.
+
+    All tensors that are too short must lack the same number of ranks.
+    """
     table = source.binding.usual_table
     named = [match for file in found.files if (match := _SHARD.match(file.name))]
     if table is None or not named:
@@ -211,14 +213,15 @@ def _ranks_at_the_end(source: Source, boxes: Boxes, found: Found[None]) -> Findi
 def _divided_by(
     boxes: Boxes, ranks: int, known: Mapping[str, Sequence[int | None]], sizes: Collection[str]
 ) -> bool:
-    """True if all tensors that are divided are so among this number of ranks, as ``torch.chunk`` divides:
-    another vocabulary than the config's alone makes no rank missing.
+    """Return True if all divided tensors are divided among this number of ranks, as ``torch.chunk`` divides.
+
+    A vocabulary size that differs from the config's is not alone a sign of a missing rank.
 
     Args:
-        boxes: what the ranks hold.
+        boxes: the ranks' boxes.
         ranks: the number of ranks.
         known: extents of the full tensors, as far as they are known.
-        sizes: what tensors are too short in, by the table.
+        sizes: sizes in which tensors are too short, by the table.
     """
     if all("V" in size for size in sizes):
         return False
@@ -232,7 +235,7 @@ def _divided_by(
 
 
 def _twice(files: Sequence[File], name: str, lo: list[int], holders: list[int]) -> FastshardError:
-    """A part of a tensor that two files hold."""
+    """Build the error for a part of a tensor that two files store."""
     return FastshardError.of(
         codes.OVERLAP,
         "two files hold the same part of the tensor",

@@ -24,7 +24,7 @@ _ELEMENT = 16
 
 
 def offsets(metadata: Any) -> dict[str, list[int]] | None:
-    """The first index of each tensor in the whole; None for a file that says nothing readable of it."""
+    """Return the first index of each tensor in the full one; None for a file without readable offsets."""
     text = metadata.get(INFO) if isinstance(metadata, dict) else None
     try:
         info = json_text.load(text) if isinstance(text, str) else None
@@ -40,16 +40,16 @@ def offsets(metadata: Any) -> dict[str, list[int]] | None:
 
 
 def not_whole(files: Sequence[File], contents: Contents, index: str | None, counted: Any) -> list[Finding]:
-    """Findings for files of whole tensors that hold a rank's slices.
+    """Report model files that store a rank's slices instead of full tensors.
 
-    Without ``save_distributed=True`` every rank of torch's writer writes the same files, and the last one to
-    write leaves its own. Where that was the first rank, what the index counts of all ranks tells.
+    Without ``save_distributed=True`` every rank of torch's writer writes the same files, and the files of the
+    last rank remain. If that was the first rank, the index's byte count over all ranks shows it.
 
     Args:
-        files: those of the model.
-        contents: what they hold.
+        files: files of the model.
+        contents: contents of the files.
         index: path of the index that names them, if there is one.
-        counted: bytes of tensors by the index, if it says so.
+        counted: bytes of tensors by the index, if it states them.
     """
     places_by_file = {i: offsets(contents(i)) for i in range(len(files)) if contents.readable(i)}
     written = {i: places for i, places in places_by_file.items() if places is not None}
@@ -89,13 +89,13 @@ def not_whole(files: Sequence[File], contents: Contents, index: str | None, coun
 
 
 def zeroed(listing: Listing, folder: str, files: Sequence[File], contents: Contents) -> list[Finding]:
-    """A warning for 0-d tensors that torch's consolidation has made zero, which it does whatever they were.
+    """Warn of 0-d tensors that are zero: torch's consolidation zeroes them, whatever their values were.
 
     Args:
-        listing: what the roots hold.
-        folder: that of the model.
-        files: those of the model.
-        contents: what they hold.
+        listing: contents of the roots.
+        folder: folder of the model.
+        files: files of the model.
+        contents: contents of the files.
     """
     below = [
         f

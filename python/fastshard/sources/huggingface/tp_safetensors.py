@@ -51,7 +51,7 @@ class TpSafetensors:
     name = "tp-safetensors"
 
     def detect(self, listing: Listing, options: Options) -> Found[TpFiles] | None:
-        """Looks for files numbered by rank in one folder."""
+        """Look for files numbered by rank in one folder."""
         if listing.single:
             return None
         places = [(f.root, f.folder) for f in listing.files if _RANK.match(f.name)]
@@ -95,7 +95,7 @@ class TpSafetensors:
         )
 
     def declare(self, found: Found[TpFiles], listing: Listing, values: Contents, options: Options) -> Source:
-        """Axes from config.json where the model is known, else dimensions from layout.json."""
+        """Declare axes from config.json if the model is known, else dimensions from layout.json."""
         layout, path = found.seen.layout, found.seen.layout_path
         config, config_path = hf_config.config_of(listing, found.folder, options)
         source = Source(
@@ -213,7 +213,8 @@ def _positive(layout: Mapping[str, Any], key: str, path: str) -> int | None:
 
 
 def _divided(tp_dim: Any, path: str) -> dict[str, tuple[int | None, list[int]]]:
-    """``tp_dim`` of a layout.json: the dimension that ranks divide, and the parts of a fused tensor along it.
+    """Parse ``tp_dim`` of a layout.json: the dimension that ranks divide, and a fused tensor's parts along
+    it.
 
     Raises:
         FastshardError: ``FS211`` for a value that it cannot have.
@@ -249,7 +250,7 @@ def _is_number(value: Any, below: int) -> bool:
 
 
 def _own_table(dims: dict[str, tuple[int | None, list[int]]], source: Source) -> Table:
-    """A table of the padded vocabulary tensors; the others get rules of their own from ``tp_dim``."""
+    """Build a table of the padded vocabulary tensors; the others get separate rules from ``tp_dim``."""
     padded, vocab = source.binding.axes.get("P"), source.binding.vocab_size
     # The only rank has all of the rows, whose dimension nothing divides.
     whole = (None, 0) if source.binding.degrees.get("tp") == 1 else (0,)

@@ -32,7 +32,7 @@ _KEYS = 8
 
 @dataclass(frozen=True)
 class Evidence:
-    """What else is known of a store."""
+    """Further evidence about a store."""
 
     #: True if chunks equal to the fill value are stored too.
     stores_fill: bool | None
@@ -92,14 +92,14 @@ class Evidence:
 def at_hand(
     arrays: Mapping[str, Array], of_process: Mapping[int | str, Set[str]], evidence: Evidence
 ) -> Set[int | str]:
-    """Of the processes whose stores are there, those whose chunks are.
+    """Return those processes with stores whose chunks exist.
 
-    A folder's name shows nothing: another process' store may have been copied over it. A process is there if
-    a store, whatever it is called, holds a chunk that its devices own, or if its own holds no chunk at all.
-    Where nothing tells whose a store's chunks are, the name counts.
+    A folder's name proves nothing: another process' store may have been copied over it. A process counts if
+    some store, whatever its name, has a chunk that the process' devices own, or if its own store has no chunk
+    at all. If the owner of a store's chunks is unknown, the name counts.
 
     Args:
-        arrays: by name.
+        arrays: arrays by name.
         of_process: keys of each process' store.
         evidence: with the shardings of the arrays.
     """
@@ -140,7 +140,7 @@ class Verdict:
     elements: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """For the manifest and for people."""
+        """Return the verdict as a dict, for the manifest and for people."""
         absent = sum(map(len, self.missing.values()))
         return {
             "verdict": self.verdict,
@@ -155,13 +155,13 @@ class Verdict:
 def judge(
     arrays: Mapping[str, Array], keys: Set[str], evidence: Evidence, accept_elided: bool = False
 ) -> Verdict:
-    """Compares the chunks that must exist with the keys that do.
+    """Compare the chunks that must exist with the keys that do.
 
     Args:
-        arrays: by name.
+        arrays: arrays by name.
         keys: all keys of the store, ``<array>/<chunk>``.
-        evidence: what else is known.
-        accept_elided: take absent chunks for fill values where the evidence decides nothing.
+        evidence: further evidence.
+        accept_elided: take absent chunks for fill values if the evidence decides nothing.
     """
     verdict = Verdict(COMPLETE)
     for name, array in sorted(arrays.items()):
@@ -202,7 +202,7 @@ def judge(
 
 
 def _left_out(array: Array, index: tuple[int, ...], evidence: Evidence, writers: Writers) -> bool | None:
-    """True for an absent chunk that was left out, False for one that was lost, None where nothing tells."""
+    """Return True for an absent chunk that was left out, False for one that was lost, None if undecided."""
     # No value is stated for chunks that are absent, or the writer leaves none out, or an index says that it
     # was there.
     if (
@@ -255,7 +255,7 @@ def _elided(arrays: Mapping[str, Array], verdict: Verdict, evidence: Evidence) -
 def _ambiguous(
     arrays: Mapping[str, Array], verdict: Verdict, evidence: Evidence, writers: Writers, accept_elided: bool
 ) -> Finding:
-    """Which evidence speaks for zeros and which for loss, and where to look for what may be lost."""
+    """Report which evidence suggests zeros and which suggests loss, and where lost chunks may be."""
     # Chunks of which others of the same writer are here; nothing of it is; nothing tells.
     counts = {True: 0, False: 0, None: 0}
     suspects: set[int] = set()
@@ -366,7 +366,7 @@ def _lost(
 
 
 def _directories(processes: list[str]) -> str:
-    """Of which processes there are directories."""
+    """Name the directories of some processes."""
     if len(processes) == 1:
         return f"the directory of process {processes[0]}"
     return f"the directories of processes {', '.join(processes)}"
@@ -375,7 +375,7 @@ def _directories(processes: list[str]) -> str:
 def _owners(
     array: Array, chunks: list[tuple[int, ...]], evidence: Evidence, writers: Writers
 ) -> set[int] | None:
-    """Processes that wrote these chunks, where all of them are known; else None."""
+    """Return the processes that wrote these chunks, if all of them are known; else None."""
     owners = set()
     for index in chunks:
         device = writers.first(array, index)

@@ -33,8 +33,10 @@ class Files:
         return os.path.join(self._roots[file.root], file.path)  # noqa: PTH118 - once for every chunk
 
     def _stamps(self, numbers: list[int]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-        """Size, modification time and status time of files; -1 for one that is gone. Inodes change with time
-        where a filesystem makes them up."""
+        """Return size, modification time and status time of files; -1 for a file that is gone.
+
+        Inodes are left out: they change over time on filesystems that generate them.
+        """
         import numpy as np
 
         stamps = np.full((len(numbers), 3), -1, dtype=np.int64)
@@ -47,20 +49,20 @@ class Files:
         return stamps
 
     def identity(self) -> str:
-        """Names, sizes and times of all files, condensed."""
+        """Hash the names, sizes and times of all files."""
         digest = hashlib.blake2b(digest_size=32)
         for file, (size, mtime, _) in zip(self.files, self._then.tolist(), strict=True):
             digest.update(os.fsencode(f"{file.path}\0{size}\0{mtime}\n"))
         return digest.hexdigest()
 
     def look(self, status: bool) -> None:
-        """Looks whether the files are as they were.
+        """Check that the files are unchanged.
 
         Args:
             status: whether permissions and names count too.
 
         Raises:
-            FastshardError: ``FS506`` with the first that is not.
+            FastshardError: ``FS506`` with the first file that changed.
         """
         import numpy as np
 

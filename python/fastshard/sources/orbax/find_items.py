@@ -48,7 +48,7 @@ class Process:
 
 
 def process_of(folder: str) -> Process | None:
-    """The process whose store a folder of this name is."""
+    """Return the process whose store has this folder name."""
     match = _PROCESS.match(folder)
     if match is None:
         return None
@@ -81,19 +81,19 @@ class Place:
         return self.merged or bool(self.processes)
 
     def path(self, listing: Listing) -> Path:
-        """The directory."""
+        """Return the path of the directory."""
         return listing.roots[self.root] / self.folder if self.folder else listing.roots[self.root]
 
     def label(self, listing: Listing) -> str:
-        """As messages name it."""
+        """Return the directory's name in messages."""
         return str(self.path(listing)) if len(listing.roots) > 1 else self.folder or "."
 
     def inside(self, name: str) -> str:
-        """Path of a file in it, relative to the root; for the empty name what all of them begin with."""
+        """Return the path of a file in it, relative to the root; for the empty name, the prefix of all paths."""
         return f"{self.folder}/{name}" if self.folder else name
 
     def files(self, listing: Listing, below: str = "") -> Iterator[tuple[str, File]]:
-        """Files in it, or in a folder of it: path from there, and the file."""
+        """Yield files in the directory, or in a folder of it: the path relative to it, and the file."""
         prefix = self.inside(f"{below}/" if below else "")
         for file in listing.files:
             if file.root == self.root and file.path.startswith(prefix):
@@ -101,7 +101,7 @@ class Place:
 
 
 def find(listing: Listing) -> list[Place]:
-    """All directories with arrays."""
+    """Find all directories with arrays."""
     places: dict[tuple[int, str], Place] = {}
 
     def place(root: int, folder: str) -> Place:
@@ -133,8 +133,9 @@ def find(listing: Listing) -> list[Place]:
 
 
 def _chunk_folders(listing: Listing, places: Iterable[Place]) -> set[tuple[int, str]]:
-    """Root and folder of what a process other than the first left on its own disk: chunks, and nothing that
-    says of which arrays. That they are arrays' is told by the names of those that are described elsewhere.
+    """Return root and folder of chunks that another process than the first left on its own disk.
+
+    No file there names the arrays. The names of arrays that are described elsewhere identify the chunks.
 
     source: measured with Orbax 0.6.3 without OCDBT; 0.12 without a store of array metadata
     """
@@ -154,7 +155,7 @@ def _chunk_folders(listing: Listing, places: Iterable[Place]) -> set[tuple[int, 
 
 
 def chunk_without_metadata(listing: Listing) -> File | None:
-    """A file by which a folder shows itself as that of a process that wrote chunks and nothing else."""
+    """Find a file that identifies a folder as that of a process which wrote only chunks."""
     found = None
     for file in listing.files:
         folder, _, last = file.path.rpartition("/")
@@ -170,7 +171,7 @@ def chunk_without_metadata(listing: Listing) -> File | None:
 
 
 def _outermost(places: dict[tuple[int, str], Place]) -> list[Place]:
-    """Without what lies inside another: a part of a store is no item of its own."""
+    """Remove places inside another: a part of a store is not a separate item."""
     kept = []
     for (root, folder), place in places.items():
         parts = folder.split("/") if folder else []
@@ -184,7 +185,7 @@ def _outermost(places: dict[tuple[int, str], Place]) -> list[Place]:
 
 
 def _named(root: Path, folder: str) -> tuple[str | None, str, bool]:
-    """Step, item, and whether a folder on the way is temporary."""
+    """Return step, item, and whether a folder on the path is temporary."""
     root = root.resolve()
     inside = len(folder.split("/")) if folder else 0
     full = (root / folder).parts[-2:]
@@ -210,7 +211,7 @@ def _named(root: Path, folder: str) -> tuple[str | None, str, bool]:
 
 
 def _once(listing: Listing, places: Iterable[Place]) -> list[Place]:
-    """Without directories that were given twice, or one within the other."""
+    """Remove directories that were given twice, or one within the other."""
     found: dict[Path, Place] = {}
     for place in places:
         found.setdefault(place.path(listing).resolve(), place)
@@ -218,8 +219,11 @@ def _once(listing: Listing, places: Iterable[Place]) -> list[Place]:
 
 
 def _steps(listing: Listing, places: list[Place]) -> dict[str, Step]:
-    """The steps that places are of. One whose arrays are in no committed directory is not finished: that it
-    has its final name all the same makes it one that cannot be used."""
+    """Return the steps of the places.
+
+    A step whose arrays are in no committed directory is not finished. If it has its final name nevertheless,
+    it is unusable.
+    """
     found: dict[str, Step] = {}
     names: dict[int, str] = {}
     for place in places:
@@ -238,17 +242,18 @@ def _steps(listing: Listing, places: list[Place]) -> dict[str, Step]:
 
 
 def _marked(listing: Listing, place: Place) -> bool:
-    """True if a folder on the way to a place is named as one that is being written."""
+    """Return True if a folder on the path to a place is named as being written."""
     return _named(listing.roots[place.root], place.folder)[2]
 
 
 def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple[list[Place], list[Finding]]:
-    """The directories of one item of one step, at most one for each root, committed ones first; and what is
-    to be said of other steps.
+    """Choose the directories of one item of one step, at most one for each root, committed ones first.
+
+    Returns them with the findings about other steps.
 
     Raises:
-        FastshardError: ``FS501`` for a step that is not there, ``FS106`` where several are meant, ``FS104``
-            for a newer one that cannot be used.
+        FastshardError: ``FS501`` for a step that does not exist, ``FS106`` if several fit, ``FS104`` for a
+            newer step that cannot be used.
     """
     everywhere = list(places)
     places = _once(listing, everywhere)
@@ -280,8 +285,7 @@ def choose(listing: Listing, places: Iterable[Place], options: Options) -> tuple
 
 
 def _of_step(listing: Listing, places: list[Place], options: Options) -> tuple[list[Place], list[Finding]]:
-    """The directories of the step that is meant, and what is to be said of others; all of them where there
-    are no steps."""
+    """Return the directories of the chosen step and findings about others; all directories without steps."""
     stepped = {name: step for name, step in _steps(listing, places).items() if name}
     if not stepped:
         if options.step is not None:
@@ -306,7 +310,7 @@ def _of_step(listing: Listing, places: list[Place], options: Options) -> tuple[l
 def _refuse_other_steps(
     listing: Listing, everywhere: list[Place], places: list[Place], chosen: list[Place]
 ) -> None:
-    """Raises where a root holds nothing of what was chosen."""
+    """Raise an error if a root has nothing of what was chosen."""
     taken = {p.path(listing).resolve() for p in chosen}
     for root in range(len(listing.roots)):
         if not any(p.root == root and p.path(listing).resolve() in taken for p in everywhere):
@@ -322,8 +326,10 @@ def _refuse_other_steps(
 
 
 def _one_of_each_root(listing: Listing, chosen: list[Place], options: Options) -> list[Place]:
-    """One directory at most for each root: a committed one beside what an earlier try left of the same step
-    counts."""
+    """Choose one directory at most for each root.
+
+    A committed one is preferred to the remains of an earlier try of the same step.
+    """
     for root in range(len(listing.roots)):
         same = [p for p in chosen if p.root == root]
         if len(same) > 1 and len(settled := [p for p in same if p.committed]) == 1:

@@ -26,7 +26,7 @@ BY_PRIMARY = ("np.ndarray", "scalar", "int", "float", "bool")
 
 @dataclass
 class Tree:
-    """What ``_METADATA`` says of an item."""
+    """The contents of an item's ``_METADATA``."""
 
     #: key_metadata of every array, by name (keys joined by dots).
     arrays: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Tree:
 
 
 def parse_tree(text: str, where: str) -> Tree:
-    """The tree of ``_METADATA``.
+    """Parse the tree of ``_METADATA``.
 
     Raises:
         FastshardError: ``FS601`` if it is malformed.
@@ -86,7 +86,7 @@ def parse_tree(text: str, where: str) -> Tree:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How an array was divided over devices: ids of the mesh in C order, and mesh axes per dimension."""
+    """The division of an array over devices: ids of the mesh in C order, and mesh axes per dimension."""
 
     mesh: tuple[int, ...]
     axes: tuple[str, ...]
@@ -101,7 +101,7 @@ class Sharding:
 
 
 def parse_shardings(text: str) -> dict[str, Sharding]:
-    """Shardings by array; entries that cannot be understood are left out: they are evidence, no more."""
+    """Parse shardings by array, without malformed entries: shardings are only evidence."""
     try:
         described = parse_json(text)
     except ValueError:
@@ -149,10 +149,10 @@ def _sharding(value: Any) -> Sharding | None:
 
 
 def processes_of(ids: set[int]) -> dict[int, int] | None:
-    """The process of each device, where the ids tell: jax numbers the devices of a CPU process from a power
-    of two on.
+    """Return the process of each device; None if the ids do not determine it.
 
-    One run of consecutive ids may be one process or many (GPUs and TPUs are numbered without gaps): None.
+    jax numbers the devices of a CPU process from a power of two on. One run of consecutive ids may be one
+    process or many, since GPUs and TPUs are numbered without gaps.
     """
     ordered = sorted(ids)
     starts = [now for before, now in zip([None, *ordered], ordered, strict=False) if now - 1 != before]

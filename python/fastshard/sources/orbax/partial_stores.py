@@ -11,7 +11,7 @@ _MARKS = {"_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt", *METADATA}
 
 
 def refuse_parts(listing: Listing) -> None:
-    """Raises ``FS514`` for a directory that is one array of a store, or less."""
+    """Raise ``FS514`` for a directory that is one array of a store, or less."""
     hit = next((f for f in listing.files if f.name in _MARKS), None)
     if hit:
         raise FastshardError.of(

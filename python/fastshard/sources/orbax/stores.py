@@ -59,20 +59,22 @@ class Union:
     manifests: list[tuple[int | str, str, Path]] = field(default_factory=list)
 
     def add(self, part: StorePart) -> None:
-        """Takes a further store."""
+        """Add another store."""
         self.parts.append(part)
         self.keys |= part.keys
 
     def take(self, listing: Listing, place: Place, process: Process, part: StorePart) -> None:
-        """Notes what a process' own store holds."""
+        """Record the contents of a process' own store."""
         self.of_process.setdefault(process.id, set()).update(part.keys)
         manifest = place.path(listing) / process.folder / "manifest.ocdbt"
         if part.keys and not part.store.remote and safe_files.is_file(manifest):
             self.manifests.append((process.id, part.label, manifest))
 
     def wrote(self) -> set[int | str]:
-        """Processes whose stores hold metadata or a chunk of these arrays: a directory alone shows
-        nothing."""
+        """Return processes whose stores have metadata or a chunk of these arrays.
+
+        A directory alone proves nothing.
+        """
         if not self.of_process:
             return set()
         known = {f"{a.name}/{a.key(i)}" for a in self.arrays.values() for i in a.chunks() if 0 not in a.shape}
@@ -85,8 +87,10 @@ class Union:
         }
 
     def copied(self) -> list[Finding]:
-        """Stores of different processes with one manifest: it names files at random, so one is a copy of the
-        other."""
+        """Report stores of different processes with the same manifest.
+
+        A manifest names files at random, so one store is a copy of the other.
+        """
         return [
             Finding.of(
                 codes.DUPLICATED_SHARD,
@@ -102,17 +106,17 @@ class Union:
         ]
 
     def holders(self, key: str) -> list[StorePart]:
-        """Stores that hold a key."""
+        """Return the stores that have a key."""
         return [h for h in self.parts if key in h.keys]
 
 
 def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozenset()) -> Union:
-    """Opens the stores of all places and reads the metadata of their arrays.
+    """Open the stores of all places and read the metadata of their arrays.
 
     Args:
-        listing: what the roots hold.
+        listing: contents of the roots.
         places: the directories of one item.
-        names: arrays that there must be.
+        names: arrays that must exist.
 
     Raises:
         FastshardError: for stores that cannot be read, and arrays that two hosts describe differently.
@@ -166,7 +170,7 @@ def _describe_part(listing: Listing, place: Place, store: array_reader.Store, be
 
 
 def _process(listing: Listing, place: Place, process: Process, context: Any) -> StorePart:
-    """The store of one process."""
+    """Open the store of one process."""
     name = process.folder
     label = f"{place.label(listing)}/{name}"
     store = array_reader.Store(place.path(listing) / name, ocdbt=True, label=label, context=context)
@@ -178,7 +182,7 @@ def _lacks(array: Array, keys: Set[str]) -> bool:
 
 
 def _describe(union: Union, keys: Iterable[str]) -> None:
-    """Reads the metadata of the arrays that have it among these keys."""
+    """Read the metadata of arrays that have it among these keys."""
     where = union.parts[0].label
     chunks = sum(math.prod(a.grid) for a in union.arrays.values())
     for key in sorted(k for k in keys if k.endswith(tuple(METADATA))):
@@ -235,7 +239,7 @@ def _describe(union: Union, keys: Iterable[str]) -> None:
 
 
 def _foreign(union: Union) -> None:
-    """Refuses chunks that an array does not have: of another save, with another grid or format."""
+    """Refuse chunks that an array does not have: they are from another save, with another grid or format."""
     for part in union.parts:
         for key in part.keys:
             found = _CHUNK.match(key)
@@ -256,7 +260,7 @@ def _foreign(union: Union) -> None:
 
 
 def _undescribed(union: Union) -> list[str]:
-    """Folders with files that are named as chunks are and belong to no array."""
+    """Return folders with files that are named like chunks and belong to no array."""
     found: set[str] = set()
     for folder in {k.rpartition("/")[0] for k in union.keys}:
         parts = folder.split("/")
@@ -280,10 +284,10 @@ class Reader:
         self._same: set[str] = set()
 
     def __call__(self, block: str, view: memoryview) -> None:
-        """Fills ``view`` with the elements of a block.
+        """Fill ``view`` with the elements of a block.
 
         Raises:
-            FastshardError: ``FS601`` for a chunk that cannot be decoded, ``FS302`` where two stores
+            FastshardError: ``FS601`` for a chunk that cannot be decoded, ``FS302`` if two stores
                 contradict each other.
         """
         array, lo, extent, key = self.blocks[block]
@@ -346,15 +350,15 @@ class Reader:
                 self._same.add(box.key)
 
     def root(self, block: str) -> int:
-        """The root that holds a block; the first one for what nobody has to read."""
+        """Return the root that has a block; the first root for a block that needs no reading."""
         _, _, _, key = self.blocks[block]
         return 0 if key is None else self._union.holders(key)[0].place.root
 
     def send(self, blocks: Iterable[str]) -> None:
-        """Sends for blocks on other hosts.
+        """Request blocks from other hosts.
 
         Raises:
-            FastshardError: what keeps that from being said.
+            FastshardError: if the request fails.
         """
         keys = dict.fromkeys(self.blocks[block][3] for block in blocks)
         send(
@@ -374,8 +378,10 @@ class Reader:
 def listed(
     union: Union, elided: dict[str, list[tuple[int, ...]]], stores_fill: bool
 ) -> tuple[Reader, list[tuple[str, str, list[int], int]], dict[str, list[Piece]]]:
-    """The reader, its blocks (key, dtype, shape, bytes to decode), and per array (first element, extent,
-    number of block)."""
+    """Return the reader, its blocks, and the pieces of each array.
+
+    A block is (key, dtype, shape, bytes to decode), a piece (first element, extent, number of block).
+    """
     reader = Reader(union, stores_fill)
     tensors: list[tuple[str, str, list[int], int]] = []
     pieces: dict[str, list[Piece]] = {}

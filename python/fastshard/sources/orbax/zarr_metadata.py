@@ -63,14 +63,14 @@ class Array:
         return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True))
 
     def key(self, index: tuple[int, ...]) -> str:
-        """Key of the chunk at ``index``, below the array's name."""
+        """Return the key of the chunk at ``index``, below the array's name."""
         numbers = map(str, index)
         if self.zarr == 2:
             return self.separator.join(numbers) or "0"
         return self.separator.join(["c", *numbers])
 
     def has(self, key: str) -> bool:
-        """True if this is the key of one of its chunks."""
+        """Return True if this is the key of one of its chunks."""
         parts = key.split(self.separator)
         if self.zarr == 3 and parts.pop(0) != "c":
             return False
@@ -82,16 +82,16 @@ class Array:
         return all(int(p) < n for p, n in zip(parts, grid, strict=True))
 
     def chunks(self) -> Iterator[tuple[int, ...]]:
-        """Indices of all chunks."""
+        """Return the indices of all chunks."""
         return itertools.product(*map(range, self.grid))
 
     def extent(self, index: tuple[int, ...]) -> tuple[list[int], list[int]]:
-        """First element and extent of a chunk, clipped to the array."""
+        """Return first element and extent of a chunk, clipped to the array."""
         lo = [i * c for i, c in zip(index, self.chunk, strict=True)]
         return lo, [min(c, n - at) for c, n, at in zip(self.chunk, self.shape, lo, strict=True)]
 
     def blocks(self, index: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
-        """First element and extent of each block of a chunk."""
+        """Yield first element and extent of each block of a chunk."""
         lo, extent = self.extent(index)
         if self.block == self.chunk:
             yield lo, extent
@@ -105,10 +105,10 @@ class Array:
 
 
 def parse(name: str, text: bytes, zarr: int, where: str) -> Array | None:
-    """The array that a metadata file describes; None for one that describes a group.
+    """Parse the array that a metadata file describes; None if it describes a group.
 
     Raises:
-        FastshardError: ``FS601`` if it is malformed, ``FS514`` for what is not read.
+        FastshardError: ``FS601`` if it is malformed, ``FS514`` for an unsupported format.
     """
 
     malformed = partial(_malformed, name, where)
@@ -192,7 +192,7 @@ def _chunks_of_3(name: str, described: dict[str, Any], where: str) -> _Chunks:
 
 
 def fill_bytes(array: Array) -> bytes:
-    """One element with the array's fill value, little-endian."""
+    """Return one element with the array's fill value, little-endian."""
     import numpy as np
 
     value = _FLOATS.get(array.fill, array.fill) if isinstance(array.fill, str) else array.fill
@@ -212,7 +212,7 @@ def fill_bytes(array: Array) -> bytes:
 
 
 def _stored(array: Array) -> Any:
-    """The numpy dtype of what is stored."""
+    """Return the numpy dtype of the stored elements."""
     if array.narrow is None:
         return numpy_dtype(array.dtype)
     import ml_dtypes
@@ -233,7 +233,7 @@ def _unread(name: str, where: str, what: str, got: Any) -> FastshardError:
 
 
 def _configured(value: Any, name: str) -> dict[str, Any]:
-    """Configuration of a named part of zarr v3 metadata."""
+    """Return the configuration of a named part of zarr v3 metadata."""
     if (
         isinstance(value, dict)
         and value.get("name") == name

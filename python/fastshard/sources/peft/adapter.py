@@ -14,7 +14,7 @@ from .missing_factors import find_missing_halves, find_missing_modules
 
 @dataclass(frozen=True)
 class PeftFiles:
-    """What lies beside the adapter's tensors."""
+    """The files next to the adapter's tensors."""
 
     #: ``adapter_config.json``.
     config: File
@@ -26,7 +26,7 @@ class PeftAdapter:
     name = "peft"
 
     def detect(self, listing: Listing, options: Options) -> Found[PeftFiles] | None:
-        """Looks for ``adapter_config.json`` beside ``adapter_model.*``, at the top of the directory given."""
+        """Look for ``adapter_config.json`` with ``adapter_model.*``, at the top of the given directory."""
         inside = {file.name: file for file in reversed(listing.within(""))}
         weights = next((inside[name] for name in (*WEIGHTS, MLX_WEIGHTS) if name in inside), None)
         config_file = inside.get(adapter_config.FILE)
@@ -37,7 +37,7 @@ class PeftAdapter:
     def declare(
         self, found: Found[PeftFiles], listing: Listing, contents: Contents, options: Options
     ) -> Source:
-        """Its tensors as they are; each factor must have the other one."""
+        """Declare the adapter's tensors as they are; each factor must have its counterpart."""
         file = found.seen.config
         config = adapter_config.read(listing.roots[file.root] / file.path, file.path)
         source = Source(

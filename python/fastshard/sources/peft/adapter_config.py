@@ -64,14 +64,14 @@ class _ByModule:
         self._patterns = PatternList(numbers, "module", budget)
 
     def of(self, module: str, default: float) -> float:
-        """The number of a module."""
+        """Return the number of a module."""
         found = self._patterns.first(module)
         return default if found is None else self._numbers[found]
 
 
 @dataclass(frozen=True)
 class Config:
-    """What an adapter's config says of its values."""
+    """The settings of an adapter's config that affect its values."""
 
     r: int
     alpha: float
@@ -101,23 +101,23 @@ class Config:
     stored: Mapping[str, Any] = field(default_factory=dict)
 
     def rank(self, module: str) -> int:
-        """The rank of a module's product."""
+        """Return the rank of a module's product."""
         return int(self.ranks.of(module, self.r))
 
     def scale(self, module: str) -> float:
-        """What a module's product is multiplied with."""
+        """Return the factor that scales a module's product."""
         r, alpha = self.rank(module), self.alphas.of(module, self.alpha)
         return alpha / (math.sqrt(r) if self.rslora else r)
 
     def parameters_of(self, module: str) -> list[str]:
-        """The parameters of a module that are adapted by themselves, by their own names."""
+        """Return the own names of a module's parameters that are adapted directly."""
         split = (parameter.rpartition(".") for parameter in self.parameters)
         return [
             own for outer, _, own in split if not outer or module == outer or module.endswith(f".{outer}")
         ]
 
     def rows(self, module: str) -> list[int] | None:
-        """The rows of a module's weight that are trained."""
+        """Return the rows of a module's weight that are trained."""
         if isinstance(self.token_indices, dict):
             found = next(
                 (v for k, v in self.token_indices.items() if module == k or module.endswith(f".{k}")), None
@@ -127,11 +127,11 @@ class Config:
 
 
 def read(path: Path, label: str) -> Config:
-    """The config in a file.
+    """Read the config in a file.
 
     Raises:
-        FastshardError: ``FS211`` if it is none, ``FS514`` for an adapter whose values are computed in another
-            way.
+        FastshardError: ``FS211`` if it is not a config, ``FS514`` for an adapter whose values are computed in
+            another way.
     """
     help = f"pass the adapter's own {FILE}"
     stored = json_text.value(safe_files.read_text(path, safe_files.MAX_CONFIG, label=label), label, help=help)
@@ -182,7 +182,7 @@ def read(path: Path, label: str) -> Config:
 
 
 def _check_types(stored: dict[str, Any], label: str) -> None:
-    """Refuses values of types that peft's own config does not have."""
+    """Refuse values of types that peft's own config does not have."""
     for key, (kinds, expected) in _TYPES.items():
         value = stored.get(key)
         words = value if isinstance(value, list) and key not in _OF_NUMBERS else ()
@@ -191,12 +191,12 @@ def _check_types(stored: dict[str, Any], label: str) -> None:
 
 
 def _words(value: Any) -> tuple[str, ...]:
-    """The words of a list; none of a pattern."""
+    """Return the words of a list; none for a pattern."""
     return tuple(value) if isinstance(value, list) else ()
 
 
 def _layers(stored: dict[str, Any]) -> frozenset[int] | None:
-    """The layers that alone are adapted."""
+    """Return the layers to which the adapter is limited, if it is."""
     found = stored.get("layers_to_transform")
     numbers = found if isinstance(found, list) else [found]
     kept = frozenset(n for n in numbers if type(n) is int)
@@ -249,7 +249,7 @@ def _are_rows(indices: Any, label: str) -> bool:
 def _numbers_by_pattern(
     stored: dict[str, Any], key: str, read_number: Callable[[dict[str, Any], str, str], float], label: str
 ) -> dict[str, float]:
-    """Numbers by patterns of names, which peft tries as regular expressions."""
+    """Return numbers by patterns of names, which peft tries as regular expressions."""
     found = stored.get(key) or {}
     if not isinstance(found, dict):
         raise _bad(key, "numbers by names of modules", found, label)

@@ -17,16 +17,16 @@ Shapes = Mapping[str, list[int]]
 
 
 def place(adapter: AdapterNames, config: Config, base: Shapes, factors: Shapes, table: Table | None) -> None:
-    """Gives an adapter's modules and tensors the names that the base has for them.
+    """Give an adapter's modules and tensors the names that the base has for them.
 
-    Names that both have stay. Others are those that a table calls the same, or are told by prefixes.
+    Names that both have stay. The table or prefixes determine the others.
 
     Args:
         adapter: its tensors by its own names.
         config: its config.
         base: shapes of the base's tensors, by the model's own names.
-        factors: shapes of the adapter's tensors, by the names stored.
-        table: that of the base, if it has one.
+        factors: shapes of the adapter's tensors, by the stored names.
+        table: the base's table, if it has one.
 
     Raises:
         FastshardError: ``FS106`` if several prefixes fit.
@@ -59,7 +59,7 @@ def place(adapter: AdapterNames, config: Config, base: Shapes, factors: Shapes, 
 
 
 def _by_table(names: list[str], base: Shapes, table: Table | None) -> dict[str, str]:
-    """What the base calls the tensors that a table takes for the same ones."""
+    """Return the base's names of tensors that a table considers the same."""
     if table is None:
         return {}
 
@@ -75,7 +75,7 @@ def _by_table(names: list[str], base: Shapes, table: Table | None) -> dict[str, 
 
 
 def _fits(module: Module, factors: Shapes, shape: list[int]) -> bool:
-    """Whether a module's factors can be for a tensor of this shape."""
+    """Return True if a module's factors fit a tensor of this shape."""
     extents = {kind: factors[name] for kind, name in module.factors.items()}
     pairs = [("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")]
     sizes = {

@@ -33,15 +33,15 @@ class Files:
 
 
 def find(path: StrPath) -> Files:
-    """An adapter's files.
+    """Find an adapter's files.
 
     Args:
-        path: its folder, its ``adapter_config.json`` (for adapters that the checkpoint itself holds), or the
-            file of its tensors.
+        path: its folder, its ``adapter_config.json`` (for adapters in the checkpoint itself), or the file of
+            its tensors.
 
     Raises:
-        FastshardError: ``FS501`` if nothing is there, ``FS101`` for one without config, ``FS513`` for another
-            folder, ``FS603`` for a link that leaves the folder.
+        FastshardError: ``FS501`` if the path does not exist, ``FS101`` for an adapter without config,
+            ``FS513`` for another folder, ``FS603`` for a link that leaves the folder.
     """
     at = Path(path)
     refuse_unprintable(at.name, at)

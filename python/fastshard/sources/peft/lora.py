@@ -112,7 +112,7 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
 
 
 def _shapes(source: Source, contents: Contents) -> dict[str, list[int]]:
-    """Shapes of all tensors by the names stored."""
+    """Return the shapes of all tensors by their stored names."""
     found = {name: shape for a in source.files.assembled if a.slot is None for name, shape, _ in a.tensors}
     for unit in source.files.units:
         found |= _shapes_of(unit, contents)

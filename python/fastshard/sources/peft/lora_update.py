@@ -26,17 +26,17 @@ _INPUTS_FIRST = ("gpt_oss", "llama4", "llama4_text")
 
 
 def attach(source: Source, adapter: AdapterNames, config: Config, shapes: Mapping[str, list[int]]) -> None:
-    """Puts an adapter's changes on a declaration.
+    """Add an adapter's changes to a declaration.
 
     Args:
-        source: of the base, the adapter's tensors among its units or assembled ones.
+        source: declaration of the base, with the adapter's tensors among its units or assembled ones.
         adapter: its tensors by its own names.
         config: its config.
-        shapes: of all stored tensors, by the model's own names and by those stored.
+        shapes: shapes of all stored tensors, by the model's own names and by the stored names.
 
     Raises:
-        FastshardError: ``FS106`` for several adapters, ``FS209`` where nothing
-            tells how a tensor is multiplied, ``FS514`` for what is computed otherwise.
+        FastshardError: ``FS106`` for several adapters, ``FS209`` if it is unknown how a tensor is
+            multiplied, ``FS514`` for values that are computed differently.
     """
     if len(adapter.adapters) > 1:
         raise FastshardError.of(
@@ -80,8 +80,7 @@ def attach(source: Source, adapter: AdapterNames, config: Config, shapes: Mappin
 
 
 def _warn_of_addition(name: str, source: Source, config: Config) -> Finding:
-    """Makes the finding of a module that is saved with the adapter and that the base lacks: a head of another
-    class."""
+    """Build the finding for a module that the adapter saves and the base lacks: a head of another class."""
     classes = (source.model.config or {}).get("architectures")
     return Finding.of(
         codes.NOT_LOADED,
@@ -96,14 +95,14 @@ def _warn_of_addition(name: str, source: Source, config: Config) -> Finding:
 
 
 def _names(source: Source, shapes: Mapping[str, list[int]]) -> list[tuple[str, str]]:
-    """Stored names, each with the model's own."""
+    """Return the stored names, each with the model's own name."""
     return [(name, source.names.own.get(name, name)) for name in shapes]
 
 
 def _changes(
     module: Module, config: Config, shapes: Mapping[str, list[int]], model: Mapping[str, Any]
 ) -> list[tuple[str, Change]]:
-    """The changes that a module's factors stand for, each with the tensor that it is of."""
+    """Return the changes that a module's factors describe, each with its tensor."""
     found: list[tuple[str, Change]] = []
     factors, weight = module.factors, f"{module.at}.weight"
     if "tokens" in factors:
@@ -152,7 +151,7 @@ class _Stacked:
     parts: list[list[tuple[str, int]]]
 
     def windows(self) -> Iterator[tuple[str, Window]]:
-        """The part of the whole that each stored tensor is."""
+        """Yield each stored tensor with the part of the full one that it is."""
         for expert, listed in enumerate(self.parts):
             out = 0
             for name, outputs in listed:
@@ -167,7 +166,7 @@ _HOLDERS = ("mlp", "block_sparse_moe", "feed_forward")
 
 
 def _stacked(parameter: str, shapes: Mapping[str, list[int]]) -> _Stacked | None:
-    """The experts that a parameter stacks, where each is stored by itself; None where they are not."""
+    """Find the separately stored experts that a parameter stacks; None if they are not stored so."""
     module, _, own = parameter.rpartition(".")
     layer, _, holder = module.removesuffix(".experts").rpartition(".")
     if not module.endswith(".experts") or holder not in _HOLDERS:
@@ -186,7 +185,7 @@ def _stacked(parameter: str, shapes: Mapping[str, list[int]]) -> _Stacked | None
 
 
 def _target(module: Module, a: str, b: str, config: Config, shapes: Mapping[str, list[int]]) -> str:
-    """The tensor that a product is added to: the module's weight, or one of its parameters."""
+    """Return the tensor to which a product is added: the module's weight, or one of its parameters."""
     weight = f"{module.at}.weight"
     if weight in shapes:
         return weight
@@ -214,7 +213,7 @@ def _target(module: Module, a: str, b: str, config: Config, shapes: Mapping[str,
 
 
 def _forms(shape: list[int], a: list[int], b: list[int]) -> list[tuple[str, int]]:
-    """The ways in which factors of these shapes make up a tensor: form and rank."""
+    """Return the ways in which factors of these shapes make up a tensor: form and rank."""
     if not (a and b and shape) or prod(a[1:]) == 0:
         return []
     inputs, outputs = prod(a[1:]), b[0]
@@ -244,7 +243,7 @@ def _product(
     *,
     embedding: bool,
 ) -> LowRank:
-    """How a product is added to a tensor."""
+    """Describe how a product is added to a tensor."""
     ways = _forms(shape, shapes[a], shapes[b])
     if embedding:
         ways = [way for way in ways if way[0] == "columns"]
@@ -290,14 +289,13 @@ def _find_untied_head(
     shapes: Mapping[str, list[int]],
     changes: Collection[str],
 ) -> tuple[str, str] | None:
-    """The embedding that an adapter replaces alone and the name that the head tied to it gets; None where no
-    head was tied to it, or has a tensor of its own.
+    """Return an embedding that only the adapter replaces, and the new name of the head tied to it.
 
-    PEFT wraps the embedding's module, so that the head keeps the tensor that both were, unless
-    `ensure_weight_tying` ties it again.
+    None if no head was tied to it, or if the head has a separate tensor. PEFT wraps the embedding's module,
+    so the head keeps the tensor that both shared, unless `ensure_weight_tying` ties it again.
 
     Raises:
-        FastshardError: ``FS514`` where nothing tells the head's name.
+        FastshardError: ``FS514`` if the head's name is unknown.
     """
     saved = [
         own
@@ -326,16 +324,19 @@ def _find_untied_head(
 
 
 def _is_tied(source: Source) -> bool:
-    """Whether the base ties its head to its embedding; a config without the key does where the class ties by
-    itself."""
+    """Return True if the base ties its head to its embedding.
+
+    A config without the key does if the class ties by default.
+    """
     return bool(source.binding.facts.get("tied") or (source.model.config or {}).get("tie_word_embeddings"))
 
 
 def _untie(
     source: Source, adapter: AdapterNames, changes: Collection[str], head: tuple[str, str] | None
 ) -> None:
-    """A head of its own makes the model one that is not tied; a change of one of two tied tensors has no
-    place.
+    """Mark the model as not tied if the adapter brings a separate head.
+
+    A change to only one of two tied tensors is refused.
 
     Raises:
         FastshardError: ``FS514`` for such a change.

@@ -39,13 +39,13 @@ _MOST = 3
 def find_missing_halves(
     adapter: AdapterNames, config: Config, shapes: Mapping[str, list[int]], file: str, path: Path
 ) -> list[Finding]:
-    """Lists what an adapter's own names and shapes show to be missing: all factors, one of two, or all values
-    of a tensor.
+    """List missing parts by an adapter's own names and shapes: all factors, one of two, or all values of a
+    tensor.
 
     Args:
         adapter: its tensors by its own names.
         config: its config.
-        shapes: of its tensors, by the names stored.
+        shapes: shapes of its tensors, by the stored names.
         file: the file of its tensors, as messages name it.
         path: its config's file.
     """
@@ -70,13 +70,13 @@ def find_missing_halves(
 def find_missing_modules(
     adapter: AdapterNames, config: Config, file: str, base: Collection[str] | None = None
 ) -> list[Finding]:
-    """Lists the modules that an adapter lacks by its config, or by its other layers.
+    """List the modules that an adapter lacks by its config, or by its other layers.
 
     Args:
-        adapter: its tensors by its own names; modules by the base's names where a base is there.
+        adapter: its tensors by its own names; modules by the base's names if a base is given.
         config: its config.
         file: the file of its tensors.
-        base: names of the base's tensors; None for an adapter by itself.
+        base: names of the base's tensors; None for an adapter alone.
     """
     found = [
         *_find_unsaved_modules(adapter, config, file, base),
@@ -86,8 +86,10 @@ def find_missing_modules(
 
 
 def find_run_beside(config: Path) -> str | None:
-    """Gives the command that takes an adapter's factors from DeepSpeed's checkpoint in, above or beside its
-    folder; None without one."""
+    """Return the command that takes an adapter's factors from a DeepSpeed checkpoint in or near its folder.
+
+    None if there is no such checkpoint in, above or next to the folder.
+    """
     folder = config.absolute().parent
     for place in (folder, folder.parent):
         for at in (place, *(place / name for name in Folder.named(place).names())):
@@ -102,7 +104,7 @@ def find_run_beside(config: Path) -> str | None:
 def _find_without_values(
     adapter: AdapterNames, shapes: Mapping[str, list[int]], file: str
 ) -> Iterator[Finding]:
-    """Tensors of size 0, as ZeRO-3 leaves them where they are saved without being gathered."""
+    """Report tensors of size 0, which ZeRO-3 leaves if they are saved without being gathered."""
     names = [name for module in adapter.modules.values() for name in module.factors.values()]
     empty = sorted(name for name in (*names, *adapter.whole.values()) if 0 in shapes.get(name, ()))
     if empty:
@@ -119,7 +121,7 @@ def _find_without_values(
 
 
 def _find_without_counterpart(adapter: AdapterNames, config: Config, file: str) -> Iterator[Finding]:
-    """Factors without the other one, and products without the magnitude that DoRA has of every module."""
+    """Report factors without their counterpart, and, for DoRA, products without the module's magnitude."""
     lacking: dict[str, list[str]] = {}
     for module in adapter.modules.values():
         for pair in PAIRS:
@@ -137,7 +139,7 @@ def _find_without_counterpart(adapter: AdapterNames, config: Config, file: str) 
 
 
 def _missing(message: str, names: list[str], file: str, expected: str | None = None) -> Finding:
-    """One finding for tensors or modules that are missing for one reason."""
+    """Build one finding for tensors or modules that are missing for the same reason."""
     several = f": {some(names, _MOST)}" if len(names) > 1 else ""
     return Finding.of(
         codes.MISSING_TENSOR,
@@ -151,15 +153,14 @@ def _missing(message: str, names: list[str], file: str, expected: str | None = N
 
 
 def _is_module(name: str, word: str) -> bool:
-    """Whether a word of a list names a module, as peft matches the words of a list."""
+    """Return True if a word of a list names a module, by peft's rule for lists."""
     return name == word or name.endswith(f".{word}")
 
 
 def _find_unsaved_modules(
     adapter: AdapterNames, config: Config, file: str, base: Collection[str] | None
 ) -> Iterator[Finding]:
-    """Entries of `modules_to_save` of which the file has nothing, and the base, if it is known, has
-    something."""
+    """Report entries of `modules_to_save` that the file lacks and the base, if known, has."""
     saved = [f".{own}" for own in adapter.whole]
 
     def is_there(word: str) -> bool:
@@ -185,8 +186,10 @@ def _find_unsaved_modules(
 def _find_unmatched_targets(
     adapter: AdapterNames, config: Config, file: str, base: Collection[str] | None
 ) -> Iterator[Finding]:
-    """Words of `target_modules` of which no module has a factor; only a base tells whether the model has such
-    a module."""
+    """Report words of `target_modules` that match no module with factors.
+
+    Only a base shows whether the model has such a module.
+    """
     if base is not None and config.excludes:
         return
     names = [name for module in adapter.modules.values() for name in (module.name, module.at)]
@@ -208,8 +211,10 @@ def _find_unmatched_targets(
 
 
 def _list_targets(word: str, config: Config, base: Iterable[str]) -> list[str]:
-    """The base's modules that a word of a list names; experts may be stacked in memory, where no word reaches
-    them."""
+    """Return the base's modules that a word of a list names.
+
+    Experts may be stacked in memory, where no word matches them.
+    """
     found = []
     for name in base:
         module, _, own = name.rpartition(".")
@@ -223,8 +228,7 @@ def _list_targets(word: str, config: Config, base: Iterable[str]) -> list[str]:
 def _find_gaps(
     adapter: AdapterNames, config: Config, file: str, base: Collection[str] | None
 ) -> Iterator[Finding]:
-    """Layers between others that have no factors of a module, where nothing in the config limits the
-    layers."""
+    """Report layers between others that lack factors of a module, if the config does not limit the layers."""
     if not config.is_of_all_layers:
         return
     modules: dict[str, Module | None] = {module.at: module for module in adapter.modules.values()}
@@ -254,7 +258,7 @@ def _find_gaps(
 
 
 def _has_module(name: str, other: str, base: Collection[str]) -> bool:
-    """Whether the base has a module as it has another one, which the adapter is for."""
+    """Return True if the base has a module in the form in which it has another one that is adapted."""
     if f"{other}.weight" in base:
         return f"{name}.weight" in base
     return any(tensor.startswith(f"{name}.") for tensor in base)
@@ -263,8 +267,10 @@ def _has_module(name: str, other: str, base: Collection[str]) -> bool:
 def _are_of_other_kind(
     before: str, gaps: list[int], layers: set[int], roles: Mapping[tuple[str, str], set[int]]
 ) -> bool:
-    """Whether layers may lack a module because the model has others there, as hybrids do: often, in turn, or
-    with modules in its place."""
+    """Return True if layers may lack a module because the model has others there, as hybrids do.
+
+    They do so often, at regular intervals, or with other modules in its place.
+    """
     steps = {b - a for a, b in itertools.pairwise(gaps)}
     in_turn = len(gaps) > 2 and len(steps) == 1
     # Modules that only these layers have.

@@ -26,7 +26,7 @@ _BEHIND = ("base_layer", "original_module", "token_adapter")
 
 @dataclass
 class Module:
-    """What is kept of one module: names of its factors by their word."""
+    """The factors of one module: their names by word."""
 
     #: Its own name, without wrappers.
     name: str
@@ -96,10 +96,10 @@ def read_names(names: Iterable[str], *, saved: bool, container: str = "") -> Ada
 
 
 def bare(name: str) -> str:
-    """A name without what wrappers put in."""
+    """Remove the parts of a name that wrappers insert."""
     return ".".join(part for part in name.split(".") if part not in _BEHIND)
 
 
 def is_of_adapters(names: Iterable[str]) -> bool:
-    """True if there are factors among the names."""
+    """Return True if there are factors among the names."""
     return any(_FACTORS.match(name) or _TOKENS.match(name) for name in names)
