@@ -156,8 +156,7 @@ class Features:
 
     @property
     def is_llama(self) -> bool:
-        """True if transformers' Llama computes what the model did: RMSNorm, gated MLP, sequential
-        residual."""
+        """True if transformers' Llama computes the model: RMSNorm, gated MLP, sequential residual."""
         if self.residual == "unknown" and (self.dense_bias or self.mlp_out_bias):
             return False
         plain = self.norm in ("rmsnorm", "te_rmsnorm") and not self.norm_bias and self.gated

@@ -17,8 +17,10 @@ from .overridden_settings import find_overridden_settings, is_config_json, read_
 
 
 def _scales(config: dict[str, Any]) -> dict[str, int]:
-    """Return the factors of ``global_parameter_scale``. source: MaxText configs/types.py,
-    get_individual_scales"""
+    """Return the factors of ``global_parameter_scale``.
+
+    source: MaxText configs/types.py, get_individual_scales
+    """
     scale = whole_number(config, "global_parameter_scale", 1)
     if scale & (scale - 1) or scale > 1 << 30:
         raise FastshardError.of(

@@ -194,8 +194,8 @@ class Megatron:
             file: the arguments' name in messages.
 
         Raises:
-            FastshardError: ``FS514`` for a model that Megatron-LM does not compute, ``FS209`` for a setting that
-                affects values and is not stated.
+            FastshardError: ``FS514`` for a model that Megatron-LM does not compute, ``FS209`` for a setting
+                that affects values and is not stated.
         """
         refuse(model)
         model.settled("parallel", "activation")

@@ -14,7 +14,7 @@ from ..layouts.declaration import Evidence, Source
 
 @dataclass(frozen=True)
 class Lack:
-    """Something that a model computes and a format has no words for."""
+    """A feature that a model has and a format lacks."""
 
     #: By the name that the source has for it.
     what: str

@@ -41,8 +41,7 @@ def is_config_json(config: Mapping[str, Any]) -> bool:
 
 
 def read_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the settings that a config.json states, by one name each, without those that it leaves to
-    defaults.
+    """Read the settings that a config.json states, by one name each; defaults are left out.
 
     Raises:
         FastshardError: ``FS211`` for a rotary embedding or a window of another kind.

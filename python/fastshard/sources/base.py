@@ -20,11 +20,10 @@ from ..layouts.declaration import Blocks, Source
 
 
 def view_of(tensor: _core.StoredTensor) -> tuple[Any, ...]:
-    """Return a key that distinguishes tensors without reading them: the storage's checksum and size, and the
-    view.
+    """Return a key that distinguishes tensors without reading them: checksum and size of storage, and view.
 
-    ``torch.save`` keeps the whole storage of a slice, so two ranks' files may hold the same one, and other
-    slices.
+    ``torch.save`` keeps the full storage of a slice, so two ranks' files may have the same storage, and
+    different slices.
     """
     return (
         tensor.get("storage_crc32"),
@@ -151,7 +150,7 @@ def checked_accept(what: Iterable[str]) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Options:
-    """The caller's options for the source."""
+    """The options of a caller for reading a source."""
 
     step: str | None = None
     #: Name below which the model lies.
@@ -172,7 +171,7 @@ class Options:
 
     @property
     def vocab_size(self) -> int | None:
-        """True vocabulary."""
+        """The true size of the vocabulary."""
         return self.given.get("vocab_size")
 
 
@@ -206,7 +205,7 @@ class Found(Generic[_Seen_co]):
 
 
 class Adapter(Protocol[Seen]):
-    """Recognises one framework's checkpoints and declares them."""
+    """An adapter, which recognises one framework's checkpoints and declares them."""
 
     name: str
 
@@ -251,8 +250,7 @@ _NAMED = 256
 
 
 def lacking(have: Iterable[int], first: int, last: int) -> list[tuple[int, int]]:
-    """List the missing numbers from ``first`` to ``last`` as runs (first, last); each by itself if they are
-    few.
+    """List missing numbers from ``first`` to ``last`` as ranges (first, last); singly if they are few.
 
     A number in a file's name may be anything: the work grows with the numbers that are present.
     """
@@ -279,16 +277,16 @@ def missing(
     count: int | None = None,
     run: Sequence[str] = (),
 ) -> Finding:
-    """Report a file that must exist and is missing, or a run of files.
+    """Report a file that must exist and is missing, or a range of files.
 
     Args:
-        path: of the file, or of the first one of a run.
-        coords: the rank that wrote it, by dimension; of a run the ranks.
-        why: who says that it must exist.
+        path: path of the file, or of the first file of a range.
+        coords: the rank that wrote it, by dimension; for a range, the ranks.
+        why: the source that states that it must exist.
         help: what to do.
-        rank: what people call the rank, where ``coords`` says it otherwise.
-        upto: name of the last file of a run.
-        count: how many files the run has, where it is not a file for each rank of ``coords``.
+        rank: the usual name of the rank, if ``coords`` names it differently.
+        upto: name of the last file of a range.
+        count: how many files the range has, if it is not one file for each rank of ``coords``.
         run: commands that do what ``help`` says.
     """
     what = "the file is missing" if upto is None else f"the files from this one to {upto} are missing"

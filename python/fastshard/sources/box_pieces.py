@@ -32,7 +32,7 @@ class _Tensor:
 
 
 class Boxes:
-    """The boxes of all tensors, by name. What several files hold is a copy, to be compared."""
+    """The boxes of all tensors, by name; a box in several files is a copy, for comparison."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, _Tensor] = {}

@@ -30,7 +30,7 @@ _OPTIMIZER = compile_when_used(r"^optimizer_\d+$")
 
 @dataclass(frozen=True)
 class Chosen:
-    """The step that is taken, and what is to be said of the others."""
+    """The chosen step, and findings about the others."""
 
     name: str
     findings: list[Finding]

@@ -329,7 +329,7 @@ def _take_layout(
 def _take_head(
     source: Source, kind: config_json.Architecture | None, layout: str, stored: set[str], is_base: bool
 ) -> str | None:
-    """Declare whether there is an output layer over the vocabulary; if not, describe the model in words.
+    """Declare whether there is an output layer over the vocabulary, and describe the model if it has none.
 
     Args:
         source: the declaration.
@@ -457,7 +457,10 @@ def _quantiser_beside(listing: Listing, config: Path) -> str | None:
 def _why_not(
     config: dict[str, Any], layout: str | None, names: Iterable[str], beside: str | None
 ) -> str | None:
-    """Return why a model has no table, given a quantiser's file ``beside`` its config; None if it has one."""
+    """Return the reason why a model has no table; None if it has one.
+
+    ``beside`` is a quantiser's file next to its config.
+    """
     model_type = config.get("model_type")
     if layout is None:
         return f"model_type {shown(model_type)} has no table"

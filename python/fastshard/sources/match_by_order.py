@@ -12,8 +12,7 @@ _MOST_STATES = 4096
 def by_shape(
     names: list[tuple[str, list[int]]], groups: list[list[list[int] | None]]
 ) -> list[list[str]] | None:
-    """Return the only way in which groups of shapes are subsequences of the parameters in order, if there is
-    one.
+    """Return the only way in which groups of shapes are subsequences of the ordered parameters.
 
     An unknown shape fits any parameter. The remaining parameters are frozen. Several ways, or none, give
     None.

@@ -90,9 +90,7 @@ def _containers(
 ) -> dict[str, list[str]] | None:
     """Return the dicts with a model's weights: the prefix of their names, and the module's own names in them.
 
-    None if a tensor has no path.
-
-    None where the paths do not tell of every tensor.
+    None if some tensor has no path.
     """
     groups: dict[str, list[str]] = {}
     for name in stored:

@@ -31,7 +31,7 @@ _PLAIN = compile_when_used(r"[\w.-]+", re.ASCII)
 
 @dataclass
 class Step:
-    """A step of which something is there."""
+    """A step of which at least a part exists."""
 
     #: The folders that bear its name: root, and path in it; empty where the step was given as CKPT itself.
     folders: list[tuple[int, str]] = field(default_factory=list)

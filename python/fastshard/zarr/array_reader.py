@@ -119,7 +119,7 @@ def new_context() -> Any:
 
 
 class Store:
-    """A directory with arrays: their folders, or an OCDBT database that holds them."""
+    """A directory with arrays: their folders, or an OCDBT database."""
 
     def __init__(self, path: Path, *, ocdbt: bool, label: str, context: Any = None) -> None:
         self._ts = library()
@@ -183,7 +183,7 @@ class Store:
         return there, lost
 
     def _fetch(self, key: str) -> contextlib.AbstractContextManager[None]:
-        """Fetch the value of a key, where its files lie on another host."""
+        """Fetch the value of a key, if its files are on another host."""
         return self.remote.fetch(key) if self.remote else contextlib.nullcontext()
 
     def read(self, key: str, limit: int | None = None) -> bytes:

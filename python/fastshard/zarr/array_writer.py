@@ -33,7 +33,7 @@ _NODE = 64 << 10
 
 @dataclass(frozen=True)
 class Array:
-    """An array to be written; ``dtype`` as safetensors names it, ``block`` the extent of a chunk."""
+    """An array to write; ``dtype`` is safetensors' name, ``block`` the extent of a chunk."""
 
     key: str
     dtype: str
@@ -89,7 +89,8 @@ class Array:
 
 
 class StoreWriter:
-    """Writes one store; the core calls :meth:`begin`, :meth:`write` from several threads, :meth:`finish`.
+    """A writer of one store; the core calls :meth:`begin`, :meth:`write` from several threads,
+    :meth:`finish`.
 
     Each returns None, or a JSON array of findings.
     """
@@ -159,8 +160,7 @@ class StoreWriter:
         }
 
     def take_spare(self, size: int) -> bytearray | mmap.mmap | None:
-        """Return a buffer of ``size`` bytes that was written before, if there is one: fresh memory is
-        expensive.
+        """Return a buffer of ``size`` bytes that was written before, if any: fresh memory is expensive.
 
         TensorStore may still refer to it: the core takes it only if nothing does.
         """

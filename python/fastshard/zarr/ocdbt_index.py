@@ -79,7 +79,7 @@ def walk(
 
 
 def unreadable(place: Place, sizes: Mapping[str, int]) -> str | None:
-    """Return why a range of a file cannot be read; None if it can."""
+    """Return the reason why a range of a file cannot be read; None if it can."""
     path, offset, length = place
     size = sizes.get(path)
     if size is None:

@@ -26,7 +26,7 @@ Range = tuple[Path, int, int]
 
 @dataclass
 class _Brought:
-    """A range that is being read, or was read last."""
+    """A range that is being read, or was the last one read."""
 
     readers: int = 0
     here: bool = False
@@ -83,7 +83,7 @@ def _bring(wanted: Range) -> None:
 class RemoteStore:
     """The files of a store on another host's disk.
 
-    Nothing of them may be read that was not brought: what was not is zeros.
+    Only ranges that were brought may be read: all others are zeros.
     """
 
     def __init__(self, folder: Path, *, ocdbt: bool) -> None:
@@ -99,7 +99,7 @@ class RemoteStore:
         return os.stat(self._folder / name).st_size  # noqa: PTH116 - once for every chunk
 
     def bring(self, place: Place) -> None:
-        """Bring a range permanently.
+        """Bring a range to this host and keep it.
 
         Raises:
             FastshardError: if the range cannot be brought.
@@ -122,10 +122,10 @@ class RemoteStore:
         return self._range((key, 0, self._size(key))) if (self._folder / key).is_file() else None
 
     def fetch(self, key: str) -> contextlib.AbstractContextManager[None]:
-        """Fetch the value of a key, and keep it here as long as it is read.
+        """Fetch the value of a key, and keep it here while it is read.
 
         Raises:
-            FastshardError: what keeps it from coming.
+            FastshardError: if the value cannot be brought.
         """
         wanted = self.range_of(key)
         return _fetch_range(wanted) if wanted else contextlib.nullcontext()

@@ -112,8 +112,10 @@ def _is_among(closest: Callable[[str], frozenset[int]], number: int, name: str) 
 
 
 class _Targets:
-    """The modules that a group is for: names, expressions, classes. source: compressed-tensors 0.20
-    utils/match.py match_targets"""
+    """The modules that a group targets: names, expressions, classes.
+
+    source: compressed-tensors 0.20 utils/match.py match_targets
+    """
 
     def __init__(self, targets: object, budget: PatternBudget) -> None:
         entries = [one for one in targets if isinstance(one, str)] if isinstance(targets, list) else []

@@ -43,7 +43,7 @@ _STACKED = ("", "model.", "language_model.", "language_model.model.", "model.lan
 
 @dataclass(frozen=True)
 class Companion:
-    """A tensor beside the codes."""
+    """A tensor that accompanies the codes."""
 
     #: What people call it: ``scales``.
     role: str
@@ -167,8 +167,7 @@ def spellings(name: str) -> tuple[str, ...]:
 
 
 class ListedModules:
-    """Modules that a list names, in any way in which tools spell one: name, part of it, pattern,
-    expression."""
+    """Modules of a list, in any way in which tools spell one: name, part of it, pattern, expression."""
 
     def __init__(self, entries: Iterable[object], budget: PatternBudget) -> None:
         texts = [entry for entry in entries if isinstance(entry, str) and entry]

@@ -30,11 +30,10 @@ _COPY = "copy the file that holds it from the original checkpoint"
 
 
 def check_weights(config: QuantisationConfig | None, tensors: Tensors) -> tuple[list[Weight], list[Finding]]:
-    """Check quantised weights by names and shapes: those that are complete, and findings of missing ones and
-    of contradictions.
+    """Check quantised weights by names and shapes, and report missing and contradictory ones.
 
     Args:
-        config: what the model says of its quantisation; None if it says nothing.
+        config: the model's quantisation config; None without one.
         tensors: dtype and shape of every tensor, by name.
     """
     if config is None:

@@ -84,7 +84,9 @@ def _one_of(names: set[str]) -> Callable[[str], bool]:
 
 
 def _group_size(algorithm: str, settings: Settings) -> int | None:
-    """Read the columns of a group; None if nothing is stated. Without groups, 0 or -1 may be stated.
+    """Read the columns of a group; None if nothing is stated.
+
+    Without groups, 0 or -1 may be stated.
 
     Raises:
         ImpossibleSettingError: for another size.

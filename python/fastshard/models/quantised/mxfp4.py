@@ -42,7 +42,7 @@ def _values(weight: Weight, access: ValueAccess) -> Values:
 
 
 def _turned(sizes: Sizes, shape: tuple[int, ...]) -> bool:
-    """Return True if a plain weight is stored transposed."""
+    """Return True for the transposed shape, which the weight has once it consists of values."""
     return (*shape[:-2], *shape[:-3:-1]) == sizes.shape
 
 

@@ -47,7 +47,7 @@ class QuantisationConfig:
 
     @functools.cached_property
     def _budget(self) -> PatternBudget:
-        """What its patterns may take together."""
+        """The work limit that its patterns share."""
         return PatternBudget(self.file)
 
     @functools.cached_property
@@ -56,7 +56,10 @@ class QuantisationConfig:
 
     @property
     def forms(self) -> list[Form]:
-        """The forms that are known of it.
+        """Its known forms.
+
+        Raises:
+            FastshardError: ``FS514`` for more groups than any tool writes.
 
         Raises:
             FastshardError: ``FS514`` for more groups than anybody writes.
@@ -81,7 +84,7 @@ class QuantisationConfig:
 
     @property
     def skipped(self) -> list[str] | None:
-        """Modules that it lists as left as they are; None without such a list."""
+        """Modules that it lists as unquantised; None without such a list."""
         found = [self.config[key] for key in _SKIPPED if isinstance(self.config.get(key), list)]
         rules = self.config.get("dynamic")
         if isinstance(rules, Mapping):
@@ -95,13 +98,12 @@ class QuantisationConfig:
 
     @property
     def is_of_what_is_stored(self) -> bool:
-        """False for methods that take plain weights too, and where these were not compressed when they were
-        saved."""
+        """False for methods that also take plain weights, and for weights that were not compressed on saving."""
         return self.method not in _ON_LOADING and not self.is_before_compression
 
     @property
     def is_before_compression(self) -> bool:
-        """True where compressed-tensors states that weights may be plain beside their scales."""
+        """True if compressed-tensors states that weights may be plain despite their scales."""
         return self.config.get("quantization_status") in (
             "initialized",
             "calibration",
@@ -135,7 +137,7 @@ def find_in_files(headers: Iterable[object], names: Collection[str]) -> Quantisa
     """Find the quantisation that the tensor files themselves declare.
 
     Args:
-        headers: what the headers of the files say besides the tensors.
+        headers: contents of the files' headers other than tensors.
         names: names of all tensors.
     """
     for header in headers:

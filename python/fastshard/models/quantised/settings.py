@@ -23,7 +23,7 @@ _MISSING = "missing"
 
 
 class ImpossibleSettingError(Exception):
-    """A setting with which no code has a value: its key, what it can be, and what it is."""
+    """A setting that gives codes no value: its key, its possible values, and its value."""
 
     def __init__(self, key: str, expected: str, got: str) -> None:
         super().__init__(f"{key}: expected {expected}, got {got}")
@@ -32,7 +32,7 @@ class ImpossibleSettingError(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings by key. Whatever reads one refuses what it cannot be; nothing is taken for something else."""
+    """Settings by key; a reader refuses impossible values and does not reinterpret any."""
 
     values: Mapping[str, Any]
     #: Where they stand: ``config_groups.group_0.weights.``

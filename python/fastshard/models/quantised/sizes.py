@@ -14,7 +14,7 @@ Stored = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The extents of a weight as it is without the form: leading ones (experts), rows, columns."""
+    """The extents of a weight without its form: leading ones (experts), rows, columns."""
 
     lead: tuple[int, ...]
     rows: int
@@ -27,7 +27,7 @@ class Sizes:
 
     @property
     def matrices(self) -> tuple[int, int, int]:
-        """The same with the leading ones as one."""
+        """The extents with the leading ones as one."""
         return math.prod(self.lead), self.rows, self.columns
 
 

@@ -108,8 +108,9 @@ def _check_numbers(content: Mapping[str, Any]) -> None:
 
 
 def _check_sizes(settings: Settings) -> None:
-    """Check sizes of groups and blocks: an integer, or one for each dimension. source: torchao 0.18
-    quantization/
+    """Check sizes of groups and blocks: an integer, or one for each dimension.
+
+    source: torchao 0.18 quantization/
 
     Raises:
         ImpossibleSettingError: for impossible values.
@@ -183,7 +184,7 @@ def _listed(text: object) -> list[str]:
 
 
 def _read_record(name: str, text: object) -> dict[str, Any]:
-    """Read the record in a text of a header; empty for another one."""
+    """Read the record in a header's text; empty for other text."""
     return json_text.object_in(text) if isinstance(text, str) and name != NAMES else {}
 
 

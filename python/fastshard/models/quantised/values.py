@@ -42,12 +42,11 @@ Block = tuple[int, int]
 
 
 class NoValuesError(Exception):
-    """A weight whose values are not made here; the message says why."""
+    """A weight whose values are not computed here; the message gives the reason."""
 
 
 class DamagedError(NoValuesError):
-    """A weight of which no values can be made, here or elsewhere: a record or a table beside its codes is
-    damaged."""
+    """A weight without values, here or elsewhere: a record or a table of its codes is damaged."""
 
     def __init__(
         self, message: str, *, tensor: str, expected: str, got: str, code: str = codes.CONFIG_DISAGREES
@@ -101,7 +100,7 @@ class Coded:
 
 @dataclass(frozen=True)
 class Values:
-    """A tensor of values: its name without the module's, its shape, and what makes it."""
+    """A tensor of values: its name without the module's, its shape, and its computation."""
 
     suffix: str
     shape: tuple[int, ...]
@@ -141,8 +140,7 @@ def powers(of: str, sizes: Sizes) -> Document:
 
 
 def fitting(sizes: Sizes, shape: tuple[int, ...], candidates: Sequence[Block]) -> tuple[list[int], list[int]]:
-    """Return the block and the grid of scales of this shape: of the first candidate that has it, or one for
-    all.
+    """Return the block and the grid of scales of this shape: the first candidate's, or one for all.
 
     Raises:
         NoValuesError: if no candidate has it.

@@ -59,8 +59,7 @@ _Stored = dict[str, list[tuple[int, int, list[int]]]]
 
 
 class ColossalAI:
-    """Directories that ``booster.save_model(shard=True)`` wrote, with or without the optimizer's beside
-    them."""
+    """Directories that ``booster.save_model(shard=True)`` wrote, with or without the optimizer's."""
 
     name = "colossalai"
 
@@ -416,7 +415,7 @@ def _copied(
 
 
 class _Whole:
-    """Shapes of whole tensors, by the layout table and the config."""
+    """Shapes of full tensors, by the layout table and the config."""
 
     def __init__(self, source: Source) -> None:
         # Where query heads are not grouped the table fixes r.

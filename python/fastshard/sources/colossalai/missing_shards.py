@@ -19,8 +19,10 @@ SHARD = compile_when_used(
 
 
 def writer(name: str) -> tuple[int, int] | None:
-    """Parse pipeline stage and expert-parallel rank (0: none) from a shard's name; None for an undivided
-    save."""
+    """Parse pipeline stage and expert-parallel rank (0: none) from a shard's name.
+
+    None for an unsharded save.
+    """
     match = SHARD.match(name)
     return (int(match["stage"]), int(match["ep"] or 0)) if match and match["stage"] else None
 

@@ -25,7 +25,7 @@ class OptimFiles:
 
 @dataclass(frozen=True)
 class ColossalFiles:
-    """The model's shards, and the optimizer's beside them."""
+    """The model's shards, and the optimizer's."""
 
     #: Names of shards, with the file of each directory that has it.
     shards: tuple[tuple[str, tuple[int, ...]], ...]

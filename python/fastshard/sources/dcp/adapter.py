@@ -53,11 +53,11 @@ _MAX_LOOKED_INTO = 256
 
 @dataclass
 class _Records(Source):
-    """A source whose modules may have state of their own: a merge keeps what of it is tensors, no model has a
-    place for it."""
+    """A source whose modules may have their own state: a merge keeps its tensors, and no model has a place
+    for it."""
 
     def weights_only(self, names_of: Callable[[int], Iterable[str]], optimizer: bool = False) -> Source:
-        """Return the source without optimizer and without the modules' own state."""
+        """Return the source with its weights only, as every source does, and without the modules' own state."""
         taken = super().weights_only(names_of, optimizer)
         own = [n for a in taken.files.assembled for n, *_ in a.tensors if _EXTRA_STATE.search(n)]
         if not own:
@@ -82,7 +82,7 @@ _Tensors = list[tuple[str, list[int], list[Any]]]
 
 
 class Framework(Protocol):
-    """One that saves by way of torch.distributed.checkpoint, under names and with files of its own."""
+    """A framework that saves with torch.distributed.checkpoint, under its own names and with its own files."""
 
     def take(
         self,

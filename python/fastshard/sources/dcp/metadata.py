@@ -158,11 +158,10 @@ def as_records(described: Metadata, path: str) -> None:
 
 
 def of_ranks(listing: Listing, ranks: dict[int, list[File]], findings: list[Finding]) -> Metadata:
-    """Combine the metadata of ranks that saved separately (``use_collectives=False``), as one .metadata
-    would.
+    """Combine the metadata of ranks that saved separately, as one .metadata would state it.
 
-    Each rank states the full shapes of its tensors, and its own chunks. Every rank saves the tensors that all
-    of them have alike.
+    Such ranks save with ``use_collectives=False``. Each states the full shapes of its tensors, and its own
+    chunks. Every rank saves the tensors that all of them share.
 
     Raises:
         FastshardError: ``FS201`` or ``FS202`` if they disagree on a tensor.

@@ -42,7 +42,7 @@ _OLD_EXPERT = compile_when_used(r"^expert_\d+_mp_rank_\d+_model_states\.pt$")
 def steps_of(listing: Listing) -> dict[str, Step]:
     """Find folders with model files or partitions, by the step in their names.
 
-    Node-local parts may lie at any depth.
+    Node-local parts may be at any depth.
     """
     places: dict[tuple[int, str], None] = {}
     for file in listing.files:
@@ -57,7 +57,7 @@ def steps_of(listing: Listing) -> dict[str, Step]:
 
 @dataclass
 class Files:
-    """The files of one step, each list sorted by its numbers; several roots may hold the same one."""
+    """The files of one step, each list sorted by its numbers; several roots may have the same file."""
 
     #: (pipeline layer, tp rank, file)
     layers: list[tuple[int, int, File]] = field(default_factory=list)
@@ -110,7 +110,7 @@ class Files:
 
 
 class Dialect(Protocol):
-    """A framework that has DeepSpeed write its files, under names of its own."""
+    """A framework that has DeepSpeed write its files, under separate names."""
 
     def take(
         self,
@@ -120,8 +120,7 @@ class Dialect(Protocol):
         states: list[dict[str, Any]],
         options: Options,
     ) -> tuple[Source, optimizer_state.Naming] | None:
-        """Declare the parameters and the names of their master weights; None if the save is not this
-        dialect's."""
+        """Declare the parameters and the names of their master weights; None for a save of another framework."""
 
 
 class DeepSpeed:
@@ -224,8 +223,7 @@ def _plain(
     states: list[dict[str, Any]],
     options: Options,
 ) -> tuple[Source, optimizer_state.Naming]:
-    """Declare a model that is not GPT-NeoX under its own names, with full tensors unless a layout says
-    otherwise."""
+    """Declare a model that is not GPT-NeoX under its own names, with full tensors unless a layout differs."""
     seen = found.seen
     source = Source(
         found.framework,

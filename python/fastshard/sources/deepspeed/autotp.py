@@ -167,8 +167,10 @@ def _rule(entry: dict[str, Any], tp: int) -> Divided | None:
 def _spans(
     rank: dict[str, Any], logical: list[int], shape: list[int], d: int
 ) -> list[tuple[int, int, int]] | None:
-    """Return (first index in the shard, first index in the full tensor, extent) of each piece along a
-    dimension.
+    """Return the place and extent of each piece along a dimension, in the shard's order.
+
+    The place is the first index in the shard, and the first index in the full tensor. None if some piece is
+    not a slice along the dimension.
 
     Pieces are in the shard's order. None if some piece is not a slice along the dimension.
     """

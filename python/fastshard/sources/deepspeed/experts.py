@@ -19,8 +19,7 @@ from .step_files import DeepSpeedFiles
 
 
 def counts(states: list[dict[str, Any]]) -> list[int]:
-    """Return the number of experts of each mixture layer, by the model file; empty for a model without
-    experts."""
+    """Return the number of experts of each mixture layer by the model file; empty without experts."""
     num_experts = states[0].get("num_experts") if states else None
     num_experts = num_experts if isinstance(num_experts, list) else [num_experts]
     return [n for n in num_experts if isinstance(n, int) and 0 < n <= 1 << 20]

@@ -17,7 +17,7 @@ class DeepSpeedFiles(ZeroFiles):
     expp: tuple[tuple[int, int, int], ...] = ()
 
     def list_ranks(self) -> dict[int, Rank]:
-        """List the rank that wrote each file, and of an expert's file the expert, by the file's number."""
+        """List the rank that wrote each file by the file's number; for an expert's file, also the expert."""
         ranks = super().list_ranks()
         ranks |= {file: {"mixture": layer, "expert": expert} for layer, expert, _, file in self.experts}
         return ranks | {file: {"ep": ep, "mp": mp} for ep, mp, file in self.expp}

@@ -38,7 +38,7 @@ _OF_ALL = "zero/optimizer_state.pt"
 
 @dataclass(frozen=True)
 class UniversalFiles(ZeroFiles):
-    """The files of parameters, and the model files beside them."""
+    """The files of parameters, and the model files with them."""
 
     #: (parameter, what of it, file): ``fp32``, ``exp_avg``, ``step`` and the like.
     parts: tuple[tuple[str, str, int], ...] = ()
@@ -213,7 +213,7 @@ def _parts(
     shapes: dict[str, list[int]],
     padding: int,
 ) -> _Parts:
-    """Read the folders of the parameters, some excepted; stage 3 may leave this much padding at the end."""
+    """Read the folders of all parameters except ``apart``; stage 3 may leave ``padding`` elements at the end."""
     parts = _Parts()
     for name, slot, index in found.seen.parts:
         if name in apart:
@@ -258,8 +258,10 @@ def _buffers(model: Model) -> set[str]:
 
 
 def _frozen_shards(ranks: list[Model], have: set[str]) -> list[Finding]:
-    """Report frozen parameters that ds_to_universal leaves in model files which each store a slice of a
-    shard."""
+    """Report frozen parameters that ds_to_universal leaves in the model files of several ranks.
+
+    Each of these files has a slice of a shard.
+    """
     return [
         Finding.of(
             codes.UNSUPPORTED,
@@ -276,7 +278,7 @@ def _frozen_shards(ranks: list[Model], have: set[str]) -> list[Finding]:
 
 
 def _report_unknown_shapes(folder: str, flat: list[str]) -> list[Finding]:
-    """Report parameters that stage 3 has left flat: without a model file they have no shapes."""
+    """Report parameters that stage 3 left flat: without a model file they have no shapes."""
     if not flat:
         return []
     name = "zero_pp_rank_0_mp_rank_00_model_states.pt"

@@ -29,7 +29,7 @@ _MOST_NAMED = 8
 
 
 class FsdpRanks:
-    """Directories in which each rank of FSDP has a file of its own."""
+    """Directories with a separate file for each FSDP rank."""
 
     def __init__(self, name: str = "fsdp_ranks", *, any_name: bool = False) -> None:
         self.name = name
@@ -102,8 +102,7 @@ def _boxes(source: Source, ranks: Ranks, any_name: bool) -> dict[str, list[int]]
 
 
 def _flat(source: Source, ranks: Ranks) -> dict[str, list[int]]:
-    """Declare pieces of flat parameters, one after another: they are vectors until a config states their
-    shapes."""
+    """Declare pieces of flat parameters in order: they are vectors until a config states their shapes."""
     ranges_by_name, whole = flat_params.pieces(
         ranks.files, {rank: ranks.contents.tensors(file) for rank, file in ranks.files.items()}
     )
@@ -154,7 +153,7 @@ def _shaped(source: Source, shapes: dict[str, list[int]]) -> dict[str, list[int]
 
 
 def _check_world_size(listing: Listing, folder: str, ranks: int) -> list[Finding]:
-    """Check the number of ranks in ``fsdp_config.json`` beside the files. source: verl, SkyRL"""
+    """Check the number of ranks in ``fsdp_config.json``, next to the files. source: verl, SkyRL"""
     file = listing.find(f"{folder}/fsdp_config.json" if folder else "fsdp_config.json")
     config = read_json(listing, file) if file is not None else None
     world = config.get("world_size") if isinstance(config, dict) else None

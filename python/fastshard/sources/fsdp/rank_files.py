@@ -19,7 +19,7 @@ from .placements import Unreadable, box
 
 @dataclass
 class Ranks:
-    """The files of one kind, each with what it says of its place."""
+    """The files of one kind, each with its statement of its place."""
 
     found: Found[FsdpFiles]
     contents: Contents
@@ -98,8 +98,7 @@ class Ranks:
         return [] if bounds is None else [(*bounds, part["tensor"])]
 
     def _all_there(self) -> None:
-        """Check that all ranks are present: by the files' names, else by their contents, else up to the last
-        one."""
+        """Check that all ranks are present: by file names, else by contents, else up to the last rank."""
         world = self.found.seen.world
         why = f"{world} ranks by the files' names"
         worlds = [n for record in self.distributed.values() for n in _worlds(record)]

@@ -32,7 +32,7 @@ _EXTRA_REASON = "Transformer Engine's FP8 state: scales of the run, no weights"
 
 @dataclass
 class Parts:
-    """Names of a checkpoint's tensors without their layer's number, and what hangs on them."""
+    """Names of a checkpoint's tensors without their layer's number, and their properties."""
 
     #: name -> local shapes, by how often they occur
     shapes: dict[str, Counter[tuple[int, ...]]] = field(default_factory=dict)
@@ -183,7 +183,7 @@ def apply(
 
 
 def _refuse_config(model: Model) -> None:
-    """Raises for what is no name, and for heads that the key/value heads do not divide."""
+    """Raise an error for a name that is not text, and for heads that the key/value heads do not divide."""
     for key in ("norm", "activation", "pos_emb"):
         if not isinstance(model.config.get(key), (str, type(None))):
             raise FastshardError.of(

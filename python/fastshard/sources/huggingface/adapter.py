@@ -155,8 +155,7 @@ class HuggingFace:
 
     @staticmethod
     def _folder(listing: Listing, options: Options) -> tuple[str, Chosen | None] | None:
-        """Find the folder of a model: ``checkpoint-N`` by the rule of steps, models side by side by
-        ``--step``.
+        """Find the folder of a model: ``checkpoint-N`` by the rule of steps, parallel models by ``--step``.
 
         Raises:
             FastshardError: ``FS106`` if nothing chooses, ``FS501`` if there is no such step.

@@ -33,7 +33,7 @@ _VOCABULARY = compile_when_used(
 
 @dataclass(frozen=True)
 class TpFiles:
-    """The ranks of the files, and what ``layout.json`` says."""
+    """The ranks of the files, and the contents of ``layout.json``."""
 
     #: Rank of each file.
     ranks: tuple[int, ...]
@@ -213,8 +213,7 @@ def _positive(layout: Mapping[str, Any], key: str, path: str) -> int | None:
 
 
 def _divided(tp_dim: Any, path: str) -> dict[str, tuple[int | None, list[int]]]:
-    """Parse ``tp_dim`` of a layout.json: the dimension that ranks divide, and a fused tensor's parts along
-    it.
+    """Parse ``tp_dim`` of a layout.json: the dimension that ranks divide, and parts of a fused tensor.
 
     Raises:
         FastshardError: ``FS211`` for a value that it cannot have.

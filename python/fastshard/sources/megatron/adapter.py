@@ -96,8 +96,7 @@ class Megatron:
     def declare(
         self, found: Found[MegatronFiles], listing: Listing, contents: Contents, options: Options
     ) -> Source:
-        """Declare the topology from the arguments, and the first layer of each stage from the layers before
-        it."""
+        """Declare the topology from the arguments, and each stage's first layer from the layers before it."""
         # The optimizer's modules are of use to no other adapter.
         from . import optim_legacy
 
@@ -150,8 +149,10 @@ class Megatron:
 
     @staticmethod
     def _models(state: Any) -> list[tuple[str, list[str]]]:
-        """Return (key, tensor names) of each model chunk: ``model``, or ``model0``, ``model1``, ... of
-        virtual stages."""
+        """Return (key, tensor names) of each model chunk: ``model``, or ``model0``, ``model1``, ...
+
+        The numbered keys are those of virtual stages.
+        """
         if not isinstance(state, dict):
             return []
         found = [(key, m) for key in state if (m := _MODEL.match(str(key))) and isinstance(state[key], dict)]
@@ -400,8 +401,7 @@ def _experts_of_rank(args: dict[str, Any], grid: RankGrid, names: set[str]) -> i
 
 
 def _flat_experts(grid: RankGrid, contents: Contents, source: Source) -> None:
-    """Declare GroupedMLP's weights by their bytes: [E, H, 2*F] and [E, F, H], whatever their two dimensions
-    are.
+    """Declare GroupedMLP's weights by their bytes: [E, H, 2*F] and [E, F, H], whatever their shapes.
 
     source: megatron/core/transformer/moe/experts.py, ``self.weight1.view(num_local_experts, hidden_size,
         -1)``

@@ -125,15 +125,14 @@ def beyond(args: Mapping[str, Any]) -> tuple[str, str, str] | None:
 
 @dataclass(frozen=True)
 class Unnamed:
-    """Megatron-LM's dialect for a model that has more than its tables: whoever asks what it computes is told
-    what has no name."""
+    """Megatron-LM's dialect for a model with more than its tables cover; reading it reports the uncovered
+    setting."""
 
     lack: Lack
     name: str = megatron.DIALECT.name
 
     def read(self, values: Mapping[str, Any], evidence: Evidence) -> Model:
-        """Return the model that the arguments describe, plus the setting that no other framework has a term
-        for."""
+        """Return the model that the arguments describe, plus the setting that no other framework has."""
         model = megatron.DIALECT.read(values, evidence)
         return replace(model, others=(*model.others, self.lack))
 

@@ -90,7 +90,7 @@ class Place:
 
 @dataclass
 class _Tensor:
-    """A whole tensor: how it is divided, and who holds each part."""
+    """A full tensor: how it is divided, and which ranks store each part."""
 
     shape: list[int]
     #: The dimension that ranks divide, and how many equal parts of the whole each rank has a share of.
@@ -161,10 +161,10 @@ class Wholes:
         self._check_against_arguments(places[0].path if places else None)
 
     def _check_against_arguments(self, file: str | None) -> None:
-        """Check the kinds of layers against the arguments: nothing else tells which must be there.
+        """Check the kinds of layers against the arguments, which alone state the required ones.
 
         Raises:
-            FastshardError: ``FS514`` naming the argument that says otherwise.
+            FastshardError: ``FS514`` naming the argument that differs.
         """
         layers: dict[int, set[str]] = {}
         further: set[int] = set()
@@ -404,7 +404,8 @@ class Wholes:
 
     @cached_property
     def _extents(self) -> dict[str, int | None]:
-        """How long divided dimensions are as a whole, by the arguments; None where they do not tell."""
+        """Extents of divided dimensions in full tensors, by the arguments; None where these do not state
+        them."""
 
         def sized(*keys: str) -> int | None:
             return next((n for key in keys if (n := megatron.size(self.args, key)) is not None), None)

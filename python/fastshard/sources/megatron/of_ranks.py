@@ -136,8 +136,7 @@ def judge_stages(
 
 
 def _final_norm(column: Sequence[_Stage]) -> str:
-    """Return the name of the norm after all layers; an encoder's if there is no decoder, empty if there is
-    none."""
+    """Return the name of the norm after all layers: an encoder's if there is no decoder, else empty."""
     names = {name for *_, chunks in column for chunk in chunks for name in chunk}
     norms = [name for name in names if _FINAL_NORM.fullmatch(name)]
     return max(norms, key=lambda name: name.startswith("decoder"), default="")

@@ -40,8 +40,11 @@ _Buffers = dict[tuple[int, int], dict[int, _Buffer]]
 
 
 class _Copies:
-    """Boxes of whole tensors. Several ranks have copies of some (norms, a shared embedding): a further
-    tensor, to be compared."""
+    """Boxes of full tensors.
+
+    Several ranks have copies of some (norms, a shared embedding): each copy is a further tensor, for
+    comparison.
+    """
 
     def __init__(self, shapes: dict[str, list[int]]) -> None:
         self._shapes = shapes

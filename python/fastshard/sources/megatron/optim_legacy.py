@@ -38,8 +38,7 @@ _BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000
 
 @dataclass
 class _Chunk:
-    """A model, or what one virtual stage has of it: the unit that holds its parameters, and these in
-    order."""
+    """A model, or the part of it in one virtual stage: the unit with its parameters, and these in order."""
 
     unit: Unit
     parts: list[Part]
@@ -61,7 +60,7 @@ class _Rank:
 
     @property
     def label(self) -> str:
-        """The rank as messages name it."""
+        """The rank in the form that messages use."""
         return format_rank(self.coords)
 
 
@@ -250,7 +249,7 @@ def _divided(rank: _Rank, apart: bool) -> tuple[list[list[Part]], list[list[Part
 
 
 def _keep(reading: _Reading, rank: _Rank, slots: _Slots, file: int) -> None:
-    """Declare what was found, under the names of the unit that holds the parameters."""
+    """Declare the state that was found, under the names of the unit with the parameters."""
     for kind, chunks in slots.items():
         slot = None if kind in MASTERS else kind
         for n, tensors in chunks.items():

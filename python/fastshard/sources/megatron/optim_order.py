@@ -78,7 +78,7 @@ class Kind:
 
     @property
     def called(self) -> str:
-        """In the words of the arguments."""
+        """The kind in the words of the arguments."""
         return f"--transformer-impl {self.layers}" + (", --moe-grouped-gemm" if self.grouped else "")
 
 

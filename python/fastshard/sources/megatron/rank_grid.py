@@ -80,8 +80,10 @@ class RankGrid:
         return cls(tp, pp, ep, places, etp)
 
     def find_gaps(self) -> list[tuple[tuple[int, int, int], tuple[int, int, int]]]:
-        """Find the places that a file must be there for and is not: first and last of each run of
-        tensor-parallel ranks, each place by itself if they are few."""
+        """Find the places whose files are missing, as first and last of each range of tensor-parallel ranks.
+
+        Each place is listed singly if they are few.
+        """
         there = set(self.places)
         every = itertools.product(range(self.pp), range(self.ep), range(self.tp))
         places = [(tensor, stage, expert) for stage, expert, tensor in every]

@@ -26,7 +26,7 @@ _MODEL = compile_when_used(r"^model\d*\.")
 
 
 class TorchDist:
-    """A directory with ``metadata.json`` beside ``.metadata``."""
+    """A directory with both ``metadata.json`` and ``.metadata``."""
 
     def take(
         self,
@@ -87,8 +87,7 @@ def _is_torch_dist(found: Found[DcpFiles], listing: Listing) -> bool:
 def _of_torch(
     source: Source, found: Found[DcpFiles], tensors: list[tuple[str, list[int], list[Any]]]
 ) -> list[tuple[str, list[int], list[Any]]] | None:
-    """Declare ``fsdp_dtensor`` and ``torch_dcp``: torch's form of the full state, with arguments as an
-    object.
+    """Declare ``fsdp_dtensor`` and ``torch_dcp``, torch's forms of the full state, with arguments among it.
 
     All tensors keep their stored names in a merge. No table fits them: Megatron-FSDP splits gated projections
     into ``weight_w`` and ``weight_v``, and the names are those of its wrappers.
@@ -138,8 +137,10 @@ def _common(source: Source, found: Found[DcpFiles], contents: Contents) -> dict[
 
 
 def _gated(shapes: dict[str, list[int]]) -> bool | None:
-    """Return True if the first projection has a gate, by the columns of the second; None if shapes are
-    unclear."""
+    """Return True if the first projection has a gate, by the columns of the second.
+
+    None if the shapes do not show it.
+    """
     found = set()
     for name, first in shapes.items():
         second = shapes.get(name.replace("linear_fc1.weight", "linear_fc2.weight"))

@@ -29,7 +29,7 @@ _NAMED = 20
 
 @dataclass(frozen=True)
 class OrbaxFiles:
-    """The stores of the item that is taken, and what their keys prove."""
+    """The stores of the chosen item, and what their keys prove."""
 
     #: Its directories: one, or those of several hosts.
     places: tuple[Place, ...]
@@ -156,8 +156,10 @@ class Orbax:
 
 
 def _shared(tree: Tree | None, where: str) -> list[Finding]:
-    """Report entries of the tree that Orbax stored over each other: it joins keys by dots. Measured with
-    0.12.8."""
+    """Report entries of the tree that Orbax stored over each other: it joins keys by dots.
+
+    Measured with 0.12.8.
+    """
     return [
         Finding.of(
             codes.OVERLAP,

@@ -25,7 +25,7 @@ _Part = tuple[int, tuple[tuple[str, int], ...]]
 
 @dataclass
 class _Seen:
-    """Whose chunks are here."""
+    """The devices and processes whose chunks are present."""
 
     #: Devices that wrote one, or may have.
     devices: set[int] = field(default_factory=set)
@@ -37,7 +37,7 @@ class _Seen:
 
 
 class Writers:
-    """The writers of chunks; nothing is looked at before it is asked for."""
+    """The writers of chunks, determined on demand."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Writers:
         return self._seen
 
     def _find_holders(self, array: Array, index: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
-        """Find the devices that held a chunk, and whether it is known which of them wrote it."""
+        """Find the devices that had a chunk, and whether it is known which of them wrote it."""
         if array.name not in self._shardings:
             return (), False
         number, sharding = self._shardings[array.name]

@@ -56,12 +56,12 @@ class Evidence:
 
     @functools.cached_property
     def processes(self) -> dict[int, int] | None:
-        """Process of each device, where device ids tell."""
+        """The process of each device, if device ids show it."""
         return processes_of({i for s in self.shardings.values() for i in s.ids})
 
     @functools.cached_property
     def implied(self) -> int | None:
-        """Number of processes that took part, where anything states it."""
+        """Number of processes that took part, if it is stated."""
         count = None if self.processes is None else 1 + max(self.processes.values())
         if count is None and self.stores_fill is None and any(s.alone for s in self.shardings.values()):
             count = 1
@@ -73,19 +73,19 @@ class Evidence:
 
     @functools.cached_property
     def numbered(self) -> bool:
-        """True if the directories of processes bear their numbers, not ids that the run gave them."""
+        """True if the directories of processes have their numbers, not ids that the run gave them."""
         return all(isinstance(n, int) for n in self.present)
 
     @functools.cached_property
     def absent(self) -> list[int]:
-        """Processes that took part and whose directories are not there, where they are known by number."""
+        """Processes that took part and whose directories are missing, if they are known by number."""
         if not self.per_process or not self.numbered:
             return []
         return sorted(set(range(self.implied or 0)) - set(self.present))
 
     @functools.cached_property
     def lacking(self) -> bool:
-        """True if the directory of a process that took part is not there."""
+        """True if the directory of a process that took part is missing."""
         return bool(self.absent) or (self.per_process and len(self.present) < (self.implied or 0))
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Files:
-    """The files that hold the blocks of a checkpoint."""
+    """The files with the blocks of a checkpoint."""
 
     def __init__(self, listing: Listing, files: list[File]) -> None:
         self.files = files

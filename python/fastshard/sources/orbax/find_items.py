@@ -43,7 +43,7 @@ class Process:
 
     @property
     def key(self) -> tuple[bool, int, str]:
-        """For an order of them."""
+        """A key to sort processes by."""
         return isinstance(self.id, str), self.id if isinstance(self.id, int) else 0, self.folder
 
 
@@ -77,7 +77,7 @@ class Place:
 
     @property
     def ocdbt(self) -> bool:
-        """True if the arrays lie in a key-value store of their own."""
+        """True if the arrays are in a separate key-value store."""
         return self.merged or bool(self.processes)
 
     def path(self, listing: Listing) -> Path:

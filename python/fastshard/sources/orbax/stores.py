@@ -26,7 +26,7 @@ _CHUNK = compile_when_used(r"(.+?)/(?:c(?:[./]\d+)*|\d+(?:[./]\d+)*)$")
 
 @dataclass
 class StorePart:
-    """One key-value store: a place, or one process' part of it that was never (or not wholly) merged."""
+    """One key-value store: a place, or one process' part of it that was not, or not completely, merged."""
 
     place: Place
     label: str
@@ -161,7 +161,7 @@ def open_stores(listing: Listing, places: list[Place], names: Set[str] = frozens
 
 
 def _describe_part(listing: Listing, place: Place, store: array_reader.Store, below: str = "") -> StorePart:
-    """Describe a store by the keys whose values are there."""
+    """Describe a store by the keys that have values."""
     if not place.ocdbt:
         return StorePart(place, store.label, store, {path for path, _ in place.files(listing)})
     # Files that the listing does not hold, links that leave the directory among them, are not read.
@@ -273,7 +273,7 @@ def _undescribed(union: Union) -> list[str]:
 
 
 class Reader:
-    """Decodes blocks; a chunk that several stores hold must be the same in all of them."""
+    """A decoder of blocks; a chunk in several stores must be the same in all of them."""
 
     def __init__(self, union: Union, stores_fill: bool) -> None:
         self._union = union
@@ -371,7 +371,7 @@ class Reader:
 
     @property
     def lies_apart(self) -> bool:
-        """True if some stores lie on other hosts' disks."""
+        """True if some stores are on other hosts' disks."""
         return any(part.store.remote for part in self._union.parts)
 
 

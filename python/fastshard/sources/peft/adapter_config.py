@@ -57,7 +57,7 @@ _MLX = {"fine_tune_type", "lora_parameters"}
 
 
 class _ByModule:
-    """Numbers of modules by patterns of their names, the first that fits."""
+    """Numbers of modules by patterns of their names; the first pattern that fits decides."""
 
     def __init__(self, numbers: Mapping[str, float], budget: PatternBudget) -> None:
         self._numbers = list(numbers.values())

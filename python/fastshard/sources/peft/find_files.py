@@ -20,7 +20,7 @@ MLX_WEIGHTS = "adapters.safetensors"
 
 @dataclass(frozen=True)
 class Files:
-    """An adapter's folder, its config, and the name of the file of its tensors; none for the config alone."""
+    """An adapter's folder, its config, and the name of its tensor file; no name for the config alone."""
 
     folder: Path
     config: Path
@@ -28,7 +28,7 @@ class Files:
 
     @property
     def size(self) -> int:
-        """Bytes of its tensors' file."""
+        """Size of the tensor file in bytes."""
         return (self.folder / self.weights).stat().st_size if self.weights else 0
 
 

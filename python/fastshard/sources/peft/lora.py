@@ -22,15 +22,15 @@ def merge(source: Source, files: Files, found: Found[object], listing: Listing, 
     """Declare a base with an adapter merged into it.
 
     Args:
-        source: of the base, or of a run of the adapter, which holds both.
-        files: the adapter's.
-        found: the base's files, and last among them that of the adapter's tensors, if it has one.
-        listing: of the base.
-        contents: of all files.
+        source: declaration of the base, or of a run of the adapter, which has both.
+        files: the adapter's files.
+        found: the base's files, followed by the adapter's tensor file, if it has one.
+        listing: listing of the base.
+        contents: contents of all files.
 
     Raises:
-        FastshardError: as :func:`.lora_update.attach`; ``FS106`` where two adapters are there, ``FS101`` for
-            none, ``FS514`` for a base that has no names of Hugging Face.
+        FastshardError: as :func:`.lora_update.attach`; ``FS106`` for two adapters, ``FS101`` for
+            none, ``FS514`` for a base without Hugging Face names.
     """
     source = source.thaw()
     config = adapter_config.read(files.config, files.config.name)

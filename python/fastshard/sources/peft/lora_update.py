@@ -143,8 +143,7 @@ def _changes(
 
 @dataclass(frozen=True)
 class _Stacked:
-    """Experts that transformers stacks when it loads them: of each the tensors, one after another along the
-    outputs."""
+    """Experts that transformers stacks on loading: the tensors of each, one after another along the outputs."""
 
     shape: list[int]
     #: By expert: (stored name, outputs) of each part.

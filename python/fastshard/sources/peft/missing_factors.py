@@ -39,8 +39,7 @@ _MOST = 3
 def find_missing_halves(
     adapter: AdapterNames, config: Config, shapes: Mapping[str, list[int]], file: str, path: Path
 ) -> list[Finding]:
-    """List missing parts by an adapter's own names and shapes: all factors, one of two, or all values of a
-    tensor.
+    """List missing parts by an adapter's names and shapes: all factors, one of two, or a tensor's values.
 
     Args:
         adapter: its tensors by its own names.

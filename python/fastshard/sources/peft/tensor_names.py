@@ -42,7 +42,7 @@ class Module:
 
 @dataclass
 class AdapterNames:
-    """An adapter's tensors by its own names: modules with factors, full tensors, those of the base."""
+    """An adapter's tensors by its own names: modules with factors, full tensors, and the base's tensors."""
 
     modules: dict[tuple[str, int], Module] = field(default_factory=dict)
     #: Names of adapters, in live models.
@@ -59,9 +59,8 @@ def read_names(names: Iterable[str], *, saved: bool, container: str = "") -> Ada
     """Read the names of an adapter's tensors.
 
     Args:
-        names: of all tensors.
-        saved: whether they are those of a saved adapter, of which whatever is no factor stands in for the
-            base's tensor.
+        names: names of all tensors.
+        saved: whether they are from a saved adapter, whose tensors other than factors replace the base's.
         container: what precedes all names.
     """
     found = AdapterNames()

@@ -27,7 +27,7 @@ def is_expert(name: str) -> bool:
 
 @dataclass
 class Experts:
-    """The experts of a model, by the files that hold them."""
+    """The experts of a model, by the files that store them."""
 
     #: Name of each module's experts up to their number -> numbers that there are.
     numbers: dict[str, set[int]] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Experts:
         return bool(self.numbers) and any(map(is_expert, names))
 
     def divided(self, order: list[_Rank], count: int) -> list[list[_Rank]] | None:
-        """Divide data-parallel ranks among the expert-parallel ranks; ``count`` of them have the same experts
+        """Divide data-parallel ranks among expert-parallel ranks; ``count`` of them have the same experts
         each."""
         if count < 1 or len(order) % count:
             return None
@@ -62,7 +62,7 @@ class Experts:
         return [order[e::width] for e in range(width)]
 
     def list_of_rank(self, rank: int, width: int) -> list[tuple[str, list[int]]]:
-        """List names and shapes of the experts that an expert-parallel rank holds."""
+        """List names and shapes of the experts on an expert-parallel rank."""
         found = []
         for name, shape in self.tensors.items():
             match = _NAME.match(name)
@@ -72,8 +72,7 @@ class Experts:
         return found
 
     def name_of(self, name: str, rank: int, width: int) -> str | None:
-        """Return the name, among all experts, of an expert's tensor on a rank; None if there is no such
-        expert."""
+        """Return the name, among all experts, of an expert's tensor on a rank; None without such an expert."""
         match = _NAME.match(name)
         if match is None:
             return name

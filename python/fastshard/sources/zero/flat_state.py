@@ -36,7 +36,7 @@ SCALAR_BYTES = 8
 
 @dataclass
 class Flat:
-    """One rank's flat vector: where it lies, and how many elements it has."""
+    """One rank's flat vector: its place, and its number of elements."""
 
     file: int
     tensor: int
@@ -82,7 +82,7 @@ class Model:
 
     @property
     def label(self) -> str:
-        """The rank as messages name it."""
+        """The rank in the form that messages use."""
         return format_rank(self.place)
 
     @property
@@ -123,8 +123,7 @@ class Model:
         return Assembled(file=file, coords=self.coords, rank=self.label, slot=slot, tensors=named)
 
     def aliases(self) -> dict[str, str]:
-        """Return other names of parameters, {alias: owner}, by the model file or by the places of its
-        tensors."""
+        """Return other names of parameters, {alias: owner}, by the model file or by the tensors' places."""
         shared = self.state.get("shared_params")
         if isinstance(shared, dict):
             return {str(k): str(v) for k, v in shared.items()}
@@ -200,6 +199,8 @@ def state_of(contents: Contents, file: int) -> dict[str, Any] | None:
 def cut(at: int, count: int, starts: list[int], lengths: list[int]) -> Iterable[tuple[int, int, int]]:
     """Yield (elements, partition, first element in it) of elements ``at..at + count``.
 
+    For zero elements, yields (0, 0, 0).
+
     For zero elements, yields one entry without any.
     """
     if count == 0:
@@ -245,12 +246,11 @@ def tensors_below(value: Any) -> list[int]:
 
 
 def state_below(base: Any, under: list[str]) -> tuple[list[int], list[list[str]]]:
-    """Return the state that a fresh optimizer sets to zero: tensors (moments and steps), and keys of other
-    steps.
+    """Return the state that a fresh optimizer sets to zero: tensors, and the keys of other steps.
 
-    Steps are kept per parameter or flat vector, and per group as Apex and DeepSpeed's FusedAdam do. The keys
-    include every step that is neither a tensor nor zero, even if it is not a number: a value that cannot be
-    set to zero must not be kept.
+    The tensors are moments and steps. Steps are kept per parameter or flat vector, and per group as Apex and
+    DeepSpeed's FusedAdam do. The keys include every step that is neither a tensor nor zero, even if it is not
+    a number: a value that cannot be set to zero must not be kept.
 
     Args:
         base: the optimizer's state, as torch's optimizers give it, or the list of states of an elastic

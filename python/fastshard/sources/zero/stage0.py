@@ -35,7 +35,7 @@ from .flat_state import (
 
 @dataclass
 class Vector:
-    """A tensor that the optimizer steps: a whole parameter, or a group of them one after another."""
+    """A tensor that the optimizer steps: a full parameter, or a group of them one after another."""
 
     #: Key of its state.
     key: str
@@ -47,7 +47,7 @@ class Vector:
 
     @property
     def whole(self) -> list[int] | None:
-        """The shape that moments have."""
+        """The shape of the moments."""
         return self.members[0][1] if self.master is None and self.members else self.shape
 
 
@@ -302,8 +302,7 @@ def _name_flat(optimizer: StoredOptimizer, parameters: list[Parameter]) -> bool:
 
 
 def _by_views(model: Model, parameters: list[Parameter], lengths: list[int]) -> list[list[str]] | None:
-    """Return names by place: FP16_Optimizer makes a group's parameters views of one flat vector, in their
-    order.
+    """Return names by place: FP16_Optimizer makes a group's parameters ordered views of one flat vector.
 
     A group of one parameter looks like any other tensor with a separate storage. Its size identifies it among
     the tensors that are not views.

@@ -8,8 +8,7 @@ from ...common.records import dataclass
 
 @dataclass(frozen=True)
 class ZeroFiles:
-    """Files by what their names say, each by its number in ``Found.files``; several roots may hold the same
-    one."""
+    """Files by their names, each by its number in ``Found.files``; several roots may have the same file."""
 
     #: The step's folders: root, and path in it.
     places: tuple[tuple[int, str], ...]
@@ -32,5 +31,5 @@ class ZeroFiles:
 
     @property
     def pipeline(self) -> bool:
-        """True if the layers lie in files of their own."""
+        """True if the layers are in separate files."""
         return bool(self.layers)
