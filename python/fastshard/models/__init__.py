@@ -1,5 +1,5 @@
-"""What a model computes, in words that no framework owns, and each framework's words for it.
+"""Models by what they compute, in terms that no framework owns, and each framework's terms for them.
 
 A dialect reads the values that its framework keeps (a config, arguments, a yml) into a :class:`.Model`, and
-writes them of one. Nothing here knows files or where tensors lie.
+writes such values from one. This room knows neither files nor the places of tensors.
 """

@@ -139,12 +139,12 @@ def find_missing_rows(config: Mapping[str, Any], rows: Any, file: str | None) ->
 
 
 def find_overridden_config(own: Mapping[str, Any], override: Mapping[str, Any], file: str) -> list[Finding]:
-    """Note each such setting if both are a config.json, part by part.
+    """Note each setting in which two config.json files differ, part by part.
 
     Args:
         own: content of the checkpoint's config.json.
-        override: content of that of ``--config``.
-        file: the checkpoint's, for messages.
+        override: content of the config.json of ``--config``.
+        file: the checkpoint's file, for messages.
     """
     findings = []
     theirs = dict(_parts(override))

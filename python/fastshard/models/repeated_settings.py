@@ -1,4 +1,4 @@
-"""What config.json may state under two keys, and where a config states it twice, differently."""
+"""Settings that config.json may state under two keys, and configs that state one twice, differently."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ def _modules(folder: Folder) -> dict[str, Path]:
 
 
 def _code(config: Path, folder: Folder) -> dict[str, Path]:
-    """Find modules that ``auto_map`` of a config.json needs: those next to it, since they import each other."""
+    """Find modules that ``auto_map`` of a config.json needs: all next to it, as they import each other."""
     content = json_text.object_in(safe_files.read_text(config, safe_files.MAX_CONFIG))
     if not isinstance(content.get("auto_map"), dict):
         return {}

@@ -1,6 +1,6 @@
-"""Which layer a tensor belongs to, and which part it plays there, by its name alone.
+"""The layer of a tensor and its role there, by its name alone.
 
-A rule for people who look at a checkpoint, over all frameworks: nothing that is written hangs on it.
+This rule is for people who inspect a checkpoint, and covers all frameworks. No written output depends on it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Words in names of tensors, over all frameworks: the one list of what tells a role where no table has a rule
-for it."""
+"""Words in names of tensors, over all frameworks: the only list of words that show a role without a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of a tokenizer's vocabulary: their largest id, and the ids of the tokens that are asked for."""
+"""Files of a tokenizer's vocabulary: their largest id, and the ids of requested tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether each word of a tokenizer has its row in the vocabulary that is written."""
+"""The check that each word of a tokenizer has its row in the vocabulary that is written."""
 
 from __future__ import annotations
 

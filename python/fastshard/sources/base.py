@@ -1,4 +1,4 @@
-"""What an adapter is: it finds the files of a checkpoint by their names, and declares what they hold."""
+"""The protocol of an adapter, which finds a checkpoint's files by their names and declares their contents."""
 
 from __future__ import annotations
 

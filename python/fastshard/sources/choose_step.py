@@ -1,8 +1,8 @@
-"""Which of a run's steps is taken, the same for every framework.
+"""The choice among a run's steps, the same for every framework.
 
-The step asked for; else the one that the tracker file names; else the newest by number. A newer step that
-cannot be used is never passed over in silence: under its final name it is refused, under a temporary one, or
-newer than the tracker, it is named, since a run may be writing it now.
+It is the requested step; else the one that the tracker file names; else the newest by number. A newer step
+that cannot be used is never ignored silently. Under its final name it is refused. Under a temporary name, or
+if it is newer than the tracker's step, it is reported, since a run may be writing it now.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What a Hugging Face ``config.json`` makes of a checkpoint: a table where one fits its model, else names
-that stay."""
+"""The use of a Hugging Face ``config.json``: a table if one fits its model, else unchanged names."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def read_json(listing: Listing, file: File, limit: int = safe_files.MAX_TEXT) ->
 
 
 def safe_relative(name: object) -> bool:
-    """Return True if a name of an index stays below its folder: relative, no ``..``, no control characters."""
+    """Return True if an index's name stays below its folder: relative, no ``..``, no control characters."""
     return isinstance(name, str) and 0 < len(name) <= 4096 and _stays_below(name)
 
 

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer's numbers or vectors stand for, where order and shapes alone tell."""
+"""The parameters behind an optimizer's numbers or vectors, if only order and shapes determine them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a model's own names begin: trainers save it below names of theirs, beside what is theirs."""
+"""The prefix of a model's own names: trainers save it below their own names, with their own values."""
 
 from __future__ import annotations
 

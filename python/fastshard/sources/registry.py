@@ -1,5 +1,4 @@
-"""All adapters, in the order in which they are asked; each is imported where a name says that it may find
-something."""
+"""All adapters, in the order in which they are asked; each is imported if a name shows that it may apply."""
 
 from __future__ import annotations
 

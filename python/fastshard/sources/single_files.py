@@ -1,7 +1,7 @@
-"""A file that is named by itself: it holds a model, or it is a part of a checkpoint.
+"""A single file that was named as CKPT: it is a complete model, or a part of a checkpoint.
 
-A part looks like a model of fewer tensors, or of smaller ones. Its name, an index beside it, what it says of
-itself, or the files beside it tell that it is one.
+A part looks like a model of fewer tensors, or of smaller ones. Its name, an index next to it, its own
+statements, or the files next to it show that it is a part.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is known of formats that are not read, to say what a folder looks like and what to do."""
+"""Descriptions of formats that are not read, and what to do about them."""
 
 from __future__ import annotations
 

@@ -437,7 +437,10 @@ def _nvfp4(weight: Weight, access: ValueAccess) -> Values:
 
 
 def _of_powers(bits: int, weight: Weight, access: ValueAccess) -> Values:
-    """Multiply small floats by powers of two. source: compressed-tensors 0.20 compressors/mxfp4, mxfp6, mxfp8"""
+    """Multiply small floats by powers of two.
+
+    source: compressed-tensors 0.20 compressors/mxfp4, mxfp6, mxfp8
+    """
     del access
     sizes, (kind, shape) = weight.sizes, weight.stored[weight.codes]
     lead, rows, _ = sizes.matrices

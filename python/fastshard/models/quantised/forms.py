@@ -1,5 +1,5 @@
-"""What a form of storage is: the tensor that holds a weight's codes, and the companions without which these
-have no value."""
+"""The form of a quantised weight: the tensor with its codes, and the companions that give the codes
+values."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _SCALES = FLOATS | {"F8_E8M0"}
 
 
 def forms(config: Mapping[str, Any], budget: PatternBudget) -> list[Form]:
-    """List the forms of ``quant_method: fp8``: Linear layers, stacked experts, and fp4 experts (DeepSeek V4)."""
+    """List the forms of ``quant_method: fp8``: Linear layers, stacked experts, fp4 experts (DeepSeek V4)."""
     settings = Settings(config)
     block = settings.extents("weight_block_size")
 

@@ -1,5 +1,5 @@
-"""Whether every quantised weight has what gives its codes a value, and is what the config says: by names,
-dtypes and shapes."""
+"""The check that every quantised weight is complete and agrees with the config, by names, dtypes and
+shapes."""
 
 from __future__ import annotations
 

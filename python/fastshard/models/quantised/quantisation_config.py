@@ -1,5 +1,4 @@
-"""What a model says of how it is quantised: in config.json, or in a file that the quantiser has left beside
-it."""
+"""The quantisation of a model as config.json or a quantiser's own file states it."""
 
 from __future__ import annotations
 
@@ -98,7 +97,8 @@ class QuantisationConfig:
 
     @property
     def is_of_what_is_stored(self) -> bool:
-        """False for methods that also take plain weights, and for weights that were not compressed on saving."""
+        """False for methods that also take plain weights, and for weights that were not compressed when
+        saved."""
         return self.method not in _ON_LOADING and not self.is_before_compression
 
     @property

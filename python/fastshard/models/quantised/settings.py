@@ -1,5 +1,4 @@
-"""Settings of a quantiser, each read in one way, wherever they stand: in a config, or in a record beside the
-codes."""
+"""Settings of a quantiser, each read in one way, in a config or in a record next to the codes."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def missing(
 
 
 def without_header(tensors: Mapping[str, Stored]) -> list[Finding]:
-    """Report the first codes of torchao, with their scales, in files whose headers describe no such tensor."""
+    """Report the first codes of torchao, with their scales, in files whose headers describe none."""
     for name, (dtype, _) in tensors.items():
         base = name.removesuffix(_CODES)
         if base == name or not base.rpartition(".")[2].startswith("_") or dtype[0] == "B":

@@ -1,8 +1,8 @@
-"""What makes values of the codes of a weight, in the words of the core's decoder.
+"""The computation of values from a weight's codes, in the terms of the core's decoder.
 
-The value of an element is ``(number of its code - zero point) * scale + term``. All tensors that it is made
-of are looked at with three extents: leading ones as one, rows, columns; as the codes lie, which may be
-transposed.
+The value of an element is ``(number of its code - zero point) * scale + term``. All tensors in the formula
+are viewed with three extents: leading ones as one, rows, columns. They are in the order of the codes, which
+may be transposed.
 """
 
 from __future__ import annotations

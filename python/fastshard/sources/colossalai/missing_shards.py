@@ -60,7 +60,7 @@ def shard_missing(folder: str, name: str) -> Finding:
 
 
 def writers_missing(folder: str, stem: str, kind: str, written: set[tuple[int, int]]) -> list[Finding]:
-    """Report stages, and expert-parallel ranks of a stage, that have no file, by the numbers of the others."""
+    """Report stages, and expert-parallel ranks of a stage, without files, by the numbers of the others."""
     stages = {stage for stage, _ in written}
     experts = max((ep for _, ep in written), default=0)
     findings = []

@@ -1,4 +1,4 @@
-"""Which files of a save ColossalAI wrote, by their names and indexes."""
+"""The files of a save that ColossalAI wrote, by their names and indexes."""
 
 from __future__ import annotations
 

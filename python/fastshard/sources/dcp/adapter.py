@@ -57,7 +57,7 @@ class _Records(Source):
     for it."""
 
     def weights_only(self, names_of: Callable[[int], Iterable[str]], optimizer: bool = False) -> Source:
-        """Return the source with its weights only, as every source does, and without the modules' own state."""
+        """Return the source with its weights only, as every source does, without the modules' own state."""
         taken = super().weights_only(names_of, optimizer)
         own = [n for a in taken.files.assembled for n, *_ in a.tensors if _EXTRA_STATE.search(n)]
         if not own:
@@ -82,7 +82,8 @@ _Tensors = list[tuple[str, list[int], list[Any]]]
 
 
 class Framework(Protocol):
-    """A framework that saves with torch.distributed.checkpoint, under its own names and with its own files."""
+    """A framework that saves with torch.distributed.checkpoint, under its own names and with further
+    files."""
 
     def take(
         self,
@@ -244,7 +245,7 @@ class Dcp:
     def _tensors(
         self, source: Source, found: Found[DcpFiles], contents: Contents
     ) -> tuple[_Tensors, list[_Tensors]]:
-        """Return the tensors with their boxes, and further copies that several ranks store, for comparison."""
+        """Return the tensors with their boxes, and further copies in other ranks' files, for comparison."""
         by_record = {
             i: {t["path"][0]: n for n, t in enumerate(contents.tensors(i)) if len(t["path"]) == 1}
             for i in found.records

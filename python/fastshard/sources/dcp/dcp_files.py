@@ -1,4 +1,4 @@
-"""Where the records of a save of torch.distributed.checkpoint lie."""
+"""The places of records in a save of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 

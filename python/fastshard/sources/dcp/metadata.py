@@ -1,5 +1,5 @@
-"""What a ``.metadata`` of torch.distributed.checkpoint says, and those of ranks that saved each for itself
-say together.
+"""The contents of torch.distributed.checkpoint's ``.metadata``, of one file or combined from several ranks'
+files.
 
 source: torch/distributed/checkpoint/{metadata,filesystem}.py
 """

@@ -1,5 +1,4 @@
-"""Moments beside the weights of a DCP checkpoint: ``optim.state.PARAMETER.SLOT``, and groups among the
-records that are no tensors.
+"""Moments in a DCP checkpoint (``optim.state.PARAMETER.SLOT``), and groups among its non-tensor records.
 
 torch gives them as ``{"state": ..., "param_groups": [...]}`` (nested) or with a name per parameter for each
 hyperparameter (flattened); both become names that are joined with dots.
@@ -205,7 +204,7 @@ def _values(
 
 
 def _groups(found: dict[str, dict[str, Any]], prefix: str, names: set[str]) -> list[Group] | None:
-    """Build groups of parameters from the records ``param_groups.N.KEY`` or ``param_groups.PARAMETER.KEY``."""
+    """Build groups of parameters from records ``param_groups.N.KEY`` or ``param_groups.PARAMETER.KEY``."""
 
     def called(parameter: Any) -> str | None:
         return next((p for p in (f"{prefix}{parameter}", str(parameter)) if p in names), None)

@@ -120,7 +120,7 @@ class Dialect(Protocol):
         states: list[dict[str, Any]],
         options: Options,
     ) -> tuple[Source, optimizer_state.Naming] | None:
-        """Declare the parameters and the names of their master weights; None for a save of another framework."""
+        """Declare the parameters and the names of their master weights; None for another framework's save."""
 
 
 class DeepSpeed:
@@ -167,7 +167,7 @@ class DeepSpeed:
     def declare(
         self, found: Found[DeepSpeedFiles], listing: Listing, contents: Contents, options: Options
     ) -> Source:
-        """Declare the parameters, under GPT-NeoX's or the model's own names, and their fp32 master weights."""
+        """Declare the parameters, under GPT-NeoX's or the model's names, and their fp32 master weights."""
         states = [as_dict(contents(file)) for _, file in found.seen.ranks]
         _refuse(found, states)
         experts.refuse(found, states)

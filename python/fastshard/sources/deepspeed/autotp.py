@@ -1,7 +1,8 @@
-"""DeepSpeed's AutoTP: how ranks divide each parameter, by the map of pieces that the model file holds.
+"""DeepSpeed's AutoTP: the division of each parameter among ranks, by the map of pieces in the model file.
 
-A piece is a block of the whole parameter (``source``: offset and strides) and where a rank has it (``dest``).
-What is divided along one dimension, part by part and evenly, is read; anything else is refused by name.
+A piece is a block of the full parameter (``source``: offset and strides), with its place on a rank
+(``dest``). A parameter that is divided along one dimension, part by part and evenly, is read. Any other is
+refused by name.
 source: DeepSpeed module_inject/layers.py (collect_autotp_universal_checkpoint_info), checkpoint/affine.py,
     0.19
 """

@@ -1,4 +1,4 @@
-"""Which files of a step DeepSpeed wrote."""
+"""The files that DeepSpeed wrote in a step."""
 
 from __future__ import annotations
 

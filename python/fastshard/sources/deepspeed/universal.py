@@ -1,8 +1,8 @@
 """DeepSpeed universal checkpoints: ``zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt``.
 
-source: DeepSpeed checkpoint/ds_to_universal.py (stages 1 and 2 write ``{param: tensor, cat_dim}``, stage 3 a
-    flat
-tensor; the model files are copied beside them, and tell shapes, frozen parameters and further names)
+Stages 1 and 2 write ``{param: tensor, cat_dim}``, stage 3 a flat tensor. The model files are copied next to
+them, and state shapes, frozen parameters and further names.
+source: DeepSpeed checkpoint/ds_to_universal.py
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _parts(
     shapes: dict[str, list[int]],
     padding: int,
 ) -> _Parts:
-    """Read the folders of all parameters except ``apart``; stage 3 may leave ``padding`` elements at the end."""
+    """Read the folders of all parameters except ``apart``; ``padding`` is the most that stage 3 may leave."""
     parts = _Parts()
     for name, slot, index in found.seen.parts:
         if name in apart:

@@ -1,9 +1,10 @@
-"""Rank files of FSDP: ``model_world_size_N_rank_R.pt`` of verl and SkyRL, those of accelerate, and others'
+"""Rank files of FSDP: ``model_world_size_N_rank_R.pt`` of verl and SkyRL, accelerate's, and other
 ``*rank_R.pt``.
 
-Each rank saves its own state dict. A DTensor names the mesh, the rank's place in it and the placements, a
-ShardedTensor its shards and their offsets, and both the shape of the whole: that the boxes tile it is proven,
-and a file under another rank's name is found. Plain tensors are on every rank alike, and compared.
+Each rank saves its own state dict. A DTensor states the mesh, the rank's place in it and the placements. A
+ShardedTensor states its shards and their offsets. Both state the shape of the full tensor: it is proven that
+the boxes tile it, and a file under another rank's name is found. Plain tensors are the same on every rank,
+and are compared.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""FSDP1's LOCAL_STATE_DICT: flat parameters, which name nothing.
+"""FSDP1's LOCAL_STATE_DICT: flat parameters without names.
 
-With ``use_orig_params`` the pieces of each parameter lie beside them, views of one storage: in the order of
-the ranks they are the elements of the parameter. What shape that has only a model's config tells. Without it
-there are no names either.
+With ``use_orig_params`` the pieces of each parameter are stored next to them, as views of one storage. In the
+order of the ranks they are the elements of the parameter. Only a model's config states its shape. Without
+``use_orig_params`` there are no names either.
 source: torch/distributed/fsdp/{_state_dict_utils,_flat_param}.py
 """
 

@@ -1,8 +1,8 @@
-"""The optimizer's state of ranks: ``optim_world_size_N_rank_R.pt``, and what trainers keep beside it.
+"""The optimizer's state of ranks: ``optim_world_size_N_rank_R.pt``, and the trainers' files next to it.
 
-torch's optimizers number their parameters; the order is that of the model, frozen ones keep their number.
-FSDP2 keeps each moment as a DTensor of its parameter's shape, FSDP1 the elements of the flat parameter that
-the rank holds, one after another.
+torch's optimizers number their parameters in the order of the model; frozen ones keep their number. FSDP2
+keeps each moment as a DTensor of its parameter's shape. FSDP1 keeps the elements of the flat parameter on the
+rank, one after another.
 source: torch/optim/optimizer.py (state_dict), verl utils/checkpoint/fsdp_checkpoint_manager.py
 """
 

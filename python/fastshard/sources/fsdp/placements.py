@@ -1,4 +1,4 @@
-"""Which box of a tensor a rank holds, by the placements that its DTensor names.
+"""The box of a tensor that a rank stores, by the placements in its DTensor.
 
 source: torch/distributed/tensor/{_utils,_dtensor_spec,placement_types}.py. torch's own
 compute_local_shape_and_global_offset reads strided shards from left to right, which for uneven extents is not
@@ -50,7 +50,7 @@ def _chunk(extent: int, count: int, index: int) -> tuple[int, int]:
 
 
 def _order(part: _core.RankPart, sizes: list[int], ndim: int) -> list[tuple[int, list[int]]]:
-    """Return each divided tensor dimension, with the mesh dimensions that divide it in order of application."""
+    """Return each divided tensor dimension, with the mesh dimensions that divide it, in that order."""
     found: dict[int, list[int]] = {}
     declared: dict[int, list[int]] = dict(part["order"] or [])
     for d in reversed(range(len(part["placements"]))):

@@ -1,4 +1,4 @@
-"""What a GPT-NeoX checkpoint says of its model: arguments in the files, and the saved YAML.
+"""The statements of a GPT-NeoX checkpoint about its model: arguments in the files, and the saved YAML.
 
 Sizes come from tensors where they can: the YAML's ``intermediate_size`` of Llama models is not the
 stored one. source: gpt-neox megatron/neox_arguments, megatron/checkpointing.py

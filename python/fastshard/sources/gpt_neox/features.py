@@ -1,7 +1,7 @@
-"""What a GPT-NeoX checkpoint was trained with, from the names and shapes of its tensors.
+"""The features with which a GPT-NeoX model was trained, by the names and shapes of its tensors.
 
-The YAML says what was asked for; the names say what ran. Transformer Engine's modules replace GPT-NeoX's own
-one by one, so that each sub-module is looked at by itself.
+The YAML states what was requested; the names show what ran. Transformer Engine's modules replace GPT-NeoX's
+own one by one, so that each sub-module is examined separately.
 source: gpt-neox megatron/model/{transformer,norms,transformer_engine}.py
 """
 

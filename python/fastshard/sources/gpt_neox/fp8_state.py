@@ -1,7 +1,8 @@
 """Transformer Engine's FP8 state (``_extra_state``): recipe, length of the amax history, scales.
 
-It belongs to the run, not to the model: weights are stored unscaled beside it. It is read inertly, to be told
-of, and left out of results. source: TransformerEngine pytorch/module/base.py get_extra_state, common/recipe
+It belongs to the run, not to the model: weights are stored unscaled next to it. It is read inertly, for the
+report, and left out of results.
+source: TransformerEngine pytorch/module/base.py get_extra_state, common/recipe
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Blocks of GPT-NeoX other than attention and MLP: told by the names of their tensors, and not read."""
+"""Blocks of GPT-NeoX other than attention and MLP, which are recognised by tensor names and not read."""
 
 from __future__ import annotations
 

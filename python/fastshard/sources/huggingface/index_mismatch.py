@@ -1,6 +1,6 @@
-"""Index files beside what they should describe: other files, other numbers of files, other sizes.
+"""Index files that do not match their files: other files, other numbers of files, other sizes.
 
-What transformers makes of each is told in docs/guides/index_files.md.
+docs/guides/index_files.md describes how transformers treats each.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rank shards of torch's ``HuggingFaceStorageWriter``: safetensors with ``DCP_SHARDING_INFO``.
 
-The files state neither the number of ranks nor the shape of the whole: what is there must tile it, and
-axes that tensors share (or a config) show a rank that is missing at the end.
+The files state neither the number of ranks nor the shape of the full tensor. The existing boxes must tile it,
+and axes that tensors share (or a config) show a rank that is missing at the end.
 source: torch/distributed/checkpoint/{hf_storage,_consolidate_hf_safetensors}.py
 """
 

@@ -1,5 +1,5 @@
-"""Where the tensors of a file begin in those that it holds slices of, as torch's ``HuggingFaceStorageWriter``
-says.
+"""The first indices of a file's slices in the full tensors, as torch's ``HuggingFaceStorageWriter`` states
+them.
 
 source: torch/distributed/checkpoint/{_hf_utils,filesystem,_consolidate_hf_safetensors}.py
 """

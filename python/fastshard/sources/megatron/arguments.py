@@ -1,4 +1,4 @@
-"""What the arguments in a Megatron-LM checkpoint and the names of its tensors say of its table.
+"""The facts for a Megatron-LM checkpoint's table, by its arguments and the names of its tensors.
 
 source: Megatron-LM megatron/training/arguments.py,
     megatron/core/transformer/moe/{moe_layer,router,experts}.py;
@@ -31,7 +31,7 @@ _DEGREES = {
 
 
 def arguments(state: Any) -> dict[str, Any]:
-    """Return the arguments of a rank file or of ``common.pt``, where a Namespace arrives as an inert record."""
+    """Return the arguments of a rank file or ``common.pt``, where a Namespace is an inert record."""
     args = state.get("args") if isinstance(state, dict) else None
     if isinstance(args, dict) and "__class__" in args:
         args = args.get("state")

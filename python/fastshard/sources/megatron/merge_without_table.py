@@ -1,6 +1,7 @@
-"""Tensors of rank files whole, where no table describes the model: how ranks divide them follows from the
-modules' names, and is proven by what the arguments say of their extents. What neither tells is refused by
-name.
+"""Full tensors of rank files without a table: module names show how ranks divide them, and the arguments'
+extents prove it.
+
+A tensor that neither determines is refused by name.
 
 source: megatron/core/tensor_parallel/layers.py, megatron/core/transformer (attention, mlp,
     multi_latent_attention, moe),
@@ -241,7 +242,7 @@ class Wholes:
         return own
 
     def _bases(self, tensors_by_place: Mapping[Place, Iterable[str]]) -> dict[tuple[str, int, int], int]:
-        """Count the layers before each stage, virtual stage by virtual stage; each list of layers separately."""
+        """Count the layers before each stage, by virtual stage, separately for each list of layers."""
         counts: dict[tuple[str, int, int], set[int]] = {}
         for place, own in tensors_by_place.items():
             for name in own:

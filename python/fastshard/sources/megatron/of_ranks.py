@@ -1,14 +1,14 @@
-"""Which rank a rank file is of, by the arguments and the tensors that it holds.
+"""The rank to which a rank file belongs, by its arguments and tensors.
 
-The tensor-parallel rank is the fastest of all in every order of ranks that Megatron-LM uses: tp-cp-ep-dp-pp,
+The tensor-parallel rank varies fastest in every order of ranks that Megatron-LM uses: tp-cp-ep-dp-pp,
 tp-cp-ep-pp-dp, and tp-pp-dp before these. So ``args.rank % tensor_model_parallel_size`` is the tp of
 ``mp_rank_TP``, whatever the other degrees are.
 source: megatron/core/parallel_state.py (RankGenerator), megatron/training/checkpointing.py
     (get_checkpoint_name)
 
-The first pipeline stage holds the embedding; others may too (the last one, one of multi-token prediction, a
-decoder's first). The final norm lies behind all layers: in the last stage, or beside the last layer where
-multi-token prediction follows in a stage of its own.
+The first pipeline stage has the embedding. Others may have it too (the last one, one of multi-token
+prediction, a decoder's first). The final norm comes after all layers: in the last stage, or with the last
+layer if multi-token prediction follows in a separate stage.
 source: megatron/core/models/gpt/gpt_model.py (pre_process), transformer/transformer_block.py
     (has_final_layernorm_in_this_stage)
 """

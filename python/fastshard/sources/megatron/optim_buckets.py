@@ -1,10 +1,8 @@
-"""``dp_reshardable``: optimizer state as the flat buckets of the distributed optimizer, one set for each
-model-parallel rank.
+"""``dp_reshardable``: the distributed optimizer's flat buckets, one set for each model-parallel rank.
 
-No name of a parameter is in the files. Places follow from the model's order (:mod:`.optim_order`) and the
-rules of the buffers (:mod:`.optim_flat`), and are held against the chunks: each parameter was saved as chunks
-of its own, so that its bounds are bounds of chunks. What masters hold is compared with the parameters by the
-core.
+The files do not name any parameter. Places follow from the model's order (:mod:`.optim_order`) and the rules
+of the buffers (:mod:`.optim_flat`), and are checked against the chunks: each parameter was saved as separate
+chunks, so that its bounds are bounds of chunks. The core compares master weights with the parameters.
 source: megatron/core/optimizer/distrib_optimizer.py (sharded_param_state_dp_reshardable)
 """
 
@@ -155,7 +153,7 @@ def _other_ranks(expected: int, buffers: _Buffers) -> UnknownPlaces:
 
 
 def _by_dtype(parts: list[Part]) -> list[tuple[str, list[Part]]]:
-    """Group parameters into the buffers of a model chunk: one for each dtype, in order of first occurrence."""
+    """Group parameters into the buffers of a model chunk: one for each dtype, in order of occurrence."""
     found: dict[str, list[Part]] = {}
     for part in parts:
         found.setdefault(part.dtype, []).append(part)

@@ -1,8 +1,8 @@
-"""What the flat vectors of Megatron's distributed optimizer hold, by the rules of its gradient buffers.
+"""The contents of the flat vectors of Megatron-LM's distributed optimizer, by its buffers' rules.
 
-Parameters lie in reverse order, each start a multiple of 64 elements; a bucket ends where it is full, and
-around an embedding that stages share. What is between two parameters was never written: nothing of it is
-taken.
+Parameters are in reverse order, and each starts at a multiple of 64 elements. A bucket ends where it is full,
+and around an embedding that stages share. Elements between two parameters were never written, and are not
+read.
 source: megatron/core/distributed/param_and_grad_buffer.py (_ParamAndGradBuffer)
 """
 
@@ -112,7 +112,7 @@ def in_vector(parts: Sequence[Part], bucket: int | None, length: int) -> list[Pl
 
 
 def runs(shape: Sequence[int], first: int, count: int) -> Iterator[Run]:
-    """Yield the boxes that make up a range of a box's C-ordered elements, each with its start in the range."""
+    """Yield the boxes of a range of a box's C-ordered elements, each with its start in the range."""
     if count <= 0:
         return
     if first == 0 and count == prod(shape):

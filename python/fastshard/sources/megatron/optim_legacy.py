@@ -1,10 +1,9 @@
-"""Optimizer state of rank files: ``distrib_optim.pt`` beside them, or what is in them without the distributed
-optimizer.
+"""Optimizer state of rank files: ``distrib_optim.pt`` next to them, or their own undistributed state.
 
-``distrib_optim.pt`` holds a flat vector for each buffer, its buckets one after another without the padding at
-their ends, and no names; a mixture of experts has a list of two, the first of which only one rank of several
-has. Parameters come as in the model's own file; where buckets end follows from the arguments. What masters
-hold is compared with the parameters by the core.
+``distrib_optim.pt`` has a flat vector for each buffer, with its buckets one after another, without the
+padding at their ends and without names. A mixture of experts has a list of two, the first of which only one
+rank of several has. Parameters are in the order of the model's own file, and the arguments determine where
+buckets end. The core compares master weights with the parameters.
 source: megatron/core/optimizer/{optimizer,distrib_optimizer}.py (save_parameter_state,
     get_parameter_state_dp_zero, state_dict),
 megatron/training/checkpointing.py (get_distributed_optimizer_checkpoint_name)
@@ -224,7 +223,7 @@ def _rank(
 
 
 def _list_optimizers(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """List the non-distributed optimizers in a rank file: one, or those of dense parameters and of experts."""
+    """List the non-distributed optimizers in a rank file: one, or those of dense parameters and experts."""
     stored = state.get("optimizer")
     several = stored if isinstance(stored, list) else [stored]
     found = [one for one in several if isinstance(one, dict)]

@@ -1,8 +1,8 @@
-"""In which order the parameters of a rank of Megatron-LM come, by the names of torch_dist, and which part of
-each it has.
+"""The order of a Megatron-LM rank's parameters, by torch_dist names, and the part of each on the rank.
 
-Nothing in a checkpoint names what lies in the buffers of the distributed optimizer: the order is the module's
-own. Where the kind of its layers is not told, each kind is tried; what fits in no way, or in two, is refused.
+Nothing in a checkpoint names the contents of the distributed optimizer's buffers: the order is the module's
+own. If the kind of its layers is not stated, each kind is tried. If none fits, or two do, the buffers are
+refused.
 source: megatron/core/models/gpt/{gpt_model,gpt_layer_specs}.py, megatron/core/transformer/{attention,mlp}.py,
 megatron/core/transformer/moe/{moe_layer,experts}.py, megatron/core/parallel_state.py (RankGenerator)
 """
@@ -251,7 +251,7 @@ class Ranks:
             yield from self._one(name, [*at, expert], tp, self.etp)
 
     def _one(self, name: str, at: list[int], rank: int, degree: int) -> Iterator[Part]:
-        """Yield a rank's part of a tensor, below the given first indices; nothing if there is no such tensor."""
+        """Yield a rank's part of a tensor, below the given first indices; nothing if it does not exist."""
         if name not in self.weights:
             return
         shape, chunks, dtype = self.weights[name]

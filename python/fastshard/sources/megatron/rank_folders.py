@@ -1,4 +1,4 @@
-"""Which files the folders of model-parallel ranks hold."""
+"""The files in the folders of model-parallel ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks of Megatron-LM have written files, by the folders' names and the arguments."""
+"""The ranks of Megatron-LM that have written files, by the folders' names and the arguments."""
 
 from __future__ import annotations
 

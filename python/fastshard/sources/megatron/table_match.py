@@ -1,5 +1,5 @@
-"""Whether a table says what the tensors of a torch_dist checkpoint are; where none does they are merged as
-``.metadata`` has them."""
+"""The choice of a table for a torch_dist checkpoint's tensors; without one they are merged as in
+``.metadata``."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class TorchDist:
         tensors: list[tuple[str, list[int], list[Any]]],
         options: Options,
     ) -> list[tuple[str, list[int], list[Any]]] | None:
-        """Declare table, axes and facts from the arguments, and the optimizer's state as slots of the source."""
+        """Declare table, axes and facts from the arguments, and the optimizer's state as slots."""
         if not _is_torch_dist(found, listing):
             return _of_torch(source, found, tensors)
         state = _common(source, found, contents)

@@ -318,7 +318,10 @@ def _anchor(listing: Listing, places: list[Place]) -> File:
 
 
 def _strings(listing: Listing, places: Sequence[Place]) -> str | None:
-    """Read the texts among the leaves, which Orbax keeps in a separate file. source: orbax type_handlers.py"""
+    """Read the texts among the leaves, which Orbax keeps in a separate file.
+
+    source: orbax type_handlers.py
+    """
     for place in places:
         if file := _file(listing, place, "_strings.json"):
             return listing.read_text(file)

@@ -1,5 +1,4 @@
-"""Who wrote a chunk, by the shardings that a save states, and whether anything else of the same writer is
-here.
+"""The writer of a chunk, by the shardings that a save states, and whether other chunks of that writer exist.
 
 A process brings what it has of an OCDBT store there at once, and its devices' chunks lie together: where one
 of them is here, an absent one of the same writer was left out, not lost. source:

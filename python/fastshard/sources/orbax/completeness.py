@@ -1,9 +1,9 @@
-"""Whether a store holds every chunk of every array, from keys alone.
+"""The check that a store has every chunk of every array, from keys alone.
 
-Old versions of Orbax leave out chunks of zeros, which looks just like a shard that was written elsewhere.
-What tells the two apart is whether the directories of all processes that took part are there, and whether
-others are there of what wrote the chunk (:mod:`.chunk_writers`). source: orbax/checkpoint/_src/serialization;
-measured with 0.6.3, 0.6.4 and 0.12.8
+Old versions of Orbax leave out chunks of zeros, which looks just like a shard that was written elsewhere. Two
+facts distinguish them: whether the directories of all processes that took part exist, and whether other
+chunks of the same writer exist (:mod:`.chunk_writers`).
+source: orbax/checkpoint/_src/serialization; measured with 0.6.3, 0.6.4 and 0.12.8
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the arrays of a checkpoint lie: steps and items, committed or not, over the directories given.
+"""The places of a checkpoint's arrays: steps and items, committed or not, in the given directories.
 
 source: orbax/checkpoint/_src/path/{atomicity,step}.py, .../serialization/ocdbt_process_spec.py;
     paxml/checkpoint_paths.py
@@ -89,7 +89,7 @@ class Place:
         return str(self.path(listing)) if len(listing.roots) > 1 else self.folder or "."
 
     def inside(self, name: str) -> str:
-        """Return the path of a file in it, relative to the root; for the empty name, the prefix of all paths."""
+        """Return the path of a file in it, relative to the root; for the empty name, all paths' prefix."""
         return f"{self.folder}/{name}" if self.folder else name
 
     def files(self, listing: Listing, below: str = "") -> Iterator[tuple[str, File]]:

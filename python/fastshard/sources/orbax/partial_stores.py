@@ -1,4 +1,4 @@
-"""Parts of stores of arrays, which are recognised where no whole item was found."""
+"""Parts of stores of arrays, which are recognised if no complete item was found."""
 
 from __future__ import annotations
 

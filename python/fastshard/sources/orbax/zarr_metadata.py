@@ -1,4 +1,4 @@
-"""What ``.zarray`` and ``zarr.json`` say of an array: shape, dtype, chunks and their keys.
+"""The description of an array in ``.zarray`` and ``zarr.json``: shape, dtype, chunks and their keys.
 
 source: zarr v2 and v3 specifications; tensorstore driver/{zarr,zarr3} for ``bfloat16``
 """

@@ -1,4 +1,4 @@
-"""An adapter by itself: looked at and proven whole; into a model it is merged with its base."""
+"""An adapter alone, which is inspected and checked for completeness; it is merged together with its base."""
 
 from __future__ import annotations
 

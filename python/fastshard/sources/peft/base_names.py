@@ -1,5 +1,5 @@
-"""Where an adapter's modules lie in its base: an adapter has the names of the module in memory, a base often
-those of its files."""
+"""The places of an adapter's modules in its base: an adapter has names in memory, a base often those of its
+files."""
 
 from __future__ import annotations
 

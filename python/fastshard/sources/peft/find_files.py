@@ -1,4 +1,4 @@
-"""Where an adapter lies: its config, and its tensors beside it."""
+"""The files of an adapter: its config, and its tensors next to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an adapter makes of its base: changes of tensors in the declaration, for the core to compute.
+"""The changes that an adapter makes to its base, declared for the core to compute.
 
 source: peft tuners/lora/layer.py (get_delta_weight, merge), tuners/lora/dora.py,
     tuners/trainable_tokens/layer.py
@@ -143,7 +143,7 @@ def _changes(
 
 @dataclass(frozen=True)
 class _Stacked:
-    """Experts that transformers stacks on loading: the tensors of each, one after another along the outputs."""
+    """Experts that transformers stacks on loading: the tensors of each, joined along the outputs."""
 
     shape: list[int]
     #: By expert: (stored name, outputs) of each part.

@@ -1,5 +1,6 @@
-"""What an adapter lacks: by its config, by the other factor of each product, and by its other layers. No peft
-is asked.
+"""The parts that an adapter lacks: by its config, by each product's other factor, and by its other layers.
+
+peft itself is not used.
 
 source: peft tuners/tuners_utils.py (inject_adapter, check_target_module_exists), utils/other.py
     (ModulesToSaveWrapper)

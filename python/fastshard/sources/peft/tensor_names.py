@@ -1,4 +1,4 @@
-"""What the names of an adapter's tensors say: which module they are of, and which factor.
+"""The module and the factor of an adapter's tensor, by its name.
 
 A saved adapter leaves its own name out and begins with ``base_model.model.``; a live one has its name in each
 (``lora_A.default.weight``) and its base's tensors below ``base_layer``.

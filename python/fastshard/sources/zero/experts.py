@@ -52,8 +52,7 @@ class Experts:
         return bool(self.numbers) and any(map(is_expert, names))
 
     def divided(self, order: list[_Rank], count: int) -> list[list[_Rank]] | None:
-        """Divide data-parallel ranks among expert-parallel ranks; ``count`` of them have the same experts
-        each."""
+        """Divide data-parallel ranks among expert-parallel ranks; ``count`` ranks have the same experts."""
         if count < 1 or len(order) % count:
             return None
         width = len(order) // count
@@ -72,7 +71,7 @@ class Experts:
         return found
 
     def name_of(self, name: str, rank: int, width: int) -> str | None:
-        """Return the name, among all experts, of an expert's tensor on a rank; None without such an expert."""
+        """Return the name, among all experts, of an expert's tensor on a rank; None if there is none."""
         match = _NAME.match(name)
         if match is None:
             return name

@@ -1,4 +1,5 @@
-"""What the ZeRO modules share: a model-parallel rank, flat vectors, and small readers of inert values."""
+"""The shared parts of the ZeRO modules: a model-parallel rank, flat vectors, and small readers of inert
+values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ZeRO: which elements of which rank's flat partition make up a parameter.
+"""The elements of each rank's flat ZeRO partition that make up a parameter.
 
 Stages 1 and 2 (and BF16_Optimizer) lay the parameters of a group one after another and cut the
 whole into one partition per data-parallel rank. Stage 3 cuts every parameter into one part per rank.

@@ -1,7 +1,8 @@
-"""Stage 0: the optimizer's state lies in the model file, and names nothing.
+"""Stage 0: the optimizer's state is in the model file, without names.
 
-FP16_UnfusedOptimizer keeps a whole master of each parameter, FP16_Optimizer (for FusedAdam) one flat master
-per group, and an optimizer that was not wrapped (fp32 training) no masters: the parameters are what it steps.
+FP16_UnfusedOptimizer keeps a full master weight of each parameter, FP16_Optimizer (for FusedAdam) one flat
+master weight per group. An optimizer that was not wrapped (fp32 training) keeps no master weights: it steps
+the parameters themselves.
 source: DeepSpeed runtime/fp16/{unfused,fused}_optimizer.py (state_dict), runtime/engine.py
     (_common_checkpoint_state)
 """
@@ -184,7 +185,7 @@ def of_experts(model: Model) -> int:
 
 
 def partitioned(model: Model) -> bool:
-    """Return True if the model file has a partition: BF16_Optimizer's first rank, in a pipeline of stage 0."""
+    """Return True if the model file has a partition: BF16_Optimizer's first rank, in a stage-0 pipeline."""
     optimizer = model.state.get("optimizer")
     return isinstance(optimizer, dict) and "single_partition_of_fp32_groups" in optimizer
 
@@ -280,7 +281,7 @@ def _of_experts(optimizer: StoredOptimizer) -> list[bool]:
 
 
 def _name_flat(optimizer: StoredOptimizer, parameters: list[Parameter]) -> bool:
-    """Assign parameters to flat master weights: by the vectors of which the tensors are views, or by sizes."""
+    """Assign parameters to flat master weights: by the vectors that the tensors view, or by sizes."""
     vectors = optimizer.vectors()
     lengths = [math.prod(vector.shape or []) for vector in vectors]
     shapes = {name: shape for name, shape, _ in parameters}
@@ -323,7 +324,7 @@ def _by_views(model: Model, parameters: list[Parameter], lengths: list[int]) -> 
 
 
 def _views(model: Model, parameters: list[Parameter]) -> dict[int, list[list[str]]]:
-    """Return tensors that fill one storage, alone or together, in its order, by the storage's element count."""
+    """Return tensors that fill one storage, alone or together, in its order, by its element count."""
     tensors = model.contents.tensors(model.file)
     storages: dict[int, list[tuple[int, int, int, str]]] = {}
     for name, shape, index in parameters:

@@ -20,7 +20,7 @@ from .zero_files import ZeroFiles
 
 
 def slices(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named | None:
-    """Place each parameter's parts in the partitions; None with a finding if the partitions do not hold them."""
+    """Place each parameter's parts in the partitions; None with a finding if these do not have them."""
     order, model = partitions.order, partitions.model
     world = len(order)
     parameters = {name: shape for group in shapes for name, shape in group.items()}
@@ -217,7 +217,7 @@ def ranks_agree(model: Model, sliced: Sequence[tuple[int, int, int]]) -> list[Fi
 
 
 def _ordered(value: Any) -> Any:
-    """Convert dictionaries to lists, to compare their order: the order of `param_shapes` places parameters."""
+    """Convert dictionaries to lists, to compare their order: that of `param_shapes` places parameters."""
     if isinstance(value, list):
         return [_ordered(v) for v in value]
     return list(value.items()) if isinstance(value, dict) else value

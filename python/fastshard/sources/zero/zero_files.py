@@ -1,4 +1,4 @@
-"""Which files of a checkpoint hold what that ZeRO divides."""
+"""The files of a checkpoint with the state that ZeRO divides."""
 
 from __future__ import annotations
 
