@@ -1,4 +1,4 @@
-"""The one reader of values in configs: numbers and choices that came from anybody's hands."""
+"""The only reader of values in configs: numbers and choices from untrusted files."""
 
 from __future__ import annotations
 

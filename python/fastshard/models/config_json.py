@@ -1,4 +1,4 @@
-"""Hugging Face ``config.json``: what it says about axes and facts, and how one is written."""
+"""Hugging Face ``config.json``: the axes and facts that it states, and the writing of one."""
 
 from __future__ import annotations
 

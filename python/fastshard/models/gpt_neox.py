@@ -1,4 +1,4 @@
-"""GPT-NeoX's words for models: the training config.
+"""GPT-NeoX's terms for models: the training config.
 
 source: gpt-neox megatron/model, megatron/neox_arguments/neox_args.py, tools/ckpts/convert_neox_to_hf.py
 """

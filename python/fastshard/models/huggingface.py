@@ -1,5 +1,7 @@
-"""transformers' words for models: ``config.json``. What each of its classes computes stands in their layout
-tables."""
+"""transformers' terms for models: ``config.json``.
+
+The layout tables of its classes state what each class computes.
+"""
 
 from __future__ import annotations
 

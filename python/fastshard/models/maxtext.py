@@ -1,4 +1,4 @@
-"""MaxText's words for models: its yml.
+"""MaxText's terms for models: its yml.
 
 source: MaxText configs/base.yml and configs/models, configs/types.py,
     layers/{attentions,embeddings,decoders}.py,

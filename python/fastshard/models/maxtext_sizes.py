@@ -1,4 +1,4 @@
-"""Sizes in MaxText's yml, and the extents of the tables' axes by them.
+"""Sizes in MaxText's yml, and the extents of the tables' axes that follow from them.
 
 source: MaxText configs/base.yml and configs/models, configs/types.py, layers/attentions.py,
     models/{llama2,gpt3}.py

@@ -1,4 +1,4 @@
-"""Megatron-LM's words for models: the arguments that a checkpoint carries.
+"""Megatron-LM's terms for models: the arguments that a checkpoint carries.
 
 source: Megatron-LM megatron/training/arguments.py and checkpointing.py (`check_checkpoint_args`),
 megatron/core/transformer/transformer_config.py, megatron/core/transformer/moe/{moe_layer,router,experts}.py

@@ -1,4 +1,4 @@
-"""The model in the middle: what is computed, whoever trained it and whoever will load it."""
+"""The neutral description of a model: what it computes, for any framework that trained or loads it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Settings of a model that a checkpoint states, and ``--config`` too: ``--config`` is taken, and each
-difference is a note."""
+"""Settings that both a checkpoint and ``--config`` state: ``--config`` wins, and each difference is a
+note."""
 
 from __future__ import annotations
 

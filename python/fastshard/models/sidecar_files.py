@@ -1,5 +1,4 @@
-"""Files that go along with a model: its config, its tokenizer, code of its own; and where they are looked
-for."""
+"""The companion files of a model (config, tokenizer, custom code), and the folders to search for them."""
 
 from __future__ import annotations
 

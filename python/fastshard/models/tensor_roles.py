@@ -51,7 +51,7 @@ _WRAPPERS = frozenset(
 
 
 def parts_of(name: str) -> tuple[tuple[str | None, ...], list[int]]:
-    """Split a name into its parts, with None for each number, and its numbers."""
+    """Split a name into its parts, with None for each number, and the numbers."""
     parts: list[str | None] = []
     numbers: list[int] = []
     for part in (name.replace("/", ".") if "/" in name else name).split("."):

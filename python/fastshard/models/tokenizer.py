@@ -1,4 +1,4 @@
-"""A model's tokenizer, as far as a checkpoint has to agree with it: its files, its largest id, its special
+"""A model's tokenizer, as far as a checkpoint must agree with it: its files, largest id and special
 tokens."""
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def find(given: StrPath | None, folders: Iterable[Folder]) -> Tokenizer | None:
 
 
 def named_folders(given: StrPath | None) -> list[Folder]:
-    """Return the folder that was given for a tokenizer; none if a file was given."""
+    """Return the given folder of a tokenizer, as a list; empty if a file was given."""
     return [Folder.named(Path(given))] if given is not None and Path(given).is_dir() else []
 
 

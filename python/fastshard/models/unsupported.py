@@ -1,4 +1,4 @@
-"""The one refusal: what a model computes and a format has no words for."""
+"""The only refusal of a model with features that a format lacks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Sources: whose files these are and where each tensor lies. What a model computes is said in
-:mod:`fastshard.models`.
+"""Sources: the framework that wrote a checkpoint's files, and the place of each tensor in them.
 
-A source only declares; it reads no tensor and computes nothing.
+:mod:`fastshard.models` describes what a model computes. A source only declares; it reads no tensor and
+computes nothing.
 """

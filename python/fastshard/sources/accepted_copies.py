@@ -1,4 +1,4 @@
-"""Copies that were made on purpose, as the user says: warnings, which the manifest records."""
+"""Copies that a user declares intentional: warnings, which the manifest records."""
 
 from __future__ import annotations
 

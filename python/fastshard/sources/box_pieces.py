@@ -1,4 +1,4 @@
-"""Tensors that ranks hold boxes of, each rank those that its own file names."""
+"""Tensors that ranks store as boxes, each rank those that its own file names."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def choose(
 def _choose(
     listing: Listing, steps: Mapping[str, Step], options: Options, trackers: tuple[str, ...]
 ) -> Chosen:
-    """Choose among steps side by side."""
+    """Choose a step among those side by side."""
     if options.step is not None:
         name = _one(matching(steps, options.step), steps, options.step)
         return Chosen(name, [], steps[name])

@@ -47,10 +47,10 @@ def disagreeing(
     *,
     whole: bool,
 ) -> Iterator[Finding]:
-    """Report where an index and its files disagree on names.
+    """Yield findings where an index and its files disagree on names.
 
-    ``FS102`` is for tensors that no file has, ``FS115`` as a warning for those that another file has, or the
-    same file under a name with another beginning; ``FS108`` for tensors that the index does not name.
+    ``FS102`` is for tensors that no file has. ``FS115`` is a warning for tensors that another file has, or
+    the same file under a name with another beginning. ``FS108`` is for tensors that the index does not name.
 
     Args:
         weight_map: number of the file that the index sends each tensor to.

@@ -1,4 +1,4 @@
-"""MaxText train states: which model the names and shapes are of, and the table that fits them.
+"""MaxText train states: the model that names and shapes show, and the table that fits them.
 
 source: MaxText common/checkpointing.py (names of a train state), layers/decoders.py (scan), flax
     core/axes_scan.py

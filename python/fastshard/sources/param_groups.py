@@ -1,5 +1,4 @@
-"""Groups of parameters, as torch's optimizers list them: ``param_groups`` with numbers or names for
-parameters."""
+"""Groups of parameters in torch's optimizers: ``param_groups`` with numbers or names for parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that all ranks of a run state alike: a file that states others has one finding."""
+"""Values on which all ranks of a run agree: a file with others gets one finding."""
 
 from __future__ import annotations
 

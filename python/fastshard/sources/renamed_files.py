@@ -1,4 +1,4 @@
-"""Files that bear another rank's name than the one under which they were saved.
+"""Files whose name is that of another rank than the name under which they were saved.
 
 torch.save keeps the name of the file, without its ending, as the folder inside of the archive.
 source: torch/serialization.py (_open_zipfile_writer_file, PyTorchStreamWriter)

@@ -1,4 +1,4 @@
-"""Names of steps: their numbers, which is newer, and which part of a path is one."""
+"""Names of steps: their numbers, their order, and the part of a path that is a step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Steps of a run of which something is there, and the files in which trainers say which of them is the
-last."""
+"""Steps of a run, and the tracker files in which trainers name the last one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tensors that an index looks for in vain where one thing accounts for all of them: the file is a copy of
-another, or they lie in a file that the index does not name."""
+"""Tensors that are missing where an index places them, for one reason: a copied file, or a file outside the
+index."""
 
 from __future__ import annotations
 

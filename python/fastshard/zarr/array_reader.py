@@ -1,4 +1,4 @@
-"""Reads key-value stores of arrays (plain files, OCDBT) through TensorStore."""
+"""A reader of key-value stores of arrays (plain files, OCDBT) through TensorStore."""
 
 from __future__ import annotations
 

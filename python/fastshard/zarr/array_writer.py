@@ -1,4 +1,4 @@
-"""Writes stores of arrays (zarr, OCDBT) through TensorStore: the core hands over one block at a time."""
+"""A writer of stores of arrays (zarr, OCDBT) through TensorStore: the core hands over one block at a time."""
 
 from __future__ import annotations
 

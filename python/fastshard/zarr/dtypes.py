@@ -1,4 +1,4 @@
-"""Element types as safetensors, zarr v2 and zarr v3 name them."""
+"""Element types by the names of safetensors, zarr v2 and zarr v3."""
 
 from __future__ import annotations
 
@@ -40,5 +40,8 @@ WIDER = {
 
 
 def fill(dtype: str) -> object:
-    """Return zero as metadata of zarr v3 has it. source: zarr specs, core v3, fill values"""
+    """Return zero as metadata of zarr v3 has it.
+
+    source: zarr specs, core v3, fill values
+    """
     return False if dtype == "BOOL" else [0.0, 0.0] if dtype.startswith("C") else 0

@@ -1,4 +1,4 @@
-"""The index of an OCDBT database: which file holds each value. Read without reading a value.
+"""The index of an OCDBT database, which states the file of each value, read without reading a value.
 
 source: tensorstore/kvstore/ocdbt/index.rst (format), dump_util.cc (the JSON of its nodes)
 """

@@ -1,5 +1,5 @@
-"""Stores on other hosts' disks, brought here range by range while TensorStore reads them: it knows files
-alone, and finds holes in those that stand for others."""
+"""Stores on other hosts' disks, brought here by range while TensorStore reads placeholder files with
+holes."""
 
 from __future__ import annotations
 

@@ -1,2 +1,4 @@
-"""Quantised weights: which tensors of a checkpoint belong to one weight, and what they must be. One module
-for each family of forms."""
+"""Quantised weights: the tensors of a checkpoint that belong to one weight, and their requirements.
+
+There is one module for each family of forms.
+"""

@@ -1,5 +1,7 @@
-"""bitsandbytes: nf4, fp4 and int8, whose true shape only a record beside the codes states. source:
-bitsandbytes 0.50 functional.py"""
+"""bitsandbytes: nf4, fp4 and int8, whose true shape only a record next to the codes states.
+
+source: bitsandbytes 0.50 functional.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The formats of compressed-tensors. source: compressed-tensors 0.20 compressors/ and quantization/"""
+"""The formats of compressed-tensors.
+
+source: compressed-tensors 0.20 compressors/ and quantization/
+"""
 
 from __future__ import annotations
 

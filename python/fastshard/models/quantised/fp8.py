@@ -1,4 +1,4 @@
-"""Weights in fp8: in blocks, by row, as a whole; powers of two as scales.
+"""Weights in fp8 with one scale per block, per row or in all, or with powers of two as scales.
 
 source: transformers 5.24 integrations/finegrained_fp8.py; DeepSeek-V3 README_WEIGHTS.md
 """

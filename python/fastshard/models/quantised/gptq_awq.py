@@ -218,7 +218,7 @@ def _notes_of(kind: _Kind, access: ValueAccess, rows: int, name: str, count: int
 def _read_zero_points(
     bits: int, access: ValueAccess, rows: int, name: str, count: int
 ) -> Iterator[np.ndarray[Any, Any]]:
-    """Read the codes of zero points, several groups or a part of one at a time: at most a window of bytes."""
+    """Yield the codes of zero points, several groups or a part of one at a time, within a window of bytes."""
     import numpy as np
 
     wide = ceil_div(rows * bits, 32) * 4

@@ -211,7 +211,7 @@ def _no_codes(name: str, form: Form, shape: tuple[int, ...]) -> Finding:
 def _orphans(
     forms: Iterable[Form], tensors: Tensors, taken: set[str], may_be_plain: bool
 ) -> Iterator[Finding]:
-    """Report companions of weights that are missing, or stored without quantisation."""
+    """Yield findings for companions of weights that are missing, or stored without quantisation."""
     suffixes = {
         suffix: (form, one)
         for form in forms
@@ -291,7 +291,7 @@ def _none_at_all(config: QuantisationConfig) -> Finding:
 def _uneven(
     config: QuantisationConfig, forms: Iterable[Form], weights: Mapping[str, Weight], tensors: Tensors
 ) -> Iterator[Finding]:
-    """Report plain modules that are quantised in most layers or experts, if no list names them."""
+    """Yield findings for plain modules that most layers or experts quantise, if no list names them."""
     by_role: dict[str, list[str]] = defaultdict(list)
     for module in weights:
         by_role[_NUMBERS.sub("{}", f"{module}.")].append(module)
@@ -336,7 +336,7 @@ def _is_alike(shape: tuple[int, ...], others: Iterable[Weight]) -> bool:
 
 
 def _unstated(tensors: Tensors) -> Iterator[Finding]:
-    """Report the first weight that only a quantised model has, if the config does not state quantisation."""
+    """Yield a finding for the first weight that only a quantised model has, if no config says so."""
     forms = [
         (called, form)
         for module in dict.fromkeys(KNOWN.values())
@@ -379,7 +379,7 @@ def _has(base: str, one: Companion, tensors: Tensors) -> bool:
 
 
 def _first(found: Iterable[Finding]) -> Iterator[Finding]:
-    """Limit findings of each kind to a readable number."""
+    """Yield the findings, of each kind no more than a readable number."""
     counts: dict[tuple[str, str], list[Finding]] = defaultdict(list)
     for finding in found:
         counts[finding.code, _NUMBERS.sub("{}", finding.tensor or "")].append(finding)

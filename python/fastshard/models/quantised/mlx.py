@@ -1,5 +1,7 @@
-"""MLX: words of 32 bits that hold codes of a row, with scales of groups. source: mlx 0.30
-nn/layers/quantized.py, mlx-lm utils.py"""
+"""MLX: words of 32 bits with codes of a row, and scales of groups.
+
+source: mlx 0.30 nn/layers/quantized.py, mlx-lm utils.py
+"""
 
 from __future__ import annotations
 

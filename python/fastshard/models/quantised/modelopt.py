@@ -1,5 +1,7 @@
-"""The formats of ModelOpt (``hf_quant_config.json``). source: ModelOpt 0.47 torch/quantization/qtensor,
-torch/export"""
+"""The formats of ModelOpt (``hf_quant_config.json``).
+
+source: ModelOpt 0.47 torch/quantization/qtensor, torch/export
+"""
 
 from __future__ import annotations
 

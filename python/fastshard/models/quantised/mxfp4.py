@@ -1,4 +1,7 @@
-"""Experts in MXFP4, as gpt-oss has them. source: transformers 5.24 integrations/mxfp4.py"""
+"""Experts in MXFP4, as gpt-oss has them.
+
+source: transformers 5.24 integrations/mxfp4.py
+"""
 
 from __future__ import annotations
 

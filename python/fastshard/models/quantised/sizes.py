@@ -1,4 +1,4 @@
-"""Extents of weights, and of the blocks that they are divided into."""
+"""Extents of weights, and of the blocks that divide them."""
 
 from __future__ import annotations
 

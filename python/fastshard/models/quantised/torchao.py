@@ -1,5 +1,7 @@
-"""torchao: subclasses of tensors, of which the header of a file says what they are made of. source: torchao
-0.18 prototype/safetensors"""
+"""torchao: tensor subclasses, whose parts the header of a file describes.
+
+source: torchao 0.18 prototype/safetensors
+"""
 
 from __future__ import annotations
 
@@ -140,7 +142,7 @@ def _impossible(name: str, error: ImpossibleSettingError) -> Finding:
 def missing(
     records: Mapping[str, Record], names: Collection[str], lost: Collection[str]
 ) -> Iterator[Finding]:
-    """Report parts that headers require and no file has, except those ``lost`` with a reported file."""
+    """Yield findings for parts that headers require and no file has, except those ``lost`` with a file."""
     for name, record in records.items():
         for part in record.parts:
             if part not in names and part not in lost:

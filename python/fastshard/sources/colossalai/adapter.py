@@ -1,12 +1,13 @@
-"""ColossalAI's sharded saves: ``model-stage-0000S-shard-0000N.*`` or ``model-0000N.*``, and optimizer shards
-by number.
+"""ColossalAI's sharded saves (``model-stage-0000S-shard-0000N.*`` or ``model-0000N.*``), and numbered
+optimizer shards.
 
-Tensor parallelism is always gathered before a save, pipeline stages write files of their own. The merged
-index takes in whatever indexes of stages lie on rank 0's disk, so a stage on another disk is lost from it
-without a word; here stages are counted by the files' names, and layers by the config.
+Tensor parallelism is always gathered before a save, and pipeline stages write separate files. The merged
+index includes only the stages' indexes on rank 0's disk, so it silently lacks a stage on another disk. Here
+stages are counted by the files' names, and layers by the config.
 
 A mixture of experts has files ``model-stage-0000S-0000E-shard-0000N.*`` for each expert-parallel rank E: its
-experts, under the names that they have among all, and a copy of all else; the index names one of the copies.
+experts, under their names among all experts, and a copy of all other tensors. The index names one of the
+copies.
 source: colossalai/checkpoint_io/{hybrid_parallel_checkpoint_io,moe_checkpoint,index_file,utils}.py (0.4.5 to
     0.5.0)
 """

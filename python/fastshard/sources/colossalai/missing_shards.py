@@ -1,5 +1,4 @@
-"""Shards of ColossalAI's saves that are missing, by their names and indexes, and those that no index
-names."""
+"""Missing shards of ColossalAI's saves, by their names and indexes, and shards that no index names."""
 
 from __future__ import annotations
 

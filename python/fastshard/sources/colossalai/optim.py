@@ -1,5 +1,4 @@
-"""ColossalAI's optimizer shards: states by the parameter's number, which is its place in the optimizer's
-groups.
+"""ColossalAI's optimizer shards: states by the parameter's number, its place in the optimizer's groups.
 
 source: colossalai/checkpoint_io/{hybrid_parallel_checkpoint_io,moe_checkpoint}.py (_optimizer_sharder),
     booster/plugin/
@@ -237,7 +236,7 @@ def declare(
 
 
 def _states(contents: Contents, shards: range) -> _States:
-    """Read the states in the readable shards, by the names of their tensors."""
+    """Read the states in the readable shards, by their tensors' names."""
     states = _States({}, {}, {})
     for i in shards:
         if not contents.readable(i):

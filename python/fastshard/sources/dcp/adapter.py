@@ -399,7 +399,9 @@ def _file_missing(folder: str, file: str, names: list[str]) -> Finding:
 
 
 def _hole(entry: dcp_metadata.TensorEntry) -> Iterator[Finding]:
-    """Report chunks that cannot cover all of a tensor, whatever its files hold.
+    """Yield a finding if the chunks of a tensor cannot cover all of it, whatever its files hold.
+
+    A lost file accounts for none of these elements.
 
     A lost file accounts for none of these elements.
     """

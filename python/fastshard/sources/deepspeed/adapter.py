@@ -1,6 +1,6 @@
 """DeepSpeed checkpoints: ``latest``, ``global_stepN/``, model files, layer files and ZeRO partitions.
 
-GPT-NeoX writes the same files with layer names of its own; such a framework is a :class:`Dialect`.
+GPT-NeoX writes the same files with its own layer names; such a framework is a :class:`Dialect`.
 source: DeepSpeed runtime/engine.py (_get_ckpt_name, _get_zero_ckpt_name), runtime/pipe/module.py
 """
 

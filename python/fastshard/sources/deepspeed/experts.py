@@ -1,7 +1,7 @@
 """deepspeed.moe: a file for each expert of each layer, ``layer_L_expert_E_mp_rank_TT_model_states.pt``.
 
-Experts have the numbers in it that they have among all, in names too; L counts the layers that are mixtures.
-The model file holds the rest, and the number of experts of each such layer.
+Experts have their number among all experts in file names and in tensor names. L counts the mixture layers.
+The model file has the remaining tensors, and the number of experts of each such layer.
 source: DeepSpeed runtime/engine.py (_save_moe_checkpoint, _get_expert_ckpt_name, num_experts)
 """
 

@@ -1,1 +1,1 @@
-"""Files that each rank of FSDP has saved for itself, of DTensors or ShardedTensors."""
+"""Files that each rank of FSDP saves separately, with DTensors or ShardedTensors."""

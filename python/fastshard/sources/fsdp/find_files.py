@@ -1,4 +1,4 @@
-"""The files of ranks: how trainers name them, and which of several saves is taken.
+"""The files of ranks: trainers' names for them, and the choice among several saves.
 
 source: verl utils/checkpoint/fsdp_checkpoint_manager.py, SkyRL fsdp_strategy.py, accelerate
     utils/fsdp_utils.py

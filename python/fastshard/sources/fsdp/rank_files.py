@@ -1,4 +1,4 @@
-"""The files of ranks of one kind: whether all are there, and each where it says that it is."""
+"""The files of ranks of one kind, checked for completeness and for the rank that each states."""
 
 from __future__ import annotations
 

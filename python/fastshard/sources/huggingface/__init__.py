@@ -1,1 +1,1 @@
-"""Checkpoints under Hugging Face names: saved whole, by ranks, or divided under another's rules."""
+"""Checkpoints under Hugging Face names: saved in full, by ranks, or divided by another framework's rules."""

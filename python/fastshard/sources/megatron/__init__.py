@@ -1,1 +1,1 @@
-"""Checkpoints of Megatron-LM: rank files, and what lies in torch_dist."""
+"""Checkpoints of Megatron-LM: rank files, and torch_dist."""

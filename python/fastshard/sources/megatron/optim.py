@@ -1,4 +1,4 @@
-"""Optimizer state in Megatron-LM's torch_dist checkpoints, in the forms that the distributed optimizer has.
+"""Optimizer state in Megatron-LM's torch_dist checkpoints, in the forms of the distributed optimizer.
 
 - ``fully_reshardable``, and any optimizer that is not distributed: tensors with the parameters' shapes;
 - ``fully_sharded_model_space`` (0.8 to 0.15): by parameter, shards flat (:mod:`.optim_model_space`);

@@ -1,7 +1,7 @@
-"""``fully_sharded_model_space``: optimizer state by parameter, each rank's shard of it flat.
+"""``fully_sharded_model_space``: optimizer state by parameter, with each rank's shard flat.
 
-The shape in ``.metadata`` is not the parameter's: it has one axis of counts of shards for each of the
-parameter's, and then the elements of one shard, which data-parallel ranks divide.
+The shape in ``.metadata`` is not the parameter's. For each of the parameter's axes it has one axis that
+counts shards, followed by the elements of one shard, which data-parallel ranks divide.
 source: megatron/core/dist_checkpointing/strategies/resharding.py
     (nd_flattened_tensor_reformulated_global_shape), 0.8 to 0.15
 """

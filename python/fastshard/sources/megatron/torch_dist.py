@@ -1,5 +1,4 @@
-"""Megatron-LM's torch_dist: torch.distributed.checkpoint with the arguments in ``common.pt`` and layers
-stacked.
+"""Megatron-LM's torch_dist: torch.distributed.checkpoint with arguments in ``common.pt`` and stacked layers.
 
 source: megatron/core/dist_checkpointing (strategies/torch.py)
 """

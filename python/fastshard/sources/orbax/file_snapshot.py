@@ -1,4 +1,4 @@
-"""The files of stores as they were when these were opened."""
+"""The state of stores' files when the stores were opened."""
 
 from __future__ import annotations
 

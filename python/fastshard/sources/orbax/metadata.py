@@ -1,4 +1,4 @@
-"""Orbax's metadata files: the tree of an item, shardings, and what a step says of itself.
+"""Orbax's metadata files: the tree of an item, shardings, and a step's own metadata.
 
 source: orbax/checkpoint/_src/metadata/{tree,sharding,checkpoint}.py
 """

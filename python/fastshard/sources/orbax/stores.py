@@ -355,10 +355,10 @@ class Reader:
         return 0 if key is None else self._union.holders(key)[0].place.root
 
     def send(self, blocks: Iterable[str]) -> None:
-        """Request blocks from other hosts.
+        """Announce that blocks on other hosts will be read.
 
         Raises:
-            FastshardError: if the request fails.
+            FastshardError: if the announcement fails.
         """
         keys = dict.fromkeys(self.blocks[block][3] for block in blocks)
         send(

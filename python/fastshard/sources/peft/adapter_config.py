@@ -1,4 +1,4 @@
-"""``adapter_config.json``: ranks, scales and what else decides values.
+"""``adapter_config.json``: ranks, scales and other settings that affect values.
 
 source: peft tuners/lora/config.py, tuners/lora/layer.py (update_layer), utils/other.py (get_pattern_key)
 """

@@ -1,4 +1,4 @@
-"""Adapters of PEFT: what their config and names say, and what they make of a base model's tensors."""
+"""Adapters of PEFT: their config, their names, and their effect on a base model's tensors."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def find_run_beside(config: Path) -> str | None:
 def _find_without_values(
     adapter: AdapterNames, shapes: Mapping[str, list[int]], file: str
 ) -> Iterator[Finding]:
-    """Report tensors of size 0, which ZeRO-3 leaves if they are saved without being gathered."""
+    """Yield a finding for tensors of size 0, which ZeRO-3 leaves if they are saved without being gathered."""
     names = [name for module in adapter.modules.values() for name in module.factors.values()]
     empty = sorted(name for name in (*names, *adapter.whole.values()) if 0 in shapes.get(name, ()))
     if empty:
@@ -121,7 +121,7 @@ def _find_without_values(
 
 
 def _find_without_counterpart(adapter: AdapterNames, config: Config, file: str) -> Iterator[Finding]:
-    """Report factors without their counterpart, and, for DoRA, products without the module's magnitude."""
+    """Yield findings for factors without their counterpart, and products without DoRA's magnitude."""
     lacking: dict[str, list[str]] = {}
     for module in adapter.modules.values():
         for pair in PAIRS:
@@ -160,7 +160,7 @@ def _is_module(name: str, word: str) -> bool:
 def _find_unsaved_modules(
     adapter: AdapterNames, config: Config, file: str, base: Collection[str] | None
 ) -> Iterator[Finding]:
-    """Report entries of `modules_to_save` that the file lacks and the base, if known, has."""
+    """Yield findings for entries of `modules_to_save` that the file lacks and the base, if known, has."""
     saved = [f".{own}" for own in adapter.whole]
 
     def is_there(word: str) -> bool:
@@ -186,7 +186,9 @@ def _find_unsaved_modules(
 def _find_unmatched_targets(
     adapter: AdapterNames, config: Config, file: str, base: Collection[str] | None
 ) -> Iterator[Finding]:
-    """Report words of `target_modules` that match no module with factors.
+    """Yield findings for words of `target_modules` that match no module with factors.
+
+    Only a base shows whether the model has such a module.
 
     Only a base shows whether the model has such a module.
     """
@@ -228,7 +230,7 @@ def _list_targets(word: str, config: Config, base: Iterable[str]) -> list[str]:
 def _find_gaps(
     adapter: AdapterNames, config: Config, file: str, base: Collection[str] | None
 ) -> Iterator[Finding]:
-    """Report layers between others that lack factors of a module, if the config does not limit the layers."""
+    """Yield a finding for layers between others without a module's factors, unless a config limits layers."""
     if not config.is_of_all_layers:
         return
     modules: dict[str, Module | None] = {module.at: module for module in adapter.modules.values()}

@@ -1,1 +1,1 @@
-"""DeepSpeed ZeRO: which elements of which rank's flat partition make up a parameter."""
+"""DeepSpeed ZeRO: the elements of each rank's flat partition that make up a parameter."""

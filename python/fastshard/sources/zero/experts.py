@@ -1,8 +1,8 @@
 """deepspeed.moe: experts are divided over expert-parallel ranks, and each rank counts its own from 0.
 
-A parameter group of experts is cut into partitions among the data-parallel ranks that have the same experts,
-so there are as many flat vectors as expert-parallel ranks. ``param_shapes`` is that of rank 0; the files of
-experts have the numbers that they have among all.
+A parameter group of experts is divided into partitions among the data-parallel ranks that have the same
+experts, so there are as many flat vectors as expert-parallel ranks. ``param_shapes`` is that of rank 0. The
+files of experts have their numbers among all experts.
 source: DeepSpeed runtime/engine.py (_save_moe_checkpoint), runtime/zero/stage_1_and_2.py
     (_configure_moe_settings),
 utils/groups.py (_create_expert_and_data_parallel), moe/{layer,experts}.py

@@ -1,4 +1,4 @@
-"""The optimizer files of one model-parallel rank: which there are, and the flat vectors in them."""
+"""The optimizer files of one model-parallel rank, and the flat vectors in them."""
 
 from __future__ import annotations
 

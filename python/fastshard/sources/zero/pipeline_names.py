@@ -1,4 +1,4 @@
-"""Names in pipelines: what a module that several stages share is called."""
+"""Names in pipelines: the name of a module that several stages share."""
 
 from __future__ import annotations
 

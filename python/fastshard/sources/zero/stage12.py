@@ -1,4 +1,4 @@
-"""Stages 1 and 2, and BF16_Optimizer: the parameters of a group one after another, cut into partitions.
+"""Stages 1 and 2, and BF16_Optimizer: a group's parameters one after another, divided into partitions.
 
 Groups are padded at the end to a multiple of 2 x world_size elements; DeepSpeed 0.19.8 may pad after
 each parameter too (``param_alignment_paddings``).

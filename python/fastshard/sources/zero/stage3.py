@@ -1,6 +1,6 @@
-"""Stage 3: every parameter is cut into one part per data-parallel rank, the last one padded.
+"""Stage 3: every parameter is divided into one part per data-parallel rank, the last one padded.
 
-A rank's parts lie one after another in its flat groups, at an offset common to all ranks.
+A rank's parts are one after another in its flat groups, at an offset common to all ranks.
 """
 
 from __future__ import annotations
