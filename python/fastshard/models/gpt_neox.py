@@ -392,7 +392,7 @@ def activation_of(config: Mapping[str, Any]) -> str:
 
 
 def te_differences(config: Mapping[str, Any], features: Features, written: str) -> list[Finding]:
-    """Report how Transformer Engine's LayerNormMLP computed differently from a model with plain modules.
+    """Report differences between Transformer Engine's LayerNormMLP and the plain modules of the result.
 
     Args:
         config: the training config.
@@ -465,7 +465,7 @@ def _besides(
 
 
 def _window(config: Mapping[str, Any]) -> int | None:
-    """Return how many positions a token sees to its left, without itself; None for all.
+    """Return the number of positions that a token sees to its left, without itself; None for all.
 
     source: gpt-neox megatron/model/transformer.py: flash-attn gets ``window_size=(width, -1)``
 

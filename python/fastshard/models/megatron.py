@@ -362,9 +362,10 @@ def _positions(args: Mapping[str, Any]) -> str:
 
 
 def window_of(args: Mapping[str, Any]) -> tuple[int | None, list[Lack]]:
-    """Return how many positions attention sees, including the token, and the unsupported parts of a window.
+    """Return the number of positions that attention sees, and the unsupported parts of a window.
 
-    The argument has the positions to the left without the token, and those to the right; -1 is all of them.
+    The token itself counts. The argument has the positions to the left without the token, and those to the
+    right; -1 is all of them.
     source: megatron/core/transformer/transformer_config.py (window_size)
 
     Raises:

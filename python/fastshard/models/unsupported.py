@@ -171,7 +171,7 @@ def _either(values: Collection[bool]) -> str:
 
 
 def _places(biases: tuple[bool, ...]) -> str:
-    """Format which projections have biases."""
+    """Name the projections that have biases."""
     places = [place for place, has in zip(_PLACES, biases, strict=True) if has]
     return (
         "on all" if len(places) == len(_PLACES) else ("on " + " and ".join(places) if places else "on none")

@@ -123,7 +123,7 @@ def _of_optimizer(folder: str, every: set[str]) -> bool:
 
 
 def within_this(folders: Iterable[str]) -> list[Finding]:
-    """Note folders inside of the chosen one."""
+    """Report folders inside the chosen one as notes."""
     return [
         Finding.of(
             codes.UNEXPECTED_FILE,
@@ -198,7 +198,7 @@ def _choose(
 
 
 def _marked(steps: Mapping[str, Step]) -> Mapping[str, Step]:
-    """Mark steps in folders that are named as being written as not finished, unless there are no others."""
+    """Mark steps under temporary names as unfinished, unless there are no others."""
     if all(plain(name) != name for name in steps):
         return steps
     return {
@@ -367,7 +367,9 @@ def _later(
 def _beside(
     listing: Listing, step: Step, name: str, known: set[tuple[int, str]]
 ) -> Iterator[tuple[str, bool]]:
-    """Yield folders next to a step's that are named like newer steps and contain nothing recognised.
+    """Yield folders next to a step's that have newer steps' names and contain nothing recognised.
+
+    Each comes with its path, and whether its name is temporary.
 
     Each comes with its path, and whether its name is temporary.
     """

@@ -477,7 +477,7 @@ def _other_names(config: dict[str, Any]) -> str:
 
 
 def _beginning(names: Iterable[str]) -> str | None:
-    """Return what precedes ``layers.N`` in most names; None if there are no such names."""
+    """Return the prefix before ``layers.N`` in most names; None if there are no such names."""
     found = Counter(match[1] for name in names if (match := _LAYER.match(name)))
     return found.most_common(1)[0][0] if found else None
 

@@ -31,7 +31,7 @@ def recognise(
     chosen: str | None = None,
     paths: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
-    """Declare where the model begins, and where further copies of it begin.
+    """Declare the prefix of the model's own names, and the prefixes of further copies.
 
     Args:
         source: the declaration.
@@ -70,7 +70,7 @@ def recognise(
 
 
 def find_foreign_prefix(names: Iterable[str], config: dict[str, Any] | None) -> str | None:
-    """Return what precedes the names of a model with a table, where its transformers class has no prefix.
+    """Return the prefix of all names of a model with a table, if its transformers class has none.
 
     Trainers and wrappers put such a prefix (``policy.``) before all names. None if the names are the model's
     own, or if it is undecidable.
@@ -121,7 +121,7 @@ def _is_state_of(name: str, weights: set[str]) -> bool:
 
 
 def _of_containers(containers: Mapping[str, Sequence[str]], config: dict[str, Any]) -> list[str]:
-    """Return where a model's own names may begin, by the dicts with its tensors: each place has one model."""
+    """Return the possible prefixes of a model's own names, one for each model in the dicts with tensors."""
     found = [outer + inner for outer, names in containers.items() for inner in _within(names, config)]
     if found:
         return list(dict.fromkeys(found))
@@ -129,7 +129,7 @@ def _of_containers(containers: Mapping[str, Sequence[str]], config: dict[str, An
 
 
 def _within(names: Sequence[str], config: dict[str, Any]) -> list[str]:
-    """Return what precedes a model's own names within a module that contains it, by its embedding."""
+    """Return the prefixes of a model's own names within a module that contains it, by its embedding."""
     telling = _telling(config)
     fitting = _prefixes_before(telling, names)
     if telling is not _TELLING:
@@ -139,7 +139,7 @@ def _within(names: Sequence[str], config: dict[str, Any]) -> list[str]:
 
 
 def _prefixes_before(telling: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Return what precedes the names by which a model is known, in the order of the given names."""
+    """Return the prefixes before the names by which a model is known, in the order of the given names."""
     found = (name.removesuffix(own) for name in names for own in telling if name.endswith(own))
     return [prefix for prefix in dict.fromkeys(found) if not prefix or prefix.endswith(".")]
 
@@ -160,7 +160,7 @@ def _telling(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _fitting(listed: list[str], config: dict[str, Any]) -> list[str]:
-    """Return where a model's own names may begin: each prefix has one model, and the first is used."""
+    """Return the possible prefixes of a model's own names: each has one model, and the first is used."""
     names = set(listed)
     telling = _telling(config)
     if fitting := _prefixes_before(telling, (name for name in listed if not is_state(name))):

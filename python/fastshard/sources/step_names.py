@@ -23,7 +23,7 @@ _NUMBER = compile_when_used(r"\d{1,18}")
 
 
 def plain(name: str) -> str:
-    """Return a folder's name without the marks of one that is being written."""
+    """Remove the marks of a temporary name from a folder's name."""
     return _TEMPORARY.sub("", name)
 
 

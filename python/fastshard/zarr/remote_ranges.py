@@ -111,7 +111,7 @@ class RemoteStore:
         return self._folder / name, offset, offset + length
 
     def placed(self, places: Mapping[str, Place]) -> None:
-        """Record where the values of keys are; in a plain store each is a file."""
+        """Record the places of keys' values; in a plain store each is a file."""
         self._places.update(places)
 
     def range_of(self, key: str) -> Range | None:

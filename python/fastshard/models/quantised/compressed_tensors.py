@@ -130,7 +130,9 @@ class _Targets:
         self._all = not entries
 
     def rank(self, name: str) -> int:
-        """Return how closely a module is named, 0 if it is not.
+        """Return a number for how closely a module is named, 0 if it is not.
+
+        Of a module's class, its name shows only whether it is an embedding.
 
         Of a module's class, its name shows only whether it is an embedding.
         """

@@ -65,7 +65,7 @@ class Settings:
         return value
 
     def group_size(self, key: str, default: int) -> int:
-        """Read how many columns a group has; -1 stands for all.
+        """Read the number of columns in a group; -1 stands for all.
 
         Raises:
             ImpossibleSettingError: for another value, null among them.

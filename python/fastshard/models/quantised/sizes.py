@@ -32,5 +32,5 @@ class Sizes:
 
 
 def ceil_div(n: int, by: int) -> int:
-    """Return how many blocks of a length an extent has; the last may be short."""
+    """Return the number of blocks of a length in an extent, the last of which may be short."""
     return -(-n // by) if by > 0 else 0

@@ -140,10 +140,10 @@ def powers(of: str, sizes: Sizes) -> Document:
 
 
 def fitting(sizes: Sizes, shape: tuple[int, ...], candidates: Sequence[Block]) -> tuple[list[int], list[int]]:
-    """Return the block and the grid of scales of this shape: the first candidate's, or one for all.
+    """Return the block and the grid of scales of this shape: the first candidate that fits, or one for all.
 
     Raises:
-        NoValuesError: if no candidate has it.
+        NoValuesError: if no candidate fits.
     """
     lead, high, wide = (max(1, n) for n in sizes.matrices)
     if math.prod(shape) == 1:

@@ -336,7 +336,7 @@ class _Placed:
 def _placed(
     described: dcp_metadata.Metadata, entries: list[dcp_metadata.StoredAt], inside: Mapping[str, File]
 ) -> _Placed:
-    """Place the records of tensors in the files that exist, numbered as they occur.
+    """Locate the records of tensors in the files that exist, which are numbered as they occur.
 
     Raises:
         FastshardError: ``FS514`` for records that are not read, ``FS106`` for two records of one name.

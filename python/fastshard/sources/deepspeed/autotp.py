@@ -82,7 +82,8 @@ def _aliases(
     states: list[dict[str, Any]],
     path: str,
 ) -> None:
-    """Give other names of a parameter its rule, and refuse a tensor that is neither an alias nor a buffer."""
+    """Assign a parameter's rule to its other names, and refuse tensors that are neither aliases nor
+    buffers."""
     module = as_dict(states[0].get("module"))
     shared = as_dict(states[0].get("shared_params"))
     names = states[0].get("buffer_names")

@@ -26,7 +26,7 @@ def counts(states: list[dict[str, Any]]) -> list[int]:
 
 
 def refuse(found: Found[DeepSpeedFiles], states: list[dict[str, Any]]) -> None:
-    """Refuse mixtures whose files do not state enough.
+    """Refuse mixtures of experts that the files describe incompletely.
 
     Raises:
         FastshardError: ``FS514`` for mixtures of several model-parallel ranks, and for AutoEP.

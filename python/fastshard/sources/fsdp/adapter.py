@@ -118,7 +118,7 @@ def _flat(source: Source, ranks: Ranks) -> dict[str, list[int]]:
 
 
 def _shaped(source: Source, shapes: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Give vectors the shapes that the model's table has for them.
+    """Set the shapes of vectors by the model's table.
 
     Raises:
         FastshardError: ``FS209`` if a shape is unknown.

@@ -281,7 +281,7 @@ def _left_out(found: Found[object], parts: Parts) -> list[Finding]:
 def _contradictions(
     source: Source, model: Model, features: Features, activation: str | None
 ) -> list[Finding]:
-    """Report where the config and the tensors' names describe two different models."""
+    """Report contradictions between the config and the tensors' names."""
     gated = features.gated
     declared_norm = model.config.get("norm")
     # TE's modules and GPT-NeoX's own are of one kind by either name, or the names would not fit.

@@ -239,7 +239,7 @@ def _differs(
     states: tuple[dict[str, Any], dict[str, Any]],
     args: tuple[dict[str, Any], dict[str, Any]],
 ) -> list[Finding]:
-    """Report where a rank's file contradicts the first one, given the state and the arguments of both."""
+    """Report differences of a rank's file from the first one, given the state and the arguments of both."""
     findings = []
     first, own = args
     if any(n >= most for n, most in zip(grid.places[i], (grid.tp, grid.pp, grid.ep), strict=True)):

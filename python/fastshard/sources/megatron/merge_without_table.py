@@ -138,7 +138,7 @@ class Wholes:
         self.left: list[str] = []
 
     def read(self, places: list[Place], tensors: dict[int, Sequence[_core.StoredTensor]]) -> None:
-        """Combine what the files hold.
+        """Combine the tensors of all files.
 
         Raises:
             FastshardError: ``FS514`` for a tensor whose division among ranks is unknown.

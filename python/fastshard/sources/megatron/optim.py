@@ -190,7 +190,7 @@ def _slot(kind: str) -> str | None:
 
 
 def _refused(described: Metadata, args: dict[str, Any], unread: list[str]) -> list[Finding]:
-    """Report why the optimizer's part is not read, if it is not."""
+    """Report the reason why the optimizer's part is not read, if it is not."""
     again = (
         "load it with Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable, or leave out "
         "--optimizer"

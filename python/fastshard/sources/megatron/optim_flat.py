@@ -60,7 +60,7 @@ def aligned(at: int) -> int:
 
 
 def in_buckets(parts: Sequence[Part], sizes: Sequence[int]) -> list[list[Place]] | None:
-    """Place parameters in buckets of the given sizes, without the padding at their ends.
+    """Locate parameters in buckets of the given sizes, without the padding at their ends.
 
     None if the parameters do not fill the buckets.
 
@@ -88,7 +88,7 @@ def in_buckets(parts: Sequence[Part], sizes: Sequence[int]) -> list[list[Place]]
 
 
 def in_vector(parts: Sequence[Part], bucket: int | None, length: int) -> list[Place] | None:
-    """Place parameters in one vector that concatenates buckets without their padding.
+    """Locate parameters in one vector that concatenates buckets without their padding.
 
     None if they do not fill the vector.
 

@@ -346,7 +346,7 @@ def _vectors(
 
 
 def _placed(reading: _Reading, rank: _Rank, chunk: int, parts: list[Part], length: int) -> list[Place]:
-    """Place parameters in a vector: by the arguments, or by its length if the arguments do not suffice."""
+    """Locate parameters in a vector: by the arguments, or by its length if the arguments do not suffice."""
     stage = rank.chunks[chunk].unit.coords.get("pp", 0)
     pp = count(reading.args, "pipeline_model_parallel_size") or 1
     tied = reading.args.get("untie_embeddings_and_output_weights") is False

@@ -255,7 +255,7 @@ def _elided(arrays: Mapping[str, Array], verdict: Verdict, evidence: Evidence) -
 def _ambiguous(
     arrays: Mapping[str, Array], verdict: Verdict, evidence: Evidence, writers: Writers, accept_elided: bool
 ) -> Finding:
-    """Report which evidence suggests zeros and which suggests loss, and where lost chunks may be."""
+    """Report the evidence for zeros and for loss, and the places where lost chunks may be."""
     # Chunks of which others of the same writer are here; nothing of it is; nothing tells.
     counts = {True: 0, False: 0, None: 0}
     suspects: set[int] = set()

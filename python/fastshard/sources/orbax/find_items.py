@@ -242,7 +242,7 @@ def _steps(listing: Listing, places: list[Place]) -> dict[str, Step]:
 
 
 def _marked(listing: Listing, place: Place) -> bool:
-    """Return True if a folder on the path to a place is named as being written."""
+    """Return True if a folder on the path to a place has a temporary name."""
     return _named(listing.roots[place.root], place.folder)[2]
 
 

@@ -17,7 +17,7 @@ Shapes = Mapping[str, list[int]]
 
 
 def place(adapter: AdapterNames, config: Config, base: Shapes, factors: Shapes, table: Table | None) -> None:
-    """Give an adapter's modules and tensors the names that the base has for them.
+    """Rename an adapter's modules and tensors as the base names them.
 
     Names that both have stay. The table or prefixes determine the others.
 

@@ -150,7 +150,7 @@ class _Stacked:
     parts: list[list[tuple[str, int]]]
 
     def windows(self) -> Iterator[tuple[str, Window]]:
-        """Yield each stored tensor with the part of the full one that it is."""
+        """Yield each stored tensor with its window in the full one."""
         for expert, listed in enumerate(self.parts):
             out = 0
             for name, outputs in listed:

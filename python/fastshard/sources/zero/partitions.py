@@ -275,7 +275,7 @@ class Partitions:
         return numbered(self.values.get("param_groups"), members, read)
 
     def keep(self, named: Named) -> None:
-        """Keep the stage's result from the partitions, including aliases."""
+        """Record the master weights and slots that the stage assembled, with aliases."""
         masters, slots = named
         model, file = self.model, self.order[0].file
         owned = {name: (shape, ranges) for name, shape, ranges in masters}

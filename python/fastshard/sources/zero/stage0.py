@@ -119,7 +119,7 @@ class StoredOptimizer:
         )
 
     def slots(self, vector: Vector) -> list[tuple[str, int]]:
-        """Return the tensors that are kept for a vector, besides its step."""
+        """Return the state tensors of a vector, without its step."""
         entry = self.states.get(vector.key)
         kept = (
             [(k, tensor_index(v)) for k, v in entry.items() if k != "step"] if isinstance(entry, dict) else []
@@ -272,7 +272,10 @@ def _apart(
 
 
 def _of_experts(optimizer: StoredOptimizer) -> list[bool]:
-    """Return which groups are of experts: DeepSpeed keeps these apart. source: deepspeed/moe/utils.py"""
+    """Return a flag for each group, True for experts: DeepSpeed keeps their groups apart.
+
+    source: deepspeed/moe/utils.py
+    """
     groups = optimizer.base.get("param_groups")
     flags = [isinstance(g, dict) and g.get("moe") is True for g in groups] if isinstance(groups, list) else []
     if optimizer.apart is None or len(flags) != len(optimizer.groups):
@@ -324,7 +327,10 @@ def _by_views(model: Model, parameters: list[Parameter], lengths: list[int]) -> 
 
 
 def _views(model: Model, parameters: list[Parameter]) -> dict[int, list[list[str]]]:
-    """Return tensors that fill one storage, alone or together, in its order, by its element count."""
+    """Group tensors that fill one storage, alone or together, by the storage's number of elements.
+
+    The tensors of a storage are in its order.
+    """
     tensors = model.contents.tensors(model.file)
     storages: dict[int, list[tuple[int, int, int, str]]] = {}
     for name, shape, index in parameters:

@@ -16,7 +16,7 @@ from .partitions import Partitions
 
 
 def divide(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named | None:
-    """Place each parameter in the ranks' partitions; None with findings if they do not fit together."""
+    """Locate each parameter in the ranks' partitions; None with findings if they do not fit together."""
     order = partitions.order
     for rank in order:
         if len(rank.masters) != len(shapes):
@@ -111,7 +111,7 @@ def _ranges(
 def _offsets(
     first: Rank, partitions: Partitions, g: int, group: dict[str, list[int]]
 ) -> tuple[dict[str, int], int]:
-    """Return where each parameter begins in the group's flat vector, and where the last one ends."""
+    """Return the start of each parameter in the group's flat vector, and the end of the last one."""
     paddings = first.state.get("param_alignment_paddings")
     pads = ints(paddings[g]) if isinstance(paddings, list) and g < len(paddings) else None
     if pads is not None and len(pads) != len(group):

@@ -20,7 +20,7 @@ from .zero_files import ZeroFiles
 
 
 def slices(partitions: Partitions, shapes: list[dict[str, list[int]]]) -> Named | None:
-    """Place each parameter's parts in the partitions; None with a finding if these do not have them."""
+    """Locate each parameter's parts in the partitions; None with a finding if these do not have them."""
     order, model = partitions.order, partitions.model
     world = len(order)
     parameters = {name: shape for group in shapes for name, shape in group.items()}
