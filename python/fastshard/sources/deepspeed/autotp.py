@@ -82,8 +82,7 @@ def _aliases(
     states: list[dict[str, Any]],
     path: str,
 ) -> None:
-    """Assign a parameter's rule to its other names, and refuse tensors that are neither aliases nor
-    buffers."""
+    """Assign a parameter's rule to its aliases, and refuse tensors that are neither aliases nor buffers."""
     module = as_dict(states[0].get("module"))
     shared = as_dict(states[0].get("shared_params"))
     names = states[0].get("buffer_names")
