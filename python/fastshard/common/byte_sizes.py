@@ -22,10 +22,10 @@ _UNITS = {
 
 
 def parse_size(text: str | int, name: str = "size") -> int:
-    """Bytes of a size like ``5GB`` or ``256MiB``.
+    """Return the number of bytes that a size such as ``5GB`` or ``256MiB`` states.
 
     Raises:
-        FastshardError: ``FS515`` if it is not one.
+        FastshardError: ``FS515`` if the text is not a size.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         size = text

@@ -18,11 +18,11 @@ _MALFORMED = (ValueError, KeyError, IndexError, AttributeError, TypeError, Recur
 
 
 def parse_yaml(text: str) -> Any:
-    """The one document of a YAML text.
+    """Parse a YAML text that consists of one document.
 
     Raises:
-        ValueError: for one that is malformed, too large once its aliases are followed, or holds
-            numbers that no format has.
+        ValueError: if the document is malformed, is too large with its aliases expanded, or contains a number
+            of more than 64 bits.
     """
     import yaml
 
@@ -48,8 +48,10 @@ def parse_yaml(text: str) -> Any:
 
 @functools.cache
 def _loader() -> type[yaml.SafeLoader]:
-    """The loader of YAML's plain data that ends: in text that is too deep, or has too many values, PyYAML's
-    own goes on for hours."""
+    """Return a loader for plain YAML data with a limit on depth and number of values.
+
+    PyYAML's own loader takes hours for a text with too many levels or values.
+    """
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -75,7 +77,9 @@ def _loader() -> type[yaml.SafeLoader]:
 
 
 def _refuse_repeated_keys(node: Any, seen: set[int]) -> None:
-    """Refuses a key that stands twice in one mapping, with different values: PyYAML takes the last.
+    """Refuse a key that occurs twice in one mapping with different values.
+
+    PyYAML takes the last value.
 
     Raises:
         ValueError: with the key.
@@ -99,10 +103,10 @@ def _refuse_repeated_keys(node: Any, seen: set[int]) -> None:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text.
+    """Parse a JSON text.
 
     Raises:
-        ValueError: for one that is malformed or holds numbers that no format has.
+        ValueError: if the text is malformed or contains a number of more than 64 bits.
     """
     try:
         return checked(json_text.load(text, json_text.read_pairs))
@@ -111,15 +115,15 @@ def parse_json(text: str) -> Any:
 
 
 def written(config: Mapping[str, Any]) -> str:
-    """The text of a config.json."""
+    """Return the text of a config.json."""
     return json_text.indented(config, by=2)
 
 
 def checked(value: Any) -> Any:
-    """The value itself, if its whole numbers have 64 bits.
+    """Check that all integers in a value fit into 64 bits, and return the value.
 
     Raises:
-        ValueError: if one has more: what is computed with it would not fit either.
+        ValueError: if an integer has more than 64 bits: results computed from it would not fit either.
     """
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise ValueError("a number of more than 64 bits")
@@ -134,7 +138,7 @@ def checked(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value as a message has it: not longer than a line."""
+    """Format a value for a message, on one line."""
     if isinstance(value, (dict, list, tuple, set, frozenset)):
         return f"a {type(value).__name__} of {len(value)}"
     text = repr(value)
@@ -146,7 +150,10 @@ def _shorten_error(error: BaseException) -> str:
 
 
 def _bounded(node: Any, sizes: dict[int, int]) -> int:
-    """Nodes below a node, itself included; what aliases repeat is counted each time."""
+    """Count the nodes below a node, including the node itself.
+
+    Nodes that aliases repeat count each time.
+    """
     known = sizes.get(id(node))
     if known is not None:
         if known == 0:

@@ -42,7 +42,7 @@ TORCH_FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype of a safetensors name, e.g. ``BF16``.
+    """Return the numpy dtype of a safetensors dtype name, e.g. ``BF16``.
 
     Raises:
         ImportError: for bfloat16 and fp8 without ml_dtypes.
@@ -62,5 +62,5 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def item_size(dtype: str) -> int:
-    """Bytes of an element, by any of safetensors' names."""
+    """Return the size in bytes of an element of a safetensors dtype."""
     return 1 if dtype == "BOOL" else int(re.findall(r"\d+", dtype)[0]) // 8

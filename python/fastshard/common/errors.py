@@ -28,7 +28,7 @@ VERDICTS = {0: "OK", 1: "BROKEN", 2: "COULD NOT RUN", 3: "INCOMPLETE"}
 
 
 def exit_code(findings: list[Finding]) -> int:
-    """0 done, 1 problems found, 2 could not run, 3 incomplete only."""
+    """Return the exit code of findings: 0 done, 1 problems found, 2 could not run, 3 incomplete only."""
     return _core.exit_code(findings)
 
 
@@ -127,7 +127,7 @@ for _error in (FastshardError, ProblemError, CannotRunError, IncompleteError):
 
 
 def error_for(findings: list[Finding]) -> FastshardError:
-    """The exception of the class that fits the findings' exit code."""
+    """Return the exception for findings, of the class that fits their exit code."""
     order = {"error": 0, "warning": 1, "note": 2}
     findings = sorted(findings, key=lambda f: order.get(f.severity, 3))
     classes = {1: ProblemError, 3: IncompleteError}
@@ -135,12 +135,12 @@ def error_for(findings: list[Finding]) -> FastshardError:
 
 
 def from_core(error: _core.CoreError) -> FastshardError:
-    """The exception for an error of the core."""
+    """Convert an error of the core into an exception."""
     return error_for([_corrected(finding) for finding in error.args[0]])
 
 
 def _corrected(finding: Finding) -> Finding:
-    """The finding, with what to do about a value in a config that the core refuses."""
+    """Add help to a finding about a config value that the core refuses; return other findings unchanged."""
     if finding.code != codes.BAD_VALUE or finding.help or not finding.file:
         return finding
     return finding.replace(
@@ -149,12 +149,12 @@ def _corrected(finding: Finding) -> Finding:
 
 
 def published(findings: Iterable[Finding]) -> str | None:
-    """Path of the result, if a finding says that it is published (``FS519``)."""
+    """Return the path of the published result, if a finding reports one (``FS519``)."""
     return next((f.file for f in findings if f.code == codes.PUBLISHED), None)
 
 
 def carry(error: BaseException, findings: list[Finding]) -> None:
-    """Puts what a call came to on the exception that takes the place of its result, as ``findings``."""
+    """Attach findings to the exception that replaces a call's result, as ``findings``."""
     if isinstance(error, FastshardError):
         error.findings += findings
         return
@@ -165,6 +165,6 @@ def carry(error: BaseException, findings: list[Finding]) -> None:
 
 
 def raise_errors(findings: list[Finding]) -> None:
-    """Raises if a finding is an error; all findings go along."""
+    """Raise an exception with all findings if one of them is an error."""
     if any(f.severity == "error" for f in findings):
         raise error_for(findings)

@@ -22,7 +22,10 @@ _DIGESTS: ContextVar[dict[str, str] | None] = ContextVar("digests", default=None
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Keeps the digests of what is read inside; within another such call it keeps them there."""
+    """Record the digests of files that the block reads.
+
+    A nested call adds to the digests of the outer one.
+    """
     if _DIGESTS.get() is not None:
         yield
         return
@@ -34,13 +37,13 @@ def kept() -> Iterator[None]:
 
 
 def current() -> dict[str, str]:
-    """Gives the digests of this call, which grow with what it reads; none outside a call."""
+    """Return the digests of the current call, which grow as it reads files; an empty dict outside a call."""
     digests = _DIGESTS.get()
     return {} if digests is None else digests
 
 
 def adopt(digests: Mapping[str, str]) -> None:
-    """Takes over what an earlier call has read of a checkpoint that is open."""
+    """Adopt the digests of files that an earlier call read from an open checkpoint."""
     own = _DIGESTS.get()
     if own is not None and own is not digests:
         for path, digest in digests.items():
@@ -48,10 +51,10 @@ def adopt(digests: Mapping[str, str]) -> None:
 
 
 def compare(path: StrPath, digest: str) -> None:
-    """Compares a file's content with what it was when it was first read, and keeps the first.
+    """Compare a file's digest with its digest at the first read, which the call records.
 
     Raises:
-        FastshardError: ``FS506`` if it is another.
+        FastshardError: ``FS506`` if the digest has changed.
     """
     digests = _DIGESTS.get()
     if digests is None:

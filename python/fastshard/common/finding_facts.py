@@ -20,7 +20,7 @@ _NUMBER = compile_when_used(r"(\d+)")
 
 
 def effect_of(finding: Finding) -> str | None:
-    """Which tensors cannot be used because of a finding; None where it says of none.
+    """Describe which tensors cannot be used because of a finding; return None if the finding lists none.
 
     E.g. ``26 of 40 tensors are missing or incomplete: all of layer 4; 14 in layers 2, 3;
     0.word_embeddings.weight``.
@@ -53,16 +53,16 @@ def _layers(numbers: Sequence[range]) -> str:
 
 
 def _some(names: Sequence[str], count: int) -> str:
-    """The first of some names, and how many more there are."""
+    """Join the first of some names, and say how many more there are."""
     more = f" and {count - _NAMED:,} more" if count > _NAMED else ""
     return f"{', '.join(names[:_NAMED])}{more}"
 
 
 def command_of(run: str, command: Sequence[str], paths: Sequence[str]) -> str:
-    """A command of a finding's help, as a shell takes it.
+    """Complete a command of a finding's help so that a shell can run it.
 
     Args:
-        run: what the finding says: a command about ``CKPT``, or options of the command that was run.
+        run: the finding's command: one about ``CKPT``, or options to add to the command that was run.
         command: the words of the command that was run.
         paths: the checkpoint as it was given.
 
@@ -88,7 +88,7 @@ def command_of(run: str, command: Sequence[str], paths: Sequence[str]) -> str:
 
 
 def runs_of(runs: Sequence[range]) -> str:
-    """Ranges of numbers, for people.
+    """Format ranges of numbers for people.
 
     >>> runs_of([range(0, 3), range(5, 6), range(7, 9)])
     '0-2, 5, 7, 8'
@@ -97,7 +97,7 @@ def runs_of(runs: Sequence[range]) -> str:
 
 
 def files_of(files: Sequence[str]) -> str:
-    """Names of files in one text: numbers in which all of them differ in braces.
+    """Format names of files as one text: the number in which all of them differ stands in braces.
 
     >>> files_of(["layer_00-model_01.pt", "layer_02-model_01.pt"])
     'layer_{00,02}-model_01.pt'

@@ -11,7 +11,7 @@ _DIGITS = compile_when_used(r"\d+")
 
 
 def human(n: float) -> str:
-    """Bytes of storage, with three digits: ``8.19 kB``."""
+    """Format a number of bytes of storage with three digits: ``8.19 kB``."""
     for unit in ("B", "kB", "MB", "GB"):
         # What would be rounded up to 1000 is one of the next unit.
         if n < 999.5:
@@ -21,23 +21,23 @@ def human(n: float) -> str:
 
 
 def human_memory(n: float) -> str:
-    """Bytes of memory, in the unit of ``--memory``."""
+    """Format a number of bytes of memory in MiB, the unit of ``--memory``."""
     return f"{n / (1 << 20):,.0f} MiB"
 
 
 def counted(count: int, what: str) -> str:
-    """A number of things, e.g. ``1 tensor``, ``1,156 tensors``."""
+    """Format a count with its noun, e.g. ``1 tensor``, ``1,156 tensors``."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def some(names: Sequence[str], most: int) -> str:
-    """The first of some names, and how many more there are."""
+    """Join the first of some names, and say how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
 
 
 def natural(name: str) -> list[tuple[bool, int, str]]:
-    """What names are sorted by so that numbers in them are in order.
+    """Return a sort key that orders names by the numbers in them.
 
     >>> sorted(["x10", "x9", "x", "x²"], key=natural)
     ['x', 'x9', 'x10', 'x²']
@@ -48,7 +48,7 @@ def natural(name: str) -> list[tuple[bool, int, str]]:
 
 
 def without_numbers(path: str) -> str:
-    """A path that files of other ranks and layers share.
+    """Replace the numbers in a path, so that files of different ranks and layers have the same path.
 
     >>> without_numbers("layer_02-model_01.pt")
     'layer_#-model_#.pt'
@@ -57,7 +57,7 @@ def without_numbers(path: str) -> str:
 
 
 def runs(numbers: Iterable[int]) -> list[range]:
-    """Numbers as ranges of those in a row.
+    """Group numbers into ranges of consecutive ones.
 
     >>> runs([5, 0, 1, 2])
     [range(0, 3), range(5, 6)]
@@ -72,8 +72,10 @@ def runs(numbers: Iterable[int]) -> list[range]:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Text that drives nothing it is shown in: control and direction characters, and bytes that are no text,
-    escaped."""
+    """Escape characters that could affect where a text is shown.
+
+    These are control and direction characters, and bytes that are not text.
+    """
     # Most text is; a page asks for tens of thousands of names.
     if text.isprintable():
         return text

@@ -48,7 +48,7 @@ class Freezable:
         self.__dict__[_FROZEN] = True
 
     def thaw(self: Record) -> Record:
-        """Copy the record as one that may be changed, with its collections and the records in it."""
+        """Copy a frozen record, its collections and the records in them, so that the copy can be changed."""
         other = object.__new__(type(self))
         fields = {name: _copy_value(value) for name, value in self.__dict__.items() if name != _FROZEN}
         other.__dict__.update(fields)
@@ -82,8 +82,7 @@ def _freeze_value(value: Any) -> Any:
 
 
 def _copy_value(value: Any) -> Any:
-    """Copy the value of a field, if it is a record of this kind or a collection, as one that may be
-    changed."""
+    """Copy the value of a field, if it is a freezable record or a collection, so that it can be changed."""
     if isinstance(value, Freezable):
         return value.thaw()
     kind = _THAWED.get(type(value))

@@ -21,7 +21,7 @@ _ACCEPT = "accept "
 
 @dataclass(frozen=True)
 class Gate:
-    """How findings are judged. Each says in ``decided`` what was done to it."""
+    """Rules that decide how findings count. Each finding records the decision in ``decided``."""
 
     #: True if each warning counts as an error.
     warnings: bool = False
@@ -32,10 +32,10 @@ class Gate:
 
     @classmethod
     def of(cls, fail_on: str | None = None, error: Iterable[str] = (), ignore: Iterable[str] = ()) -> Gate:
-        """The gate that options stand for.
+        """Make the gate that options describe.
 
         Raises:
-            FastshardError: ``FS515`` for a word or a code that there is not, or one that is given twice.
+            FastshardError: ``FS515`` for an unknown word or code, or one that occurs twice.
         """
         if fail_on is not None and fail_on not in FAIL_ON:
             raise FastshardError.of(codes.USAGE, "fail_on", expected=" or ".join(FAIL_ON), got=repr(fail_on))
@@ -50,10 +50,10 @@ class Gate:
         return self.warnings or bool(self.error or self.ignore)
 
     def evaluate(self, findings: Iterable[Finding]) -> list[Finding]:
-        """Evaluate findings: each as it counts; one that was evaluated before stays as it is.
+        """Decide how each finding counts; findings that have been evaluated before do not change.
 
         Raises:
-            FastshardError: ``FS515`` if an error is to be ignored.
+            FastshardError: ``FS515`` if the gate would ignore an error.
         """
         findings = list(findings)
         if not self or not findings:
@@ -64,18 +64,20 @@ class Gate:
             raise from_core(error) from None
 
     def passed(self, findings: Iterable[Finding]) -> list[Finding]:
-        """The findings as they count.
+        """Evaluate findings and return them; raise if one of them is an error.
 
         Raises:
-            FastshardError: if one of them is an error; all go along.
+            FastshardError: if a finding is an error; the exception has all of them.
         """
         evaluated = self.evaluate(findings)
         raise_errors(evaluated)
         return evaluated
 
     def to_dict(self, findings: Iterable[Finding] = ()) -> dict[str, Any]:
-        """The gate as the core takes it, with findings of which the manifest is to say how they were
-        decided."""
+        """Convert the gate into the dict that the core reads.
+
+        The dict includes the decided findings, which the core records in the manifest.
+        """
         decided = [f.to_dict() for f in dict.fromkeys(findings) if f.decided is not None]
         return {"warnings": self.warnings, "error": self.error, "ignore": self.ignore, "decided": decided}
 
@@ -96,17 +98,17 @@ def _codes(option: str, given: Iterable[str]) -> tuple[str, ...]:
 
 
 def accepted(finding: Finding) -> bool:
-    """True for what was accepted by name."""
+    """Return True if a finding was accepted by name."""
     return (finding.decided or "").startswith(_ACCEPT)
 
 
 def ignored(finding: Finding) -> bool:
-    """True for a warning or note that was put aside."""
+    """Return True if a warning or note was ignored on request."""
     return (finding.decided or "").startswith("ignore ")
 
 
 def recorded(document: Mapping[str, Any]) -> list[str]:
-    """What was accepted when a manifest was made, as ``accept`` takes it."""
+    """List the findings that were accepted when a manifest was written, as values for ``accept``."""
     found = document.get("findings") or []
     by = [f.get("decided") for f in found if isinstance(f, dict)]
     words = [word.removeprefix(_ACCEPT) for word in by if isinstance(word, str) and word.startswith(_ACCEPT)]

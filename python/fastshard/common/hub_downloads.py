@@ -35,7 +35,7 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class Record:
-    """What the hub said of a file when it was downloaded."""
+    """A file's digest as the hub stated it when the file was downloaded."""
 
     #: The file, as messages name it, and where it is.
     name: str
@@ -51,12 +51,12 @@ class Record:
 
     @property
     def kind(self) -> str:
-        """What the digest is."""
+        """Kind of the digest."""
         return "sha256" if len(self.digest) == 64 else "git blob sha1"
 
 
 def records(listing: Listing, files: Iterable[tuple[int, str]]) -> list[Record]:
-    """Records of the files, given by root and path, that there are records of."""
+    """Return the download records of files, given by root and path, as far as records exist."""
     bases = [_local_bases(root) for root in listing.roots]
     found = []
     for root, name in files:
@@ -78,13 +78,16 @@ def compared(
     threads: int,
     report: Callable[[int, int], object] | None = None,
 ) -> list[Finding]:
-    """``FS308`` for files that do not hold what was downloaded; a warning for texts that were edited since.
+    """Compare downloaded files with their records and return findings.
+
+    The result has ``FS308`` for files with a different content, and a warning for text files that were edited
+    after the download.
 
     Args:
-        found: records of the files to be read.
-        weights: those that hold tensors, which nobody edits.
-        threads: files that are read at a time.
-        report: told how many bytes are read, of how many.
+        found: records of the files to read.
+        weights: paths of files that contain tensors, which nobody edits.
+        threads: number of files to read at a time.
+        report: called with the number of bytes read so far, and the total.
 
     Raises:
         FastshardError: if a file cannot be read, ``FS506`` if it changes meanwhile.
@@ -153,7 +156,7 @@ def _differs(record: Record, got: str, holds_tensors: bool) -> Finding:
 
 
 def _in_cache(path: Path, name: str) -> Record | None:
-    """The record of a file in the hub's cache: it links to a blob that is named by its hash."""
+    """Return the record of a file in the hub's cache, where the file links to a blob named by its hash."""
     blob = Path(os.path.realpath(path))
     if blob.parent.name != "blobs" or not _DIGEST.fullmatch(blob.name):
         return None
@@ -163,7 +166,7 @@ def _in_cache(path: Path, name: str) -> Record | None:
 
 
 def _again(path: Path) -> str:
-    """The command that downloads a file of the cache again."""
+    """Return the command that downloads a file of the cache again."""
     # models--ORG--NAME/snapshots/REVISION/FILE
     absolute = path.absolute()
     for folder in absolute.parents:
@@ -179,13 +182,13 @@ def _again(path: Path) -> str:
 
 
 def _local_bases(root: Path) -> list[Path]:
-    """Folders that files were downloaded into, of which ``root`` is one or lies in one."""
+    """List the download folders (``hf download --local-dir``) that contain ``root`` or are ``root``."""
     absolute = root.absolute()
     return [base for base in (absolute, *absolute.parents) if (base / _LOCAL).is_dir()]
 
 
 def _in_local(path: Path, name: str, bases: list[Path]) -> Record | None:
-    """The record of a file that was downloaded into a folder."""
+    """Return the record of a file that was downloaded into a folder."""
     for base in bases:
         inside = path.absolute().relative_to(base)
         kept = base / _LOCAL / inside.parent / f"{inside.name}.metadata"
@@ -207,7 +210,7 @@ def _in_local(path: Path, name: str, bases: list[Path]) -> Record | None:
 
 
 def unfinished(listing: Listing) -> list[Finding]:
-    """What is said of downloads that did not finish, where nothing else is a checkpoint."""
+    """Return findings about unfinished downloads, for a folder with no other checkpoint."""
     return [
         Finding.of(
             codes.NOT_WEIGHTS,
@@ -258,7 +261,7 @@ def _explain_one(listing: Listing, finding: Finding) -> Finding:
 
 
 def _begun(path: Path, bases: Iterable[Path]) -> list[Path]:
-    """What is there of the download of a file into a folder."""
+    """List the partial files of a file's download into a folder."""
     import hashlib
 
     for base in bases:
@@ -281,7 +284,7 @@ def _unfinished_in(root: Path) -> list[Path]:
 
 
 def _unfinished_blobs(root: Path) -> list[Path]:
-    """Downloads that did not finish in the cache that a root lies in."""
+    """List unfinished downloads in the hub cache that contains a root."""
     absolute = root.absolute()
     for folder in (absolute, *absolute.parents):
         if folder.parent.name == "snapshots":
@@ -304,7 +307,7 @@ def _size(path: Path) -> int:
 
 
 def _finish(root: Path, path: Path | None) -> str:
-    """The command that finishes a download: it continues where it stopped."""
+    """Return the command that resumes an unfinished download."""
     command = _again(path or root / "FILE").removesuffix(" --force-download")
     if path is None:
         command = command.replace(" FILE", "", 1)

@@ -23,11 +23,11 @@ class _TooLarge(NamedTuple):
 
 
 def load(text: str | bytes, hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Reads JSON that anybody may have written; ``hook`` makes an object of its pairs.
+    """Parse JSON of unknown origin; ``hook`` makes an object from its pairs.
 
     Raises:
-        ValueError: for a text that is damaged or too deep, and for a whole number that nothing can hold, with
-            its key.
+        ValueError: if the text is damaged or too deep, or if an integer has too many digits (the message
+            names its key).
     """
     large: list[_TooLarge] = []
 
@@ -48,10 +48,10 @@ def load(text: str | bytes, hook: Callable[[list[tuple[str, Any]]], Any] | None 
 
 
 def check_levels(content: Any) -> None:
-    """Refuses what is deeper than any config.
+    """Refuse JSON content that is nested deeper than any config.
 
     Raises:
-        ValueError: if objects and lists lie in more than 100 levels.
+        ValueError: if objects and lists are nested in more than 100 levels.
     """
     level = [content]
     for _ in range(MOST_LEVELS + 1):
@@ -63,7 +63,7 @@ def check_levels(content: Any) -> None:
 
 
 def _find_key(content: Any, wanted: object) -> str | None:
-    """The keys that lead to a value, joined by dots."""
+    """Return the keys that lead to a value, joined by dots."""
     inner: Iterable[tuple[object, Any]] = ()
     if isinstance(content, dict):
         inner = content.items()
@@ -86,7 +86,7 @@ def value(
     help: str | None = None,
     hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
 ) -> Any:
-    """The value that a file's text holds; ``hook`` makes an object of its pairs.
+    """Parse the JSON text of a file; ``hook`` makes an object from its pairs.
 
     Raises:
         FastshardError: ``code``, with ``message``, if the text is damaged or too deep.
@@ -99,10 +99,10 @@ def value(
 
 
 def read_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Makes an object of its pairs.
+    """Make an object from its pairs.
 
     Raises:
-        ValueError: if a key stands there twice, with different values: JSON's own readers take the last.
+        ValueError: if a key occurs twice with different values: JSON's own readers take the last.
     """
     found: dict[str, Any] = {}
     for key, value in pairs:
@@ -115,7 +115,7 @@ def read_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def object_in(
     text: str | bytes | None, hook: Callable[[dict[str, Any]], Any] | None = None
 ) -> dict[str, Any]:
-    """The object that a text holds; an empty one for a text that holds none, where that is no error."""
+    """Parse a text as a JSON object; return an empty dict if it is not a valid JSON object."""
     try:
         of_pairs = None if hook is None else lambda pairs: hook(dict(pairs))
         content = None if text is None else load(text, of_pairs)
@@ -125,22 +125,24 @@ def object_in(
 
 
 def indented(document: Any, by: int = 1) -> str:
-    """The text of a file that people read too."""
+    """Format a document as indented JSON, for files that people read too."""
     return json.dumps(document, indent=by) + "\n"
 
 
 def indented_pieces(document: Any) -> Iterator[str]:
-    """The same text in short pieces: of many tensors it takes more than they do, and its pieces several times
-    that."""
+    """Yield the same text in short pieces.
+
+    With many tensors the text takes more memory than they do, and all its pieces together several times that.
+    """
     yield from json.JSONEncoder(indent=1).iterencode(document)
     yield "\n"
 
 
 def compact(document: Any) -> str:
-    """A text without blanks, for programs alone."""
+    """Format a document as JSON without whitespace, for programs only."""
     return json.dumps(document, separators=(",", ":"))
 
 
 def canonical(document: Any) -> str:
-    """A text that is the same for equal values: what digests are made of, and comparisons."""
+    """Format a document as JSON that is the same for equal values, for digests and comparisons."""
     return json.dumps(document, sort_keys=True)

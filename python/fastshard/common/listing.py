@@ -91,7 +91,7 @@ _ADDRESS = compile_when_used(r"^[a-z][a-z0-9+.-]*://")
 
 
 def holds_weights(name: str) -> bool:
-    """True for a file that holds weights by its name, and no state that trainers save beside them."""
+    """Return True if a file's name says that it holds weights, and not other state that trainers save."""
     return name.endswith(_WEIGHTS) and not name.startswith(_SIDE_STATE)
 
 
@@ -133,11 +133,11 @@ class Listing:
     digests: dict[str, str] = field(default_factory=file_digests.current, repr=False, compare=False)
 
     def given(self) -> list[str]:
-        """The paths that were named: folders and files."""
+        """List the paths that the caller named: folders and files."""
         return [str(path) for path in self.named or self.roots]
 
     def by_itself(self, root: int) -> Path | None:
-        """The file that was named, where a root is the folder of one; None for a folder."""
+        """Return the file that the caller named, if a root is the folder of one; None for a folder."""
         path = self.named[root] if self.named else self.roots[root]
         return None if path is self.roots[root] else path
 
@@ -147,10 +147,9 @@ class Listing:
         return [finding for finding in self.findings if finding.code == codes.PERMISSION]
 
     def without_hidden(self, findings: Iterable[Finding]) -> list[Finding]:
-        """Findings without those that only follow from a directory that may not be looked into.
+        """Drop findings that only follow from a directory that may not be read.
 
-        What such a directory holds is not missing, and a save of which a part could not be seen is not
-        unfinished.
+        Files in such a directory are not missing, and a save with unreadable parts is not unfinished.
         """
         closed = [finding.file for finding in self.closed if finding.file]
 
@@ -189,23 +188,23 @@ class Listing:
         return {file.path: file for file in reversed(self.files)}
 
     def folders(self) -> list[str]:
-        """Folders that hold files, shortest first."""
+        """List folders that contain files, shortest first."""
         return sorted(self._by_folder, key=lambda p: (p.count("/"), p))
 
     def within(self, folder: str) -> list[File]:
-        """Files directly in a folder, over all roots, by name."""
+        """List the files directly in a folder, in all roots, by name."""
         return sorted(self._by_folder.get(folder, []), key=lambda f: (f.name, f.root))
 
     def find(self, path: str) -> File | None:
-        """The file at a relative path, in the first root that has it."""
+        """Return the file at a relative path, in the first root that has it."""
         return self._by_path.get(path)
 
     def has(self, root: int, path: str) -> bool:
-        """True for a file that a root has at a relative path."""
+        """Return True if a root has a file at a relative path."""
         return (root, path) in self._places
 
     def read_text(self, file: File, limit: int = safe_files.MAX_TEXT) -> str:
-        """Content of a text file of at most ``limit`` bytes.
+        """Read the content of a text file of at most ``limit`` bytes.
 
         Raises:
             FastshardError: if it cannot be read, is too large (``FS601``), or is not UTF-8 (``FS211``).
@@ -234,15 +233,15 @@ class Folder:
 
     @classmethod
     def named(cls, path: Path) -> Folder:
-        """A folder that was named."""
+        """Make a folder of a path that the caller named."""
         return cls(path, linked(path))
 
     def file(self, name: str) -> Path | None:
-        """The file of this name; None if there is none, or it is passed over.
+        """Return the file with this name; None if it does not exist, or is skipped.
 
         Raises:
-            FastshardError: ``FS601`` if something else has the name, ``FS603`` for a link that leaves the
-                folder, ``FS316`` for a pointer of Git LFS and the like.
+            FastshardError: ``FS601`` if the name is not a file's, ``FS603`` for a link that leaves the
+                folder, ``FS316`` for a pointer file, e.g. of Git LFS.
         """
         path = self.path / name
         if is_array(path) or (self.beside is not None and self._why_not(path) is not None):
@@ -259,16 +258,15 @@ class Folder:
         return path
 
     def has(self, path: StrPath) -> bool:
-        """True for a path of a file in this folder, or below it."""
+        """Return True if a path lies in this folder or below it."""
         return Path(path).is_relative_to(self.path)
 
     def check_opened(self, path: StrPath, descriptor: int) -> None:
-        """Checks that an open file is one that the folder's rule for links allows, whatever its path leads to
-        by now.
+        """Check that the folder's rule for links allows an open file, even if its path has changed meanwhile.
 
         Raises:
-            FastshardError: ``FS603`` for a link that leaves the folder, ``FS506`` if the path leads to
-                another file than the one that was opened.
+            FastshardError: ``FS603`` for a link that leaves the folder, ``FS506`` if the path leads to a
+                different file than the open one.
         """
         real = _real(Path(path))
         reason = self._why_not(Path(path)) if self.beside is not None else None
@@ -287,14 +285,14 @@ class Folder:
             )
 
     def names(self) -> list[str]:
-        """Names of what lies there, in order; none where that cannot be told."""
+        """List the names in the folder, in order; an empty list if the folder cannot be read."""
         try:
             return sorted(os.listdir(self.path))  # noqa: PTH208 - names, not paths
         except OSError:
             return []
 
     def why_not(self, name: str) -> str | None:
-        """Why the file of this name is passed over; None if it is not, or there is none."""
+        """Return the reason why the file with this name is skipped; None if it is not, or does not exist."""
         path = self.path / name
         return self._why_not(path) if self.beside is not None and path.is_file() else None
 
@@ -318,8 +316,10 @@ class Folder:
 
 
 def linked(root: Path) -> tuple[Path, ...]:
-    """Where links of a folder may lead: into itself, and into the blobs of the Hugging Face cache that it is
-    part of."""
+    """List the folders that links of a folder may lead to.
+
+    These are the folder itself, and the blobs of the Hugging Face cache that contains it.
+    """
     real = root.resolve()
     # snapshots/REVISION/... beside blobs/. source: huggingface_hub file_download.py
     snapshots = next(
@@ -329,7 +329,10 @@ def linked(root: Path) -> tuple[Path, ...]:
 
 
 def is_array(folder: Path) -> bool:
-    """True for the folder of an array in a store, which may have the name of any file."""
+    """Return True if a folder contains an array of a store.
+
+    Such a folder may have the name of any file.
+    """
     return any((folder / name).is_file() for name in _ARRAY)
 
 
@@ -353,7 +356,7 @@ def _leaves(file: str, target: Path) -> Finding:
 
 
 def is_utf8(name: str) -> bool:
-    """False for a name of a file whose bytes are no text."""
+    """Return True if a file's name is valid UTF-8."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -362,12 +365,14 @@ def is_utf8(name: str) -> bool:
 
 
 def refuse_unprintable(name: str, path: StrPath | None = None) -> None:
-    """Names go into plans, manifests and results, all of which are UTF-8; folders above the checkpoint's may
-    have any.
+    """Refuse a name that is not UTF-8.
+
+    Names go into plans, manifests and results, all of which are UTF-8. Folders above the checkpoint may have
+    any name.
 
     Args:
-        name: the part that goes there.
-        path: what the message names; default that.
+        name: the part of the path that is written there.
+        path: path that the message names; default ``name``.
 
     Raises:
         FastshardError: ``FS514`` for a name that is not UTF-8.
@@ -378,14 +383,14 @@ def refuse_unprintable(name: str, path: StrPath | None = None) -> None:
 
 
 def list_roots(paths: Iterable[StrPath]) -> Listing:
-    """Lists the files below each path. A path may name one file.
+    """List the files below each path; a path may be one file.
 
     Symbolic links are followed where their target lies in one of the roots, or in the ``blobs``
     folder of a Hugging Face cache.
 
     Raises:
         FastshardError: ``FS501`` if a path does not exist, ``FS502`` if it may not be read, ``FS513``
-            for a FIFO, a device or a socket, and for files of which none can hold tensors, ``FS514`` for an
+            for a FIFO, a device or a socket, and if none of the files can hold tensors, ``FS514`` for an
             address of another machine, ``FS515`` for an empty path.
     """
     roots: list[Path] = []
@@ -446,7 +451,7 @@ def list_roots(paths: Iterable[StrPath]) -> Listing:
 
 
 def _elsewhere(address: str) -> FastshardError:
-    """The error for an address, with the command that brings here what it names."""
+    """Make the error for an address, with the command that downloads its content."""
     scheme, _, rest = address.partition("://")
     name = shlex.quote(rest.rstrip("/").rpartition("/")[2] or "checkpoint")
     source = shlex.quote(address)
@@ -469,7 +474,7 @@ def _elsewhere(address: str) -> FastshardError:
 
 
 def _missing(path: Path) -> FastshardError:
-    """The error for a path that does not exist; it may be the name of a repository on the Hub."""
+    """Make the error for a path that does not exist; it may be the name of a repository on the Hub."""
     help_, run = safe_files.path_help(os.fspath(path)), []
     if _HUB_ID.fullmatch(os.fspath(path)) and not path.parent.exists():
         help_ = "download it, if it is a repository of the Hub"
@@ -536,7 +541,7 @@ def _walk(
 
 
 def store_of(path: str) -> str:
-    """The folder of a store of arrays, by the file that stands for it; of other files their own path.
+    """Return the folder of an array store for the file that identifies it; other files keep their path.
 
     >>> store_of("4000/items/manifest.ocdbt"), store_of("state/w/.zarray"), store_of("model.bin")
     ('4000/items', 'state', 'model.bin')

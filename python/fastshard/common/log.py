@@ -16,14 +16,19 @@ _DEBUG = 10
 
 
 def is_logged(topic: str) -> bool:
-    """Tell whether somebody listens to a topic, e.g. ``findings``; without a program that uses logging nobody
-    does."""
+    """Return True if a topic, e.g. ``findings``, has a listener.
+
+    In a program that does not use logging, none has.
+    """
     logging = sys.modules.get("logging")
     return logging is not None and logging.getLogger(f"fastshard.{topic}").isEnabledFor(_DEBUG)
 
 
 def log(topic: str, message: str, *arguments: object) -> None:
-    """Log a message of a topic at level DEBUG. Arguments are formatted only if somebody listens."""
+    """Log a message of a topic at level DEBUG.
+
+    The function formats arguments only if the topic has a listener.
+    """
     if is_logged(topic):
         sys.modules["logging"].getLogger(f"fastshard.{topic}").log(_DEBUG, message, *arguments, stacklevel=2)
 

@@ -35,10 +35,10 @@ def get_limit() -> int | None:
 
 @contextlib.contextmanager
 def of(memory: str | int | None) -> Iterator[None]:
-    """States a budget for what is done inside; None leaves it as it is.
+    """Apply a memory budget to the block; None keeps the current budget.
 
     Raises:
-        FastshardError: ``FS515`` if it is no size.
+        FastshardError: ``FS515`` if the value is not a size.
     """
     if memory is None:
         yield
@@ -51,8 +51,10 @@ def of(memory: str | int | None) -> Iterator[None]:
 
 
 def kept(function: Callable[P, T]) -> Callable[P, T]:
-    """A function whose keyword argument ``memory`` holds for all that it reads and plans, and for which each
-    small file has one content; its options are checked."""
+    """Wrap a function so that its argument ``memory`` limits everything that it reads and plans.
+
+    The wrapped function sees one content for each small file, and checks its options.
+    """
     called = checked(function)
 
     @functools.wraps(function)
@@ -65,10 +67,10 @@ def kept(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def ask(size: int, file: str | None = None, *, tensor: str | None = None) -> None:
-    """Asks for what reading ``size`` bytes of a file, or of a tensor, takes.
+    """Check that the budget has room for reading ``size`` bytes of a file or of a tensor.
 
     Raises:
-        FastshardError: ``FS512`` if that is more than the budget.
+        FastshardError: ``FS512`` if reading takes more than the budget.
     """
     limit = get_limit()
     if limit is None or size < _SMALL:

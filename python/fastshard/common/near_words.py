@@ -11,7 +11,7 @@ _COMPARED = 256
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that another one was nearly, if there is one."""
+    """Return the known word that is most similar to a misspelt one, if there is one."""
     import difflib
 
     others = [one for one in known if one != word]
@@ -25,12 +25,12 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def _ends_alike(word: str, other: str) -> int:
-    """Letters that two words have in common at both ends."""
+    """Count the letters that two words have in common at both ends."""
     first = len(os.path.commonprefix((word, other)))  # noqa: RUF071 - letters are meant
     return first + len(os.path.commonprefix((word[first:][::-1], other[first:][::-1])))  # noqa: RUF071
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for a word that is nearly one that is known, else nothing."""
+    """Return `; did you mean X?` for a word that is similar to a known one, else an empty text."""
     near = nearest(word, known)
     return f"; did you mean {near}?" if near else ""

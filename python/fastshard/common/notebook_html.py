@@ -27,18 +27,20 @@ class Bar(float):
 
 
 def text(value: object) -> str:
-    """Anything, as text in HTML: what would end an attribute or an element is escaped, and what would drive
-    the page."""
+    """Escape any value for HTML.
+
+    The text cannot end an attribute or an element, and cannot affect the page.
+    """
     return escape(printable(str(value)), quote=True)
 
 
 def shape(extents: Iterable[int]) -> str:
-    """A shape, as everywhere."""
+    """Format a shape."""
     return f"[{', '.join(map(str, extents))}]"
 
 
 def figure(x: float | None) -> str:
-    """A number of statistics: whole ones whole."""
+    """Format a number of statistics; integers in full."""
     return "" if x is None else str(x) if isinstance(x, int) else f"{x:.4g}"
 
 
@@ -51,14 +53,14 @@ def table(
     findings: Iterable[Finding] = (),
     below: str = "",
 ) -> str:
-    """HTML of a title, what was found, a table, and a line below it.
+    """Return HTML with a title, findings, a table, and a line below it.
 
     Args:
-        title: what it is.
-        head: what the columns are called.
-        rows: their cells: texts, whole numbers, and bars; they are asked for as far as they are shown.
-        count: how many rows there are in all.
-        findings: what was found of it.
+        title: the title.
+        head: names of the columns.
+        rows: their cells: texts, integers, and bars; the function reads only the rows that it shows.
+        count: total number of rows.
+        findings: findings to show.
         below: the line.
     """
     lines = [f"<p style='margin:.4em 0'><b>{text(title)}</b></p>", _findings(list(findings))]

@@ -26,12 +26,14 @@ _undescribed: list[Callable[..., Any]] = []
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
-    """A function whose options are looked at before it is called. Lists become tuples: they may be read
-    twice.
+    """Wrap a function so that it checks its options before it runs.
+
+    Lists become tuples, because the function may read them twice.
 
     Raises:
-        TypeError: for an option that it does not have.
-        FastshardError: ``FS515`` or ``FS211`` for a value that no such option has, naming the option.
+        TypeError: for an option that the function does not have.
+        FastshardError: ``FS515`` or ``FS211`` for a value that the option cannot have; the message names the
+            option.
     """
     # Once: this runs when the package is imported, and `inspect` would take a tenth of every start.
     plain = _unwrap(function)
@@ -60,13 +62,12 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def describe_later(called: Callable[..., Any]) -> None:
-    """Notes a function whose options :func:`describe_options` is to describe: a checked one, or what wraps
-    it."""
+    """Note a checked function, or its wrapper, whose options :func:`describe_options` describes."""
     _undescribed.append(called)
 
 
 def describe_options() -> None:
-    """Has ``help()`` show the options that functions take by their type as those that they list."""
+    """Make ``help()`` list the options that functions take by their type along with the others."""
     import inspect
 
     while _undescribed:
@@ -83,7 +84,7 @@ def describe_options() -> None:
 
 
 def _unwrap(function: Callable[..., Any]) -> FunctionType:
-    """The function that decorators have wrapped."""
+    """Return the function that decorators have wrapped."""
     while (inner := getattr(function, "__wrapped__", None)) is not None:
         function = inner
     assert isinstance(function, FunctionType)
@@ -91,7 +92,7 @@ def _unwrap(function: Callable[..., Any]) -> FunctionType:
 
 
 def _unpacked(function: FunctionType) -> list[str]:
-    """Names of the options that a function takes by their type."""
+    """List the names of the options that a function takes by their type."""
     names: list[str] = []
     for annotation in function.__annotations__.values():
         if found := re.fullmatch(r"Unpack\[(\w+)\]", str(annotation)):
@@ -100,7 +101,7 @@ def _unpacked(function: FunctionType) -> list[str]:
 
 
 def taken(function: Callable[..., Any]) -> frozenset[str]:
-    """Names of the options that a function takes: those it lists, and those of the type that it unpacks."""
+    """Return the names of a function's options: those it lists, and those of the type that it unpacks."""
     plain = _unwrap(function)
     code = plain.__code__
     listed = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
@@ -113,11 +114,11 @@ def _hint(option: str, function: str, known: Iterable[str]) -> str:
 
 
 def value(name: str, given: Any) -> Any:
-    """A value as the functions take it.
+    """Check the value of an option and return it in the form that functions take.
 
     Raises:
-        FastshardError: ``FS515`` for one that no option of this name has, ``FS211`` for a number that is
-            none.
+        FastshardError: ``FS515`` for a value that the option cannot have, ``FS211`` for a text that is not a
+            number.
     """
     option = ALL.get(name)
     if option is None or (given is None and option.default is None and option.kind != "source"):
@@ -213,5 +214,5 @@ _CHECKS: dict[str, Callable[[Option, Any], Any]] = {
 
 
 def refused(name: str, expected: str, given: Any) -> FastshardError:
-    """What a value is told that cannot be meant."""
+    """Make the error for a value that an option cannot have."""
     return FastshardError.of(codes.USAGE, name, expected=expected, got=repr(given))

@@ -23,20 +23,20 @@ EXTRAS = {
 
 
 def install(extra: str) -> str:
-    """The command that installs what an extra asks for, wherever fastshard itself came from."""
+    """Return the command that installs an extra's packages, however fastshard was installed."""
     return " ".join(["pip install", *(f"'{package}'" for package in EXTRAS[extra])])
 
 
 def imported(*modules: str, purpose: str, extra: str) -> Any:
-    """The first of these modules; all are imported.
+    """Import modules of one library and return the first.
 
     Args:
         modules: names of modules of one library.
-        purpose: what the library does, for people.
-        extra: the extra of fastshard that brings it.
+        purpose: purpose of the library, for messages.
+        extra: the extra of fastshard that installs it.
 
     Raises:
-        FastshardError: ``FS514`` if it is not installed.
+        FastshardError: ``FS514`` if the library is not installed.
     """
     try:
         first, *_ = [import_module(name) for name in modules]

@@ -74,7 +74,7 @@ class Option:
 
 
 class Source(TypedDict, total=False):
-    """What :func:`fastshard.open` takes, but for the vocabulary."""
+    """Options of :func:`fastshard.open`, except the vocabulary."""
 
     step: Annotated[
         str | int | None,
@@ -172,7 +172,7 @@ class Source(TypedDict, total=False):
 
 
 class Gating(TypedDict, total=False):
-    """What counts as an error."""
+    """Options that choose which findings are errors."""
 
     fail_on: Annotated[
         Literal["error", "warning"] | None,
@@ -195,7 +195,7 @@ class Gating(TypedDict, total=False):
 
 
 class Vocabulary(TypedDict, total=False):
-    """How many tokens there are."""
+    """Options that state the number of tokens."""
 
     vocab_size: Annotated[
         int | None, Option("size", "true vocabulary; rows beyond it are dropped", metavar="N")
@@ -203,7 +203,7 @@ class Vocabulary(TypedDict, total=False):
 
 
 class Against(TypedDict, total=False):
-    """What a checkpoint is held against when it is opened, where functions judge it."""
+    """References that functions compare a checkpoint with when they open it."""
 
     like: Annotated[
         StrPath | None,
@@ -218,21 +218,21 @@ class Against(TypedDict, total=False):
 
 
 class Threads(TypedDict, total=False):
-    """How many threads work."""
+    """The number of threads."""
 
     threads: Annotated[int | None, Option("any", "worker threads (default: all cores)", metavar="N")]
 
 
 class Opening(Source, Gating, Vocabulary, total=False):
-    """What :func:`fastshard.open` takes, but for the threads."""
+    """Options of :func:`fastshard.open`, except the threads."""
 
 
 class OpenOptions(Opening, Against, Threads, total=False):
-    """What :func:`fastshard.open` takes."""
+    """Options of :func:`fastshard.open`."""
 
 
 class Threaded(Source, Gating, Threads, total=False):
-    """What :func:`fastshard.open` takes, where the vocabulary is another's."""
+    """Options of :func:`fastshard.open`, for functions that get the vocabulary elsewhere."""
 
 
 class Placing(TypedDict, total=False):
@@ -290,11 +290,11 @@ class Placing(TypedDict, total=False):
 
 
 class Planned(Threaded, Against, Placing, total=False):
-    """What :func:`fastshard.plan` hands on: to :func:`fastshard.open`, and to the target."""
+    """Options that :func:`fastshard.plan` passes to :func:`fastshard.open` and to the target."""
 
 
 class Choosing(TypedDict, total=False):
-    """Which tensors."""
+    """Options that choose tensors."""
 
     include: Annotated[Iterable[str], Option("patterns", "only these tensors", (), metavar="GLOB")]
     exclude: Annotated[Iterable[str], Option("patterns", "not these tensors", (), metavar="GLOB")]
@@ -345,11 +345,11 @@ class ValueOptions(Choosing, total=False):
 
 
 class Shaping(ValueOptions, Placing, total=False):
-    """What is made of the tensors."""
+    """Options that choose how tensors are converted."""
 
 
 class Sharding(TypedDict, total=False):
-    """How tensors are divided into files."""
+    """Options that choose how tensors are divided into files."""
 
     max_shard_size: Annotated[
         str | int, Option("any", "bytes of tensors in a file, at most (default: 5GB)", "5GB", metavar="SIZE")
@@ -357,7 +357,7 @@ class Sharding(TypedDict, total=False):
 
 
 class Checked(TypedDict, total=False):
-    """What a source is checked against, and what it is written with."""
+    """Options for checking a source, and for writing the result."""
 
     expect: Annotated[
         StrPath | Mapping[str, Any] | None,
@@ -375,19 +375,19 @@ class Checked(TypedDict, total=False):
 
 
 class Viewing(Shaping, Checked, total=False):
-    """What :func:`fastshard.open` takes with a target."""
+    """Options of :func:`fastshard.open` with a target."""
 
 
 class Viewed(OpenOptions, Viewing, total=False):
-    """What :func:`fastshard.open` takes with a target, of the checkpoint and of the result."""
+    """All options of :func:`fastshard.open` with a target, for the checkpoint and for the result."""
 
 
 class Loading(Opening, Against, Viewing, Threads, total=False):
-    """What :func:`fastshard.load_model` takes of a checkpoint."""
+    """Options of :func:`fastshard.load_model` for the checkpoint."""
 
 
 class Comparing(TypedDict, total=False):
-    """What the files of a source are compared with before a result is written."""
+    """References that functions compare the files of a source with before they write a result."""
 
     check_hub: Annotated[
         bool,
@@ -402,11 +402,11 @@ class Comparing(TypedDict, total=False):
 
 
 class Writing(Opening, Against, Shaping, Sharding, Comparing, total=False):
-    """What functions take that publish a result, of the source and of what is made of it."""
+    """Options of functions that publish a result, for the source and for its conversion."""
 
 
 class Memory(TypedDict, total=False):
-    """How much memory a run may take."""
+    """The memory limit of a run."""
 
     memory: Annotated[
         str | int | None,
@@ -420,7 +420,7 @@ class Memory(TypedDict, total=False):
 
 
 class Requested(TypedDict, total=False):
-    """How a result is written, as a :class:`WriteRequest` has it."""
+    """Options that choose how a result is written, the fields of a :class:`WriteRequest`."""
 
     resume: Annotated[bool, Option("switch", "continue an interrupted run of the same plan", False)]
     overwrite: Annotated[
@@ -488,29 +488,28 @@ class WriteRequest:
 
     @classmethod
     def of(cls, **options: Any) -> "WriteRequest":
-        """Makes a request of some options; the others have their defaults."""
+        """Make a request from some options; the others have their defaults."""
         return cls(**{name: option.default for name, option in table(Requested).items()} | options)
 
     def list_common(self) -> dict[str, Any]:
-        """List what all processes must choose alike that make a result together."""
+        """Return the options that must be equal in all processes that write a result together."""
         common = (name for name, option in table(Requested).items() if option.is_common)
         return {name: getattr(self, name) for name in common}
 
 
 def split_request(options: Mapping[str, Any]) -> tuple[WriteRequest, dict[str, Any]]:
-    """Splits the options of a call into the request of a write, and the others."""
+    """Split the options of a call into the request of a write, and the others."""
     known = table(Requested)
     request = WriteRequest.of(**{name: value for name, value in options.items() if name in known})
     return request, {name: value for name, value in options.items() if name not in known}
 
 
 class WriteOptions(Writing, Requested, total=False):
-    """What functions take that publish a result, of the source, of what is made of it, and of how it is
-    written."""
+    """Options of functions that publish a result: for the source, its conversion, and writing."""
 
 
 class Publishing(Memory, Requested, total=False):
-    """How a result is written, within how much memory, and who is to know how far it is."""
+    """Options that choose how a result is written, with the memory limit and the progress callback."""
 
     progress: Annotated[
         Any, Option("any", "how far it is, on stderr, or to a function of (bytes done, bytes in all)", False)
@@ -518,11 +517,11 @@ class Publishing(Memory, Requested, total=False):
 
 
 class Published(Writing, Checked, Threads, Publishing, total=False):
-    """What all functions take that publish a result, besides the source and the destination."""
+    """Options of all functions that publish a result, besides the source and the destination."""
 
 
 class Ranked(TypedDict, total=False):
-    """Which of several processes this one is."""
+    """The rank of this process among several."""
 
     rank: Annotated[
         int | Literal["auto"] | None,
@@ -542,7 +541,7 @@ class Ranked(TypedDict, total=False):
 
 
 class Lending(TypedDict, total=False):
-    """Whether each rank has a part of the checkpoint on its own disk."""
+    """An option for checkpoints of which each rank has a part on its own disk."""
 
     node_local: Annotated[
         bool,
@@ -557,7 +556,7 @@ class Lending(TypedDict, total=False):
 
 
 class Merging(Published, Ranked, Lending, total=False):
-    """What :func:`fastshard.merge` takes besides the source and the destination."""
+    """Options of :func:`fastshard.merge`, besides the source and the destination."""
 
 
 class Clustered(TypedDict, total=False):
@@ -579,7 +578,7 @@ class Clustered(TypedDict, total=False):
 
 
 class Spread(Published, Clustered, Lending, total=False):
-    """What :func:`fastshard.ray.merge` takes besides the source and the destination."""
+    """Options of :func:`fastshard.ray.merge`, besides the source and the destination."""
 
 
 #: Arguments and options that single functions list themselves.
@@ -599,7 +598,7 @@ _OF_FUNCTIONS = {
 
 @functools.cache
 def table(kind: type) -> dict[str, Option]:
-    """The options of a type of this module, in its order, by name."""
+    """Return the options that a type of this module lists, by name and in its order."""
     return {name: replace(hint.__metadata__[0], name=name) for name, hint in kind.__annotations__.items()}
 
 

@@ -35,7 +35,7 @@ class PatternList:
             raise from_core(error) from None
 
     def first(self, name: str) -> int | None:
-        """Finds the number of the first pattern that matches a name.
+        """Return the number of the first pattern that matches a name.
 
         Raises:
             FastshardError: ``FS514`` if the patterns of the file take more steps than its budget has.

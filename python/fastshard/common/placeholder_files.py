@@ -42,14 +42,14 @@ _ENDS = (".index.json", ".tiktoken")
 
 
 def is_known(name: str) -> bool:
-    """True for the name of a file of text that readers of a checkpoint take by name."""
+    """Return True if a name is that of a text file that readers of a checkpoint look for."""
     return name in _NAMES or name.endswith(_ENDS)
 
 
 def sifted(listing: Listing) -> tuple[Listing, dict[str, Finding]]:
-    """The listing without the files that are not what their names say, and what each is, by its path.
+    """Remove files that are not what their names say from a listing, with a finding for each, by path.
 
-    Weights stay: their readers say it of those that are read.
+    Weights stay: their readers report those that they read.
     """
     if listing.single:
         return listing, {}
@@ -66,10 +66,10 @@ def sifted(listing: Listing) -> tuple[Listing, dict[str, Finding]]:
 
 
 def near(found: dict[str, Finding], folders: Iterable[str]) -> list[Finding]:
-    """The findings for files in folders of what is read, and above these; other files nobody has asked for.
+    """Return the findings for files in folders that were read, and above them; nothing reads other files.
 
     Args:
-        found: what lies in the place of files, by their paths.
+        found: findings for such files, by path.
         folders: relative to a root.
     """
     places = set()

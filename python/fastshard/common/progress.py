@@ -72,7 +72,7 @@ class Progress:
             self._bar.stop()
 
     def tell(self, finding: Finding) -> None:
-        """Shows a finding before the work that it is about."""
+        """Print a finding before the work that it concerns."""
         if self._bar is not None:
             self._bar.console.print(str(finding), markup=False, highlight=False)
         elif self._mode == "plain":
@@ -80,7 +80,7 @@ class Progress:
                 print(finding, file=sys.stderr, flush=True)
 
     def phase(self, title: str) -> Callback | None:
-        """A callback for one phase, or None where nothing is drawn."""
+        """Return the progress callback of one phase, or None if nothing shows progress."""
         if self._call is not None:
             return self._call
         if self._bar is not None:

@@ -17,7 +17,7 @@ RankRanges: TypeAlias = Mapping[str, Sequence[range]]
 
 
 def do_meet(one: Sequence[range], other: Sequence[range]) -> bool:
-    """Tell whether two sets of numbers have one in common.
+    """Return True if two sets of ranges have a number in common.
 
     >>> do_meet([range(0, 4)], [range(3, 5)]), do_meet([range(0, 4)], [range(4, 5)])
     (True, False)
@@ -26,7 +26,9 @@ def do_meet(one: Sequence[range], other: Sequence[range]) -> bool:
 
 
 def is_among(rank: Rank, coords: RankRanges) -> bool:
-    """Tell whether a rank is one of several. A dimension that either lacks excludes nothing.
+    """Return True if a rank is one of several.
+
+    A dimension that either of the two lacks excludes nothing.
 
     >>> is_among({"tp": 1}, {"tp": [range(0, 2)], "pp": [range(3, 4)]}), is_among({"tp": 2}, {"tp": [range(0,
         2)]})
@@ -36,7 +38,7 @@ def is_among(rank: Rank, coords: RankRanges) -> bool:
 
 
 def is_within(rank: Rank, coords: RankRanges) -> bool:
-    """Tell whether a rank has all dimensions of some ranks, and is one of them.
+    """Return True if a rank has all dimensions of some ranks and is one of them.
 
     >>> is_within({"tp": 1, "pp": 0}, {"tp": [range(0, 2)]}), is_within({"tp": 1}, {"pp": [range(3, 4)]})
     (True, False)
@@ -54,7 +56,7 @@ def rank_range(first: int, last: int) -> int | range:
 
 
 def format_rank(rank: Rank) -> str:
-    """Format one rank in the field's words.
+    """Format one rank, e.g. for messages.
 
     >>> format_rank({"tp": 1, "pp": 0})
     'tp 1, pp 0'

@@ -24,7 +24,7 @@ else:
     _MISSING = _Missing()
 
     class _Options:
-        """What :func:`field` says of a field."""
+        """Options of a field, as :func:`field` takes them."""
 
         __slots__ = ("compare", "default", "factory", "repr")
 
@@ -32,15 +32,15 @@ else:
             self.default, self.factory, self.repr, self.compare = default, factory, repr, compare
 
     def field(*, default=_MISSING, default_factory=_MISSING, repr=True, compare=True):
-        """As :func:`dataclasses.field`; it takes no other options."""
+        """Describe a field, like :func:`dataclasses.field`; no other options exist."""
         return _Options(default, default_factory, repr, compare)
 
     def dataclass(cls=None, /, *, frozen=False):
-        """As :func:`dataclasses.dataclass`; it takes no other options."""
+        """Make a class a dataclass, like :func:`dataclasses.dataclass`; no other options exist."""
         return _prepare(cls, frozen) if cls is not None else lambda cls: _prepare(cls, frozen)
 
     def replace(record, /, **changes):
-        """As :func:`dataclasses.replace`."""
+        """Copy a record with changes, like :func:`dataclasses.replace`."""
         for name in record.__match_args__:
             if name not in changes:
                 changes[name] = getattr(record, name)
@@ -51,11 +51,14 @@ else:
         return other
 
     def asdict(record):
-        """As :func:`dataclasses.asdict`; what is neither a record nor a collection is not copied."""
+        """Convert a record into a dict, like :func:`dataclasses.asdict`.
+
+        The function copies only records and collections.
+        """
         return {name: _plain(getattr(record, name)) for name in record.__match_args__}
 
     def _plain(value):
-        """A value with dicts in the place of records."""
+        """Replace records in a value by dicts."""
         if hasattr(type(value), "__record__"):
             return asdict(value)
         if hasattr(value, "_fields"):
@@ -67,7 +70,7 @@ else:
         return value
 
     def fields(record):
-        """As :func:`dataclasses.fields`."""
+        """Return the fields of a record, like :func:`dataclasses.fields`."""
         import dataclasses
 
         return dataclasses.fields(record)
@@ -113,7 +116,7 @@ else:
         return __init__
 
     def _compile_init(cls, frozen):
-        """Compiles the method that sets the fields."""
+        """Compile the method that sets the fields."""
         # Names that no field has.
         values = {"_MISSING": _MISSING}
         parameters, lines = ["self"], ["_fields = self.__dict__"] if frozen else []
@@ -138,14 +141,14 @@ else:
             del cls.__signature__
 
     def _hints(cls):
-        """The annotations of the fields."""
+        """Return the annotations of the fields."""
         every = {}
         for base in cls.__mro__[::-1]:
             every |= getattr(base, "__annotations__", {})
         return {name: every[name] for name in cls.__record__}
 
     def _values_of(names):
-        """The function that takes the values of fields from a record, as a tuple."""
+        """Return a function that reads the values of fields from a record, as a tuple."""
         return (
             attrgetter(*names) if len(names) > 1 else lambda record: tuple(getattr(record, n) for n in names)
         )
@@ -181,7 +184,7 @@ else:
         return __setattr__, __delattr__
 
     class _Signature:
-        """What the module ``inspect`` looks for first: compiles the method whose signature it finds then."""
+        """A descriptor that the module ``inspect`` reads first. It compiles the method then."""
 
         def __init__(self, cls, frozen):
             self.cls, self.frozen = cls, frozen
@@ -191,8 +194,10 @@ else:
             raise AttributeError("__signature__")
 
     class _Described:
-        """What the module ``dataclasses`` looks for in a class, made of a dataclass of its own when it is
-        asked for."""
+        """A descriptor of an attribute that ``dataclasses`` looks for in a class.
+
+        It computes the value from an equivalent dataclass on first access.
+        """
 
         def __init__(self, cls, frozen, attribute):
             self.cls, self.frozen, self.attribute = cls, frozen, attribute

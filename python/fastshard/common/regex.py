@@ -26,7 +26,7 @@ _MEMBERS = (
 
 
 def compile_when_used(pattern: AnyStr, flags: int = 0) -> re.Pattern[AnyStr]:
-    """Returns what stands for ``re.compile(pattern, flags)`` and has its members."""
+    """Return an object that stands for ``re.compile(pattern, flags)`` and has its members."""
     return _Late(pattern, flags)  # type: ignore[return-value]
 
 

@@ -46,12 +46,12 @@ _KINDS = {
 
 
 def special(mode: int) -> str | None:
-    """What a file is by its mode, if it is no regular one: ``a FIFO``, ``a directory`` ..."""
+    """Return the kind of a file that is not regular, by its mode: ``a FIFO``, ``a directory`` ..."""
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "something else")
 
 
 def unfit(path: StrPath, kind: str, code: str = codes.UNSAFE_HEADER) -> Finding:
-    """The finding for what should be a regular file and is another ``kind``."""
+    """Make the finding for a path that should be a regular file and is of another ``kind``."""
     folder = kind == _KINDS[stat.S_IFDIR]
     return Finding.of(
         code,
@@ -66,11 +66,11 @@ def unfit(path: StrPath, kind: str, code: str = codes.UNSAFE_HEADER) -> Finding:
 
 
 def is_file(path: StrPath, code: str = codes.UNSAFE_HEADER) -> bool:
-    """True for a regular file, or a link to one; False if there is nothing of that name.
+    """Return True for a regular file or a link to one; False if nothing has that name.
 
     Raises:
-        FastshardError: ``code`` if something else has the name, ``FS502`` or ``FS507`` if the system does not
-            tell what it is: a file that cannot be looked at is not absent.
+        FastshardError: ``code`` if the name is not a regular file's, ``FS502`` or ``FS507`` if the system
+            refuses to look at it: such a file is not absent.
     """
     try:
         kind = special(os.stat(path).st_mode)  # noqa: PTH116 - takes any path
@@ -87,16 +87,16 @@ def is_file(path: StrPath, code: str = codes.UNSAFE_HEADER) -> bool:
 def opened(
     path: StrPath, *, label: str | None = None, code: str = codes.UNSAFE_HEADER, most: int = _ALL
 ) -> Iterator[int]:
-    """A descriptor of a regular file for reading.
+    """Open a regular file for reading and yield its descriptor.
 
     Args:
         path: the file.
         label: how messages name it; default the path.
-        code: of the finding if it is no regular file.
-        most: bytes that are read of it, for one that comes from another host.
+        code: code of the finding if the path is not a regular file.
+        most: number of bytes to read, for a file that comes from another host.
 
     Raises:
-        FastshardError: ``code``; ``FS501`` if there is no such file, ``FS502`` if it may not be read,
+        FastshardError: ``code``; ``FS501`` if the file does not exist, ``FS502`` if it may not be read,
             ``FS507`` for other errors of the system.
     """
     name = label or os.fspath(path)
@@ -139,19 +139,19 @@ def read_bytes(
     whole: bool = True,
     may_change: bool = False,
 ) -> bytes:
-    """Content of a regular file; with ``whole`` false its first ``limit`` bytes.
+    """Read the content of a regular file; with ``whole`` false, its first ``limit`` bytes.
 
     Args:
         path: the file.
-        limit: bytes at most.
+        limit: maximum number of bytes.
         label: how messages name it; default the path.
-        code: of the finding if it is too large, or no regular file.
-        whole: True for all of it.
-        may_change: True for a file that others write while the call waits for them.
+        code: code of the finding if the file is too large or is not regular.
+        whole: True to read the complete file.
+        may_change: True for a file that other processes write while the call waits for them.
 
     Raises:
-        FastshardError: as :func:`opened`; ``code`` if it has more than ``limit`` bytes, ``FS506`` if this
-            call has read other bytes of it before.
+        FastshardError: as :func:`opened`; ``code`` if it has more than ``limit`` bytes, ``FS506`` if the
+            content has changed since this call first read it.
     """
     parts: list[bytes] = []
     left = limit + whole
@@ -184,14 +184,14 @@ def read_bytes(
 
 
 def digest(path: StrPath, check: Callable[[int], object] | None = None) -> str:
-    """BLAKE3 of a regular file's bytes, hexadecimal, through one descriptor.
+    """Compute the BLAKE3 digest (hexadecimal) of a regular file's bytes, through one descriptor.
 
     Args:
         path: the file.
-        check: called with the open descriptor before anything is read; what it raises stops the reading.
+        check: called with the open descriptor before reading; an exception stops it.
 
     Raises:
-        FastshardError: as :func:`opened`; ``FS506`` if this call has read other bytes of it before.
+        FastshardError: as :func:`opened`; ``FS506`` if the content has changed since this call first read it.
     """
     hasher = _core.Hasher()
     with opened(path) as descriptor:
@@ -213,11 +213,11 @@ def _too_large(name: str, code: str, limit: int, got: str) -> FastshardError:
 
 
 def read_text(path: StrPath, limit: int, *, label: str | None = None, code: str = codes.UNSAFE_HEADER) -> str:
-    """Content of a regular file that is UTF-8 text.
+    """Read the content of a regular file that is UTF-8 text.
 
     Raises:
-        FastshardError: as :func:`read_bytes`; ``FS211`` if it is not UTF-8, ``FS316`` if it is a pointer or
-            the like.
+        FastshardError: as :func:`read_bytes`; ``FS211`` if it is not UTF-8, ``FS316`` if it is a pointer file
+            or similar.
     """
     content = read_bytes(path, limit, label=label, code=code)
     # Of an empty one whoever reads it says what it lacks.
@@ -235,7 +235,7 @@ def read_text(path: StrPath, limit: int, *, label: str | None = None, code: str 
 
 
 def read_object(path: StrPath, limit: int) -> dict[str, Any]:
-    """The JSON object that a regular file holds.
+    """Read the JSON object in a regular file.
 
     Raises:
         FastshardError: as :func:`read_text`; ``FS211`` if it is too large or holds no JSON object.
@@ -247,8 +247,9 @@ def read_object(path: StrPath, limit: int) -> dict[str, Any]:
 
 
 def stand_in(path: StrPath, label: str | None = None) -> Finding | None:
-    """The finding for a text that is not what its name says: a pointer of Git LFS, a web page, nothing; else
-    None.
+    """Return a finding if a text file is not what its name says; else None.
+
+    Examples are a pointer of Git LFS, a web page, and an empty file.
 
     Args:
         path: an index, a config or a file of a tokenizer.
@@ -269,7 +270,7 @@ def _stand_in(name: str, head: bytes, size: int) -> Finding | None:
 
 
 def same(one: StrPath, other: StrPath) -> bool:
-    """True if two regular files are one file or have the same bytes.
+    """Return True if two regular files are the same file or have the same bytes.
 
     Raises:
         FastshardError: as :func:`opened`.
@@ -286,10 +287,10 @@ def same(one: StrPath, other: StrPath) -> bool:
 
 
 def replaceable(path: StrPath) -> Path:
-    """Where a file of this name is to be written: links followed, nothing there or a regular file.
+    """Resolve the path at which to write a file: a regular file or a free name, with links followed.
 
     Raises:
-        FastshardError: ``FS515`` if it is something else; ``FS501`` without the folder.
+        FastshardError: ``FS515`` if the path is of another kind; ``FS501`` if its folder is missing.
     """
     if not os.fspath(path):
         raise FastshardError.of(codes.USAGE, "a path that is empty", expected="a file to write")
@@ -308,10 +309,12 @@ def replaceable(path: StrPath) -> Path:
 
 
 def replace(path: Path, pieces: Iterable[str]) -> None:
-    """Writes a text beside its place and renames it there, on disk before it has the name.
+    """Replace a text file atomically.
+
+    The function writes the text to a temporary file in the same folder, syncs it to disk, and renames it.
 
     Raises:
-        FastshardError: ``FS502``, ``FS503`` or ``FS507``; what was there is as it was.
+        FastshardError: ``FS502``, ``FS503`` or ``FS507``; the old file does not change.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     # Nothing that is there already, no link either, is written to.
@@ -334,10 +337,10 @@ def replace(path: Path, pieces: Iterable[str]) -> None:
 
 
 def append(path: StrPath, text: str) -> None:
-    """Appends text to a file of the user's, and makes it where there is none.
+    """Append text to a user's file, and create the file if it is missing.
 
     Raises:
-        OSError: as the system says it.
+        OSError: as the system raises it.
     """
     with Path(path).open("a", encoding="utf-8") as file:
         file.write(text)
@@ -373,14 +376,15 @@ _OF_SYSTEM = {
 def system_finding(
     error: OSError, name: str | None, doing: str = "cannot read", help: str | None = None
 ) -> Finding:
-    """What the system says of a file, as a finding; of a directory that may not be entered, it names the
-    directory.
+    """Convert an error of the system about a file into a finding.
+
+    For a directory that may not be entered, the finding names the directory.
 
     Args:
-        error: of the system.
+        error: the system's error.
         name: how messages name the file.
-        doing: what was tried.
-        help: what to do, other than what its code says.
+        doing: the action that failed, for the message.
+        help: advice that replaces the advice of the code.
     """
     code = _OF_SYSTEM.get(error.errno or 0, codes.IO)
     path = error.filename if isinstance(error.filename, (str, os.PathLike)) else name
@@ -390,7 +394,7 @@ def system_finding(
 
 
 def closed_folder(path: StrPath) -> str | None:
-    """The uppermost directory on the way to a path that this user may not enter; None if there is none."""
+    """Return the uppermost directory of a path that this user may not enter; None if there is none."""
     for folder in reversed(Path(os.path.abspath(path)).parents):  # noqa: PTH100 - links stay
         if folder.is_dir() and not os.access(
             folder, os.X_OK, effective_ids=os.access in os.supports_effective_ids
@@ -400,7 +404,7 @@ def closed_folder(path: StrPath) -> str | None:
 
 
 def closed(folder: StrPath) -> Finding:
-    """That a directory may not be listed or entered."""
+    """Make the finding for a directory that may not be listed or entered."""
     return Finding.of(
         codes.PERMISSION,
         "this user may not read the directory",
@@ -411,8 +415,10 @@ def closed(folder: StrPath) -> Finding:
 
 
 def path_help(path: str) -> str:
-    """What to do about a path that does not exist: the one next to it that is nearly called so, if there is
-    one."""
+    """Return advice about a path that does not exist.
+
+    The advice names a path next to it with a similar name, if there is one.
+    """
     folder, name = os.path.split(os.path.normpath(path))
     try:
         near = nearest(name, os.listdir(folder or "."))  # noqa: PTH208 - names, not paths

@@ -20,5 +20,5 @@ OPTIONS = tuple(_OF.values())
 
 
 def of(given: dict[str, Any]) -> dict[str, Any]:
-    """Takes the options of targets out of keyword arguments."""
+    """Remove the options of targets from keyword arguments, and return them."""
     return {option.name: given.pop(option.name) for option in OPTIONS if option.name in given}

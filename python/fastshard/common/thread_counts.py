@@ -12,15 +12,15 @@ _MAX_THREADS = 1 << 14
 
 
 def default_threads() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def thread_count(threads: int | None) -> int:
-    """The number of worker threads asked for; default all cores.
+    """Check the number of worker threads; default all cores.
 
     Raises:
-        FastshardError: ``FS515`` if it is none.
+        FastshardError: ``FS515`` if it is not a valid number of threads.
     """
     if threads is None:
         return default_threads()

@@ -15,10 +15,10 @@ __all__ = ["stoppable_pool"]
 
 @contextmanager
 def stoppable_pool(threads: int) -> Iterator[tuple[ThreadPoolExecutor, threading.Event]]:
-    """Opens a pool of threads, and an event that is set when the block ends with an exception.
+    """Open a pool of threads, and an event that is set when the block ends with an exception.
 
-    A pool waits for its threads: each looks at the event between two pieces of its work. What has not begun
-    is cancelled.
+    A pool waits for its threads: each checks the event between two pieces of its work. The pool cancels work
+    that has not begun.
     """
     # Few runs need it, and importing it takes its time.
     from concurrent.futures import ThreadPoolExecutor

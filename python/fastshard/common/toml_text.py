@@ -18,11 +18,11 @@ _SIGN = compile_when_used(
 
 
 def load(text: str) -> dict[str, Any]:
-    """Reads TOML.
+    """Parse TOML.
 
     Raises:
-        ValueError: for a text that is damaged, too deep, or has a key of too many parts: Python's own reader
-            does not end.
+        ValueError: if the text is damaged, is too deep, or has a key of too many parts, for which Python's
+            own reader does not end.
     """
     if sys.version_info >= (3, 11):
         import tomllib

@@ -9,5 +9,5 @@ METADATA = ".metadata"
 
 
 def chunk_name(name: str, at: Iterable[int]) -> str:
-    """What messages and manifests call one of several chunks of a tensor, by its first index."""
+    """Return the name that messages and manifests give one chunk of a tensor, by its first index."""
     return f"{name}[{','.join(map(str, at))}]"

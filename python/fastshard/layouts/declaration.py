@@ -59,7 +59,7 @@ __all__ = [
 
 @dataclass
 class SourceFiles(Freezable):
-    """What lies in which file, by the number that the file has in the catalog."""
+    """Files of a source, by their number in the catalog, and their content."""
 
     #: A file, or what is taken of it, and its place in the topology.
     units: list[Unit] = field(default_factory=list)
@@ -83,7 +83,7 @@ class SourceFiles(Freezable):
 
 @dataclass
 class SourceNames(Freezable):
-    """What tensors are called: in the files, in the model, and in a result."""
+    """Names of tensors: in the files, in the model, and in a result."""
 
     #: Where the model's own names begin, for a conversion; a merge keeps every name as it is.
     prefix: str = ""
@@ -145,7 +145,7 @@ class Binding(Freezable):
 
 @dataclass
 class TensorIndex(Freezable):
-    """What must exist, as an index, metadata or another checkpoint states it, and what of it is lost."""
+    """Tensors that must exist, as an index, metadata or another checkpoint lists them, and which are lost."""
 
     #: True if something outside the files found states what must exist.
     is_provable: bool = False
@@ -175,7 +175,7 @@ class TensorIndex(Freezable):
 
 @dataclass
 class Allowances(Freezable):
-    """What is taken although it is often an error."""
+    """Conditions that the caller allows although they are often errors."""
 
     #: True where layers are copied on purpose so often that it only warns (depth up-scaling of published
     #: models).
@@ -218,12 +218,11 @@ class Source(Freezable):
         return f"the family {self.model.family!r}" if self.model.family else f"this model of {self.framework}"
 
     def weights_only(self, names_of: Callable[[int], Iterable[str]], optimizer: bool = False) -> Source:
-        """The part that a conversion takes: what begins with the prefix, and no optimizer's state unless it
-        is asked for.
+        """Select the part to convert: tensors below the prefix, with optimizer state only on request.
 
         Args:
-            names_of: names of the tensors in a file, by its number.
-            optimizer: True to make slots of moments that lie beside the weights.
+            names_of: returns the names of the tensors in a file, by its number.
+            optimizer: True to use moments stored next to the weights as slots.
         """
         if optimizer and self.optimizer.beside is not None:
             return self._slots(self.optimizer.beside).weights_only(names_of)
@@ -278,7 +277,7 @@ class Source(Freezable):
         )
 
     def _left(self, stored: list[str], own: Mapping[str, str]) -> Finding:
-        """Says what the model is, and what of all tensors stored is left; given their own names."""
+        """Make the finding that says where the model begins, and how many tensors are not converted."""
         left = [
             name for name in stored if not own[name].startswith(self.names.prefix) and not is_state(own[name])
         ]
@@ -294,12 +293,13 @@ class Source(Freezable):
         )
 
     def beside_config(self, names_of: Callable[[int], Iterable[str]]) -> Source:
-        """What a merge takes whose config.json is published beside it: all tensors, and the model's under the
-        names that its config is for. Where the checkpoint holds several copies of the model all names stay,
-        and no config goes along.
+        """Select what a merge takes that publishes config.json: all tensors.
+
+        The model's tensors have the names that the config is for. If the checkpoint contains several copies
+        of the model, all names stay, and the merge writes no config.
 
         Args:
-            names_of: names of the tensors in a file, by its number.
+            names_of: returns the names of the tensors in a file, by its number.
         """
         if self.model.config is None:
             return self
@@ -348,11 +348,11 @@ class Source(Freezable):
         )
 
     def as_called(self, names: Mapping[str, str], note: Finding) -> Source:
-        """The source with other names for some of the model's tensors, in what is made of it too.
+        """Return the source with other names for some of the model's tensors, also in its result.
 
         Args:
             names: the new name by the model's own.
-            note: what is said of them.
+            note: the finding about the new names.
         """
 
         def new(own: str) -> str:
@@ -393,7 +393,7 @@ class Source(Freezable):
         prefix: str | None,
         why: str = "the checkpoint holds several copies of the model",
     ) -> Source:
-        """The source whose names stay, and are none that its config is for."""
+        """Return the source with unchanged names, which no config fits."""
         warning = Finding.of(
             codes.IGNORED,
             f"config.json is not written: {why}",
@@ -406,13 +406,13 @@ class Source(Freezable):
         return replace(self, model=model, findings=[*self.findings, warning])
 
     def _below_prefix(self, name: str) -> str:
-        """What a tensor is called in the model; the name stored for one that lies elsewhere."""
+        """Return a tensor's name in the model; the stored name for a tensor that is not part of it."""
         own = self.names.own.get(name, name)
         inside = own.startswith(self.names.prefix) and not is_state(own)
         return own.removeprefix(self.names.prefix) if inside else name
 
     def _slots(self, moments: Moments) -> Source:
-        """The source with moments as slots of their parameters."""
+        """Return the source with moments as slots of their parameters."""
         raise_errors(moments.refused)
         groups, steps = moments.read()
         assembled: list[Assembled] = []
@@ -440,7 +440,7 @@ class Source(Freezable):
         return replace(self, optimizer=taken, files=replace(self.files, assembled=assembled))
 
     def _optimizer_below(self) -> Optimizer:
-        """What is known of the optimizer, by the names that parameters have below the prefix."""
+        """Return the description of the optimizer, with the names that parameters have below the prefix."""
 
         def below(name: str) -> str:
             return self.names.own.get(name, name).removeprefix(self.names.prefix)
@@ -455,7 +455,7 @@ class Source(Freezable):
 
     @staticmethod
     def of_unit(unit: Unit, names: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """Key and name of each tensor of a unit."""
+        """Yield the key and the name of each tensor of a unit."""
         under = "".join(f"{part}." for part in unit.under)
         for name in names:
             if name.startswith(under):
@@ -464,7 +464,7 @@ class Source(Freezable):
                     yield key, unit.prefix + key.removeprefix(unit.strip)
 
     def _unwrapped(self) -> list[Finding]:
-        """That names are taken without what wrappers have put in."""
+        """Return a note that names omit the parts that wrappers added."""
         first = next(iter(self.names.own.items()), None)
         if first is None:
             return []
@@ -475,7 +475,7 @@ class Source(Freezable):
         return [Finding.of(codes.IGNORED, message, severity="note")]
 
     def _table_below(self) -> Table | None:
-        """The table with names as they are below the prefix; None for the one that is called so anyhow."""
+        """Return the table with names relative to the prefix; None if the usual table has the same names."""
         usual = self.binding.usual_table
         if self.binding.table is None or usual is None:
             return None
@@ -505,5 +505,5 @@ _STATE = (
 
 
 def is_state(name: str) -> bool:
-    """True for a tensor that no model has, by its name."""
+    """Return True if a tensor's name shows that it is not part of a model."""
     return name.startswith(_STATE)

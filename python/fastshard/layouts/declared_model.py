@@ -12,7 +12,7 @@ from .model_classes import ModelClass
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the tensors tell of a model: all that a dialect sees of a checkpoint besides its values."""
+    """Properties of a model that its tensors show: all that a dialect sees of a checkpoint besides values."""
 
     family: str
     #: What names and shapes decide.
@@ -31,17 +31,19 @@ class Dialect(Protocol):
         """The framework, as messages call it."""
 
     def read(self, values: Mapping[str, Any], evidence: Evidence) -> Any:
-        """The :class:`~fastshard.models.model.Model` that values and tensors tell of.
+        """Derive the :class:`~fastshard.models.model.Model` from a config's values and the tensors.
 
         Raises:
-            FastshardError: ``FS211`` for a value of another kind.
+            FastshardError: ``FS211`` for a value of the wrong type.
         """
 
 
 @dataclass(frozen=True)
 class Description:
-    """What is known of the model besides its tensors: for those who must know what it computes, not for the
-    layout engine."""
+    """Facts about the model besides its tensors, for code that must know what the model computes.
+
+    The layout engine does not read them.
+    """
 
     family: str | None = None
     #: Its config as found, for a target that needs one.

@@ -14,7 +14,7 @@ from ..common.records import dataclass, field
 
 @dataclass
 class Unit:
-    """Where one file lies in the topology and how its keys become names."""
+    """The place of one file in the topology, and the rules that turn its keys into names."""
 
     file: int
     under: list[str] = field(default_factory=list)
@@ -108,7 +108,7 @@ Change: TypeAlias = LowRank | Vector | Rows
 
 @dataclass(frozen=True)
 class Adapted:
-    """What an adapter makes of a tensor, one change after another."""
+    """The changes that an adapter makes to a tensor, one after another."""
 
     name: str
     changes: list[Change]
@@ -177,7 +177,10 @@ class Blocks:
     apart: tuple[list[int], Callable[[list[str]], None]] | None = None
 
     def listed(self) -> ListedBlocks:
-        """The form that the core takes; findings of a block come back as a list."""
+        """Convert the blocks into the form that the core takes.
+
+        The core gets the findings of a block as a list.
+        """
 
         def collecting(work: Callable[..., None]) -> Callable[..., list[Finding] | None]:
             def collect_findings(*arguments: Any) -> list[Finding] | None:
@@ -195,7 +198,7 @@ class Blocks:
 
 @dataclass
 class TreeInfo:
-    """How Orbax names an item and its entries; kept for writing it again."""
+    """Names that Orbax gives an item and its entries, kept for writing it again."""
 
     item: str
     #: key_metadata by array.
@@ -237,8 +240,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What the files hold of an optimizer: masters and state, which of them is taken, and what is wrong with
-    it."""
+    """The optimizer in the files: master weights and state, which of them are converted, and findings."""
 
     #: True if the files hold fp32 master weights (or should).
     masters: bool = False

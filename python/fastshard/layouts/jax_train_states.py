@@ -25,7 +25,7 @@ NO_STEP = "the step of a train state: the target has no place for it"
 
 @dataclass(frozen=True)
 class Names:
-    """How a train state spells the names of what its table declares."""
+    """The way in which a train state spells the names that its table declares."""
 
     #: Where the weights' names begin; the table says `declared` there.
     root: str
@@ -54,10 +54,10 @@ class Rules:
     unclear: FastshardError | None = None
 
     def __call__(self, step: bool, optimizer: bool) -> Table:
-        """The table; what is not taken is left out.
+        """Return the table without the state that the caller leaves out.
 
         Raises:
-            FastshardError: if the tensors allow several readings.
+            FastshardError: if the tensors are ambiguous.
         """
         if self.unclear is not None:
             raise self.unclear
@@ -65,15 +65,15 @@ class Rules:
         return table(self.weights, self.names, scan=self.scan, step=states[step], optimizer=states[optimizer])
 
     def whole(self, moments: bool) -> Table:
-        """The table for a merge, which keeps every name; ``moments`` says whether there are any."""
+        """Return the table for a merge, which keeps every name; ``moments`` is True if there are moments."""
         return table(self.weights, self.names, scan=self.scan, optimizer="kept" if moments else "absent")
 
 
 def scanned(rule: Rule, axis: int) -> Rule:
-    """The rule of the tensor that a scan over layers stacks along an axis.
+    """Return the rule of the tensor that a scan over layers stacks along an axis.
 
-    A negative one counts from the end, the axis of layers included. One beyond the last (flax refuses it
-    for vectors) is the last. source: flax core/axes_scan.py
+    A negative axis counts from the end, including the axis of layers. An axis beyond the last, which flax
+    refuses for vectors, means the last. source: flax core/axes_scan.py
     """
     if _LAYERS not in rule.name:
         return rule
@@ -82,21 +82,21 @@ def scanned(rule: Rule, axis: int) -> Rule:
 
 
 def place(rank: int, axis: int) -> int:
-    """Dimension of the layers in a stack of tensors of a rank."""
+    """Return the dimension of the layers in a stack of tensors of a given rank."""
     return min(axis, rank) if axis >= 0 else max(rank + 1 + axis, 0)
 
 
 def table(
     weights: Table, names: Names, *, scan: int | None = None, step: State = "kept", optimizer: State = "kept"
 ) -> Table:
-    """A table with the names of one train state.
+    """Make a table with the names of one train state.
 
     Args:
-        weights: the table of the weights, layers apart.
-        names: how the train state spells them.
-        scan: axis of the layers, where they are stacked.
-        step: what becomes of the step.
-        optimizer: what becomes of the optimizer's state.
+        weights: the table of the weights, with separate layers.
+        names: the train state's spelling of the names.
+        scan: axis of the layers, if they are stacked.
+        step: whether the table keeps the step.
+        optimizer: whether the table keeps the optimizer state.
     """
     out: list[Rule] = []
     moments: list[Rule] = []

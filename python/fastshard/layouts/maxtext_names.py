@@ -21,7 +21,7 @@ MOMENT = compile_when_used(r"^(opt_state\.(?:\d+\.)*)(mu|nu)\.((?:params\.)*)(?:
 
 
 def names_of(root: str, arrays: Arrays) -> Names:
-    """The spelling of names, for sources and for targets that keep it."""
+    """Derive the spelling of names from arrays, for sources and for targets that keep it."""
     moments = {m[2]: m for name in sorted(arrays) if (m := MOMENT.match(name))}
     chain = next((m[1] for m in moments.values()), "opt_state.")
     below = next((m[3] for m in moments.values()), "params.")
@@ -36,5 +36,5 @@ def _moment(chain: str, below: str, slot: str, inner: str) -> str:
 
 
 def default_names() -> Names:
-    """The names of a train state that comes from elsewhere."""
+    """Return the names of a train state for weights from another format."""
     return replace(names_of(DECLARED, {}), slots=tuple(MOMENTS))

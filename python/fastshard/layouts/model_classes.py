@@ -141,19 +141,19 @@ class ModelClass:
         return "num_experts_per_tok" in self.keys
 
     def having(self, *keys: str) -> bool:
-        """True if its config has one of these keys."""
+        """Return True if the class's config has one of these keys."""
         return not set(keys).isdisjoint(self.keys)
 
 
 def of_table(table: Table, file: str | None = None) -> dict[str, ModelClass]:
-    """What a table says of classes, by ``model_type``.
+    """Read the classes that a table describes, by ``model_type``.
 
     Args:
         table: the table.
         file: its path, for messages.
 
     Raises:
-        FastshardError: ``FS210`` naming the entry that is not what it must be.
+        FastshardError: ``FS210`` for an invalid entry, which the message names.
     """
     return {kind: _read(kind, section, table, file) for kind, section in table.models.items()}
 

@@ -14,21 +14,21 @@ _FRAMEWORKS = {
 
 
 def table_of(spelling: str, layout: str) -> str | None:
-    """Name of the table that a framework has for one of Hugging Face; None if it has none."""
+    """Return the name of a framework's table for a Hugging Face layout; None if it has none."""
     name = f"{spelling}.{layout.removeprefix('hf.')}"
     return name if layout.startswith("hf.") and name in names() else None
 
 
 def tables(layout: str) -> dict[str, str]:
-    """Tables that have other names of a model: by the framework's word for ``--to dcp:...``."""
+    """List tables with other names for a model, by the framework's word for ``--to dcp:...``."""
     return {spelling: name for spelling in _FRAMEWORKS if (name := table_of(spelling, layout)) is not None}
 
 
 def framework(spelling: str) -> str:
-    """The framework, as messages call it."""
+    """Return the framework's name for messages."""
     return _FRAMEWORKS[spelling][0]
 
 
 def model_types(spelling: str) -> tuple[str, ...]:
-    """The model types that a framework has."""
+    """Return the model types that a framework supports."""
     return _FRAMEWORKS[spelling][1]

@@ -35,27 +35,26 @@ class Moved:
         return ", ".join(texts[:_MOST_NAMED] + more)
 
     def of(self, name: str) -> str:
-        """The other name of what lies below a prefix; the name itself where it lies below none."""
+        """Return the other name of a tensor below a known prefix; the name itself for other tensors."""
         own = max((own for own in self.prefixes if name.startswith(own)), key=len, default="")
         return self.prefixes.get(own, own) + name.removeprefix(own)
 
     @property
     def readings(self) -> str:
-        """What is uncertain, in words."""
+        """Readings that are uncertain, in words."""
         return "; ".join(_as(own, other) for own, other in self.uncertain)
 
 
 def moved(names: Collection[str], others: Collection[str], fits: Callable[[str, str], bool]) -> Moved:
-    """Finds the prefixes by which names become others.
+    """Find the prefixes that map names to other names.
 
-    A prefix stands for another if each name below it has its own counterpart there that fits. Names that both
-    have are not touched. Numbers and the last module stay, and parts are moved, added or taken away, but not
-    replaced.
+    A prefix stands for another if each name below it has a counterpart there that fits. Names that both sides
+    have stay. Numbers and the last module stay, and parts are moved, added or removed, but not replaced.
 
     Args:
-        names: those to be told; none of them is lost.
-        others: those that they may stand for.
-        fits: whether the tensors of a name and of another may be the same.
+        names: names to map; the function drops none of them.
+        others: names that they may stand for.
+        fits: returns True if the tensors with two names may be the same.
     """
     both = set(names) & set(others)
     places: dict[tuple[str, Parts], list[Parts]] = defaultdict(list)
@@ -67,7 +66,7 @@ def moved(names: Collection[str], others: Collection[str], fits: Callable[[str, 
     takers: dict[str, list[str]] = defaultdict(list)
 
     def counterparts(depth: int, below: list[Parts]) -> list[Parts]:
-        """What the common beginning of some names may stand for."""
+        """List the prefixes that the common beginning of some names may stand for."""
         first = below[0]
         own, rest = first[:depth], first[depth:]
         likely = []
@@ -122,8 +121,10 @@ def moved(names: Collection[str], others: Collection[str], fits: Callable[[str, 
 
 
 def _neighbours(found: Moved, names: Iterable[str], free: set[str]) -> None:
-    """Names that nothing fits go the way of those beside them, so that what is wrong with them is told by the
-    right name."""
+    """Map names without a fitting counterpart like their neighbours.
+
+    Findings about such tensors then have the right name.
+    """
     ways: dict[str, set[str]] = defaultdict(set)
     for own, other in found.prefixes.items():
         own, other = _reduced(own, other)
@@ -140,7 +141,7 @@ def _neighbours(found: Moved, names: Iterable[str], free: set[str]) -> None:
 
 
 def _reduced(own: str, other: str) -> tuple[str, str]:
-    """Two prefixes without what both end with."""
+    """Return two prefixes without their common ending."""
     a, b = own.split(".")[:-1], other.split(".")[:-1]
     while a and b and a[-1] == b[-1]:
         a, b = a[:-1], b[:-1]
@@ -160,17 +161,17 @@ def _numbers(parts: Parts) -> Parts:
 
 
 def _keeps(own: Parts, other: Parts) -> bool:
-    """True if one has all parts that the other has."""
+    """Return True if one name contains all parts of the other."""
     return set(own) <= set(other) or set(other) <= set(own)
 
 
 def _ends_alike(name: Parts, other: Parts) -> bool:
-    """True if both are the same tensor of a module that is called the same."""
+    """Return True if both names end alike: the same tensor of a module with the same name."""
     return all(a == b for a, b in zip(name[:-3:-1], other[:-3:-1], strict=False))
 
 
 def _as(own: str, other: str) -> str:
-    """What became of a prefix, in words."""
+    """Describe the change of a prefix in words."""
     if not own:
         return f"with {other!r} before them"
     return f"without {own!r}" if not other else f"{own}* as {other}*"

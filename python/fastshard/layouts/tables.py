@@ -25,16 +25,16 @@ _parsed: dict[str, _core.Table] = {}
 
 
 def register(source: str | os.PathLike[str]) -> str:
-    """Adds a user's layout table.
+    """Add a user's layout table.
 
     Args:
         source: TOML text, or the path of a TOML file.
 
     Returns:
-        The table's name, as ``layout = "..."`` gives it. It replaces a built-in one of that name.
+        The table's name, as in ``layout = "..."``. The table replaces a built-in one of that name.
 
     Raises:
-        FastshardError: ``FS210`` if the table is not valid; what keeps the file from being read.
+        FastshardError: ``FS210`` if the table is not valid; other codes if the file cannot be read.
     """
     text = _text(source)
     name = _read(text, (), _file(source)).name
@@ -52,7 +52,7 @@ def register(source: str | os.PathLike[str]) -> str:
 
 
 def parse(source: str | os.PathLike[str]) -> _core.Table:
-    """A table of the caller's own, for one use of it: nothing else finds it.
+    """Parse a caller's table for one use; it is not registered.
 
     Args:
         source: TOML text, or the path of a TOML file.
@@ -64,7 +64,7 @@ def parse(source: str | os.PathLike[str]) -> _core.Table:
 
 
 def _file(source: str | os.PathLike[str]) -> str | None:
-    """The path of a table; None for a text."""
+    """Return the path of a table; None for a text."""
     return None if isinstance(source, str) and "\n" in source else os.fspath(source)
 
 
@@ -78,10 +78,10 @@ def _text(source: str | os.PathLike[str]) -> str:
 
 
 def get(name: str) -> str:
-    """The TOML text of a table.
+    """Return the TOML text of a table.
 
     Raises:
-        KeyError: if there is none of that name.
+        KeyError: if no table has that name.
     """
     if name in _registered:
         return _registered[name]
@@ -92,42 +92,43 @@ def get(name: str) -> str:
 
 
 def is_registered(name: str) -> bool:
-    """True for a user's own table."""
+    """Return True for a table that the user registered."""
     return name in _registered
 
 
 def family(name: str) -> str:
-    """The model family that a table belongs to.
+    """Return the model family of a table.
 
     Raises:
-        KeyError: if there is none of that name.
+        KeyError: if no table has that name.
     """
     return table(name).family
 
 
 def table(name: str) -> _core.Table:
-    """A table, parsed: what looks names up in it or makes others of it does so on its rules, not on its text.
+    """Return a parsed table.
+
+    Callers look up names in its rules, or derive other tables from them, without its text.
 
     Raises:
-        KeyError: if there is none of that name.
-        FastshardError: ``FS210`` if it extends one that has changed, and no longer fits it.
+        KeyError: if no table has that name.
+        FastshardError: ``FS210`` if it extends a table that has changed and that it no longer fits.
     """
     return _table(name, ())
 
 
 def _table(name: str, above: tuple[str, ...]) -> _core.Table:
-    """A table; ``above`` are those that extend it."""
+    """Return a parsed table; ``above`` lists the tables that extend it."""
     if name not in _parsed:
         _parsed[name] = _read(get(name), (*above, name))
     return _parsed[name]
 
 
 def _read(text: str, above: tuple[str, ...], file: str | None = None) -> _core.Table:
-    """The table that a text declares, and those that it extends.
+    """Parse the table that a text declares, and those that it extends.
 
     Raises:
-        FastshardError: ``FS210`` if it is not valid, or what it extends is not registered or the table
-            itself.
+        FastshardError: ``FS210`` if it is not valid, or extends itself or a table that is not registered.
     """
     try:
         extended = _core.Table.extends_of(text)
@@ -144,22 +145,24 @@ def _read(text: str, above: tuple[str, ...], file: str | None = None) -> _core.T
 
 
 def classes() -> dict[str, model_classes.ModelClass]:
-    """What tables say of classes, by ``model_type``: the user's own before built-in ones, and the plainest
-    first."""
+    """Return the classes that tables describe, by ``model_type``.
+
+    A user's classes replace built-in ones. The order is that of the classes, those without one last.
+    """
     own_last = sorted(names(), key=is_registered)
     found = {kind: of for name in own_last for kind, of in model_classes.of_table(table(name)).items()}
     return dict(sorted(found.items(), key=lambda item: (item[1].order is None, item[1].order, item[0])))
 
 
 def of_config(config: str, file: str | None = None) -> str | None:
-    """Name of the table that is for a model, as its ``[config]`` says: the user's own before a built-in one.
+    """Return the name of the table whose ``[config]`` fits a model, a user's table before a built-in one.
 
     Args:
         config: content of ``config.json``, as JSON.
         file: its path, for messages.
 
     Raises:
-        FastshardError: ``FS210`` if two are, ``FS211`` for a value that does not fit.
+        FastshardError: ``FS210`` if two tables fit, ``FS211`` for a value that does not fit.
     """
     try:
         found = [name for name in sorted(_registered) if table(name).is_for(config, file)]
@@ -175,14 +178,17 @@ def of_config(config: str, file: str | None = None) -> str | None:
 
 
 def _may_be_for(name: str, config: str) -> bool:
-    """Whether a config has a word that a table is for. No table inherits those of another."""
+    """Return True if a config contains a word that a table is for.
+
+    No table inherits those of another.
+    """
     is_escaped = "\\u00" in config
     return is_registered(name) or is_escaped or any(f'"{kind}"' in config for kind in _model_types(name))
 
 
 @cache
 def _model_types(name: str) -> tuple[str, ...]:
-    """The values of ``model_type`` that a built-in table is for, by its text."""
+    """Return the values of ``model_type`` that a built-in table is for, from its text."""
     lists = re.findall(r"^model_type = \[(.*)\]$", get(name), re.MULTILINE)
     return tuple(kind for each in lists for kind in re.findall(r'"([^"]*)"', each))
 
@@ -195,5 +201,5 @@ def _built_in() -> frozenset[str]:
 
 
 def names() -> list[str]:
-    """Names of all tables."""
+    """List the names of all tables."""
     return sorted(_built_in() | set(_registered))

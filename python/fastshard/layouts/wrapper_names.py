@@ -20,8 +20,10 @@ _FIRST = {"module.": "DistributedDataParallel", "base_model.model.": "PEFT"}
 
 
 def bare(names: Collection[str]) -> dict[str, str]:
-    """The model's own name of each that a wrapper has changed; nothing where two tensors would have one
-    name."""
+    """Map names that a wrapper has changed to the model's own names.
+
+    The result is empty if two tensors would have the same name.
+    """
     found: dict[str, str] = {}
     for name in names:
         # Most names have none: looking for the text first is quicker than parting each.
@@ -35,13 +37,15 @@ def bare(names: Collection[str]) -> dict[str, str]:
 
 
 def put_in(name: str) -> str | None:
-    """Who has put a part into a name, of those that :func:`bare` looks through."""
+    """Return the wrapper that added a part to a name, of those that :func:`bare` knows."""
     return next((_TRANSPARENT[part] for part in name.split(".") if part in _TRANSPARENT), None)
 
 
 def wrapped(names: Iterable[str]) -> tuple[str, str] | None:
-    """A name that a wrapper or an adapter has changed, the factor of an adapter first, and which one did;
-    None if there is none."""
+    """Find a name that a wrapper or an adapter has changed, and which one did; None if there is none.
+
+    A factor of an adapter comes first.
+    """
     names = list(names)
     factor = next((name for name in names if ".lora_" in name), None)
     if factor is not None:
