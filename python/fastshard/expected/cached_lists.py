@@ -19,7 +19,7 @@ _MAX = 256 << 20
 
 
 def folder(create: bool = False) -> Path | None:
-    """The folder; None where there is none, or where others than the user can write."""
+    """Return the cache folder; None if it is missing, or if other users can write to it."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(base) if base.startswith("/") else Path("~/.cache").expanduser()
     if not root.is_absolute():
@@ -41,7 +41,7 @@ def _is_own(at: Path) -> bool:
 
 
 def read(key: str) -> dict[str, Any] | None:
-    """The document kept under a key; None if there is none, or it is not as it was written."""
+    """Read the document stored under a key; None if it is missing or damaged."""
     at = folder()
     if at is None:
         return None
@@ -60,8 +60,10 @@ def read(key: str) -> dict[str, Any] | None:
 
 
 def keep(key: str, document: dict[str, Any]) -> None:
-    """Keeps a document under a key, whole or not at all; where that cannot be it is made again the next
-    time."""
+    """Store a document under a key, completely or not at all.
+
+    If the document cannot be stored, the next run computes it again.
+    """
     at = folder(create=True)
     if at is None:
         return

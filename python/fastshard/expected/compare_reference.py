@@ -49,7 +49,7 @@ def compare(
 
 
 def fit(sides: Iterable[Side], reference: Reference) -> float:
-    """The part of a reference's names that a checkpoint has, under the names that suit it best: 0 to 1."""
+    """Return the fraction (0 to 1) of a reference's names that a checkpoint has."""
     roster = reference.roster
     if roster is None or not len(roster):
         return 0.0
@@ -57,13 +57,16 @@ def fit(sides: Iterable[Side], reference: Reference) -> float:
 
 
 def _met(side: Side, roster: _core.Roster, path: str) -> Met:
-    """A side and a roster; where few names are the same, with the prefix that makes most of them so."""
+    """Match a side with a roster.
+
+    If few names are the same, the function looks for the prefix that makes most names equal.
+    """
     met = Met(side, side.draft.compared(roster, side.source.names.own, side.outer))
     return met if met.fits(len(roster)) else aligned(met, roster, path) or met
 
 
 def _findings(compared: Comparison) -> list[Finding]:
-    """All that is wrong; where nothing is, what the reference proves."""
+    """List all differences; if there are none, state what the reference proves."""
     unmatched = unexplained(compared)
     of_shapes, shape_notes = shapes(compared)
     of_dtypes, dtype_notes = dtypes(compared)

@@ -77,16 +77,16 @@ class Comparison:
         return self.reference.config or {}
 
     def is_expected(self, name: str) -> bool:
-        """Tell whether a tensor that is not there is asked for: by the name that it would be stored under."""
+        """Return True if the caller wants a missing tensor, by the name under which it would be stored."""
         stored = self.stored(name)
         return self.wanted(stored) and not {name, stored} & self.named
 
     def stored(self, name: str) -> str:
-        """The name that a tensor of the roster would be stored under."""
+        """Return the name under which a tensor of the roster would be stored."""
         return self.met.side.outer + self.met.reading.back(name)
 
     def shape(self, stored: str) -> list[int]:
-        """The whole shape of a tensor that is stored."""
+        """Return the full shape of a stored tensor."""
         return self.met.side.tensors[stored][1]
 
     @cached_property
@@ -96,7 +96,7 @@ class Comparison:
 
     @cached_property
     def stacks(self) -> dict[str, dict[int, set[str]]]:
-        """What the layers of the roster hold: by what precedes their number, and the number."""
+        """Tensors in the roster's layers, by the part of the name before the layer number, and the number."""
         stacks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         for name in self.expected:
             if match := LAYER.match(name):
@@ -105,14 +105,14 @@ class Comparison:
 
 
 def more(code: str, count: int, what: str, severity: str | None = None) -> list[Finding]:
-    """Says how many findings of a kind are not told one by one."""
+    """Report how many findings of a kind are not listed individually."""
     if count <= MOST_LISTED:
         return []
     return [Finding.of(code, f"and {count - MOST_LISTED} more {what}", severity=severity)]
 
 
 def extents(shape: Iterable[int | None]) -> str:
-    """A shape in words; dimensions that are not known are question marks."""
+    """Format a shape; unknown dimensions are question marks."""
     return f"[{', '.join('?' if n is None else str(n) for n in shape)}]"
 
 
@@ -125,6 +125,6 @@ def read_setting(config: Mapping[str, Any], *keys: str) -> Any:
 
 
 def number(config: Mapping[str, Any], *keys: str) -> int | None:
-    """What a config states by the first of some keys; None if that is no whole number."""
+    """Return the integer that a config states under the first of some keys; None if it is not an integer."""
     value = read_setting(config, *keys)
     return value if type(value) is int else None

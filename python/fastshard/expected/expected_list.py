@@ -140,7 +140,7 @@ class ExpectedTensors:
 
 
 def document_of(answer: Mapping[str, Any], quantised: bool = False) -> dict[str, Any]:
-    """The document of a worker's answer, with dtypes as safetensors spells them."""
+    """Make the document of a worker's answer, with dtypes as safetensors spells them."""
     tensors = {
         part: [[name, _DTYPES.get(dtype, dtype), shape] for name, dtype, shape in answer[part]]
         for part in ("tensors", "in_memory")
@@ -149,14 +149,14 @@ def document_of(answer: Mapping[str, Any], quantised: bool = False) -> dict[str,
 
 
 def from_document(document: object, file: str) -> ExpectedTensors:
-    """Reads a list of expected tensors.
+    """Read a list of expected tensors.
 
     Args:
         document: parsed JSON.
         file: its path, for messages.
 
     Raises:
-        FastshardError: ``FS211`` if it is no such list.
+        FastshardError: ``FS211`` if the document is not such a list.
     """
     try:
         if not isinstance(document, dict) or document.get("schema") != SCHEMA:
@@ -249,15 +249,16 @@ def _tensors(value: object) -> tuple[ExpectedTensor, ...]:
 def roster_of(
     listed: ExpectedTensors, in_memory: bool = False, stored_as: Mapping[str, Sequence[str]] | None = None
 ) -> _core.Roster:
-    """The list as what a checkpoint is compared with: its names on disk or in memory, and of tied tensors
-    any.
+    """Convert the list into a roster to compare a checkpoint with: names on disk or in memory.
 
-    Dtypes are not compared: a model is saved in the dtype that it was trained in, whatever its config says.
+    Of tied tensors, any one is enough.
+
+    Dtypes are not part of the comparison: a model is saved in the dtype in which it was trained.
 
     Args:
-        listed: what the config promises.
+        listed: the tensors that the config promises.
         in_memory: True for the names in memory.
-        stored_as: of tensors that are stored in another form, the names in that form.
+        stored_as: for tensors stored in another form, the names in that form.
     """
     optional = patterns(listed.may_be_missing)
     shapes = {t.name: t.shape for t in listed.in_memory}
@@ -282,7 +283,7 @@ def roster_of(
 
 
 def patterns(texts: Iterable[str]) -> list[re.Pattern[str]]:
-    """Those of a class's patterns that are some."""
+    """Compile the patterns of a class, and skip invalid ones."""
     found = []
     for text in texts:
         with contextlib.suppress(re.error):
@@ -291,6 +292,6 @@ def patterns(texts: Iterable[str]) -> list[re.Pattern[str]]:
 
 
 def unexpected_allowed(listed: ExpectedTensors, names: Iterable[str]) -> set[str]:
-    """Of names that the list has not, those that the class accepts besides."""
+    """Return the names outside the list that the class accepts as unexpected."""
     allowed = patterns(listed.may_be_unexpected)
     return {name for name in names if any(pattern.search(name) for pattern in allowed)}

@@ -75,20 +75,25 @@ class ConfigNumbers:
         self.lists_blocks = "block_configs" in config or "auto_map" in config
 
     def of(self, keys: Iterable[str]) -> dict[tuple[str, ...], int]:
-        """Values of some keys, by the paths that lead there."""
+        """Return the values of some keys, by the paths of keys that lead to them."""
         wanted = frozenset(keys)
         return {path: value for path, value in self.numbers if path[-1] in wanted}
 
     def has(self, value: int, *words: str) -> bool:
-        """True if some number is this, in a key that has one of the words (any, where none are given)."""
+        """Return True if a number equals this value and its key contains one of the words.
+
+        Without words, any key will do.
+        """
         return any(
             n == value and (not words or any(w in path[-1] for w in words)) for path, n in self.numbers
         )
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Whole numbers of a config, with the keys that lead to them; for lists of kinds of layers how many there
-    are."""
+    """Yield the integers of a config with the keys that lead to them.
+
+    For a list of layer kinds, the integer is the length of the list.
+    """
     left: list[tuple[Any, tuple[str, ...]]] = [(config, ())]
     while left:
         value, path = left.pop()
@@ -103,7 +108,7 @@ def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], int]]
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[int]:
-    """How many layers of lists of kinds are no MLPs, for lists that have such."""
+    """Yield the number of layers that are not MLPs, for lists of layer kinds that contain MLPs."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _parts(value)
@@ -114,8 +119,10 @@ def _parts(config: Mapping[str, Any]) -> Iterator[int]:
 
 
 def rows(tensors: Mapping[str, ShapeDtype], numbers: ConfigNumbers) -> Iterator[Finding]:
-    """Embeddings and output layers against ``vocab_size``: ``FS208`` for slices, ``FS201`` for transposed
-    ones, ``FS215``."""
+    """Compare the rows of embeddings and output layers with ``vocab_size``.
+
+    The findings are ``FS208`` for slices, ``FS201`` for transposed tensors, and ``FS215``.
+    """
     sizes = set(numbers.of(("vocab_size",)).values())
     if not sizes:
         return
@@ -126,7 +133,7 @@ def rows(tensors: Mapping[str, ShapeDtype], numbers: ConfigNumbers) -> Iterator[
 
 
 def _of_words(name: str) -> bool:
-    """True for a weight whose rows are the vocabulary."""
+    """Return True for a weight whose rows are the vocabulary."""
     parts = name.split(".")
     if len(parts) < 2 or parts[-1] != "weight" or any(part.isdecimal() for part in parts):
         return False
@@ -173,7 +180,7 @@ def _row(name: str, shape: tuple[int, ...], sizes: set[int], numbers: ConfigNumb
 
 
 def _columns(name: str, shape: tuple[int, ...], widths: set[int]) -> Iterator[Finding]:
-    """Columns that no key of the config states, and that divide the hidden size."""
+    """Yield a finding for a number of columns that divides the hidden size and that no config key states."""
     if any(sliced(shape, (shape[0], width)) > 1 for width in widths):
         yield Finding.of(
             codes.SLICE_AS_WHOLE,
@@ -198,8 +205,7 @@ def _differs(name: str, count: int, size: int, severity: str) -> Finding:
 
 
 def ends(tensors: Mapping[str, ShapeDtype], config: Mapping[str, Any]) -> Iterator[Finding]:
-    """The output layer, or the embedding, of a causal model whose config says that the two are not tied:
-    ``FS102``."""
+    """Yield ``FS102`` if a causal model without tied embeddings lacks its output layer or its embedding."""
     kinds, words = config.get("architectures"), config.get("vocab_size")
     causal = isinstance(kinds, list) and any(str(kind).endswith("ForCausalLM") for kind in kinds)
     if not causal or config.get("tie_word_embeddings") is not False or not isinstance(words, int):
@@ -228,7 +234,7 @@ def ends(tensors: Mapping[str, ShapeDtype], config: Mapping[str, Any]) -> Iterat
 
 
 def holds_embedding(tensors: Iterable[str]) -> bool:
-    """True if one of the tensors embeds words, which what is saved of some layers alone does not have."""
+    """Return True if one of the tensors is a word embedding, which a save of a few layers lacks."""
     return any(
         name.split(".")[-2:-1] == [module] for name in tensors for module in WORDS["embedding_modules"]
     )
@@ -241,10 +247,12 @@ def counts(
     *,
     in_files: bool,
 ) -> Iterator[Finding]:
-    """Gaps among numbered layers and experts, and ends that the config states: ``FS103``, ``FS102``.
+    """Yield findings about gaps in numbered layers and experts, and about counts that differ from the config.
 
-    A number that the config alone contradicts is a warning; an error where a file of several may be lost, or
-    where a router of the same layer has as many rows.
+    The codes are ``FS103`` and ``FS102``.
+
+    If only the config contradicts a number, the finding is a warning. It is an error if one of several files
+    may be lost, or if a router of the same layer has as many rows as the config states.
     """
     for stack in stacks:
         if stack.is_layers and len(stack.elements) > 1:
@@ -275,7 +283,7 @@ def _gap(stack: Stack, code: str, what: str, numbers: ConfigNumbers | None) -> I
 
 
 def _ends(stack: Stack, numbers: ConfigNumbers, in_files: bool) -> Iterator[Finding]:
-    """The number of layers against what the config says of this part of the model."""
+    """Compare the number of layers with the number that the config states for this part of the model."""
     sizes = _layers_of(stack.prefix, numbers)
     if numbers.parts and all(_has_both(element) for element in stack.elements.values()):
         sizes |= numbers.parts
@@ -307,14 +315,14 @@ def _ends(stack: Stack, numbers: ConfigNumbers, in_files: bool) -> Iterator[Find
 
 
 def _has_both(names: Iterable[str]) -> bool:
-    """True for a layer that holds an MLP and something beside it that mixes tokens."""
+    """Return True if a layer contains both an MLP and a module that mixes tokens."""
     modules = {name.partition(".")[0] for name in names}
     modules -= {module for module in modules if "norm" in module}
     return any(_MLP.search(module) for module in modules) and any(_MIXER.search(module) for module in modules)
 
 
 def _layers_of(prefix: str, numbers: ConfigNumbers) -> set[int]:
-    """The numbers of layers that a config may mean for a stack, by the words that the two share."""
+    """Return the numbers of layers that a config may state for a stack, by the words that both share."""
     found = numbers.of(_LAYERS)
     words = {part for part in _PARTS if any(word in prefix for word in part)}
     if not words:
@@ -350,7 +358,7 @@ def _experts(
 
 
 def _ranges(numbers: list[int]) -> str:
-    """``3, 5-8`` for people."""
+    """Format ranges of numbers, e.g. ``3, 5-8``."""
     parts: list[str] = []
     start = numbers[0]
     for n, after in zip(numbers, [*numbers[1:], -1], strict=True):

@@ -42,7 +42,7 @@ _MOST_NAMED = 4
 
 @dataclass
 class Stack:
-    """What is numbered at one place of the names: ``model.layers.N``."""
+    """Numbered elements with one common prefix of names: ``model.layers.N``."""
 
     #: Name up to the number, with its dot.
     prefix: str
@@ -85,16 +85,16 @@ class Stack:
         return Counter(rest for element in self.elements.values() for rest in element)
 
     def gaps(self) -> list[int]:
-        """Numbers that nothing has and no finding tells of, below the largest."""
+        """List the numbers below the largest that have no tensors and that no finding mentions."""
         return [i for i in range(self.count) if i not in self.elements and i not in self.lost]
 
 
 def stacks(tensors: Mapping[str, ShapeDtype], lost: Iterable[str] = ()) -> list[Stack]:
-    """All stacks of names that count something, in the order of the names.
+    """List all stacks of numbered names, in the order of the names.
 
     Args:
-        tensors: those that are here.
-        lost: names of others, of which a finding tells.
+        tensors: tensors that exist.
+        lost: names of missing tensors that a finding already reports.
     """
     found: dict[str, Stack] = {}
     for name, stored in tensors.items():
@@ -109,8 +109,7 @@ def stacks(tensors: Mapping[str, ShapeDtype], lost: Iterable[str] = ()) -> list[
 
 
 def _numbered(name: str) -> Iterator[tuple[int, int, int]]:
-    """Numbers among the parts of a name: where each begins, the number, and where the part behind it
-    begins."""
+    """Yield the numbers in a name: the start of each, the number, and the start of the next part."""
     at = 0
     for part in name.split(".")[:-1]:
         end = at + len(part) + 1
@@ -120,7 +119,7 @@ def _numbered(name: str) -> Iterator[tuple[int, int, int]]:
 
 
 def repeated(stacks: Iterable[Stack]) -> set[str]:
-    """Names that are held against sisters: one of them that is gone, or another shape, would be seen."""
+    """List names that occur in many layers, so that a missing one or a different shape shows."""
     return {
         f"{stack.prefix}{number}.{rest}"
         for stack in stacks
@@ -140,7 +139,7 @@ def check_stack(stack: Stack) -> Iterator[Finding]:
 
 
 def _lacking(stack: Stack) -> Iterator[Finding]:
-    """What one layer lacks that all have which are like it."""
+    """Yield findings about tensors that one layer lacks and all similar layers have."""
     total = len(stack.elements)
     usual = [(rest, n) for rest, n in stack.holders.items() if n >= _SISTERS and not _ADDED.search(rest)]
     for number, element in stack.elements.items():
@@ -173,15 +172,19 @@ def _lacking(stack: Stack) -> Iterator[Finding]:
 
 
 def _left_of(rest: str, modules: set[str]) -> str:
-    """The innermost module of a tensor, with its dot, that a layer has anything of; empty for the layer
-    itself."""
+    """Return the innermost module of a tensor, with its dot, of which a layer has a tensor.
+
+    The result is empty for the layer itself.
+    """
     ends = [at + 1 for at, letter in enumerate(rest) if letter == "."]
     return next((rest[:end] for end in reversed(ends) if rest[:end] in modules), "")
 
 
 def _alike(stack: Stack, number: int, module: str) -> list[int]:
-    """Other layers that have all that this one has of a module; none where they are not mostly built the same
-    themselves."""
+    """List other layers that have all tensors that this layer has of a module.
+
+    The list is empty if these layers mostly differ from each other.
+    """
     own = {name for name in stack.elements[number] if name.startswith(module)}
     alike = {
         n: frozenset(name for name in element if name.startswith(module))
@@ -196,7 +199,7 @@ def _alike(stack: Stack, number: int, module: str) -> list[int]:
 def _list_missing(
     prefix: str, number: int, missing: dict[str, tuple[int, bool]], total: int, *, doubtful: bool
 ) -> Iterator[Finding]:
-    """List a finding for each tensor that a layer lacks, the last of many for the rest."""
+    """Yield a finding for each tensor that a layer lacks; the last one counts those beyond the limit."""
     names = list(missing)
     for i, rest in enumerate(names[:_MOST_NAMED]):
         alike, inside = missing[rest]
@@ -215,7 +218,7 @@ def _list_missing(
 
 
 def _shapes(stack: Stack) -> Iterator[Finding]:
-    """Tensors that have one shape in all layers but one."""
+    """Yield findings about tensors that have the same shape in all layers except one."""
     odd: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
     for rest, count in stack.holders.items():
         if count <= _SISTERS or _ADDED.search(rest):
@@ -268,7 +271,7 @@ def _shapes(stack: Stack) -> Iterator[Finding]:
 
 
 def _of_its_own(stack: Stack, number: int, rest: str) -> bool:
-    """True if no other layer has a tensor of this name in the shape that this layer has it in."""
+    """Return True if no other layer has a tensor with this name and the shape that it has in this layer."""
     shape = stack.elements[number][rest][0]
     return all(
         n == number or rest not in element or element[rest][0] != shape
@@ -277,7 +280,7 @@ def _of_its_own(stack: Stack, number: int, rest: str) -> bool:
 
 
 def sliced(shape: tuple[int, ...], whole: tuple[int, ...]) -> int:
-    """How many slices of this shape make a whole along one dimension; 0 if none do."""
+    """Return how many slices of a shape make up a full shape along one dimension; 0 if none do."""
     if len(shape) != len(whole):
         return 0
     differing = [(n, w) for n, w in zip(shape, whole, strict=True) if n != w]

@@ -31,7 +31,7 @@ _NO_TENSORS = {
 
 @dataclass(frozen=True)
 class AdapterTensors:
-    """What peft says of an adapter."""
+    """Tensors that peft saves for an adapter, and those that it lacks."""
 
     #: Who says so, with the version.
     by: str
@@ -45,18 +45,19 @@ class AdapterTensors:
 def list_tensors(
     base: Mapping[str, Any], adapter: Mapping[str, Any], stored: Mapping[str, Sequence[int]], file: str
 ) -> AdapterTensors:
-    """Lists what peft saves of an adapter, and what it misses in the tensors that are stored.
+    """List the tensors that peft saves for an adapter, and those that it lacks among the stored ones.
 
-    The base's class is built on the ``meta`` device, as :func:`.from_transformers.expected_tensors` does.
+    The function builds the base's class on the ``meta`` device, like
+    :func:`.from_transformers.expected_tensors`.
 
     Args:
         base: content of the base's config.json.
         adapter: content of the adapter_config.json.
-        stored: shapes of the adapter's tensors, by the names stored.
+        stored: shapes of the adapter's tensors, by their stored names.
         file: the adapter's config, as messages name it.
 
     Raises:
-        FastshardError: ``FS514`` if peft or transformers is not installed, or cannot build such an adapter.
+        FastshardError: ``FS514`` if peft or transformers is not installed, or cannot build the adapter.
     """
     installed_version(file)
     try:

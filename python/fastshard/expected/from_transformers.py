@@ -63,18 +63,18 @@ def expected_tensors(
 ) -> ExpectedTensors:
     """Lists the tensors that a config.json promises, as the installed transformers builds them.
 
-    The class that the config names is built on the ``meta`` device by a process of its own: without weights,
-    network, tokens or code of the checkpoint. The list is kept in the user's cache
+    A separate process builds the class that the config names on the ``meta`` device. It uses no weights,
+    network, tokens or code of the checkpoint. The function stores the list in the user's cache
     (``$XDG_CACHE_HOME/fastshard``).
 
     Args:
         path: a config.json, or a directory that has one.
-        timeout: seconds that it may take.
-        memory: bytes of private memory that it may take.
-        cache: False to neither read nor keep a list.
+        timeout: time limit in seconds.
+        memory: limit in bytes on the private memory of the process.
+        cache: False to neither read nor store a list.
 
     Raises:
-        FastshardError: ``FS501`` if there is no config, ``FS211`` if it is none of a model, ``FS514`` if
+        FastshardError: ``FS501`` if the config is missing, ``FS211`` if it is not a model's, ``FS514`` if
             transformers is not installed, does not know the model, or cannot build it within these limits.
     """
     at = Path(path)
@@ -107,11 +107,11 @@ def list_for(
     cache: bool = True,
     only_kept: bool = False,
 ) -> ExpectedTensors:
-    """The list for a config that was read.
+    """Return the list for a config that has been read.
 
     Raises:
-        FastshardError: ``FS514``, as :func:`expected_tensors`, and where none is kept of those that alone are
-            wanted.
+        FastshardError: ``FS514``, as :func:`expected_tensors`, and, with ``only_kept``, if the cache has no
+            list.
     """
     if not timeout > 0 or not memory > 0:
         raise FastshardError.of(
@@ -146,7 +146,7 @@ def list_for(
 
 
 def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A config and those of its parts."""
+    """List a config and the configs of its parts."""
     return [
         config,
         *(part for inner in config.values() if isinstance(inner, Mapping) for part in _parts(inner)),
@@ -154,12 +154,12 @@ def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def is_model(config: Mapping[str, Any] | None) -> bool:
-    """True for the config of a model, which others of the name are not."""
+    """Return True for the config of a model; other files of the same name are not."""
     return config is not None and bool(config.keys() & {"model_type", "architectures"})
 
 
 def class_name(config: Mapping[str, Any]) -> str | None:
-    """The class that a config names first; None if it names none."""
+    """Return the class that a config names first; None if it names none."""
     named = config.get("architectures")
     first = named[0] if isinstance(named, list) and named else None
     return first if isinstance(first, str) and first.isidentifier() else None
@@ -167,7 +167,7 @@ def class_name(config: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What from_pretrained makes of the names and shapes that are stored."""
+    """The result of loading stored names and shapes with from_pretrained."""
 
     #: Names in memory that it would initialise itself, and what else it complains about.
     missing: tuple[str, ...]
@@ -178,14 +178,14 @@ class LoadReport:
 def try_load(
     config: Mapping[str, Any], stored: Iterable[tuple[str, str, Sequence[int]]]
 ) -> LoadReport | None:
-    """Has from_pretrained load tensors by their names and shapes; reads no values.
+    """Check with from_pretrained whether tensors load, by their names and shapes, without their values.
 
     Args:
-        config: content of the config.json that was listed.
+        config: content of the config.json.
         stored: names, dtypes (as safetensors spells them) and shapes.
 
     Returns:
-        What is missing or has another shape; None if nothing can tell.
+        Missing tensors and tensors with another shape; None if the check is not possible.
     """
     answer = transformers_process.answer_of(
         {
@@ -205,8 +205,7 @@ def try_load(
 
 
 def cleaned(value: Any) -> Any:
-    """A config, or a part of one, with nothing but what shapes the model: no code, no kernels, no form of
-    storage."""
+    """Remove keys that do not affect the model's shapes from a config, e.g. those for code and kernels."""
     if isinstance(value, Mapping):
         return {
             key: cleaned(inner)
@@ -221,7 +220,7 @@ def cleaned(value: Any) -> Any:
 
 
 def installed_version(file: str) -> str:
-    """Version of transformers, which is not imported for it."""
+    """Return the version of transformers without importing it."""
     from importlib import metadata
 
     try:

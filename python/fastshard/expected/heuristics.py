@@ -24,7 +24,7 @@ _NAMED = 4
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the tensors of a model tell of what else there must be."""
+    """Findings about a model from its own tensors, and tensors that the check could not compare."""
 
     findings: list[Finding]
     #: Names that no layers repeat, so that the absence of another like them would not be seen.
@@ -41,17 +41,16 @@ def judge(
     in_files: bool = False,
     lost: Iterable[str] = (),
 ) -> Evidence:
-    """Judges a model by its layers and its config.
+    """Check a model by comparing its layers with each other and with its config.
 
     Args:
-        tensors: shape and dtype of each whole tensor, by its name.
+        tensors: shape and dtype of each full tensor, by name.
         config: content of the model's config.json, if there is one.
-        saved_whole: True for what is saved as a whole model; others may hold the trained part of one alone.
-        in_files: True for a model in several files, one of which may be lost. One file is there or is not:
-            layers that the config alone counts are no loss there, as families count them in ways of their
-            own.
-        lost: names of tensors that are not here for a reason that is told; of their layers nothing more is
-            said.
+        saved_whole: True for a complete saved model; False if only the trained part may be stored.
+        in_files: True for a model in several files, one of which may be lost. With a single file, a number of
+            layers that differs from the config is not an error, because model families count layers
+            differently.
+        lost: names of missing tensors that a finding already reports; their layers get no further findings.
     """
     found = stacks(tensors, lost)
     numbers = None if config is None else by_config.ConfigNumbers(config)
@@ -69,7 +68,7 @@ def judge(
 
 
 def unheld(evidence: Evidence) -> str:
-    """Which tensors nothing speaks of, in words."""
+    """Describe the tensors that the check could not compare with others."""
     return (
         f"{evidence.count - len(evidence.alone)} of {evidence.count} tensors were compared with other "
         "layers; "

@@ -55,7 +55,7 @@ class Unmatched:
 
 
 def unexplained(compared: Comparison) -> Unmatched:
-    """Tells what the checkpoint lacks or has too much without good reason."""
+    """Find tensors that the checkpoint lacks, or has in addition, without a known reason."""
     met = compared.met
     unmatched = Unmatched(
         [(name, shape) for name, shape in met.found["missing"] if compared.is_expected(name)],
@@ -71,7 +71,7 @@ def unexplained(compared: Comparison) -> Unmatched:
 
 
 def _without_buffers(compared: Comparison, unmatched: Unmatched) -> Unmatched:
-    """Without what transformers computes itself."""
+    """Drop buffers that transformers computes itself."""
     kept = [s for s in unmatched.further if not is_buffer(compared.met.name(s), compared.shape(s))]
     left = sorted(set(unmatched.further) - set(kept))
     notes = [
@@ -89,7 +89,7 @@ def _without_buffers(compared: Comparison, unmatched: Unmatched) -> Unmatched:
 
 
 def is_buffer(name: str, shape: Iterable[int | None] | None) -> bool:
-    """True for a tensor that transformers computes itself, by its name and the number of its dimensions."""
+    """Return True for a tensor that transformers computes itself, by its name and number of dimensions."""
     dimensions = None if shape is None else len(list(shape))
     return any(
         pattern.search(name) and (known is None or dimensions in (None, known)) for pattern, known in _BUFFERS
@@ -97,7 +97,7 @@ def is_buffer(name: str, shape: Iterable[int | None] | None) -> bool:
 
 
 def _without_copies(compared: Comparison, unmatched: Unmatched) -> Unmatched:
-    """Without copies of a tensor to which the reference ties them."""
+    """Drop copies of a tensor to which the reference ties them."""
     copies = {stored: of for stored in unmatched.further if (of := _copied(compared, stored)) is not None}
     notes = [
         Finding.of(
@@ -115,10 +115,10 @@ def _without_copies(compared: Comparison, unmatched: Unmatched) -> Unmatched:
 
 
 def _copied(compared: Comparison, stored: str) -> str | None:
-    """The tensor that one which the reference lacks is a copy of; None if it is none.
+    """Return the tensor of which an unexpected tensor is a copy; None if it is not a copy.
 
-    The same tensor of another layer is a layer that is there twice, and no tie. One value all over, as new
-    biases and norms have it, tells of a tie between tensors with a row for each word alone.
+    An equal tensor in another layer is a duplicate layer, not a tie. If all elements are equal, as in new
+    biases and norms, only tensors with a row for each word count as tied.
     """
     met = compared.met
     like = _UNNUMBERED.sub("#", met.name(stored))
@@ -143,7 +143,7 @@ def _copied(compared: Comparison, stored: str) -> str | None:
 
 
 def _without_ties(compared: Comparison, unmatched: Unmatched) -> Unmatched:
-    """Without tensors that a config ties to one that is there."""
+    """Drop tensors that a config ties to an existing one."""
     tied = read_setting(compared.own, "tie_word_embeddings")
     tied = read_setting(compared.theirs, "tie_word_embeddings") if tied is None else tied
     if tied is not True:
@@ -177,7 +177,7 @@ def _without_ties(compared: Comparison, unmatched: Unmatched) -> Unmatched:
 
 
 def _without_layers(compared: Comparison, unmatched: Unmatched) -> Unmatched:
-    """Without the layers that the two configs count differently, if exactly these are missing or further."""
+    """Drop layers that the two configs count differently, if exactly these are missing or unexpected."""
     own, theirs = number(compared.own, *_LAYERS), number(compared.theirs, *_LAYERS)
     if own is None or theirs is None or own == theirs:
         return Unmatched(unmatched.missing, unmatched.further)
@@ -213,8 +213,10 @@ def _without_layers(compared: Comparison, unmatched: Unmatched) -> Unmatched:
 
 
 def _are_whole_layers(compared: Comparison, names: Set[str], stacks: Set[str], numbers: range) -> bool:
-    """True if names make up all layers of some numbers in each stack, each with what another layer of its
-    stack holds."""
+    """Return True if names make up complete layers of the given numbers in each stack.
+
+    Each of them must have the same tensors as another layer of its stack.
+    """
     layers: dict[tuple[str, int], set[str]] = defaultdict(set)
     for name in names:
         if match := LAYER.match(name):
@@ -227,7 +229,7 @@ def _are_whole_layers(compared: Comparison, names: Set[str], stacks: Set[str], n
 
 
 def missing(compared: Comparison, names: Missing) -> list[Finding]:
-    """Says what is missing: layers of which nothing is there are a finding each, other tensors too."""
+    """Report missing tensors; a layer with no tensors at all is one finding."""
     lost: dict[tuple[str, int], list[str]] = defaultdict(list)
     aside = _of_parts(compared, names)
     for name, _ in names:
@@ -264,8 +266,10 @@ def missing(compared: Comparison, names: Missing) -> list[Finding]:
 
 
 def _of_parts(compared: Comparison, names: Missing) -> set[str]:
-    """Of what transformers lists, the tensors of parts of which nothing is there: each part becomes one
-    finding."""
+    """Return missing tensors of promised parts that are missing completely: each part becomes one finding.
+
+    This applies only to a list from transformers.
+    """
     if compared.reference.listed is None:
         return set()
     parts = [p for p in promised(compared.theirs) if not any(map(p.holds, compared.there))]
@@ -288,7 +292,7 @@ def _layer_missing(compared: Comparison, stack: str, layer: int, names: list[str
 
 
 def further(compared: Comparison, names: list[str]) -> list[Finding]:
-    """Says what the reference has not, but for what its class accepts besides."""
+    """Report tensors that the reference lacks, except those that its class accepts."""
     if compared.reference.listed is not None:
         allowed = unexpected_allowed(compared.reference.listed, map(compared.met.name, names))
         names = [stored for stored in names if compared.met.name(stored) not in allowed]

@@ -39,8 +39,7 @@ class _Digit(NamedTuple):
 
 
 class _Range(NamedTuple):
-    """What a part takes of a dimension: the first index, and the digits that it runs through, the outermost
-    first."""
+    """The range of a dimension that a part covers: the first index, and its digits, outermost first."""
 
     first: int
     digits: tuple[_Digit, ...]
@@ -55,7 +54,7 @@ class _Range(NamedTuple):
         return "*".join(digit.axis for digit in self.digits) or "1"
 
     def steps(self) -> int:
-        """The step of a range whose indices are equally far apart; 0 for another."""
+        """Return the step of a range with equally spaced indices; 0 for another range."""
         step = self.digits[-1].step if self.digits else 1
         found = step
         for digit in reversed(self.digits):
@@ -66,7 +65,7 @@ class _Range(NamedTuple):
 
 
 class _End(NamedTuple):
-    """Where a box lies in one tensor."""
+    """The place of a box in one tensor."""
 
     name: str
     ranges: tuple[_Range, ...]
@@ -99,21 +98,21 @@ class _Formless(Exception):
 
 
 def are_in_memory(listed: ExpectedTensors, names: Collection[str]) -> bool:
-    """True for the names of a model in memory where these are others than on disk."""
+    """Return True if names are those of a model in memory, and these differ from the names on disk."""
     memory = {t.name for t in listed.in_memory}
     only_on_disk = {t.name for t in listed.tensors} - memory
     return not listed.only_in_memory.isdisjoint(names) and only_on_disk.isdisjoint(names)
 
 
 def tables_of(listed: ExpectedTensors, stored: Collection[str]) -> tuple[Table, Table]:
-    """The tables of a model's tensors in memory and on disk; of both the fact ``tied`` holds.
+    """Make the tables of a model's tensors in memory and on disk; both have the fact ``tied``.
 
     Args:
-        listed: what the model's config promises.
-        stored: names in memory of the tensors that there are.
+        listed: the tensors that the model's config promises.
+        stored: names in memory of the tensors that exist.
 
     Raises:
-        FastshardError: ``FS514`` if a tensor on disk is computed, or its parts have no form in a table.
+        FastshardError: ``FS514`` if a tensor on disk is computed, or if a table cannot express its parts.
     """
     memory: Shapes = {t.name: t.shape for t in listed.in_memory}
     disk: Shapes = {t.name: t.shape for t in listed.tensors}
@@ -157,7 +156,7 @@ def tables_of(listed: ExpectedTensors, stored: Collection[str]) -> tuple[Table, 
 
 
 def _parts(listed: ExpectedTensors, name: str, memory: Shapes) -> Sequence[Part]:
-    """The parts of a tensor on disk."""
+    """Return the parts of a tensor on disk."""
     if name in listed.made:
         if (parts := listed.made[name]) is None:
             raise _Formless("its values are computed when it is saved")
@@ -170,13 +169,15 @@ def _parts(listed: ExpectedTensors, name: str, memory: Shapes) -> Sequence[Part]
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
-    """Elements from one index of each dimension to the next."""
+    """Return the distance in elements between neighbouring indices of each dimension."""
     return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
 
 
 def _move(name: str, shape: Sequence[int], part: Part, memory: Shapes) -> _Move:
-    """A part as what it takes of the dimensions on both sides; an axis has the name of its dimension on
-    disk."""
+    """Express a part by the ranges that it covers on both sides.
+
+    An axis has the name of its dimension on disk.
+    """
     if part.name not in memory or len(part.dims) != len(shape):
         raise _Formless("its parts are not of the model's tensors")
     extents = memory[part.name]
@@ -205,7 +206,7 @@ def _move(name: str, shape: Sequence[int], part: Part, memory: Shapes) -> _Move:
 
 
 def _divided(extent: int, stride: int, strides: Iterable[int]) -> list[tuple[int, int]]:
-    """A digit as one for each dimension in memory that it runs through."""
+    """Split a digit into one for each dimension in memory that it crosses."""
     inside = sorted((s for s in set(strides) if stride < s < stride * extent), reverse=True)
     found = []
     for step in inside:
@@ -217,7 +218,7 @@ def _divided(extent: int, stride: int, strides: Iterable[int]) -> list[tuple[int
 
 
 def _connected(moves: Iterable[_Move]) -> list[list[_Move]]:
-    """Moves by groups that share no tensor."""
+    """Group moves so that no two groups share a tensor."""
     group_of: dict[tuple[str, str], list[_Move]] = {}
     for move in moves:
         ends = (("memory", move.memory.name), ("disk", move.disk.name))
@@ -235,7 +236,7 @@ def _connected(moves: Iterable[_Move]) -> list[list[_Move]]:
 def _rules(
     tag: str, group: Sequence[_Move], memory: Shapes, disk: Shapes, axes: dict[str, int]
 ) -> tuple[list[_Rule], list[_Rule]]:
-    """The rules of a group in memory and on disk; their axes are added to ``axes``."""
+    """Return the rules of a group in memory and on disk, and add their axes to ``axes``."""
     if len({move.memory.name for move in group}) == 1:
         one, several = _fused(tag, [(m.memory, m.disk) for m in group], memory, disk, axes)
         return [one], several
@@ -248,10 +249,10 @@ def _rules(
 def _fused(
     tag: str, ends: Sequence[tuple[_End, _End]], of_one: Shapes, of_several: Shapes, axes: dict[str, int]
 ) -> tuple[_Rule, list[_Rule]]:
-    """The rules of one tensor and of those that its parts are elsewhere.
+    """Return the rule of one tensor, and the rules of the tensors that contain its parts on the other side.
 
-    Parts are told apart by the index in one dimension, which is a number in the others' names, and by where
-    they begin in another.
+    Parts differ in the index of one dimension, which is a number in the other tensors' names, and in where
+    they begin in another dimension.
     """
     name = ends[0][0].name
     shape = of_one[name]
@@ -292,14 +293,14 @@ def _fused(
 
 
 def _full(taken: _Range, n: int) -> str:
-    """A dimension of which all is taken."""
+    """Return the text of a dimension that is covered completely."""
     if taken.first or taken.extent != n or taken.steps() != 1:
         raise _Formless("a part of it is left out")
     return taken.text
 
 
 def _alternatives(ranges: Sequence[_Range], n: int, name: str) -> str:
-    """A dimension that is cut into runs, or of which each part takes every n-th index."""
+    """Return the text of a dimension that parts divide into runs, or share by every n-th index."""
     at = 0
     for one in ranges:
         if one.first != at or one.steps() != 1:
@@ -316,7 +317,7 @@ def _alternatives(ranges: Sequence[_Range], n: int, name: str) -> str:
 
 
 def _other(others: Mapping[int, _End], axis: str | None, canonical: str, shapes: Shapes) -> _Rule:
-    """The rule of the tensors that are parts of another one, by their number there."""
+    """Return the rule of the tensors that are parts of another one, by their number there."""
     ends = [others[i] for i in sorted(others)]
     shape = shapes[ends[0].name]
     if len({end.ranges for end in ends}) > 1 or any(shapes[end.name] != shape for end in ends):
@@ -339,7 +340,7 @@ def _optional(rule: _Rule, may_be_missing: bool) -> _Rule:
 def _as_stored(
     listed: ExpectedTensors, canonical: dict[str, str], rules: list[_Rule], stored: Collection[str]
 ) -> None:
-    """Gives a rule the name of a tied tensor that is stored, where its own is not."""
+    """Replace the name in a rule by that of a tied tensor, if only the latter is stored."""
     for group in listed.ties:
         kept = next((name for name in group if name in canonical), None)
         other = next((name for name in group if name in stored and name not in canonical), None)
@@ -352,10 +353,11 @@ def _as_stored(
 def _tied(
     listed: ExpectedTensors, canonical: Mapping[str, str], rules: list[_Rule], stored: Collection[str]
 ) -> tuple[str, set[str]]:
-    """The entries of a table for tied tensors that are stored more than once, and the names of those that are
-    not written.
+    """Return table entries for tied tensors that are stored more than once.
 
-    Their rules are added to those of the tensors in memory.
+    The second result has the names of those that are not written.
+
+    The function adds their rules to those of the tensors in memory.
     """
     entries: list[str] = []
     names: set[str] = set()

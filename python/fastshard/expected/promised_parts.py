@@ -22,8 +22,10 @@ __all__ = ["Kind", "Part", "lacking", "promised"]
 def _component(
     *words: str, but: str = r"proj|newline|adapt|connect|bridge|embed_vision|embed_audio"
 ) -> re.Pattern[str]:
-    """Names that have a component with one of these words, and with none that is of what stands between the
-    parts."""
+    """Compile a pattern for names with a component that contains one of these words.
+
+    The pattern excludes components that connect the parts.
+    """
     # Nothing is gone back to once it is found: a name may be of any length.
     return compile_when_used(rf"(?:^|\.)(?!\w*(?:{but}))(?=\w*(?:{'|'.join(words)}))\w+\.")
 
@@ -157,11 +159,11 @@ class Part:
     repeated: bool = False
 
     def holds(self, name: str) -> bool:
-        """True for the name of a tensor that is of this part."""
+        """Return True for the name of a tensor of this part."""
         return self.kind.names.search(name) is not None or self._beyond(name) is not None
 
     def __str__(self) -> str:
-        """What it is, for people: ``1 MTP layer (num_nextn_predict_layers)``."""
+        """Describe the part for people: ``1 MTP layer (num_nextn_predict_layers)``."""
         if self.number is not None:
             called = f"{self.number} {self.kind.words if self.is_many else self.kind.word}"
         else:
@@ -172,12 +174,11 @@ class Part:
 
     @property
     def is_many(self) -> bool:
-        """Whether people speak of it as of several."""
+        """Whether the description of the part is a plural."""
         return self.number > 1 if self.number is not None else bool(self.kind.words)
 
     def _beyond(self, name: str) -> tuple[int, str] | None:
-        """Number and rest of the name of a tensor in a layer behind those that are counted; None for
-        others."""
+        """Return number and rest of the name of a tensor in a layer after the counted ones; else None."""
         if not self.kind.counted or self.layers is None:
             return None
         match = _LAYER.match(name)
@@ -186,7 +187,7 @@ class Part:
         return int(match[2]), match[3]
 
     def blocks(self, names: Iterable[str]) -> dict[int, set[str]]:
-        """The names in its layers, by their numbers from 0."""
+        """Return the names in the part's layers, by their numbers from 0."""
         found: dict[int, set[str]] = defaultdict(set)
         for name in names:
             if (beyond := self._beyond(name)) is not None:
@@ -197,7 +198,7 @@ class Part:
 
 
 def promised(config: Mapping[str, Any]) -> list[Part]:
-    """The parts that a config promises, each once.
+    """List the parts that a config promises, each once.
 
     >>> [str(p) for p in promised({"num_nextn_predict_layers": 1, "n_shared_experts": 0, "vision_config":
         {"depth": 2}})]
@@ -223,12 +224,12 @@ def promised(config: Mapping[str, Any]) -> list[Part]:
 
 
 def _says_repeated(key: str) -> bool:
-    """True for a key that says that one layer of MTP stands for several."""
+    """Return True for a key which states that one MTP layer stands for several."""
     return ("mtp" in key or "nextn" in key) and ("repeat" in key or "shar" in key)
 
 
 def _promises(value: object) -> bool:
-    """True for a number above zero, and for a config that says something."""
+    """Return True for a number above zero and for a non-empty config."""
     if isinstance(value, bool):
         return False
     return value > 0 if isinstance(value, (int, float)) else isinstance(value, Mapping) and bool(value)
@@ -249,12 +250,11 @@ def _of_tower(prefix: str) -> bool:
 
 
 def lacking(part: Part, names: Iterable[str]) -> list[str]:
-    """What the layers of a part lack of which something is there: modules by name, in the words of the names,
-    and layers.
+    """List modules and layers that a partly stored part lacks.
 
-    A layer that predicts further tokens has a layer of the model in it. It lacks something for certain where
-    the most like of those has much more, where it has but some of what joins it to the layer before, or where
-    there are fewer than promised.
+    A layer that predicts further tokens contains a layer of the model. It is certainly incomplete if the most
+    similar model layer has many more modules, or if it has only some of the modules that join it to the layer
+    before. The part is also incomplete if it has fewer layers than the config promises.
     """
     names = list(names)
     blocks = part.blocks(names)
@@ -282,7 +282,7 @@ def lacking(part: Part, names: Iterable[str]) -> list[str]:
 
 
 def _module(name: str) -> str:
-    """The module that a tensor of a layer is of; all experts are one."""
+    """Return the module of a layer's tensor; all experts are one module."""
     before, experts, _ = name.partition("experts.")
     if experts and not before.endswith("shared_"):
         return f"{before}experts"

@@ -43,7 +43,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Reference:
-    """What is known of a model that a checkpoint is held against."""
+    """A model, as far as its reference describes it, with which a checkpoint is compared."""
 
     #: As it was given.
     path: str
@@ -77,7 +77,7 @@ class Reference:
         return None if self.listed is None else self.listed.authority
 
     def refuse_itself(self, roots: Iterable[Path], files: Iterable[Path], single: bool) -> None:
-        """Refuses to compare a checkpoint with itself.
+        """Refuse to compare a checkpoint with itself.
 
         Raises:
             FastshardError: ``FS515`` if the reference is the checkpoint of these roots and files.
@@ -95,10 +95,10 @@ class Reference:
             )
 
     def refuse_inside(self, out: StrPath) -> None:
-        """Refuses to write over the reference.
+        """Refuse to overwrite the reference.
 
         Raises:
-            FastshardError: ``FS505`` if the reference is OUT, or lies in it.
+            FastshardError: ``FS505`` if the reference is OUT or lies in it.
         """
         at, to = Path(self.path).resolve(), Path(out).resolve()
         if at == to or at.is_relative_to(to):
@@ -113,15 +113,16 @@ class Reference:
 
 
 def read(path: StrPath, opened: Callable[..., Whole]) -> Reference:
-    """What lies at a path: a checkpoint of any kind, a file of tensors, an index, or a config.
+    """Read a reference: a checkpoint of any kind, a file of tensors, an index, or a config.
 
     Args:
-        path: as it was given.
-        opened: opens a checkpoint, by its headers; ``accept`` is what it accepts.
+        path: the path, as the caller gave it.
+        opened: opens a checkpoint by reading its headers; ``accept`` lists what it accepts.
 
     Raises:
-        FastshardError: ``FS501`` if nothing is there, ``FS502`` if it may not be read; what is wrong with it,
-            saying that it is the reference; ``FS514`` for a config by itself whose tensors nothing tells.
+        FastshardError: ``FS501`` if the path does not exist, ``FS502`` if it may not be read; the findings
+            about it, each naming it as the reference; ``FS514`` for a lone config whose tensors cannot be
+            listed.
     """
     at, given = Path(path), os.fspath(path)
     try:
@@ -180,7 +181,7 @@ def _read(at: Path, given: str, opened: Callable[..., Whole]) -> Reference:
 
 
 def _holds_more(folder: Path) -> bool:
-    """True if a folder holds what may be tensors, or further folders, besides the small files of a model."""
+    """Return True if a folder contains possible tensors or subfolders, besides a model's small files."""
     small = (".json", ".txt", ".model", ".md", ".jinja", ".py", ".tiktoken")
     found = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
     return any(
@@ -189,11 +190,13 @@ def _holds_more(folder: Path) -> bool:
 
 
 def _entries(whole: Whole) -> Iterable[tuple[str, list[int | None] | None, str | None, bool]]:
-    """The model's tensors by its own names: what wrappers put in, what it lies below, and state are no part
-    of them.
+    """Yield the model's tensors by its own names.
+
+    These names omit the parts that wrappers add and the prefix. State is not part of the model.
 
     Raises:
-        FastshardError: what is wrong with the checkpoint; ``FS106`` if it holds several copies of the model.
+        FastshardError: the findings about the checkpoint; ``FS106`` if it contains several copies of the
+            model.
     """
     if any(f.severity == "error" for f in whole.findings):
         raise error_for(whole.findings)
@@ -214,7 +217,7 @@ def _entries(whole: Whole) -> Iterable[tuple[str, list[int | None] | None, str |
 
 
 def _of_index(at: Path, given: str, opened: Callable[..., Whole]) -> Reference:
-    """By an index: headers where all its files lie beside it, else names alone."""
+    """Read a reference from an index: headers if all its files are next to it, else only names."""
     content = safe_files.read_object(at, safe_files.MAX_INDEX)
     listed = content.get("weight_map")
     if not isinstance(listed, dict) or not listed or not all(isinstance(n, str) for n in listed.values()):
@@ -291,7 +294,7 @@ def _of_list(listed: ExpectedTensors, given: str) -> Reference:
 
 
 def _beside(at: Path) -> tuple[dict[str, Any] | None, Path | None]:
-    """The config.json that lies in or beside it, if there is one of a model."""
+    """Return the config.json in the folder of a path, if it is a model's."""
     folder = Folder.named(at) if at.is_dir() else Folder(at.parent, linked(at.parent), at)
     file = folder.file("config.json")
     if file is None:

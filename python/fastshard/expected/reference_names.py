@@ -40,7 +40,7 @@ class Side:
         return self.source.names.prefix if self.below else ""
 
     def own(self, stored: str) -> str | None:
-        """The model's own name of a tensor; None for what is no part of it: state, and further copies."""
+        """Return the model's own name of a tensor; None for state and for further copies of the model."""
         name = self.source.names.own.get(stored, stored)
         apart = self.source.names.other_prefixes if self.below else []
         if is_state(name) or not name.startswith(self.outer) or name.startswith(tuple(apart) or "\0"):
@@ -60,7 +60,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Reading:
-    """How the model's own names become the roster's: a prefix is added, or taken off."""
+    """The rule that turns the model's own names into the roster's: add a prefix, or remove it."""
 
     prefix: str = ""
     adds: bool = False
@@ -68,13 +68,16 @@ class Reading:
     listed: Set[str] = frozenset()
 
     def of(self, own: str) -> str:
-        """The roster's name. One that it has stays as it is: heads lie beside what has the prefix."""
+        """Return the roster's name of a tensor.
+
+        A name that the roster has stays unchanged: heads lie next to the modules with the prefix.
+        """
         if not self.prefix or (own in self.listed and not (self.adds and self.prefix + own in self.listed)):
             return own
         return self.prefix + own if self.adds else own.removeprefix(self.prefix)
 
     def back(self, name: str) -> str:
-        """The own name of a tensor that is not there, as far as that can be told."""
+        """Return the own name of a missing tensor, as far as it can be derived."""
         return name.removeprefix(self.prefix) if self.adds else self.prefix + name
 
     def __str__(self) -> str:
@@ -90,7 +93,7 @@ class Met:
     reading: Reading = field(default_factory=Reading)
 
     def name(self, stored: str) -> str:
-        """The roster's name for a tensor that is stored."""
+        """Return the roster's name of a stored tensor."""
         return self.reading.of(self.side.own(stored) or stored)
 
     @cached_property
@@ -105,17 +108,17 @@ class Met:
         return self.found["same"] + len(odd)
 
     def fits(self, listed: int) -> bool:
-        """True if most names of the smaller side are the other's too."""
+        """Return True if most names of the smaller side also occur on the other side."""
         return 2 * self.matched > min(listed, self.matched + len(self.further))
 
 
 def moves(side: Side, roster: _core.Roster, path: str) -> Moved | None:
-    """The names of a reference for tensors that have others in memory; None where there are none.
+    """Find the reference's names for tensors with other names in memory; None if there are none.
 
     Args:
-        side: the tensors under the names that they are to have otherwise.
-        roster: that of the reference.
-        path: of the reference, for messages.
+        side: the tensors with the names that they have without the reference.
+        roster: roster of the reference.
+        path: path of the reference, for messages.
 
     Raises:
         FastshardError: ``FS106`` if the names can be read in several ways.
@@ -148,13 +151,13 @@ def moves(side: Side, roster: _core.Roster, path: str) -> Moved | None:
 
 
 def _ambiguous(path: str, readings: str, help_: str) -> FastshardError:
-    """That names can be read in several ways."""
+    """Make the error for names that can be read in several ways."""
     message = f"the names can be read in several ways to fit the reference {path}"
     return FastshardError.of(codes.AMBIGUOUS, message, got=readings, help=help_)
 
 
 def gain(side: Side, other: Side, roster: _core.Roster) -> int:
-    """How many more tensors of a roster one side has than another, by names."""
+    """Return how many more tensors of a roster one side has than another, by name."""
     counts = [
         len(one.draft.compared(roster, one.source.names.own, one.outer)["missing"]) for one in (other, side)
     ]
@@ -162,11 +165,12 @@ def gain(side: Side, other: Side, roster: _core.Roster) -> int:
 
 
 def aligned(met: Met, roster: _core.Roster, path: str) -> Met | None:
-    """The comparison with one prefix added to the names or taken off; None where no prefix makes most of them
-    fit.
+    """Repeat a comparison with one prefix added to the names or removed.
+
+    The result is None if no prefix makes most names fit.
 
     Raises:
-        FastshardError: ``FS106`` if several do.
+        FastshardError: ``FS106`` if several prefixes do.
     """
     side = met.side
     own = {name: stored for stored in side.tensors if (name := side.own(stored)) is not None}
@@ -191,8 +195,7 @@ def aligned(met: Met, roster: _core.Roster, path: str) -> Met | None:
 
 
 def _prefixes(names: Iterable[str], least: int) -> list[str]:
-    """What more than half of ``least`` names begin with, down to a few parts; numbers of layers are no such
-    part."""
+    """List prefixes of a few parts, without layer numbers, of more than half of ``least`` names."""
     counted = Counter(
         "".join(f"{part}." for part in parts[:depth])
         for parts in (name.split(".") for name in names)
@@ -203,7 +206,7 @@ def _prefixes(names: Iterable[str], least: int) -> list[str]:
 
 
 def unequal(got: list[int], expected: list[int | None]) -> list[int]:
-    """Dimensions in which two shapes differ; of shapes with other numbers of them all."""
+    """List the dimensions in which two shapes differ; all dimensions if their numbers differ."""
     if len(got) != len(expected):
         return list(range(max(len(got), len(expected))))
     return [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if b is not None and a != b]

@@ -39,12 +39,12 @@ class _Differing:
         return apart[0] if len(apart) == 1 else None
 
     def has(self, own: int | None, theirs: int | None) -> bool:
-        """True if the one dimension that differs has these extents, here and there."""
+        """Return True if only one dimension differs and has these two extents."""
         return self.at is not None and (self.got[self.at], self.expected[self.at]) == (own, theirs)
 
 
 def shapes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
-    """Says which shapes differ; and, as notes, which of them the checkpoint's own vocabulary explains."""
+    """Report different shapes, and note those that the checkpoint's vocabulary explains."""
     own, theirs = (number(config, "vocab_size") for config in (compared.own, compared.theirs))
     differing = [
         _Differing(stored, got, expected)
@@ -100,7 +100,7 @@ def shapes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
 
 
 def _rows(compared: Comparison, rows: int) -> list[str]:
-    """Names stored of tensors with a row for each word, that have so many."""
+    """List stored names of tensors with a row for each word that have this number of rows."""
     names = {n for n in compared.there if WORDS.search(n) and rows in (compared.expected[n] or [])}
     return [
         s
@@ -155,7 +155,7 @@ def _shaped(compared: Comparison, one: _Differing, own: int | None, theirs: int 
 
 
 def _help_with_rows(rows: int, is_padding: bool) -> str:
-    """Returns what to do about more rows than the reference has."""
+    """Return advice about more rows than the reference has."""
     if is_padding:
         return "cut the rows beyond, which are padding, or pass a reference with the same vocabulary"
     return (
@@ -167,7 +167,7 @@ def _help_with_rows(rows: int, is_padding: bool) -> str:
 
 
 def dtypes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
-    """Says which dtypes differ; and, as a note, that all floating ones do alike."""
+    """Report different dtypes; if all floating-point dtypes differ in the same way, add only a note."""
     odd = [
         one
         for one in compared.met.found["dtypes"]
@@ -205,7 +205,7 @@ def dtypes(compared: Comparison) -> tuple[list[Finding], list[Finding]]:
 
 
 def _cast(compared: Comparison, floats: list[tuple[str, str, str]]) -> list[Finding]:
-    """Notes that floating tensors of other dtypes come of a cast of them all, if they do."""
+    """Return a note if all floating-point tensors were cast to another dtype."""
     kinds = {
         pair: n
         for pair, n in compared.met.found["kinds"].items()
@@ -229,7 +229,7 @@ def _cast(compared: Comparison, floats: list[tuple[str, str, str]]) -> list[Find
 
 
 def _kind(dtype: str) -> str:
-    """What elements are, in words."""
+    """Describe the kind of a dtype's elements."""
     if dtype in TORCH_FLOATS:
         return "floating"
     words = {"F": "8-bit floating", "I": "whole numbers", "U": "whole numbers", "B": "truth values"}
@@ -240,7 +240,7 @@ def _kind(dtype: str) -> str:
 
 
 def total_bytes(compared: Comparison) -> list[Finding]:
-    """Says if all tensors together have other bytes than the index states."""
+    """Report a total of bytes of all tensors that differs from the index."""
     total = compared.reference.total
     if total is None:
         return []

@@ -44,7 +44,7 @@ class Untraceable(Exception):
 
 
 def count(digits: Digits) -> int:
-    """Number of indices that digits run through."""
+    """Return the number of indices that digits run through."""
     n = 1
     for extent, _ in digits:
         n *= extent
@@ -52,7 +52,7 @@ def count(digits: Digits) -> int:
 
 
 def joined(digits: Digits) -> Digits:
-    """Digits with neighbours put together that are one."""
+    """Merge neighbouring digits that form one."""
     found: Digits = []
     for extent, stride in digits:
         if found and found[-1][1] == extent * stride:
@@ -63,7 +63,7 @@ def joined(digits: Digits) -> Digits:
 
 
 def whole(name: str, shape: list[int]) -> Tiling:
-    """A tensor in memory as it is."""
+    """Return the tiling of an unchanged tensor in memory."""
     dims: list[Digits] = []
     stride = 1
     for n in reversed(shape):
@@ -73,7 +73,7 @@ def whole(name: str, shape: list[int]) -> Tiling:
 
 
 def cut(digits: Digits, low: int, high: int) -> tuple[int, Digits]:
-    """The element at which indices from ``low`` to below ``high`` begin, and their digits."""
+    """Return the first element and the digits of the indices from ``low`` to below ``high``."""
     if low == 0 and high == count(digits):
         return 0, digits
     (_, stride), inner = digits[0], digits[1:]
@@ -88,7 +88,7 @@ def cut(digits: Digits, low: int, high: int) -> tuple[int, Digits]:
 
 
 def sliced(tiling: Tiling, dim: int, low: int, high: int) -> Tiling:
-    """Indices from ``low`` to below ``high`` of one dimension."""
+    """Return the tiling of the indices from ``low`` to below ``high`` of one dimension."""
     parts = []
     for part in tiling.parts:
         first = part.start[dim]
@@ -102,7 +102,7 @@ def sliced(tiling: Tiling, dim: int, low: int, high: int) -> Tiling:
 
 
 def permuted(tiling: Tiling, order: list[int]) -> Tiling:
-    """The dimensions in another order."""
+    """Return a tiling with its dimensions in another order."""
     parts = [
         Part(p.name, p.offset, [p.start[i] for i in order], [p.dims[i] for i in order]) for p in tiling.parts
     ]
@@ -110,7 +110,7 @@ def permuted(tiling: Tiling, order: list[int]) -> Tiling:
 
 
 def reshaped(tiling: Tiling, shape: list[int]) -> Tiling:
-    """The elements in the same order under another shape."""
+    """Return a tiling with the elements in the same order and another shape."""
     kept = [i for i, n in enumerate(tiling.shape) if n > 1]
     if [tiling.shape[i] for i in kept] == [n for n in shape if n > 1]:
         parts = []
@@ -128,7 +128,7 @@ def reshaped(tiling: Tiling, shape: list[int]) -> Tiling:
 
 
 def regrouped(digits: Digits, shape: list[int]) -> list[Digits]:
-    """Digits divided among the dimensions of a shape."""
+    """Divide digits among the dimensions of a shape."""
     left, dims = list(digits), []
     for n in shape:
         taken: Digits = []
@@ -148,7 +148,7 @@ def regrouped(digits: Digits, shape: list[int]) -> list[Digits]:
 
 
 def put_together(several: list[Tiling], dim: int) -> Tiling:
-    """Tensors one after another along a dimension."""
+    """Concatenate tensors along a dimension."""
     at, parts = 0, []
     for tiling in several:
         for part in tiling.parts:
@@ -160,12 +160,12 @@ def put_together(several: list[Tiling], dim: int) -> Tiling:
 
 
 def argument(args: tuple[Any, ...], at: int, default: Any) -> Any:
-    """A positional argument of an operation, with its default."""
+    """Return a positional argument of an operation, or its default."""
     return args[at] if len(args) > at and args[at] is not None else default
 
 
 def every(tiling: Tiling, args: tuple[Any, ...]) -> Tiling:
-    """What ``aten::slice`` takes: a range, or each n-th index."""
+    """Return the tiling that ``aten::slice`` selects: a range, or each n-th index."""
     dim = argument(args, 1, 0) % len(tiling.shape)
     n = tiling.shape[dim]
     low, high, step = argument(args, 2, 0), argument(args, 3, n), argument(args, 4, 1)
@@ -209,18 +209,18 @@ class Trace:
         self._mode.__exit__(*error)
 
     def parts(self, tensor: torch.Tensor) -> list[Part] | None:
-        """The parts of a tensor; None for one that was computed."""
+        """Return the parts of a tensor; None for a computed tensor."""
         _, tiling = self._tensors.get(id(tensor), (tensor, None))
         if tiling is None:
             return None
         return [part._replace(dims=[joined(digits) for digits in part.dims]) for part in tiling.parts]
 
     def is_itself(self, name: str, tensor: torch.Tensor) -> bool:
-        """True for the tensor of that name in memory, as it lies there."""
+        """Return True if a tensor is the unchanged tensor of that name in memory."""
         return self.parts(tensor) == whole(name, list(tensor.shape)).parts
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs an operation, and notes what its results are made of."""
+        """Run an operation and record the parts of its results."""
         import torch
 
         out = func(*args, **kwargs)

@@ -32,13 +32,13 @@ _ENVIRONMENT = (
 
 
 def answer_of(question: dict[str, Any], timeout: float, memory: int) -> dict[str, Any]:
-    """What the worker answers within its limits; under ``error`` and ``kind`` why it does not.
+    """Return the worker's answer within its limits, or the reason for its failure as ``error`` and ``kind``.
 
     Args:
-        question: the config, cleaned, and the class; with ``stored`` whether a load of these tensors would
-            complain.
-        timeout: seconds that it may take.
-        memory: bytes of private memory that it may take.
+        question: the cleaned config and the class; with ``stored``, the worker checks a load of these
+            tensors.
+        timeout: time limit in seconds.
+        memory: limit in bytes on the worker's private memory.
     """
     if not sys.executable:
         return {"error": "there is no Python to run it by (sys.executable)", "kind": "import"}
@@ -49,10 +49,10 @@ def answer_of(question: dict[str, Any], timeout: float, memory: int) -> dict[str
 
 
 def _answered(question: dict[str, Any], timeout: float, memory: int) -> dict[str, Any]:
-    """Runs the worker in a folder of its own, which goes with it.
+    """Run the worker in a temporary folder.
 
     Raises:
-        OSError: if there is no room for that.
+        OSError: if the folder cannot be created.
     """
     if Path(tempfile.gettempdir()).resolve() == Path.cwd().resolve():
         raise OSError(errno.ENOENT, "no folder for temporary files")
@@ -93,7 +93,7 @@ def _answered(question: dict[str, Any], timeout: float, memory: int) -> dict[str
 
 
 def _packages() -> list[str]:
-    """Where the worker looks for packages: where this process does, but for folders that anybody may fill."""
+    """List the worker's package folders: those of this process, except folders that anybody may write to."""
     here = Path.cwd().resolve()
     own = {str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("stdlib", "platstdlib")}
     found = []
@@ -107,8 +107,7 @@ def _packages() -> list[str]:
 
 
 def _environment(own: Path) -> dict[str, str]:
-    """The environment of the worker: no secrets, nothing of the network, no device; it keeps what it must in
-    a folder of its own."""
+    """Return the worker's environment: no secrets, network or device, and a temporary folder."""
     kept = {
         name: value for name, value in os.environ.items() if name in _ENVIRONMENT or name.startswith("LC_")
     }

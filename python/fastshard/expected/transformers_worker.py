@@ -34,7 +34,7 @@ class Unknown(Exception):
 
 
 def refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
-    """Stops whatever asks another machine for something."""
+    """Stop any access to the network."""
     if event in (
         "socket.connect",
         "socket.getaddrinfo",
@@ -47,7 +47,7 @@ def refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """Neither storage nor random numbers, as from_pretrained itself builds a model."""
+    """Build models without storage or random numbers, as from_pretrained itself does."""
     import torch
     from transformers import initialization
 
@@ -60,7 +60,7 @@ def on_meta() -> Iterator[None]:
 
 
 def decoded(value: Any) -> Any:
-    """A config with the numbers that JSON has not, as transformers encodes them."""
+    """Decode numbers in a config that JSON lacks and transformers encodes."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -69,7 +69,7 @@ def decoded(value: Any) -> Any:
 
 
 def config_of(question: dict[str, Any]) -> Any:
-    """The config as an object of its class."""
+    """Return the config as an object of its class."""
     from transformers import CONFIG_MAPPING
 
     kind = question["config"].get("model_type")
@@ -81,7 +81,7 @@ def config_of(question: dict[str, Any]) -> Any:
 
 
 def class_of(config: Any, name: str | None) -> Any:
-    """The class that wrote the checkpoint: the one that its config names, else the one for its model_type."""
+    """Return the class that wrote the checkpoint: the one in its config, or that of its model_type."""
     import transformers
 
     if name is not None:
@@ -97,7 +97,7 @@ def class_of(config: Any, name: str | None) -> Any:
 
 
 def tied(model: Any) -> list[list[str]]:
-    """Names that are one tensor, by identity."""
+    """List names of the same tensor, by identity."""
     names: dict[int, list[str]] = {}
     for kind in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
         for name, tensor in kind:
@@ -106,15 +106,17 @@ def tied(model: Any) -> list[list[str]]:
 
 
 def spelled(names: list[str], words: Any) -> set[str]:
-    """Of these names, those that a class keeps in float32 whatever its dtype is."""
+    """Return the names that a class keeps in float32, whatever its dtype."""
     keys = [re.escape(word) for word in words or ()]
     pattern = re.compile("|".join(rf"(?:^|\.){key}(?:\.|$)" for key in keys)) if keys else None
     return {name for name in names if pattern is not None and pattern.search(name)}
 
 
 def tracer() -> Any:
-    """The module beside this file that follows tensors; this program's folder is not where packages are
-    looked for."""
+    """Load the module that traces tensors from the file next to this one.
+
+    The folder of this program is not on the search path for packages.
+    """
     spec = importlib.util.spec_from_file_location(
         "traced_tensors", Path(__file__).with_name("traced_tensors.py")
     )
@@ -125,9 +127,9 @@ def tracer() -> Any:
 
 
 def on_disk(model: Any, state: dict[str, Any], kept: set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors as save_pretrained writes them, and the parts of each that is no tensor in memory as it is.
+    """Return the tensors as save_pretrained writes them, and the parts of those that are not unchanged.
 
-    Of tied tensors it writes those that are ``kept``; the parts of the others are told too.
+    Of tied tensors it writes those in ``kept``; the parts of the others are in the result too.
     """
     import torch
     from transformers.core_model_loading import revert_weight_conversion
@@ -150,7 +152,7 @@ def on_disk(model: Any, state: dict[str, Any], kept: set[str]) -> tuple[dict[str
 
 
 def listed(question: dict[str, Any]) -> dict[str, Any]:
-    """The list that ANSWER holds."""
+    """List the tensors for the answer."""
     import torch
     import transformers
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -195,10 +197,11 @@ def listed(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def loading(question: dict[str, Any]) -> dict[str, Any]:
-    """What from_pretrained would complain about, given the names, dtypes and shapes that are stored; nothing
-    is read.
+    """Return the errors that from_pretrained would report for stored names, dtypes and shapes.
 
-    It knows more spellings than it writes: those of earlier versions, and of other vendors.
+    The check reads no values.
+
+    from_pretrained reads more spellings than it writes: those of earlier versions and of other vendors.
     """
     import torch
 
@@ -234,8 +237,7 @@ def loading(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def list_adapter(question: dict[str, Any]) -> dict[str, Any]:
-    """Lists what peft saves of an adapter of this config, and what it misses when it loads tensors of these
-    names and shapes."""
+    """List what peft saves for an adapter, and what it lacks in tensors of these names and shapes."""
     import torch
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
@@ -260,8 +262,7 @@ def list_adapter(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer_to(question: dict[str, Any]) -> dict[str, Any]:
-    """Returns the list that is asked for; why there is none, under ``error`` and ``kind``, whatever a class
-    does with its config."""
+    """Return the requested list, or the reason for a failure as ``error`` and ``kind``, for any class."""
     try:
         if "adapter" in question:
             return list_adapter(question)
@@ -279,7 +280,7 @@ def answer_to(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(question_file: str, answer: str) -> int:
-    """Writes the answer; 0 if it is a list."""
+    """Write the answer; return 0 if it is a list."""
     sys.addaudithook(refuse_network)
     # It does not outlive whoever asks. source: prctl(2), PR_SET_PDEATHSIG
     with contextlib.suppress(OSError, AttributeError):

@@ -44,7 +44,7 @@ class Drafted:
     layer: int | None = None
 
     def first(self, rank: int) -> list[int]:
-        """First index of a rank's share, which is a box of the whole."""
+        """Return the first index of a rank's shard, which is a box of the full tensor."""
         at = [0] * len(self.shape)
         for dim, _, parts in self.cuts or ():
             assert len(parts) == 1, "several parts are no box"
@@ -54,7 +54,7 @@ class Drafted:
 
 @dataclass(frozen=True)
 class Bound:
-    """What is known once a draft has bound the axes of a target."""
+    """Facts that are known after a draft has bound the axes of a target."""
 
     #: Extents.
     axes: dict[str, int]
@@ -80,7 +80,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Completed:
-    """What a target makes of a draft."""
+    """The parts of a result that a target derives from a draft."""
 
     #: Small files besides, by path.
     texts: dict[str, str] = field(default_factory=dict)
@@ -99,10 +99,10 @@ class Completed:
 
 
 def positive(request: Request, *options: Option) -> None:
-    """Checks degrees and multiples that a caller gave.
+    """Check degrees and multiples from the caller.
 
     Raises:
-        FastshardError: ``FS515`` for one that is no positive whole number, or beyond what a run has.
+        FastshardError: ``FS515`` for a value that is not a positive integer, or that is too large.
     """
     for option in options:
         value = request[option]
@@ -116,12 +116,12 @@ def positive(request: Request, *options: Option) -> None:
 
 
 def padded_rows(axes: dict[str, int], multiple: int) -> int:
-    """Rows of a vocabulary that is padded to a multiple."""
+    """Return the number of rows of a vocabulary that is padded to a multiple."""
     return -(-axes["V"] // multiple) * multiple
 
 
 class Target(ABC):
-    """What a conversion makes of a source. What it can hold and which options it takes, its class says."""
+    """The form that a conversion gives a source. Its class states which sources and options it supports."""
 
     #: As ``--to`` names it.
     names: ClassVar[tuple[str, ...]]
@@ -148,11 +148,11 @@ class Target(ABC):
     @classmethod
     @abstractmethod
     def of(cls, source: Source, request: Request) -> Self:
-        """What the source allows; ``request.to`` is one of the class's names.
+        """Make the target for a source; ``request.to`` is one of the class's names.
 
         Raises:
-            FastshardError: ``FS514`` for a model that the target does not have, ``FS209`` if a fact
-                that decides values is unknown, ``FS515`` for values of options that no run has.
+            FastshardError: ``FS514`` for a model that the target does not support, ``FS209`` if a fact
+                that decides values is unknown, ``FS515`` for impossible values of options.
         """
 
     @property
@@ -162,17 +162,19 @@ class Target(ABC):
 
     @abstractmethod
     def form(self) -> Form:
-        """The form of the result."""
+        """Return the form of the result."""
 
     @abstractmethod
     def complete(self, bound: Bound) -> Completed:
-        """What follows once the draft has bound the axes."""
+        """Complete the result after the draft has bound the axes."""
 
 
 @dataclass
 class TrainerTarget(Target):
-    """What a trainer goes on from: files of tensor-parallel ranks and pipeline stages, the vocabulary padded
-    for them."""
+    """A checkpoint from which a trainer continues.
+
+    It has files of tensor-parallel ranks and pipeline stages, and a vocabulary padded for them.
+    """
 
     source: Source
     name: str
@@ -187,7 +189,7 @@ class TrainerTarget(Target):
     layout: str
 
     def form(self) -> Form:
-        """The form of the result."""
+        """Return the form of the result."""
         return Form(
             self.name,
             tables.table(self.layout),
@@ -197,10 +199,10 @@ class TrainerTarget(Target):
         )
 
     def padded(self, axes: dict[str, int]) -> int:
-        """Rows of the padded vocabulary."""
+        """Return the number of rows of the padded vocabulary."""
         return padded_rows(axes, self.multiple * self.tp)
 
     def iteration(self) -> int:
-        """The iteration that is continued; 0 for models that come from elsewhere."""
+        """Return the iteration to continue from; 0 for models from another format."""
         value = self.source.files.values.get("iteration") if self.model is None else None
         return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

@@ -45,14 +45,14 @@ class Records:
     def chunk(
         self, file: str, rank: int, name: str, of: str, extents: list[int], at: list[int], shape: list[int]
     ) -> None:
-        """A chunk.
+        """Add a chunk.
 
         Args:
             file: the file's name.
-            rank: tensor-parallel rank whose outputs the file holds.
+            rank: tensor-parallel rank whose outputs the file contains.
             name: the output.
-            of: the whole tensor's fully qualified name.
-            extents: the whole tensor's shape.
+            of: fully qualified name of the full tensor.
+            extents: shape of the full tensor.
             at: first index of the chunk.
             shape: shape of the chunk.
         """
@@ -62,16 +62,16 @@ class Records:
         self._files.setdefault(file, (rank, []))[1].append(record)
 
     def scalar(self, file: str, name: str) -> None:
-        """A scalar that no tensor of the source gives, by the name of the constant."""
+        """Add a scalar that does not come from a tensor of the source, by the name of the constant."""
         self.chunk(file, 0, name, name, [], [], [])
 
     def value(self, file: str, key: str, value: Any) -> None:
-        """A record without tensors."""
+        """Add a record without tensors."""
         self._entries[key] = {"name": key}
         self._files.setdefault(file, (0, []))[1].append({"key": key, "value": tree(value)})
 
     def files(self) -> list[_core.PlacedFile]:
-        """The files that the target prescribes, ``.metadata`` last."""
+        """List the files that the target prescribes, ``.metadata`` last."""
         for entry in self._entries.values():
             chunks = entry.get("chunks", [])
             if len(chunks) == 1:
@@ -89,7 +89,7 @@ class Records:
 
 
 def stacked(whole: HfTarget) -> None:
-    """Has experts stacked, as a model of transformers 5 has them in memory.
+    """Make a target stack experts, as transformers 5 does in memory.
 
     Raises:
         FastshardError: ``FS515`` for a model without experts.
@@ -117,11 +117,11 @@ class DcpTarget(Target):
 
     @classmethod
     def of(cls, source: Source, request: Request) -> DcpTarget:
-        """What the source allows.
+        """Make the target for a source.
 
         Raises:
-            FastshardError: as :meth:`.HfTarget.of`, ``FS515`` for degrees that no run has, and ``FS514`` for
-                a model that the trainer asked for does not have.
+            FastshardError: as :meth:`.HfTarget.of`, ``FS515`` for impossible degrees, and ``FS514`` for a
+                model that the requested trainer does not support.
         """
         positive(request, TP)
         tp, to = request[TP], str(request.to)
@@ -166,7 +166,7 @@ class DcpTarget(Target):
         return self.whole.keeps_names
 
     def form(self) -> Form:
-        """The form of the result."""
+        """Return the form of the result."""
         # torch keeps no padding: chunks of a vocabulary that does not divide are refused.
         form = replace(self.whole.form(), name=self.name, degrees={"tp": self.tp}, chunks=True)
         if form.facts.get("tied"):
@@ -179,7 +179,7 @@ class DcpTarget(Target):
         return form
 
     def complete(self, bound: Bound) -> Completed:
-        """Files by rank, several where the tensors of a rank are many, and config.json."""
+        """Return the files of each rank, several if a rank has many tensors, and config.json."""
         whole = self.whole.complete(bound)
         records = Records()
         filled = [0] * self.tp
@@ -203,7 +203,7 @@ class DcpTarget(Target):
 
 
 def _state(state: State, called: dict[str, str]) -> tuple[dict[str, tuple[str, int]], dict[str, Any]]:
-    """Names of moments, added to those of the weights; the steps, and the records of the groups.
+    """Add the names of moments to those of the weights; return the steps and the records of the groups.
 
     source: torch/distributed/checkpoint/state_dict.py (get_optimizer_state_dict)
     """
@@ -236,8 +236,10 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def _hyperparameters(given: dict[str, Any]) -> dict[str, Any]:
-    """All that a loader may ask of a group, but the numbers that nothing tells: it asks for these, and
-    stops."""
+    """Return all hyperparameters that a loader may read of a group, without unknown numbers.
+
+    A loader stops if one of them is missing.
+    """
     values: dict[str, Any] = _DEFAULTS | {
         key: value for key, value in given.items() if key != "bias_correction"
     }

@@ -49,10 +49,11 @@ class UniversalTarget(Target):
 
     @classmethod
     def of(cls, source: Source, request: Request) -> UniversalTarget:
-        """What the source allows.
+        """Make the target for a source.
 
         Raises:
-            FastshardError: as :meth:`.HfTarget.of`, and ``FS515`` for a part of the tensors or another type.
+            FastshardError: as :meth:`.HfTarget.of`, and ``FS515`` for a part of the tensors or for another
+                dtype.
         """
         if request.dtype != "f32":
             raise FastshardError.of(
@@ -80,12 +81,11 @@ class UniversalTarget(Target):
         return self.whole.keeps_names
 
     def form(self) -> Form:
-        """The form of the result."""
+        """Return the form of the result."""
         return replace(self.whole.form(), name=self.name)
 
     def complete(self, bound: Bound) -> Completed:
-        """A folder per parameter, what the optimizer has of all, and model files that only say what there
-        is."""
+        """Return a folder per parameter, the optimizer's common state, and model files without tensors."""
         whole, state = self.whole.complete(bound), bound.state
         assert state is not None, "asked for when the target was made"
         if state.step is None or state.groups is None:
@@ -126,7 +126,7 @@ class UniversalTarget(Target):
         )
 
     def _model(self, bound: Bound, state: State) -> dict[str, Any]:
-        """What a model file says; the parameters themselves DeepSpeed takes from the folders."""
+        """Return the content of a model file; DeepSpeed reads the parameters themselves from the folders."""
         shapes = [
             OrderedDict((name, Size(bound.tensors[name].whole)) for name in names)
             for _, names in state.groups or ()
@@ -156,8 +156,10 @@ class UniversalTarget(Target):
 
 
 def _one_for_all(state: State) -> list[Finding]:
-    """That ZeRO-3 gives every group what the first one has. source: stage3.py
-    (load_hp_checkpoint_state_from_checkpoint_dir_stage3), 0.19"""
+    """Return a note that ZeRO-3 gives every group the hyperparameters of the first.
+
+    source: stage3.py (load_hp_checkpoint_state_from_checkpoint_dir_stage3), 0.19
+    """
     groups = [given for given, _ in state.groups or ()]
     if all(given == groups[0] for given in groups):
         return []
@@ -169,8 +171,10 @@ def _one_for_all(state: State) -> list[Finding]:
 
 
 def _optimizer(state: State) -> dict[str, Any]:
-    """What the optimizer has of all parameters: stages 1 and 2 look at the top, stage 3 below
-    ``optimizer_state_dict``."""
+    """Return the optimizer state common to all parameters.
+
+    ZeRO stages 1 and 2 read it at the top level, stage 3 below ``optimizer_state_dict``.
+    """
     groups = []
     for n, (given, _) in enumerate(state.groups or ()):
         values = dict(given)

@@ -12,8 +12,7 @@ __all__ = ["Form"]
 
 @dataclass(frozen=True)
 class Form:
-    """What tensors of a result are called and how ranks divide them. The core reads the fields by their
-    names."""
+    """Names of a result's tensors, and how ranks divide them. The core reads the fields by their names."""
 
     #: For the plan and the manifest, e.g. ``hf``.
     name: str

@@ -82,12 +82,12 @@ class NeoxTarget(TrainerTarget):
 
     @classmethod
     def of(cls, source: Source, request: Request) -> NeoxTarget:
-        """What the source allows.
+        """Make the target for a source.
 
         Raises:
-            FastshardError: ``FS514`` for a model that GPT-NeoX does not have, ``FS209`` if a fact
-                that decides values is unknown, ``FS515`` for degrees that no run has,
-                ``FS211`` for a config with values of another kind.
+            FastshardError: ``FS514`` for a model that GPT-NeoX does not support, ``FS209`` if a fact
+                that decides values is unknown, ``FS515`` for impossible degrees,
+                ``FS211`` for a config with values of the wrong type.
         """
         to = str(request.to)
         pipeline = not to.endswith(":sequential")
@@ -156,7 +156,10 @@ class NeoxTarget(TrainerTarget):
         return cls(source, to, tp, pp, multiple, facts, model, layout, pipeline)
 
     def complete(self, bound: Bound) -> Completed:
-        """Files by layer or rank, ``latest`` and the config; the source's names tell how norms are called."""
+        """Return files by layer or rank, ``latest`` and the config.
+
+        The source's names determine the names of norms.
+        """
         folder = f"global_step{self.iteration()}"
         config, findings = self._config(bound.axes, bound.dtype)
         state = self._state(config, self.padded(bound.axes))
@@ -199,7 +202,7 @@ class NeoxTarget(TrainerTarget):
         return Completed(texts, findings, files, pointers=(_TRACKER,))
 
     def _state(self, config: dict[str, Any], padded: int) -> dict[str, Any]:
-        """What a rank file holds besides its module."""
+        """Return the content of a rank file besides its module."""
         step = self.iteration()
         samples = self.source.files.values.get("global_samples")
         dimensions = {"checkpoint_parallel_dimensions": {"pp_degree": self.pp, "tp_degree": self.tp}}
@@ -236,7 +239,7 @@ class NeoxTarget(TrainerTarget):
         }
 
     def _config(self, axes: dict[str, int], dtype: str | None) -> tuple[dict[str, Any], list[Finding]]:
-        """The training config."""
+        """Return the training config, and findings about it."""
         findings: list[Finding] = []
         if self.model is not None:
             config, findings = gpt_neox.DIALECT.write(self.model, axes, _CONFIG)
@@ -259,7 +262,7 @@ class NeoxTarget(TrainerTarget):
         return config, findings
 
     def _kept(self, axes: dict[str, int], findings: list[Finding]) -> dict[str, Any]:
-        """The source's own config; what the tensors say wins."""
+        """Return the source's own config, with the values that its tensors show."""
         given, features = self.source.model.config or {}, _features(self.source)
         config = {k: v for k, v in given.items() if k not in (*_RUN_KEYS, *_TE_KEYS)}
         for key, axis in (("num_layers", "L"), ("hidden_size", "H")):
@@ -307,14 +310,14 @@ class NeoxTarget(TrainerTarget):
 
 
 def _features(source: Source) -> gpt_neox.Features:
-    """What a source of GPT-NeoX was trained with."""
+    """Return the features with which a GPT-NeoX source was trained."""
     dialect = source.model.dialect
     assert isinstance(dialect, gpt_neox.GptNeoX) and dialect.features is not None
     return dialect.features
 
 
 def _inner_size(config: dict[str, Any], inner: int, hidden: int, gated: bool, split: bool) -> None:
-    """Makes a config say the size that the tensors have, as GPT-NeoX of today computes it.
+    """Set the MLP size of the tensors in a config, as current GPT-NeoX computes it.
 
     source: gpt-neox megatron/model/transformer.py, ParallelMLP: two thirds for gated ones, rounded up; it
     takes either `intermediate_size` or `expansion_factor`
@@ -346,7 +349,7 @@ def _inner_size(config: dict[str, Any], inner: int, hidden: int, gated: bool, sp
 
 
 def _norm_names(config: dict[str, Any], stored: Iterable[str]) -> tuple[str, str]:
-    """Names of a norm's weight and bias: the source's own, else those of the kind of norm."""
+    """Return the names of a norm's weight and bias: the source's own, else those of the kind of norm."""
     for name in stored:
         match = _NORM.match(re.sub(r"^(module\.)?(sequential\.)?(\d+\.)?", "", name))
         if match and match[1] != "post_attention_layernorm" and not match[2].endswith(("bias", "offset")):
@@ -357,7 +360,7 @@ def _norm_names(config: dict[str, Any], stored: Iterable[str]) -> tuple[str, str
 
 
 def _key(name: str, suffixes: tuple[str, str]) -> str:
-    """A tensor's name with its norm's own words."""
+    """Return a tensor's name with the given names of a norm's weight and bias."""
     layer, _, rest = name.partition(".")
     match = _NORM.match(rest)
     if match is None:

@@ -65,11 +65,11 @@ class HfTarget(Target):
 
     @classmethod
     def of(cls, source: Source, request: Request | None = None) -> HfTarget:
-        """What the source allows; a part of another target is made without a request.
+        """Make the target for a source; another target uses it without a request.
 
         Raises:
-            FastshardError: ``FS514`` for a family without a Hugging Face layout, ``FS209`` if a fact
-                that decides values is unknown, or the model is.
+            FastshardError: ``FS514`` for a family without a Hugging Face layout, ``FS209`` if a fact that
+                decides values, or the model, is unknown.
         """
         made = cls._of(source)
         if request is not None and request[CARD]:
@@ -107,7 +107,7 @@ class HfTarget(Target):
 
     @classmethod
     def known(cls, source: Source, what: str) -> HfTarget:
-        """The same, where a table must say what the tensors are: ``what`` is to be made of them.
+        """Make the target for a source whose tensors a table must describe; ``what`` is the purpose.
 
         Raises:
             FastshardError: as :meth:`of`, and ``FS514`` for a model without a table.
@@ -134,13 +134,16 @@ class HfTarget(Target):
         return not self.layout
 
     def form(self) -> Form:
-        """The form of the result."""
+        """Return the form of the result."""
         if not self.layout:
             return Form(self.name)
         return Form(self.name, self.own or tables.table(self.layout), facts=self.facts)
 
     def config(self, axes: dict[str, int]) -> tuple[dict[str, Any], list[Finding]]:
-        """The model's config.json without its dtype, and what had to be assumed; sizes come from tensors."""
+        """Return the model's config.json without its dtype, and assumptions.
+
+        Sizes come from the tensors.
+        """
         if self.model is not None and self.kind is not None:
             return huggingface.write(self.model, self.kind, axes, "config.json")
         config = dict(self.source.model.config or {})
@@ -149,10 +152,10 @@ class HfTarget(Target):
         return config, []
 
     def complete(self, bound: Bound) -> Completed:
-        """The config.json of the result, and what had to be assumed.
+        """Return the config.json of the result, and assumptions.
 
         Raises:
-            FastshardError: ``FS514`` for names that stay and are not the model's own.
+            FastshardError: ``FS514`` if names stay and are not the model's own.
         """
         if self.keeps_names:
             _refuse_changed(self.source, bound)
@@ -166,7 +169,7 @@ class HfTarget(Target):
         return Completed({"config.json": text} | self._card(config, bound), assumed)
 
     def _card(self, config: dict[str, Any], bound: Bound) -> dict[str, str]:
-        """The file of the model card, if one is to be drafted."""
+        """Return the file of the model card, if the caller wants a draft."""
         if not self.card:
             return {}
         from .model_card import CARD_NAME, drafted
@@ -175,11 +178,13 @@ class HfTarget(Target):
 
 
 def model_of(source: Source, what: str) -> Model:
-    """What a source's model computes, for a target that must know: ``what`` is to be made of it.
+    """Return the computation of a source's model, for a target that depends on it.
+
+    ``what`` is the purpose, for messages.
 
     Raises:
-        FastshardError: as :meth:`HfTarget.known` for a model of Hugging Face, and ``FS514`` for one of which
-            nothing is known.
+        FastshardError: as :meth:`HfTarget.known` for a model of Hugging Face, and ``FS514`` for an unknown
+            model.
     """
     if source.model.dialect is None or source.model.hf_names:
         HfTarget.known(source, what)
@@ -187,9 +192,11 @@ def model_of(source: Source, what: str) -> Model:
 
 
 def _layout_of(source: Source, config: dict[str, Any]) -> tuple[str | None, Table | None]:
-    """Name of the table that a model of transformers is loaded by, and the table where it is the caller's
-    own; None if there is none. The caller's own says what the tensors are called here, and for a model
-    without another table of the family what transformers calls them."""
+    """Return name and table for a transformers model; the table only if it is the caller's.
+
+    The name is None if no table fits. A caller's table describes the stored names. It describes the names of
+    transformers only for a model without another table of the family.
+    """
     layout = None if source.model.no_table is not None else config_json.layout_of(config)
     own = source.binding.own_table
     if own is not None:
@@ -200,11 +207,11 @@ def _layout_of(source: Source, config: dict[str, Any]) -> tuple[str | None, Tabl
 
 
 def _kept(source: Source) -> str:
-    """No layout: names and shapes stay.
+    """Return an empty layout: names and shapes stay.
 
     Raises:
-        FastshardError: ``FS209`` where no config.json says what the model is, ``FS514`` for one that has no
-            table and whose vocabulary is to be cut.
+        FastshardError: ``FS209`` if no config.json describes the model, ``FS514`` if its vocabulary has to be
+            cut and it has no table.
     """
     if not source.model.config:
         raise _unknown()
@@ -248,7 +255,7 @@ def _changed(why: str, prefix: str | None = None) -> FastshardError:
 
 
 def _why(model: Description) -> str:
-    """Why the names of a model of Hugging Face stay."""
+    """Return the reason why the names of a Hugging Face model stay."""
     if model.no_table is not None:
         return model.no_table
     if model.headless is not None:
@@ -259,7 +266,7 @@ def _why(model: Description) -> str:
 
 
 def _refuse_changed(source: Source, bound: Bound) -> None:
-    """Whether names that stay are the model's own.
+    """Check that names that stay are the model's own.
 
     Raises:
         FastshardError: ``FS514`` if a wrapper, or a trainer's own key, has changed them.
@@ -274,7 +281,7 @@ def _refuse_changed(source: Source, bound: Bound) -> None:
 
 
 def _unproven(source: Source) -> Finding:
-    """What is not proven of names that stay."""
+    """Return the finding that names stay unchanged and nothing proves them."""
     return Finding.of(
         codes.NOT_PROVABLE,
         f"{_why(source.model)}: names and shapes stay as they are stored, and no table says that they are "
@@ -286,8 +293,7 @@ def _unproven(source: Source) -> Finding:
 
 
 def _find_foreign_key(source: Source, names: Iterable[str]) -> str | None:
-    """A name by which the model lies below a key that transformers knows nothing of; None if there is
-    none."""
+    """Find a name below a top-level key that transformers does not know; None if there is none."""
     weights = [name for name in names if not is_state(name)]
     kept = next((name for name in weights if name.partition(".")[0] in _HOLDERS), None)
     if kept is None:
@@ -306,8 +312,10 @@ def _find_foreign_key(source: Source, names: Iterable[str]) -> str | None:
 def _special_tokens(
     config: dict[str, Any], tokenizer: Tokenizer | None, source: Source, rows: int | None
 ) -> tuple[dict[str, Any], list[Finding]]:
-    """A config that nobody else has written, with the ids that its tokenizer gives its special tokens:
-    transformers has defaults of its own, by which a model generates past the end."""
+    """Add the ids of the tokenizer's special tokens to a new config.
+
+    The defaults of transformers differ, and with them a model generates past the end.
+    """
     if tokenizer is None:
         return config, []
     special = dict(tokenizer.special or {})

@@ -51,15 +51,15 @@ class MaxTextTarget:
 
     @classmethod
     def of(cls, source: Source, request: Request) -> MaxTextTarget:
-        """What the source allows.
+        """Make the target for a source.
 
-        Both values of ``--rope-type`` compute the same without scaling, from queries and keys in other
-        orders.
+        Both values of ``--rope-type`` compute the same result without scaling, from queries and keys in
+        different orders.
 
         Raises:
-            FastshardError: ``FS514`` for a model that these blocks of MaxText do not compute, or another
+            FastshardError: ``FS514`` for a model that these blocks of MaxText do not compute, or for another
                 framework's optimizer; ``FS209`` if a fact that decides values is unknown, ``FS515`` for
-                options that do not fit.
+                options that do not apply.
         """
         to, optimizer, multiple = str(request.to), request.optimizer, request[MULTIPLE]
         fused_qkv, rope_type = request[FUSED_QKV], request[ROPE_TYPE]
@@ -100,7 +100,7 @@ class MaxTextTarget:
         return cls(source, to, layout, facts, scan, optimizer, model, multiple, names)
 
     def form(self) -> Form:
-        """The form of the result, with the table that is derived."""
+        """Return the form of the result, with the derived table."""
         derived = jax_train_states.table(
             tables.table(self.layout),
             self.names,
@@ -110,11 +110,11 @@ class MaxTextTarget:
         return Form(self.name, derived, facts=self.facts, pad_multiple=self.multiple)
 
     def vocabulary(self, axes: dict[str, int]) -> int:
-        """Rows of the embedding."""
+        """Return the number of rows of the embedding."""
         return padded_rows(axes, self.multiple or 1)
 
     def counters(self, outputs: Iterable[tuple[str, str]]) -> dict[str, tuple[str, str]]:
-        """Counters whose type changes: name -> (type in the source, type to be written).
+        """Return counters whose dtype changes: name -> (dtype in the source, dtype to write).
 
         The engine refuses a number that does not fit.
 
@@ -127,7 +127,7 @@ class MaxTextTarget:
         }
 
     def constants(self, outputs: Iterable[str]) -> dict[str, tuple[str, int]]:
-        """Leaves that no tensor of the source gives: name -> (type, value)."""
+        """Return leaves that do not come from a tensor of the source: name -> (dtype, value)."""
         if not self._state or "step" in set(outputs):
             return {}
         # source: MaxText checkpoint_conversion/to_maxtext.py (a step of 0, a Python int)
@@ -144,17 +144,19 @@ class MaxTextTarget:
         return self.names.root == self.names.declared
 
     def metadata(self) -> dict[str, Any]:
-        """What ``_CHECKPOINT_METADATA.custom_metadata`` says of it."""
+        """Return the content of ``_CHECKPOINT_METADATA.custom_metadata``."""
         return {"scan_layers": self.scan is not None}
 
     def complete(self, bound: Bound) -> Completed:
-        """A yml that says what the model is, and what had to be assumed; the files are Orbax's to
-        prescribe."""
+        """Return a yml that describes the model, and assumptions.
+
+        Orbax prescribes the files.
+        """
         config, findings = _yml(self, bound.axes)
         return Completed({FILE: _dump(config)}, findings + self.rounded(bound.axes) + self._ordered())
 
     def _ordered(self) -> list[Finding]:
-        """A note on the run that the order of queries and keys is for."""
+        """Return a note on the MaxText run that needs this order of queries and keys."""
         if self.model is None or not self.facts.get("interleaved"):
             return []
         return [
@@ -170,12 +172,12 @@ class MaxTextTarget:
         ]
 
     def rounded(self, axes: dict[str, int]) -> list[Finding]:
-        """Queries that another layout scales: there is no way back that is exact."""
+        """Report queries that another layout scales, for which no exact inverse exists."""
         return scaled_queries(axes) if self.model is not None else []
 
 
 def scaled_queries(axes: dict[str, int]) -> list[Finding]:
-    """A note where the scale of the queries, 1/sqrt(head_dim), is no power of two."""
+    """Return a note if the scale of the queries, 1/sqrt(head_dim), is not a power of two."""
     d = axes.get("d", 1)
     if d & (d - 1) == 0 and d.bit_length() % 2:
         return []
@@ -210,14 +212,14 @@ def _scan(to: str, axis: int | None) -> int | None:
 
 
 def _rope_type(name: str | None) -> bool | None:
-    """Whether pairs are interleaved under a ``rope_type``; None for none."""
+    """Return True if a ``rope_type`` interleaves pairs; None without one."""
     if name not in (None, "default", "llama3.1"):
         raise FastshardError.of(codes.USAGE, "--rope-type", expected="default | llama3.1", got=repr(name))
     return None if name is None else name == "llama3.1"
 
 
 def _kept_order(source: Source, rope_type: str | None) -> bool:
-    """The order of pairs for a model of MaxText's: its own, whichever it is, unless another is asked for."""
+    """Return the order of pairs for a MaxText source: its own, unless the caller chooses another."""
     wanted = _rope_type(rope_type)
     if wanted is None:
         return source.binding.facts["interleaved"]
@@ -234,7 +236,7 @@ def _kept_order(source: Source, rope_type: str | None) -> bool:
 
 
 def _order(model: Model, rope_type: str | None) -> bool:
-    """The order of pairs for a model that comes from elsewhere."""
+    """Return the order of pairs for a model from another format."""
     wanted = _rope_type(rope_type)
     _fits(model.rope.kind == "llama3", wanted)
     return True if wanted is None else wanted
@@ -251,11 +253,11 @@ def _fits(scaled: bool, wanted: bool | None) -> None:
 
 
 def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], list[Finding]]:
-    """What MaxText is to be told of the model, and what had to be assumed.
+    """Return MaxText's config of the model, and assumptions.
 
     Raises:
-        FastshardError: ``FS514`` for what MaxText's block does not compute, ``FS211`` for values of
-            another kind.
+        FastshardError: ``FS514`` for a model that MaxText's block does not compute, ``FS211`` for values of
+            the wrong type.
     """
     source = target.source
     gpt3 = "fused_qkv" in target.facts
@@ -309,7 +311,7 @@ def _yml(target: MaxTextTarget, axes: dict[str, int]) -> tuple[dict[str, Any], l
 
 
 def _dump(config: dict[str, Any]) -> str:
-    """The text of a yml."""
+    """Format a config as yml."""
     import yaml
 
     head = "# Made of the checkpoint that was converted; overrides MaxText's configs/base.yml.\n"

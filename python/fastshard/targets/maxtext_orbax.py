@@ -19,7 +19,7 @@ _ITEM = "items"
 
 @dataclass
 class MaxTextStore(Target):
-    """What :class:`.MaxTextTarget` makes of the tensors, stored as :class:`.OrbaxTarget` does it."""
+    """The tensors of :class:`.MaxTextTarget`, stored like those of :class:`.OrbaxTarget`."""
 
     state: MaxTextTarget
     store: OrbaxTarget
@@ -30,16 +30,16 @@ class MaxTextStore(Target):
 
     @classmethod
     def of(cls, source: Source, request: Request) -> MaxTextStore:
-        """What the source allows: see :meth:`.MaxTextTarget.of`."""
+        """Make the target for a source: see :meth:`.MaxTextTarget.of`."""
         state = MaxTextTarget.of(source, request)
         return cls(state, OrbaxTarget.of(source, request), state.name)
 
     def form(self) -> Form:
-        """The form of the result."""
+        """Return the form of the result."""
         return self.state.form()
 
     def complete(self, bound: Bound) -> Completed:
-        """The store, the yml that says what the model is, and what had to be assumed."""
+        """Return the store, the yml that describes the model, and assumptions."""
         state = self.state.complete(bound)
         empty = {".".join(path): _empty(path) for path in self.state.empty}
         # The tree is MaxText's own: what the source's looked like says nothing here.
@@ -65,7 +65,9 @@ class MaxTextStore(Target):
 
 
 def _empty(path: tuple[str, ...]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """An entry of the tree that holds nothing. source: orbax metadata/tree.py; as MaxText's converter writes
-    it"""
+    """Return an empty entry of the tree, as MaxText's converter writes it.
+
+    source: orbax metadata/tree.py
+    """
     keys = [{"key": key, "key_type": DICT_KEY} for key in path]
     return keys, {"value_type": "Dict", "skip_deserialize": True}

@@ -74,11 +74,11 @@ class MegatronTarget(TrainerTarget):
 
     @classmethod
     def of(cls, source: Source, request: Request) -> MegatronTarget:
-        """What the source allows.
+        """Make the target for a source.
 
         Raises:
-            FastshardError: ``FS514`` for a model that Megatron-LM does not have, ``FS209`` if a fact
-                that decides values is unknown, ``FS515`` for degrees that no run has.
+            FastshardError: ``FS514`` for a model that Megatron-LM does not support, ``FS209`` if a fact
+                that decides values is unknown, ``FS515`` for impossible degrees.
         """
         positive(request, TP, PP, MULTIPLE)
         tp, pp, multiple = request[TP], request[PP], request[MULTIPLE]
@@ -111,11 +111,11 @@ class MegatronTarget(TrainerTarget):
         return cls(source, name, tp, pp, multiple or _VOCAB_MULTIPLE, facts, model)
 
     def form(self) -> Form:
-        """The form of the result."""
+        """Return the form of the result."""
         return replace(super().form(), chunks=self.name == "megatron:torch_dist")
 
     def complete(self, bound: Bound) -> Completed:
-        """Files by rank, the tracker, and what the arguments had to assume."""
+        """Return the files of each rank, the tracker, and assumptions in the arguments."""
         layers = bound.axes["L"]
         if layers % self.pp:
             fits = ", ".join(str(n) for n in range(1, layers + 1) if layers % n == 0)
@@ -146,7 +146,7 @@ class MegatronTarget(TrainerTarget):
         return Completed(texts, findings, files, pointers=(_TRACKER,))
 
     def _stage(self, name: str, layer: int | None, layers: int) -> int:
-        """The pipeline stage that holds a tensor."""
+        """Return the pipeline stage of a tensor."""
         if layer is not None:
             return layer // (layers // self.pp)
         return 0 if name == _EMBEDDING else self.pp - 1
@@ -179,7 +179,7 @@ class MegatronTarget(TrainerTarget):
         return files
 
     def _chunks(self, bound: Bound, folder: str, common: dict[str, Any]) -> list[_core.PlacedFile]:
-        """One file per rank, ``common.pt``, and ``.metadata`` that says which chunk is where."""
+        """Return one file per rank, ``common.pt``, and ``.metadata`` with the place of each chunk."""
         layers, records = bound.axes["L"], Records(folder)
 
         def file(name: str, layer: int | None, rank: int) -> str:
@@ -209,7 +209,7 @@ class MegatronTarget(TrainerTarget):
         return [{"name": f"{folder}/common.pt", "content": {"torch_zip": tree(common)}}, *records.files()]
 
     def _args(self, bound: Bound) -> tuple[dict[str, Any], list[Finding]]:
-        """The model's arguments: the source's own, or those that its Hugging Face config tells of."""
+        """Return the model's arguments: the source's own, or those derived from its Hugging Face config."""
         findings: list[Finding] = []
         if self.model is None:
             args = megatron_args.plain(self.source.model.config or {})
@@ -236,7 +236,7 @@ class MegatronTarget(TrainerTarget):
 
 
 def _fused(inside: str) -> str:
-    """A tensor's name within its layer, with norms as parts of linear layers."""
+    """Return a tensor's name within its layer, with norms as parts of linear layers."""
     for norm, fused in _TE_NORMS.items():
         if inside.startswith(norm):
             return fused + inside.removeprefix(norm)
@@ -244,7 +244,7 @@ def _fused(inside: str) -> str:
 
 
 def _half(inside: str) -> tuple[str, int | None]:
-    """A name without the word for the half of a gated MLP that it is, and which half."""
+    """Split a name into the name without the half of a gated MLP, and the number of the half."""
     for number, word in enumerate((".gate", ".up")):
         if inside.endswith(word):
             return inside.removesuffix(word), number
@@ -252,12 +252,12 @@ def _half(inside: str) -> tuple[str, int | None]:
 
 
 def _inside(name: str, layer: int) -> str:
-    """A tensor's name within its layer."""
+    """Return a tensor's name within its layer."""
     return name.removeprefix(f"{_LAYERS}{layer}.")
 
 
 def _ordered(tensors: Mapping[str, Drafted]) -> list[tuple[str, Drafted]]:
-    """Embedding, layers by number, final norm, head: as a model's state dict has them."""
+    """Sort tensors as in a model's state dict: embedding, layers by number, final norm, head."""
 
     def place(one: tuple[str, Drafted]) -> tuple[int, int, str]:
         name, layer = one[0], one[1].layer

@@ -11,7 +11,10 @@ from .pickle_tree import Global
 
 
 def plain(args: dict[str, Any]) -> dict[str, Any]:
-    """Those arguments of a source that are plain values: objects of its classes are not pickled again."""
+    """Return the arguments of a source that are plain values.
+
+    Objects of its classes are not pickled again.
+    """
 
     def is_plain(value: Any) -> bool:
         if isinstance(value, (list, tuple)):
@@ -22,7 +25,7 @@ def plain(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_dtype(dtype: str | None) -> dict[str, Any]:
-    """Arguments that name the precision of the weights, by its torch name."""
+    """Return the arguments that state the precision of the weights, by its torch name."""
     if dtype not in ("bfloat16", "float16", "float32"):
         return {}
     return {"params_dtype": Global("torch", dtype), "bf16": dtype == "bfloat16", "fp16": dtype == "float16"}

@@ -22,14 +22,13 @@ _WORD = compile_when_used(r"\w{1,96}")
 
 
 def has_card(source: Source) -> bool:
-    """True if the checkpoint has a model card: where it goes along, and where it lies beside the weights
-    alone."""
+    """Return True if the checkpoint has a model card, which may lie next to weights only."""
     own = [folder for folder in source.files.folders if folder.beside is None or folder.beside.is_file()]
     return sidecar_files.first(own, CARD_NAME) is not None
 
 
 def drafted(source: Source, config: Mapping[str, Any], bound: Bound) -> str:
-    """The draft of a card. The same checkpoint gives the same bytes: it has no date, no host and no path.
+    """Draft a model card, which is the same bytes for the same checkpoint: no date, host or path.
 
     Args:
         source: the declaration of the checkpoint.
@@ -64,14 +63,14 @@ def drafted(source: Source, config: Mapping[str, Any], bound: Bound) -> str:
 
 
 def _architecture(config: Mapping[str, Any]) -> str | None:
-    """The class of transformers that the config names."""
+    """Return the transformers class that the config names."""
     named = config.get("architectures")
     one = named[0] if isinstance(named, list) and named else None
     return one if isinstance(one, str) and _WORD.fullmatch(one) else None
 
 
 def _origin(source: Source) -> str:
-    """The framework that wrote the checkpoint, and over how many ranks."""
+    """Describe the framework that wrote the checkpoint, and its number of ranks."""
     degrees = {**source.binding.other_degrees, **source.binding.degrees}
     ranks = [
         f"{name} {degree}" for name, degree in sorted(degrees.items()) if degree > 1 and _WORD.fullmatch(name)
@@ -81,7 +80,7 @@ def _origin(source: Source) -> str:
 
 
 def _base(config: Mapping[str, Any]) -> str | None:
-    """The repository that the config was loaded from, where it says one."""
+    """Return the repository that the config states as its origin, if any."""
     path = config.get("_name_or_path")
     if not isinstance(path, str) or not _REPOSITORY.fullmatch(path):
         return None

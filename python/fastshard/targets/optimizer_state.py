@@ -69,15 +69,15 @@ class State:
 
 
 def carried(source: Source, outputs: Mapping[str, Any], made_of: Mapping[str, Iterable[str]]) -> State:
-    """The state that goes along.
+    """Return the optimizer state to convert.
 
     Args:
         source: the source, with its slots.
-        outputs: the draft's tensors by name, with shapes (``whole``) of all.
-        made_of: the stored tensors that each is made of.
+        outputs: the draft's tensors by name, with their full shapes (``whole``).
+        made_of: the stored tensors from which each output is computed.
 
     Raises:
-        FastshardError: ``FS514`` for state that no target has a place for.
+        FastshardError: ``FS514`` for state that no target supports.
     """
     known = sorted({group.slot for group in source.files.assembled if group.slot is not None})
     if known != list(ADAM):
@@ -136,10 +136,10 @@ def carried(source: Source, outputs: Mapping[str, Any], made_of: Mapping[str, It
 
 
 def _of_groups(state: State, source: Source) -> list[Finding]:
-    """What the groups leave open.
+    """Report hyperparameters that the groups do not state.
 
     Raises:
-        FastshardError: ``FS514`` for hyperparameters that are no numbers.
+        FastshardError: ``FS514`` for hyperparameters that are not numbers.
     """
     findings: list[Finding] = []
     for given, _ in state.groups or ():
@@ -189,10 +189,10 @@ def _of_groups(state: State, source: Source) -> list[Finding]:
 
 
 def _step(source: Source) -> int | None:
-    """The one step that all parameters are at.
+    """Return the common step of all parameters.
 
     Raises:
-        FastshardError: ``FS514`` if they are at several.
+        FastshardError: ``FS514`` if their steps differ.
     """
     counts = [step for steps in source.optimizer.steps.values() for step in steps]
     # Fused optimizers count by group.
@@ -218,7 +218,7 @@ def _groups(
     made_of: Mapping[str, Iterable[str]],
     findings: list[Finding],
 ) -> list[tuple[dict[str, Any], list[str]]] | None:
-    """Each group's weights: those whose moments are made of the group's parameters."""
+    """Return each group's weights: those whose moments come from the group's parameters."""
     groups = source.optimizer.groups
     if groups is None:
         findings.append(

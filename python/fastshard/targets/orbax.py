@@ -59,7 +59,7 @@ class OrbaxTarget(Target):
 
     @classmethod
     def of(cls, source: Source, request: Request) -> OrbaxTarget:
-        """The same tensors as the source's, under the same names."""
+        """Make the target, with the tensors and names of the source."""
         tree, zarr2 = source.tree, request[ZARR2]
         return cls(
             step=_step(source.step),
@@ -74,11 +74,11 @@ class OrbaxTarget(Target):
         )
 
     def form(self) -> Form:
-        """The form of the result."""
+        """Return the form of the result."""
         return Form(self.name)
 
     def complete(self, bound: Bound) -> Completed:
-        """The store with its chunks, and the texts around it."""
+        """Return the store with its chunks, and the text files around it."""
         arrays = []
         for name, tensor in bound.tensors.items():
             items = math.prod(tensor.shape)
@@ -96,7 +96,7 @@ class OrbaxTarget(Target):
         return Completed(self.texts(shapes, arrays), self._changed(shapes), [store], constants=self.counters)
 
     def _distinct(self, names: list[str]) -> None:
-        """Refuses a name that is a folder of another's: the tree cannot hold both."""
+        """Refuse a name that is also the parent of another name: the tree cannot contain both."""
         places = {name: tuple(str(k["key"]) for k in self._keys(name)) for name in names}
         taken = set(places.values())
         for name, place in places.items():
@@ -116,7 +116,7 @@ class OrbaxTarget(Target):
         return self.keys.get(name) or [{"key": k, "key_type": DICT_KEY} for k in name.split(".")]
 
     def _writable(self, dtypes: dict[str, str]) -> None:
-        """Refuses what the store cannot hold: other dtypes, and lists of which a part was left out."""
+        """Refuse dtypes that the store does not support, and incomplete lists."""
         for name, dtype in dtypes.items():
             if dtype not in ARRAY_DTYPES:
                 raise FastshardError.of(
@@ -141,7 +141,7 @@ class OrbaxTarget(Target):
             )
 
     def _changed(self, shapes: dict[str, list[int]]) -> list[Finding]:
-        """Entries that Orbax will restore as something else."""
+        """Report entries that Orbax will restore as another type."""
         keys = [n for n in shapes if self.types.get(n) == "jax.random.key"]
         return (
             [
@@ -158,7 +158,7 @@ class OrbaxTarget(Target):
         )
 
     def texts(self, shapes: dict[str, list[int]], arrays: list[tuple[str, str, list[int]]]) -> dict[str, str]:
-        """Small files, by path.
+        """Return the small text files, by path.
 
         source: orbax/checkpoint/_src/metadata/{checkpoint,tree,array_metadata_store}.py; measured with 0.12.8
         """
@@ -212,8 +212,10 @@ class OrbaxTarget(Target):
 
 
 def block_of(shape: list[int], item: int, limit: int = BLOCK_BYTES) -> list[int]:
-    """Extent of a chunk: a run of C-ordered elements of at most ``limit`` bytes, in equal parts where that is
-    near."""
+    """Return the extent of a chunk: a run of C-ordered elements of at most ``limit`` bytes.
+
+    The chunks are equal if a divisor of the extent is close to that size.
+    """
     block = [max(1, n) for n in shape]
     for dim, n in enumerate(block):
         row = math.prod(block[dim + 1 :]) * item
@@ -231,11 +233,11 @@ def block_of(shape: list[int], item: int, limit: int = BLOCK_BYTES) -> list[int]
 
 
 def _path(keys: list[dict[str, Any]]) -> str:
-    """Orbax's key for an entry of the tree: the tuple of its keys, as Python prints it."""
+    """Return Orbax's key of a tree entry: the tuple of its keys, as Python prints it."""
     return str(tuple(str(k["key"]) for k in keys))
 
 
 def _step(name: str | None) -> str:
-    """The step's number: what Orbax's CheckpointManager calls its folder."""
+    """Return the step's number, which Orbax's CheckpointManager uses as the folder's name."""
     digits = "".join(c for c in (name or "").rpartition("_")[2] if c.isdigit())
     return str(int(digits)) if digits else "0"

@@ -22,7 +22,7 @@ class Size(tuple[int, ...]):
 
 @dataclass(frozen=True)
 class Global:
-    """What a module calls by a name: a dtype, a class."""
+    """A dtype or a class, by module and name."""
 
     module: str
     name: str
@@ -38,10 +38,10 @@ class Object:
 
 
 def tree(value: Any) -> Any:
-    """The core's form of a plain value with :class:`TensorOf` leaves.
+    """Convert a plain value with :class:`TensorOf` leaves into the core's form.
 
     Raises:
-        TypeError: for a value that a torch file of ours cannot hold.
+        TypeError: for a value that fastshard cannot write into a torch file.
     """
     if value is None:
         return "none"

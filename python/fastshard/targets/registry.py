@@ -77,16 +77,16 @@ _ALSO_CALLED = {
 
 
 def keeps_all(to: str | None) -> bool:
-    """True for a merge, and for targets that keep names and shapes as a merge does, in another container."""
+    """Return True for a merge, and for targets that keep all names and shapes like a merge."""
     return to is None or TARGETS[to].is_container
 
 
 def check(request: Request) -> None:
-    """Whether there is such a target, and whether it takes these options.
+    """Check that the target exists and supports these options.
 
     Raises:
-        FastshardError: ``FS514`` for degrees and state that are not written, ``FS515`` for names
-            that nobody knows and options that do not fit.
+        FastshardError: ``FS514`` for degrees and state that the target cannot write, ``FS515`` for unknown
+            names and options that do not apply.
     """
     to = request.to
     if to is not None and to not in TARGETS:
@@ -130,11 +130,11 @@ def check(request: Request) -> None:
 
 
 def target_of(source: Source, request: Request) -> Target:
-    """The target for a source.
+    """Make the target for a source.
 
     Raises:
-        FastshardError: ``FS514`` for a model that the target does not have, ``FS209`` if a fact that
-            decides values is unknown, ``FS515`` for degrees that no run has.
+        FastshardError: ``FS514`` for a model that the target does not support, ``FS209`` if a fact that
+            decides values is unknown, ``FS515`` for impossible degrees.
     """
     to = str(request.to)
     target, headless = TARGETS[to], source.model.headless

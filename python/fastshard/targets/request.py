@@ -74,12 +74,12 @@ class Request:
         return bool(self.include or self.exclude)
 
     def wants(self, name: str) -> bool:
-        """True for a tensor that is asked for, by its name in the result."""
+        """Return True if the caller wants a tensor, by its name in the result."""
         taken = not self.include or any(fnmatchcase(name, pattern) for pattern in self.include)
         return taken and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def list_changed(self) -> list[Option]:
-        """Options of targets that have another value than their default."""
+        """List the target options with a value other than the default."""
         return [option for option in OPTIONS if self[option] != option.default]
 
 

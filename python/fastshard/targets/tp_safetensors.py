@@ -34,10 +34,10 @@ class TpTarget(Target):
 
     @classmethod
     def of(cls, source: Source, request: Request) -> TpTarget:
-        """What the source allows.
+        """Make the target for a source.
 
         Raises:
-            FastshardError: as :meth:`.HfTarget.of`, and ``FS515`` for degrees that no run has.
+            FastshardError: as :meth:`.HfTarget.of`, and ``FS515`` for impossible degrees.
         """
         positive(request, TP, MULTIPLE)
         tp = request[TP]
@@ -51,12 +51,12 @@ class TpTarget(Target):
         return self.whole.keeps_names
 
     def form(self) -> Form:
-        """The form of the result."""
+        """Return the form of the result."""
         padded = self.multiple * self.tp
         return replace(self.whole.form(), name=self.name, degrees={"tp": self.tp}, pad_multiple=padded)
 
     def complete(self, bound: Bound) -> Completed:
-        """One file per rank; ``layout.json`` says how each tensor is divided."""
+        """Return one file per rank, and ``layout.json`` with the division of each tensor."""
         whole = self.whole.complete(bound)
         names = sorted(bound.tensors)
         files: list[_core.PlacedFile] = [
@@ -80,11 +80,10 @@ class TpTarget(Target):
 
 
 def _divided(name: str, tensor: Drafted) -> int | dict[str, Any] | None:
-    """How ``layout.json`` says that a tensor is divided: along a dimension, or along one of a fused tensor's
-    parts.
+    """Return how ``layout.json`` states a tensor's division: a dimension, or one and a fused tensor's parts.
 
     Raises:
-        FastshardError: ``FS514`` where ranks do not hold equal shares.
+        FastshardError: ``FS514`` if the ranks' shards are not equal.
     """
     if tensor.cuts is None or len(tensor.cuts) > 1:
         raise FastshardError.of(
