@@ -22,10 +22,10 @@ CopiedFile = tuple[str, str, str | None]
 
 
 def along(plan: Plan, tokenizer: Tokenizer | None, *, given: bool) -> list[tuple[str, str]]:
-    """Files that go along with the result: (name, path).
+    """List the files to copy along with the result: (name, path).
 
     Raises:
-        FastshardError: ``FS601`` if one of these names is no regular file's.
+        FastshardError: ``FS601`` if one of them is not a regular file.
     """
     source, merged = plan.source, plan.target == "merge"
     if merged and not source.model.hf_names:
@@ -45,17 +45,18 @@ def along(plan: Plan, tokenizer: Tokenizer | None, *, given: bool) -> list[tuple
 
 
 def hash_copies(copies: Iterable[tuple[str, str]], folders: Iterable[Folder]) -> list[CopiedFile]:
-    """Hashes files that go along, by the same rule for links by which they were chosen: what is copied has
-    these bytes.
+    """Hash the files to copy, by the same rule for links by which they were chosen.
+
+    The copies have these bytes.
 
     Args:
         copies: files by name.
-        folders: where they were looked for; a file in none of them is the user's choice, wherever its path
-            leads.
+        folders: folders that were searched for them. A file in none of them is the user's choice, wherever
+            its path leads.
 
     Raises:
-        FastshardError: ``FS506`` if one is another file than when it was read, ``FS603`` for a link that
-            leaves its folder by now; what opening it raises.
+        FastshardError: ``FS506`` if a file has changed since it was read, ``FS603`` for a link that now
+            leaves its folder; other codes if a file cannot be opened.
     """
     nearest = sorted(folders, key=lambda folder: len(folder.path.parts), reverse=True)
     hashed: list[CopiedFile] = []
@@ -67,12 +68,11 @@ def hash_copies(copies: Iterable[tuple[str, str]], folders: Iterable[Folder]) ->
 
 
 def find_left_out(checkpoint: Checkpoint, copies: Iterable[tuple[str, str]]) -> list[str]:
-    """Lists files of the checkpoint's folder and of those in it that a result takes nothing of, relative to
-    their root.
+    """List files in the checkpoint's folders that the result does not use, relative to their root.
 
     Args:
         checkpoint: the source.
-        copies: files that go along, by name.
+        copies: files that are copied, by name.
     """
     opened, listing = checkpoint.opened, checkpoint.listing
     if listing.single:
@@ -96,8 +96,10 @@ def find_left_out(checkpoint: Checkpoint, copies: Iterable[tuple[str, str]]) -> 
 
 
 def from_above(plan: Plan, copies: Iterable[tuple[str, str]], given: Container[str]) -> dict[str, str]:
-    """What a result has from a folder above the checkpoint, and was not ``given``; a config.json that was
-    made of one there too."""
+    """Return files of the result from a folder above the checkpoint that the caller did not pass.
+
+    A config.json computed from one there is part of the result too.
+    """
     paths = {name: Path(path) for name, path in copies if name not in given}
     config_file = plan.source.model.config_file
     if config_file is not None and "config.json" in plan.texts:

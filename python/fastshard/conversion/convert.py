@@ -123,7 +123,7 @@ def plan(
 
 
 def _plan_result(checkpoint: Checkpoint, request: Request) -> Plan:
-    """Plan a result, with a warning for companion files that lie where anybody may have put them."""
+    """Plan a result, with a warning for companion files in folders that anybody may write to."""
     plan = to_be_written(make_plan(with_promised(checkpoint.opened, for_hf=request.to == "hf"), request))
     plan.findings += checkpoint.opened.gate.evaluate(adapter_factors.find_lacking(checkpoint.opened))
     plan.findings += checkpoint.opened.gate.evaluate(find_ids_beyond(plan, request.tokenizer))
@@ -141,10 +141,10 @@ def _plan_result(checkpoint: Checkpoint, request: Request) -> Plan:
 def _words(
     given: StrPath | None, source: Declared, to: str | None, vocab_size: int | None
 ) -> Tokenizer | None:
-    """The tokenizer given, else the one beside a source.
+    """Return the tokenizer that the caller passed, or else the one next to a source.
 
     Raises:
-        FastshardError: what is wrong with it, if anything of it decides or goes along.
+        FastshardError: if the tokenizer is invalid and the result depends on it or includes it.
     """
     try:
         return tokenizers.find(given, source.files.folders)
@@ -283,7 +283,7 @@ class Job:
     left_out: list[str]
 
     def set_up(self, request: WriteRequest) -> WriteSettings:
-        """Sets up a write, as the core takes it."""
+        """Return the settings of a write, as the core takes them."""
         return {
             "threads": self.run["threads"],
             "memory": self.run["memory"],
@@ -295,7 +295,7 @@ class Job:
         }
 
     def manifest(self, written: tuple[str, list[Finding]]) -> Manifest:
-        """The manifest of what the core has written."""
+        """Make the manifest of the core's output."""
         document, found = written
         manifest = Manifest.written(document, [*self.findings, *found])
         manifest.left_out = self.left_out
@@ -313,11 +313,12 @@ def prepared(
     bar: Progress,
     share: tuple[int, int] | None,
 ) -> Job:
-    """Opens, plans, and compares part ``share`` (n of t) of the source with what is expected, nothing if
-    None; the other arguments are those of :func:`convert`.
+    """Open and plan, and compare part ``share`` (n of t) of the source with what the caller expects.
+
+    The function compares nothing if ``share`` is None. The other arguments are those of :func:`convert`.
 
     Raises:
-        FastshardError: with all findings that keep the result from being made.
+        FastshardError: with all findings that prevent the result.
     """
     expected, checkpoint, plan, words = planned(source, to, expect, tokenizer, options)
     if "part" in accepted_before(checkpoint.roots) and "part" not in options.get("accept", ()):
@@ -353,8 +354,10 @@ def prepared(
 
 
 def _part_before(checkpoint: Checkpoint) -> Finding:
-    """That the checkpoint was made of a part of another one, which whoever made it accepted and nobody has
-    here."""
+    """Make the finding that the checkpoint was converted from a part of another one.
+
+    The writer accepted the part by name, and this caller has not.
+    """
     return Finding.of(
         codes.PART,
         "the checkpoint was made of a part of another one, by its own manifest",
@@ -365,7 +368,7 @@ def _part_before(checkpoint: Checkpoint) -> Finding:
 
 
 def _find_array_writer(plan: Plan) -> Any:
-    """Returns what writes the arrays of a plan; None for one that has none."""
+    """Return the writer of a plan's arrays; None if it has none."""
     if not plan.writes_arrays:
         return None
     from ..zarr import array_writer
@@ -381,7 +384,7 @@ def compared(
     bar: Progress,
     share: tuple[int, int],
 ) -> list[Finding]:
-    """Compares part ``share`` (n of t) of a source with the manifests that tell of it.
+    """Compare part ``share`` (n of t) of a source with the manifests about it.
 
     Raises:
         FastshardError: with all findings, if they differ.
@@ -400,8 +403,10 @@ def planned(
     tokenizer: StrPath | None,
     options: Mapping[str, Any],
 ) -> tuple[Expected, Checkpoint, Plan, Tokenizer | None]:
-    """What is expected of a source, the source, what is to be made of it, and its tokenizer; the arguments
-    are those of :func:`convert`."""
+    """Return what a caller expects of a source, the source, the plan, and the tokenizer.
+
+    The arguments are those of :func:`convert`.
+    """
     planning: dict[str, Any] = {k: v for k, v in options.items() if k in PLANNING}
     expected = expected_by(expect)
     opening = expected.opening(
@@ -414,9 +419,11 @@ def planned(
 
 
 def _left(out: StrPath) -> set[str] | None:
-    """The fates of what runs have left: ``complete`` where a result is still to be published, or published
-    and to be cleaned up after, ``removed`` for what nobody needs. None where one cannot look: why is told by
-    the run itself."""
+    """Return the fates of the remains of earlier runs; None if they cannot be listed.
+
+    ``complete`` means a result that is still to be published, or whose run is still to be cleaned up after;
+    ``removed`` means files that no run needs. If they cannot be listed, the run itself reports why.
+    """
     try:
         found = _core.collect(os.fspath(out), None, 0.0, True)
     except _core.CoreError:
@@ -433,9 +440,14 @@ def _done(
     options: Mapping[str, Any],
     own_digest: Callable[[], str] | None,
 ) -> Manifest | None:
-    """The manifest of a result of the same plan that several processes have published: a rank that comes late
-    has nothing to do. One that has a part of the sources alone is known by what it was ``asked`` for, and
-    what it has."""
+    """Return the manifest of a result that several processes have published by the same plan.
+
+    A late rank then has nothing to do. A rank that has only a part of the sources finds its result by the
+    digest of its request and files (``asked``). The function returns None if there is no such result.
+
+    A late rank then has nothing to do. A rank that has only a part of the sources finds its result by the
+    digest of its request and files (``asked``).
+    """
     path = Path(out) / MANIFEST_NAME
     if not path.is_file():
         return None
@@ -473,7 +485,7 @@ def get_last_outcome() -> list[Finding]:
 
 @contextlib.contextmanager
 def carrying(core: _core.Plan) -> Iterator[None]:
-    """Errors of the core as exceptions; any other takes with it what the plan's ``write`` came to."""
+    """Convert errors of the core into exceptions; attach the plan's findings to any other exception."""
     global _latest
     _latest = core
     try:

@@ -110,7 +110,7 @@ _SHAPES = {"gpt_neox": _gpt_neox, "llama": _llama}
 
 
 def tensors(model: str) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Names and float32 values of a model, as Hugging Face names them: norms near 1, all else near 0."""
+    """Yield names and float32 values of a model, as Hugging Face names them: norms near 1, others near 0."""
     random = np.random.default_rng(0)
     for name, shape in _SHAPES[model](CONFIGS[model]):
         value = random.standard_normal(shape, dtype=np.float32) * np.float32(0.02)
@@ -119,16 +119,16 @@ def tensors(model: str) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
 
 
 def make(model: str, out: StrPath, to: str = "hf", **options: Any) -> None:
-    """Writes a small checkpoint of a model.
+    """Write a small checkpoint of a model.
 
     Args:
         model: a key of :data:`CONFIGS`.
         out: a new or an empty directory.
-        to: in whose form, as :func:`fastshard.convert` takes it.
-        options: further ones of :func:`fastshard.convert`, e.g. ``tp=2``.
+        to: target format, as :func:`fastshard.convert` takes it.
+        options: further options of :func:`fastshard.convert`, e.g. ``tp=2``.
 
     Raises:
-        FastshardError: what keeps it from being written.
+        FastshardError: if the checkpoint cannot be written.
     """
     with tempfile.TemporaryDirectory() as folder:
         plain = out if to == "hf" else Path(folder) / model
@@ -141,7 +141,7 @@ def make(model: str, out: StrPath, to: str = "hf", **options: Any) -> None:
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m fastshard.examples",
         description="Writes a small checkpoint with random weights to try fastshard on.",

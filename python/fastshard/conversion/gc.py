@@ -31,7 +31,7 @@ class StoredResult:
 
 @dataclass(frozen=True)
 class Leaving:
-    """What an earlier run left at a destination."""
+    """The remains of an earlier run at a destination."""
 
     path: str
     #: Id of the run; None if nothing says it.
@@ -75,7 +75,7 @@ def gc(
 
 
 def _stored(out: str, results: Sequence[tuple[str, str, bool]]) -> tuple[StoredResult, ...]:
-    """Results, the newer one first, each with a command that moves it to a place of its own."""
+    """Return results, the newer one first, each with a command that moves it to a free path."""
     taken: set[str] = set()
     stored = []
     for path, version, complete in sorted(results, key=lambda result: result[1]):

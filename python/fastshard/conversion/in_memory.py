@@ -81,7 +81,7 @@ class View(Tensors):
 
     @property
     def not_proven(self) -> list[str]:
-        """What is not proven of the tensors, a line each; shorter once :meth:`verify` has read everything."""
+        """Statements that are not proven about the tensors, a line each; fewer after :meth:`verify`."""
         lines = not_proven(self._found)
         if self._verified:
             return lines
@@ -143,10 +143,10 @@ def view(
     tokenizer: StrPath | None,
     options: Mapping[str, Any],
 ) -> View:
-    """A conversion in memory; see :func:`fastshard.open`.
+    """Open a conversion in memory; see :func:`fastshard.open`.
 
     Raises:
-        FastshardError: with all findings that keep a conversion from being begun.
+        FastshardError: with all findings that prevent a conversion.
     """
     expected, checkpoint, plan, words = planned(source, to, expect, tokenizer, options)
     raise_errors(plan.findings)

@@ -108,10 +108,10 @@ def _view(paths: tuple[Any, ...], options: Any) -> View:
 
 
 def _class(transformers: Any, config: dict[str, Any]) -> Any:
-    """The class that a config names.
+    """Return the class that a config names.
 
     Raises:
-        FastshardError: ``FS514`` if transformers has none of the name.
+        FastshardError: ``FS514`` if transformers has no such class.
     """
     names = config.get("architectures") or []
     kind = getattr(transformers, str(names[0]), None) if names else None
@@ -128,7 +128,7 @@ def _class(transformers: Any, config: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _bar(shown: bool) -> Iterator[None]:
-    """With or without the bar that transformers draws."""
+    """Show or hide the progress bar that transformers draws."""
     from transformers.utils import logging as transformers_logging
 
     logging: Any = transformers_logging
@@ -143,7 +143,7 @@ def _bar(shown: bool) -> Iterator[None]:
 
 
 def _tell_of_rounding(view: View) -> None:
-    """Warns of tensors that are stored wider than the model will have them."""
+    """Warn of tensors that are stored in a wider dtype than the model will have."""
     sizes = {dtype: item_size(dtype) for dtype in TORCH_FLOATS}
     main = next((size for dtype, size in sizes.items() if TORCH_FLOATS[dtype] == view.plan.main_dtype), 8)
     wider = [name for name, tensor in view.items() if sizes.get(tensor.dtype, 0) > main]
@@ -157,7 +157,7 @@ def _tell_of_rounding(view: View) -> None:
 
 
 def _judge(info: dict[str, Any]) -> None:
-    """Refuses a model that is not all of the checkpoint, or has more than it: such weights would be random.
+    """Refuse a model whose tensors differ from the checkpoint's: missing weights would be random.
 
     Raises:
         FastshardError: ``FS102``, ``FS108`` or ``FS201``.

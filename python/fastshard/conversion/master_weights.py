@@ -261,7 +261,10 @@ def _indices(checkpoint: Checkpoint, paths: set[str]) -> set[int]:
 def _files(
     checkpoint: Checkpoint, optimizer: Optimizer, drop_optimizer: bool
 ) -> tuple[list[dict[str, Any]], dict[str, str], list[tuple[str, str]], list[Finding]]:
-    """Files of the result: those of the catalog, tracker texts, and plain copies; and what is left behind."""
+    """Return the files of the result: those of the catalog, tracker texts, and copies; and findings.
+
+    The findings report files that are left out.
+    """
     state = {s.file: s for s in optimizer.state_files}
     files: list[dict[str, Any]] = []
     taken: set[str] = {MANIFEST_NAME}
@@ -305,7 +308,7 @@ def _files(
 
 
 def _belongs(file: File, folders: set[tuple[int, str]]) -> bool:
-    """True for files beside or below the step's files, and above them in the same branch."""
+    """Return True for files next to, below or above the step's files, in the same branch."""
 
     def below(inner: str, outer: str) -> bool:
         return outer == "" or inner == outer or inner.startswith(outer + "/")

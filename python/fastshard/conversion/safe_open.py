@@ -38,15 +38,18 @@ class Slice:
         self._device = device
 
     def get_shape(self) -> list[int]:
-        """Shape of the whole tensor."""
+        """Return the shape of the full tensor."""
         return self._tensor.get_shape()
 
     def get_dtype(self) -> str:
-        """Element type, as safetensors names it."""
+        """Return the dtype, as safetensors names it."""
         return self._tensor.get_dtype()
 
     def __getitem__(self, key: Any) -> Any:
-        """A part of the tensor, in the framework's terms. Rows along the first dimension are read alone."""
+        """Read a part of the tensor, as a value of the framework.
+
+        Rows along the first dimension are read without the others.
+        """
         if self._framework == "numpy":
             return self._tensor[key]
         if self._framework == "jax":

@@ -113,13 +113,13 @@ class Writer:
         return self
 
     def __setitem__(self, name: str, array: Any) -> None:
-        """Writes a tensor: a numpy array, a torch tensor, or a :class:`~fastshard.Tensor`.
+        """Write a tensor: a numpy array, a torch tensor, or a :class:`~fastshard.Tensor`.
 
-        Its bytes are read once: what is hashed is what is written, though another thread may change them.
+        The writer reads the bytes once, so that it hashes what it writes even if another thread changes them.
 
         Raises:
-            FastshardError: if it is not expected, or of another dtype or shape than expected; ``FS514``
-                if safetensors cannot hold it, or its name is too long for a header.
+            FastshardError: if the tensor is unexpected, or if its dtype or shape is; ``FS514`` if safetensors
+                cannot store it, or if its name is too long for a header.
         """
         dtype, shape, data = _raw(name, array)
         if self._expected is not None:
@@ -181,8 +181,7 @@ class Writer:
         self.manifest = Manifest.written(document, [*downloaded, *findings])
 
     def _find_damaged_downloads(self) -> list[Finding]:
-        """Finds files of the expected checkpoint that are not what was downloaded, or that nobody has
-        compared."""
+        """Find files of the expected checkpoint that differ from the download or that nobody has compared."""
         # A script that expects no checkpoint needs none of this.
         from ..checkpoint.checkpoint import Checkpoint
         from .in_memory import View
@@ -196,10 +195,10 @@ class Writer:
             return downloaded_files.compare_download(checkpoint, (1, 1), thread_count(None), bar)
 
     def _companions(self) -> tuple[dict[str, str], list[companion_files.CopiedFile]]:
-        """The small files of the result: texts by name, and copies.
+        """Return the small files of the result: texts by name, and copies.
 
         Raises:
-            FastshardError: ``FS603``, ``FS601`` for what is wrong with those of the checkpoint.
+            FastshardError: ``FS603``, ``FS601`` if those of the checkpoint are unsafe to read.
         """
         texts: dict[str, str] = {}
         copies: list[tuple[str, str]] = []
@@ -217,7 +216,7 @@ class Writer:
         )
 
     def _resized(self) -> str | None:
-        """What to do about a tensor of another shape, where the config of a checkpoint goes along."""
+        """Return advice about a tensor of another shape, if the checkpoint's config is written along."""
         if self._like is None:
             return None
         return (
@@ -227,7 +226,7 @@ class Writer:
         )
 
     def _abandon(self) -> list[Finding]:
-        """Removes what was written; what keeps it from being removed must not hide why it should be."""
+        """Remove the written files; a failure to remove them does not hide the original error."""
         try:
             self._core.abort()
         except _core.CoreError as error:
@@ -236,10 +235,10 @@ class Writer:
 
 
 def _accepted(accept: Iterable[str]) -> tuple[str, ...]:
-    """What is accepted.
+    """Check and return the accepted words.
 
     Raises:
-        FastshardError: ``FS515`` for another word than ``non-finite``.
+        FastshardError: ``FS515`` for any word except ``non-finite``.
     """
     words = (accept,) if isinstance(accept, str) else tuple(accept)
     for word in words:
@@ -249,10 +248,10 @@ def _accepted(accept: Iterable[str]) -> tuple[str, ...]:
 
 
 def _expected(given: Any) -> dict[str, Wanted]:
-    """What each name must be, by any of the forms that it may be given in.
+    """Return the expected dtype and shape of each name, from any of the supported forms.
 
     Raises:
-        FastshardError: ``FS515`` for what is none of them.
+        FastshardError: ``FS515`` for an unsupported form.
     """
     if isinstance(given, (str, bytes)):
         raise option_checks.refused("expected", "names, or a dict", given)
@@ -270,8 +269,10 @@ def _expected(given: Any) -> dict[str, Wanted]:
 
 
 def _bytes_of(expected: Mapping[str, Wanted]) -> int:
-    """Bytes that are known to come, for the disk to have room for them; of an unknown dtype one for each
-    element."""
+    """Return the known number of bytes to come, to check the free disk space.
+
+    An element of an unknown dtype counts as one byte.
+    """
     known = (
         math.prod(shape) * (item_size(dtype) if dtype else 1) for dtype, shape in expected.values() if shape
     )
@@ -305,10 +306,10 @@ def _wanted(name: str, value: Any) -> Wanted:
 
 
 def _raw(name: str, array: Any) -> tuple[str, tuple[int, ...], Bytes]:
-    """dtype, shape and C-ordered little-endian bytes of anything array-like, copied once at most.
+    """Return dtype, shape and C-ordered little-endian bytes of anything array-like, copied at most once.
 
     Raises:
-        FastshardError: ``FS514`` for a dtype that safetensors does not have, and for what is no whole
+        FastshardError: ``FS514`` for a dtype that safetensors does not have, and for anything except a full
             array of values (sparse, masked, a rank's part, without memory).
     """
     torch = sys.modules.get("torch")

@@ -121,10 +121,10 @@ def attest(
 
 
 def _target(root: Path, out: StrPath | None) -> Path:
-    """Where the statement goes.
+    """Return the path at which to write the statement.
 
     Raises:
-        FastshardError: ``FS504`` if something else is there.
+        FastshardError: ``FS504`` if another file has that path.
     """
     target = safe_files.replaceable(out if out is not None else root / STATEMENT_NAME)
     if safe_files.is_file(target) and target.stat().st_size and not _is_statement(target):
@@ -138,7 +138,7 @@ def _target(root: Path, out: StrPath | None) -> Path:
 
 
 def _is_statement(path: Path) -> bool:
-    """True for a statement of this kind; a text that speaks of one is none."""
+    """Return True for a statement of this kind; a text that mentions one is not a statement."""
     found = json_text.object_in(safe_files.read_bytes(path, 1 << 30, code=codes.OUT_EXISTS))
     return found.get("_type") == _STATEMENT and found.get("predicateType") == PREDICATE
 
@@ -155,7 +155,7 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 
 def _digests(files: dict[str, Path], threads: int, progress: Report) -> dict[str, str]:
-    """Hashes files with SHA-256 on several threads: hashing lets go of the interpreter."""
+    """Hash files with SHA-256 on several threads; hashing releases the interpreter's lock."""
     done, total, digests = 0, sum(path.stat().st_size for path in files.values()), {}
     with Progress(progress) as bar, stoppable_pool(threads) as (pool, is_stopped):
         report = bar.phase("SHA-256")

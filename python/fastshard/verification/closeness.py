@@ -20,7 +20,7 @@ _CHUNK = 16 << 20
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far elements may lie apart: ``|a - b| <= atol + rtol * |b|``, as numpy and torch take it."""
+    """The allowed distance of elements: ``|a - b| <= atol + rtol * |b|``, as in numpy and torch."""
 
     atol: float = 0.0
     rtol: float = 0.0
@@ -37,7 +37,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far two tensors lie apart. Of complex numbers it is the distance of the two."""
+    """The distance of two tensors. For complex numbers it is the distance of the two numbers."""
 
     #: Elements that differ, and those that lie farther apart than is tolerated.
     differing: int
@@ -53,7 +53,7 @@ class Distance:
 
 
 def distance(x: Tensor, y: Tensor, tolerance: Tolerance) -> Distance:
-    """Compares two tensors of one shape, some rows at a time."""
+    """Compare two tensors of the same shape, some rows at a time."""
     import numpy as np
 
     rows = x.shape[0] if x.shape else 1
@@ -88,7 +88,7 @@ def distance(x: Tensor, y: Tensor, tolerance: Tolerance) -> Distance:
 
 
 def _wide(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Both in the widest type of numbers."""
+    """Convert both arrays to the widest type of numbers."""
     import numpy as np
 
     wide = np.complex128 if np.iscomplexobj(a) or np.iscomplexobj(b) else np.float64
@@ -98,8 +98,11 @@ def _wide(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]
 def _apart(
     a: NDArray[Any], b: NDArray[Any], p: NDArray[Any], q: NDArray[Any]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Where two arrays of numbers differ, and by how much: integers exactly, complex numbers by their
-    distance; ``p`` and ``q`` are both in the widest type."""
+    """Return where two arrays of numbers differ, and by how much.
+
+    Integers are compared exactly, complex numbers by their distance; ``p`` and ``q`` are both in the widest
+    type.
+    """
     import numpy as np
 
     if a.dtype.kind in "iu" and b.dtype.kind in "iu":

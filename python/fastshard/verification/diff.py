@@ -63,7 +63,7 @@ class Difference:
 
     @property
     def zeros(self) -> str:
-        """Says in words what is zero on one side only."""
+        """The ranges that are zero on one side only, in words."""
         if self.a_stats is None or self.b_stats is None:
             return ""
         sides = (("A", self.a_stats, self.b_stats), ("B", self.b_stats, self.a_stats))
@@ -73,7 +73,7 @@ class Difference:
 
     @property
     def not_numbers(self) -> str:
-        """Says in words which side holds NaN or infinite values that the other does not."""
+        """The sides that contain NaN or infinite values that the other lacks, in words."""
         if self.a_stats is None or self.b_stats is None:
             return ""
         told = []
@@ -247,7 +247,7 @@ def diff(
 
 
 def _comparable(sides: tuple[Checkpoint, Checkpoint], include: list[str], exclude: list[str]) -> list[Plan]:
-    """Plans of what is chosen of two checkpoints, under common names; that of one may be empty."""
+    """Plan the chosen tensors of two checkpoints under common names; the plan of one may be empty."""
     chosen: dict[str, Any] = {"include": include, "exclude": exclude}
     plans = [make_plan(side.opened, Request(**chosen)) for side in sides]
     names = [set(plan.index) for plan in plans]
@@ -264,7 +264,7 @@ def _comparable(sides: tuple[Checkpoint, Checkpoint], include: list[str], exclud
 
 
 def _form(plan: Plan, name: str) -> tuple[str, list[int]]:
-    """(dtype, shape) of an output."""
+    """Return (dtype, shape) of an output."""
     _, dtype, shape, _, _ = plan.outputs[plan.index[name]]
     return dtype, shape
 

@@ -34,16 +34,17 @@ _LENGTHS = (20, 28, 32, 48, 64)
 def check(
     folder: Path, signature: Path, public_key: Path | None = None, certificates: Iterable[Path] = ()
 ) -> list[Finding]:
-    """What is wrong with a folder by a signature of it: nothing if every file is as it was signed.
+    """Compare a folder with a signature of it; return no findings if every file is as it was signed.
 
     Args:
-        folder: what was signed.
+        folder: the signed folder.
         signature: the signature (``model.sig``).
-        public_key: PEM of the key whose other half has signed.
-        certificates: PEMs of the chain that the signing certificate belongs to.
+        public_key: PEM of the public key of the signer.
+        certificates: PEMs of the chain of the signing certificate.
 
     Raises:
-        FastshardError: ``FS515`` unless one of the two is given; ``FS514`` without the library; ``FS501`` and
+        FastshardError: ``FS515`` unless the caller passes exactly one of the two; ``FS514`` without the
+            library; ``FS501`` and
             the like for files that cannot be read.
     """
     certificates = list(certificates)
@@ -97,12 +98,12 @@ def _mismatch(
     public_key: Path | None,
     certificates: Sequence[Path],
 ) -> Finding:
-    """Why nothing is vouched for: the signature file, the key, the chain, or the files.
+    """Make the finding that says what does not match: the signature file, the key, the chain, or the files.
 
     Args:
-        error: what the library raised.
-        content: of the signature.
-        folder: what was signed.
+        error: the library's error.
+        content: content of the signature.
+        folder: the signed folder.
         signature: the signature.
         public_key: PEM of the key that was passed.
         certificates: PEMs of the chain that was passed.
@@ -178,7 +179,7 @@ def _mismatch(
 
 @dataclass(frozen=True)
 class _Signed:
-    """What a signature says of itself; only its key proves that it is so."""
+    """The content of a signature, which only its key proves."""
 
     #: SHA-256 of the PEM of the signer's public key, in hexadecimal; None where it is not stated.
     hint: str | None
@@ -189,7 +190,7 @@ class _Signed:
 
     @classmethod
     def of(cls, content: bytes) -> _Signed | None:
-        """Reads a signature; None for what is none."""
+        """Read a signature; return None if it is not a signature."""
         try:
             bundle = json_text.load(content)
             material, envelope = bundle["verificationMaterial"], bundle["dsseEnvelope"]
@@ -207,7 +208,7 @@ class _Signed:
             return None
 
     def is_of_others(self, folder: Path, found: str) -> bool:
-        """True if no file of a folder is as it was signed, by the differences that the library lists."""
+        """Return True if no file of a folder is as it was signed, by the library's list of differences."""
         if not self.names or not found.startswith("Signature mismatch"):
             return False
         kept = sum(os.path.lexists(folder / name) for name in self.names)
@@ -215,7 +216,7 @@ class _Signed:
 
 
 def _hint(public_key: Path) -> str:
-    """How a signature names a key."""
+    """Return the name that a signature gives a key."""
     serialization = importlib.import_module("cryptography.hazmat.primitives.serialization")
     key = serialization.load_pem_public_key(
         safe_files.read_bytes(public_key, _MAX_SIGNATURE, code=codes.NOT_A_CHECKPOINT)
@@ -231,7 +232,7 @@ _DIGEST = compile_when_used(
 
 
 def _readable(message: str) -> str:
-    """A message of the library, with digests as people write them."""
+    """Format a message of the library, with digests as people write them."""
 
     def digest(found: re.Match[str]) -> str:
         value = _bytes(found[2])
@@ -247,7 +248,7 @@ def _readable(message: str) -> str:
 
 
 def _bytes(literal: str) -> bytes | None:
-    """Bytes by their ``repr``, or by the ``repr`` of that; None for what is neither."""
+    """Parse bytes from their ``repr``, or from the ``repr`` of that; return None for other texts."""
     for text in (literal, literal.encode().decode("unicode_escape")):
         with contextlib.suppress(ValueError, SyntaxError):
             value = ast.literal_eval(text)

@@ -134,7 +134,7 @@ class TensorStats:
 def _without(
     ranges: tuple[tuple[int, int], ...], others: tuple[tuple[int, int], ...]
 ) -> tuple[tuple[int, int], ...]:
-    """What of some ranges no other one covers."""
+    """Return the parts of some ranges that no other range covers."""
     left = []
     for start, end in ranges:
         for a, b in others:
@@ -236,7 +236,7 @@ def with_findings(
     progress: Report = False,
     **opening: Unpack[Opening],
 ) -> tuple[Stats, list[Finding]]:
-    """:func:`stats`, and the warnings and notes that came up meanwhile."""
+    """Compute :func:`stats`, and return them with the warnings and notes."""
     checkpoint = as_checkpoint(source, like=like, **opening)
     plan = make_plan(checkpoint.opened, Request(include=include, exclude=exclude))
     raise_errors(plan.findings)
@@ -253,7 +253,7 @@ def with_findings(
 def gather(
     plan: Plan, run: RunOptions, progress: ProgressCallback, only: list[str] | None = None
 ) -> tuple[Stats, list[Finding]]:
-    """Statistics of a plan's outputs, all or those named, and what was found while they were read."""
+    """Compute statistics of a plan's outputs, all or only some, and return them with the findings."""
     try:
         findings, _, found = plan.core.check({**run, "stats": "full", "only": only}, progress)
     except _core.CoreError as error:

@@ -159,7 +159,7 @@ def verify(
 
 
 def _find_accepted_part(words: Collection[str]) -> list[Finding]:
-    """Finds that the checkpoint was made of a part of another one, as its manifest says."""
+    """Return a warning if the manifest states that the checkpoint is a converted part of another one."""
     if "part" not in words:
         return []
     message = "the checkpoint was made of a part of another one, by its own manifest"
@@ -176,8 +176,7 @@ def _find_accepted_part(words: Collection[str]) -> list[Finding]:
 
 
 def _find_unloaded_prefix(checkpoint: Checkpoint, plan: Plan) -> list[Finding]:
-    """Finds that a folder of a model has names before which a trainer has put a prefix: its config.json is
-    not for these."""
+    """Find names to which a trainer has added a prefix in a model's folder; config.json does not fit them."""
     source = checkpoint.opened.source
     renamed = plan.source.names.own if plan.source.names.renames else {}
     # Names of an adapter are the trainer's own.
@@ -196,8 +195,7 @@ def _differing(
     run: RunOptions,
     progress: Report,
 ) -> tuple[list[Finding], Downloaded | None]:
-    """Reads the tensors, and says what is wrong with them; and what was downloaded, None if reading failed
-    before."""
+    """Read the tensors and report findings; return the downloaded files too, or None if reading failed."""
     findings: list[Finding] = []
     downloaded = None
     part = run["subset"] or (1, 1)
@@ -222,7 +220,7 @@ def _differing(
 
 
 def _sidecars_differ(checkpoint: Checkpoint, plan: Plan) -> list[Finding]:
-    """Says where several roots have another tokenizer, or other files that a result takes along."""
+    """Report roots with different tokenizers, or other different files that a result would include."""
     if len(checkpoint.listing.roots) < 2:
         return []
     try:
@@ -234,7 +232,7 @@ def _sidecars_differ(checkpoint: Checkpoint, plan: Plan) -> list[Finding]:
 
 
 def _find_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
-    """The tokenizer that lies beside the model; None where it cannot be read, which its own finding tells."""
+    """Return the tokenizer next to the model; None if it cannot be read, which its own finding reports."""
     try:
         return find_tokenizer(None, checkpoint.opened.source.files.folders)
     except FastshardError:
@@ -242,7 +240,7 @@ def _find_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
 
 
 def _vouched(checkpoint: Checkpoint, manifest: str | None, signature: str | None) -> list[str]:
-    """What else than the checkpoint says how its content must be, in words."""
+    """List what else confirms the content besides the checkpoint, in words."""
     vouched = []
     if manifest is not None:
         vouched.append(f"against the manifest {manifest}")
@@ -254,7 +252,7 @@ def _vouched(checkpoint: Checkpoint, manifest: str | None, signature: str | None
 
 
 def _signed_by(signature: Path, keys: Iterable[StrPath]) -> str:
-    """The signature, and whose it is, in words."""
+    """Describe the signature and its keys in words."""
     return f"the signature {signature.name} by the key of {' and '.join(Path(key).name for key in keys)}"
 
 
@@ -265,8 +263,7 @@ _NEVER_SAVED = (
 
 
 def _lists_itself(plan: Plan) -> bool:
-    """True where what must exist is known from nothing but the checkpoint's own metadata: no table, no
-    reference."""
+    """Return True if only the checkpoint's own metadata lists the tensors: no table and no reference."""
     source = plan.source
     tables = (source.binding.layout, source.binding.table, source.binding.own_table)
     return (
@@ -275,7 +272,10 @@ def _lists_itself(plan: Plan) -> bool:
 
 
 def _own_checksums(checkpoint: Checkpoint, findings: Iterable[Finding]) -> list[str]:
-    """That the files' own checksums fit, where all have them: damage shows, another file does not."""
+    """Return a statement that the files' own checksums match, if all files have them.
+
+    They show damage, but not an exchanged file.
+    """
     held = [file for file in checkpoint.files if file["tensors"]]
     if (
         held
@@ -292,7 +292,7 @@ def _signed(
     public_key: StrPath | None,
     certificates: list[StrPath],
 ) -> list[Finding]:
-    """What is wrong by the signature that is given; nothing without one.
+    """Report mismatches with the signature; no findings without one.
 
     Raises:
         FastshardError: ``FS515`` for a key without a signature, or a checkpoint in several folders.
@@ -312,7 +312,7 @@ def _signed(
 
 
 def _is_padding(finding: Finding, config: dict[str, Any] | None) -> bool:
-    """True for the one row of an embedding that stands for padding: torch keeps it zero (``padding_idx``)."""
+    """Return True for the one row of an embedding that is padding: torch keeps it zero (``padding_idx``)."""
     if finding.code != codes.ZERO_SLAB or "embed" not in (finding.tensor or ""):
         return False
     parts = [config or {}, *(part for part in (config or {}).values() if isinstance(part, dict))]
@@ -328,7 +328,7 @@ def _against(
     progress: Any,
     left_out: Collection[str] = (),
 ) -> list[Finding]:
-    """Findings about what is not as the manifest at ``path`` has it."""
+    """Report differences from the manifest at ``path``."""
     document = read(path)
     findings = manifest_files.compare(path, document, checkpoint, run)
     named = {file["name"] for file in tensor_files(document)}

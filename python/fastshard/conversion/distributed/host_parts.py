@@ -98,8 +98,10 @@ def piece(
 
 
 def _of_it(checkpoint: Checkpoint) -> list[File]:
-    """The files of the step that is taken: all in and below their folders, and what stands above these (a
-    tracker file)."""
+    """List the files of the chosen step: all files in and below its folders, and files above them.
+
+    The latter include a tracker file.
+    """
     folders = {file.folder for file in checkpoint.opened.files}
     above = {str(parent) for folder in folders for parent in Path(folder).parents} - {"."}
     taken = [
@@ -113,7 +115,7 @@ def _of_it(checkpoint: Checkpoint) -> list[File]:
 
 
 def _list_parts(checkpoint: Checkpoint) -> Iterator[tuple[int, Path]]:
-    """List roots that are pieces, and their manifests."""
+    """Yield roots that are pieces, with their manifests."""
     for index, root in enumerate(checkpoint.listing.roots):
         path = root / MANIFEST_NAME
         if safe_files.is_file(path) and is_piece(path):
@@ -121,19 +123,20 @@ def _list_parts(checkpoint: Checkpoint) -> Iterator[tuple[int, Path]]:
 
 
 def settled(checkpoint: Checkpoint) -> bool:
-    """True if all of a checkpoint comes in pieces, whose files are where their hosts had them."""
+    """Return True if all of a checkpoint consists of pieces, whose files are at the paths of their hosts."""
     return len(list(_list_parts(checkpoint))) == len(checkpoint.listing.roots)
 
 
 def compared(checkpoint: Checkpoint, part: tuple[int, int], run: RunOptions, bar: Progress) -> list[Finding]:
-    """What of the pieces is not as their hosts have read it; of part n of t of the pieces, where several
-    processes see all, else of those that lie here.
+    """Report differences between the pieces and what their hosts read.
+
+    If several processes see all pieces, the function reads part n of t of them, else those on this host.
 
     Args:
-        checkpoint: what the pieces were opened as.
-        part: which of the pieces.
+        checkpoint: the checkpoint that consists of the pieces.
+        part: n and t: the part of the pieces to read.
         run: options of an engine run.
-        bar: shows how far the reading is.
+        bar: shows the progress of reading.
 
     Raises:
         FastshardError: ``FS518`` for a manifest that cannot be read.

@@ -60,15 +60,15 @@ _LAUNCHERS = (
 
 
 def detect(world: int | None = None, environ: Mapping[str, str] | None = None) -> Rank:
-    """The rank that a launcher gave this process.
+    """Read the rank that a launcher gave this process.
 
     Args:
-        world: number of processes as the caller says; needed where the launcher has none.
+        world: number of processes from the caller; required if the launcher states none.
         environ: the environment; default the process's.
 
     Raises:
-        FastshardError: ``FS515`` if no launcher is there, if two say different things, or if the number of
-            processes is unknown or not the one given.
+        FastshardError: ``FS515`` if there is no launcher, if two launchers disagree, or if the number of
+            processes is unknown or differs from ``world``.
     """
     environ = os.environ if environ is None else environ
     found = [reading for launcher in _LAUNCHERS if (reading := _read_launcher(launcher, environ)) is not None]
@@ -111,7 +111,7 @@ def detect(world: int | None = None, environ: Mapping[str, str] | None = None) -
 
 
 def is_alone(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether nothing that starts several processes has started this one."""
+    """Return True if no launcher of several processes has started this one."""
     environ = os.environ if environ is None else environ
     scheduled = "SLURM_JOB_ID" in environ or "SLURM_ARRAY_TASK_ID" in environ
     return not scheduled and all(_read_launcher(launcher, environ) is None for launcher in _LAUNCHERS)
@@ -174,7 +174,7 @@ def _none(environ: Mapping[str, str]) -> FastshardError:
 
 
 def _hosts(environ: Mapping[str, str], world: int) -> tuple[str, ...]:
-    """Hosts by rank of a Slurm step, where its tasks lie in blocks as they do by default."""
+    """Return the hosts of a Slurm step by rank, if its tasks are in blocks, which is the default."""
     nodes = environ.get("SLURM_STEP_NODELIST")
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE")
     if not nodes or not tasks or environ.get("SLURM_DISTRIBUTION", "block").partition(":")[0] != "block":
@@ -191,7 +191,10 @@ def _hosts(environ: Mapping[str, str], world: int) -> tuple[str, ...]:
 
 
 def node_names(text: str) -> list[str]:
-    """Names in a list of Slurm's: ``gpu[01-03,7],login``; none where there are too many or it is none."""
+    """Expand a list of names by Slurm: ``gpu[01-03,7],login``.
+
+    The result is empty for too many names and for an invalid list.
+    """
     names: list[str] = []
     for item in re.findall(r"[^,\[\]]+(?:\[[^\]]*\][^,\[\]]*)*", text):
         pieces = re.split(r"\[([^\]]*)\]", item)

@@ -40,7 +40,7 @@ class SharedSource:
     _meeting: Meeting
 
     def named(self, findings: Sequence[Finding]) -> list[Finding]:
-        """Findings that name files by their hosts."""
+        """Return findings in which files have the names of their hosts."""
         return [self._named(finding) for finding in findings]
 
     def _named(self, finding: Finding) -> Finding:
@@ -60,14 +60,13 @@ class SharedSource:
         return [digest_request(words, list_roots(of_rank[rank])) for rank in sorted(of_rank)]
 
     def about(self, words: Mapping[str, Any], behind: Sequence[File]) -> dict[str, Any]:
-        """What a run is known by later: what each rank was asked for, and the files ``behind`` the plan as
-        they are now."""
+        """Return data that identify a run later: the requests of all ranks, and stamps of the files."""
         places = [(rank, self.near[:root].count(rank)) for root, rank in enumerate(self.near)]
         stamp = self._meeting.core.stamp([(*places[file.root], file.path) for file in behind])
         return {"asked": self.digest_requests(words), "stamps": stamp}
 
     def report_bytes(self) -> Finding:
-        """Report the bytes that went by way of the destination, for rank 0."""
+        """Report the bytes that were transferred through the destination, for rank 0."""
         bytes_by_rank = self._meeting.core.lent()
         each = ", ".join(f"rank {rank}: {bytes_by_rank[rank]}" for rank in sorted(bytes_by_rank))
         return Finding.of(
@@ -78,10 +77,10 @@ class SharedSource:
 
 
 def own_files(source: Any) -> Listing:
-    """What this rank has of the checkpoint.
+    """List the files of the checkpoint that this rank has.
 
     Raises:
-        FastshardError: for what cannot be listed, and for a checkpoint that is open already.
+        FastshardError: for files that cannot be listed, and for a checkpoint that is already open.
     """
     listing = list_roots(_paths(source))
     raise_errors(listing.findings)
@@ -117,10 +116,11 @@ def digest_request(words: Mapping[str, Any], listing: Listing) -> str:
 def share_files(
     meeting: Meeting | None, source: Sequence[StrPath] | Any, node_local: bool
 ) -> Iterator[SharedSource | None]:
-    """Share this rank's part of the checkpoint, and show all of it; None where every rank sees all.
+    """Share this rank's part of the checkpoint, and yield all of it; yield None if every rank sees all.
 
     Raises:
-        FastshardError: ``FS515`` without ranks; for what cannot be listed; what another rank stopped for.
+        FastshardError: ``FS515`` without ranks; for files that cannot be listed; the findings for which
+            another rank stopped.
     """
     if not node_local:
         yield None

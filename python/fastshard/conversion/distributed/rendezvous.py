@@ -25,10 +25,10 @@ TIMEOUT = 600.0
 
 
 def rank_of(rank: int | str | None, world: int | None) -> Rank | None:
-    """Which rank this process is: as given, by its launcher for ``auto``, None for a process by itself.
+    """Return the rank of this process: as given, from its launcher for ``auto``, or None for one process.
 
     Raises:
-        FastshardError: ``FS515`` for what cannot be meant, and as
+        FastshardError: ``FS515`` for invalid values, and as
             :func:`fastshard.conversion.distributed.launcher_env.detect`.
     """
     if rank is None:
@@ -57,10 +57,10 @@ def rank_of(rank: int | str | None, world: int | None) -> Rank | None:
 
 
 def seconds(timeout: float | None) -> float:
-    """How long ranks wait for one another.
+    """Check and return the number of seconds that ranks wait for one another.
 
     Raises:
-        FastshardError: ``FS515`` for what is no time.
+        FastshardError: ``FS515`` for an invalid time.
     """
     if timeout is None:
         return TIMEOUT
@@ -70,7 +70,7 @@ def seconds(timeout: float | None) -> float:
 
 
 def patience(timeout: float) -> float:
-    """Seconds in which another process that is at work shows a sign of life, where ranks wait this long."""
+    """Return the seconds within which a working process must show a sign of life, for a timeout of ranks."""
     return min(max(timeout / 8, 2.0), 30.0)
 
 
@@ -79,11 +79,11 @@ class Meeting:
     too."""
 
     def __init__(self, out: StrPath, rank: Rank, timeout: float, words: Mapping[str, Any]) -> None:
-        """Waits until rank 0 has seen all ranks on one storage.
+        """Wait until rank 0 has seen all ranks on one storage.
 
         Raises:
-            FastshardError: ``FS522`` with the ranks that were not seen; ``FS524`` if ranks were started with
-                other words; ``FS509`` if another process has this rank.
+            FastshardError: ``FS522`` with the ranks that did not appear; ``FS524`` if ranks have different
+                arguments; ``FS509`` if another process has this rank.
         """
         #: Which rank this is.
         self.rank = rank
@@ -102,7 +102,7 @@ class Meeting:
             raise from_core(error) from None
 
     def ranks(self) -> list[_core.MetRank]:
-        """All for rank 0, rank 0 and itself for others."""
+        """Return all ranks for rank 0; rank 0 and this rank for others."""
         return self.core.ranks()
 
     def __enter__(self) -> Meeting:
@@ -122,8 +122,7 @@ class Meeting:
         self.core.close()
 
     def _placed(self, findings: list[Finding]) -> list[Finding]:
-        """Findings of this rank with its number and host, where they name no rank of the run that wrote the
-        source: all ranks tell them."""
+        """Add this rank's number and host to its errors that name no rank, because all ranks report them."""
         own = next(r for r in self.ranks() if r["rank"] == self.rank.rank)
         return [
             f.replace(rank=f"rank {self.rank.rank}", host=f.host or own["host"])
@@ -134,7 +133,7 @@ class Meeting:
 
 
 def words_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as ranks compare them: those that shape a result, paths and objects by what they are called."""
+    """Return options as ranks compare them: those that affect a result, with paths and objects as texts."""
     return {
         name: _plain(value) for name, value in sorted(options.items()) if value not in (None, (), [], False)
     }
@@ -156,7 +155,7 @@ def _plain(value: Any) -> Any:
 def met(
     out: StrPath, rank: Rank | None, timeout: float, words: Mapping[str, Any]
 ) -> Iterator[Meeting | None]:
-    """The meeting of a run's ranks; None for a process by itself."""
+    """Run the meeting of a run's ranks, and yield it; yield None for a single process."""
     if rank is None:
         yield None
         return

@@ -65,7 +65,8 @@ def begin(
     tensor.
 
     Args:
-        source: a path, or several node-local ones; seen under the same name by whoever makes parts.
+        source: a path, or several node-local ones; all processes that make parts must see them under the same
+            name.
         out: destination directory, on storage that all see.
         parts: how many parts of equal size there are.
         options: as for :func:`fastshard.convert`, like the other arguments; with ``resume`` what an earlier
@@ -110,7 +111,7 @@ _BYTES = "fastshard:bytes"
 
 
 def _written(value: Any) -> Any:
-    """A value for JSON: names that are not UTF-8 as their bytes."""
+    """Convert a value for JSON; names that are not UTF-8 become their bytes."""
     if isinstance(value, str):
         return value if value.isascii() or not _is_broken(value) else {_BYTES: os.fsencode(value).hex()}
     if isinstance(value, Mapping):
@@ -123,7 +124,7 @@ def _is_broken(text: str) -> bool:
 
 
 def _read(value: Any) -> Any:
-    """The value that :func:`_written` was given."""
+    """Convert the output of :func:`_written` back into the value."""
     if isinstance(value, dict):
         if value.keys() == {_BYTES}:
             return os.fsdecode(bytes.fromhex(value[_BYTES]))
@@ -140,7 +141,7 @@ _FILES = ("expect", "tokenizer", "config", "layout", "like", "adapter", "fill_fr
 
 
 def _kept(name: str, value: Any) -> Any:
-    """A value as it is written down for those who make the parts."""
+    """Convert a value into the form that is stored for the processes that write the parts."""
     if value is None or isinstance(value, Mapping):
         return value
     if name in _FILES:

@@ -56,15 +56,15 @@ class Node:
 
 
 def called(host: str, node: str) -> str:
-    """A node, for people."""
+    """Describe a node for messages."""
     return f"{host} (Ray node {node[:8]})"
 
 
 def library() -> Any:
-    """Ray.
+    """Import Ray.
 
     Raises:
-        FastshardError: ``FS514`` if it is not installed.
+        FastshardError: ``FS514`` if Ray is not installed.
     """
     return imported(
         "ray",
@@ -77,7 +77,7 @@ def library() -> Any:
 
 @contextlib.contextmanager
 def connected(address: str | None, cpus: int | None) -> Iterator[Any]:
-    """Ray, connected; what was connected before stays so."""
+    """Connect to Ray and yield it; an earlier connection stays open."""
     ray = library()
     if ray.is_initialized():
         yield ray
@@ -107,7 +107,7 @@ def connected(address: str | None, cpus: int | None) -> Iterator[Any]:
 
 
 def _reach(address: str | None) -> None:
-    """Asks whether anybody listens at an address: Ray itself tries for minutes."""
+    """Check that a server listens at an address: Ray itself tries for minutes."""
     host, colon, port = (address or "").rpartition(":")
     if colon and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), _REACH).close()
@@ -115,8 +115,10 @@ def _reach(address: str | None) -> None:
 
 @contextlib.contextmanager
 def _as_it_was() -> Iterator[None]:
-    """Ray takes SIGTERM over, which stops a run here, and tells its makers of what it starts unless it is
-    told not to."""
+    """Restore the signal handlers after Ray starts, and disable its usage statistics.
+
+    Ray replaces the handler of SIGTERM, which stops a run, and sends usage statistics by default.
+    """
     numbers = (signal.SIGINT, signal.SIGTERM)
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in numbers} if main else {}
@@ -135,12 +137,12 @@ def _as_it_was() -> Iterator[None]:
 
 
 def line_of(error: BaseException) -> str:
-    """The first line of what an error says."""
+    """Return the first line of an error's message."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def living(ray: Any) -> list[Node]:
-    """Nodes that are alive and have CPUs, the largest first."""
+    """List nodes that are alive and have CPUs, the largest first."""
     nodes = [
         Node(n["NodeID"], n["NodeManagerHostname"], float(n["Resources"].get("CPU", 0)))
         for n in ray.nodes()
@@ -150,10 +152,10 @@ def living(ray: Any) -> list[Node]:
 
 
 def nodes_for(ray: Any, cpus: int | None) -> list[Node]:
-    """Nodes that parts are made on.
+    """List the nodes on which parts can run.
 
     Raises:
-        FastshardError: ``FS515`` if there are none.
+        FastshardError: ``FS515`` if there is no such node.
     """
     nodes = living(ray)
     fitting = [node for node in nodes if cpus is None or node.cpus >= cpus]
@@ -166,15 +168,15 @@ def nodes_for(ray: Any, cpus: int | None) -> list[Node]:
 
 
 def on(ray: Any, node: str, *, soft: bool) -> Any:
-    """On which node a task runs: on this one alone, or rather there than elsewhere (`soft`)."""
+    """Return the scheduling strategy of a node: only that node, or preferably that node (`soft`)."""
     return ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=soft)
 
 
 def wait(ray: Any, refs: list[Any], seconds: float, *, every: bool = False) -> tuple[list[Any], list[Any]]:
-    """Those of some tasks that have ended, and the others: once one has, or all of them, or after so many
-    seconds.
+    """Wait until one task has ended, or all of them, or the time is up; return ended and other tasks.
 
-    It sleeps here and not in Ray, which makes a KeyboardInterrupt of its own of what a signal handler raises.
+    The function sleeps itself instead of Ray, which raises its own KeyboardInterrupt for what a signal
+    handler raises.
     """
     until = time.monotonic() + seconds
     while True:
@@ -185,7 +187,7 @@ def wait(ray: Any, refs: list[Any], seconds: float, *, every: bool = False) -> t
 
 
 def end(ray: Any, refs: list[Any]) -> None:
-    """Stops tasks: they are given time to stop by themselves, then they are ended."""
+    """Stop tasks: first let them stop by themselves, then end them."""
     for force, seconds in ((False, _STOP), (True, _STOP / 2)):
         for ref in refs:
             ray.cancel(ref, force=force)

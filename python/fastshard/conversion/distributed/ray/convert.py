@@ -52,37 +52,37 @@ def convert(
     progress: Report = False,
     **options: Unpack[WriteOptions],
 ) -> Manifest:
-    """Converts a checkpoint on the nodes of a Ray cluster, and publishes the result at ``out``, whole or not
-    at all.
+    """Convert a checkpoint on the nodes of a Ray cluster and publish the result at ``out``.
 
-    This process begins the run and commits it; a task on each node makes a part. A part whose worker or node
-    dies is made on another one.
+    The call publishes a complete result or none. This process begins the run and commits it; a task on each
+    node writes a part. If a worker or node dies, another one writes its part.
 
     Args:
-        source: a path, or several node-local ones; seen under the same name by all nodes.
-        out: destination directory, on storage that all nodes and this process see.
+        source: a path, or several node-local ones; all nodes must see them under the same name.
+        out: destination directory, on storage that all nodes and this process can access.
         to: target layout; None merges under the source's own names.
-        address: ``"local"`` starts a Ray on this host for the time of the call; ``"auto"`` or ``HOST:PORT``
-            is that of a cluster; None as ``ray.init`` chooses. A process that is connected already stays so.
-        parts: how many parts of equal size there are; default one for each node that has CPUs.
-        cpus: CPUs that each task reserves; default all of its node, so that a node makes one part at a time,
-            and no more than the second largest node has, which takes over for the largest.
-        retries: how often a part is made again whose worker or node has died.
-        node_local: ``source`` is, on each node, what that node has of the checkpoint on its own disk: a rank
-            runs on each node that has CPUs, and on no other, as with ``fastshard.convert(...,
-            node_local=True)``. A node that dies takes its files with it.
+        address: ``"local"`` starts Ray on this host for the duration of the call; ``"auto"`` or ``HOST:PORT``
+            is the address of a cluster; None lets ``ray.init`` choose. A process that is already connected
+            keeps its connection.
+        parts: number of parts, of equal size; default one for each node that has CPUs.
+        cpus: CPUs that each task reserves; default all of its node, so that a node writes one part at a time,
+            and at most those of the second largest node, which replaces the largest if it dies.
+        retries: number of retries of a part whose worker or node has died.
+        node_local: ``source`` is, on each node, the part of the checkpoint on its own disk. A rank runs on
+            each node that has CPUs, and on no other, as with ``fastshard.convert(..., node_local=True)``. If
+            a node dies, its files are lost to the run.
         memory: of this process, and of each worker, as for :func:`fastshard.convert`.
         threads: of each task; default ``cpus``, or as many as its node has.
-        progress: as for :func:`fastshard.convert`, over all parts; falls back where a part is made again.
-        options: as for :func:`fastshard.convert`, like the other arguments; with ``resume`` a run goes on
+        progress: as for :func:`fastshard.convert`, over all parts; it goes back if a part is retried.
+        options: as for :func:`fastshard.convert`, like the other arguments; with ``resume`` a run continues
             with any number of nodes.
 
     Returns:
         The manifest of the result.
 
     Raises:
-        FastshardError: as :func:`fastshard.convert`, with the host; ``FS522`` for nodes that do not see the
-            destination; ``FS523`` for parts that were not made; ``FS514`` if Ray is not installed.
+        FastshardError: as :func:`fastshard.convert`, with the host; ``FS522`` for nodes that cannot access
+            the destination; ``FS523`` for parts that are missing; ``FS514`` if Ray is not installed.
         BaseException: as :func:`fastshard.convert`; the run can be continued with ``resume``.
     """
     request, _ = split_request(options)
@@ -131,9 +131,9 @@ def convert(
 
 @checked
 def merge(source: Source, out: StrPath, **options: Unpack[Spread]) -> Manifest:
-    """Merges a checkpoint into whole tensors under the source's own names, on the nodes of a Ray cluster.
+    """Merge a checkpoint into full tensors under the source's own names, on the nodes of a Ray cluster.
 
-    Takes the arguments of :func:`convert` but ``to``.
+    The function takes the arguments of :func:`convert` except ``to``.
     """
     return convert(source, out, None, **options)
 

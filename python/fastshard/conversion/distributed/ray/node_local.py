@@ -27,10 +27,11 @@ _FAREWELL = 20.0
 def take_part(
     arguments: Mapping[str, Any], rank: int, world: int, threads: int, board: Any
 ) -> dict[str, Any]:
-    """On a node: takes part in a run as a rank.
+    """Run as a rank of a run, on a node.
 
     Returns:
-        ``findings`` why it could not, else those of the result; ``manifest``, that of the result; ``host``
+        ``findings`` with the reason for a failure, or those of the result; ``manifest`` of the result;
+            ``host``
         and ``node`` of this process.
     """
     ray = library()
@@ -58,20 +59,20 @@ def on_own_disks(
     retries: int,
     on_progress: Callback | None,
 ) -> Manifest:
-    """Runs a rank on each node, again where a worker has died, with what was done before.
+    """Run a rank on each node, and resume the run if a worker has died.
 
     Args:
         ray: Ray, connected.
         nodes: the nodes that have a part of the checkpoint.
-        arguments: of :func:`fastshard.convert`.
+        arguments: arguments of :func:`fastshard.convert`.
         cpus: CPUs that each rank reserves; default all of its node.
-        threads: of each rank; default ``cpus``, or as many as its node has.
-        retries: how often all ranks are run again.
+        threads: threads of each rank; default ``cpus``, or as many as its node has.
+        retries: number of retries of all ranks.
         on_progress: called with bytes done and in all.
 
     Raises:
-        FastshardError: as :func:`fastshard.convert`; ``FS523`` with a node that has died: nobody else has its
-            files.
+        FastshardError: as :func:`fastshard.convert`; ``FS523`` for a node that has died: no other node has
+            its files.
         BaseException: what ``on_progress`` or a signal handler raised, with ``FS510`` as its ``findings``.
     """
     # The same order in a later run: which rank has which files is part of what is made.
@@ -105,10 +106,10 @@ def _once(
     board: Any,
     on_progress: Callback | None,
 ) -> Manifest | list[Finding]:
-    """One run of all ranks: the result, or which have died.
+    """Run all ranks once; return the result, or findings about ranks that have died.
 
     Raises:
-        FastshardError: with what the ranks stopped for.
+        FastshardError: with the findings for which the ranks stopped.
     """
     pending: dict[Any, int] = {}
     for rank, node in enumerate(nodes):

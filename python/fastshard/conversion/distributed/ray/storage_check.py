@@ -27,11 +27,11 @@ _LOOK = 0.5
 
 
 def look(path: str, token: str, answer: str) -> dict[str, Any]:
-    """On a node: whether a file holds what was said to be in it, answered in another file beside it.
+    """Check on a node that a file has the expected content, and write the answer to a file next to it.
 
     Returns:
-        ``host``, ``storage`` and ``version`` of this process; ``error``, why it does not see the file, or
-        None.
+        ``host``, ``storage`` and ``version`` of this process; ``error``, the reason why it cannot read the
+            file, or None.
     """
     about = {"host": socket.gethostname(), "storage": _core.storage_of(path), "version": _core.__version__}
     try:
@@ -45,8 +45,10 @@ def look(path: str, token: str, answer: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _beacon(out: Path) -> Iterator[tuple[Path, str] | None]:
-    """A file beside a destination, and what it holds; None where none can be made: beginning the run says
-    why."""
+    """Create a file next to a destination and yield its path and content.
+
+    The function yields None if the file cannot be created: beginning the run reports why.
+    """
     real = Path(os.path.realpath(out))
     inside = real.is_dir() and (os.path.ismount(real) or not os.access(real.parent, os.W_OK))
     # The folder in which ranks meet, and a name of their files: `fastshard clean` knows what a dead process
@@ -72,11 +74,10 @@ def _beacon(out: Path) -> Iterator[tuple[Path, str] | None]:
 
 
 def sharing(ray: Any, nodes: list[Node], out: Path) -> list[Node]:
-    """The nodes that are there, all of which see what this process writes at a destination, as it sees what
-    they write.
+    """Return the live nodes, after a check that they and this process share the storage of a destination.
 
     Raises:
-        FastshardError: ``FS522`` with the nodes that do not; ``FS524`` for those with another version.
+        FastshardError: ``FS522`` for nodes without access; ``FS524`` for nodes with another version.
     """
     with _beacon(out) as beacon:
         if beacon is None:
@@ -106,8 +107,10 @@ def sharing(ray: Any, nodes: list[Node], out: Path) -> list[Node]:
 
 
 def _answers(ray: Any, requests: dict[Node, Any]) -> dict[Node, Any]:
-    """What nodes answer, by node: a document, or an error of Ray. Those that have gone meanwhile are left
-    out."""
+    """Return the answers of nodes: a document, or an error of Ray.
+
+    The result omits nodes that have died meanwhile.
+    """
     nodes = {ref: node for node, ref in requests.items()}
     replies: dict[Node, Any] = {}
     waiting, until = list(nodes), time.monotonic() + _START
@@ -135,7 +138,7 @@ def _sees(about: Any) -> bool:
 
 
 def _unlike(node: Node, about: Any, file: Path, answer: str) -> list[Finding]:
-    """What is wrong with a node, by what it answered."""
+    """Report what is wrong with a node, from its answer."""
     if isinstance(about, Exception):
         return [
             Finding.of(

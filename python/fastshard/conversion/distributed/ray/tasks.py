@@ -31,22 +31,22 @@ _TAKEN = 120.0
 
 
 class Board:
-    """How far the parts are: an actor that tasks tell, and whoever has begun the run asks."""
+    """The progress of all parts: an actor to which tasks report, and from which the caller reads."""
 
     def __init__(self, sizes: list[int]) -> None:
         self._parts = {part: (0, size) for part, size in enumerate(sizes)}
 
     def tell(self, part: int, done: int, total: int) -> None:
-        """A task says how far it is."""
+        """Record the progress of a task."""
         self._parts[part] = (done, total)
 
     def seen(self) -> tuple[int, int]:
-        """Bytes done, and in all."""
+        """Return the bytes done, and the total."""
         return sum(done for done, _ in self._parts.values()), sum(total for _, total in self._parts.values())
 
 
 def telling(board: Any, part: int) -> Report:
-    """What tells a board now and then how far a part is; False without one."""
+    """Return a callback that reports a part's progress to a board at intervals; False without one."""
     last = 0.0
 
     def report(done: int, total: int) -> None:
@@ -64,11 +64,11 @@ def telling(board: Any, part: int) -> Report:
 def make_part(
     out: str, run: str, part: int, memory: str | int | None, threads: int, board: Any
 ) -> dict[str, Any]:
-    """On a node: makes a part of a run.
+    """Write a part of a run, on a node.
 
     Returns:
-        ``findings`` why it could not be made, none if it is; ``host`` and ``node`` of this process. So Ray,
-        which makes again what ended with an error of its own, sees none of ours, and nothing is wrapped.
+        ``findings`` with the reason for a failure, empty on success; ``host`` and ``node`` of this process.
+            Errors of fastshard are not raised, so that Ray neither retries the task nor wraps them.
     """
     ray = library()
     here = {"host": socket.gethostname(), "node": ray.get_runtime_context().get_node_id()}
@@ -131,10 +131,10 @@ class Tasks:
         return max(self._threads_on(node) for node in self._nodes)
 
     def make(self, run: Run, on_progress: Callback | None) -> None:
-        """Makes all parts.
+        """Write all parts.
 
         Raises:
-            FastshardError: with all that kept parts from being made.
+            FastshardError: with all findings that prevented parts.
             BaseException: what ``on_progress`` or a signal handler raised, with ``FS510`` as its
                 ``findings``.
         """
@@ -189,8 +189,10 @@ class Tasks:
             on_progress(sum(run.bytes), sum(run.bytes))
 
     def _seen(self) -> tuple[int, int] | None:
-        """Bytes done and in all, as the tasks have told; None where nothing is known yet. Never waited
-        for."""
+        """Return the bytes done and the total, as the tasks have reported; None if unknown.
+
+        The function does not wait.
+        """
         if self._request is None:
             self._request = self._board.seen.remote()
         if not wait(self._ray, [self._request], 0)[0]:
@@ -202,9 +204,11 @@ class Tasks:
         return None
 
     def _fit(self, run: Run, pending: dict[Any, _Task]) -> None:
-        """Tasks that wait for a node as large as one that has died reserve what there is now, and those of a
-        node that has died are begun elsewhere: whoever still makes such a part is waited for, and what it has
-        made is kept."""
+        """Adapt waiting tasks to the nodes that are alive.
+
+        Tasks that wait for a node as large as a dead one reserve what is available now. Tasks of a dead node
+        start elsewhere. A worker that still writes such a part may finish, and its output counts.
+        """
         alive = living(self._ray)
         if not alive:
             self._nobody = self._nobody or self._looked
@@ -229,7 +233,7 @@ class Tasks:
                 self._start(run, replace(task, node=node, cpus=cpus), pending)
 
     def _came_to(self, ref: Any, task: _Task) -> list[Finding]:
-        """Why a task has not made its part; nothing if it has."""
+        """Return the findings about why a task has failed; none if it has not."""
         exceptions = self._ray.exceptions
         try:
             outcome = self._ray.get(ref)
@@ -249,7 +253,7 @@ class Tasks:
         )
 
     def _stop(self, pending: dict[Any, _Task]) -> list[Finding]:
-        """Stops the tasks that are left; what those came to that had ended by themselves."""
+        """Stop the remaining tasks; return the findings of those that had already ended."""
         ray, findings = self._ray, list[Finding]()
         ended, _ = wait(ray, list(pending), 0)
         for ref in ended:
