@@ -35,15 +35,15 @@ def lines(
     wraps: bool = False,
     paint: Paint = plain,
 ) -> list[str]:
-    """The lines of one finding, or of several that say the same of different tensors.
+    """Format one finding, or several with the same message about different tensors, as lines.
 
     Args:
         alike: the findings, of one code, severity and message.
-        verbose: above 0, files and tensors are named one by one.
-        helps: False to leave out what to do.
+        verbose: above 0, lines name each file and tensor.
+        helps: False to omit the advice.
         width: columns of the terminal.
         wraps: True to keep the first line within them, too.
-        paint: gives a text its style.
+        paint: applies a style to a text.
     """
     finding = alike[0]
     # What is no error by itself says why it is one.
@@ -80,7 +80,7 @@ def lines(
 
 
 def help_of(finding: Finding) -> str | None:
-    """What to do about a finding: what it says itself, else what helps with all of its code."""
+    """Return the advice of a finding: its own, or else that of its code."""
     if finding.help or finding.severity == "note" or accepted(finding):
         return finding.help
     text = CODES[finding.code].help
@@ -88,7 +88,7 @@ def help_of(finding: Finding) -> str | None:
 
 
 def _facts(finding: Finding, verbose: int) -> list[tuple[str, Sequence[str]]]:
-    """What a finding says besides what is wrong and where."""
+    """Return a finding's facts besides its message and place."""
     return [
         *(
             (label, [_readable(text, verbose)] if text else ())
@@ -107,18 +107,18 @@ def _facts(finding: Finding, verbose: int) -> list[tuple[str, Sequence[str]]]:
 
 
 def _readable(text: str, verbose: int) -> str:
-    """A text with separators in sizes, and with the first digits of hashes."""
+    """Add separators to sizes in a text, and shorten hashes to their first digits."""
     text = _SIZE.sub(lambda found: f"{int(found[1]):,} bytes", text)
     return text if verbose else _HASH.sub(lambda found: f"{found[1]}...", text)
 
 
 def _part(part: Finding) -> str:
-    """What is said of a tensor, of a file or of a layer."""
+    """Describe a part of a finding: a tensor, a file or a layer."""
     return f"{part.tensor}: {part.message}" if part.tensor else str(part)
 
 
 def _tensors(alike: Sequence[Finding], verbose: int) -> list[str]:
-    """A line for each tensor: its name, and what was found and expected of it."""
+    """Return a line for each tensor: its name, and the found and expected values."""
     shown = alike if verbose else alike[:_NAMED]
     rows = []
     for finding in shown:
@@ -131,7 +131,7 @@ def _tensors(alike: Sequence[Finding], verbose: int) -> list[str]:
 
 
 def _labelled(label: str, texts: Sequence[str], width: int, paint: Paint) -> list[str]:
-    """Texts below each other, the first behind a label."""
+    """Place texts below each other, the first after a label."""
     lines = [
         line
         for number, text in enumerate(texts)
@@ -149,7 +149,7 @@ def _flag(decided: str) -> str:
 
 
 def _wrapped(label: str, text: str, width: int) -> list[str]:
-    """A text behind its label; names and paths are not broken."""
+    """Wrap a text after its label; names and paths are not broken."""
     return textwrap.wrap(
         text,
         max(width, 2 * _INDENT),

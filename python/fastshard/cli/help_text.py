@@ -37,7 +37,7 @@ _NAMES, _WIDTH = 18, 80
 
 
 def overview(verbs: Verbs) -> str:
-    """All commands, a line each, under their headings."""
+    """List all commands, a line each, under their headings."""
     lines = [f"fastshard {_core.__version__}: {SUMMARY}", "", "Usage: fastshard COMMAND [OPTIONS]", ""]
     for title, names in verbs.groups.items():
         lines += [title, *(f"  {name:<14}  {verbs[name].help}" for name in names), ""]
@@ -50,7 +50,7 @@ def overview(verbs: Verbs) -> str:
 
 
 def usage(parser: argparse.ArgumentParser, prog: str) -> str:
-    """One line: positional arguments, and what must be given besides."""
+    """Return the usage in one line: positional arguments and required options."""
     words = [prog]
     for action in _shown(parser._actions):
         if not action.option_strings:
@@ -62,7 +62,7 @@ def usage(parser: argparse.ArgumentParser, prog: str) -> str:
 
 
 def short(parser: argparse.ArgumentParser, verb: Verb) -> str:
-    """What most people need of a command."""
+    """Return the short help of a command: what most people need."""
     lines = [*_wrapped(_first_sentence(parser)), "", f"Usage: {parser.usage}", ""]
     shown = [
         action for action in _shown(parser._actions) if not action.option_strings or _is_required(action)
@@ -79,12 +79,12 @@ def short(parser: argparse.ArgumentParser, verb: Verb) -> str:
 
 
 def examples(verb: Verb) -> list[str]:
-    """The examples of a command, under their heading."""
+    """Return the examples of a command, under their heading."""
     return ["Examples", *(f"  {example}" for example in verb.examples), ""] if verb.examples else []
 
 
 def meaning(action: argparse.Action) -> str:
-    """The help of an argument."""
+    """Return the help of an argument."""
     return (action.help or "") % {**vars(action), "prog": "fastshard"}
 
 
@@ -96,7 +96,7 @@ class Short(argparse.Action):
         self._verb = verb
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        """Prints it."""
+        """Print the short help."""
         parser._print_message(short(parser, self._verb), _stdout())
         parser.exit()
 
@@ -109,7 +109,7 @@ class Overview(argparse.Action):
         self._verbs = verbs
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        """Prints it."""
+        """Print the overview."""
         parser._print_message(overview(self._verbs), _stdout())
         parser.exit()
 
@@ -121,7 +121,7 @@ def _stdout() -> Any:
 
 
 def _shown(actions: Iterable[argparse.Action]) -> list[argparse.Action]:
-    """Arguments that help lists."""
+    """List the arguments that the help shows."""
     return [
         a for a in actions if a.help is not argparse.SUPPRESS and a.dest not in ("help", argparse.SUPPRESS)
     ]
@@ -152,7 +152,7 @@ def _first_sentence(parser: argparse.ArgumentParser) -> str:
 
 
 def _row(name: str, text: str, width: int) -> list[str]:
-    """A name and what it means; below each other where the name is too long."""
+    """Return a name and its meaning; below each other if the name is too long."""
     indent = " " * (width + 4)
     lines = _wrapped(text, indent, indent)
     if len(name) > width or not lines:

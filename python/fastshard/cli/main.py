@@ -16,7 +16,7 @@ from .verbs import VERBS, Verbs
 
 
 def main(argv: Sequence[str] | None = None, verbs: Verbs = VERBS) -> int:
-    """Runs the command line and returns its exit code; without ``argv`` the process ends with it."""
+    """Run the command line and return its exit code; without ``argv``, the process ends after it."""
     prepare()
     with Stopping(last=argv is None) as stopping:
         words = sys.argv[1:] if argv is None else argv

@@ -14,10 +14,10 @@ from .verbs import VERBS
 
 
 def page(command: str | None = None) -> str:
-    """The page of a command, or of all in short.
+    """Return the man page of a command, or of all in short.
 
     Raises:
-        FastshardError: ``FS515`` for a command that there is not.
+        FastshardError: ``FS515`` for an unknown command.
     """
     parser = build()
     known = subparsers(parser)
@@ -62,7 +62,7 @@ def _summary(parser: argparse.ArgumentParser, command: str | None) -> str:
 
 
 def _invocation(action: argparse.Action) -> str:
-    """An argument as one writes it, e.g. ``--threads N``."""
+    """Format an argument as users write it, e.g. ``--threads N``."""
     value = action.metavar if isinstance(action.metavar, str) else None
     if value is None and action.choices is not None:
         value = "{" + ",".join(map(str, action.choices)) + "}"
@@ -79,7 +79,7 @@ def _item(term: str, meaning: str) -> list[str]:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Paragraphs as they are; what is indented is shown as it stands."""
+    """Format paragraphs for roff; indented ones keep their lines."""
     lines: list[str] = []
     for paragraph in text.strip("\n").split("\n\n"):
         rows = paragraph.splitlines()
@@ -90,7 +90,7 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _text(text: str) -> str:
-    """Text in which nothing is a request or an escape of roff."""
+    """Escape text so that roff finds no request or escape in it."""
     text = (
         text.replace("\\", "\\e")
         .replace("-", "\\-")

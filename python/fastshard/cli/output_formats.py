@@ -71,7 +71,7 @@ def find_requested_format(argv: Sequence[str]) -> str:
 
 
 def as_json(report: RunReport) -> str:
-    """One object: what the run came to, and all findings."""
+    """Format the outcome of a run and all findings as one JSON object."""
     document: dict[str, Any] = {
         "command": report.command,
         "exit_code": report.code,
@@ -89,7 +89,7 @@ def as_json(report: RunReport) -> str:
 
 
 def _numbers(value: Any) -> Any:
-    """The value with null for what is no number: JSON has neither NaN nor infinities."""
+    """Replace NaN and infinities in a value by null: JSON has neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -98,7 +98,7 @@ def _numbers(value: Any) -> Any:
 
 
 def as_sarif(report: RunReport) -> str:
-    """A SARIF 2.1.0 log of one run: a result per finding, the codes as rules."""
+    """Format a SARIF 2.1.0 log of one run: a result per finding, the codes as rules."""
     found_codes = sorted({f.code for f in report.findings})
     rules = [
         {
@@ -164,7 +164,7 @@ def _sarif_result(finding: Finding, rule: int) -> dict[str, Any]:
 
 
 def as_junit(report: RunReport) -> str:
-    """JUnit XML: one test for each kind of finding, always the same ones, and one for the run itself."""
+    """Format JUnit XML: a test for each kind of finding, always the same ones, and one for the run."""
     from xml.etree import ElementTree as tree
 
     name = f"fastshard {report.command or ''}".strip()
@@ -209,7 +209,7 @@ def _junit_case(suite: ElementTree.Element, classname: str, name: str) -> Elemen
 
 
 def as_annotations(report: RunReport) -> str:
-    """GitHub's workflow commands: an annotation per finding."""
+    """Format GitHub's workflow commands: an annotation per finding."""
     lines = []
     findings, hidden = shown(report.findings, verbose=report.verbose, quiet=report.quiet)
     for finding in findings:
@@ -223,7 +223,7 @@ def as_annotations(report: RunReport) -> str:
 
 
 def without_commands(text: str) -> str:
-    """Text for GitHub's log that nothing in it can drive: a tensor may be named ``::add-path::``."""
+    """Protect text for GitHub's log from commands in it: a tensor may be named ``::add-path::``."""
     import secrets
 
     token = secrets.token_hex(16)
@@ -231,7 +231,7 @@ def without_commands(text: str) -> str:
 
 
 def _sentence(finding: Finding) -> str:
-    """A finding, what follows from it and what to do, for where there is one field for all."""
+    """Format a finding with its effect and advice, for outputs with a single field."""
     rest = {
         "where": files_of(finding.files) if len(finding.files) > 1 else None,
         "effect": effect_of(finding),
@@ -251,7 +251,7 @@ def _property(text: str) -> str:
 
 
 def as_markdown(report: RunReport, ending: str) -> str:
-    """A summary for the page of a job: the verdict, and a table of errors and warnings."""
+    """Format a summary for the page of a job: the verdict, and a table of errors and warnings."""
     found = [f for f in report.findings if f.severity != "note" and not ignored(f)]
     mark = "❌" if report.code else "⚠️" if found else "✅"
     lines = [f"### {mark} fastshard {report.command or ''}".rstrip(), "", _cell(ending), ""]
@@ -266,7 +266,7 @@ def as_markdown(report: RunReport, ending: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text in a table of Markdown that nothing in it can end, link or address to somebody."""
+    """Escape text for a cell of a Markdown table, so that it cannot end the cell, link, or mention a user."""
     from html import escape
 
     return f"<code>{escape(printable(text)).replace('|', '&#124;')}</code>" if text else ""

@@ -8,7 +8,7 @@ import sys
 
 
 def show(text: str) -> None:
-    """Prints text, a screen at a time if it is longer than that and somebody looks at it."""
+    """Print text, in a pager if it is longer than the terminal's screen."""
     pager = _pager() if sys.stdout.isatty() and _is_longer(text) else None
     if pager is None:
         print(text)
@@ -25,14 +25,14 @@ def show(text: str) -> None:
 
 
 def _is_longer(text: str) -> bool:
-    """True for a text that is longer than the screen."""
+    """Return True if a text is longer than the screen."""
     import shutil
 
     return text.count("\n") >= shutil.get_terminal_size().lines
 
 
 def _pager() -> list[str] | None:
-    """The command of ``$PAGER``, else less; None for none (``PAGER=cat`` or an empty one too)."""
+    """Return the command of ``$PAGER``, or less; None for ``PAGER=cat``, an empty or a missing one."""
     try:
         words = shlex.split(os.environ.get("PAGER", "less"))
     except ValueError:

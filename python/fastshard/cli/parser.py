@@ -32,12 +32,12 @@ class UsageError(Exception):
 
     @property
     def lists(self) -> str:
-        """What the help of the parser lists."""
+        """What the parser's help lists."""
         return "all commands" if self.parser.prog == "fastshard" else "all options"
 
 
 def _in_front(word: str) -> str:
-    """What a path or the value of an option in the command's place may be."""
+    """Return a hint if a path or an option's value stands in the place of the command."""
     return "; the command comes first, then paths and options" if os.path.exists(word) or word in WHEN else ""  # noqa: PTH110 - of all commands only this needs it
 
 
@@ -50,7 +50,7 @@ class _Parser(argparse.ArgumentParser):
         return formatter(prog=self.prog, width=self.columns)
 
     def error(self, message: str) -> NoReturn:
-        """Raised, not printed: it may have to be JSON."""
+        """Raise the error instead of printing it: the output may have to be JSON."""
         # argparse lists the choices and leaves the near one to be found.
         wrong = re.match(r"argument [^:]*: invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if wrong:
@@ -74,7 +74,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str], verbs: Verbs = VERBS) -> argparse.Namespace:
-    """Parses a command line; paths may stand before, between and after the flags.
+    """Parse a command line; paths may stand before, between and after the flags.
 
     Raises:
         UsageError: if it cannot be parsed.
@@ -111,12 +111,12 @@ def parse(argv: Sequence[str], verbs: Verbs = VERBS) -> argparse.Namespace:
 
 
 def takes(verb: Verb, option: str, verbs: Verbs = VERBS) -> bool:
-    """Whether a verb has an option."""
+    """Return True if a verb has an option."""
     return option in flags(subparsers(build(verbs, (verb,)))[verb.name])
 
 
 def _suggestion(command: str, rest: list[str], parser: argparse.ArgumentParser) -> str:
-    """What an unknown flag may have been meant for."""
+    """Suggest what an unknown flag may stand for."""
     from ..common.near_words import meant
 
     flag = next((word.partition("=")[0] for word in rest if word.startswith("--")), None)
@@ -128,18 +128,18 @@ def _suggestion(command: str, rest: list[str], parser: argparse.ArgumentParser) 
 
 
 def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The parsers of the commands, by name."""
+    """Return the parsers of the commands, by name."""
     commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     return dict(commands.choices)
 
 
 def flags(parser: argparse.ArgumentParser) -> list[str]:
-    """The flags that a parser takes."""
+    """List the flags of a parser."""
     return [flag for action in parser._actions for flag in action.option_strings]
 
 
 def build(verbs: Verbs = VERBS, needed: Iterable[Verb] | None = None) -> argparse.ArgumentParser:
-    """The parser of these commands; of some of them alone if they are all that is ``needed``."""
+    """Build the parser of commands; only of those in ``needed`` if given."""
     parser = _Parser(
         prog="fastshard", description=f"{SUMMARY.capitalize()}.", add_help=False, allow_abbrev=False
     )

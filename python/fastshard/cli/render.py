@@ -43,7 +43,7 @@ _SHOWN = 20
 def shown(
     findings: Iterable[Finding], *, verbose: int = 0, quiet: int = 0
 ) -> tuple[list[Finding], dict[str, int]]:
-    """Findings for people, errors first, and how many more there are of a code."""
+    """Return findings for people, errors first, and the number of hidden ones by code."""
     chosen = _for_people(findings, verbose, quiet)
     if verbose:
         return chosen, {}
@@ -59,7 +59,7 @@ def print_findings(
     file: TextIO | None = None,
     paint: Paint = plain,
 ) -> None:
-    """Prints findings, errors first, on ``file`` or stderr; what several of them advise is printed once."""
+    """Print findings, errors first, on ``file`` or stderr; print advice that several share only once."""
     if not findings:
         return
     file = file or sys.stderr
@@ -86,8 +86,11 @@ def print_findings(
 
 
 def _for_people(findings: Iterable[Finding], verbose: int, quiet: int) -> list[Finding]:
-    """Those that are printed, errors first: notes and what is ignored with -v only, but where something is
-    wrong with a step, that there are others."""
+    """Select findings to print, errors first.
+
+    Notes and ignored findings are printed only with -v. If a step has errors, a note about other steps is
+    printed too.
+    """
     findings = list(findings)
     is_broken = any(f.severity == "error" for f in findings)
     order = {"error": 0, "warning": 1, "note": 2}
@@ -102,7 +105,7 @@ def _for_people(findings: Iterable[Finding], verbose: int, quiet: int) -> list[F
 
 
 def _first(groups: Iterable[Group]) -> tuple[list[Group], dict[str, int]]:
-    """The first groups of each code, and how many findings of a code are in the others."""
+    """Return the first groups of each code, and the number of findings in the others by code."""
     chosen: list[Group] = []
     counts: Counter[str] = Counter()
     hidden: Counter[str] = Counter()
@@ -117,7 +120,7 @@ def _first(groups: Iterable[Group]) -> tuple[list[Group], dict[str, int]]:
 
 
 def alike(findings: Iterable[Finding]) -> Iterable[Group]:
-    """Findings that say the same of different tensors, together; the others by themselves."""
+    """Group findings with the same message about different tensors; others are groups of one."""
     found: dict[object, list[Finding]] = {}
     for finding in findings:
         key = (finding.code, finding.severity, finding.message, finding.decided, finding.advice)
@@ -126,7 +129,7 @@ def alike(findings: Iterable[Finding]) -> Iterable[Group]:
 
 
 def table(rows: Sequence[tuple[str, ...]], indent: str = "  ", right: Collection[str] = ()) -> str:
-    """Columns padded to their widest cell; those whose first cell is in ``right`` end at the right."""
+    """Pad columns to their widest cell; those whose first cell is in ``right`` are right-aligned."""
     rows = [tuple(printable(cell) for cell in row) for row in rows]
     if not rows:
         return ""
@@ -140,14 +143,14 @@ def table(rows: Sequence[tuple[str, ...]], indent: str = "  ", right: Collection
 
 
 def _columns() -> int:
-    """Columns of the terminal; 80 without one."""
+    """Return the columns of the terminal; 80 without one."""
     import shutil
 
     return shutil.get_terminal_size().columns
 
 
 def fields(rows: Sequence[tuple[str, str]]) -> str:
-    """Values behind their names; in a terminal what is longer than a line goes on below."""
+    """Format values after their names; in a terminal, long values continue below."""
     if not sys.stdout.isatty():
         return table(rows, indent="")
     label = max((len(name) for name, _ in rows), default=0) + 2
@@ -170,7 +173,7 @@ Tree = tuple[str, "Sequence[Tree]"]
 
 
 def tree(root: Tree) -> str:
-    """A tree as lines; in ASCII where the terminal has nothing else."""
+    """Format a tree as lines; in ASCII if the terminal's encoding requires it."""
     joint, last, through = ("├─ ", "└─ ", "│  ") if encodable("├└│") else ("|- ", "`- ", "|  ")
     lines = [printable(root[0])]
 
@@ -185,7 +188,7 @@ def tree(root: Tree) -> str:
 
 
 def encodable(text: str) -> bool:
-    """True if stdout's encoding has these characters."""
+    """Return True if stdout's encoding has these characters."""
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except (UnicodeError, LookupError):

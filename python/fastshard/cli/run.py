@@ -32,7 +32,7 @@ _FOUND = (1, 3)
 
 
 def _named(run: str) -> str:
-    """The attribute of parsed arguments that an option of a help sets."""
+    """Return the attribute of parsed arguments that a help's option sets."""
     return run.partition(" ")[0].lstrip("-").replace("-", "_")
 
 
@@ -46,7 +46,7 @@ class Run:
         verbs: Verbs,
         arguments: argparse.Namespace | None = None,
     ) -> None:
-        """Without ``arguments`` the command line could not be parsed, or was not yet."""
+        """Prepare a run; ``arguments`` is None if the command line is not parsed, or cannot be."""
         self._argv = argv
         self._stopping = stopping
         self._verbs = verbs
@@ -56,7 +56,7 @@ class Run:
         self._arguments = arguments or unparsed
 
     def carried_out(self) -> int:
-        """Carries the command out and tells what came of it; the exit code."""
+        """Run the command, report the outcome, and return the exit code."""
         try:
             a = self._arguments
             log_to_stderr("debug" if getattr(a, "verbose", 0) > 1 else None)
@@ -74,7 +74,7 @@ class Run:
         return self._tell(result, findings, self._code(exit_code(findings)) if verb.judges(a) else 0)
 
     def _refused(self, error: FastshardError) -> tuple[list[Finding], int]:
-        """Findings and exit code of what could not be done."""
+        """Return findings and exit code of a command that failed."""
         ignore = getattr(self._arguments, "ignore", ())
         if ignore and error.published is None:
             from ..common.gate import Gate
@@ -86,8 +86,10 @@ class Run:
         return [self._not_out(f) for f in error.findings], self._code(error.exit_code)
 
     def _not_out(self, finding: Finding) -> Finding:
-        """The finding; of the last path of a command without OUT, which may be meant as one, that there is
-        none."""
+        """Change the help of a finding about the last path, which may be meant as OUT.
+
+        This concerns commands without OUT. Other findings stay unchanged.
+        """
         given = getattr(self._arguments, "ckpt", None)
         verb = self._verb
         if (
@@ -111,11 +113,11 @@ class Run:
         )
 
     def _code(self, code: int) -> int:
-        """The exit code for what was found, 0 where somebody only looks."""
+        """Return the exit code for the findings; 0 with ``--exit-zero``."""
         return 0 if code in _FOUND and getattr(self._arguments, "exit_zero", False) else code
 
     def stopped(self, error: KeyboardInterrupt) -> int:
-        """Says what is left of a run that a signal stopped; its exit code."""
+        """Report what remains of a run that a signal stopped, and return its exit code."""
         code = 128 + getattr(error, "number", signal.SIGINT)
         findings: list[Finding] = getattr(error, "findings", [])
         if not findings and self._destination is not None:
@@ -128,7 +130,7 @@ class Run:
         return self._tell(None, findings, code)
 
     def misused(self, error: UsageError) -> int:
-        """Says what is wrong with a command line; its exit code."""
+        """Report an error in the command line, and return its exit code."""
         if self._arguments.output_format != "text":
             word = next((word for word in self._argv if not word.startswith("-")), "")
             verb = self._verbs.named(word)
@@ -150,11 +152,11 @@ class Run:
 
     @property
     def _destination(self) -> str | None:
-        """Where the result is published; None for commands that publish none."""
+        """Path of the published result; None for commands that publish none."""
         return self._verb.publishes(self._arguments) if self._verb else None
 
     def _failed(self, error: Exception) -> int:
-        """Something that no part of the program expected: still a finding and not a traceback."""
+        """Report an unexpected error as a finding instead of a traceback."""
         if isinstance(error, OSError):
             finding = safe_files.system_finding(error, _text(error.filename), "a call of the system failed")
         elif isinstance(error, MemoryError):
@@ -179,8 +181,10 @@ class Run:
         return self._tell(None, found.findings, found.exit_code)
 
     def _tell(self, result: Result | None, findings: list[Finding], code: int) -> int:
-        """Prints the result on stdout and findings on stderr; the exit code, with what could not be
-        printed."""
+        """Print the result on stdout and findings on stderr.
+
+        The function returns the exit code, which accounts for failed output.
+        """
         # All is done: a signal while it is told would cut it in half, or tell it twice.
         self._stopping.done()
         a, verb, to = self._arguments, self._verb, self._destination
@@ -235,7 +239,7 @@ class Run:
             self._streams.lost = f"{render.printable(path)} cannot be written to: {error.strerror}"
 
     def _text(self, result: Result | None, report: output_formats.RunReport) -> str | None:
-        """The result for people; None if there is none, or it is kept back."""
+        """Return the result for people; None if there is none, or if it is not to be printed."""
         verb = self._verb
         if not result or not result.text or (report.quiet and verb and verb.silent and not result.product):
             return None
@@ -244,7 +248,7 @@ class Run:
         return "\n".join([*map(render.printable, steps), render.printable(result.text, keep="\n")])
 
     def _as_text(self, result: Result | None, report: output_formats.RunReport, ending: str) -> None:
-        """The result, what was found and the verdict; all on stdout for a verb that was asked for them."""
+        """Print the result, findings and the verdict; all on stdout for a verb whose output they are."""
         verb, text = self._verb, self._text(result, report)
         if text is not None:
             say = pager.show if result and result.paged else print
@@ -278,7 +282,7 @@ class Run:
             self._streams.write(lambda: print("\n".join(lines), file=stream), name)
 
     def _runs_here(self, finding: Finding) -> Finding:
-        """The finding, with help that fits what was asked for and names this checkpoint."""
+        """Return the finding with help that fits the command and names this checkpoint."""
         if not finding.run:
             return finding
         given = getattr(self._arguments, "ckpt", None)
@@ -288,8 +292,10 @@ class Run:
         return finding.replace(run=[command_of(run, self._taking(run, paths), paths) for run in useful])
 
     def _taking(self, run: str, paths: list[str]) -> list[str]:
-        """The words of the command that takes the option of a help: what was typed, or the first verb that
-        has it."""
+        """Return the words of the command that takes a help's option.
+
+        This is the user's command, or the first verb that has the option.
+        """
         if self._takes(run):
             return ["fastshard", *self._argv]
         option = run.partition(" ")[0]
@@ -297,11 +303,11 @@ class Run:
         return ["fastshard", verb, *paths, *(["OUT"] if verb != "verify" else [])]
 
     def _takes(self, run: str) -> bool:
-        """Whether a help is a whole command, or options that the command that was run has."""
+        """Return True if a help is a full command, or an option of the current command."""
         return not run.startswith("-") or hasattr(self._arguments, _named(run))
 
     def _is_given(self, run: str) -> bool:
-        """Whether the command was run with the option of a help."""
+        """Return True if the command already has the option of a help."""
         given, value = getattr(self._arguments, _named(run), None), run.partition(" ")[2]
         if isinstance(given, (list, tuple, frozenset)):
             return value in map(str, given)
@@ -310,11 +316,11 @@ class Run:
 
     @property
     def _is_watched(self) -> bool:
-        """Whether somebody looks at the progress of the run."""
+        """Whether somebody sees the progress of the run."""
         return sys.stderr.isatty() and getattr(self._arguments, "progress", "none") != "none"
 
     def _figures(self, result: Result | None) -> str:
-        """Seconds, rate and memory of the run."""
+        """Format the seconds, rate and memory of the run."""
         import resource
 
         seconds = time.monotonic() - self._begun
@@ -325,7 +331,7 @@ class Run:
         return ", ".join([f"  {seconds:.1f} s", *rate, f"{peak:,} MiB memory"])
 
     def _left_open(self, result: Result | None, findings: Sequence[Finding]) -> Sequence[str]:
-        """What could not be checked of this checkpoint."""
+        """List what could not be checked of this checkpoint."""
         if result is None or not (self._verb and self._verb.tells_unchecked):
             return ()
         return not_checked(findings) if result.unchecked is None else result.unchecked
@@ -359,7 +365,7 @@ class Run:
 
 
 def _size(result: Result | None) -> int:
-    """Bytes of a result of which a rate says something; 0 for others."""
+    """Return the bytes of a result if a rate is meaningful; 0 for others."""
     size = result.document.get("bytes") if result else None
     return size if isinstance(size, int) and size > _WORTH_A_RATE else 0
 

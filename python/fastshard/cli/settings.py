@@ -27,12 +27,13 @@ _NAMES = ("fastshard.toml", "pyproject.toml")
 
 
 def find(start: Path, untrusted: Iterable[Path]) -> tuple[Path, dict[str, Any]] | None:
-    """The nearest file that has settings, and what it says: in ``start`` or above, up to the repository's
-    root.
+    """Find the nearest file with settings, in ``start`` or above, up to the repository's root.
+
+    The result has the path and the settings.
 
     Args:
         start: the working directory.
-        untrusted: checkpoints and results; nothing is read from there or below.
+        untrusted: checkpoints and results; the function reads no file there or below.
     """
     refused = [folder for path in untrusted for folder in _folders(path)]
     here = start.resolve()
@@ -49,10 +50,10 @@ def find(start: Path, untrusted: Iterable[Path]) -> tuple[Path, dict[str, Any]] 
 
 
 def checked(path: Path, section: dict[str, Any]) -> dict[str, Any]:
-    """The settings that a file states, by the names of options.
+    """Check the settings of a file and return them by the names of options.
 
     Raises:
-        FastshardError: ``FS515`` for a key or a value that there is not.
+        FastshardError: ``FS515`` for an unknown key or value.
     """
     known = table(Gating)
     settings: dict[str, Any] = {}
@@ -70,12 +71,12 @@ def checked(path: Path, section: dict[str, Any]) -> dict[str, Any]:
 
 
 def apply(arguments: Namespace) -> Path | None:
-    """Adds settings to the arguments of a command that judges; the file that they come from.
+    """Add settings to the arguments of a command that judges findings; return their file.
 
-    What the command line says of ``--fail-on`` decides; codes are added to its own.
+    ``--fail-on`` on the command line takes precedence; codes from both apply.
 
     Raises:
-        FastshardError: ``FS515`` for a file that is not right.
+        FastshardError: ``FS515`` for an invalid file.
     """
     if not hasattr(arguments, "fail_on") or getattr(arguments, "no_settings", False):
         return None
@@ -94,7 +95,7 @@ def apply(arguments: Namespace) -> Path | None:
 
 
 def _folders(path: Path) -> list[Path]:
-    """Where a checkpoint lies: of a file, its folder, and that of what it links to."""
+    """List the folders of a checkpoint; for a file, its own and that of its link's target."""
     return [path.parent.resolve(), path.resolve().parent] if path.is_file() else [path.resolve()]
 
 
@@ -107,7 +108,7 @@ def _untrusted(arguments: Namespace) -> list[Path]:
 
 
 def _section(path: Path) -> dict[str, Any] | None:
-    """The settings in a file; None if it has none."""
+    """Return the settings in a file; None if it has none."""
     try:
         text = safe_files.read_text(path, _LARGEST, code=codes.USAGE)
         if path.name != "fastshard.toml" and "fastshard" not in text:

@@ -50,7 +50,7 @@ _HIDDEN: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRE
 
 
 def add_options(group: argparse._ActionsContainer, *kinds: type, only: Collection[str] | None = None) -> None:
-    """The options of the types named, as the table has them; ``only`` some of them."""
+    """Add the options of the given types, as the table defines them; ``only`` selects some."""
     for option in (option for kind in kinds for option in table(kind).values()):
         if only is None or option.name in only:
             group.add_argument(option.flag, help=option.help, **_how(option))
@@ -59,7 +59,7 @@ def add_options(group: argparse._ActionsContainer, *kinds: type, only: Collectio
 
 
 def _how(option: Option) -> dict[str, Any]:
-    """How an option is given."""
+    """Return argparse's keyword arguments of an option."""
     if option.kind in ("words", "patterns"):
         return {"action": "append", "default": [], "metavar": option.metavar}
     if option.kind == "choice":
@@ -76,8 +76,10 @@ def _how(option: Option) -> dict[str, Any]:
 
 
 def add_common(parser: argparse.ArgumentParser, *, run: bool = True, reads: bool = True) -> None:
-    """What every run takes; without ``run``, what reads headers only; without ``reads``, what reads no
-    checkpoint."""
+    """Add the options of every run.
+
+    Without ``run``, the command only reads headers; without ``reads``, it reads no checkpoint.
+    """
     group = parser.add_argument_group("common")
     add_format(group)
     group.add_argument("--color", choices=WHEN, default="auto", help="in the terminal (default: auto)")
@@ -99,7 +101,7 @@ def add_common(parser: argparse.ArgumentParser, *, run: bool = True, reads: bool
 
 
 def add_format(parser: argparse._ActionsContainer, formats: tuple[str, ...] = FORMATS) -> None:
-    """How it is told what a run came to."""
+    """Add the options for the output format."""
     parser.add_argument(
         "--output-format",
         choices=formats,
@@ -116,7 +118,7 @@ def add_format(parser: argparse._ActionsContainer, formats: tuple[str, ...] = FO
 
 
 def add_source(parser: argparse.ArgumentParser, *, like: bool = False) -> None:
-    """A checkpoint, and how it is read; with ``like``, for verbs that judge it."""
+    """Add the checkpoint and the options for reading it; with ``like``, for verbs that judge it."""
     parser.add_argument(
         "ckpt",
         nargs="+",
@@ -127,14 +129,14 @@ def add_source(parser: argparse.ArgumentParser, *, like: bool = False) -> None:
 
 
 def add_opening(parser: argparse.ArgumentParser, *, like: bool = False) -> None:
-    """How what is at the paths is read: :func:`opening`."""
+    """Add the options for reading checkpoints: :func:`opening`."""
     group = parser.add_argument_group("source")
     add_options(group, Source, Vocabulary, *([Against] if like else []))
     add_gate(parser)
 
 
 def add_gate(parser: argparse.ArgumentParser) -> None:
-    """What counts as an error: :func:`gating`."""
+    """Add the options that choose which findings are errors: :func:`gating`."""
     group = parser.add_argument_group("verdict")
     add_options(group, Gating)
     group.add_argument(
@@ -145,8 +147,7 @@ def add_gate(parser: argparse.ArgumentParser) -> None:
 
 
 def add_exit_zero(parser: argparse.ArgumentParser) -> None:
-    """``--exit-zero`` of what looks and writes nothing; it goes into the group that :func:`add_gate` has
-    made."""
+    """Add ``--exit-zero`` of commands that write nothing, in the group from :func:`add_gate`."""
     group = next(g for g in parser._action_groups if g.title == "verdict")
     group.add_argument(
         "--exit-zero",
@@ -156,68 +157,68 @@ def add_exit_zero(parser: argparse.ArgumentParser) -> None:
 
 
 def looks(a: argparse.Namespace, writing: str) -> None:
-    """Refuses ``--exit-zero`` of a verb that writes when it is given an option.
+    """Refuse ``--exit-zero`` with an option by which a verb writes.
 
     Raises:
-        FastshardError: ``FS515``; a script would go on without a result.
+        FastshardError: ``FS515``; otherwise a script would continue without a result.
     """
     if a.exit_zero:
         raise FastshardError.of(codes.USAGE, f"--exit-zero and {writing}", help="leave out one option")
 
 
 def given(a: argparse.Namespace, *kinds: type) -> dict[str, Any]:
-    """The options of the types named, as the library takes them."""
+    """Return the options of the given types, as the library takes them."""
     return {name: _read(a, option) for kind in kinds for name, option in table(kind).items()}
 
 
 def _read(a: argparse.Namespace, option: Option) -> Any:
-    """Reads the value of an option: True and False of one whose command line has words for them."""
+    """Read the value of an option; return True or False if its command line has words for them."""
     value = getattr(a, option.name)
     return value == option.choices[0] if option.kind == "switch" and option.choices else value
 
 
 def gating(a: argparse.Namespace) -> dict[str, Any]:
-    """How findings are judged."""
+    """Return the options that decide how findings count."""
     return given(a, Gating)
 
 
 def add_shaping(parser: argparse.ArgumentParser) -> None:
-    """What is made of the tensors: :func:`shape`."""
+    """Add the options that choose how tensors are converted: :func:`shape`."""
     add_options(parser.add_argument_group("result"), ValueOptions, Sharding)
 
 
 def add_choosing(parser: argparse._ActionsContainer) -> None:
-    """Which tensors."""
+    """Add the options that choose tensors."""
     add_options(parser, Choosing)
 
 
 def add_stats(parser: argparse._ActionsContainer) -> None:
-    """``--stats`` of what writes a manifest."""
+    """Add ``--stats`` of commands that write a manifest."""
     add_options(parser, Requested, only=("stats",))
 
 
 def add_writing(parser: argparse.ArgumentParser) -> None:
-    """Adds how OUT is written: :func:`writing`."""
+    """Add the options that choose how OUT is written: :func:`writing`."""
     add_options(parser.add_argument_group("writing"), Checked, Requested, Comparing)
 
 
 def writing(a: argparse.Namespace) -> dict[str, Any]:
-    """Reads how OUT is written, and within how much memory."""
+    """Read the options that choose how OUT is written, and the memory limit."""
     return given(a, Checked, Memory, Requested, Comparing)
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
-    """Which of several processes this one is: :func:`ranked`."""
+    """Add the options that state the rank among several processes: :func:`ranked`."""
     add_options(parser.add_argument_group("several processes, on one host or many"), Ranked)
 
 
 def add_node_local(parser: argparse.ArgumentParser) -> None:
-    """Whether each rank has a part of the checkpoint on its own disk."""
+    """Add the option for checkpoints of which each rank has a part on its own disk."""
     add_options(parser, Lending)
 
 
 def add_ray(parser: argparse.ArgumentParser) -> None:
-    """On which cluster the work is done: :func:`spread`."""
+    """Add the options of a Ray cluster: :func:`spread`."""
     group = parser.add_argument_group("a Ray cluster")
     group.add_argument(
         "--ray",
@@ -229,7 +230,7 @@ def add_ray(parser: argparse.ArgumentParser) -> None:
 
 
 def spread(a: argparse.Namespace) -> dict[str, Any]:
-    """Options of a run on a cluster.
+    """Return the options of a run on a cluster.
 
     Raises:
         FastshardError: ``FS515`` for options of a process among several.
@@ -246,7 +247,10 @@ def spread(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def ranked(a: argparse.Namespace) -> dict[str, Any]:
-    """Options of a process among several; where a launcher was asked, who it is is said on stderr."""
+    """Return the options of a process among several.
+
+    If a launcher provides the rank, the function prints it on stderr.
+    """
     if a.rank == "auto" and not (a.quiet or a.output_format != "text"):
         from ..conversion.distributed.launcher_env import detect
 
@@ -256,12 +260,12 @@ def ranked(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_tokenizer(parser: argparse._ActionsContainer) -> None:
-    """``--tokenizer`` of what a model is written with."""
+    """Add ``--tokenizer`` of commands that write a model."""
     add_options(parser, Checked, only=("tokenizer",))
 
 
 def add_target(parser: argparse.ArgumentParser, required: bool) -> None:
-    """``--to`` and the options of targets: :func:`placing`."""
+    """Add ``--to`` and the options of targets: :func:`placing`."""
     parser.add_argument(
         "--to",
         required=required,
@@ -272,18 +276,18 @@ def add_target(parser: argparse.ArgumentParser, required: bool) -> None:
 
 
 def opening(a: argparse.Namespace) -> dict[str, Any]:
-    """Options of everything that reads a checkpoint."""
+    """Return the options of every command that reads a checkpoint."""
     like = {"like": a.like} if "like" in a else {}
     return {**given(a, Opening), "threads": thread_count(a.threads), **like}
 
 
 def opened(a: argparse.Namespace) -> Checkpoint:
-    """The checkpoint, by its headers."""
+    """Open the checkpoint by reading its headers."""
     return open_checkpoint(*a.ckpt, **opening(a))
 
 
 def progress(a: argparse.Namespace) -> str | bool:
-    """How far a run is, told or not."""
+    """Return how to show the progress of a run; False to show none."""
     if a.quiet or (a.output_format in DOCUMENTS and a.progress == "auto"):
         return False
     # The document has all findings.
@@ -291,10 +295,10 @@ def progress(a: argparse.Namespace) -> str | bool:
 
 
 def shape(a: argparse.Namespace) -> dict[str, Any]:
-    """Options of a result under any names."""
+    """Return the options of a result under any names."""
     return given(a, ValueOptions, Sharding)
 
 
 def placing(a: argparse.Namespace) -> dict[str, Any]:
-    """Options that targets take."""
+    """Return the options that targets take."""
     return given(a, Placing)

@@ -46,7 +46,7 @@ class Stopping:
             signal.signal(number, signal.SIG_IGN if self._last else before)  # type: ignore[arg-type]
 
     def done(self) -> None:
-        """There is nothing left to stop: from here on a signal changes nothing."""
+        """Mark the run as finished: from now on a signal changes nothing."""
         self._count = max(self._count, 1)
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
@@ -62,7 +62,7 @@ class Stopping:
 
 
 def _outside_imports(frame: FrameType | None) -> FrameType | None:
-    """The code that has begun an import which is at work at a frame; None if none is."""
+    """Return the code that began the import in progress at a frame; None if there is none."""
     outside = None
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
@@ -72,10 +72,10 @@ def _outside_imports(frame: FrameType | None) -> FrameType | None:
 
 
 def _raise_in(frame: FrameType, error: BaseException) -> None:
-    """Raises an error in a frame once that goes on.
+    """Raise an error in a frame when it continues.
 
-    Within an import it can leave a module's lock held, and the next import of that module then waits for
-    ever.
+    An error within an import can leave a module locked, and the next import of that module then waits
+    forever.
     """
     before = sys.gettrace()
 

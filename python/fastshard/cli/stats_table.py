@@ -25,11 +25,11 @@ _FIGURES = ("MIN", "MAX", "MEAN", "STD", "ZERO", "NaN", "INF")
 
 
 def stats_table(gathered: Mapping[str, TensorStats], *, wide: bool = True, paint: Paint = plain) -> str:
-    """A row for each tensor, under a header.
+    """Format a row for each tensor, under a header.
 
     Args:
         gathered: statistics by name.
-        wide: True to show all of each name, dtypes, shapes and histograms too.
+        wide: True to show full names, and dtypes, shapes and histograms.
         paint: makes broken tensors red.
     """
     if not gathered:
@@ -65,14 +65,16 @@ def stats_table(gathered: Mapping[str, TensorStats], *, wide: bool = True, paint
 
 
 def is_broken(stats: TensorStats) -> bool:
-    """True for a tensor with NaN or infinities, one with zero slabs, and a matrix of zeros alone; a fresh
-    bias is zero."""
+    """Return True for a tensor with NaN, infinities or zero slabs, and for a matrix of zeros.
+
+    A new bias is zero.
+    """
     is_zero = len(stats.shape) > 1 and stats.count > 0 and stats.zeros == stats.count
     return bool(stats.nan or stats.inf or stats.zero_slabs) or is_zero
 
 
 def folded(names: Sequence[str]) -> list[str]:
-    """Names without the parts that most of them begin with: ``...`` stands for these.
+    """Replace the common beginning of most names by ``...``.
 
     >>> folded(["model.embed.weight", "model.layers.0.w", "lm_head.weight"])
     ['...embed.weight', '...layers.0.w', 'lm_head.weight']
@@ -95,7 +97,8 @@ def folded(names: Sequence[str]) -> list[str]:
 
 
 def _shortened(name: str) -> str:
-    """
+    """Shorten a name.
+
     >>> len(_shortened("x" * 300)), _shortened("a.b")
     (200, 'a.b')
     """
@@ -104,7 +107,10 @@ def _shortened(name: str) -> str:
 
 
 def sparkline(histogram: Sequence[int], heights: str = _HEIGHTS[0]) -> str:
-    """A histogram in one line, from the most negative bin to the most positive; what is not empty shows."""
+    """Format a histogram in one line, from the most negative bin to the most positive.
+
+    Every bin that is not empty is visible.
+    """
     cells = [sum(histogram[i : i + _BINS_PER_CELL]) for i in range(0, len(histogram), _BINS_PER_CELL)]
     top = max(cells, default=0)
     steps = len(heights) - 1
@@ -112,5 +118,5 @@ def sparkline(histogram: Sequence[int], heights: str = _HEIGHTS[0]) -> str:
 
 
 def _figure(x: float | None) -> str:
-    """Three digits, which tell what is unlike the rest."""
+    """Format a figure with three digits, which show values that differ from the rest."""
     return "-" if x is None else str(x) if isinstance(x, int) else f"{x:.3g}"

@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 
 def prepare() -> None:
-    """Gives each standard descriptor a file, and both streams an encoding that takes any name.
+    """Open a file for each closed standard descriptor, and give both streams an encoding for any name.
 
-    Where a shell has closed one (``>&-``), a file of the result would get its number, and with it all
-    that is printed.
+    If a shell has closed one (``>&-``), a file of the result would get its number, and then all printed text.
     """
     for number in range(3):
         try:
@@ -47,7 +46,7 @@ class Streams:
         self.lost: str | None = None
 
     def write(self, printing: Callable[[], object], name: str = "stdout") -> bool:
-        """Calls what prints to ``sys.stdout`` or ``sys.stderr``; False if it could not be written."""
+        """Call a function that prints to ``sys.stdout`` or ``sys.stderr``; return False if that failed."""
         stream: TextIO = getattr(sys, name)
         try:
             printing()
@@ -65,11 +64,11 @@ class Streams:
         return True
 
     def say(self, text: str) -> None:
-        """One line on stderr, if there is one."""
+        """Print one line on stderr, if it is open."""
         self.write(lambda: print(text, file=sys.stderr), "stderr")
 
     def ended(self, code: int, done: str = "") -> int:
-        """The exit code; 2 if something could not be printed, which is said with what was ``done``."""
+        """Return the exit code; 2 if output failed, which the function reports along with ``done``."""
         if self.lost is None:
             return code
         self.say(f"fastshard: {self.lost}{done}")
@@ -77,7 +76,7 @@ class Streams:
 
 
 def _let_go(stream: TextIO) -> None:
-    """What the stream still holds goes nowhere, so that Python does not fail on it at its end."""
+    """Discard what the stream still buffers, so that Python does not fail on it at exit."""
     try:
         number = stream.fileno()
     except (OSError, ValueError):

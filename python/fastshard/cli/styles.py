@@ -27,14 +27,15 @@ Paint = Callable[[str, str], str]
 
 
 def plain(text: str, style: str) -> str:
-    """The text without its style."""
+    """Return the text without its style."""
     return text
 
 
 def painter(stream: TextIO, when: str = "auto") -> Paint:
-    """What paints text for a stream: with ANSI codes, or not at all.
+    """Return a function that styles text for a stream: with ANSI codes, or not at all.
 
-    ``when`` comes before NO_COLOR, which comes before FORCE_COLOR; without them a terminal has colour.
+    ``when`` takes precedence over NO_COLOR, and NO_COLOR over FORCE_COLOR. Without them, only a terminal has
+    colour.
     """
     if when == "auto":
         if os.environ.get("NO_COLOR"):
@@ -45,7 +46,7 @@ def painter(stream: TextIO, when: str = "auto") -> Paint:
 
 
 def headed(text: str, paint: Paint, *, is_help: bool = False) -> str:
-    """A text whose headers of tables are bold, or its headings where it is a page of help."""
+    """Make the headers of tables in a text bold, or the headings of a help page."""
     pattern = _HEADING if is_help else _HEADER
     return text if paint is plain else pattern.sub(lambda found: paint(found[0], "bold"), text)
 

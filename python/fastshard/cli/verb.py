@@ -13,7 +13,7 @@ from ..findings.proof import not_proven
 
 @dataclass
 class Result:
-    """What a command puts on stdout: text for people, or the fields of the ``--json`` object."""
+    """Output of a command on stdout: text for people, or the fields of the ``--json`` object."""
 
     text: str = ""
     document: dict[str, Any] = field(default_factory=dict)
@@ -39,7 +39,7 @@ Outcome = tuple[Result, list[Finding]]
 
 
 def layout_not_proven(findings: list[Finding]) -> str:
-    """What no run that reads a checkpoint can prove, and what this one could not, in one line."""
+    """State in one line what no run that reads a checkpoint can prove, and what this one could not."""
     return "; ".join(not_proven(findings))
 
 

@@ -35,15 +35,15 @@ def verdict(
     reason: str = "",
     outcome: str = "",
 ) -> str:
-    """``{about}: {VERDICT}, {reason} (exit {code})``.
+    """Format the verdict: ``{about}: {VERDICT}, {reason} (exit {code})``.
 
     Args:
-        about: what it is about.
+        about: the subject of the verdict.
         code: the exit code.
-        findings: all that was found.
-        word: the verdict, where it is not that of what was found: ``EQUAL``.
-        reason: why all is well, where it is; or why the ``word`` is so.
-        outcome: what became of the result of a command that writes.
+        findings: all findings.
+        word: a verdict other than that of the findings: ``EQUAL``.
+        reason: the reason for a good verdict, or for ``word``.
+        outcome: the fate of the result of a command that writes.
     """
     if code >= 128:
         word, reason = f"STOPPED by {_SIGNALS.get(signal.Signals(code - 128), 'a signal')}", ""
@@ -59,14 +59,14 @@ def verdict(
 
 
 def in_a_word(code: int, findings: Sequence[Finding], word: str | None = None) -> str:
-    """The verdict without its reason; of what was found where ``--exit-zero`` made the code 0."""
+    """Return the verdict without its reason; that of the findings if ``--exit-zero`` made the code 0."""
     if code >= 128:
         return "STOPPED"
     return word or VERDICTS.get(exit_code(list(findings)) or code, VERDICTS[2])
 
 
 def subject(arguments: argparse.Namespace) -> str:
-    """What a command is about: its checkpoints, or the directory that it was given or made."""
+    """Name the subject of a command: its checkpoints, or its input or output directory."""
     # What a repair made is what it is about.
     for names in (("repair",), ("ckpt",), ("a", "b"), ("out",)):
         given = [getattr(arguments, name) for name in names if getattr(arguments, name, None)]
@@ -77,7 +77,7 @@ def subject(arguments: argparse.Namespace) -> str:
 
 
 def _why(findings: Sequence[Finding]) -> str:
-    """The first error in short, and how many more are printed."""
+    """Describe the first error in short, and how many more are printed."""
     groups = [group for group in alike(findings) if group[0].severity == "error"]
     if not groups:
         return ""
@@ -86,7 +86,7 @@ def _why(findings: Sequence[Finding]) -> str:
 
 
 def _short(group: Sequence[Finding]) -> str:
-    """What is said of one thing, or of several tensors, in a few words that name it."""
+    """Describe a group of findings in a few words that name its file or tensor."""
     finding = group[0]
     text = finding.headline
     if len(group) > 1:
@@ -106,7 +106,7 @@ def _short(group: Sequence[Finding]) -> str:
 
 
 def _about(group: Sequence[Finding]) -> str:
-    """Files or tensors that it is about, or the process that is missing."""
+    """Name the files or tensors of a group of findings, or the missing rank."""
     if group[0].code == codes.MISSING_CHUNKS and group[0].rank:
         return group[0].rank
     files = list(dict.fromkeys(file for finding in group for file in finding.files))
@@ -117,14 +117,16 @@ def _about(group: Sequence[Finding]) -> str:
 
 
 def _name(path: str) -> str:
-    """A path as short as it can be: files of all ranks may have one name, so that their folder says which it
-    is."""
+    """Shorten a path.
+
+    Files of all ranks may have the same name; then the folder remains to tell them apart.
+    """
     folder, name = PurePosixPath(path).parent.name, PurePosixPath(path).name
     is_of_folder = not path.startswith("/") and _NUMBERED.search(folder) and not _NUMBERED.search(name)
     return f"{folder}/{name}" if is_of_folder else name or path
 
 
 def _lowered(title: str) -> str:
-    """A title within a sentence: words like NaN keep their capitals."""
+    """Format a title for use within a sentence: words like NaN keep their capitals."""
     first, _, rest = title.partition(" ")
     return f"{first.lower()} {rest}".rstrip() if first[1:].islower() else title

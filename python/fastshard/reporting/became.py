@@ -51,7 +51,7 @@ class Became:
 
 
 def became(plan: Plan) -> tuple[Became, ...]:
-    """The kinds of tensors of a plan, by what they are made of; one of each kind is looked at."""
+    """Group the tensors of a plan by the way in which they are computed; one of each kind is examined."""
     kinds: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
     for name, (_, dtype, extents, _, _) in zip(plan.index, plan.outputs, strict=True):
         kinds.setdefault((role_of(name), dtype, tuple(extents)), []).append(name)
@@ -80,7 +80,7 @@ def became(plan: Plan) -> tuple[Became, ...]:
 
 
 def _without_layer(name: str, count: int) -> str:
-    """A name with N in the place of its layer, where it stands for several."""
+    """Replace the layer number in a name by N, if the name stands for several tensors."""
     layer = layer_of(name) if count > 1 else None
     parts = name.split(".")
     if layer is not None and str(layer) in parts:
@@ -89,7 +89,7 @@ def _without_layer(name: str, count: int) -> str:
 
 
 def _how(output: Mapping[str, Any], stored: Sequence[Mapping[str, Any]]) -> str:
-    """How a tensor is made, in a few words."""
+    """Describe in a few words how a tensor is computed."""
     parts = output["parts"]
     combined = {part["combine"] if isinstance(part["combine"], str) else "zero" for part in parts}
     several = any(len(part["sources"]) > 1 for part in parts)
@@ -115,8 +115,7 @@ def _how(output: Mapping[str, Any], stored: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _merged(part: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """The axes of a part as (number, stride in the result), those that are one run put together; the largest
-    first."""
+    """Return the axes of a part as (number, stride in the result), adjacent ones merged, largest first."""
     axes = sorted(((a["n"], a["dst"]) for a in part["axes"] if a["n"] > 1), key=lambda a: -a[1])
     merged: list[tuple[int, int]] = []
     for n, stride in axes:
@@ -128,7 +127,7 @@ def _merged(part: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 def _boxes(shape: Sequence[int], part: Mapping[str, Any]) -> list[tuple[float, float, float, float, int]]:
-    """Where a part lies in a tensor."""
+    """Return the boxes that a part covers in a tensor."""
     rows = shape[0] if shape else 1
     width = math.prod(shape[1:]) or 1
     across = [(a["n"], a["dst"]) for a in part["axes"] if a["dst"] < width]

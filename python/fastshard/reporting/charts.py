@@ -73,7 +73,7 @@ def _chart(**parts: Any) -> Chart:
 
 
 def densities(sides: Sequence[tuple[str, Steps]], *, width: int = 300, height: int = 110) -> Chart:
-    """One density, or two over each other on the same axes: the first as a dashed line, the other filled."""
+    """Draw one density, or two on the same axes: the first as a dashed line, the second filled."""
     low = min(steps.edges[0] for _, steps in sides)
     high = max(steps.edges[-1] for _, steps in sides)
     layers = []
@@ -107,7 +107,7 @@ def densities(sides: Sequence[tuple[str, Steps]], *, width: int = 300, height: i
 
 
 def logarithmic(sides: Sequence[tuple[str, Sequence[int]]], *, width: int = 300, height: int = 110) -> Chart:
-    """The 64 bins as they are, one beside the other: shares of the numbers that are not zero."""
+    """Draw the 64 bins of histograms side by side: shares of the numbers that are not zero."""
     layers = []
     for i, (_, histogram) in enumerate(sides):
         total = sum(histogram) or 1
@@ -150,10 +150,10 @@ def logarithmic(sides: Sequence[tuple[str, Sequence[int]]], *, width: int = 300,
 
 
 def undrawn() -> Finding | None:
-    """Says why no picture can be drawn in this process, if none can.
+    """Return the reason why this process cannot draw pictures; None if it can.
 
-    vl-convert runs V8, which reserves tens of GiB of addresses and ends the process where it gets none. How
-    many differs from version to version, so that none is drawn under a limit.
+    vl-convert runs V8, which reserves tens of GiB of address space and ends the process if it cannot. The
+    amount differs from version to version, so the page has no pictures under any limit.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
@@ -169,10 +169,10 @@ def undrawn() -> Finding | None:
 
 
 def needed() -> Any:
-    """vl-convert.
+    """Import vl-convert.
 
     Raises:
-        FastshardError: ``FS514`` if it is not installed.
+        FastshardError: ``FS514`` if vl-convert is not installed.
     """
     return imported("vl_convert", purpose="pictures of distributions are drawn by vl-convert", extra="report")
 
@@ -212,7 +212,7 @@ _SVG = "{http://www.w3.org/2000/svg}"
 
 
 def svg(chart: Chart) -> tuple[str, str]:
-    """The picture, as the inside of an ``svg`` element, and its size as a view box."""
+    """Draw a picture; return the content of its ``svg`` element, and its size as a view box."""
     drawn = ET.fromstring(needed().vegalite_to_svg(chart, vl_version="5.20"))
     parts: list[str] = []
     for child in drawn:

@@ -30,7 +30,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Read:
-    """How far a checkpoint was read."""
+    """The extent to which a checkpoint was read."""
 
     #: The checkpoint as an argument of a command.
     named: str
@@ -47,7 +47,7 @@ class Read:
 
 
 def checks(findings: Sequence[Finding], read: Read) -> tuple[Check, ...]:
-    """The list for a checkpoint that was opened."""
+    """List the checks of an open checkpoint."""
     failed: dict[str, list[Finding]] = {}
     notes = {f.code for f in findings if f.severity == "note"}
     for finding in findings:
@@ -72,7 +72,7 @@ def checks(findings: Sequence[Finding], read: Read) -> tuple[Check, ...]:
 
 
 def _name_problems(found: list[Finding]) -> str:
-    """What failed it, the first few by name."""
+    """Name the problems that failed a check, the first few in full."""
     titles = list(dict.fromkeys(f"{f.title} ({f.code})" for f in found))
     more = f" and {counted(len(titles) - 3, 'more problem')}" if len(titles) > 3 else ""
     return f"{', '.join(titles[:3])}{more}."

@@ -79,7 +79,7 @@ class Side:
         self.hashes = hashes or {}
 
     def recorded(self, plan: Plan) -> Mapping[str, str]:
-        """Hashes by the manifest that lies there, of tensors that it has under the plan's names."""
+        """Return the hashes that the manifest states for tensors with the plan's names."""
         entries = {t["name"]: t for t in (self.document or {}).get("tensors", ())}
         return {
             name: entries[name]["blake3"]
@@ -89,7 +89,7 @@ class Side:
 
 
 def compared(own: Side, other: Side, stats: bool, run: RunOptions, bar: Progress) -> Comparison:
-    """Compares two sides of a conversion by hashes, and by values where they were read."""
+    """Compare two sides of a conversion by hashes, and by values if they were read."""
     if isinstance(other.opened, FastshardError):
         return Comparison(other.path, "nothing: it cannot be opened", refused=tuple(other.opened.findings))
     assert isinstance(own.opened, Checkpoint)
@@ -166,8 +166,7 @@ def _changes(
     hashes: Sequence[Mapping[str, str]],
     numbers: Sequence[Mapping[str, TensorStats]],
 ) -> tuple[tuple[Change, ...], int, int]:
-    """What differs, by names; and of how many tensors the bytes are equal, and of how many they are not
-    known."""
+    """Return differences by name, and the numbers of tensors with equal and with unknown bytes."""
     mine, theirs = forms
     changes = [
         Change(n, "only in the other", _form(theirs[n]), "absent") for n in theirs.keys() - mine.keys()

@@ -38,10 +38,10 @@ class Steps:
 def density(
     histogram: Sequence[int], low: float | None, high: float | None, *, tail: float = TAIL
 ) -> Steps | None:
-    """The density of finite numbers that are not zero, by a histogram's 64 counts and their extremes.
+    """Compute the density of finite numbers that are not zero, from a histogram's 64 counts and extremes.
 
     Returns:
-        None where there is nothing to draw: no such numbers, or all of one value.
+        None if there is nothing to draw: no such numbers, or a single value.
     """
     total = sum(histogram)
     if not total or low is None or high is None or not low < high:
@@ -69,7 +69,10 @@ def density(
 
 
 def _merge(edges: list[float], counts: list[int], narrowest: float) -> None:
-    """Joins bins that are narrower with their neighbours: those on both sides of zero become one."""
+    """Join bins that are too narrow with their neighbours.
+
+    Those on both sides of zero become one.
+    """
     i = 0
     while i < len(counts) and len(counts) > 1:
         j = i
@@ -98,7 +101,7 @@ def _join(edges: list[float], counts: list[int], first: int, last: int) -> None:
 
 
 def joined(stats: Sequence[TensorStats]) -> TensorStats:
-    """Several tensors' numbers as those of one."""
+    """Combine the statistics of several tensors as if they were one."""
     histogram = tuple(map(sum, zip(*(s.histogram for s in stats), strict=True)))
     lows = [s.min for s in stats if s.min is not None]
     highs = [s.max for s in stats if s.max is not None]

@@ -36,7 +36,7 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True)
 class Counts:
-    """How much of a checkpoint is here."""
+    """The number of files, tensors and bytes of a checkpoint that exist."""
 
     #: Tensors that can be read in full, and tensors that are missing or incomplete.
     tensors: int
@@ -57,7 +57,7 @@ class Counts:
 
 
 def counts_of(checkpoint: Checkpoint, plan: Plan, missing: Absent | None) -> Counts:
-    """Counts what is here and what is missing."""
+    """Count what exists of a checkpoint and what is missing."""
     summary = plan.summary
     files, nbytes = checkpoint.extent
     return Counts(
@@ -73,7 +73,7 @@ def counts_of(checkpoint: Checkpoint, plan: Plan, missing: Absent | None) -> Cou
 
 
 def facts_of(checkpoint: Checkpoint, plan: Plan, counts: Counts, read: bool) -> tuple[Fact, ...]:
-    """The cells: first what it is, then how much of it is here."""
+    """Return the cells of the page: first what the checkpoint is, then how much of it exists."""
     c = counts
     dtypes = plan.summary["dtypes"]
     all_files, files = c.files + c.absent, f"{c.files:,}"
@@ -116,12 +116,12 @@ def facts_of(checkpoint: Checkpoint, plan: Plan, counts: Counts, read: bool) -> 
 
 
 def degrees(checkpoint: Checkpoint) -> str:
-    """The degrees of its parallelism, e.g. ``tp 2 x pp 2``."""
+    """Describe the degrees of parallelism, e.g. ``tp 2 x pp 2``."""
     return " x ".join(f"{k} {v}" for k, v in checkpoint.topology.items() if v > 1) or "not sharded"
 
 
 def _step(checkpoint: Checkpoint) -> str | None:
-    """The step, with the word where its name is a number alone."""
+    """Return the step, with the word ``step`` if its name is only a number."""
     return f"step {checkpoint.step}" if (checkpoint.step or "").isdecimal() else checkpoint.step
 
 
@@ -131,7 +131,7 @@ def _size(checkpoint: Checkpoint) -> tuple[str, str]:
 
 
 def turned(facts: tuple[Fact, ...], before: Checkpoint, after: Checkpoint) -> tuple[Fact, ...]:
-    """The cells of a comparison: the first two are what it was, and what it is."""
+    """Return the cells of a comparison: the first two describe the checkpoint before and after."""
     was, now = (
         Fact(label, c.framework, ", ".join(filter(None, [degrees(c), _step(c), *_size(c)])))
         for label, c in (("Before", before), ("After", after))

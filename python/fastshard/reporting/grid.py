@@ -82,13 +82,13 @@ class Grid:
 
 
 def grid(checkpoint: Checkpoint, findings: Iterable[Finding], echoes: Iterable[Finding] = ()) -> Grid:
-    """The grid of an opened checkpoint.
+    """Make the grid of an open checkpoint.
 
     Args:
         checkpoint: the checkpoint.
-        findings: all that was found of it.
-        echoes: what the core found of tensors whose file is the cause, and is not said again: the cells of
-            that file.
+        findings: all its findings.
+        echoes: findings of the core about tensors whose file is the cause. The page does not repeat them;
+            they fill the cells of that file.
     """
     return _Filling(checkpoint).place_findings(list(findings), list(echoes))
 
@@ -179,7 +179,7 @@ class _Filling:
         return (key[0] + base, key[1]) if base and key[0] is not None else key
 
     def place_findings(self, findings: list[Finding], echoes: list[Finding]) -> Grid:
-        """The grid, once all that was found is put into the rows."""
+        """Place all findings in the rows and return the grid."""
         placed = [
             # What says nothing of a place is of the whole checkpoint.
             f
@@ -229,7 +229,7 @@ class _Filling:
         return banded(self.rows, self.ranks, self.inferred)
 
     def _row_for(self, finding: Finding) -> str:
-        """The row that a finding is about."""
+        """Return the row of a finding."""
         if finding.file in self.row_of:
             return self.row_of[finding.file or ""]
         is_rank = bool(finding.coords) and frozenset(finding.coords) in self.forms
@@ -256,8 +256,7 @@ class _Filling:
         causes: dict[str, list[tuple[str, int]]],
         explained: set[str],
     ) -> None:
-        """Puts what the core misses where it is missing: the row of its rank, or of the one file that can
-        have held it."""
+        """Mark tensors that the core misses in the row of their rank, or of their only possible file."""
         rows = [row for row in causes if row == echo.rank]
         if not rows and echo.rank not in self.ranks:
             # The core names as much of the rank as decides: that of a stage is not among it.
@@ -274,8 +273,10 @@ class _Filling:
         self.rows.setdefault(name, Row(rank=_rank_of(echo))).add(key, MISSING, count)
 
     def _infer(self, causes: dict[str, list[tuple[str, int]]]) -> None:
-        """What ranks lack that the core does not name one by one: what those hold that differ in their tensor
-        parallel rank alone."""
+        """Infer what ranks lack if the core does not name each of them.
+
+        They should have what ranks have that differ only in their tensor-parallel rank.
+        """
         alike: dict[tuple[tuple[str, int], ...], Counter[Key]] = {}
         for name in self.ranks:
             for counts in self.rows[name].counts:
@@ -294,8 +295,10 @@ class _Filling:
                     row.add(key, state, count)
 
     def _likeliest(self, key: Key, files: list[tuple[str, int]]) -> tuple[str, int]:
-        """Of several files of a rank the one whose name is nearest to that of a file of another rank that has
-        the tensor."""
+        """Return the file of a rank that most likely contains a tensor.
+
+        Its name is most similar to a file of another rank that contains the tensor.
+        """
         like = next((path for path, keys in self.tensors_of.items() if key in keys), "")
         return min(files, key=lambda file: _apart(file[0], like))
 
@@ -324,8 +327,7 @@ class _Filling:
                 row.mark(FILE, state)
 
     def _lose_layer(self, finding: Finding) -> None:
-        """Layers of which nothing is there: they are missing on each rank, unless ranks have layers of their
-        own."""
+        """Mark layers that are missing completely: on each rank, unless ranks have different layers."""
         keys: list[Key] = [(number, WHOLE) for number in (finding.layers or range(0))[:_MOST_LAYERS]]
         keys = keys or [FILE]
         whole = finding.layers and self.ranks and not any("pp" in self.rows[name].rank for name in self.ranks)
@@ -336,10 +338,10 @@ class _Filling:
 
 
 def banded(rows: Mapping[str, Row], of_ranks: Collection[str], inferred: bool = False) -> Grid:
-    """The grid of rows: neighbours that are alike are one band.
+    """Make the grid of rows; similar neighbours form one band.
 
     Args:
-        rows: what each rank or file holds, by its name.
+        rows: the content of each rank or file, by its name.
         of_ranks: the rows that are ranks; they come first.
         inferred: as in :class:`Grid`.
     """
@@ -365,7 +367,7 @@ def banded(rows: Mapping[str, Row], of_ranks: Collection[str], inferred: bool = 
 
 
 def _cells(rows: Mapping[str, Row], where: dict[Key, int], count: int) -> dict[str, tuple[Cell | None, ...]]:
-    """The cells of each row; rows that are alike share them."""
+    """Return the cells of each row; similar rows share them."""
     made: dict[object, tuple[Cell | None, ...]] = {}
     cells_by = {}
     for name, row in rows.items():
@@ -401,7 +403,7 @@ def _without_tensor_rank(rank: Rank) -> tuple[tuple[str, int], ...]:
 
 
 def _apart(a: str, b: str) -> int:
-    """In how many of their numbers two names differ; many for names of another form."""
+    """Count the numbers in which two names differ; return a large count for names of different forms."""
     if _DIGITS.sub("0", a) != _DIGITS.sub("0", b):
         return 1 << 10
     return sum(x != y for x, y in zip(_DIGITS.findall(a), _DIGITS.findall(b), strict=True))

@@ -24,12 +24,12 @@ from .grid_cells import (
 
 
 def nowhere_last(name: str) -> tuple[bool, list[tuple[bool, int, str]]]:
-    """Orders names as people do: numbers by their value, what is in no file last."""
+    """Sort names as people do: numbers by value, tensors in no file last."""
     return name == NOWHERE, natural(name)
 
 
 def order_of(key: Key) -> tuple[int, int, str]:
-    """Embeddings, layers, what comes behind them, and last what is no tensor."""
+    """Sort columns: embeddings, layers, tensors after them, and entries that are not tensors last."""
     layer, role = key
     if role.startswith("\0") and layer is None:
         return 3, 0, role
@@ -39,7 +39,7 @@ def order_of(key: Key) -> tuple[int, int, str]:
 
 
 def columns_of(keys: Sequence[Key]) -> tuple[tuple[Column, ...], dict[Key, int]]:
-    """The columns, and the one of each key."""
+    """Return the columns, and the column of each key."""
     labels: dict[Key, Column] = {}
     layers = sorted({layer for layer, _ in keys if layer is not None})
     outside = [key for key in keys if key[0] is None]
@@ -65,7 +65,7 @@ def columns_of(keys: Sequence[Key]) -> tuple[tuple[Column, ...], dict[Key, int]]
 
 
 def cells_of(row: Row, where: dict[Key, int], count: int) -> tuple[Cell | None, ...]:
-    """Puts what a row holds into the columns."""
+    """Put the content of a row into the columns."""
     tallies: list[Counter[int] | None] = [None] * count
     for key, counts in row.cells.items():
         tally = tallies[where[key]]
@@ -84,7 +84,7 @@ def _cell(tally: Counter[int] | None) -> Cell | None:
 
 
 def joined_band(band: Band, name: str, row: Row, cells: tuple[Cell | None, ...]) -> Band:
-    """Adds a row that is alike to a band."""
+    """Add a similar row to a band."""
     first = band.label.partition(" … ")[0] if band.rows > 1 else band.label
     names, ranks = band.names, band.ranks
     assert isinstance(names, list) and isinstance(ranks, list)
@@ -102,7 +102,10 @@ def joined_band(band: Band, name: str, row: Row, cells: tuple[Cell | None, ...])
 
 
 def fewer(bands: list[Band], columns: int) -> list[Band]:
-    """No more bands than can be looked at: neighbours are put together, each cell the worst of theirs."""
+    """Reduce the number of bands to what a page can show.
+
+    The function merges neighbours; each cell has their worst state.
+    """
     most = min(MOST_BANDS, max(40, MOST_CELLS // max(1, columns)))
     size = -(-len(bands) // most)
     if size <= 1:
@@ -132,7 +135,7 @@ def fewer(bands: list[Band], columns: int) -> list[Band]:
 
 
 def problems_of(bands: Iterable[Band], columns: Sequence[Column]) -> Iterable[Problem]:
-    """All that is not there as it should be, the worst first."""
+    """List everything that is not as it should be, the worst first."""
     found = []
     for band in bands:
         for state in range(THERE):

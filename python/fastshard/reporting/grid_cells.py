@@ -11,7 +11,7 @@ from ..common.records import dataclass, field
 
 @dataclass(frozen=True)
 class State:
-    """What a cell can say. It is told by mark and word, not by its colour alone."""
+    """A state of a cell. It is shown by mark and word, not only by colour."""
 
     name: str
     mark: str
@@ -78,7 +78,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """What is known of a column on a row."""
+    """The state of a column in a row."""
 
     #: Index in :data:`STATES`; the worst that is there.
     state: int
@@ -154,15 +154,15 @@ class Row:
         return None if self._cells is not None else tuple(map(id, self.counts))
 
     def named(self) -> Iterable[Key]:
-        """Its columns."""
+        """Return the columns of the row."""
         return self._cells if self._cells is not None else (key for counts in self.counts for key in counts)
 
     def add(self, key: Key, state: int, count: int = 1) -> None:
-        """Counts what is not among what is there."""
+        """Count tensors in a state other than existing."""
         self.cells.setdefault(key, Counter())[state] += count
 
     def mark(self, key: Key, state: int) -> None:
-        """Says of what is there that it is not as it should be: of all of it, as nothing says of how much."""
+        """Mark existing tensors as faulty: all of them, because nothing states how many are."""
         counts = self.cells.setdefault(key, Counter())
         if state == MISSING:
             counts[state] += not counts[state]

@@ -19,12 +19,12 @@ _MOST = 5
 
 
 def in_order(names: Sequence[str], ranks: Mapping[str, Rank], alike: Mapping[str, object]) -> list[str]:
-    """Ranks by pipeline stage, and within it by that order of their axes which gives the fewest bands.
+    """Sort ranks by pipeline stage, and within it by the order of axes with the fewest bands.
 
     Args:
         names: the rows.
-        ranks: the rank that each is.
-        alike: what is the same for rows that may be one band.
+        ranks: the rank of each row.
+        alike: a value that is equal for rows that may form one band.
     """
     coords = {name: ranks[name] for name in names}
     axes = sorted({axis for of in coords.values() for axis in of}, key=_place)
@@ -44,8 +44,10 @@ def _place(axis: str) -> tuple[int, str]:
 
 
 def band_name(coords: Sequence[Rank]) -> str | None:
-    """A band as the product of ranges, else by its ends: ``pp 1 · tp 0-7``, ``pp 1 · tp 0 ep 3 - tp 1 ep 2``;
-    None for files."""
+    """Name a band as a product of ranges, or else by its ends; None for files.
+
+    Examples are ``pp 1 · tp 0-7`` and ``pp 1 · tp 0 ep 3 - tp 1 ep 2``.
+    """
     if not all(coords) or len({tuple(sorted(of)) for of in coords}) != 1:
         return None
     axes = sorted(coords[0], key=_place)

@@ -18,11 +18,11 @@ __all__ = ["sources_grid"]
 
 
 def sources_grid(checkpoint: Checkpoint, plan: Plan) -> Grid:
-    """Counts, for each rank or file and each layer of the result, the tensors of which it holds a piece.
+    """Count the tensors of which each rank or file has a piece, by layer of the result.
 
     Args:
         checkpoint: one side of the conversion.
-        plan: how it makes the tensors of the result; it has no errors.
+        plan: the plan of the result's tensors; it has no errors.
     """
     files = [file.path for file in checkpoint.opened.files]
     units = checkpoint.opened.source.files.units

@@ -22,10 +22,10 @@ _TYPES = {"F16": "<f2", "BF16": "<u2", "F32": "<f4", "F64": "<f8"}
 
 
 def largest(plan: Plan, names: Iterable[str]) -> dict[str, tuple[Place, ...]]:
-    """The values of the largest magnitude in tensors of floats, infinite ones too, the largest first.
+    """Return the values of largest magnitude in floating-point tensors, infinite ones too, largest first.
 
     Raises:
-        FastshardError: if they cannot be read.
+        FastshardError: if the values cannot be read.
     """
     found: dict[str, tuple[Place, ...]] = {}
     for name in names:
@@ -62,7 +62,7 @@ def _of(plan: Plan, number: int, dtype: str, shape: list[int], size: int) -> tup
 
 
 def _index(at: int, shape: list[int]) -> tuple[int, ...]:
-    """The index of an element by its place in C order."""
+    """Return the index of an element from its position in C order."""
     index = []
     for step in (math.prod(shape[d + 1 :]) for d in range(len(shape))):
         index.append(at // step)

@@ -16,7 +16,7 @@ from ..verification.stats import TensorStats
 
 
 def manifest_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[Finding]]:
-    """The manifest that lies there, and what its list of files says by names and sizes alone."""
+    """Read the manifest of a checkpoint, and compare its list of files by names and sizes."""
     try:
         path = manifests.beside(checkpoint)
         document = None if path is None else manifests.read(path)
@@ -54,12 +54,12 @@ def manifest_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[Fin
 
 
 def _weaker(finding: Finding) -> Finding:
-    """A manifest that cannot be read says nothing against the checkpoint."""
+    """Turn an error into a warning: a manifest that cannot be read does not refute the checkpoint."""
     return finding.replace(severity="warning")
 
 
 def recorded_numbers(document: dict[str, Any], plan: Plan) -> dict[str, TensorStats]:
-    """The statistics in a manifest, of those tensors that it has as they are."""
+    """Return the statistics in a manifest of tensors that are unchanged."""
     recorded = {}
     named = Counter(t["name"] for t in document["tensors"])
     # Of shards, which may have the whole's name, they are something else.
@@ -75,8 +75,10 @@ def recorded_numbers(document: dict[str, Any], plan: Plan) -> dict[str, TensorSt
 
 
 def _sound(s: TensorStats) -> bool:
-    """False for what no statistics can be: :func:`fastshard.verify` says so, a picture must not be made of
-    it."""
+    """Return False for impossible statistics.
+
+    :func:`fastshard.verify` reports them, and a picture must not show them.
+    """
     counts = (s.count, s.zeros, s.nan, s.inf, *s.histogram)
     if len(s.histogram) != 64 or not all(type(n) is int and n >= 0 for n in counts):
         return False
@@ -92,7 +94,7 @@ _ASSUMED = codes.DEFAULT_ASSUMED
 def assumed_values(
     document: dict[str, Any] | None, findings: Iterable[Finding]
 ) -> tuple[tuple[str, str], ...]:
-    """Values that a conversion took by default: what was written into which file, and what each says."""
+    """List values that a conversion assumed by default: the file with the value, and the message."""
     recorded = [f for f in (document or {}).get("findings") or [] if isinstance(f, dict)]
     told = [(str(f.get("file") or ""), str(f.get("message"))) for f in recorded if f.get("code") == _ASSUMED]
     told += [(f.file or "", f.message) for f in findings if f.code == _ASSUMED]
@@ -104,7 +106,7 @@ _SOURCES = 20
 
 
 def provenance(document: dict[str, Any] | None) -> tuple[tuple[str, str], ...]:
-    """Says where a result comes from, as its manifest has it."""
+    """Return the origin of a result, as its manifest states it."""
     if document is None:
         return ()
     sources = document.get("sources") or []

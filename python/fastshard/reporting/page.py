@@ -53,19 +53,19 @@ _LIMITS = (
 
 
 def needed() -> Any:
-    """Jinja2.
+    """Import Jinja2.
 
     Raises:
-        FastshardError: ``FS514`` if it is not installed.
+        FastshardError: ``FS514`` if Jinja2 is not installed.
     """
     return imported("jinja2", purpose="a report is made with Jinja2", extra="report")
 
 
 def rendered(report: Report) -> str:
-    """The page of a report: the same bytes for the same report.
+    """Render the page of a report: the same bytes for the same report.
 
     Raises:
-        FastshardError: ``FS514`` if Jinja2 is not installed, or vl-convert where there are distributions.
+        FastshardError: ``FS514`` if Jinja2 is not installed, or vl-convert if there are distributions.
     """
     drawn = figures(report)
     for limits in _LIMITS:
@@ -119,7 +119,7 @@ def _filled(report: Report, figures: dict[str, Any], limits: Limits) -> str:
 
 
 def _parts(report: Report, grid: Grid, links: Links) -> list[Part]:
-    """The rows of the checkpoint; of a conversion those of the one before, and then its own."""
+    """Return the rows of the checkpoint; for a conversion, those of the earlier checkpoint first."""
     grids = report.comparison.grids if report.comparison else None
     # Where something is wrong, its layers have the numbers of its own framework.
     if grids is None or grid.problems:
@@ -139,7 +139,7 @@ def _counted(report: Report) -> str:
 
 
 def summary(report: Report, say: Statement) -> str:
-    """The statement and the facts as Markdown, for an issue or a pull request."""
+    """Format the statement and the facts as Markdown, for an issue or a pull request."""
     rows = [f"| {_cell(f.label)} | {_cell(f.value)} |" for f in (Fact(*fact) for fact in report.facts)]
     path = _cell(", ".join(report.paths[:3]))
     lines = [
@@ -191,7 +191,7 @@ def _asset(name: str) -> str:
 
 
 def _policy(style: str, script: str) -> str:
-    """What the page may do: nothing is loaded, and of scripts and styles these two alone are taken."""
+    """Return the page's content security policy: load nothing, and run only this style and script."""
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
     return (
         f"default-src 'none'; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; img-src "
@@ -251,8 +251,10 @@ def _sizes(report: Report) -> dict[str, Any]:
 
 
 def _data(report: Report, limit: int, about: dict[str, Any]) -> tuple[str, int]:
-    """The tensors as JSON for the script, as many as fit in so many bytes; those that are not whole and odd
-    ones first."""
+    """Format as many tensors as fit into a number of bytes as JSON for the script.
+
+    Incomplete and unusual ones come first.
+    """
     stats = report.numbers.tensors if report.numbers else {}
     forms: dict[tuple[str, str, int], int] = {}
     rows: list[str] = []
@@ -281,7 +283,7 @@ def _data(report: Report, limit: int, about: dict[str, Any]) -> tuple[str, int]:
 
 
 def _inert(text: str) -> str:
-    """JSON that cannot end the element that it stands in, nor begin another."""
+    """Escape JSON so that it cannot end its element or begin another."""
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
@@ -297,5 +299,5 @@ def _numbers(s: TensorStats) -> list[Any]:
 
 
 def _round(values: Iterable[float | int | None]) -> list[float | None]:
-    """Five digits, and nothing that JSON has no word for."""
+    """Round numbers to five digits, and replace those that JSON cannot express."""
     return [None if v is None or not math.isfinite(v) else float(f"{v:.5g}") for v in values]

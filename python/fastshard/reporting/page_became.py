@@ -17,7 +17,7 @@ _DRAWN = 4
 
 
 def became_rows(rows: Sequence[Became]) -> list[dict[str, Any]]:
-    """The rows of the list."""
+    """Return the rows of the list."""
     return [
         {
             "name": row.name,
@@ -36,12 +36,12 @@ _ARROW = '<path class="t-arrow" d="M92 32h22m-6-5 6 5-6 5"/>'
 
 
 def key(number: int) -> Any:
-    """The key of the legend: plain for even ranks, hatched for odd ones."""
+    """Draw the key of the legend: plain for even ranks, hatched for odd ones."""
     return markup(_box(number, 1, 1, 20, 20) + _edge(1, 1, 20, 20))
 
 
 def _shards(row: Became) -> str:
-    """The shards: side by side where columns are joined, else below each other."""
+    """Draw the shards: side by side if columns are joined, else below each other."""
     count = min(len(row.ranks), _DRAWN)
     flat = len(row.shape) < 2
     parts = []
@@ -77,7 +77,7 @@ def _results(results: Sequence[ResultKind]) -> str:
 
 
 def _box(number: int, x: float, y: float, wide: float, high: float) -> str:
-    """A filled rectangle, hatched for odd numbers."""
+    """Draw a filled rectangle, hatched for odd numbers."""
     filled = f'<rect class="t{number % 2}" x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}"/>'
     if number % 2 == 0:
         return filled

@@ -20,7 +20,7 @@ _ROLES = 9
 
 
 def figures(report: Report) -> dict[str, Any]:
-    """Everything that is drawn, and the tables beside it."""
+    """Return all figures, and the tables next to them."""
     none: dict[str, Any] = {
         "by_role": [],
         "notable": [],
@@ -79,7 +79,7 @@ def _distribution(
     pictures: bool,
     largest: Sequence[Place] = (),
 ) -> dict[str, Any]:
-    """A distribution in both views, and what the picture leaves out."""
+    """Return a distribution in both views, and what the picture omits."""
     own = sides[-1][1]
     steps = [(name, density(s.histogram, s.min, s.max)) for name, s in sides]
     drawn = [(name, s) for name, s in steps if s is not None]
@@ -130,7 +130,7 @@ def _distribution(
 
 
 def _alike(one: TensorStats, other: TensorStats) -> bool:
-    """True for the same counts in all bins: sums of shares do not come to one exactly."""
+    """Return True if all bins have equal counts: sums of shares are not exactly one."""
     return all(getattr(one, k) == getattr(other, k) for k in ("histogram", "zeros", "nan", "inf"))
 
 

@@ -42,7 +42,7 @@ class Article:
 
 
 def articles(report: Report, limits: Limits) -> list[Article]:
-    """The causes in the order of their weight, as many as there is place for."""
+    """List the causes in the order of their weight, as many as the page has room for."""
     made: list[Article] = []
     for group in report.findings:
         alike: dict[str, list[Finding]] = {}
@@ -87,7 +87,7 @@ def _article(number: int, of: Sequence[Finding], limits: Limits) -> Article:
 
 
 def _places(finding: Finding) -> list[tuple[str, str]]:
-    """The files of a finding, or its tensor, each with what else is known of the place."""
+    """List the files of a finding, or its tensor, each with other facts about the place."""
     if finding.parts:
         return [(part.tensor or part.file or "", part.message) for part in finding.parts]
     where = [finding.rank or "", f"host {finding.host}" if finding.host else ""]
@@ -97,8 +97,10 @@ def _places(finding: Finding) -> list[tuple[str, str]]:
 
 
 def links(articles: Sequence[Article], band: Band, state: int) -> tuple[int, ...]:
-    """The articles that a cell of a band is about: those of its state about its files or its rank, else of
-    its state."""
+    """List the articles about a cell of a band.
+
+    These are articles of its state about its files or its rank, else all of its state.
+    """
     alike = [article for article in articles if article.state == state]
     names = set(band.names) | set(band.files)
     near = [a for a in alike if any(f.rank in names or names.intersection(f.files) for f in a.findings)]

@@ -55,7 +55,7 @@ class _Folded:
 
 
 def grid_rows(parts: Sequence[Part], limits: Limits) -> dict[str, Any]:
-    """The table's head, its rows as markup, the legend, and what the script says of a cell."""
+    """Return the table's head, its rows as markup, the legend, and the script's texts for cells."""
     columns, indices = _common([_folded(part.grid.columns) for part in parts])
     big = len(columns) <= BIG
     bands = [(number, band) for number, part in enumerate(parts) for band in part.grid.bands[: limits.bands]]
@@ -107,7 +107,7 @@ def grid_rows(parts: Sequence[Part], limits: Limits) -> dict[str, Any]:
 
 
 def _counted(grid: Grid) -> str:
-    """How many ranks and files there are."""
+    """Describe the numbers of ranks and files."""
     stores = sum(map(_is_store, grid.bands))
     others = grid.rows - grid.ranks - stores
     sizes = [counted(grid.ranks, "rank")] if grid.ranks else []
@@ -117,13 +117,13 @@ def _counted(grid: Grid) -> str:
 
 
 def _is_store(band: Band) -> bool:
-    """True for the row of a store of arrays, which is called by its folder."""
+    """Return True for the row of an array store, which has the name of its folder."""
     stands_for = [store_of(file) for file in band.files]
     return band.rows == 1 and stands_for == [band.label] != [*band.files]
 
 
 def _axis(parts: Sequence[Part]) -> str:
-    """What a row is."""
+    """Name what a row stands for."""
     return " or ".join(dict.fromkeys("rank" if part.grid.ranks else "file" for part in parts))
 
 
@@ -144,10 +144,12 @@ def _single(columns: Sequence[_Folded]) -> bool:
 
 
 def _folded(columns: Sequence[Column]) -> dict[tuple[int, _Folded], tuple[int, ...]]:
-    """Columns of one layer as one; what is outside of the layers by what it is: embedding, final norm, head.
+    """Merge the columns of each layer, and those outside of layers by kind.
+
+    The kinds are embedding, final norm and head.
 
     Returns:
-        the place and the column of the page, with the columns of the grid that are in it.
+        place and column of the page, with the columns of the grid that it contains.
     """
     outside = {column.label for column in columns if not column.group}
     found: dict[tuple[int, _Folded], list[int]] = {}
@@ -166,14 +168,14 @@ def _folded(columns: Sequence[Column]) -> dict[tuple[int, _Folded], tuple[int, .
 def _common(
     folded: Sequence[dict[tuple[int, _Folded], tuple[int, ...]]],
 ) -> tuple[list[_Folded], list[list[tuple[int, ...]]]]:
-    """The columns of all parts, and for each part which of its own are in each of them."""
+    """Return the columns of all parts, and for each part the indices of its own columns in them."""
     keys = dict.fromkeys(key for of in folded for key in of)
     order = sorted(keys, key=lambda key: (key[0], natural(key[1].short) if key[1].layer else []))
     return [column for _, column in order], [[of.get(key, ()) for key in order] for of in folded]
 
 
 def _outside(label: str, many: bool) -> tuple[int, str, str]:
-    """Place, label and short label of what is outside of all layers."""
+    """Return place, label and short label of a column outside of all layers."""
     at, _, _ = order_of(label)
     if at == 0:
         return 0, "embedding", "emb"
@@ -187,7 +189,7 @@ def _outside(label: str, many: bool) -> tuple[int, str, str]:
 
 
 def _ticks(columns: Sequence[_Folded]) -> list[tuple[str, int, str]]:
-    """The head of many columns: label, columns that it spans, class."""
+    """Return the head of many columns: label, number of columns that it spans, class."""
     layers = sum(column.layer for column in columns)
     step = 10 if layers > 40 else 5
     ticks: list[tuple[str, int, str]] = []
@@ -210,7 +212,7 @@ def _ticks(columns: Sequence[_Folded]) -> list[tuple[str, int, str]]:
 
 
 def _joined(band: Band, indices: Iterable[int]) -> Cell | None:
-    """The cells of a band in one column of the page: the worst that is among them."""
+    """Merge the cells of a band in one column of the page; the worst state counts."""
     known = [cell for cell in (band.cells[i] for i in indices) if cell is not None]
     if not known:
         return None
@@ -221,7 +223,7 @@ def _joined(band: Band, indices: Iterable[int]) -> Cell | None:
 
 
 def _spans(cells: Sequence[Cell | None], columns: Sequence[_Folded], big: bool) -> list[tuple[int, int]]:
-    """Runs of neighbouring layers of one state: (first, behind the last)."""
+    """Return runs of neighbouring layers with the same state: (first, after the last)."""
     spans: list[tuple[int, int]] = []
     for i, cell in enumerate(cells):
         state = cell.state if cell else None
@@ -236,7 +238,7 @@ def _spans(cells: Sequence[Cell | None], columns: Sequence[_Folded], big: bool) 
 
 @dataclass(frozen=True)
 class _Shown:
-    """How cells are shown."""
+    """The way in which cells are shown."""
 
     #: Each cell is large, with its count.
     big: bool
@@ -301,7 +303,7 @@ def _inner(cell: Cell | None, big: bool, word: str, of: Sequence[int]) -> str:
 
 
 def _rules(bands: Sequence[tuple[int, Band]], spans: Sequence[Sequence[tuple[int, int]]]) -> str:
-    """Rules of the style that draw the lines of layers and ranks within a run."""
+    """Return style rules that draw the lines of layers and ranks within a run."""
     wide = sorted({end - first for of in spans for first, end in of} - {1})
     high = sorted({min(band.rows, 8) for _, band in bands} - {1})
     return "".join([*(f".n{n}{{--n:{n}}}" for n in wide), *(f".r{n}{{--r:{n}}}" for n in high)])
@@ -310,7 +312,10 @@ def _rules(bands: Sequence[tuple[int, Band]], spans: Sequence[Sequence[tuple[int
 def _legend(
     bands: Sequence[tuple[int, Band]], cells: Sequence[Sequence[Cell | None]]
 ) -> list[tuple[int, int]]:
-    """Each state, the worst last, and how many cells have it; those of four states are named in any case."""
+    """Count the cells of each state, the worst last.
+
+    Four states are always listed.
+    """
     counts = dict.fromkeys(range(len(STATES)), 0)
     for (_, band), of in zip(bands, cells, strict=True):
         for cell in of:
@@ -324,8 +329,10 @@ def _legend(
 
 
 def _together(problems: Iterable[Problem]) -> list[tuple[Problem, int, list[str]]]:
-    """Problems, those of several rows that are alike as one: what is wrong on each, of how many rows, and
-    their labels."""
+    """Merge similar problems of several rows.
+
+    The result has the problem of each row, the number of rows, and their labels.
+    """
     groups: dict[tuple[Any, ...], list[Problem]] = {}
     for problem in problems:
         groups.setdefault((problem.state, problem.columns, problem.count // problem.rows), []).append(problem)
@@ -336,8 +343,7 @@ def _together(problems: Iterable[Problem]) -> list[tuple[Problem, int, list[str]
 
 
 def _short(bands: Sequence[Band]) -> list[str]:
-    """Labels: a band of ranks as a product of ranges; names of files without folders, where they are told
-    apart without."""
+    """Shorten labels: a product of ranges for ranks, and names without folders if they are unique."""
     labels = [band_name(band.ranks) or band.label for band in bands]
     names = [" … ".join(part.rpartition("/")[2] for part in label.split(" … ")) for label in labels]
     return [

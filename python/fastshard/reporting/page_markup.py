@@ -17,7 +17,7 @@ MOST_DATA = 1_200_000
 
 @dataclass(frozen=True)
 class Limits:
-    """How much of what may be long is shown; the rest is counted."""
+    """The maximum sizes of long parts of the page; the rest is counted."""
 
     findings: int = 40
     families: int = 300
@@ -37,7 +37,7 @@ def markup(text: str) -> Any:
 
 
 def clipped(text: str, limit: int = CLIP) -> str:
-    """Text that drives nothing, and of a length that can be read."""
+    """Escape a text and shorten it to a readable length."""
     if len(text) > limit:
         text = f"{text[: limit * 2 // 3]} … {text[-limit // 3 :]}"
     return printable(text)
@@ -51,5 +51,5 @@ def escaped(text: str) -> str:
 
 
 def figure_text(x: float | int | None) -> str:
-    """Writes a figure; ``-`` where there is none."""
+    """Format a figure; ``-`` for none."""
     return "-" if x is None else f"{x:,}" if isinstance(x, int) else f"{x:.4g}"

@@ -71,7 +71,7 @@ def about(
     progress: Told = False,
     **opening: Unpack[Opening],
 ) -> Report:
-    """What :func:`report` tells, as plain data.
+    """Gather the content of :func:`report` as plain data.
 
     Raises:
         FastshardError: as :func:`report`.
@@ -104,10 +104,10 @@ def about(
 
 
 def _about_checkpoint(error: FastshardError) -> FastshardError:
-    """An error that says something of the checkpoint.
+    """Return an error that concerns the checkpoint.
 
     Raises:
-        FastshardError: the error itself, if it says something of the call.
+        FastshardError: the error itself, if it concerns the call.
     """
     if error.code.startswith("FS5") and not error.findings[0].is_a("reportable"):
         raise error

@@ -143,12 +143,12 @@ class Report:
 
     @property
     def errors(self) -> int:
-        """How many errors were found."""
+        """Number of errors."""
         return sum(len(g.findings) for g in self.findings if g.severity == "error")
 
     @property
     def warnings(self) -> int:
-        """How many warnings."""
+        """Number of warnings."""
         return sum(len(g.findings) for g in self.findings if g.severity == "warning")
 
     @property
@@ -172,15 +172,15 @@ def gathered(
     run: RunOptions,
     bar: Progress,
 ) -> Report:
-    """Everything that is to be told of a checkpoint.
+    """Gather everything that the page shows about a checkpoint.
 
     Args:
         checkpoint: the checkpoint.
-        against: another one, or what kept it from being opened.
-        against_path: how the other one is called.
-        stats: read all data for statistics; else headers and manifests alone.
+        against: another one, or the error that prevented opening it.
+        against_path: name of the other one.
+        stats: read all data for statistics; else only headers and manifests.
         run: options of an engine run.
-        bar: how far it is.
+        bar: shows the progress.
 
     Raises:
         FastshardError: if the data cannot be read at all.
@@ -255,7 +255,7 @@ _LISTED = 500
 
 
 def unopened(paths: Sequence[StrPath], error: FastshardError) -> Report:
-    """What can be told of paths at which no checkpoint can be opened: why, and what lies there."""
+    """Describe paths that cannot be opened as a checkpoint: the reason, and the files there."""
     files: list[tuple[str, int]] = []
     try:
         listing = list_roots(paths)
@@ -276,13 +276,13 @@ def unopened(paths: Sequence[StrPath], error: FastshardError) -> Report:
 
 
 def _folder(checkpoint: Checkpoint) -> str:
-    """The one directory of a checkpoint, in full."""
+    """Return the one directory of a checkpoint, as a full path."""
     roots = [Path(root).absolute() for root in checkpoint.roots]
     return str(roots[0]) if len(roots) == 1 and roots[0].is_dir() else ""
 
 
 def _groups(findings: Iterable[Finding]) -> tuple[Group, ...]:
-    """Findings by code, errors first; within them those that stop most."""
+    """Group findings by code, errors first; within them those that decide the exit code."""
     order = {"error": 0, "warning": 1, "note": 2}
     findings = list(findings)
     decides = exit_code(findings)
@@ -318,7 +318,7 @@ def _tensors(plan: Plan) -> list[Tensor]:
 
 
 def _lacking(plan: Plan, findings: Iterable[Finding]) -> list[Tensor]:
-    """Tensors that are not whole, by what was found of them."""
+    """Return incomplete tensors, from the findings about them."""
     lacks: dict[str, str] = {}
     for finding in findings:
         if finding.severity == "error" and finding.tensor and finding.tensor not in plan.index:
@@ -328,7 +328,10 @@ def _lacking(plan: Plan, findings: Iterable[Finding]) -> list[Tensor]:
 
 
 def _families(plan: Plan) -> tuple[Family, ...]:
-    """All tensors, a line for those that are alike: tens of thousands are a few dozen."""
+    """Summarize all tensors, with one line for similar ones.
+
+    Tens of thousands of tensors need a few dozen lines.
+    """
     found: dict[tuple[tuple[str | None, ...], str, tuple[int, ...]], list[Any]] = {}
     for name, dtype, shape, size, _ in plan.outputs:
         # Of a path the parts could not be put together again.
@@ -346,7 +349,7 @@ def _families(plan: Plan) -> tuple[Family, ...]:
 
 
 def _spread(name: str, ranges: list[str]) -> str:
-    """A name with ranges in the places of its numbers."""
+    """Replace the numbers of a name by ranges."""
     left = iter(ranges)
     if not ranges:
         return name

@@ -27,7 +27,7 @@ Points = Sequence[tuple[int, float]]
 def multiples(
     after: Mapping[str, TensorStats], before: Mapping[str, TensorStats], heavy: Sequence[str]
 ) -> tuple[list[dict[str, Any]], int]:
-    """The pictures of the largest kinds, and how many kinds are left out."""
+    """Draw the pictures of the largest kinds, and count the kinds that are omitted."""
     sides = [{role: _means(of) for role, of in by_layer(side).items()} for side in (after, before)]
     chosen = [role for role in heavy if role in sides[0]]
     return [picture(role, sides[0][role], sides[1].get(role, ())) for role in chosen[:MOST]], max(
@@ -36,7 +36,7 @@ def multiples(
 
 
 def _means(of: Sequence[tuple[int, TensorStats]]) -> list[tuple[int, float]]:
-    """One value for each layer: the mean where a layer has several tensors of the kind."""
+    """Return one value for each layer: the mean if a layer has several tensors of the kind."""
     layers: dict[int, list[float]] = {}
     for layer, s in of:
         layers.setdefault(layer, []).append(float(s.std or 0))
@@ -44,7 +44,7 @@ def _means(of: Sequence[tuple[int, TensorStats]]) -> list[tuple[int, float]]:
 
 
 def picture(role: str, points: Points, before: Points = ()) -> dict[str, Any]:
-    """One picture: a line from zero, dashed the one before, and the layer that stands out."""
+    """Draw one picture: a line from zero, the earlier one dashed, and the layer that stands out."""
     layers = [layer for layer, _ in (*points, *before)]
     low, high = min(layers), max(layers)
     top = max(value for _, value in (*points, *before)) or 1.0
@@ -104,7 +104,7 @@ def _ticks(low: int, high: int) -> list[int]:
 
 
 def _outliers(points: Points) -> list[tuple[int, float, float]]:
-    """Layers that differ from those around them: layer, value, how many times; the furthest first."""
+    """List layers that differ from those around them: layer, value, factor; the furthest first."""
     found = []
     values = [value for _, value in points]
     for i, (layer, value) in enumerate(points):

@@ -25,7 +25,7 @@ _LONGEST = 160
 
 @dataclass(frozen=True)
 class Statement:
-    """What the page says first."""
+    """The first statement of the page."""
 
     #: Its colour: ``ok``, ``bad`` (incomplete), ``hurt`` (damaged) or ``unsure``.
     kind: str
@@ -44,7 +44,7 @@ class Statement:
 
 
 def statement(report: Report) -> Statement:
-    """The statement of a report."""
+    """Make the statement of a report."""
     errors = [f for f in report.all_findings if f.severity == "error"]
     if not errors:
         return _sound(report)
@@ -58,7 +58,10 @@ def statement(report: Report) -> Statement:
 
 
 def rank_of(code: int) -> _Rank:
-    """Orders errors: those that decide the exit code first. Damage (1) outranks what is missing (3)."""
+    """Return a key that sorts errors: those that decide the exit code first.
+
+    Damage (1) comes before missing parts (3).
+    """
     return _Rank(code)
 
 
@@ -71,13 +74,13 @@ class _Rank:
 
 
 def sentence(finding: Finding) -> str:
-    """What is wrong, beginning with a capital where it begins with a word of ours."""
+    """Describe a finding; the first letter is a capital if the text begins with the finding's message."""
     told = finding.headline
     return f"{told[:1].upper()}{told[1:]}" if told.startswith(finding.message) else told
 
 
 def named(report: Report) -> str:
-    """The checkpoint as an argument of a command."""
+    """Return the checkpoint as an argument of a command."""
     return " ".join(shlex.quote(path) for path in report.paths[:_NAMED])
 
 
@@ -135,7 +138,7 @@ def _effect(report: Report) -> str:
 
 
 def _remedy(report: Report, errors: Sequence[Finding], first: Finding, code: int) -> tuple[str, str]:
-    """What to do first, and its command."""
+    """Return what to do first, and its command."""
     if code == 3 and report.commands:
         whose = f"that ran {first.rank} (HOST)" if first.rank else "that has them (HOST)"
         return f"Copy the files from the node {whose}:", report.commands[0]

@@ -24,7 +24,7 @@ _NOTABLE = 6
 def read_through(
     plan: Plan, run: RunOptions, bar: Progress, title: str
 ) -> tuple[dict[str, TensorStats], dict[str, str], list[Finding]]:
-    """Statistics and hashes of a plan's outputs, and what came up while they were read."""
+    """Compute statistics and hashes of a plan's outputs, and return them with the findings."""
     if not plan.outputs:
         return {}, {}, []
     try:
@@ -41,15 +41,14 @@ def read_through(
 
 
 def figures_of(s: TensorStats | None) -> str:
-    """Says what the values of a tensor come to."""
+    """Summarize the values of a tensor."""
     if s is None:
         return "other bytes"
     return f"mean {s.mean:.4g}, std {s.std:.4g}" if s.mean is not None and s.std is not None else "no numbers"
 
 
 def by_layer(tensors: Mapping[str, TensorStats]) -> dict[str, list[tuple[int, TensorStats]]]:
-    """Statistics by role and layer; roles that have a single layer say nothing over layers and are left
-    out."""
+    """Group statistics by role and layer; omit roles that have a single layer."""
     roles: dict[str, list[tuple[int, TensorStats]]] = {}
     for name, s in tensors.items():
         layer = layer_of(name)
@@ -61,7 +60,7 @@ def by_layer(tensors: Mapping[str, TensorStats]) -> dict[str, list[tuple[int, Te
 def worth_a_look(
     after: Mapping[str, TensorStats], before: Mapping[str, TensorStats]
 ) -> list[tuple[str, str]]:
-    """The tensors that are worth a look, and why: a few, the oddest first."""
+    """List tensors that are worth a look, with reasons: a few, the most unusual first."""
     roles: dict[str, list[str]] = {}
     for name in after:
         roles.setdefault(role_of(name), []).append(name)

@@ -67,14 +67,16 @@ class Verbs:
         aliases: Mapping[str, str],
         added: tuple[Verb, ...] = (),
     ) -> None:
-        """``groups`` has the module of each verb here, by the verb's name; its record is called by it in
-        capitals."""
+        """Register verbs: ``groups`` has the module of each verb, by the verb's name.
+
+        The record of a verb in its module has the verb's name in capitals.
+        """
         self._groups, self._aliases, self._added = groups, aliases, added
         self._places = {name: module for places in groups.values() for name, module in places.items()}
         self._loaded = {verb.name: verb for verb in added}
 
     def and_also(self, *more: Verb) -> Verbs:
-        """These, and more after them."""
+        """Return these verbs with more after them."""
         return Verbs(self._groups, self._aliases, (*self._added, *more))
 
     @property
@@ -84,7 +86,7 @@ class Verbs:
         return groups | ({"Further": [verb.name for verb in self._added]} if self._added else {})
 
     def named(self, word: str) -> str:
-        """The name of the verb that a word of the command line calls."""
+        """Return the name of the verb for a word of the command line."""
         return self._aliases.get(word, word)
 
     def __contains__(self, name: object) -> bool:
@@ -97,7 +99,7 @@ class Verbs:
         return len({**self._places, **self._loaded})
 
     def __getitem__(self, name: str) -> Verb:
-        """The verb of this name; KeyError if there is none."""
+        """Return the verb with this name; raise KeyError if there is none."""
         if name not in self._loaded:
             module = import_module(f".{self._places[name]}", __name__)
             self._loaded[name] = getattr(module, name.upper().replace("-", "_"))

@@ -36,7 +36,7 @@ def _run(a: argparse.Namespace) -> Outcome:
 
 
 def _by_storage(ranks: Sequence[SeenRank]) -> list[list[SeenRank]]:
-    """Ranks that follow each other and see the storage alike, together."""
+    """Group consecutive ranks that see the same storage."""
     return [list(alike) for _, alike in groupby(ranks, key=lambda rank: rank.storage)]
 
 

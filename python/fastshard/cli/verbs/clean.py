@@ -54,7 +54,7 @@ def _run(a: argparse.Namespace) -> Outcome:
 
 
 def _results(left: Leaving, out: str) -> list[str]:
-    """Which results a folder holds, and how each is got back."""
+    """Describe the results that a folder contains, and how to restore each."""
     by_version = {result.version: result for result in left.results}
     is_there = os.path.lexists(out)
     names = {

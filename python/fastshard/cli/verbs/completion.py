@@ -28,7 +28,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def script(shell: str) -> str:
-    """The script for a shell, made of the parser."""
+    """Generate the completion script for a shell from the parser."""
     import shtab
 
     parser = build()

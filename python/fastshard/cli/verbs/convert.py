@@ -48,7 +48,7 @@ def _arguments(parser: argparse.ArgumentParser, to: bool) -> None:
 
 
 def destination(a: argparse.Namespace) -> str | None:
-    """OUT; without its arguments, which could not be parsed, it is still a verb that publishes."""
+    """Return OUT; an empty text if the arguments could not be parsed, because the verb still publishes."""
     return getattr(a, "out", "")
 
 
@@ -75,7 +75,7 @@ def _write(a: argparse.Namespace, to: str | None) -> Outcome:
 
 
 def published(manifest: Manifest, out: str, verbose: int = 0) -> Outcome:
-    """What is said of a result."""
+    """Return the output for a published result."""
     document = manifest.document
     files = manifest.tensor_files
     size = sum(f["size"] for f in files) if files else manifest.tensor_bytes

@@ -77,7 +77,10 @@ def _reason(differences: Differences) -> str:
 
 
 def _table(differences: Differences, verbose: int) -> str:
-    """A row for each difference, the largest first; below it what is zero on one side only."""
+    """Format a row for each difference, the largest first.
+
+    Lines below a row report values that are zero or not numbers on one side only.
+    """
     if not differences:
         return ""
     ordered = sorted(differences, key=lambda d: (d.kind in ("values", "dtype"), -(d.relative or d.largest)))
@@ -103,7 +106,7 @@ def _row(d: Difference) -> tuple[str, ...]:
 
 
 def _share(differing: int, count: int) -> str:
-    """The share of elements that differ: what is not all, and not none, is not called so."""
+    """Format the share of elements that differ; only exact values become 0% and 100%."""
     if 0 < differing < count / 2000:
         return "< 0.1%"
     return "> 99.9%" if count * (1 - 1 / 2000) <= differing < count else f"{differing / count:.1%}"

@@ -49,10 +49,10 @@ def _run(a: argparse.Namespace) -> Outcome:
 
 
 def _refuse_other(at: Path) -> None:
-    """Refuses to write over a file that is no list.
+    """Refuse to overwrite a file that is not a list.
 
     Raises:
-        FastshardError: ``FS504`` if there is one.
+        FastshardError: ``FS504`` if such a file exists.
     """
     if at.exists() or at.is_symlink():
         try:

@@ -38,8 +38,10 @@ def _run(a: argparse.Namespace) -> Outcome:
 
 
 def _page(row: Code) -> str:
-    """What it means, why it happens, how to confirm and how to fix it; the first and the last for every
-    code."""
+    """Format the page of a code: meaning, causes, confirmation and fix.
+
+    Every code has the first and the last.
+    """
     exits = {1: "1 (problem)", 2: "2 (could not run)", 3: "3 (incomplete)"}
     when = "" if row.severity == "error" else "as an error, "
     title = f"{row.code} {row.title} ({row.severity}; {when}exit code {exits[row.exit]})"

@@ -55,7 +55,7 @@ def _run(a: argparse.Namespace) -> Outcome:
 
 
 def _tensors(seen: Inspection) -> str:
-    """How many full tensors there are, and what they are made of."""
+    """Describe the number of full tensors, and from how many stored ones they are assembled."""
     stored = f"{seen.stored_tensors:,} stored"
     if not seen.incomplete:
         return f"{len(seen.outputs):,}, from {stored}"
@@ -63,7 +63,7 @@ def _tensors(seen: Inspection) -> str:
 
 
 def _parameters(seen: Inspection) -> str:
-    """How many there are, and of how many where some are not."""
+    """Format the number of parameters, and the expected number if some are missing."""
     if not seen.incomplete:
         return f"{seen.parameters:,}"
     of = "" if seen.expected_parameters is None else f" of {seen.expected_parameters:,}"
@@ -71,13 +71,13 @@ def _parameters(seen: Inspection) -> str:
 
 
 def _parallelism(topology: dict[str, int]) -> str:
-    """The parallel dimensions that the run had more than one rank of."""
+    """Describe the parallel dimensions with more than one rank."""
     named = [f"{_PARALLEL.get(name, name)} {degree}" for name, degree in topology.items() if degree > 1]
     return ", ".join(named) or "one rank"
 
 
 def _model(seen: Inspection) -> list[tuple[str, str]]:
-    """One row on the model's family and sizes, by their names in configs."""
+    """Return one row about the model's family and sizes, by their names in configs."""
     axes = seen.axes
     heads = axes.get("h") or axes.get("g", 0) * axes.get("r", 1)
     sizes = [f"{axes['L']} layers"] if "L" in axes else []
@@ -93,7 +93,7 @@ def _model(seen: Inspection) -> list[tuple[str, str]]:
 
 
 def _trained_with(features: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """One row on what a model was trained with, where its adapter tells."""
+    """Return one row about the features of training, if the adapter reads them."""
     if not features:
         return []
     words = [name for name, value in features.items() if value is True]
@@ -109,7 +109,7 @@ def _trained_with(features: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 
 def _chunks(store: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """One row on the chunks of a store of arrays."""
+    """Return one row about the chunks of an array store."""
     if not store:
         return []
     absent = store["absent_chunks"]

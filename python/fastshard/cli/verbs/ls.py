@@ -111,8 +111,10 @@ def _run(a: argparse.Namespace) -> Outcome:
 
 
 def _table(rows: Sequence[TensorRow]) -> str:
-    """A line for each tensor, under a header. In how many shards a tensor lies is told where one lies in
-    several."""
+    """Format a line for each tensor, under a header.
+
+    The table has the number of shards if a tensor has several.
+    """
     header = ["TENSOR", "DTYPE", "SHAPE", "SIZE"]
     cells = [[row.name, row.dtype, str(list(row.shape)), human(row.nbytes)] for row in rows]
     if any(row.pieces != 1 for row in rows):
@@ -127,7 +129,7 @@ def _table(rows: Sequence[TensorRow]) -> str:
 
 
 def _group_table(groups: Sequence[Mapping[str, Any]], by: str) -> str:
-    """A line for each group, under a header."""
+    """Format a line for each group, under a header."""
     header = (by.upper(), "TENSORS", "PARAMETERS", "SIZE", "SHARE", "DTYPE")
     cells = [
         (
@@ -144,7 +146,7 @@ def _group_table(groups: Sequence[Mapping[str, Any]], by: str) -> str:
 
 
 def _groups(rows: Iterable[TensorRow], by: str) -> list[dict[str, Any]]:
-    """Counts and bytes of each group: layers by number, others by size."""
+    """Compute counts and bytes of each group: layers by number, others by size."""
     key: Callable[[TensorRow], Any] = {
         "role": lambda row: row.role,
         "layer": lambda row: row.layer,
@@ -185,7 +187,10 @@ class _Node:
 
 
 def _tree(rows: Iterable[TensorRow]) -> tuple[Tree, ...]:
-    """Names as branches at their dots. Numbered branches that are built alike are one, with their numbers."""
+    """Build a tree of names from their dots.
+
+    Numbered branches of the same form are merged, with their numbers.
+    """
     root = _Node()
     for row in rows:
         root.add(row.name.split(".", _DEPTH), row)
@@ -213,7 +218,7 @@ def _branches(node: _Node) -> tuple[Tree, ...]:
 
 
 def _numbers(numbers: list[int]) -> str:
-    """Numbers in words, e.g. ``[0 to 4, 6 to 11]``."""
+    """Format numbers, e.g. ``[0 to 4, 6 to 11]``."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and runs[-1][1] == number - 1:

@@ -36,10 +36,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _place(a: argparse.Namespace) -> Path | None:
-    """Where the page is to be written; None for stdout.
+    """Return the path at which to write the page; None for stdout.
 
     Raises:
-        FastshardError: ``FS504`` if something else is there.
+        FastshardError: ``FS504`` if another file has that path.
     """
     from ...reporting.page import MARK
 

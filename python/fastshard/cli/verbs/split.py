@@ -56,7 +56,7 @@ def _split_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def split(a: argparse.Namespace) -> Outcome:
-    """Begins a run in parts: the commands that make them."""
+    """Begin a run in parts, and return the commands for them."""
     looks(a, "a run in parts")
     if a.fsync != "full":
         raise FastshardError.of(
@@ -110,10 +110,10 @@ def _commit(a: argparse.Namespace) -> Outcome:
 
 
 def quoted(path: str) -> str:
-    """A path as a word of a POSIX shell, in characters that can be printed: the script names the real one.
+    """Quote a path as a word of a POSIX shell, in printable characters that expand to the real path.
 
     Raises:
-        FastshardError: ``FS515`` for a path that ends in a line feed, which no substitution keeps.
+        FastshardError: ``FS515`` for a path that ends in a line feed, which no command substitution keeps.
     """
     if path.isprintable():
         return shlex.quote(path)
@@ -126,7 +126,7 @@ def quoted(path: str) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """What a scheduler gives a part."""
+    """Resources that a scheduler gives each part."""
 
     #: Limit, as Slurm writes it.
     time: str
@@ -136,7 +136,7 @@ class Job:
 
     @property
     def options(self) -> str:
-        """What a part is told of it."""
+        """Options that pass them to a part."""
         return f"--threads {self.cpus} --memory {self.memory >> 20}MiB"
 
     @property
@@ -146,7 +146,7 @@ class Job:
 
 
 def emitted(run: Run, how: str, job: Job) -> str:
-    """The commands that make all parts of a run and commit it, for a shell, Slurm or Kubernetes."""
+    """Write the commands that run all parts and commit the run, for a shell, Slurm or Kubernetes."""
     parts, out = len(run.bytes), quoted(run.out)
     options = "" if how == "shell" else f" {job.options}"
     part = f"fastshard make-part {{}} {out} --run {run.id}{options}"

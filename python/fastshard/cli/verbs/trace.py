@@ -68,12 +68,12 @@ def _read_stored_hash(manifest: dict[str, Any], whole: dict[str, Any]) -> str | 
 
 
 def _is_reported(cause: Finding, errors: list[Finding]) -> bool:
-    """Tell whether an error reports the cause, for its file alone or for several."""
+    """Return True if an error reports the cause, for its file alone or for several."""
     return any(e.code == cause.code and (e.file == cause.file or cause.file in e.files) for e in errors)
 
 
 def _unknown(plan: Plan, name: str, own: bool) -> FastshardError:
-    """What is known of a tensor that is not in the result: ``own`` if the source calls one so."""
+    """Make the error for a tensor that is not in the result; ``own`` if the source has one with that name."""
     # What follows from another finding is not among the plan's own.
     echoes = plan.core.findings()
     about = [finding for finding in (*plan.each, *echoes) if finding.tensor == name]
@@ -108,7 +108,7 @@ def _unknown(plan: Plan, name: str, own: bool) -> FastshardError:
 
 
 def _read(a: argparse.Namespace, plan: Plan) -> tuple[str, list[Finding]]:
-    """The hash of the tensor, and what was found while it was read."""
+    """Compute the hash of the tensor, and return it with the findings."""
     run: RunOptions = {**run_options(a.memory, a.threads), "only": [a.tensor]}
     try:
         findings, hashes, _ = plan.core.check(run)
@@ -119,7 +119,7 @@ def _read(a: argparse.Namespace, plan: Plan) -> tuple[str, list[Finding]]:
 
 
 def _tree(document: dict[str, Any], roots: list[str] | None, most: int | None) -> Tree:
-    """The document as branches of words."""
+    """Convert the document into branches of text."""
     branches: list[Tree] = []
     if place := document["written_to"]:
         at = f", from byte {place['offset']:,}" if "offset" in place else ""
