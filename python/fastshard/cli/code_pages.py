@@ -10,7 +10,7 @@ __all__ = ["PAGES", "Page"]
 
 
 class Page(NamedTuple):
-    """The further parts of a code's page."""
+    """Additional parts of a code's page."""
 
     #: Why it happens.
     why: str

@@ -89,7 +89,7 @@ def meaning(action: argparse.Action) -> str:
 
 
 class Short(argparse.Action):
-    """``-h``: prints the short page and ends."""
+    """``-h``: prints the short help and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, verb: Verb, **more: Any) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, **more)
@@ -102,7 +102,7 @@ class Short(argparse.Action):
 
 
 class Overview(argparse.Action):
-    """``fastshard --help``: prints all commands and ends."""
+    """``fastshard --help``: prints all commands and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, verbs: Verbs, **more: Any) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, **more)

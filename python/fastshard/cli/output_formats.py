@@ -64,7 +64,7 @@ class RunReport:
 
 
 def find_requested_format(argv: Sequence[str]) -> str:
-    """Find the format that a command line asks for, which may not be one that can be parsed."""
+    """Find the output format that a command line requests, even if it cannot be parsed."""
     named = [word.partition("=")[2] for word in argv if word.startswith("--output-format=")]
     named += [after for word, after in itertools.pairwise(argv) if word == "--output-format"]
     return next((name for name in named if name in FORMATS), "json" if "--json" in argv else "text")

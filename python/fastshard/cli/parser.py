@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class UsageError(Exception):
-    """The arguments cannot be parsed."""
+    """Raised if the arguments cannot be parsed."""
 
     def __init__(self, parser: argparse.ArgumentParser, message: str) -> None:
         super().__init__(message)
@@ -32,7 +32,7 @@ class UsageError(Exception):
 
     @property
     def lists(self) -> str:
-        """What the parser's help lists."""
+        """The help that lists commands or options, for messages."""
         return "all commands" if self.parser.prog == "fastshard" else "all options"
 
 

@@ -37,7 +37,7 @@ def _named(run: str) -> str:
 
 
 class Run:
-    """One run of a command: what is known of it, and how it is told."""
+    """One run of a command, and the way in which it is reported."""
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ def _stream(number: int) -> TextIO:
 
 
 class Streams:
-    """Prints, and remembers what could not be printed."""
+    """Standard streams that remember failed output."""
 
     def __init__(self) -> None:
         #: Why stdout or stderr could not be written to; None while they can.

@@ -13,7 +13,7 @@ __all__ = ["CODES", "Code"]
 
 
 class Code(NamedTuple):
-    """Describe one code."""
+    """A code of findings and its description."""
 
     #: E.g. ``FS101``.
     code: str

@@ -33,8 +33,10 @@ def exit_code(findings: list[Finding]) -> int:
 
 
 class FastshardError(Exception):
-    """Base of all errors: an operation was refused or failed. ``findings`` says why, the deciding one
-    first."""
+    """Base of all errors: an operation was refused or failed.
+
+    ``findings`` has the reasons, the decisive one first.
+    """
 
     def __init__(self, findings: list[Finding]) -> None:
         super().__init__(findings)
@@ -81,17 +83,17 @@ class FastshardError(Exception):
 
     @property
     def expected(self) -> str | None:
-        """What was expected."""
+        """The expected value."""
         return self._first.expected
 
     @property
     def got(self) -> str | None:
-        """What was found."""
+        """The value found."""
         return self._first.got
 
     @property
     def evidence(self) -> str | None:
-        """Who states what was expected."""
+        """The source of the expected value."""
         return self._first.evidence
 
     @property

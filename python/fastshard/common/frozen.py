@@ -10,7 +10,7 @@ Record = TypeVar("Record", bound="Freezable")
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
-    """Refuse a change: others read the same record.
+    """Refuse a change, because other code shares the record.
 
     Raises:
         TypeError: always.
@@ -19,7 +19,7 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 class FrozenList(list[Any]):
-    """A list that nobody changes. It stays a list, so that it is joined, compared and serialised as one."""
+    """A list that cannot be changed. It remains a list, and is joined, compared and serialised as one."""
 
     __slots__ = ()
     append = clear = extend = insert = pop = remove = reverse = sort = _refuse
@@ -27,7 +27,7 @@ class FrozenList(list[Any]):
 
 
 class FrozenDict(dict[Any, Any]):
-    """A dict that nobody changes."""
+    """A dict that cannot be changed."""
 
     __slots__ = ()
     clear = pop = popitem = setdefault = update = _refuse
@@ -35,12 +35,13 @@ class FrozenDict(dict[Any, Any]):
 
 
 class Freezable:
-    """A dataclass whose fields are assigned until :meth:`freeze` is called. What ``replace`` makes of a
-    frozen record is frozen too."""
+    """A dataclass whose fields can be assigned until :meth:`freeze`.
+
+    ``replace`` returns a frozen copy of a frozen record.
+    """
 
     def freeze(self) -> None:
-        """Freeze the record, the lists, dicts and sets in its fields, and the records in them of this
-        kind."""
+        """Freeze the record, the lists, dicts and sets in its fields, and the records in them."""
         if _FROZEN in self.__dict__:
             return
         for name, value in self.__dict__.items():
@@ -73,7 +74,7 @@ _THAWED: dict[type, type] = {
 
 
 def _freeze_value(value: Any) -> Any:
-    """Freeze the value of a field: a record in its place, a collection as a copy."""
+    """Freeze the value of a field: a record in place, a collection as a copy."""
     if isinstance(value, Freezable):
         value.freeze()
         return value

@@ -227,7 +227,7 @@ def unfinished(listing: Listing) -> list[Finding]:
 
 
 def explain_missing(listing: Listing, findings: Sequence[Finding]) -> list[Finding]:
-    """Explain missing files whose download did not finish, in their findings."""
+    """Explain missing files of an unfinished download, in their findings."""
     if not any(f.code == codes.MISSING_FILE and f.file for f in findings):
         return list(findings)
     return [

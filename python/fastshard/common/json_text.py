@@ -17,7 +17,7 @@ MOST_LEVELS = 100
 
 
 class _TooLarge(NamedTuple):
-    """A number that is not taken."""
+    """A number with too many digits to read."""
 
     digits: int
 

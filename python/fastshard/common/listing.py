@@ -117,7 +117,7 @@ class File:
 
 @dataclass
 class Listing:
-    """All files below the roots of one checkpoint; it does not change once it is made."""
+    """All files below the roots of one checkpoint; a listing does not change."""
 
     roots: list[Path]
     files: list[File]
@@ -143,7 +143,7 @@ class Listing:
 
     @cached_property
     def closed(self) -> list[Finding]:
-        """Findings of directories that may not be looked into."""
+        """Findings about directories that may not be read."""
         return [finding for finding in self.findings if finding.code == codes.PERMISSION]
 
     def without_hidden(self, findings: Iterable[Finding]) -> list[Finding]:
@@ -176,7 +176,7 @@ class Listing:
 
     @cached_property
     def folders_named(self) -> dict[Path, list[int]]:
-        """Roots that were named as folders, by their paths: their numbers."""
+        """Numbers of the roots that the caller named as folders, by their paths."""
         found: dict[Path, list[int]] = {}
         for index, root in enumerate(self.roots):
             if self.by_itself(index) is None:
@@ -214,13 +214,12 @@ class Listing:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder in which files that go along with a model are looked for by name, and where its links may
-    lead.
+    """A folder to search for files that accompany a model, and where its links may lead.
 
-    A folder that was named, or lies in one that was, is the user's choice: a link that leaves it is an error,
-    as it is for weights. Another one, above or beside what was named, may be anybody's: a file there is taken
-    if nobody but the user, the administrator and the owner of what was named can have put it there, and
-    passed over otherwise.
+    A folder that the user named, or a folder inside it, is the user's choice: a link that leaves it is an
+    error, as for weights. Any other folder, above or next to the named path, may belong to someone else. A
+    file there is used only if the user, the administrator or the owner of the named path must have put it
+    there, and is skipped otherwise.
     """
 
     path: Path

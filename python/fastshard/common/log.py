@@ -34,8 +34,10 @@ def log(topic: str, message: str, *arguments: object) -> None:
 
 
 def log_to_stderr(level: str | None = None) -> None:
-    """Write the log to stderr from a level on: ``debug``, ``info`` or ``warning``; None for that of
-    ``FASTSHARD_LOG``."""
+    """Write the log to stderr from a level on: ``debug``, ``info`` or ``warning``.
+
+    None means the level of ``FASTSHARD_LOG``.
+    """
     level = os.environ.get(VARIABLE) if level is None else level
     if not level:
         return

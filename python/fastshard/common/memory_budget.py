@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def get_limit() -> int | None:
-    """Return the bytes of anonymous memory that the process may hold; None without a limit."""
+    """Return the limit in bytes of the process's anonymous memory; None without a limit."""
     return _LIMIT.get()
 
 

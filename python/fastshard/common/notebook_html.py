@@ -23,7 +23,7 @@ _NUMBER = _CELL + "text-align:right;font-variant-numeric:tabular-nums;"
 
 
 class Bar(float):
-    """A share of a whole, drawn as a bar."""
+    """A fraction, drawn as a bar."""
 
 
 def text(value: object) -> str:

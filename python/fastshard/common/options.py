@@ -42,7 +42,7 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Option:
-    """One option. None is among its values if it is the default."""
+    """One option. None is a valid value if it is the default."""
 
     kind: Kind
     help: str
@@ -64,12 +64,12 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """As the command line calls it."""
+        """Spelling on the command line."""
         return f"--{self.name.replace('_', '-')}"
 
     @property
     def departure(self) -> str:
-        """As the command line gives another value than the default."""
+        """Spelling on the command line of a value other than the default."""
         return self.flag.replace("--", "--no-", 1) if self.default is True else self.flag
 
 
@@ -236,7 +236,7 @@ class Threaded(Source, Gating, Threads, total=False):
 
 
 class Placing(TypedDict, total=False):
-    """Options of targets: a target that takes one lists it among its own."""
+    """Options of targets. Each target lists those that it supports."""
 
     tp: Annotated[int, Option("degree", "tensor-parallel degree of the result", 1, metavar="N")]
     pp: Annotated[int, Option("degree", "pipeline-parallel degree of the result", 1, metavar="N")]
@@ -301,7 +301,7 @@ class Choosing(TypedDict, total=False):
 
 
 class ValueOptions(Choosing, total=False):
-    """The values of a result's tensors, under any names."""
+    """Options for the values of a result's tensors, under any names."""
 
     dtype: Annotated[
         Dtype,
@@ -476,8 +476,10 @@ class Requested(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """One write as its caller chooses it: a value for each option of :class:`Requested`. The core reads it by
-    these names."""
+    """One write as its caller chooses it, with a value for each option of :class:`Requested`.
+
+    The core reads the fields by their names.
+    """
 
     resume: bool
     overwrite: bool
@@ -560,7 +562,7 @@ class Merging(Published, Ranked, Lending, total=False):
 
 
 class Clustered(TypedDict, total=False):
-    """On which cluster the work is done."""
+    """The cluster on which a run works."""
 
     address: Annotated[
         str | None,

@@ -17,13 +17,13 @@ class PatternList:
 
     Args:
         texts: the patterns.
-        how: ``start`` for ``re.match``, ``full`` for ``re.fullmatch``, ``module`` for a name or what follows
-            one of its dots.
-        budget: that of their file.
+        how: ``start`` for ``re.match``, ``full`` for ``re.fullmatch``, ``module`` for a name or the part of a
+            name after one of its dots.
+        budget: budget of their file.
 
     Raises:
-        FastshardError: ``FS211`` for what is no regular expression of Python, ``FS514`` for one that has what
-            is not matched.
+        FastshardError: ``FS211`` for an invalid regular expression of Python, ``FS514`` for one with a
+            construct that is not supported.
     """
 
     def __init__(

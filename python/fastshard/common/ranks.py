@@ -47,7 +47,7 @@ def is_within(rank: Rank, coords: RankRanges) -> bool:
 
 
 def rank_range(first: int, last: int) -> int | range:
-    """Return the numbers from ``first`` to ``last`` as :data:`Coords` have them.
+    """Return the numbers from ``first`` to ``last`` in the form of :data:`Coords`.
 
     >>> rank_range(3, 3), rank_range(3, 5)
     (3, range(3, 6))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 else:
 
     class _Missing:
-        """In the place of a value that is not given."""
+        """A marker for a missing value."""
 
         def __repr__(self):
             return "<factory>"
@@ -184,7 +184,7 @@ else:
         return __setattr__, __delattr__
 
     class _Signature:
-        """A descriptor that the module ``inspect`` reads first. It compiles the method then."""
+        """A descriptor that the module ``inspect`` reads first. It compiles the method at that time."""
 
         def __init__(self, cls, frozen):
             self.cls, self.frozen = cls, frozen

@@ -31,7 +31,7 @@ def compile_when_used(pattern: AnyStr, flags: int = 0) -> re.Pattern[AnyStr]:
 
 
 class _Late:
-    """A pattern that is compiled when it is first asked for anything."""
+    """A pattern that is compiled on first use."""
 
     __slots__ = ("_source", *_MEMBERS)
 

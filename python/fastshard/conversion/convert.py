@@ -265,7 +265,7 @@ def convert(
 
 @dataclass(frozen=True)
 class Job:
-    """A plan and all that is needed to carry it out."""
+    """A plan and everything that its run needs."""
 
     checkpoint: Checkpoint
     plan: Plan
@@ -444,9 +444,6 @@ def _done(
 
     A late rank then has nothing to do. A rank that has only a part of the sources finds its result by the
     digest of its request and files (``asked``). The function returns None if there is no such result.
-
-    A late rank then has nothing to do. A rank that has only a part of the sources finds its result by the
-    digest of its request and files (``asked``).
     """
     path = Path(out) / MANIFEST_NAME
     if not path.is_file():
@@ -478,8 +475,10 @@ _latest: _core.Plan | None = None
 
 
 def get_last_outcome() -> list[Finding]:
-    """Return the outcome of this process' last write: ``FS519`` if its result is published. For the command
-    line, which may be stopped between a call's end and its use."""
+    """Return the outcome of this process's last write: ``FS519`` if its result is published.
+
+    The command line needs it if a signal arrives between the end of a call and the use of its result.
+    """
     return [] if _latest is None else _latest.told()
 
 

@@ -28,11 +28,11 @@ __all__ = ["View", "view"]
 
 
 class View(Tensors):
-    """The tensors of a conversion, under the target's names; each is made when it is read.
+    """The tensors of a conversion, under the target's names; each is computed when it is read.
 
-    Made by ``fastshard.open(..., to=...)``. What a conversion refuses by headers has been refused; copies of
-    a tensor on several ranks are compared when it is read. :attr:`not_proven` says what reading one by one
-    cannot prove, and :meth:`verify` proves it by reading everything once.
+    ``fastshard.open(..., to=...)`` returns a view. It has already refused what a conversion refuses by
+    headers. Copies of a tensor on several ranks are compared when it is read. :attr:`not_proven` lists what
+    reading one by one cannot prove, and :meth:`verify` proves it by reading everything once.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class View(Tensors):
 
     @property
     def findings(self) -> list[Finding]:
-        """Warnings and notes, of planning and of :meth:`verify`."""
+        """Warnings and notes from planning and from :meth:`verify`."""
         return list(self._found)
 
     @property
@@ -72,7 +72,7 @@ class View(Tensors):
         """The result's config.json; None for a target that has none.
 
         Raises:
-            FastshardError: if the source's own, which goes along, cannot be read.
+            FastshardError: if the source's own config, which the result includes, cannot be read.
         """
         if (text := self.plan.texts.get("config.json")) is not None:
             return json_text.object_in(text)

@@ -30,7 +30,7 @@ _FRAMEWORKS = {
 
 
 class Slice:
-    """A tensor of which a part is read at a time: ``s[0:10]``; ``s[...]`` or ``s[:]`` is all of it."""
+    """A tensor that is read in parts: ``s[0:10]``; ``s[...]`` or ``s[:]`` reads all of it."""
 
     def __init__(self, tensor: Tensor, framework: str = "torch", device: Any = None) -> None:
         self._tensor = tensor
@@ -80,7 +80,7 @@ def _metadata(opened: Checkpoint | View) -> dict[str, str] | None:
 class safe_open:
     """Opens a checkpoint as ``safetensors.safe_open`` opens a file.
 
-    Its calls are the same; a name that is not there is a KeyError.
+    Its methods are the same; an unknown name is a KeyError.
 
     >>> import fastshard
     >>> from fastshard import examples
@@ -96,7 +96,7 @@ class safe_open:
         options: as for :func:`fastshard.open`.
 
     Raises:
-        FastshardError: as :func:`fastshard.open`; what is wrong inside a checkpoint is raised too: a file
+        FastshardError: as :func:`fastshard.open`; errors inside a checkpoint are raised too, so that a file
             with an error is not opened.
     """
 

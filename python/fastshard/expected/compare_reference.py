@@ -23,15 +23,16 @@ def compare(
     cast: str | None,
     named: Iterable[str | None] = (),
 ) -> list[Finding]:
-    """Compare a checkpoint with a reference: missing, unexpected and different tensors, and the evidence that
-    they are.
+    """Compare a checkpoint with a reference, and return findings with their evidence.
+
+    The findings report missing, unexpected and different tensors.
 
     Args:
-        sides: its tensors under the names that may be the reference's, the likeliest first.
-        reference: what it is held against.
-        wanted: whether a tensor is asked for, by its name in a result.
-        cast: the dtype that floating tensors are to have; None to keep each its own.
-        named: tensors of which something is known to be wrong already.
+        sides: the checkpoint's tensors under candidate names, the most likely first.
+        reference: the reference.
+        wanted: returns True if the caller wants a tensor, by its name in a result.
+        cast: the dtype of floating-point tensors in the result; None if they keep theirs.
+        named: tensors that already have findings.
     """
     roster = reference.roster
     if roster is None:

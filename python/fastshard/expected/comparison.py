@@ -46,7 +46,7 @@ Missing = list[tuple[str, "list[int | None] | None"]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """A checkpoint and a reference under common names, and what is asked of the one."""
+    """A checkpoint and a reference under common names, and the tensors that the caller wants."""
 
     met: Met
     reference: Reference
@@ -61,12 +61,12 @@ class Comparison:
 
     @property
     def path(self) -> str:
-        """Of the reference, for messages."""
+        """Path of the reference, for messages."""
         return self.reference.path
 
     @property
     def own(self) -> Mapping[str, Any]:
-        """The checkpoint's own config; empty where it is the reference's."""
+        """The checkpoint's own config; empty if it is the reference's."""
         model = self.met.side.source.model
         is_shared = self.reference.config_file is not None and model.config_file == self.reference.config_file
         return {} if is_shared else model.config or {}
@@ -91,7 +91,7 @@ class Comparison:
 
     @cached_property
     def there(self) -> set[str]:
-        """Names of the roster whose tensors are there."""
+        """Names of the roster whose tensors exist."""
         return self.expected.keys() - {name for name, _ in self.met.found["missing"]}
 
     @cached_property
@@ -117,8 +117,10 @@ def extents(shape: Iterable[int | None]) -> str:
 
 
 def read_setting(config: Mapping[str, Any], *keys: str) -> Any:
-    """Read the setting that a config, or that of its language model, has under the first of some keys; None
-    if it has none."""
+    """Read the setting under the first of some keys in a config or in that of its language model.
+
+    The result is None if the config has none of the keys.
+    """
     text = config.get("text_config")
     parts = [config, text] if isinstance(text, Mapping) else [config]
     return next((part[key] for part in parts for key in keys if part.get(key) is not None), None)

@@ -44,7 +44,7 @@ class ExpectedTensor:
 
 
 class Part(NamedTuple):
-    """A box of a tensor on disk, and where its elements lie in one tensor in memory."""
+    """A box of a tensor on disk, and the place of its elements in a tensor in memory."""
 
     #: Name in memory.
     name: str
@@ -100,7 +100,7 @@ class ExpectedTensors:
 
     @cached_property
     def mapping(self) -> dict[str, tuple[str, ...]]:
-        """Names on disk that a tensor in memory has a part in, where they are not its own."""
+        """Names on disk of the tensors that contain a part of a tensor in memory, if they differ."""
         found: dict[str, dict[str, None]] = {}
         for name, parts in self.made.items():
             for part in parts or ():
@@ -109,13 +109,15 @@ class ExpectedTensors:
 
     @cached_property
     def only_in_memory(self) -> frozenset[str]:
-        """Names in memory that no tensor on disk has: those of fused tensors, of moved parts, and of further
-        copies of tied ones."""
+        """Names in memory that no tensor on disk has.
+
+        These are the names of fused tensors, of moved parts, and of further copies of tied tensors.
+        """
         return frozenset({t.name for t in self.in_memory} - {t.name for t in self.tensors})
 
     @property
     def authority(self) -> str:
-        """Class, version and digest: a run that another list began is not gone on with."""
+        """Class, version and digest: a run with another list cannot be resumed."""
         import hashlib
 
         digest = hashlib.sha256(json_text.canonical(self.to_document()).encode()).hexdigest()

@@ -63,7 +63,7 @@ _PARTS = (
 
 
 class ConfigNumbers:
-    """Numbers of a config, wherever they lie in it."""
+    """All numbers in a config."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         #: (path of keys, value) of each whole number.

@@ -58,8 +58,10 @@ class Stack:
 
     @cached_property
     def is_layers(self) -> bool:
-        """True for layers of a transformer: numbered outside all others, made of several modules each, and no
-        stages of layers."""
+        """True for layers of a transformer.
+
+        They are numbered outside all others, consist of several modules each, and are no stages of layers.
+        """
         if self.word not in _LAYERS or any(part.isdecimal() for part in self.prefix.split(".")):
             return False
         return all(

@@ -45,7 +45,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_la
 
 @dataclass(frozen=True)
 class Unmatched:
-    """Tensors that one of the two has alone, and what was left out because it is explained."""
+    """Tensors that only one side has, and notes about those with a known reason."""
 
     #: What the checkpoint lacks, by the roster's names.
     missing: Missing

@@ -80,7 +80,7 @@ class _Move(NamedTuple):
 
 @dataclass(frozen=True)
 class _Rule:
-    """A rule of a table; axes are those that it has."""
+    """A rule of a table, with its own axes."""
 
     name: str
     dims: Sequence[str]
@@ -94,7 +94,7 @@ class _Rule:
 
 
 class _Formless(Exception):
-    """No rule of a table says how the parts of a tensor lie."""
+    """Raised if no rule of a table can express the parts of a tensor."""
 
 
 def are_in_memory(listed: ExpectedTensors, names: Collection[str]) -> bool:

@@ -31,7 +31,7 @@ _SHARD = compile_when_used(r"-\d+-of-(\d+)\.(safetensors|bin)$")
 
 @dataclass(frozen=True)
 class Whole:
-    """A checkpoint's whole tensors, as whoever opens one tells them."""
+    """A checkpoint's full tensors, from the function that opens it."""
 
     source: Source
     findings: list[Finding]
@@ -66,14 +66,14 @@ class Reference:
 
     @property
     def own_config(self) -> tuple[dict[str, Any], Path] | None:
-        """Return its config and the file, for a checkpoint that has none; None for a file by itself."""
+        """Return the reference's config and its file, for a checkpoint without one; None for one file."""
         if self.config is None or self.config_file is None or not self.places:
             return None
         return self.config, self.config_file
 
     @property
     def authority(self) -> str | None:
-        """Class, version and digest of the list, where it is one."""
+        """Class, version and digest of the list, if the reference is one."""
         return None if self.listed is None else self.listed.authority
 
     def refuse_itself(self, roots: Iterable[Path], files: Iterable[Path], single: bool) -> None:

@@ -21,7 +21,7 @@ _DEEP = 3
 
 @dataclass(frozen=True)
 class Side:
-    """Tensors whose names may be the reference's."""
+    """Tensors with names that may be the reference's."""
 
     draft: _core.Draft
     source: Source
@@ -36,7 +36,7 @@ class Side:
 
     @property
     def outer(self) -> str:
-        """What the names of the model begin with."""
+        """Prefix of the model's names."""
         return self.source.names.prefix if self.below else ""
 
     def own(self, stored: str) -> str | None:
@@ -49,7 +49,7 @@ class Side:
 
     @cached_property
     def tensors(self) -> dict[str, tuple[str, list[int]]]:
-        """Dtype and whole shape of each, by the name stored."""
+        """Dtype and full shape of each tensor, by its stored name."""
         return {name: (kind, whole) for name, kind, _, _, whole, _ in self.draft.tensors()}
 
     @property
@@ -98,12 +98,12 @@ class Met:
 
     @cached_property
     def further(self) -> list[str]:
-        """Names stored of what the roster has not: the model's own tensors alone."""
+        """Stored names of the model's own tensors that the roster lacks."""
         return [stored for stored in self.found["further"] if self.side.own(stored) is not None]
 
     @cached_property
     def matched(self) -> int:
-        """Tensors that both have."""
+        """Number of tensors that both sides have."""
         odd = {name for name, *_ in self.found["differing"]} | {name for name, *_ in self.found["dtypes"]}
         return self.found["same"] + len(odd)
 

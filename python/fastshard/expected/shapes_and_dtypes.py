@@ -26,7 +26,7 @@ _PADDED = 64
 
 @dataclass(frozen=True)
 class _Differing:
-    """A tensor whose shape is not the reference's."""
+    """A tensor whose shape differs from the reference's."""
 
     stored: str
     got: list[int]

@@ -24,7 +24,7 @@ Digits = list[tuple[int, int]]
 
 
 class Part(NamedTuple):
-    """A box of a tensor, and where it lies in memory."""
+    """A box of a tensor, and its place in memory."""
 
     name: str
     offset: int
@@ -33,14 +33,14 @@ class Part(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """The parts that tile a tensor of a shape."""
+    """The parts that tile a tensor of a given shape."""
 
     shape: list[int]
     parts: list[Part]
 
 
 class Untraceable(Exception):
-    """The operation computes something, or cuts a tensor in a way that has no form here."""
+    """Raised if the operation computes values, or cuts a tensor in a way that parts cannot express."""
 
 
 def count(digits: Digits) -> int:
@@ -180,7 +180,7 @@ def every(tiling: Tiling, args: tuple[Any, ...]) -> Tiling:
 
 
 class Trace:
-    """Follows named tensors through the operations of its context."""
+    """A context that traces named tensors through its operations."""
 
     def __init__(self, named: dict[str, torch.Tensor]) -> None:
         #: Each tensor is held, so that none that is followed has the id of another.

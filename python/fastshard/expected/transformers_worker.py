@@ -30,7 +30,7 @@ from typing import Any
 
 
 class Unknown(Exception):
-    """No class of this transformers fits the config."""
+    """Raised if no class of this transformers version fits the config."""
 
 
 def refuse_network(event: str, arguments: tuple[Any, ...]) -> None:

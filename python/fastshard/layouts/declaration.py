@@ -105,7 +105,7 @@ class SourceNames(Freezable):
 
 @dataclass
 class Binding(Freezable):
-    """By which table the tensors are read, and what binds its letters."""
+    """The table by which the tensors are read, and the values of its letters."""
 
     #: Name of the layout table; None where tensors are whole as they are.
     layout: str | None = None
@@ -132,14 +132,14 @@ class Binding(Freezable):
 
     @property
     def usual_table(self) -> Table | None:
-        """The table of the layout's name."""
+        """The table with the layout's name."""
         if self.own_table is not None or self.layout is None:
             return self.own_table
         return tables.table(self.layout)
 
     @property
     def effective_table(self) -> Table | None:
-        """The table by which it is drafted."""
+        """The table that the draft uses."""
         return self.usual_table if self.table is None else self.table
 
 
@@ -193,8 +193,8 @@ class Allowances(Freezable):
 class Source(Freezable):
     """Declaration of a source: everything that the layout engine must know besides the tensors.
 
-    An adapter builds it step by step. ``fastshard.open`` freezes it; whoever needs another then makes one of
-    it (:func:`dataclasses.replace`). The core reads the fields that it needs by their names.
+    An adapter builds it step by step. ``fastshard.open`` freezes it; changes then need a copy
+    (:func:`dataclasses.replace`). The core reads the fields that it needs by their names.
     """
 
     framework: str
@@ -214,7 +214,7 @@ class Source(Freezable):
 
     @property
     def called(self) -> str:
-        """The model, as messages call it."""
+        """Name of the model in messages."""
         return f"the family {self.model.family!r}" if self.model.family else f"this model of {self.framework}"
 
     def weights_only(self, names_of: Callable[[int], Iterable[str]], optimizer: bool = False) -> Source:

@@ -24,11 +24,11 @@ class Evidence:
 
 
 class Dialect(Protocol):
-    """One framework's words for models; :mod:`fastshard.models` has them."""
+    """A framework's vocabulary for models; :mod:`fastshard.models` has them."""
 
     @property
     def name(self) -> str:
-        """The framework, as messages call it."""
+        """Name of the framework in messages."""
 
     def read(self, values: Mapping[str, Any], evidence: Evidence) -> Any:
         """Derive the :class:`~fastshard.models.model.Model` from a config's values and the tensors.

@@ -29,7 +29,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Superseded:
-    """Tensors that two files of an index hold, of which the index names one."""
+    """Tensors that occur in two files of an index, of which the index names one."""
 
     names: tuple[str, ...]
     #: Number of the file that the index names, and of the other one.
@@ -39,7 +39,7 @@ class Superseded:
 
 @dataclass
 class Assembled:
-    """Tensors of one rank that lie in ranges of other tensors (partitions of flat vectors)."""
+    """Tensors of one rank that are stored in ranges of other tensors (partitions of flat vectors)."""
 
     #: File that messages name.
     file: int
@@ -61,7 +61,7 @@ class Assembled:
 
 @dataclass(frozen=True)
 class Window:
-    """The part of a product that a tensor is: one expert of a stack, some of its outputs."""
+    """The part of a product that forms a tensor: one expert of a stack, or some of its outputs."""
 
     experts: int
     expert: int
@@ -72,7 +72,7 @@ class Window:
 
 @dataclass(frozen=True)
 class LowRank:
-    """A product of two factors that is added to a tensor; the factors by the names stored."""
+    """A product of two factors, given by their stored names, that is added to a tensor."""
 
     a: str
     b: str
@@ -89,7 +89,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Vector:
-    """A vector that is added to a tensor, times a factor."""
+    """A vector that is added to a tensor after multiplication with a factor."""
 
     of: str
     scale: float
@@ -97,7 +97,7 @@ class Vector:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows that take the place of a tensor's own."""
+    """Rows that replace rows of a tensor."""
 
     of: str
     at: list[int]
@@ -116,7 +116,7 @@ class Adapted:
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """An adapter as it is stored, by itself or with its base."""
+    """A stored adapter, alone or with its base."""
 
     #: Content of its config, and the file that messages name.
     config: Mapping[str, Any]
@@ -132,7 +132,7 @@ class StoredAdapter:
 
 @dataclass
 class StateFile:
-    """A file that holds masters and optimizer state, by tensors in it."""
+    """A file with master weights and optimizer state, by the tensors in it."""
 
     file: int
     masters: list[int]
@@ -154,8 +154,7 @@ ListedBlocks: TypeAlias = tuple[
 
 @dataclass
 class Blocks:
-    """Arrays that are stored as encoded blocks (zarr chunks): decoded one by one when the engine needs
-    them."""
+    """Arrays stored as encoded blocks (zarr chunks), which are decoded one by one on demand."""
 
     #: (key, dtype, shape, bytes) of each block that is present; dtype as safetensors names it (BF16, F32,
     #: I64, BOOL ...), shape of what is handed on (blocks at the edge are clipped to the array), bytes that
@@ -215,7 +214,7 @@ class TreeInfo:
 
 @dataclass(frozen=True)
 class Group:
-    """A group of parameters that an optimizer treats alike."""
+    """A group of parameters with the same settings of an optimizer."""
 
     #: Hyperparameters (``lr``, ``betas``, ``weight_decay`` ...), by torch's names.
     values: dict[str, Any]
@@ -228,7 +227,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Moments:
-    """Moments that are stored as tensors beside the weights."""
+    """Moments that are stored as tensors next to the weights."""
 
     #: (parameter, slot) by the names stored; a parameter by its own name.
     slots: dict[str, tuple[str, str]]

@@ -44,7 +44,7 @@ class Names:
 
 @dataclass(frozen=True)
 class Rules:
-    """The table of one train state, for what a result takes of it."""
+    """The rules of one train state, from which the table of a result is made."""
 
     weights: Table
     names: Names

@@ -102,7 +102,7 @@ _NEEDED = ("kind", "architecture", "keys")
 
 @dataclass(frozen=True)
 class ModelClass:
-    """One section, checked."""
+    """A checked section of a model class."""
 
     model_type: str
     #: The table that has it, and its family.

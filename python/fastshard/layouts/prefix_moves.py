@@ -18,7 +18,7 @@ _MOST_NAMED = 8
 
 @dataclass
 class Moved:
-    """Prefixes that stand for one another, and what follows for names."""
+    """Prefixes that stand for one another, and the resulting names."""
 
     #: What stands for what; both end with a dot, or are empty.
     prefixes: dict[str, str] = field(default_factory=dict)

@@ -34,7 +34,7 @@ class ResultKind:
 
 @dataclass(frozen=True)
 class Became:
-    """One kind of tensors before the conversion, and what it became."""
+    """One kind of tensors before the conversion, and its results."""
 
     name: str
     #: The shape of a shard, and the ranks that have one.
@@ -46,7 +46,7 @@ class Became:
 
     @property
     def changed(self) -> bool:
-        """True if a name or a shape is another one."""
+        """True if a name or a shape has changed."""
         return len(self.ranks) > 1 or self.results[0].name != self.name
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Change:
-    """A tensor in which the two differ."""
+    """A tensor in which the two checkpoints differ."""
 
     name: str
     what: str
@@ -35,7 +35,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """This checkpoint against another."""
+    """The comparison of this checkpoint with another."""
 
     other: str
     #: What was compared, and what was not.
@@ -57,12 +57,12 @@ class Comparison:
 
     @property
     def all_equal(self) -> bool:
-        """True if all tensors of both are known to have the same bytes."""
+        """True if all tensors of both checkpoints are known to have the same bytes."""
         return not self.changes and not self.refused and bool(self.common) and self.equal == self.common
 
 
 class Side:
-    """One of two checkpoints that are compared."""
+    """One of two compared checkpoints."""
 
     def __init__(
         self,

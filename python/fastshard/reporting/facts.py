@@ -14,8 +14,7 @@ __all__ = ["Counts", "Fact", "counts_of", "degrees", "facts_of", "turned"]
 
 
 class Fact(NamedTuple):
-    """One cell: what it is, its value, a line below; and how much of how much is here, where that is
-    known."""
+    """One cell: label, value and note; and how much exists of the total, if known."""
 
     label: str
     value: str
@@ -25,12 +24,12 @@ class Fact(NamedTuple):
 
     @property
     def lacks(self) -> bool:
-        """True if not all of it is here."""
+        """True if a part is missing."""
         return self.have is not None and self.of is not None and self.have < self.of
 
     @property
     def width(self) -> str:
-        """The share that is here, in percent."""
+        """The share that exists, in percent."""
         return f"{100 * (self.have or 0) / self.of:.2f}" if self.of else "0"
 
 
@@ -52,7 +51,7 @@ class Counts:
 
     @property
     def expected(self) -> int:
-        """Tensors of the complete checkpoint."""
+        """Number of tensors in the complete checkpoint."""
         return self.tensors + self.lost
 
 

@@ -380,7 +380,7 @@ def _cells(rows: Mapping[str, Row], where: dict[Key, int], count: int) -> dict[s
 
 
 def state_of(finding: Finding) -> int:
-    """Return the state that a finding gives to what it is about."""
+    """Return the state that a finding gives to its subject."""
     if finding.code == codes.UNEXPECTED_FILE:
         return UNEXPECTED
     if finding.severity == "warning":
@@ -393,7 +393,7 @@ def state_of(finding: Finding) -> int:
 
 
 def _rank_of(finding: Finding) -> Rank:
-    """Return the rank that a finding is about; empty where it is about several, or none."""
+    """Return the rank of a finding; empty if it concerns several ranks, or none."""
     is_one = all(len(runs) == 1 == len(runs[0]) for runs in finding.coords.values())
     return {d: runs[0][0] for d, runs in finding.coords.items()} if is_one else {}
 

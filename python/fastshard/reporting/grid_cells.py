@@ -69,7 +69,7 @@ WHOLE = "\0all of it"
 
 @dataclass(frozen=True)
 class Column:
-    """One tensor, or all of a layer."""
+    """One tensor, or all tensors of a layer."""
 
     #: What stands above several columns: the layer; empty for what is in none.
     group: str
@@ -89,7 +89,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Band:
-    """A row, or neighbouring ones: all alike unless it says otherwise."""
+    """A row, or neighbouring rows that are alike unless the band states otherwise."""
 
     label: str
     #: How many rows.
@@ -113,7 +113,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Problem:
-    """A line of the list of all that is not there as it should be."""
+    """A line in the list of everything that is not as it should be."""
 
     where: str
     #: How many rows that is.
@@ -150,7 +150,7 @@ class Row:
 
     @property
     def like(self) -> tuple[int, ...] | None:
-        """The same for rows that are alike; None for a row of which something is said."""
+        """A value that is equal for similar rows; None for a row with findings."""
         return None if self._cells is not None else tuple(map(id, self.counts))
 
     def named(self) -> Iterable[Key]:

@@ -23,7 +23,7 @@ _LISTED = 24
 
 @dataclass(frozen=True)
 class Article:
-    """One cause: an error, a warning or a note, with all that it is about."""
+    """One cause: an error, a warning or a note, with everything that it concerns."""
 
     number: int
     code: str

@@ -32,7 +32,7 @@ Links = Callable[[Band, int], Sequence[int]]
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of one checkpoint, in a table of one or of two."""
+    """The rows of one checkpoint in a table of one or two."""
 
     grid: Grid
     links: Links
@@ -43,7 +43,7 @@ class Part:
 
 @dataclass(frozen=True)
 class _Folded:
-    """A column of the page: a layer, or what is outside of all layers."""
+    """A column of the page: a layer, or a tensor outside of all layers."""
 
     label: str
     #: A few characters, for narrow screens and ticks.

@@ -67,7 +67,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A whole tensor, or one that is not whole: then its dtype is empty."""
+    """A full tensor, or an incomplete one, whose dtype is empty."""
 
     name: str
     dtype: str = ""
@@ -80,7 +80,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Family:
-    """Tensors of one form whose names differ in their numbers alone."""
+    """Tensors of the same form whose names differ only in their numbers."""
 
     #: The name, with each number as the range of it.
     pattern: str
@@ -93,7 +93,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Statistics, and where they come from."""
+    """Statistics and their origin."""
 
     origin: str
     tensors: Mapping[str, TensorStats]
@@ -105,7 +105,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Report:
-    """All that a report tells."""
+    """The content of a report."""
 
     paths: tuple[str, ...]
     version: str
@@ -153,13 +153,13 @@ class Report:
 
     @property
     def all_findings(self) -> list[Finding]:
-        """The findings, the worst first, and what the page lacks."""
+        """The findings, the worst first, and what the page omits."""
         found = [finding for group in self.findings for finding in group.findings]
         return found if self.undrawn is None else [*found, self.undrawn]
 
     @property
     def has_distributions(self) -> bool:
-        """True if numbers of tensors are told."""
+        """True if the page shows statistics of tensors."""
         return bool(self.numbers or (self.comparison and self.comparison.before))
 
 

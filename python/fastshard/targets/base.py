@@ -29,7 +29,7 @@ MAX_MULTIPLE = 1 << 31
 
 @dataclass(frozen=True)
 class Drafted:
-    """A tensor of the target, as each rank holds it."""
+    """A tensor of the target, as each rank stores it."""
 
     dtype: str
     #: What a rank holds.
@@ -71,7 +71,7 @@ class Bound:
 
     @property
     def weights(self) -> dict[str, Drafted]:
-        """The tensors that are no moments."""
+        """The tensors that are not moments."""
         if self.state is None:
             return self.tensors
         moments = {name for slots in self.state.slots.values() for name in slots.values()}
@@ -157,7 +157,7 @@ class Target(ABC):
 
     @property
     def keeps_names(self) -> bool:
-        """True where no table says what the names of a model mean, so that they stay."""
+        """True if no table describes the names of a model, so that they stay."""
         return False
 
     @abstractmethod

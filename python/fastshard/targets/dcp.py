@@ -36,7 +36,7 @@ _FILE_BYTES = 5 << 30
 
 @dataclass
 class Records:
-    """The records of ``.distcp`` files, and what ``.metadata`` says of them."""
+    """The records of ``.distcp`` files, and their entries in ``.metadata``."""
 
     folder: str = ""
     _files: dict[str, tuple[int, list[dict[str, Any]]]] = field(default_factory=dict)
@@ -103,8 +103,10 @@ def stacked(whole: HfTarget) -> None:
 
 @dataclass
 class DcpTarget(Target):
-    """A model as chunks, divided as the layout's axes are: under Hugging Face's names, or those of a trainer
-    that has its own."""
+    """A model in chunks that are divided along the layout's axes.
+
+    The names are those of Hugging Face, or of a trainer that has its own.
+    """
 
     whole: HfTarget
     tp: int
@@ -161,8 +163,7 @@ class DcpTarget(Target):
 
     @property
     def keeps_names(self) -> bool:
-        """True where no table says what the names mean, so that they stay, and the model's config with
-        them."""
+        """True if no table describes the names, so that they and the model's config stay."""
         return self.whole.keeps_names
 
     def form(self) -> Form:

@@ -76,8 +76,7 @@ class UniversalTarget(Target):
 
     @property
     def keeps_names(self) -> bool:
-        """True where no table says what the names mean, so that they stay, and the model's config with
-        them."""
+        """True if no table describes the names, so that they and the model's config stay."""
         return self.whole.keeps_names
 
     def form(self) -> Form:

@@ -74,7 +74,7 @@ _NORM_NAMES = {"layernorm": ("weight", "bias"), "rmsnorm": ("scale", "offset"), 
 
 @dataclass
 class NeoxTarget(TrainerTarget):
-    """A GPT-NeoX checkpoint to be made of a source."""
+    """A GPT-NeoX checkpoint, converted from a source."""
 
     pipeline: bool
     names = ("gpt_neox", "gpt_neox:pipeline", "gpt_neox:sequential")

@@ -46,7 +46,7 @@ _WHOLE_BELOW = compile_when_used(r"model\.(lm_head|embed_out|model|transformer|s
 
 @dataclass
 class HfTarget(Target):
-    """A checkpoint that ``from_pretrained`` loads, to be made of a source."""
+    """A checkpoint that ``from_pretrained`` loads, converted from a source."""
 
     source: Source
     layout: str
@@ -130,7 +130,7 @@ class HfTarget(Target):
 
     @property
     def keeps_names(self) -> bool:
-        """True where no table says what the names mean, so that they stay."""
+        """True if no table describes the names, so that they stay."""
         return not self.layout
 
     def form(self) -> Form:

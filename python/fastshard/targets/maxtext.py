@@ -34,7 +34,7 @@ _COUNTERS = {"U32": "I32", "U64": "I64"}
 
 @dataclass
 class MaxTextTarget:
-    """A MaxText train state, or its parameters, to be made of a source."""
+    """A MaxText train state, or its parameters, converted from a source."""
 
     source: Source
     name: str
@@ -135,12 +135,12 @@ class MaxTextTarget:
 
     @property
     def empty(self) -> list[tuple[str, ...]]:
-        """Nodes of the tree that hold nothing: without the optimizer a train state has an empty one."""
+        """Empty nodes of the tree: without the optimizer, a train state has one."""
         return [("opt_state",)] if self._state and not self.optimizer else []
 
     @property
     def _state(self) -> bool:
-        """False for parameters that are kept as a tree of their own."""
+        """False for parameters that are stored as a separate tree."""
         return self.names.root == self.names.declared
 
     def metadata(self) -> dict[str, Any]:

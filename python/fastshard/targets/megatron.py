@@ -66,7 +66,7 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 
 @dataclass
 class MegatronTarget(TrainerTarget):
-    """A Megatron-LM checkpoint to be made of a source."""
+    """A Megatron-LM checkpoint, converted from a source."""
 
     layout: str = "megatron.legacy"
     names = ("megatron", "megatron:legacy", "megatron:legacy-local", "megatron:torch_dist")

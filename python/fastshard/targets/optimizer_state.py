@@ -56,7 +56,7 @@ _SILENT = (
 
 @dataclass(frozen=True)
 class State:
-    """Optimizer state by the target's names."""
+    """Optimizer state under the target's names."""
 
     #: The draft's moments by weight and slot.
     slots: dict[str, dict[str, str]]

@@ -9,7 +9,7 @@ from ..common.records import dataclass
 
 
 class TensorOf(str):
-    """Stands for the tensor of this name in the target's layout."""
+    """A placeholder for the tensor with this name in the target's layout."""
 
     __slots__ = ()
 

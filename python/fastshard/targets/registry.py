@@ -36,7 +36,7 @@ _PLACES: dict[tuple[str, str], tuple[str, ...]] = {
 
 
 class _Targets(Mapping[str, "type[Target]"]):
-    """Targets by the names of ``--to``, in the order of their help; one is loaded when it is asked for."""
+    """Targets by the names of ``--to``, in the order of their help; each is loaded on first use."""
 
     _places: ClassVar = {name: place for place, names in _PLACES.items() for name in names}
 

@@ -22,10 +22,10 @@ _WEIGHTS = (None, "params", "masters")
 
 @dataclass(frozen=True)
 class Request:
-    """A merge (``to`` is None) or a conversion; see :func:`fastshard.plan` for what its parts mean.
+    """A merge (``to`` is None) or a conversion; :func:`fastshard.plan` describes the fields.
 
     Raises:
-        FastshardError: ``FS515`` or ``FS211`` for what cannot be meant.
+        FastshardError: ``FS515`` or ``FS211`` for invalid values.
     """
 
     to: str | None = None
@@ -70,7 +70,7 @@ class Request:
 
     @property
     def is_narrowed(self) -> bool:
-        """True if not all tensors are wanted."""
+        """True if the caller wants only some of the tensors."""
         return bool(self.include or self.exclude)
 
     def wants(self, name: str) -> bool:

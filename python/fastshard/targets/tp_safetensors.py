@@ -22,7 +22,7 @@ _VOCAB_MULTIPLE = 64
 
 @dataclass
 class TpTarget(Target):
-    """Hugging Face tensors, divided as the layout's axes are."""
+    """Hugging Face tensors, divided along the layout's axes."""
 
     whole: HfTarget
     tp: int
@@ -46,8 +46,7 @@ class TpTarget(Target):
 
     @property
     def keeps_names(self) -> bool:
-        """True where no table says what the names mean, so that they stay, and the model's config with
-        them."""
+        """True if no table describes the names, so that they and the model's config stay."""
         return self.whole.keeps_names
 
     def form(self) -> Form:

@@ -35,8 +35,8 @@ _SHOWN = 5
 class Difference:
     """One tensor in which two checkpoints differ.
 
-    ``kind`` is ``only_a``, ``only_b``, ``shape``, ``dtype`` or ``values``; the figures are for the two
-    last. Statistics are there where both sides have the tensor.
+    ``kind`` is ``only_a``, ``only_b``, ``shape``, ``dtype`` or ``values``; the figures are for the last two.
+    Statistics are available if both sides have the tensor.
     """
 
     tensor: str
@@ -85,7 +85,7 @@ class Difference:
 
     @property
     def distributions(self) -> str:
-        """Describes both distributions: mean, std, overlap, and what is zero on one side only."""
+        """Description of both distributions: mean, std, overlap, and zeros on one side only."""
         if self.a_stats is None or self.b_stats is None:
             return ""
         sides = (("A", self.a_stats, self.b_stats), ("B", self.b_stats, self.a_stats))
@@ -123,7 +123,7 @@ class Difference:
 
 
 class Differences(list[Difference]):
-    """Differences by the tensors' names: a list, which a notebook shows as a table."""
+    """Differences by the tensors' names: a list that a notebook shows as a table."""
 
     def __init__(
         self,

@@ -58,7 +58,8 @@ class ZeroSlab:
 class TensorStats:
     """Statistics of the values of one tensor.
 
-    ``zeros``, ``nan``, ``inf`` and the histogram add up to ``count``. NaN and infinities enter nothing else.
+    ``zeros``, ``nan``, ``inf`` and the histogram add up to ``count``. NaN and infinities count in no other
+    field.
     The two parts of a complex element count as two numbers. Integers are summed as float64, so that the
     mean of 64-bit ones is rounded; their ``min`` and ``max`` are exact.
     """
@@ -149,7 +150,7 @@ def _without(
 
 
 class Stats(dict[str, TensorStats]):
-    """Statistics by the tensors' names: a dict, which a notebook shows as a table."""
+    """Statistics by the tensors' names: a dict that a notebook shows as a table."""
 
     def __repr__(self) -> str:
         told = [

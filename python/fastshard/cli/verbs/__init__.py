@@ -59,7 +59,7 @@ _ALIASES = {
 
 
 class Verbs:
-    """Verbs in the order of ``fastshard --help``; one is loaded when it is asked for."""
+    """Verbs in the order of ``fastshard --help``; each is loaded on first use."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Verbs:
 
     @property
     def groups(self) -> dict[str, list[str]]:
-        """Names of verbs by the heading that they stand under."""
+        """Names of verbs by their headings."""
         groups = {title: list(places) for title, places in self._groups.items()}
         return groups | ({"Further": [verb.name for verb in self._added]} if self._added else {})
 

@@ -173,7 +173,7 @@ def _groups(rows: Iterable[TensorRow], by: str) -> list[dict[str, Any]]:
 
 
 class _Node:
-    """A part of a name, with what stands below it."""
+    """A part of a name, and the parts below it."""
 
     def __init__(self) -> None:
         self.below: dict[str, _Node] = {}

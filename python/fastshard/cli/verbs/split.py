@@ -141,7 +141,7 @@ class Job:
 
     @property
     def mebibytes(self) -> int:
-        """Memory to ask for: that of the process, and as much again for what the system buffers."""
+        """Memory to request: that of the process, and the same amount for the system's buffers."""
         return max(2 * self.memory >> 20, 1024)
 
 

@@ -60,8 +60,10 @@ def _run(a: argparse.Namespace) -> Outcome:
 
 
 def _read_stored_hash(manifest: dict[str, Any], whole: dict[str, Any]) -> str | None:
-    """Read the hash of a full tensor from a manifest: of shards, which may have its name, it has another
-    one."""
+    """Read the hash of a full tensor from a manifest.
+
+    A shard may have the tensor's name, but its hash differs.
+    """
     named = [entry for entry in manifest["tensors"] if entry["name"] == whole["name"]]
     alike = [(entry.get("dtype"), entry.get("shape")) == (whole["dtype"], whole["shape"]) for entry in named]
     return named[0]["blake3"] if alike == [True] else None

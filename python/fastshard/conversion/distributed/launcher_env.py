@@ -24,7 +24,7 @@ _MOST_HOSTS = 100_000
 
 @dataclass(frozen=True)
 class Rank:
-    """One process of several."""
+    """One of several processes."""
 
     rank: int
     world: int

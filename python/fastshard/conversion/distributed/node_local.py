@@ -29,7 +29,7 @@ SHARED_BYTES = codes.LENT
 
 @dataclass(frozen=True)
 class SharedSource:
-    """The whole checkpoint, as one rank sees it."""
+    """The complete checkpoint, as one rank sees it."""
 
     #: All CKPTs, in the order of the ranks.
     sources: list[Path]
@@ -99,7 +99,7 @@ def _paths(source: Any) -> list[Path]:
 
 
 def digest_request(words: Mapping[str, Any], listing: Listing) -> str:
-    """Compute the digest of a rank's request and of the files that it has."""
+    """Compute the digest of a rank's request and of its files."""
     what = {key: value for key, value in words.items() if key not in ("resume", "overwrite")}
     files = [
         (f.root, f.path, f.size, (listing.roots[f.root] / f.path).stat().st_mtime_ns)

@@ -75,8 +75,10 @@ def patience(timeout: float) -> float:
 
 
 class Meeting:
-    """The ranks of a run, met at its destination. A context: what is raised inside stops the other ranks
-    too."""
+    """The ranks of a run that meet at its destination.
+
+    It is a context: an exception inside also stops the other ranks.
+    """
 
     def __init__(self, out: StrPath, rank: Rank, timeout: float, words: Mapping[str, Any]) -> None:
         """Wait until rank 0 has seen all ranks on one storage.

@@ -45,7 +45,7 @@ _STORE = 80 << 20
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the cluster that tasks can run on."""
+    """A node of the cluster on which tasks can run."""
 
     id: str
     host: str
@@ -195,6 +195,6 @@ def end(ray: Any, refs: list[Any]) -> None:
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an error of Ray; one that a task raised by its cause."""
+    """Describe an error of Ray; if a task raised it, by its cause."""
     cause = getattr(error, "cause", None)
     return f"{type(cause).__name__}: {line_of(cause)}" if cause is not None else line_of(error)

@@ -89,7 +89,7 @@ def make_part(
 
 @dataclass(frozen=True)
 class _Task:
-    """A part that is being made."""
+    """A part of a run that a task writes."""
 
     part: int
     node: Node
@@ -98,7 +98,7 @@ class _Task:
 
 
 class Tasks:
-    """Makes the parts of a run as tasks."""
+    """The parts of a run, written by tasks."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Tasks:
 
     @property
     def most_threads(self) -> int:
-        """Threads of the node that has most: the work is divided for so many."""
+        """Threads of the node with the most threads, for which the work is divided."""
         return max(self._threads_on(node) for node in self._nodes)
 
     def make(self, run: Run, on_progress: Callback | None) -> None:
