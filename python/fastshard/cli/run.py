@@ -46,7 +46,7 @@ class Run:
         verbs: Verbs,
         arguments: argparse.Namespace | None = None,
     ) -> None:
-        """Prepare a run; ``arguments`` is None if the command line is not parsed, or cannot be."""
+        """Prepare a run; ``arguments`` is None if the command line has not been parsed, or cannot be."""
         self._argv = argv
         self._stopping = stopping
         self._verbs = verbs

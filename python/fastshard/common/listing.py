@@ -218,8 +218,8 @@ class Folder:
 
     A folder that the user named, or a folder inside it, is the user's choice: a link that leaves it is an
     error, as for weights. Any other folder, above or next to the named path, may belong to someone else. A
-    file there is used only if the user, the administrator or the owner of the named path must have put it
-    there, and is skipped otherwise.
+    file there is used only if nobody except the user, the administrator and the owner of the named path can
+    have put it there, and is skipped otherwise.
     """
 
     path: Path
@@ -384,13 +384,13 @@ def refuse_unprintable(name: str, path: StrPath | None = None) -> None:
 def list_roots(paths: Iterable[StrPath]) -> Listing:
     """List the files below each path; a path may be one file.
 
-    Symbolic links are followed where their target lies in one of the roots, or in the ``blobs``
-    folder of a Hugging Face cache.
+    Symbolic links are followed where their target lies in one of the roots, or in the ``blobs`` folder of a
+    Hugging Face cache.
 
     Raises:
-        FastshardError: ``FS501`` if a path does not exist, ``FS502`` if it may not be read, ``FS513``
-            for a FIFO, a device or a socket, and if none of the files can hold tensors, ``FS514`` for an
-            address of another machine, ``FS515`` for an empty path.
+        FastshardError: ``FS501`` if a path does not exist, ``FS502`` if it may not be read, ``FS513`` for a
+            FIFO, a device or a socket, and if none of the files can hold tensors, ``FS514`` for an address of
+            another machine, ``FS515`` for an empty path.
     """
     roots: list[Path] = []
     files: list[File] = []

@@ -82,24 +82,23 @@ def plan(
         to: target layout, e.g. ``"hf"``; None merges under the source's own names.
         vocab_size: true vocabulary; rows beyond it are dropped.
         dtype: ``keep``, ``bf16``, ``f16`` or ``f32`` for floating tensors.
-        keep_dtype: ``auto``: under a narrower ``dtype`` what a model computes with in float32 keeps its own;
-            ``none`` casts all.
+        keep_dtype: ``auto``: under a narrower ``dtype``, tensors that a model uses in float32 keep their
+            dtype; ``none`` casts all.
         replicas: ``equal`` refuses copies that differ, ``mean`` averages them in float32.
         include: glob patterns of output names to write; all if empty.
         exclude: glob patterns of output names to leave out.
-        max_shard_size: most bytes of tensors in an output file, e.g. ``5GB``; its header comes on top.
-        weights: ``params`` or ``masters`` where a checkpoint holds both; default the parameters where
-            they are stored. They must agree: ``params``, given, makes it a warning if they do not.
-        optimizer: optimizer state too: a merge has it as ``NAME.exp_avg`` and the like, ``dcp``,
-            ``universal``, ``maxtext`` and ``orbax`` in their own form.
-        tokenizer: folder, or file of a vocabulary, to take the tokenizer from; default what lies beside the
-            source.
+        max_shard_size: maximum bytes of tensors in an output file, e.g. ``5GB``, without its header.
+        weights: ``params`` or ``masters`` if a checkpoint has both; default the parameters if they are
+            stored. Both must agree; with an explicit ``params`` a difference is only a warning.
+        optimizer: include the optimizer state. A merge names it ``NAME.exp_avg`` etc.; ``dcp``,
+            ``universal``, ``maxtext`` and ``orbax`` have their own form.
+        tokenizer: folder, or file of a vocabulary, with the tokenizer; default the one next to the source.
         more: as for :func:`fastshard.open`, and options of the target: :mod:`fastshard.common.target_options`
             lists them.
 
     Raises:
-        FastshardError: if the call's arguments do not fit. What is wrong with the checkpoint comes
-            as :attr:`Plan.findings`.
+        FastshardError: if the call's arguments are invalid. Problems of the checkpoint are in
+            :attr:`Plan.findings`.
     """
     opening = dict(more)
     placed = target_options.of(opening)
@@ -180,35 +179,33 @@ def convert(
         out: destination directory; must not exist, or be empty, unless ``overwrite``.
         to: target layout; None merges under the source's own names.
         expect: a manifest to check the source (or the result) against, or a config as for
-            :func:`fastshard.open`. A manifest beside the source is used by itself.
-        tokenizer: folder, or file of a vocabulary, to take the tokenizer from; default what lies beside the
-            source.
-        memory: anonymous memory of the process that is not exceeded, baseline included. Default
-            256 MiB, or 128 MiB on top of what the process holds already where that is more.
+            :func:`fastshard.open`. A manifest next to the source is used without this option.
+        tokenizer: folder, or file of a vocabulary, with the tokenizer; default the one next to the source.
+        memory: limit on the anonymous memory of the process, baseline included. Default 256 MiB, or 128 MiB
+            more than the process already uses if that is larger.
         threads: worker threads; default all cores.
-        progress: True draws a bar on stderr; a function is called with (bytes done, bytes in all), at the
-            end with all of them done. It may raise to stop the run.
-        rank: this process's rank where several make the result together, on one host or many: a number from
-            0, or ``"auto"`` for what torchrun, Slurm, Open MPI, PMI or Kubernetes say. All call this alike.
-            None: one process.
-        world: how many ranks there are, where no launcher says so.
+        progress: True draws a bar on stderr; a function is called with (bytes done, total bytes), at the end
+            with both equal. It may raise an exception to stop the run.
+        rank: this process's rank if several write the result together, on one host or many: a number from 0,
+            or ``"auto"`` to read it from torchrun, Slurm, Open MPI, PMI or Kubernetes. All ranks make the
+            same call. None means one process.
+        world: number of ranks, if no launcher states it.
         timeout: seconds that ranks wait for one another; default 600.
-        node_local: each rank's ``source`` is what its host has of the checkpoint, which nobody sees whole.
-            What is made of several hosts' files goes from host to host by way of the destination; ``FS525``
-            says how much that was.
-        options: how it is written, and as for :func:`fastshard.plan` and :func:`fastshard.open`. With
-            ``check_hub`` files that were downloaded from Hugging Face's hub are compared with the hashes that
-            its cache, or ``--local-dir``, keeps, before anything is written (``FS308``); each file is read
-            once more.
+        node_local: each rank's ``source`` is its host's part of the checkpoint, and no rank can read all of
+            it. Data that another host needs are transferred through the destination; ``FS525`` reports how
+            many bytes.
+        options: options for writing, and as for :func:`fastshard.plan` and :func:`fastshard.open`. With
+            ``check_hub``, files that were downloaded from Hugging Face's hub are compared with the hashes in
+            its cache or ``--local-dir`` before anything is written (``FS308``); each file is read once more.
 
     Returns:
         The manifest of the result.
 
     Raises:
-        FastshardError: with all findings; nothing is published then, unless its ``published`` says where.
-        BaseException: what ``progress`` or a signal handler raised (KeyboardInterrupt), with an attribute
-            ``findings``: ``FS510`` if it stopped the run, with the folder that ``resume`` goes on from;
-            ``FS519`` if it came too late and the result is published.
+        FastshardError: with all findings; no result is published then, unless its ``published`` has a path.
+        BaseException: the exception of ``progress`` or a signal handler (KeyboardInterrupt), with an
+            attribute ``findings``: ``FS510`` if it stopped the run, with the folder from which ``resume``
+            continues; ``FS519`` if it came too late and the result is published.
     """
     request, others = split_request(options)
     this, wait = rendezvous.rank_of(rank, world), rendezvous.seconds(timeout)
@@ -500,6 +497,6 @@ def carrying(core: _core.Plan) -> Iterator[None]:
 def merge(source: CheckpointSource, out: StrPath, **options: Unpack[Merging]) -> Manifest:
     """Merges shards into full tensors under the source's names; needs no known model family.
 
-    Takes the arguments of :func:`convert` but ``to``.
+    The function takes the arguments of :func:`convert` except ``to``.
     """
     return convert(source, out, None, **options)

@@ -48,20 +48,19 @@ class Leaving:
 def gc(
     out: StrPath, *, abandon: str | None = None, timeout: float | None = None, dry_run: bool = False
 ) -> list[Leaving]:
-    """Removes what interrupted runs left at a destination and no run can resume.
+    """Removes the remains of interrupted runs at a destination that no run can resume.
 
     Args:
         out: the destination.
-        abandon: a run to be given up though it could be continued: its id, or the digits of its folder; 8 at
-            least.
-        timeout: seconds in which a process at work shows a sign of life; default 30.
-        dry_run: say what would be removed, and remove nothing.
+        abandon: a run to remove although it could be resumed: its id, or at least 8 digits of its folder.
+        timeout: seconds within which a working process must show a sign of life; default 30.
+        dry_run: report what would be removed, and remove nothing.
 
     Returns:
-        What was found, and what became of it.
+        The remains, and the fate of each.
 
     Raises:
-        FastshardError: ``FS501`` if the run to be given up is not there; what the system says.
+        FastshardError: ``FS501`` if the run to remove does not exist; other codes for errors of the system.
     """
     patience = 30.0 if timeout is None else rendezvous.seconds(timeout)
     try:

@@ -101,7 +101,7 @@ class View(Tensors):
     def verify(
         self, *, memory: str | int | None = None, threads: int | None = None, progress: Report = False
     ) -> list[Finding]:
-        """Reads all data once, in bounded memory, and makes every check that a conversion makes.
+        """Reads all data once, in bounded memory, and performs every check of a conversion.
 
         Args:
             memory: as for :func:`fastshard.convert`.
@@ -112,7 +112,7 @@ class View(Tensors):
             Warnings and notes.
 
         Raises:
-            FastshardError: with all findings that would keep a conversion from being published.
+            FastshardError: with all findings that would prevent a conversion.
         """
         run = run_options(memory, threads, self.checkpoint.opened.catalog, self.plan.core)
         with Progress(progress) as bar:

@@ -33,28 +33,29 @@ def load_model(
     memory: str | int | None = None,
     **options: Unpack[Loading],
 ) -> Any:
-    """Loads a checkpoint into a model of transformers; tensors are converted as they are loaded, and nothing
-    is written.
+    """Loads a checkpoint into a model of transformers and writes no file.
 
-    The class is the one that the config names, with its weights in the dtype that most of them have, as with
-    ``from_pretrained(dtype="auto")``: what is stored wider is rounded, of which a warning tells. Code that
-    lies beside a checkpoint is never run.
+    Tensors are converted as they are loaded.
+
+    The config names the class. The weights have the dtype that most of them are stored in, as with
+    ``from_pretrained(dtype="auto")``: wider ones are rounded, with a warning. Code next to a checkpoint is
+    never run.
 
     Args:
-        paths: as for :func:`fastshard.open`; or a view that ``fastshard.open(..., to="hf")`` has given.
-        device: where the weights go; default the CPU.
-        verify: read everything once before, with all the checks of a conversion (:meth:`View.verify`).
-        progress: of that, as for :func:`fastshard.convert`.
-        memory: for that, as for :func:`fastshard.convert`.
+        paths: as for :func:`fastshard.open`; or a view from ``fastshard.open(..., to="hf")``.
+        device: device of the weights; default the CPU.
+        verify: first read everything once, with all checks of a conversion (:meth:`View.verify`).
+        progress: progress of that, as for :func:`fastshard.convert`.
+        memory: memory limit of that, as for :func:`fastshard.convert`.
         options: as for :func:`fastshard.open` with a target.
 
     Returns:
         The model, in evaluation mode.
 
     Raises:
-        FastshardError: what :func:`fastshard.open` and :meth:`View.verify` raise; ``FS514`` for a model that
-            this version of transformers does not have or that needs code of its own; ``FS102`` or ``FS108``
-            if a tensor of the model is not there, or has no place in it.
+        FastshardError: as :func:`fastshard.open` and :meth:`View.verify`; ``FS514`` for a model that this
+            version of transformers does not have or that needs its own code; ``FS102`` or ``FS108`` if a
+            tensor of the model is missing, or is unexpected.
         ImportError: without transformers and torch.
     """
     import torch

@@ -76,8 +76,7 @@ def masters(
     progress: Report = False,
     **opening: Unpack[Opening],
 ) -> MastersReport:
-    """Checks that every fp32 master weight, rounded to the parameter's dtype, equals the parameter bit by
-    bit.
+    """Checks that fp32 master weights, rounded to the parameters' dtype, equal the parameters bit by bit.
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
@@ -87,7 +86,7 @@ def masters(
         opening: as for :func:`fastshard.open`.
 
     Raises:
-        FastshardError: ``FS402`` if the checkpoint holds no masters.
+        FastshardError: ``FS402`` if the checkpoint has no master weights.
     """
     checkpoint = as_checkpoint(source, **opening)
     declared = _with_masters(checkpoint)
@@ -169,27 +168,26 @@ def repair_masters(
 ) -> Manifest:
     """Writes a copy of a checkpoint, in its layout, whose master weights are rebuilt from the parameters.
 
-    The parameters are taken to be right; the moments and the step become zero, where the step is a number in
-    the pickle too. Files stay the zip archives they are, with payloads and checksums replaced: no object in
-    them is pickled anew.
+    The function assumes that the parameters are right. The moments and the step become zero, also if the step
+    is a number in the pickle. Files remain zip archives with new payloads and checksums: no object in them is
+    pickled again.
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
         out: destination directory.
-        drop_optimizer: leave the optimizer files out instead, for loading with
-            ``load_module_only=True``.
+        drop_optimizer: omit the optimizer files instead, for loading with ``load_module_only=True``.
         memory: as for :func:`fastshard.convert`.
         threads: worker threads.
         resume: continue an interrupted run.
-        overwrite: replace ``out`` if it is there.
-        fsync: bring everything to disk before it is published.
+        overwrite: replace ``out`` if it exists.
+        fsync: sync everything to disk before the result is published.
         progress: as for :func:`fastshard.convert`.
         opening: as for :func:`fastshard.open`.
 
     Raises:
-        FastshardError: ``FS402`` where there is no copy of the parameters to rebuild from, ``FS514`` for
-            an optimizer whose step cannot be set to zero in place (of a pickle that torch did not write), and
-            whatever is wrong with the files.
+        FastshardError: ``FS402`` if the checkpoint has no copy of the parameters, ``FS514`` for an optimizer
+            whose step cannot be set to zero in place (in a pickle that torch did not write), and other codes
+            for damaged files.
     """
     checkpoint = as_checkpoint(source, **opening)
     declared = _with_masters(checkpoint)

@@ -33,17 +33,17 @@ def open(*paths: Any, to: str | None = None, **options: Unpack[Viewed]) -> Check
     """Opens a checkpoint: reads headers only, no tensor data, and needs no torch.
 
     Args:
-        paths: the checkpoint's directory or file; several are node-local parts of one checkpoint. With ``to``
-            one that is open already will do.
-        to: a target, e.g. ``"hf"``: the tensors are then those that a conversion would write, each made when
-            it is read. Default: the checkpoint's own, whole, under their own names.
-        options: how it is read; with ``to`` also what :func:`fastshard.convert` takes of a conversion
+        paths: the checkpoint's directory or file; several are node-local parts of one checkpoint. With
+            ``to``, an open checkpoint is also possible.
+        to: a target, e.g. ``"hf"``: the tensors are then those that a conversion would write, each computed
+            when it is read. Default: the checkpoint's own full tensors under their own names.
+        options: options for reading; with ``to``, also those of :func:`fastshard.convert`
             (``dtype``, ``weights``, ``replicas``, ``expect``, options of the target).
 
     Raises:
-        TypeError: for an option that there is not.
-        FastshardError: if nothing there is a checkpoint. What is wrong *inside* one comes as
-            :attr:`Checkpoint.findings`; with ``to`` it is raised, as a conversion would.
+        TypeError: for an unknown option.
+        FastshardError: if the paths contain no checkpoint. Problems *inside* one are in
+            :attr:`Checkpoint.findings`; with ``to`` they are raised, as by a conversion.
     """
     given: dict[str, Any] = dict(options)
     if to is None:

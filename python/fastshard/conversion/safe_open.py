@@ -122,15 +122,14 @@ class safe_open:
         return list(self._tensors)
 
     def metadata(self) -> dict[str, str] | None:
-        """Returns the metadata of the first safetensors file; of other formats, what a result's files would
-        state."""
+        """Returns the metadata of the first safetensors file; for other formats, those of a result."""
         return self._metadata
 
     def get_tensor(self, name: str) -> Any:
         """Reads a full tensor.
 
         Raises:
-            KeyError: if there is none of this name.
+            KeyError: if no tensor has this name.
         """
         tensor = self._tensors[name]
         if self._framework == "torch":
@@ -138,10 +137,10 @@ class safe_open:
         return tensor.numpy() if self._framework == "numpy" else tensor.jax(self._device)
 
     def get_slice(self, name: str) -> Slice:
-        """Returns a tensor of which parts are read on demand.
+        """Returns a tensor whose parts are read on demand.
 
         Raises:
-            KeyError: if there is none of this name.
+            KeyError: if no tensor has this name.
         """
         return Slice(self._tensors[name], self._framework, self._device)
 

@@ -44,32 +44,32 @@ class Writer:
     >>> with Writer("out", expected={"w": ("F32", (2, 3))}) as w:
     ...     w["w"] = np.zeros((2, 3), np.float32)
 
-    On a clean exit the result is checked against ``expected``, gets an index and a manifest, and
-    appears at ``out`` at once. If the block raises, or anything expected is missing, nothing does.
+    On a clean exit the result is checked against ``expected``, gets an index and a manifest, and appears at
+    ``out`` in one step. If the block raises an exception, or if an expected tensor is missing, no result
+    appears.
 
     Args:
         out: destination directory; must not exist, or be empty, unless ``overwrite``.
-        expected: what must be written: names mapped to (dtype, shape), to a shape, or to None
-            (any); or just names. A :class:`~fastshard.Manifest` or an opened checkpoint without errors will
-            do, and so will
-            arrays: a model's ``state_dict()``. Dtypes by the names of safetensors, torch or numpy. An opened
-                checkpoint
-            gives its config.json, tokenizer, generation config and code to the result too, as a merge takes
-            them along.
+        expected: the tensors to write: names mapped to (dtype, shape), to a shape, or to None (any); or just
+            names. A :class:`~fastshard.Manifest`, an opened checkpoint without errors, or arrays (a model's
+            ``state_dict()``) are possible too. Dtypes have the names of safetensors, torch or numpy. The
+            config.json, tokenizer, generation config and code of an opened checkpoint are copied to the
+            result, as in a merge.
         max_shard_size: largest file, e.g. ``5GB``.
-        overwrite: replace ``out`` if it is there.
-        fsync: bring everything to disk before it is published.
+        overwrite: replace ``out`` if it exists.
+        fsync: sync everything to disk before the result is published.
         config: written as ``config.json``.
-        accept: ``["non-finite"]`` for NaN and infinite values, which are an error else (``FS306``); the
-            manifest says so.
-        check_hub: before the result appears, compare the files of the expected checkpoint with the hashes
-            that the Hub's cache keeps of a download (``FS308``); each is read once more. Else a note says
-            that nobody compares them.
+        accept: ``["non-finite"]`` to allow NaN and infinite values, which are otherwise an error (``FS306``);
+            the manifest records it.
+        check_hub: before the result appears, compare the files of the expected checkpoint with the hashes of
+            the download in the Hub's cache (``FS308``); each is read once more. Otherwise a note says that
+            they were not compared.
 
     Raises:
-        FastshardError: if ``out`` cannot be written to; ``FS515`` for a value that no option has; all
-            findings of an opened checkpoint that has errors: it does not tell what must be written.
-        TypeError: for an option that it does not have.
+        FastshardError: if ``out`` cannot be written to; ``FS515`` for an invalid value of an option; all
+            findings of an opened checkpoint with errors, because it does not state which tensors must be
+            written.
+        TypeError: for an unknown option.
     """
 
     @option_checks.checked

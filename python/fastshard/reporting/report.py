@@ -38,12 +38,14 @@ def report(
 ) -> str:
     """Makes an HTML page about a checkpoint from its headers and its manifest.
 
-    A checkpoint that is broken, or cannot be opened, gives a page too: that is what it is for.
+    A checkpoint that is broken or cannot be opened gets a page too.
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
-        against: another one to compare it with: the one before. It is opened with the same options.
-        stats: read all data, for distributions and hashes; else they are shown where a manifest has them.
+        against: another checkpoint to compare it with, e.g. the one before a conversion. It is opened with
+            the same options.
+        stats: read all data for distributions and hashes; otherwise the page shows those of a manifest, if
+            any.
         memory: as for :func:`fastshard.convert`.
         threads: worker threads.
         progress: as for :func:`fastshard.convert`.
@@ -51,7 +53,7 @@ def report(
 
     Raises:
         FastshardError: ``FS514`` without Jinja2 and vl-convert (the extra ``report``); ``FS501``, ``FS502``
-            and ``FS515`` for paths and options that cannot be meant.
+            and ``FS515`` for invalid paths and options.
     """
     from . import page
 

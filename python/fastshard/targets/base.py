@@ -151,8 +151,8 @@ class Target(ABC):
         """Make the target for a source; ``request.to`` is one of the class's names.
 
         Raises:
-            FastshardError: ``FS514`` for a model that the target does not support, ``FS209`` if a fact
-                that decides values is unknown, ``FS515`` for impossible values of options.
+            FastshardError: ``FS514`` for a model that the target does not support, ``FS209`` if a fact that
+                decides values is unknown, ``FS515`` for impossible values of options.
         """
 
     @property

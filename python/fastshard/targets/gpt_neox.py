@@ -85,9 +85,9 @@ class NeoxTarget(TrainerTarget):
         """Make the target for a source.
 
         Raises:
-            FastshardError: ``FS514`` for a model that GPT-NeoX does not support, ``FS209`` if a fact
-                that decides values is unknown, ``FS515`` for impossible degrees,
-                ``FS211`` for a config with values of the wrong type.
+            FastshardError: ``FS514`` for a model that GPT-NeoX does not support, ``FS209`` if a fact that
+                decides values is unknown, ``FS515`` for impossible degrees, ``FS211`` for a config with
+                values of the wrong type.
         """
         to = str(request.to)
         pipeline = not to.endswith(":sequential")

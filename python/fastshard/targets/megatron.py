@@ -77,8 +77,8 @@ class MegatronTarget(TrainerTarget):
         """Make the target for a source.
 
         Raises:
-            FastshardError: ``FS514`` for a model that Megatron-LM does not support, ``FS209`` if a fact
-                that decides values is unknown, ``FS515`` for impossible degrees.
+            FastshardError: ``FS514`` for a model that Megatron-LM does not support, ``FS209`` if a fact that
+                decides values is unknown, ``FS515`` for impossible degrees.
         """
         positive(request, TP, PP, MULTIPLE)
         tp, pp, multiple = request[TP], request[PP], request[MULTIPLE]

@@ -41,16 +41,15 @@ def attest(
 ) -> dict[str, Any]:
     """Makes an in-toto statement (v1) about a result and its manifest, and writes it.
 
-    Its subjects are the files with their SHA-256, which is also the id that Git LFS and Hugging Face's hub
-    know them by, and the tensors (``FILE#NAME``) with the BLAKE3 of their logical bytes, which other
-    containers and shardings of them have too. It is not signed: sign it, or the folder (``model_signing
-    sign``), with a key of yours.
+    Its subjects are the files with their SHA-256, which is also their id in Git LFS and on Hugging Face's
+    hub, and the tensors (``FILE#NAME``) with the BLAKE3 of their logical bytes, which is the same in other
+    containers and shardings. The statement is not signed: sign it, or the folder (``model_signing sign``),
+    with your own key.
 
     Args:
         path: a result of fastshard, or a folder with the manifest of :func:`fastshard.manifest`.
         out: file to write; default ``fastshard.intoto.json`` in ``path``.
-        verify: compare everything with the manifest before; without it the statement says what the manifest
-            does.
+        verify: first compare everything with the manifest; otherwise the statement repeats the manifest.
         memory: as for :func:`fastshard.convert`.
         threads: worker threads.
         progress: as for :func:`fastshard.convert`.
@@ -59,8 +58,8 @@ def attest(
         The statement, as plain data.
 
     Raises:
-        FastshardError: ``FS518`` without a manifest; what :func:`fastshard.verify` finds; ``FS506`` for a
-            file that changes meanwhile; ``FS504`` if ``out`` is something else already.
+        FastshardError: ``FS518`` without a manifest; the findings of :func:`fastshard.verify`; ``FS506`` for
+            a file that changes meanwhile; ``FS504`` if ``out`` exists and is not a statement.
     """
     root = Path(path)
     if not safe_files.is_file(root / MANIFEST_NAME):

@@ -56,7 +56,7 @@ class Difference:
     b_stats: TensorStats | None = None
 
     def is_within(self, tolerance: Tolerance) -> bool:
-        """Says whether a tolerance was given and all elements are within it."""
+        """Says whether all elements are within the tolerance, if one was given."""
         if self.kind == "dtype":
             return tolerance.ignore_dtype and not self.beyond
         return self.kind == "values" and bool(tolerance.atol or tolerance.rtol) and not self.beyond
@@ -186,9 +186,9 @@ def diff(
 ) -> Differences:
     """Compares two checkpoints tensor by tensor, across formats and shardings.
 
-    Names are the sources' own where both have the same; otherwise both are seen through their
-    Hugging Face layout. Hashes are compared first; only tensors that differ are read again, for the
-    figures and for the statistics of both sides.
+    Names are the sources' own if both have names in common; otherwise both use their Hugging Face layout. The
+    function compares hashes first, and reads only different tensors again, for the figures and for the
+    statistics of both sides.
 
     Args:
         a: an opened checkpoint, a path, or several node-local paths.
@@ -198,14 +198,14 @@ def diff(
         memory: as for :func:`fastshard.convert`.
         threads: worker threads.
         progress: as for :func:`fastshard.convert`.
-        atol: a tensor is close if for each element ``|a - b| <= atol + rtol * |b|``; close ones are no
+        atol: a tensor is close if for each element ``|a - b| <= atol + rtol * |b|``; close tensors are not
             differences.
         rtol: see ``atol``.
-        ignore_dtype: True to compare values where the dtypes differ.
+        ignore_dtype: True to compare values if the dtypes differ.
         opening: as for :func:`fastshard.open`.
 
     Raises:
-        FastshardError: if one of the two is damaged or they cannot be brought to common names.
+        FastshardError: if one of the two is damaged, or if they have no common names.
     """
     tolerance = Tolerance(atol, rtol, ignore_dtype)
     one, two = as_checkpoint(a, **opening), as_checkpoint(b, **opening)

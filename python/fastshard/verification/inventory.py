@@ -44,16 +44,17 @@ def manifest(
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
         out: file to write; default ``fastshard.manifest.json`` in the checkpoint's (first) root.
-        exclude: glob patterns of names of arrays to do without, as they cannot be read; all else is hashed.
-        stats: with statistics of each tensor as it is stored (see :class:`fastshard.TensorStats`).
+        exclude: glob patterns of names of arrays to omit because they cannot be read; everything else is
+            hashed.
+        stats: include statistics of each stored tensor (see :class:`fastshard.TensorStats`).
         memory: as for :func:`fastshard.convert`.
         threads: worker threads.
         progress: as for :func:`fastshard.convert`.
         opening: as for :func:`fastshard.open`.
 
     Raises:
-        FastshardError: if the checkpoint is damaged (its own checksums do not fit, files missing), or
-            ``out`` is something else than a manifest already.
+        FastshardError: if the checkpoint is damaged (its own checksums do not match, or files are missing),
+            or if ``out`` exists and is not a manifest.
     """
     checkpoint = as_checkpoint(source, **opening)
     path = safe_files.replaceable(out if out is not None else checkpoint.roots[0] / MANIFEST_NAME)

@@ -44,8 +44,7 @@ def check(
 
     Raises:
         FastshardError: ``FS515`` unless the caller passes exactly one of the two; ``FS514`` without the
-            library; ``FS501`` and
-            the like for files that cannot be read.
+            library; ``FS501`` and the like for files that cannot be read.
     """
     certificates = list(certificates)
     if (public_key is None) == (not certificates):

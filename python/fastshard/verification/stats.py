@@ -43,8 +43,7 @@ class ZeroSlab:
     ranges: tuple[tuple[int, int], ...]
 
     def text(self, rank: int) -> str:
-        """Describes the block in words, for a tensor of ``rank`` dimensions: ``rows 32-63``, ``indices 4-7 of
-        dim 2``."""
+        """Describes the block, for ``rank`` dimensions: ``rows 32-63``, ``indices 4-7 of dim 2``."""
         what = {0: "rows", 1: "columns"}.get(self.dim, "") if rank == 2 else "indices"
         if self.indices == 1:
             what = "index" if what == "indices" else what[:-1]
@@ -59,9 +58,8 @@ class TensorStats:
     """Statistics of the values of one tensor.
 
     ``zeros``, ``nan``, ``inf`` and the histogram add up to ``count``. NaN and infinities count in no other
-    field.
-    The two parts of a complex element count as two numbers. Integers are summed as float64, so that the
-    mean of 64-bit ones is rounded; their ``min`` and ``max`` are exact.
+    field. The two parts of a complex element count as two numbers. Integers are summed as float64, so that
+    the mean of 64-bit ones is rounded; their ``min`` and ``max`` are exact.
     """
 
     #: Element type under its safetensors name, e.g. ``BF16``.
@@ -109,15 +107,17 @@ class TensorStats:
         return self.zeros / self.count if self.count else 0.0
 
     def overlap(self, other: TensorStats) -> float:
-        """Measures how far two distributions overlap, from 0 to 1: the common share of bins, zeros, NaN and
-        infinities."""
+        """Measures the overlap of two distributions, from 0 to 1.
+
+        It is the common share of bins, zeros, NaN and infinities.
+        """
         own, theirs = ((*s.histogram, s.zeros, s.nan, s.inf) for s in (self, other))
         if not (self.count and other.count):
             return float(self.count == other.count)
         return sum(min(a / self.count, b / other.count) for a, b in zip(own, theirs, strict=True))
 
     def zero_unlike(self, other: TensorStats) -> list[str]:
-        """Lists what is all zero here and not in the other tensor: ``["rows 32-63"]``."""
+        """Lists what is zero here and not in the other tensor: ``["rows 32-63"]``."""
         if other.zeros == other.count:
             return []
         if self.count and self.zeros == self.count:
@@ -197,13 +197,13 @@ def stats(
     progress: Report = False,
     **opening: Unpack[Opening],
 ) -> Stats:
-    """Computes statistics of every full tensor, by name, in one pass and bounded memory.
+    """Computes statistics of every full tensor, by name, in one pass and in bounded memory.
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
-        like: a good checkpoint of the same model, as for :func:`fastshard.open`: one that is not like it is
+        like: a good checkpoint of the same model, as for :func:`fastshard.open`; a source that differs is
             refused.
-        include: glob patterns of names to look at; all if empty.
+        include: glob patterns of names to read; all if empty.
         exclude: glob patterns of names to leave out.
         memory: as for :func:`fastshard.convert`.
         threads: worker threads.
@@ -211,7 +211,7 @@ def stats(
         opening: as for :func:`fastshard.open`.
 
     Raises:
-        FastshardError: if the checkpoint is damaged or not complete.
+        FastshardError: if the checkpoint is damaged or incomplete.
     """
     return with_findings(
         source,

@@ -41,7 +41,7 @@ class Verdict(Sequence[Finding]):
         """Raises the findings as an exception if one of them is an error.
 
         Raises:
-            IncompleteError: if the checkpoint is incomplete only.
+            IncompleteError: if the checkpoint is only incomplete.
             FastshardError: for any other error, of the class that fits its exit code.
         """
         if not self.ok:

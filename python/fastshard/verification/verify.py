@@ -69,36 +69,37 @@ def verify(
     progress: Report = False,
     **opening: Unpack[Opening],
 ) -> Verdict:
-    """Checks a checkpoint's completeness and integrity, and with a manifest its content.
+    """Checks a checkpoint's completeness and integrity, and, with a manifest, its content.
 
-    Files that were downloaded from Hugging Face's hub are compared with the hashes that its cache, or
-    ``--local-dir``, keeps. Without a manifest: structure, zip CRC32, expected tensors and shapes, replicas,
-    duplicated shards, padding, NaN, and slabs of zeros (``FS313``), which is what a lost shard looks like.
+    Files that were downloaded from Hugging Face's hub are compared with the hashes in its cache or
+    ``--local-dir``. Without a manifest, the function checks structure, zip CRC32, expected tensors and
+    shapes, replicas, duplicated shards, padding, NaN, and slabs of zeros (``FS313``), which are typical of a
+    lost shard.
 
-    An inventory (of :func:`fastshard.manifest`) and a manifest that lies in the checkpoint are compared file
-    by file; that of a result, given from elsewhere, tensor by tensor where it lists whole ones: its sources
-    are held against it so.
+    An inventory (from :func:`fastshard.manifest`) and a manifest inside the checkpoint are compared file by
+    file. A result's manifest from another place is compared tensor by tensor if it lists full tensors: this
+    checks the sources of that result.
 
     Args:
         source: an opened checkpoint, a path, or several node-local paths.
-        expect: a manifest or a config; a manifest beside the source is used by itself.
+        expect: a manifest or a config; a manifest next to the source is used without this option.
         like: a good checkpoint of the same model, as for :func:`fastshard.open`: names, shapes and dtypes
-            must be its own.
-        subset: (n, t) reads only part n of t of the tensors; over n = 1..t all are read.
-        include: glob patterns of names to read; all if empty. Where files are compared, they are compared
-            whole.
+            must be the same.
+        subset: (n, t) reads only part n of t of the tensors; n = 1..t together read all tensors.
+        include: glob patterns of names to read; all if empty. A comparison of files always reads complete
+            files.
         exclude: glob patterns of names to leave out.
-        signature: a signature of the folder by OpenSSF model-signing (``model.sig``): each file must be as it
-            was signed, the manifest among them (``FS315``). Needs ``public_key`` or ``certificates``.
-        public_key: PEM of the key whose other half has signed.
-        certificates: PEMs of the chain that the signing certificate belongs to.
+        signature: a signature of the folder by OpenSSF model-signing (``model.sig``): each file, including
+            the manifest, must be as it was signed (``FS315``). Needs ``public_key`` or ``certificates``.
+        public_key: PEM of the public key of the signer.
+        certificates: PEMs of the chain of the signing certificate.
         memory: as for :func:`fastshard.convert`.
         threads: worker threads.
         progress: as for :func:`fastshard.convert`.
         opening: as for :func:`fastshard.open`.
 
     Returns:
-        The findings, and what they come to; ``.ok`` is True if there is no error among them.
+        The findings and the verdict; ``.ok`` is True if no finding is an error.
 
     Raises:
         FastshardError: if the path cannot be checked at all.

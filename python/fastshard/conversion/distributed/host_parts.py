@@ -42,24 +42,24 @@ def piece(
 ) -> Manifest:
     """Copies and hashes this host's part of a checkpoint, for hosts that share no storage.
 
-    ``fastshard.merge`` (or ``convert``, ``verify``) of all pieces compares every byte with what its host has
-    read, and proves that together they are one checkpoint.
+    ``fastshard.merge`` (or ``convert``, ``verify``) of all pieces compares every byte with what its host
+    read, and proves that the pieces form one checkpoint.
 
     Args:
         source: directory of the checkpoint, or of the part of it that this host has.
         out: destination directory; must not exist, or be empty, unless ``overwrite``.
         memory: as for :func:`fastshard.convert`.
         threads: threads for reading headers.
-        overwrite: replace ``out`` if it is there.
-        fsync: bring everything to disk before it is published.
+        overwrite: replace ``out`` if it exists.
+        fsync: sync everything to disk before the result is published.
         progress: as for :func:`fastshard.convert`.
-        opening: as for :func:`fastshard.open`; of several steps one is taken.
+        opening: as for :func:`fastshard.open`; if there are several steps, one is chosen.
 
     Returns:
         The manifest of the piece: its files and their hashes.
 
     Raises:
-        FastshardError: if nothing there is a part of a checkpoint, or it cannot be copied; nothing is
+        FastshardError: if the directory has no part of a checkpoint, or cannot be copied; no result is
             published then.
     """
     if not isinstance(source, (str, os.PathLike)):

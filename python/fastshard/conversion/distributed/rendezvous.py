@@ -183,17 +183,17 @@ def probe(
     """Checks that all ranks see the same storage at a destination; leaves no file behind.
 
     Args:
-        out: the destination that a run would have.
-        rank: this process's rank from 0, or ``"auto"``: as its launcher says. A process that no launcher has
-            started is the only rank.
-        world: how many ranks there are, where no launcher says so.
+        out: the destination of a later run.
+        rank: this process's rank from 0, or ``"auto"`` to read it from its launcher. A process without a
+            launcher is the only rank.
+        world: number of ranks, if no launcher states it.
         timeout: seconds to wait for the others; default 600.
 
     Returns:
         All ranks; for ranks other than 0 these are rank 0 and the rank itself.
 
     Raises:
-        FastshardError: ``FS522`` with the ranks that were not seen, or for a rank whose disk is its own.
+        FastshardError: ``FS522`` with the ranks that did not appear, or for a rank with a separate disk.
     """
     if rank == "auto" and world is None and is_alone():
         rank, world = 0, 1

@@ -61,19 +61,20 @@ def begin(
     threads: int | None = None,
     **options: Unpack[WriteOptions],
 ) -> Run:
-    """Splits a run into parts: checks source and destination, creates all files, divides the work, writes no
-    tensor.
+    """Splits a run into parts and writes no tensor.
+
+    The function checks source and destination, creates all files, and divides the work.
 
     Args:
         source: a path, or several node-local ones; all processes that make parts must see them under the same
             name.
-        out: destination directory, on storage that all see.
-        parts: how many parts of equal size there are.
-        options: as for :func:`fastshard.convert`, like the other arguments; with ``resume`` what an earlier
-            run of the same plan has left is divided.
+        out: destination directory, on storage that all processes can access.
+        parts: number of parts, of equal size.
+        options: as for :func:`fastshard.convert`, like the other arguments; with ``resume``, the rest of an
+            earlier run of the same plan is divided.
 
     Raises:
-        FastshardError: as :func:`fastshard.convert`; ``FS509`` if processes are at work on the run.
+        FastshardError: as :func:`fastshard.convert`; ``FS509`` if processes are working on the run.
     """
     request, others = split_request(options)
     if isinstance(parts, bool) or not isinstance(parts, int) or not 1 <= parts <= 100_000:
@@ -178,22 +179,22 @@ def run_part(
     threads: int | None = None,
     progress: Report = False,
 ) -> bool:
-    """Makes one part of a run, or finishes a part that was interrupted.
+    """Writes one part of a run, or finishes a part that was interrupted.
 
     Args:
         out: the destination of the run.
-        part: which part, from 0.
-        run: the run's id, or its first 8 digits at least.
+        part: number of the part, from 0.
+        run: the run's id, or at least its first 8 digits.
         memory: as for :func:`fastshard.convert`.
         threads: as for :func:`fastshard.convert`.
         progress: as for :func:`fastshard.convert`.
 
     Returns:
-        False if it was made before.
+        False if the part was already complete.
 
     Raises:
-        FastshardError: ``FS501`` if the run is not there: nothing is made then; ``FS509`` if another process
-            makes this part.
+        FastshardError: ``FS501`` if the run does not exist, and then nothing is written; ``FS509`` if another
+            process is writing this part.
     """
     found = _found(out, run)
     about, parts = found["about"], found["parts"]
@@ -232,18 +233,17 @@ def commit(
     threads: int | None = None,
     progress: Report = False,
 ) -> Manifest:
-    """Checks what the parts of a run have written, and puts the result in place.
+    """Checks the output of a run's parts, and puts the result in place.
 
     Args:
         out: the destination of the run.
-        run: the run's id, or its first 8 digits at least.
+        run: the run's id, or at least its first 8 digits.
         memory: as for :func:`fastshard.convert`.
         threads: as for :func:`fastshard.convert`.
         progress: as for :func:`fastshard.convert`.
 
     Raises:
-        FastshardError: ``FS523`` with the parts that are missing; as :func:`fastshard.convert` for what is
-            wrong.
+        FastshardError: ``FS523`` with the missing parts; otherwise as :func:`fastshard.convert`.
     """
     found = _found(out, run)
     about = found["about"]

@@ -31,8 +31,7 @@ def take_part(
 
     Returns:
         ``findings`` with the reason for a failure, or those of the result; ``manifest`` of the result;
-            ``host``
-        and ``node`` of this process.
+        ``host`` and ``node`` of this process.
     """
     ray = library()
     here = {"host": socket.gethostname(), "node": ray.get_runtime_context().get_node_id(), "manifest": None}

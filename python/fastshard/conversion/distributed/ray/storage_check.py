@@ -31,7 +31,7 @@ def look(path: str, token: str, answer: str) -> dict[str, Any]:
 
     Returns:
         ``host``, ``storage`` and ``version`` of this process; ``error``, the reason why it cannot read the
-            file, or None.
+        file, or None.
     """
     about = {"host": socket.gethostname(), "storage": _core.storage_of(path), "version": _core.__version__}
     try:

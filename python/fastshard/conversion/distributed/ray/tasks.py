@@ -68,7 +68,7 @@ def make_part(
 
     Returns:
         ``findings`` with the reason for a failure, empty on success; ``host`` and ``node`` of this process.
-            Errors of fastshard are not raised, so that Ray neither retries the task nor wraps them.
+        Errors of fastshard are not raised, so that Ray neither retries the task nor wraps them.
     """
     ray = library()
     here = {"host": socket.gethostname(), "node": ray.get_runtime_context().get_node_id()}
