@@ -1,4 +1,5 @@
-"""What `fastshard explain` adds to the table of codes: why a finding happens, and how to confirm it."""
+"""Pages of `fastshard explain` that extend the table of codes: the causes of a finding, and how to confirm
+it."""
 
 from __future__ import annotations
 

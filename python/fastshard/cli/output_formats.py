@@ -1,4 +1,4 @@
-"""What ``--output-format`` makes of a run: JSON, and the formats that CI services read.
+"""Formats of ``--output-format`` for a run: JSON, and the formats that CI services read.
 
 The names in findings come from whoever made the checkpoint: each format escapes what would end its own
 syntax.

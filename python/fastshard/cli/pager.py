@@ -1,4 +1,4 @@
-"""What is longer than the screen, through the pager that the user has."""
+"""Output of texts that are longer than the screen, through the user's pager."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a verb is: one record of all that the command line knows of a command."""
+"""Record of a verb: everything that the command line knows of a command."""
 
 from __future__ import annotations
 

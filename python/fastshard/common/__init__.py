@@ -1,1 +1,1 @@
-"""What every room uses: errors, dtypes, options, small files read safely."""
+"""Modules that every room uses: errors, dtypes, options, safe reading of small files."""

@@ -1,5 +1,5 @@
-"""What each small file held when a call first read it: what is read twice, or is copied later, has one
-content.
+"""Digests of small files at their first read in a call, so that a file that is read or copied again has the
+same content.
 
 Whoever may write to a checkpoint's folder could put another file, or a link to one, in a name's place between
 a decision and a copy.

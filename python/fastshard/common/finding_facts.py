@@ -1,5 +1,4 @@
-"""What a finding's record says, as short texts: its files, and the tensors that cannot be used because of
-it."""
+"""Facts of a finding as short texts: its files, and the tensors that cannot be used because of it."""
 
 from __future__ import annotations
 

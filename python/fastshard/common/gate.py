@@ -1,5 +1,5 @@
-"""What a caller makes of findings: warnings that count as errors (``fail_on``, ``error``), warnings and notes
-that are put aside (``ignore``). An error is accepted by name alone (``accept``)."""
+"""Rules for counting findings: warnings that count as errors (``fail_on``, ``error``), and ignored warnings
+and notes (``ignore``). An error can only be accepted by name (``accept``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What files a checkpoint consists of: names and sizes, no content."""
+"""Files of a checkpoint: names and sizes, no content."""
 
 from __future__ import annotations
 

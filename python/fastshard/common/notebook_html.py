@@ -1,5 +1,5 @@
-"""What a notebook shows of checkpoints, plans, manifests, differences and statistics. Names come from
-strangers: all is escaped."""
+"""HTML of checkpoints, plans, manifests, differences and statistics in a notebook. Names come from strangers,
+so all texts are escaped."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a function is called with: options that it has, and values that can be meant; all else is refused by
-name."""
+"""Checks of a function's options: unknown options and invalid values are refused by name."""
 
 from __future__ import annotations
 

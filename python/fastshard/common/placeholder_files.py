@@ -1,5 +1,5 @@
-"""What lies in the place of a file: a pointer of Git LFS, a saved web page, nothing. Of weights the core says
-it."""
+"""Placeholders instead of files: a pointer of Git LFS, a saved web page, an empty file. The core reports
+those in place of weights."""
 
 from __future__ import annotations
 

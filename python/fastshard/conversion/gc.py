@@ -1,4 +1,4 @@
-"""What runs that are over have left at a destination."""
+"""Remains of ended runs at a destination."""
 
 from __future__ import annotations
 

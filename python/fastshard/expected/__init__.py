@@ -1,1 +1,1 @@
-"""Which tensors must exist, and with what shapes: by a reference, a config, or the other layers."""
+"""Tensors that must exist, with their shapes: by a reference, a config, or the other layers."""

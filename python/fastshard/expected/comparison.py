@@ -1,4 +1,4 @@
-"""What a checkpoint and a reference are compared by, and what the judgements about them share."""
+"""Data for comparing a checkpoint with a reference, and helpers that all comparisons share."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a model's config states, held against the tensors: rows of the vocabulary, columns, numbers of layers
-and of experts."""
+"""Comparison of a model's config with its tensors: rows of the vocabulary, columns, numbers of layers and of
+experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a source declares of a checkpoint: where each tensor lies, and what the model is."""
+"""Declaration of a checkpoint by its source: the place of each tensor, and the model."""
 
 from __future__ import annotations
 

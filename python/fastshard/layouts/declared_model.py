@@ -1,4 +1,4 @@
-"""What is declared of a model: its family, the config, and who reads it."""
+"""Declaration of a model: its family, its config, and the dialect that reads it."""
 
 from __future__ import annotations
 

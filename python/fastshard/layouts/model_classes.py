@@ -1,7 +1,6 @@
-"""What a table says of the models of a ``model_type``, in a section ``[model.MODEL_TYPE]``: the class of
-transformers, what it computes, and which keys its ``config.json`` has for that. Conversions between
-frameworks need it; see ``docs/layouts.md``.
-"""
+"""Classes of a ``model_type``, from a table's section ``[model.MODEL_TYPE]``: the class of transformers, what
+it computes, and the keys of its ``config.json``. Conversions between frameworks need it; see
+``docs/layouts.md``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What became of what: of each kind of tensor, the shards before, the tensors after, and how one was made of
-the other."""
+"""Kinds of tensors in a conversion: the shards before, the tensors after, and how they are computed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a report checked: a fixed list, so that a check that was not made is not taken for one that was
-passed."""
+"""Checks of a report: a fixed list, so that a skipped check does not look like a passed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report says of a conversion: before against after."""
+"""Data of a report about a conversion: before against after."""
 
 from __future__ import annotations
 

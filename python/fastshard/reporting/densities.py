@@ -1,5 +1,4 @@
-"""What is drawn of a histogram of :func:`fastshard.stats`: its bins are logarithmic, a picture of a
-distribution is not.
+"""Densities for pictures, from a histogram of :func:`fastshard.stats` with its logarithmic bins.
 
 Drawn as they are, with bars of one width, the 64 bins show a normal distribution as two humps. Here counts
 are divided by the widths of their bins and put where the values are.

@@ -1,4 +1,4 @@
-"""What a checkpoint is and how much of it is here, as the cells below the statement."""
+"""Facts about a checkpoint, and how much of it exists, as the cells below the statement."""
 
 from __future__ import annotations
 

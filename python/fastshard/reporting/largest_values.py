@@ -1,4 +1,4 @@
-"""Where the largest values of a tensor are: read once more, for the few tensors that are worth a look."""
+"""Places of the largest values in a tensor: read once more, for the few tensors that are worth a look."""
 
 from __future__ import annotations
 

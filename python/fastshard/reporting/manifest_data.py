@@ -1,4 +1,4 @@
-"""What a report takes from the manifest of a result."""
+"""Data that a report reads from the manifest of a result."""
 
 from __future__ import annotations
 

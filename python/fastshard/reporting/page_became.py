@@ -1,4 +1,4 @@
-"""What became of what, as small pictures: the shards before, and where they lie in the tensors after."""
+"""Small pictures of a conversion: the shards before, and their places in the tensors after."""
 
 from __future__ import annotations
 

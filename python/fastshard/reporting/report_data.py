@@ -1,5 +1,5 @@
-"""What a report tells, as plain data: gathered from a checkpoint, its plan, its manifest and its numbers.
-Nothing of how it looks."""
+"""Content of a report as plain data, from a checkpoint, its plan, its manifest and its numbers. It has
+nothing about the page's appearance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the values of tensors come to: read through once, and put together by layer."""
+"""Statistics of the values of tensors: read in one pass, and grouped by layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a target prescribes: tensors, files, and what a framework looks for first."""
+"""Base of targets: tensors, files, and the form that a framework expects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of a plan: one record, from the command line and the API to the target."""
+"""Request for a plan: one record, from the command line and the API to the target."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What was published, as a statement of in-toto: SHA-256 of each file, BLAKE3 of each tensor, and how it was
-made."""
+"""Statement of in-toto about a published result: SHA-256 of each file, BLAKE3 of each tensor, and its
+origin."""
 
 from __future__ import annotations
 

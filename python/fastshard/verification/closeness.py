@@ -1,4 +1,4 @@
-"""How far two tensors of one shape lie apart, in bounded memory, and whether that is close enough."""
+"""Distance between two tensors of one shape, in bounded memory, and whether it is within a tolerance."""
 
 from __future__ import annotations
 

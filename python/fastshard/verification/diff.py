@@ -1,4 +1,4 @@
-"""What two checkpoints differ in, tensor by tensor, across formats and shardings."""
+"""Differences between two checkpoints, tensor by tensor, across formats and shardings."""
 
 from __future__ import annotations
 

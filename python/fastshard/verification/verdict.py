@@ -1,4 +1,4 @@
-"""What a verification came to."""
+"""Result of a verification."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is complete and undamaged."""
+"""Verification that a checkpoint is complete and undamaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank of how many this process is, as launchers say it in the environment.
+"""The rank of this process and the number of ranks, as launchers state them in the environment.
 
 The variables are those that the launchers document: torchrun (``torch.distributed.run``: RANK, WORLD_SIZE,
 TORCHELASTIC_RUN_ID), Slurm's ``srun`` (SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_ID), Open MPI's

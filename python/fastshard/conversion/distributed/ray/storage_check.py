@@ -1,4 +1,4 @@
-"""Whether all nodes of a cluster see the destination."""
+"""Check that all nodes of a cluster can access the destination."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ class Tasks:
         """Adapt waiting tasks to the nodes that are alive.
 
         Tasks that wait for a node as large as a dead one reserve what is available now. Tasks of a dead node
-        start elsewhere. A worker that still writes such a part may finish, and its output counts.
+        start elsewhere. The run waits for a worker that still writes such a part, and keeps its output.
         """
         alive = living(self._ray)
         if not alive:
