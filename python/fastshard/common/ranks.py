@@ -30,9 +30,10 @@ def is_among(rank: Rank, coords: RankRanges) -> bool:
 
     A dimension that either of the two lacks excludes nothing.
 
-    >>> is_among({"tp": 1}, {"tp": [range(0, 2)], "pp": [range(3, 4)]}), is_among({"tp": 2}, {"tp": [range(0,
-        2)]})
-    (True, False)
+    >>> is_among({"tp": 1}, {"tp": [range(0, 2)], "pp": [range(3, 4)]})
+    True
+    >>> is_among({"tp": 2}, {"tp": [range(0, 2)]})
+    False
     """
     return all(rank.get(d) is None or any(rank[d] in run for run in runs) for d, runs in coords.items())
 

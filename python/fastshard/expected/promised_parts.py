@@ -200,8 +200,8 @@ class Part:
 def promised(config: Mapping[str, Any]) -> list[Part]:
     """List the parts that a config promises, each once.
 
-    >>> [str(p) for p in promised({"num_nextn_predict_layers": 1, "n_shared_experts": 0, "vision_config":
-        {"depth": 2}})]
+    >>> config = {"num_nextn_predict_layers": 1, "n_shared_experts": 0, "vision_config": {"depth": 2}}
+    >>> [str(p) for p in promised(config)]
     ['1 MTP layer (num_nextn_predict_layers)', 'a vision tower (vision_config)']
     """
     named = config.get("architectures")
