@@ -387,7 +387,7 @@ class Loading(Opening, Against, Viewing, Threads, total=False):
 
 
 class Comparing(TypedDict, total=False):
-    """References that functions compare the files of a source with before they write a result."""
+    """Options for comparing the files of a source before a result is written."""
 
     check_hub: Annotated[
         bool,

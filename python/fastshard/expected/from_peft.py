@@ -31,7 +31,7 @@ _NO_TENSORS = {
 
 @dataclass(frozen=True)
 class AdapterTensors:
-    """Tensors that peft saves for an adapter, and those that it lacks."""
+    """Tensors that peft saves for an adapter, and those that a load of the stored ones would miss."""
 
     #: Who says so, with the version.
     by: str

@@ -167,7 +167,7 @@ def class_name(config: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The result of loading stored names and shapes with from_pretrained."""
+    """The problems that from_pretrained would report for stored names and shapes."""
 
     #: Names in memory that it would initialise itself, and what else it complains about.
     missing: tuple[str, ...]

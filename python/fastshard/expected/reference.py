@@ -66,7 +66,7 @@ class Reference:
 
     @property
     def own_config(self) -> tuple[dict[str, Any], Path] | None:
-        """Return the reference's config and its file, for a checkpoint without one; None for one file."""
+        """The reference's config and its file, for a checkpoint without one; None for one file."""
         if self.config is None or self.config_file is None or not self.places:
             return None
         return self.config, self.config_file

@@ -275,7 +275,7 @@ class _Filling:
     def _infer(self, causes: dict[str, list[tuple[str, int]]]) -> None:
         """Infer what ranks lack if the core does not name each of them.
 
-        They should have what ranks have that differ only in their tensor-parallel rank.
+        Ranks that differ only in their tensor-parallel rank should have the same tensors.
         """
         alike: dict[tuple[tuple[str, int], ...], Counter[Key]] = {}
         for name in self.ranks:
