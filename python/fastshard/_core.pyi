@@ -647,6 +647,8 @@ class Draft:
         A cut is (dimension, parallel dimension, extents of the parts that are each shared equally); None
         where ranks do not hold equal shares of parts.
         """
+    def full_tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return shape and dtype of each full tensor by its name; tensors that are alike share one record."""
     def positions(self) -> dict[str, dict[str, int]]:
         """Position of each tensor on the axes that its name counts (``L`` for layers, ``E`` for experts),
         where it counts any."""

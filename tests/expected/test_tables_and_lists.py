@@ -90,9 +90,9 @@ def test_a_table_and_a_list_say_the_same(model_type: str, which: str, tmp_path: 
         {"format": "pt"},
     )
     planned = fastshard.plan(fastshard.open(tmp_path))
-    assert planned.source.layout in tables.names()
+    assert planned.source.binding.layout in tables.names()
     # transformers writes no layer that predicts further tokens, whatever the config promises.
     assert [f for f in planned.findings if f.severity != "note" and f.code != "FS116"] == []
     # And each that the table may not miss is listed.
-    table = tables.table(planned.source.layout or "")
+    table = tables.table(planned.source.binding.layout or "")
     assert all(table.rule_of(tensor.name) is not None for tensor in listed)

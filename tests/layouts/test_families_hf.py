@@ -159,7 +159,7 @@ def test_a_model_is_proven_whole(name: str, tmp_path: Path) -> None:
     planned = fastshard.plan(fastshard.open(source))
     # Of DeepSeek the config promises a layer that transformers leaves out.
     left_out = ["FS116"] if name.startswith("deepseek") else []
-    assert [f.code for f in planned.findings] == left_out and planned.source.layout == MODELS[name][0]
+    assert [f.code for f in planned.findings] == left_out and planned.source.binding.layout == MODELS[name][0]
     for verb, out in ((fastshard.merge, "merged"), (fastshard.convert, "converted")):
         verb(source, tmp_path / out, **({"to": "hf"} if out == "converted" else {}))
         made = {t: v for f in (tmp_path / out).glob("*.safetensors") for t, v in load_file(f).items()}
@@ -366,7 +366,7 @@ def test_a_family_of_ones_own_is_one_file(how: str, tmp_path: Path, monkeypatch:
     if how == "registered":
         tables.register(file)
     planned = fastshard.plan(fastshard.open(tmp_path / "in", **options))
-    assert planned.findings == [] and planned.source.layout == "mine.granite"
+    assert planned.findings == [] and planned.source.binding.layout == "mine.granite"
     have = load_file(tmp_path / "in/model.safetensors")
     lost = "model.layers.2.post_attention_layernorm.weight"
     del have[lost]

@@ -203,7 +203,7 @@ def test_a_table_given_for_one_call_counts_for_that_call(tmp_path: Path) -> None
     before = fastshard.plan(HF, "hf").digest
     for name in ("mine", "mine.too"):
         (tmp_path / "own.toml").write_text(_OWN.format(name=name))
-        assert fastshard.plan(HF, "hf", layout=tmp_path / "own.toml").source.layout == name
+        assert fastshard.plan(HF, "hf", layout=tmp_path / "own.toml").source.binding.layout == name
         assert fastshard.plan(HF, "hf").digest == before
 
 

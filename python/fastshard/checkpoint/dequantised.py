@@ -40,9 +40,9 @@ class Dequantised:
     #: there are none.
     record: Mapping[str, Any] = field(default_factory=dict)
 
-    def left_out(self, source: Source) -> frozenset[str]:
-        """Names stored of what is left out."""
-        stored = {own: name for name, own in source.names.own.items()}
+    def left_out(self, own_names: Mapping[str, str]) -> frozenset[str]:
+        """Return the names stored of what is left out; ``own_names`` are the model's own by these."""
+        stored = {own: name for name, own in own_names.items()}
         return frozenset(stored.get(name, name) for name in self.hidden)
 
     def described(self, source: Source, names_of: Callable[[int], Iterable[str]]) -> Source:
@@ -72,17 +72,16 @@ class Dequantised:
         return with_plain_weights(source, names)
 
 
-def dequantised(opened: Opened, source: Source, dtype: str) -> Dequantised:
+def dequantised(opened: Opened, prefix: str, dtype: str) -> Dequantised:
     """What makes the values of all quantised weights.
 
     Args:
         opened: the checkpoint.
-        source: what of it is taken, under the names that it is taken by.
+        prefix: what the names of the model begin with.
         dtype: the dtype that is wanted, as safetensors spells it.
     """
     if not (opened.quantised.weights or opened.quantised.of_activations):
         return Dequantised(findings=opened.quantised.unsaid)
-    prefix = source.names.prefix
     stored = StoredBytes(opened)
     access = ValueAccess(
         dtype, lambda name, start, length: stored.read(name.removeprefix(prefix), start, length)

@@ -15,7 +15,7 @@ from ..common.listing import File
 from ..common.records import dataclass, field, replace
 from ..findings.causes import Causes, causes_of
 from ..layouts import tables as layouts
-from ..layouts.declaration import Source
+from ..layouts.declaration import Optimizer, Source
 from ..targets.base import Target
 from ..targets.form import Form
 from ..targets.registry import TARGETS, keeps_all
@@ -172,26 +172,26 @@ def taken(opened: Opened, request: Request) -> Source:
     return source
 
 
-def with_masters(source: Source, request: Request) -> Request:
+def with_masters(state: Optimizer, request: Request) -> Request:
     """Moments go on with the weights that they were taken of: the masters, where there are any."""
     moves = request.optimizer and request.to is not None and TARGETS[request.to].takes_slots
-    if moves and request.weights is None and source.optimizer.masters:
+    if moves and request.weights is None and state.masters:
         return replace(request, weights="masters")
     return request
 
 
-def movable(source: Source, target: Target, request: Request) -> None:
+def movable(framework: str, state: Optimizer, target: Target, request: Request) -> None:
     """Whether the source's state is one that moves.
 
     Raises:
         FastshardError: ``FS514`` for train states of JAX, whose moments have other names than their weights.
     """
-    if request.optimizer and target.takes_slots and source.optimizer.rules is not None:
+    if request.optimizer and target.takes_slots and state.rules is not None:
         raise FastshardError.of(
             codes.UNSUPPORTED,
-            f"the optimizer's state of {source.framework} is not converted to {target.name}",
+            f"the optimizer's state of {framework} is not converted to {target.name}",
             expected="a state of DeepSpeed, torch, Megatron-LM or ColossalAI",
-            got=source.framework,
+            got=framework,
             help="convert to maxtext, which holds it, or leave out --optimizer",
         )
 

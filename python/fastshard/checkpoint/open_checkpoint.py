@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,7 +28,7 @@ from ..common.options import OpenOptions, StrPath
 from ..common.records import dataclass, replace
 from ..common.thread_counts import thread_count
 from ..layouts import tables
-from ..layouts.declaration import Source
+from ..layouts.declaration import Source, TensorIndex, Unit
 from ..models import sidecar_files, tensor_words
 from ..sources import accepted_copies, hf_config, single_files, stray_tensors
 from ..sources.base import Contents, Found, Options
@@ -248,7 +248,7 @@ def _declare_source(files: _Files, headers: _Headers, request: _Request) -> tupl
     )
     findings += hf_config.find_overridden(source, listing, found.folder, options)
     if options.prefix is not None and not source.names.is_chosen:
-        raise _nothing_below(options.prefix, source)
+        raise _nothing_below(options.prefix, source.framework)
     if options.layout:
         source = hf_config.by_own_table(source, tables.parse(options.layout), headers.contents.names())
     if files.adapter is not None:
@@ -279,9 +279,14 @@ def _check_names(
     unexpected = {f.file for f in findings if f.code == codes.UNEXPECTED_FILE}
     used = [None if f is None or f["path"] in unexpected else f for f in readable]
     findings = [*findings, *renamed(used, "renamed" in accept, ranks, list(files.roots))]
-    strays = _strays(found, source, listing, headers.catalog, readable, list(files.roots), request.threads)
-    findings = strays.left(findings, source.index.path)
-    findings += _expected_names(source, headers.catalog, readable, strays)
+    index, threads = source.index, request.threads
+    stored_names: dict[int, set[str]] = {}
+    if index.weight_map is not None or index.names or index.by_numbers:
+        opened = (i for i, file in enumerate(readable) if file is not None)
+        stored_names = {i: set(headers.catalog.names(i)) for i in opened}
+    strays = _strays(found, index, listing, stored_names, list(files.roots), threads)
+    findings = strays.left(findings, index.path)
+    findings += _expected_names(index, source.files.units, stored_names, readable, strays)
     _refuse_unread(listing, found, findings)
     patterns = accepted_copies.patterns(accept)
     findings = accepted_copies.accepted(findings, patterns)
@@ -432,10 +437,10 @@ def _attach_reference(reference: Reference, source: Source) -> Source:
     )
 
 
-def _nothing_below(prefix: str, source: Source) -> FastshardError:
+def _nothing_below(prefix: str, framework: str) -> FastshardError:
     return FastshardError.of(
         codes.USAGE,
-        f"prefix: a checkpoint of {source.framework} holds its model in one place",
+        f"prefix: a checkpoint of {framework} holds its model in one place",
         got=prefix,
         help="leave it out",
     )
@@ -553,34 +558,34 @@ def _as_listed(finding: Finding, roots: Sequence[Path], labels: Collection[str])
 
 def _strays(
     found: Found[Any],
-    source: Source,
+    index: TensorIndex,
     listing: Listing,
-    catalog: _core.Catalog,
-    readable: list[_core.OpenedFile | None],
+    stored_names: Mapping[int, set[str]],
     roots: list[Path],
     threads: int,
 ) -> stray_tensors.Strays:
-    """What accounts for tensors that are not in the files in which they should be."""
-    opened = enumerate(readable[: len(found.files)])
-    paths = {i: file["path"] for i, file in opened if file is not None}
-    held = {i: set(catalog.names(i)) for i in paths}
+    """Find what accounts for tensors that are not in the files in which they should be."""
+    stored_names = {i: names for i, names in stored_names.items() if i < len(found.files)}
+    paths = {i: found.files[i].path for i in stored_names}
 
     def same(one: int, other: int) -> bool:
         return safe_files.same(*(roots[found.files[i].root] / found.files[i].path for i in (one, other)))
 
     def beside() -> dict[str, set[str]]:
-        return _names_in(source.index.unnamed, listing, threads)
+        return _names_in(index.unnamed, listing, threads)
 
-    if source.index.weight_map:
+    if index.weight_map:
         missing: dict[str, set[str]] = {}
-        for name, path in source.index.lost.items():
+        for name, path in index.lost.items():
             if listing.find(path) is None:
                 missing.setdefault(path, set()).add(name)
-        file = None if source.index.path is None else listing.find(source.index.path)
-        index = None if file is None else stray_tensors.Index(file.path, roots[file.root] / file.path)
-        return stray_tensors.of_index(source.index.weight_map, held, paths, same, beside, missing, index)
-    if source.index.by_numbers:
-        return stray_tensors.of_numbers(held, paths, same)
+        file = None if index.path is None else listing.find(index.path)
+        index_file = None if file is None else stray_tensors.Index(file.path, roots[file.root] / file.path)
+        return stray_tensors.of_index(
+            index.weight_map, stored_names, paths, same, beside, missing, index_file
+        )
+    if index.by_numbers:
+        return stray_tensors.of_numbers(stored_names, paths, same)
     return stray_tensors.Strays()
 
 
@@ -603,21 +608,21 @@ def _names_in(files: Sequence[File], listing: Listing, threads: int) -> dict[str
 
 
 def _expected_names(
-    source: Source,
-    catalog: _core.Catalog,
+    index: TensorIndex,
+    units: Iterable[Unit],
+    stored_names: Mapping[int, set[str]],
     readable: list[_core.OpenedFile | None],
     strays: stray_tensors.Strays,
 ) -> list[Finding]:
-    """Tensors that an index or layout.json calls for and the file does not hold."""
+    """Find tensors that an index or layout.json calls for and the file does not hold."""
     findings: list[Finding] = []
     paths = {i: file["path"] for i, file in enumerate(readable) if file is not None}
-    names = {i: set(catalog.names(i)) for i in paths}
-    if source.index.weight_map is not None:
-        left = {name: file for name, file in source.index.weight_map.items() if name not in strays.lost}
-        findings += disagreeing(left, names, paths, source.index.path, whole=source.index.has_whole_files)
-    elif source.index.names:
-        for unit in source.files.units:
-            for tensor in sorted(source.index.names - names.get(unit.file, source.index.names)):
+    if index.weight_map is not None:
+        left = {name: file for name, file in index.weight_map.items() if name not in strays.lost}
+        findings += disagreeing(left, stored_names, paths, index.path, whole=index.has_whole_files)
+    elif index.names:
+        for unit in units:
+            for tensor in sorted(index.names - stored_names.get(unit.file, index.names)):
                 findings.append(
                     Finding.of(
                         codes.MISSING_TENSOR,

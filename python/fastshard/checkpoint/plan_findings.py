@@ -5,18 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from .. import _core
 from ..common import codes
 from ..common.errors import FastshardError, Finding, raise_errors
 from ..common.formatting import counted
 from ..common.regex import compile_when_used
 from ..expected import heuristics
 from ..expected.promised_parts import LAYERS
-from ..layouts.declaration import Source, is_state
+from ..layouts.declaration import Description, Optimizer, is_state
 from ..models.tensor_roles import layer_of
 from ..targets.base import Drafted
 from ..targets.request import Request
-from .drafting import CoreRequest, Opened, draft_of
+from .drafting import CoreRequest, Merged, Opened, draft_of
 
 #: What lies beside codes, by its name: in plain weights there is none of it.
 _COMPANION = compile_when_used(
@@ -27,40 +26,29 @@ _COMPANION = compile_when_used(
 
 
 def weights_taken(
-    source: Source, opened: list[Finding], weights: str | None, optimizer: bool, needed_by: str | None = None
+    state: Optimizer,
+    has_slots: bool,
+    opened: list[Finding],
+    weights: str | None,
+    optimizer: bool,
+    needed_by: str | None = None,
 ) -> list[Finding]:
     """Which copy of the weights is taken, and what that makes of the findings about optimizer files.
 
     Args:
-        source: the checkpoint.
+        state: what the checkpoint holds of its optimizer.
+        has_slots: True if moments of it can be read.
         opened: what was found on opening it.
         weights: the copy that is asked for.
         optimizer: True if the optimizer's state is asked for.
         needed_by: the target that is nothing without this state.
     """
-    state = source.optimizer
     has_state = state.masters or state.moments_only or state.moments_named
-    if (weights == "masters" and not state.masters) or (optimizer and not has_state):
-        # Why what is there cannot be read, if it cannot.
-        raise_errors(state.findings)
-        raise FastshardError.of(
-            codes.MASTERS_NOT_CHECKABLE,
-            "the checkpoint holds no fp32 master weights or optimizer state",
-            severity="error",
-            help=_without_state(optimizer, needed_by),
-        )
-    if weights == "params" and not state.params_stored:
-        raise FastshardError.of(
-            codes.MASTERS_NOT_CHECKABLE,
-            "the checkpoint holds its parameters as fp32 master weights only (ZeRO stage 3)",
-            severity="error",
-            help="pass --weights masters (the default here) to take the master weights; --dtype bf16 rounds "
-            "them",
-        )
+    _refuse_missing_copy(state, weights, optimizer, needed_by)
     if not has_state or state.moments_named:
         return list(opened)
     unread: list[Finding] = []
-    if optimizer and not any(a.slot for a in source.files.assembled):
+    if optimizer and not has_slots:
         unread = [
             Finding.of(
                 codes.MASTERS_NOT_CHECKABLE,
@@ -104,6 +92,34 @@ def weights_taken(
     return [*found, Finding.of(codes.WEIGHTS_TAKEN, f"weights taken: {texts[taken]}")]
 
 
+def _refuse_missing_copy(
+    state: Optimizer, weights: str | None, optimizer: bool, needed_by: str | None
+) -> None:
+    """Refuse to take a copy of the weights, or state of the optimizer, that the checkpoint does not hold.
+
+    Raises:
+        FastshardError: why the optimizer's files cannot be read; ``FS402`` where there are none.
+    """
+    has_state = state.masters or state.moments_only or state.moments_named
+    if (weights == "masters" and not state.masters) or (optimizer and not has_state):
+        # Why what is there cannot be read, if it cannot.
+        raise_errors(state.findings)
+        raise FastshardError.of(
+            codes.MASTERS_NOT_CHECKABLE,
+            "the checkpoint holds no fp32 master weights or optimizer state",
+            severity="error",
+            help=_without_state(optimizer, needed_by),
+        )
+    if weights == "params" and not state.params_stored:
+        raise FastshardError.of(
+            codes.MASTERS_NOT_CHECKABLE,
+            "the checkpoint holds its parameters as fp32 master weights only (ZeRO stage 3)",
+            severity="error",
+            help="pass --weights masters (the default here) to take the master weights; --dtype bf16 rounds "
+            "them",
+        )
+
+
 def _without_state(optimizer: bool, needed_by: str | None) -> str:
     """What to do where there is no state of an optimizer, by what asks for it."""
     add = "add the directory of the optimizer files as another CKPT"
@@ -114,20 +130,18 @@ def _without_state(optimizer: bool, needed_by: str | None) -> str:
     return "pass --weights params; only its parameters can be taken"
 
 
-def evidence(
-    opened: Opened, source: Source, request: Request, draft: _core.Draft
-) -> heuristics.Evidence | None:
+def evidence(opened: Opened, merged: Merged, request: Request) -> heuristics.Evidence | None:
     """What a model of Hugging Face tells of itself, where no table tells of it; None for others."""
-    model = opened.source.model
+    model, source, draft = opened.source.model, merged.source, merged.draft
     by_config = model.no_table and (model.config or {}).keys() & {"model_type", "architectures"}
     if source.binding.layout is not None or model.is_part or not (model.hf_names or by_config):
         return None
     if request.include or request.exclude or request.optimizer:
         # All of the model, and nothing else.
         draft = draft_of(opened.catalog, CoreRequest(source, request.weights, mean_replicas=True))
-    tensors = {
-        name: (tuple(whole), kind) for name, kind, _, _, whole, _ in draft.tensors() if not is_state(name)
-    }
+    tensors = draft.full_tensors()
+    for name in [name for name in tensors if is_state(name)]:
+        del tensors[name]
     return heuristics.judge(
         tensors,
         model.config,
@@ -137,10 +151,10 @@ def evidence(
     )
 
 
-def unproven(source: Source, seen: heuristics.Evidence | None, why: str = "") -> Finding:
+def unproven(has_config: bool, is_indexed: bool, seen: heuristics.Evidence | None, why: str = "") -> Finding:
     """That nothing states all that must exist, what of it nothing speaks of, and ``why`` transformers does
     not tell either."""
-    if source.model.config is None:
+    if not has_config:
         help_ = "pass --expect CONFIG (a config.json or the training config)"
     else:
         help_ = (
@@ -149,7 +163,7 @@ def unproven(source: Source, seen: heuristics.Evidence | None, why: str = "") ->
         )
     unnoticed = "nothing outside the files states what must exist"
     if seen is not None:
-        if source.index.names:
+        if is_indexed:
             unnoticed = "the index alone states what must exist"
         if seen.alone:
             unnoticed += f"; {heuristics.unheld(seen)}"
@@ -170,9 +184,8 @@ def asked_for(finding: Finding, request: Request) -> Finding:
     return finding.replace(message=f"left out, as asked for: {finding.message}", severity="note", help=None)
 
 
-def beyond_config(finding: Finding, source: Source) -> Finding:
+def beyond_config(finding: Finding, model: Description) -> Finding:
     """The finding for a tensor of a layer that the config does not count, with what the config says."""
-    model = source.model
     layer = layer_of(finding.tensor) if finding.code == codes.CONFIG_DISAGREES and finding.tensor else None
     if layer is None or finding.evidence or model.config_file is None:
         return finding

@@ -22,9 +22,10 @@ from ..findings.lost_tensors import find_lost_tensors
 from ..findings.missing_parts import PromisedPart, find_missing_parts, list_promised_parts
 from ..findings.proof import listed_by
 from ..findings.stages import Facts, judge
-from ..layouts.declaration import Source, is_state
+from ..layouts.declaration import Description, Source, is_state
 from ..models import config_json
 from ..models.quantised import torchao
+from ..models.quantised.forms import Weight
 from ..models.tensor_words import WORDS
 from ..models.tokenizer import Tokenizer
 from ..models.vocab_rows import find_ids_beyond_embedding, padding, words
@@ -157,7 +158,7 @@ def _build_plan(opened: Opened, request: Request) -> Plan:
     planned = core.findings()
     lost = _find_lost(draft, [*draft.findings, *of_outputs])
     facts = _facts_of(draft, core, planned, lost)
-    planned = [beyond_config(f, draft.source) for f in planned]
+    planned = [beyond_config(f, draft.source.model) for f in planned]
     judgement = judge(facts, [*draft.findings, *planned, *of_outputs])
     source = draft.source
     if draft.is_kept and opened.quantised.weights:
@@ -206,7 +207,7 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
         # Its weights are the masters, or what they would be.
         request = replace(request, optimizer=True, dtype="f32" if request.dtype == "keep" else request.dtype)
     source = taken(opened, request)
-    request = with_masters(source, request)
+    request = with_masters(source.optimizer, request)
     form, renamed = None, ""
     if opened.reference is not None:
         # What compares is loaded where there is something to compare with.
@@ -217,7 +218,10 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
         from .reference_sides import as_listed
 
         source, form, renamed = as_listed(opened, listed, source, request)
-    findings = weights_taken(source, opened.findings, request.weights, request.optimizer, needed_by)
+    has_slots = any(group.slot for group in source.files.assembled)
+    findings = weights_taken(
+        source.optimizer, has_slots, opened.findings, request.weights, request.optimizer, needed_by
+    )
     findings += [f for f in source.findings if f not in opened.source.findings]
     findings += [asked_for(f, request) for f in source.tensor_findings]
     if request.to == "hf" and any(f.evidence == AUTO_MAP for f in findings):
@@ -226,26 +230,29 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
         findings = refuse_missing_code(findings, opened)
     values = None
     if (dtype := DTYPES[request.dtype]) is None:
-        _refuse_codes(opened, source, request)
+        _refuse_codes(opened.quantised.weights, request, is_adapted=bool(source.files.adapted))
     else:
-        values = dequantised(opened, source, dtype)
+        values = dequantised(opened, source.names.prefix, dtype)
         findings += values.findings
         source = values.described(source, opened.catalog.names)
     target = None
     if request.to is not None:
         target = target_of(source, request)
-        movable(source, target, request)
+        movable(source.framework, source.optimizer, target, request)
     core_request = _core_request_of(source, target, request, form)
     if values is not None:
         core_request = replace(
-            core_request, coded=values.coded, left_out=values.left_out(source), keep=_kept(opened, request)
+            core_request,
+            coded=values.coded,
+            left_out=values.left_out(source.names.own),
+            keep=_kept(opened, request),
         )
     # A file that is missing or cannot be read makes every tensor in it missing: say the cause, not the echo.
     causes = opened.find_causes(findings, source)
     core = draft_of(opened.catalog, core_request)
     # Read before the draft is placed, which uses it up.
     found, lost, axes, dtypes = core.findings(), core.lost(), core.axes(), core.dtypes()
-    found = [beyond_config(f, source) for f in found]
+    found = [beyond_config(f, source.model) for f in found]
     names, parts = _parts(opened, source, core)
     return _Draft(
         opened,
@@ -307,16 +314,15 @@ def _kept_note(draft: _Draft) -> list[Finding]:
     ]
 
 
-def _refuse_codes(opened: Opened, source: Source, request: Request) -> None:
+def _refuse_codes(weights: Sequence[Weight], request: Request, *, is_adapted: bool) -> None:
     """Refuses what is computed on values where weights keep their codes.
 
     Raises:
         FastshardError: ``FS514``.
     """
-    weights = opened.quantised.weights
-    if not weights or not (source.files.adapted or request.vocab_size is not None):
+    if not weights or not (is_adapted or request.vocab_size is not None):
         return
-    what = "--adapter" if source.files.adapted else "--vocab-size"
+    what = "--adapter" if is_adapted else "--vocab-size"
     raise FastshardError.of(
         codes.UNSUPPORTED,
         f"{what}, and {counted(len(weights), 'weight')} of the model stored as {weights[0].form.name}: it is "
@@ -380,7 +386,7 @@ def _find_in_outputs(draft: _Draft) -> list[Finding]:
             opened.quantised.by_tensor, {n.removeprefix(source.names.prefix) for n in taken_names}
         )
     # A reference says more than a model's own layers.
-    seen = None if opened.reference is not None else evidence(opened, source, request, draft.core)
+    seen = None if opened.reference is not None else evidence(opened, draft.merged, request)
     by_list: list[Finding] = []
     why = "" if opened.promised is None else opened.promised.why
     if seen is not None:
@@ -391,7 +397,7 @@ def _find_in_outputs(draft: _Draft) -> list[Finding]:
             from .promised import beside_list, compare_with_list
 
             named = [f.tensor for f in (*draft.findings, *draft.found) if f.severity == "error"]
-            by_list, reason = compare_with_list(opened, source, request, draft.merged, named)
+            by_list, reason = compare_with_list(opened, request, draft.merged, named)
             why = reason or why
             by_list = both.left(by_list)
             by_layers = beside_list(by_layers, by_list)
@@ -405,7 +411,7 @@ def _find_in_outputs(draft: _Draft) -> list[Finding]:
 
         findings += find_differing_head(opened, draft.merged)
     if not source.index.is_provable and listed_by(by_list) is None:
-        findings.append(unproven(source, seen, why))
+        findings.append(unproven(source.model.config is not None, bool(source.index.names), seen, why))
     if opened.reference is not None:
         from .reference_sides import compared
 
@@ -522,7 +528,7 @@ def _config_text(draft: _Draft) -> dict[str, str]:
     """The config.json of a result that keeps its names; nothing where the source's own goes along as it
     is."""
     cast = not draft.is_kept or draft.is_of_masters
-    config = _kept_config(draft.source, draft.axes, draft.main_dtype, cast)
+    config = _kept_config(draft.source.model, draft.axes, draft.main_dtype, cast)
     unwritten = draft.target is not None and draft.source.model.config_file is None
     adapter = draft.source.files.adapter
     # An adapter may have changed the config that was declared: the base's own is what would go along.
@@ -562,13 +568,14 @@ def _meant_for(finding: Finding, opened: Opened, request: Request) -> Finding:
     return finding
 
 
-def _kept_config(source: Source, axes: dict[str, int], main: str | None, cast: bool) -> dict[str, Any] | None:
+def _kept_config(
+    model: Description, axes: dict[str, int], main: str | None, cast: bool
+) -> dict[str, Any] | None:
     """The config.json that goes with tensors under Hugging Face's own names; None if there is none.
 
     With another dtype transformers would cast the tensors, or take them for quantised ones. What transformers
     itself has saved is as its config says, unless it is cast here.
     """
-    model = source.model
     if not (model.hf_names and model.config):
         return None
     config = config_json.with_rows(model.config, axes.get("V"))

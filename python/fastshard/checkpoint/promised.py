@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common import codes
 from ..common.errors import FastshardError, Finding
-from ..common.records import replace
+from ..common.records import dataclass, replace
 from ..findings.proof import listed_by
 from ..layouts.declaration import is_state
 from ..layouts.wrapper_names import wrapped
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from ..expected.expected_list import ExpectedTensors
     from ..expected.from_transformers import LoadReport
     from ..expected.promised_parts import Part
-    from ..layouts.declaration import Source
+    from ..expected.reference import Reference
+    from ..expected.reference_names import Side
     from ..models.quantised.forms import Weight
     from ..targets.request import Request
 
@@ -93,7 +94,7 @@ def _available() -> int | None:
 
 
 def compare_with_list(
-    opened: Opened, source: Source, request: Request, merged: Merged, named: list[str | None]
+    opened: Opened, request: Request, merged: Merged, named: list[str | None]
 ) -> tuple[list[Finding], str]:
     """What differs from the list, under the names on disk or those in memory; and why nothing could be told
     of it, if so.
@@ -105,41 +106,28 @@ def compare_with_list(
     listed = opened.listed
     if listed is None or request.is_narrowed:
         return [], ""
-    from ..expected.expected_list import roster_of
     from ..expected.from_config import holds_embedding
     from ..expected.from_transformers import try_load
-    from ..expected.names_on_disk import are_in_memory
     from ..expected.promised_parts import promised as parts_of
-    from ..expected.reference import Reference
     from .loaded_names import is_named_as_listed, not_loaded, severity_of
-    from .reference_sides import fitting, judged_of, own_names
+    from .reference_sides import judged_of
     from .tied_tensors import find_differing_ties
 
     called = f"{listed.model_class} of transformers {listed.transformers}"
     model = opened.source.model
-    tensors = merged.draft.tensors()
-    if (changed := wrapped(name for name, *_ in tensors)) is not None:
+    tensors = merged.draft.full_tensors()
+    if (changed := wrapped(tensors)) is not None:
         return [], f"{called} was not asked: {changed[1]} has changed names ({changed[0]})"
     # With a dtype they are written as their values, under the names that these have.
     kept = () if merged.core_request.coded else opened.quantised.weights
     stored_as = {name: names for weight in kept for name, names in weight.stored_as}
-    fits = []
     try:
-        for in_memory in (False, True):
-            roster = roster_of(listed, in_memory, stored_as)
-            # Which names there are is asked: what would write it under others is not.
-            as_it_is = replace(listed, made={})
-            reference = Reference(called, roster, model.config, model.config_file, listed=as_it_is)
-            at = replace(opened, reference=reference, asks_transformers=False)
-            fits.append((*fitting(at, reference, request, merged), not in_memory, reference))
-        # Prefixes that move would make those in memory fit those on disk.
-        own = own_names(opened, merged)
-        in_memory = are_in_memory(listed, own)
-        _, sides, on_disk, reference = max(fits, key=lambda one: (one[0], one[2] is not in_memory))
-        findings = judged_of(sides, reference, request, named)
+        spelling = _choose_spelling(opened, request, merged, listed, called, stored_as)
+        findings = judged_of(spelling.sides, spelling.reference, request, named)
     except FastshardError as error:
         return [], f"{called}: {error.findings[0].message}"
-    shapes = {name: (tuple(whole), kind) for name, kind, _, _, whole, _ in tensors if not is_state(name)}
+    on_disk = spelling.on_disk
+    shapes = {name: stored for name, stored in tensors.items() if not is_state(name)}
     partial = not model.saved_whole and not holds_embedding(shapes)
     # Where none of the list is missing it is no part, whatever its embedding is called.
     partial = partial and any(f.is_a("missing_tensor") for f in findings)
@@ -154,12 +142,12 @@ def compare_with_list(
         if f.severity != "note" or f.code != codes.UNKNOWN_TENSOR or not _is_of(parts, f.tensor)
     ]
     wrong = [f for f in findings if f.severity == "error"]
-    count = len(reference.roster or ())
-    others = listed.only_in_memory & own
+    count = len(spelling.reference.roster or ())
+    others = listed.only_in_memory & spelling.own_names
     # A further copy of a tied tensor is no other name.
     has_copies_only = bool(others) and others <= {name for group in listed.ties for name in group}
     if not wrong and not on_disk and request.to == "hf" and not has_copies_only:
-        return [_names_in_memory(called, listed, [name for name, *_ in tensors], model.config_file)], ""
+        return [_names_in_memory(called, listed, list(tensors), model.config_file)], ""
     has_others = any(f.code == codes.UNKNOWN_TENSOR for f in findings)
     if has_others and listed.quantised:
         # Quantisers take modules apart, and name them as they like.
@@ -176,11 +164,57 @@ def compare_with_list(
     report = try_load(model.config or {}, stored)
     if report is not None and not report.missing:
         return [_proven(called, len(stored), "as from_pretrained reads their names")], ""
-    severity = severity_of(request, source.model)
+    severity = severity_of(request, merged.source.model)
     odd = not_loaded(called, listed, shapes, report, severity, allows_headless=not request.writes)
     if wrong and not _accounts_for(odd, wrong, listed, shapes, report):
         return findings, ""
     return odd, ""
+
+
+@dataclass(frozen=True)
+class _Spelling:
+    """The names of a list, on disk or in memory, that fit those of a checkpoint best."""
+
+    sides: Sequence[Side]
+    reference: Reference
+    on_disk: bool
+    #: The model's own names of the checkpoint's tensors.
+    own_names: set[str]
+
+
+def _choose_spelling(
+    opened: Opened,
+    request: Request,
+    merged: Merged,
+    listed: ExpectedTensors,
+    called: str,
+    stored_as: Mapping[str, Sequence[str]],
+) -> _Spelling:
+    """Choose the names of a list that a checkpoint has: those on disk, or those in memory.
+
+    Args:
+        called: what messages call the list.
+        stored_as: names of the tensors that each quantised weight is stored as.
+    """
+    from ..expected.expected_list import roster_of
+    from ..expected.names_on_disk import are_in_memory
+    from ..expected.reference import Reference
+    from .reference_sides import fitting, own_names
+
+    model = opened.source.model
+    fits = []
+    for in_memory in (False, True):
+        roster = roster_of(listed, in_memory, stored_as)
+        # Which names there are is asked: what would write it under others is not.
+        as_it_is = replace(listed, made={})
+        reference = Reference(called, roster, model.config, model.config_file, listed=as_it_is)
+        at = replace(opened, reference=reference, asks_transformers=False)
+        fits.append((*fitting(at, reference, request, merged), not in_memory, reference))
+    # Prefixes that move would make those in memory fit those on disk.
+    own = own_names(opened, merged)
+    in_memory = are_in_memory(listed, own)
+    _, sides, on_disk, reference = max(fits, key=lambda one: (one[0], one[2] is not in_memory))
+    return _Spelling(sides, reference, on_disk, own)
 
 
 def _concluded(findings: list[Finding], called: str, count: int, spelling: str) -> tuple[list[Finding], str]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ..common import codes, safe_files
 from ..common.errors import FastshardError, Finding
+from ..common.listing import Folder
 from ..common.records import dataclass, field
 from ..common.regex import compile_when_used
-from ..layouts.declaration import Source, is_state
+from ..layouts.declaration import Source, Unit, is_state
 from ..models.config_json import QUANTISER_FILES
 from ..models.quantised import bitsandbytes
 from ..models.quantised.forms import F8, FLOATS, Stored, Weight
@@ -94,7 +95,7 @@ def found_in(
         # Frameworks with layouts of their own say what they store in FP8.
         return QuantisedWeights()
     headers = [contents(unit.file) for unit in source.files.units]
-    torchao_config = _read_torchao_config(source)
+    torchao_config = _read_torchao_config(model.config)
     if any(map(is_of_torchao, headers)) or (contents.cut and torchao_config is not None):
         records, found = records_of(h for h in headers if isinstance(h, Mapping))
         found += find_impossible(torchao_config or {})
@@ -102,11 +103,12 @@ def found_in(
         return QuantisedWeights(findings=found, records=records, unwritable=[_CUT] if contents.cut else [])
     if model.is_part:
         return QuantisedWeights()
-    files = _beside(source)
+    files = _beside(source.files.folders)
     config = find_in_configs(model.config, _contents(files))
     if config is None and contents.dtypes().isdisjoint(CODES):
         return QuantisedWeights(files=files)
-    tensors = _below(source, full() if is_divided else _tensors(source, contents))
+    tensors = full() if is_divided else _tensors(source.files.units, source.names.own, contents)
+    tensors = _below(source.names.prefix, tensors)
     if found := without_header(tensors):
         return QuantisedWeights(findings=found, is_unstated=True)
     config = config or find_in_files(headers, tensors)
@@ -133,9 +135,9 @@ def found_in(
     return QuantisedWeights(weights, findings, [], files, others, method=config.method)
 
 
-def _read_torchao_config(source: Source) -> Mapping[str, Any] | None:
+def _read_torchao_config(model_config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Returns what config.json has of a model that torchao has quantised; None of another one."""
-    config = (source.model.config or {}).get("quantization_config")
+    config = (model_config or {}).get("quantization_config")
     return config if isinstance(config, dict) and config.get("quant_method") == "torchao" else None
 
 
@@ -159,9 +161,8 @@ def _by_names(tensors: Mapping[str, Stored]) -> tuple[list[Weight], list[Finding
     return weights, [finding for finding in found if finding.is_a("misfit")]
 
 
-def _below(source: Source, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def _below(prefix: str, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     """Those of the model alone, by their names below its prefix."""
-    prefix = source.names.prefix
     return {
         name.removeprefix(prefix): stored
         for name, stored in tensors.items()
@@ -169,10 +170,10 @@ def _below(source: Source, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     }
 
 
-def _tensors(source: Source, contents: Contents) -> dict[str, Stored]:
+def _tensors(units: Iterable[Unit], own_names: Mapping[str, str], contents: Contents) -> dict[str, Stored]:
     """Dtypes and shapes of all tensors of files that hold full ones, by the model's own names."""
     tensors: dict[str, Stored] = {}
-    for unit in source.files.units:
+    for unit in units:
         under = len(unit.under)
         is_own = contents.readable(unit.file)
         for tensor in contents.tensors(unit.file) if is_own else ():
@@ -180,14 +181,14 @@ def _tensors(source: Source, contents: Contents) -> dict[str, Stored]:
             if tensor["path"][:under] != unit.under or (unit.only is not None and key not in unit.only):
                 continue
             stored = unit.prefix + key.removeprefix(unit.strip)
-            tensors[source.names.own.get(stored, stored)] = (tensor["dtype"], tuple(tensor["shape"]))
+            tensors[own_names.get(stored, stored)] = (tensor["dtype"], tuple(tensor["shape"]))
     return tensors
 
 
-def _beside(source: Source) -> dict[str, Path]:
+def _beside(folders: Sequence[Folder]) -> dict[str, Path]:
     """The files in which quantisers say what they did."""
     found: dict[str, Path] = {}
-    for folder in source.files.folders[:1]:
+    for folder in folders[:1]:
         for name in QUANTISER_FILES:
             with contextlib.suppress(FastshardError, OSError):
                 if (file := folder.file(name)) is not None:

@@ -118,12 +118,12 @@ def as_referenced(
         return source, None, ""
     core_request = CoreRequest(source, request.weights, mean_replicas=request.replicas == "mean")
     side = Side(draft_of(opened.catalog, core_request), source, below=True)
-    if source.binding.layout is None and (by_list := as_written(source, side, reference.listed)) is not None:
+    if source.binding.layout is None and (by_list := as_written(side, reference.listed)) is not None:
         return by_list
     if source.binding.layout is not None:
-        shaped, form = by_table(source, side, request)
+        shaped, form = by_table(side, request)
         if form is None:
-            return _without_table(opened, reference, source, core_request) or (source, None, "")
+            return _without_table(opened, reference, core_request) or (source, None, "")
         core_request = replace(core_request, source=shaped, target=form)
         other = Side(draft_of(opened.catalog, core_request), shaped, below=True)
         if roster is None:
@@ -136,7 +136,7 @@ def as_referenced(
         return source, None, ""
     way = moves(side, roster, reference.path)
     if way is None:
-        return _by_config_of(opened, reference, source, side, core_request) or (source, None, "")
+        return _by_config_of(opened, reference, side, core_request) or (source, None, "")
     note = Finding.of(
         codes.IGNORED,
         f"names are written as the reference {reference.path} has them: {way}",
@@ -180,18 +180,17 @@ def as_listed(
             ),
         )
     side = Side(draft_of(opened.catalog, CoreRequest(plain)), plain, below=True)
-    return as_written(plain, side, listed, drops_ties=True) or (source, None, "")
+    return as_written(side, listed, drops_ties=True) or (source, None, "")
 
 
 def as_written(
-    source: Source, side: Side, listed: ExpectedTensors | None, *, drops_ties: bool = False
+    side: Side, listed: ExpectedTensors | None, *, drops_ties: bool = False
 ) -> tuple[Source, Form, str] | None:
     """A source under its names in memory, and the form in which transformers writes it; None where the names
     are others.
 
     Args:
-        source: what is taken of a checkpoint.
-        side: its tensors.
+        side: what is taken of a checkpoint, and its tensors.
         listed: what its config promises, if anything tells.
         drops_ties: True to write tied tensors once, also where all other names are those on disk.
 
@@ -200,11 +199,11 @@ def as_written(
     """
     from ..expected.names_on_disk import are_in_memory, tables_of
 
-    stored = side.own_names
+    source, stored = side.source, side.own_names
     if listed is None or not (listed.made or drops_ties) or not are_in_memory(listed, stored):
         return None
     in_memory, on_disk = tables_of(listed, stored)
-    beside = _beside(source, side, in_memory)
+    beside = _beside(side, in_memory)
     facts = {"tied": True}
     form = Form("merge", on_disk.with_rules([*on_disk.rules, *beside]), facts=facts)
     note = Finding.of(
@@ -226,12 +225,12 @@ def as_written(
 
 
 def _without_table(
-    opened: Opened, reference: Reference, source: Source, core_request: CoreRequest
+    opened: Opened, reference: Reference, core_request: CoreRequest
 ) -> tuple[Source, Form, str] | None:
     """The same for a class whose names on disk no table has: without an output layer, or with another one."""
     from ..expected.from_transformers import class_name, list_for
 
-    listed, config = reference.listed, reference.config
+    source, listed, config = core_request.source, reference.listed, reference.config
     if source.model.headless is None:
         return None
     if listed is None:
@@ -253,11 +252,11 @@ def _without_table(
     )
     every = replace(core_request, source=plain, weights=None)
     side = Side(draft_of(opened.catalog, every), plain, below=True)
-    return as_written(plain, side, listed)
+    return as_written(side, listed)
 
 
 def _by_config_of(
-    opened: Opened, reference: Reference, source: Source, side: Side, core_request: CoreRequest
+    opened: Opened, reference: Reference, side: Side, core_request: CoreRequest
 ) -> tuple[Source, Form, str] | None:
     """The same by the list of the config of a reference that is a checkpoint, where that gives the names that
     it has.
@@ -269,7 +268,7 @@ def _by_config_of(
     roster, config = reference.roster, reference.config
     if roster is None or not opened.asks_transformers or config is None or class_name(config) is None:
         return None
-    if not side.draft.compared(roster, source.names.own, side.outer)["missing"]:
+    if not side.draft.compared(roster, side.source.names.own, side.outer)["missing"]:
         return None
     configs = [(config, reference.config_file)]
     own = opened.source.model
@@ -278,7 +277,7 @@ def _by_config_of(
     first = None
     for config_of, file in configs:
         listed = _list_of(config_of, str(file))
-        found = as_written(source, side, listed)
+        found = as_written(side, listed)
         if found is None:
             continue
         changed, form, _ = found
@@ -303,23 +302,24 @@ def _list_of(config: dict[str, Any], file: str) -> ExpectedTensors | None:
     return None if listed.quantised else listed
 
 
-def _beside(source: Source, side: Side, table: _core.Table) -> list[Rule]:
+def _beside(side: Side, table: _core.Table) -> list[Rule]:
     """Rules for what lies beside the model, so that it stays as it is."""
     found: list[Rule] = []
     for name, (_, shape) in side.tensors.items():
-        own = source.names.own.get(name, name)
+        own = side.source.names.own.get(name, name)
         if table.rule_of(own) is None:
             axes = ", ".join(f"beside{len(found)}d{d}" for d in range(len(shape)))
             found.append(Rule.literal(own, f"[{axes}]", own))
     return found
 
 
-def by_table(source: Source, side: Side, request: Request) -> tuple[Source, Form | None]:
+def by_table(side: Side, request: Request) -> tuple[Source, Form | None]:
     """A source and the form in which transformers stores its model, for a merge; no form where no table
     tells.
 
     Both tables have what lies beside the model, so that it stays.
     """
+    source = side.source
     try:
         target = target_of(source, Request("hf", vocab_size=request.vocab_size))
     except FastshardError:
@@ -327,7 +327,7 @@ def by_table(source: Source, side: Side, request: Request) -> tuple[Source, Form
     form, usual = target.form(), source.binding.usual_table
     if form.table is None or usual is None:
         return source, None
-    beside = _beside(source, side, usual)
+    beside = _beside(side, usual)
     form = replace(form, name="merge", table=form.table.with_rules([*form.table.rules, *beside]))
     return replace(
         source, binding=replace(source.binding, table=usual.with_rules([*usual.rules, *beside]))

@@ -9,7 +9,7 @@ remains must be unanimous.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 
@@ -38,6 +38,10 @@ _MANY = 5
 _MODULES = 3
 #: Most tensors of one layer that findings name.
 _MOST_NAMED = 4
+#: Experts of a layer that are looked at where all others are like them: more than any check compares.
+_KEPT_EXPERTS = 8
+_KEPT_NUMBERS = frozenset(map(str, range(_KEPT_EXPERTS)))
+_EXPERT = compile_when_used(rf"(.*\.(?:{'|'.join(sorted(_EXPERTS))})\.)(\d{{1,6}})\.(.+)")
 
 
 @dataclass
@@ -50,6 +54,8 @@ class Stack:
     elements: dict[int, dict[str, ShapeDtype]]
     #: Numbers of tensors of which a finding tells why they are not here.
     lost: set[int] = field(default_factory=set)
+    #: How many more follow that are like the last of them.
+    further: int = 0
 
     @property
     def word(self) -> str:
@@ -79,7 +85,7 @@ class Stack:
     @property
     def count(self) -> int:
         """How many there are by the largest number."""
-        return max(self.elements.keys() | self.lost) + 1
+        return max(self.elements.keys() | self.lost) + 1 + self.further
 
     @cached_property
     def holders(self) -> Counter[str]:
@@ -88,15 +94,64 @@ class Stack:
 
     def gaps(self) -> list[int]:
         """List the numbers below the largest that have no tensors and that no finding mentions."""
-        return [i for i in range(self.count) if i not in self.elements and i not in self.lost]
+        numbers = range(self.count - self.further)
+        return [i for i in numbers if i not in self.elements and i not in self.lost]
 
 
-def stacks(tensors: Mapping[str, ShapeDtype], lost: Iterable[str] = ()) -> list[Stack]:
+@dataclass(frozen=True)
+class FewExperts:
+    """The tensors of a model without the experts that are like those before them."""
+
+    tensors: Mapping[str, ShapeDtype]
+    #: How many experts are left out at each place of the names, by the name up to their number.
+    further: Mapping[str, int]
+
+
+def leave_out_equal_experts(tensors: Mapping[str, ShapeDtype]) -> FewExperts | None:
+    """Leave out all but the first experts of each layer; None where these do not stand for the others.
+
+    They do where the experts of each layer are numbered from 0 without a gap and have the same tensors in the
+    same shapes and dtypes, and where all layers that have experts at the same place have as many.
+    """
+    experts: dict[str, dict[str, dict[str, ShapeDtype]]] = defaultdict(lambda: defaultdict(dict))
+    kept: dict[str, ShapeDtype] = {}
+    match = _EXPERT.match
+    for name, stored in tensors.items():
+        found = match(name)
+        if found is None:
+            kept[name] = stored
+            continue
+        prefix, number, rest = found.groups()
+        experts[prefix][number][rest] = stored
+        if number in _KEPT_NUMBERS:
+            kept[name] = stored
+    counts: dict[str, int] = {}
+    for prefix, elements in experts.items():
+        first = next(iter(elements.values()))
+        place = re.sub(r"\d+", "*", prefix)
+        if counts.setdefault(place, len(elements)) != len(elements):
+            return None
+        if any(str(at) not in elements for at in range(len(elements))):
+            return None
+        if any(element != first for element in elements.values()):
+            return None
+    further = {
+        prefix: len(elements) - _KEPT_EXPERTS
+        for prefix, elements in experts.items()
+        if len(elements) > _KEPT_EXPERTS
+    }
+    return FewExperts(kept, further) if further else None
+
+
+def stacks(
+    tensors: Mapping[str, ShapeDtype], lost: Iterable[str] = (), further: Mapping[str, int] | None = None
+) -> list[Stack]:
     """List all stacks of numbered names, in the order of the names.
 
     Args:
         tensors: tensors that exist.
         lost: names of missing tensors that a finding already reports.
+        further: how many more there are that are like the last, by the prefix of the stack.
     """
     found: dict[str, Stack] = {}
     for name, stored in tensors.items():
@@ -107,6 +162,8 @@ def stacks(tensors: Mapping[str, ShapeDtype], lost: Iterable[str] = ()) -> list[
         for at, number, _ in _numbered(name):
             if name[:at] in found:
                 found[name[:at]].lost.add(number)
+    for prefix, count in (further or {}).items():
+        found[prefix].further = count
     return list(found.values())
 
 
@@ -120,8 +177,8 @@ def _numbered(name: str) -> Iterator[tuple[int, int, int]]:
         at = end
 
 
-def repeated(stacks: Iterable[Stack]) -> set[str]:
-    """List names that occur in many layers, so that a missing one or a different shape shows."""
+def find_repeated(stacks: Iterable[Stack]) -> set[str]:
+    """Names that are held against sisters: one of them that is gone, or another shape, would be seen."""
     return {
         f"{stack.prefix}{number}.{rest}"
         for stack in stacks

@@ -12,9 +12,9 @@ from typing import Any
 
 from ..common.errors import Finding
 from ..common.formatting import printable, some
-from ..common.records import dataclass
+from ..common.records import dataclass, replace
 from . import from_config as by_config
-from .from_layers import ShapeDtype, check_stack, repeated, stacks
+from .from_layers import ShapeDtype, check_stack, find_repeated, leave_out_equal_experts, stacks
 
 __all__ = ["Evidence", "ShapeDtype", "judge", "unheld"]
 
@@ -52,7 +52,25 @@ def judge(
             differently.
         lost: names of missing tensors that a finding already reports; their layers get no further findings.
     """
-    found = stacks(tensors, lost)
+    few = None if lost else leave_out_equal_experts(tensors)
+    if few is not None:
+        evidence = _judge(few.tensors, config, saved_whole, in_files, (), few.further)
+        # Where anything is wrong, or the experts are compared with nothing, each of them is looked at.
+        if not evidence.findings and not any(name.startswith(tuple(few.further)) for name in evidence.alone):
+            return replace(evidence, count=len(tensors))
+    return _judge(tensors, config, saved_whole, in_files, lost)
+
+
+def _judge(
+    tensors: Mapping[str, ShapeDtype],
+    config: Mapping[str, Any] | None,
+    saved_whole: bool,
+    in_files: bool,
+    lost: Iterable[str],
+    further: Mapping[str, int] | None = None,
+) -> Evidence:
+    """Judge a model as :func:`judge` does; ``further`` counts experts that are left out of its tensors."""
+    found = stacks(tensors, lost, further)
     numbers = None if config is None else by_config.ConfigNumbers(config)
     findings = [finding for stack in found for finding in check_stack(stack)]
     partial = not saved_whole and not by_config.holds_embedding(tensors)
@@ -63,8 +81,8 @@ def judge(
     if numbers is not None:
         findings += by_config.rows(tensors, numbers)
         findings += by_config.ends(tensors, config or {})
-    spoken = repeated(found)
-    return Evidence(findings, [name for name in tensors if name not in spoken], len(tensors))
+    repeated_names = find_repeated(found)
+    return Evidence(findings, [name for name in tensors if name not in repeated_names], len(tensors))
 
 
 def unheld(evidence: Evidence) -> str:

@@ -1,14 +1,17 @@
 //! Drafts, for targets: looked at, then placed.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use fastshard::catalog::Catalog;
+use fastshard::compose;
 use fastshard::draft::{Draft as CoreDraft, Placement};
 use fastshard::odd_dtypes::find_odd_dtypes;
+use fastshard::tensor::Dtype;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyDict, PyList, PyTuple};
 
 use crate::calls::compute;
 use crate::plain::{list, Given};
@@ -105,6 +108,27 @@ impl Draft {
             Ok(once.collect())
         })??;
         list(py, drafted)
+    }
+
+    /// Shape and dtype of each full tensor, by its name. Tensors that are alike share one record.
+    fn full_tensors<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        self.with(|draft| -> PyResult<Bound<'py, PyDict>> {
+            self.room(draft, &LISTING)?;
+            let mut records: HashMap<(&[u64], Dtype), Bound<'py, PyTuple>> = HashMap::new();
+            let tensors = PyDict::new(py);
+            for compose::Drafted { output, whole, .. } in &draft.outputs {
+                let shape = whole.as_ref().unwrap_or(&output.shape).as_slice();
+                let record = match records.entry((shape, output.dtype)) {
+                    Entry::Occupied(record) => record.into_mut(),
+                    Entry::Vacant(place) => {
+                        let shape = PyTuple::new(py, shape)?;
+                        place.insert((shape, output.dtype.to_string()).into_pyobject(py)?)
+                    }
+                };
+                tensors.set_item(&output.name, &*record)?;
+            }
+            Ok(tensors)
+        })?
     }
 
     /// Position of each output on the axes that its name counts, where it counts any.

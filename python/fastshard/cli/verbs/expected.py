@@ -72,7 +72,7 @@ EXPECTED = Verb(
     description="""\
         Lists the tensors that a config.json promises, by the transformers that is installed: names, shapes
         and dtypes as save_pretrained writes them. The class that the config names is built without weights,
-        by a process of its own that has no network, no tokens and none of the checkpoint's code. --like takes
+        by a separate process that has no network, no tokens and none of the checkpoint's code. --like takes
         the list, or the config itself. Lists are kept in the user's cache folder.""",
     arguments=_arguments,
     run=_run,

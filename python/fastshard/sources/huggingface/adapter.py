@@ -199,6 +199,8 @@ class HuggingFace:
         findings = []
         files: dict[str, File] = {}
         for tensor, name in weight_map.items():
+            if name in files:
+                continue
             if not safe_relative(name):
                 findings.append(
                     Finding.of(
@@ -210,7 +212,7 @@ class HuggingFace:
                         help="do not use this checkpoint: such an index is made to read other files",
                     )
                 )
-            elif name not in files:
+            else:
                 path = f"{index.folder}/{name}" if index.folder else name
                 file = inside.get(name) or listing.find(path)
                 if file is None:
@@ -227,12 +229,10 @@ class HuggingFace:
                     files[name] = file
         present = [f for f in files.values() if f.root >= 0]
         order = {f.path: i for i, f in enumerate(present)}
-        expected = {
-            str(t): order[files[n].path]
-            for t, n in weight_map.items()
-            if n in files and files[n].path in order
-        }
-        lost = {str(t): files[n].path for t, n in weight_map.items() if n in files and files[n].root < 0}
+        numbers = {name: order[file.path] for name, file in files.items() if file.path in order}
+        expected = {tensor: numbers[name] for tensor, name in weight_map.items() if name in numbers}
+        absent = {name: file.path for name, file in files.items() if file.root < 0}
+        lost = {tensor: absent[name] for tensor, name in weight_map.items() if name in absent}
         findings += index_mismatch.numbers(index, files, inside)
         metadata = content.get("metadata")
         counted = metadata.get("total_size") if isinstance(metadata, dict) else None
