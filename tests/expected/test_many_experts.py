@@ -1,4 +1,4 @@
-"""A model with many experts is judged by a few of them where the others are like these, and by all where not."""
+"""A model with many experts is judged by a few of them where the others are equal, and by all where not."""
 
 from __future__ import annotations
 

@@ -123,6 +123,16 @@ def test_the_tree_of_the_sources_is_made_of_their_first_sentences() -> None:
     assert tree.write_tree(page) == page
 
 
+def test_every_line_is_the_formatters() -> None:
+    """A table that needs alignment is data; the linter holds the width of lines."""
+    marks = ("# fmt: " + "skip", "# fmt: " + "off")
+    folders = ("python", "tests", "benches", "docs", "examples", "scripts")
+    files = [file for folder in folders for file in (SCRIPTS.parent / folder).rglob("*.py")]
+    assert len(files) > 300
+    kept = [str(file) for file in files if any(mark in file.read_text(encoding="utf-8") for mark in marks)]
+    assert kept == []
+
+
 #: Names of the dialect that are keys of stored documents, public, or the name by which a released wheel is
 #: searched.
 KEPT = {"findings/proof.py told", "expected/expected_list.py made", "src/steps.rs held"}
