@@ -1,5 +1,4 @@
-"""Judge what was found: the one list of what drops, merges or reweighs the findings of a plan, in the order
-in which it is done."""
+"""Stages that drop, merge or reweigh findings: two lists, in the order in which the stages run."""
 
 from __future__ import annotations
 
@@ -26,50 +25,54 @@ _WEIGHTS = {"error": 0, "warning": 1, "note": 2}
 
 @dataclass(frozen=True)
 class Facts:
-    """What the stages know of a checkpoint, and of what is asked of it. Nothing changes it."""
+    """The facts that stages need besides the findings: about the checkpoint, and about the request."""
 
-    #: What accounts for others.
+    #: The findings that explain others.
     causes: Causes = field(default_factory=Causes)
-    #: What was found before anything was planned: causes are among it, and nothing accounts for it.
+    #: Findings from before the plan. Causes are among them, so no stage drops one as a consequence.
     known: frozenset[Finding] = frozenset()
-    #: All that the core says of single tensors, with their ranks.
+    #: All findings of the core about single tensors, with the ranks that hold them.
     echoes: Sequence[Finding] = ()
-    #: Tensors that are missing, incomplete or unreadable, with their elements where these are known.
+    #: Missing, incomplete and unreadable tensors, with their numbers of elements where these are known.
     lost: Mapping[str, int | None] = field(default_factory=dict)
-    #: Tensors that can be used; None where the names are a target's.
+    #: Tensors that can be used; None if the plan has the target's names, which are not those of the files.
     usable: Collection[str] | None = None
-    #: Parts of the model that its config promises, and the lost tensors that may be of one.
+    #: Parts of the model that its config promises.
     parts: Sequence[PromisedPart] = ()
+    #: Lost tensors that may belong to one of these parts.
     lost_of_parts: Collection[str] = ()
-    #: Names that the checkpoint's own index has.
+    #: Tensor names in the checkpoint's index.
     index: Collection[str] = ()
-    #: Who lists what the model's class builds, where that is transformers.
+    #: The version of transformers that lists the tensors of the model's class; None if nothing lists them.
     listed_by: str | None = None
-    #: The files that are there.
+    #: The files that exist, with their ranks.
     rank_files: Sequence[RankFile] = ()
+    #: ``--fail-on``, ``--error`` and ``--ignore``.
     gate: Gate = field(default_factory=Gate)
-    #: True if patterns choose tensors.
+    #: True if ``--include`` or ``--exclude`` chooses tensors.
     is_narrowed: bool = False
-    #: Says what a pattern that takes nothing may be meant for.
+    #: Adds the name that a pattern without matches may be meant for.
     explain_selection: Callable[[Finding], Finding] = lambda finding: finding
-    #: True where tensors are left out for one reason each, as the rules of an optimizer's state do.
+    #: True if rules leave tensors out, each with a reason, as those of optimizer state do.
     has_reasons: bool = False
-    #: What was found by reading the data.
+    #: Findings from reading the data.
     read: frozenset[Finding] = frozenset()
-    #: Finds what errors about files account for.
+    #: Returns the causes among errors about files.
     find_causes: Callable[[Sequence[Finding]], Causes] = lambda findings: Causes()
-    #: What a manifest inside the checkpoint alone accepts.
+    #: Words of ``--accept`` that only a manifest inside the checkpoint states.
     untrusted: Collection[str] = ()
 
 
 def drop_consequences(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
-    """Drop what a file that is lost, or an error about all of the checkpoint, accounts for."""
+    """Drop findings that a lost file, or an error about the checkpoint as a whole, explains."""
     return [f for f in findings if f in facts.known or facts.causes.of(f) is None]
 
 
 def explain_empty_selection(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
-    """Say why nothing is left to write: a pattern takes nothing, or the files hold nothing, which an error
-    may say already."""
+    """Explain why there is nothing to write: no name matches a pattern, or the files hold no tensors.
+
+    The finding is dropped if an error from before the plan says it already.
+    """
     if facts.is_narrowed:
         return [facts.explain_selection(f) if f.code == codes.USAGE else f for f in findings]
     if any(f.severity == "error" for f in facts.known):
@@ -79,8 +82,7 @@ def explain_empty_selection(facts: Facts, findings: Sequence[Finding]) -> list[F
 
 
 def merge_reasons(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
-    """Merge notes about tensors that are left out for one reason: a train state has two moments of each
-    weight."""
+    """Merge notes about tensors that are left out for the same reason, such as two moments of each weight."""
     if not facts.has_reasons:
         return list(findings)
     groups: dict[str, list[Finding]] = {}
@@ -96,34 +98,36 @@ def merge_reasons(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
 
 
 def attach_effects(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
-    """Give each error the tensors that cannot be used because of it."""
+    """Add to each error the tensors that cannot be used because of it."""
     return effects.attach_effects(findings, facts.causes, facts.lost, facts.usable, facts.echoes)
 
 
 def apply_gate(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
-    """Weigh warnings and notes as the caller asks: ``--fail-on``, ``--error``, ``--ignore``."""
+    """Change the severity of warnings and notes as ``--fail-on``, ``--error`` and ``--ignore`` ask."""
     return facts.gate.evaluate(findings)
 
 
 def merge_parts(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
-    """Merge what is missing of one part that the config promises."""
+    """Merge findings about missing tensors of one part that the config promises, such as an MTP layer."""
     return merge_by_part(findings, facts.parts, facts.lost_of_parts, facts.index, facts.listed_by)
 
 
 def merge_causes(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
-    """Merge findings of one cause: files of a rank, layers, files of which the same is said."""
+    """Merge findings of one cause: missing files of a rank, consecutive layers, files with the same fault."""
     return group_by_cause(findings, facts.rank_files)
 
 
 def explain_by_copies(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
-    """Name files that hold others' data first, and drop what these account for."""
+    """Put files that hold another file's data first, and drop the findings that they explain."""
     headers = [f for f in findings if f not in facts.read]
     return drop_copied(headers, [f for f in findings if f in facts.read], facts.find_causes)
 
 
 def distrust_manifest(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
-    """Make what a manifest inside the checkpoint alone accepts a warning that a gate may raise: whoever wrote
-    the checkpoint wrote the manifest."""
+    """Undo what only a manifest inside the checkpoint accepts: whoever wrote the checkpoint wrote it too.
+
+    The finding stays a warning, and the gate may raise it to an error again.
+    """
     accepted = {f"accept {word}" for word in facts.untrusted}
     return [
         f.replace(decided=None, help=TRUST, run=["--expect MANIFEST"]) if f.decided in accepted else f
@@ -132,62 +136,66 @@ def distrust_manifest(facts: Facts, findings: Sequence[Finding]) -> list[Finding
 
 
 def sort_by_severity(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
-    """Sort errors before warnings and notes, and drop repetitions."""
+    """Sort errors before warnings before notes, and drop duplicates."""
     return sorted(dict.fromkeys(findings), key=lambda finding: _WEIGHTS[finding.severity])
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of the judgement."""
+    """A function that drops, merges or reweighs findings, and the reason for its place."""
 
     name: str
     apply: Callable[[Facts, Sequence[Finding]], list[Finding]]
-    #: Why it comes after the one before it.
-    reason: str = ""
+    #: Why it runs after the stage before it; of the first stage, why it runs first.
+    reason: str
 
 
+#: The stages for the findings of a plan.
 STAGES = (
-    Stage("consequences", drop_consequences),
-    Stage(
-        "selection", explain_empty_selection, "an error that is no consequence explains why nothing is left"
-    ),
-    Stage("reasons", merge_reasons, "its place is free: these notes have no effect and explain nothing"),
-    Stage("effects", attach_effects, "only what stays has an effect"),
-    Stage("gate", apply_gate, "what the gate makes an error is no cause of others, so that it has no effect"),
-    Stage("parts", merge_parts, "the gate knows codes, and what is merged has one of them"),
-    Stage("causes", merge_causes, "a layer of a part is none of the layers that are missing in a row"),
+    Stage("consequences", drop_consequences, "the other stages work on causes alone"),
+    Stage("selection", explain_empty_selection, "only an error that is a cause explains an empty plan"),
+    Stage("reasons", merge_reasons, "the place is free: these notes have no effect and explain nothing"),
+    Stage("effects", attach_effects, "a finding that was dropped has no effect"),
+    Stage("gate", apply_gate, "a warning that the gate makes an error makes no tensor unusable"),
+    Stage("parts", merge_parts, "--ignore names codes, and a merged finding keeps one code of several"),
+    Stage("causes", merge_causes, "the layers of a promised part do not count among consecutive layers"),
 )
-#: What is made of the findings of a plan and those of its data together.
+#: The stages for a run that reads the data: for the findings of the plan, before its gate, and those of the
+#: run together.
 READ_STAGES = (
-    Stage("copies", explain_by_copies),
-    Stage("trust", distrust_manifest, "an accepted copy that explains what is missing is an error already"),
-    Stage("gate", apply_gate, "what is not trusted is a warning, which the gate may raise"),
+    Stage("copies", explain_by_copies, "copied files explain other findings, so these need no more work"),
+    Stage(
+        "trust", distrust_manifest, "by then a copy that explains missing data is an error, accepted or not"
+    ),
+    Stage(
+        "gate", apply_gate, "a finding that is not accepted any more is a warning, which the gate may raise"
+    ),
     Stage("order", sort_by_severity, "the gate changes severities"),
 )
-#: The stage after which each file has a finding of its own still.
+#: The stage after which there still is a finding for each file and tensor.
 _LAST_OF_EACH = "gate"
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the stages make of findings."""
+    """The findings after all stages."""
 
-    #: One for each cause.
+    #: A finding for each cause.
     findings: list[Finding]
-    #: One for each file and tensor, as they count.
+    #: A finding for each file and tensor, as they are counted; of ``STAGES`` alone.
     each: list[Finding]
 
 
 def judge(facts: Facts, findings: Sequence[Finding], stages: Sequence[Stage] = STAGES) -> Judgement:
-    """Run all stages.
+    """Run stages one after another.
 
     Args:
-        facts: what is known.
-        findings: all that was found.
-        stages: the list.
+        facts: what the stages need besides the findings.
+        findings: the findings of a plan, or of a run that reads the data.
+        stages: ``STAGES`` or ``READ_STAGES``.
 
     Raises:
-        FastshardError: ``FS515`` if an error is to be ignored.
+        FastshardError: ``FS515`` if ``--ignore`` names an error.
     """
     each: list[Finding] = []
     for stage in stages:
