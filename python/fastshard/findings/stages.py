@@ -160,8 +160,8 @@ STAGES = (
     Stage("parts", merge_parts, "--ignore names codes, and a merged finding keeps one code of several"),
     Stage("causes", merge_causes, "the layers of a promised part do not count among consecutive layers"),
 )
-#: The stages for a run that reads the data: for the findings of the plan, before its gate, and those of the
-#: run together.
+#: The stages for a run that reads the data: its findings and those of the plan, which have passed `STAGES`.
+#: The gate decides each finding once, so that it may run again.
 READ_STAGES = (
     Stage("copies", explain_by_copies, "copied files explain other findings, so these need no more work"),
     Stage(
