@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import NotRequired
 
-from .common.options import WriteRequest
 from .zarr.array_writer import StoreWriter
 
 __all__ = [
@@ -349,8 +348,8 @@ class WriteSettings(TypedDict):
 
     threads: int
     memory: int
-    #: What the caller chooses, read by its names.
-    publish: NotRequired[WriteRequest]
+    #: The fields of `common.options.WriteRequest`.
+    publish: NotRequired[dict[str, Any]]
     values: NotRequired[dict[str, Any]]
     #: Of files that go along those from above the checkpoint: where from, by name.
     above: NotRequired[dict[str, str]]

@@ -6,12 +6,14 @@ import json
 import pickle
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import fastshard
 import jsonschema
 import numpy as np
 import pytest
 import torch
+from fastshard import _core
 from fastshard.common.byte_sizes import parse_size
 from fastshard.common.option_checks import taken
 from fastshard.common.options import Requested, WriteRequest, split_request, table
@@ -470,6 +472,18 @@ def test_the_record_of_a_write_has_the_options_of_the_table() -> None:
     assert split_request({"dtype": "f32", "stats": True})[1] == {"dtype": "f32"}
     with pytest.raises(TypeError, match="reflink"):
         WriteRequest.of(reflink=True)
+
+
+def test_the_core_refuses_an_option_of_a_write_that_it_does_not_know(tmp_path: Path) -> None:
+    """It would be taken and do nothing: a field that one side has and the other lacks is refused."""
+    assert set(WriteRequest.of().to_dict()) == set(table(Requested))
+    for publish, word in (({"reflink": True}, "reflink"), ({**WriteRequest.of().to_dict(), "sparse": 1}, "")):
+        settings: Any = {"threads": 1, "memory": 1 << 28, "publish": publish}
+        with pytest.raises(_core.CoreError) as caught:
+            _core.write_piece([], [str(tmp_path)], str(tmp_path / "out"), settings, None, None)
+        (finding,) = caught.value.args[0]
+        assert finding.code == "FS515" and word in finding.message
+    assert not (tmp_path / "out").exists()
 
 
 def test_whole_numbers_of_numpy_are_numbers() -> None:

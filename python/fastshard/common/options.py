@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, TypedDict
 
-from .records import dataclass, replace
+from .records import asdict, dataclass, replace
 
 #: A path as callers give it.
 StrPath = str | os.PathLike[str]
@@ -476,10 +476,7 @@ class Requested(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """One write as its caller chooses it, with a value for each option of :class:`Requested`.
-
-    The core reads the fields by their names.
-    """
+    """One write as its caller chooses it, with a value for each option of :class:`Requested`."""
 
     resume: bool
     overwrite: bool
@@ -492,6 +489,10 @@ class WriteRequest:
     def of(cls, **options: Any) -> "WriteRequest":
         """Make a request from some options; the others have their defaults."""
         return cls(**{name: option.default for name, option in table(Requested).items()} | options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options by name, as the core reads them; it refuses a name that it does not know."""
+        return asdict(self)
 
     def list_common(self) -> dict[str, Any]:
         """Return the options that must be equal in all processes that write a result together."""

@@ -284,7 +284,7 @@ class Job:
         return {
             "threads": self.run["threads"],
             "memory": self.run["memory"],
-            "publish": request,
+            "publish": request.to_dict(),
             "values": self.plan.source.files.values,
             "above": self.above,
             "expected": self.settled,

@@ -234,7 +234,7 @@ def repair_masters(
     settings: WriteSettings = {
         "threads": run["threads"],
         "memory": run["memory"],
-        "publish": WriteRequest.of(resume=resume, overwrite=overwrite, fsync=fsync),
+        "publish": WriteRequest.of(resume=resume, overwrite=overwrite, fsync=fsync).to_dict(),
         "values": {
             **declared.files.values,
             "repaired": "optimizer left out" if drop_optimizer else "master weights from parameters",

@@ -84,7 +84,7 @@ def piece(
     settings: WriteSettings = {
         "threads": run["threads"],
         "memory": run["memory"],
-        "publish": WriteRequest.of(overwrite=overwrite, fsync=fsync),
+        "publish": WriteRequest.of(overwrite=overwrite, fsync=fsync).to_dict(),
         "gate": gate.to_dict(findings),
     }
     with Progress(progress) as bar:
