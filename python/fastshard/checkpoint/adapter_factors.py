@@ -1,5 +1,8 @@
-"""Whether an adapter's factors are all there, as the installed peft saves them, and change anything: asked
-and read when its base is verified or written."""
+"""Checks of an adapter's factors: whether all exist, as the installed peft saves them, and whether they
+change anything.
+
+The checks run when the base of the adapter is verified or written.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["find_lacking"]
 
-#: Bytes of a factor that are looked at together.
+#: Bytes of a factor that are read at a time.
 _WINDOW = 4 << 20
 #: Bytes of a value, by dtype.
 _WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -30,7 +33,7 @@ _UNNOTICED = "whether every target module has factors"
 
 
 def find_lacking(opened: Opened) -> list[Finding]:
-    """Lists what is wrong with an adapter's factors; nothing where there is no adapter."""
+    """List what is wrong with the factors of an adapter; the list is empty if there is no adapter."""
     adapter = opened.source.files.adapter
     if adapter is None:
         return []
@@ -40,8 +43,10 @@ def find_lacking(opened: Opened) -> list[Finding]:
 
 
 def _find_zero_update(opened: Opened, adapter: StoredAdapter) -> list[Finding]:
-    """Warns where every product is zero: that no value of the base changes. What is read ends with the first
-    other value."""
+    """Warn if every product of factors is zero, so that the adapter changes no value of the base.
+
+    Reading stops at the first value that is not zero.
+    """
     names = tensor_names.read_names(adapter.shapes, saved=adapter.is_saved)
     products = [
         (module.factors[a], module.factors[b])
@@ -77,7 +82,7 @@ def _find_zero_update(opened: Opened, adapter: StoredAdapter) -> list[Finding]:
 
 
 def _is_zero(stored: StoredBytes, name: str) -> bool:
-    """Whether a tensor is zero throughout; False for one that is not there."""
+    """Return True if all values of a tensor are zero; False if the tensor does not exist."""
     if name not in stored:
         return False
     size, width = stored.size(name), _WIDTHS.get(stored.dtype(name))
@@ -92,7 +97,7 @@ def _is_zero(stored: StoredBytes, name: str) -> bool:
 
 
 def _compare_with_peft(opened: Opened, adapter: StoredAdapter) -> list[Finding]:
-    """Compares the stored tensors with those that peft saves of such an adapter on such a base."""
+    """Compare the stored tensors with those that peft saves for such an adapter on such a base."""
     if not opened.asks_transformers:
         return [_note_unchecked(adapter, "transformers is not asked")]
     if adapter.base is None or not isinstance(adapter.base.get("model_type"), str):
@@ -114,7 +119,7 @@ def _compare_with_peft(opened: Opened, adapter: StoredAdapter) -> list[Finding]:
 def _list_missing(
     adapter: StoredAdapter, own: tensor_names.AdapterNames, listed: AdapterTensors
 ) -> list[Finding]:
-    """What peft saves and the file lacks, unless it loads the file without missing anything."""
+    """List the tensors that peft saves and the file lacks, unless peft loads the file without missing any."""
     saved = tensor_names.read_names(listed.saved, saved=True)
     stored = _list_parts(own)
     missing = _list_parts(saved) - stored
@@ -144,7 +149,7 @@ def _list_missing(
 
 
 def _list_parts(names: tensor_names.AdapterNames) -> set[tuple[str, str]]:
-    """Modules, each with a factor of it, and what is saved as it was trained."""
+    """List the factors as pairs of module and kind, and the tensors that are saved as they were trained."""
     factors: Iterable[tuple[str, str]] = (
         (module.name, kind) for module in names.modules.values() for kind in module.factors
     )
@@ -153,7 +158,7 @@ def _list_parts(names: tensor_names.AdapterNames) -> set[tuple[str, str]]:
 
 
 def _note_unchecked(adapter: StoredAdapter, why: str) -> Finding:
-    """That nothing says which modules the adapter has, and why."""
+    """Build a note that the modules of the adapter were not checked, with the reason."""
     return Finding.of(
         codes.NOT_PROVABLE,
         f"not checked: {_UNNOTICED} ({why})",

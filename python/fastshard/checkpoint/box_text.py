@@ -1,4 +1,4 @@
-"""Strided boxes of a tensor in words, and whether a range of its elements meets one."""
+"""Strided boxes of a tensor as text, and the test whether a range of elements overlaps a box."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 __all__ = ["Run", "meets", "of_flat", "slices", "strides"]
 
-#: (extent, step): so many indices of a dimension, so far apart.
+#: (extent, step): the number of indices in a dimension, and the distance between them.
 Run = tuple[int, int]
 
 
 def strides(shape: Sequence[int]) -> list[int]:
-    """Steps of C order, in elements."""
+    """Return the strides of a shape in C order, in elements."""
     steps = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         steps[dim] = steps[dim + 1] * max(1, shape[dim + 1])
@@ -19,8 +19,10 @@ def strides(shape: Sequence[int]) -> list[int]:
 
 
 def slices(shape: Sequence[int], base: Sequence[int], runs: Sequence[Sequence[Run]]) -> str:
-    """A box as numpy slices it, e.g. ``[0:16, :]``; ``8 runs of 16 every 48 from 0`` where no slice says
-    it."""
+    """Format a box like a numpy index, e.g. ``[0:16, :]``.
+
+    A dimension that no slice describes is written as, e.g., ``8 runs of 16 every 48 from 0``.
+    """
     return f"[{', '.join(_of_dimension(n, at, run) for n, at, run in zip(shape, base, runs, strict=True))}]"
 
 
@@ -48,7 +50,7 @@ def _of_dimension(extent: int, first: int, runs: Sequence[Run]) -> str:
 
 
 def of_flat(shape: Sequence[int], base: int, axes: Sequence[Run]) -> str:
-    """A box that is given by steps in C-ordered elements, as :func:`slices` writes it."""
+    """Format a box that is given by strides over C-ordered elements, like :func:`slices`."""
     steps = strides(shape)
     first = []
     for extent, step in zip(shape, steps, strict=True):
@@ -61,7 +63,8 @@ def of_flat(shape: Sequence[int], base: int, axes: Sequence[Run]) -> str:
 
 
 def _divided(n: int, step: int, shape: Sequence[int], steps: Sequence[int], runs: list[list[Run]]) -> bool:
-    """Puts an axis into the dimensions that it runs over; False if it keeps to none."""
+    """Add an axis to the runs of the dimensions that it spans; return False if it does not align with
+    them."""
     for dim in range(len(shape) - 1, -1, -1):
         whole = steps[dim] * shape[dim]
         if shape[dim] <= 1 or step % steps[dim] or step >= whole:
@@ -78,7 +81,10 @@ def _divided(n: int, step: int, shape: Sequence[int], steps: Sequence[int], runs
 
 
 def meets(base: int, axes: Sequence[Run], lo: int, hi: int) -> bool:
-    """True if an element of a box, given by steps in C-ordered elements, lies from ``lo`` to below ``hi``."""
+    """Return True if a box has an element from ``lo`` up to, but not including, ``hi``.
+
+    The box is given by strides over C-ordered elements.
+    """
     ordered = sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: -axis[1])
 
     def span(rest: Sequence[Run]) -> int:

@@ -1,4 +1,4 @@
-"""An opened checkpoint: a mapping of whole tensors, lazily merged."""
+"""An opened checkpoint: a mapping of full tensors, which are merged when they are read."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["Checkpoint"]
 
 
 class Checkpoint(Tensors):
-    """The full tensors of a checkpoint, under the names that it has in its files.
+    """The full tensors of a checkpoint, under the names that they have in its files.
 
-    The mapping holds what ``fastshard merge`` would write; nothing is read until a tensor is asked
-    for its values. ``findings`` tells what is wrong. A tensor that is not whole keeps its name, is listed in
+    The mapping holds what ``fastshard merge`` would write. No values are read until they are requested from a
+    tensor. ``findings`` lists what is wrong. An incomplete tensor keeps its name, is listed in
     :attr:`incomplete`, and raises :class:`~fastshard.IncompleteError` when it is read.
     """
 
     def __init__(self, listing: Listing, opened: Opened, files: list[Any]) -> None:
         #: All files below the roots, by name.
         self.listing = listing
-        #: What planning needs of the checkpoint.
+        #: The parts of the checkpoint that planning needs.
         self.opened = opened
         self._files = files
         self._merged: Plan | None = None
@@ -43,7 +43,7 @@ class Checkpoint(Tensors):
 
     @property
     def step(self) -> str | None:
-        """Name of the step, if steps are named."""
+        """Name of the step, if the checkpoint names its steps."""
         return self.opened.source.step
 
     @property
@@ -62,7 +62,7 @@ class Checkpoint(Tensors):
 
     @property
     def read_from(self) -> list[str]:
-        """Paths that no result may overwrite: the result is made of them."""
+        """Paths that no result may overwrite, because the result is made from them."""
         return [*self.listing.given(), *self.opened.besides]
 
     @property
@@ -77,10 +77,10 @@ class Checkpoint(Tensors):
 
     @property
     def extent(self) -> tuple[int, int]:
-        """How many files there are, and their bytes; of a store of arrays all files below its folder.
+        """Number of files, and their total bytes; for a store of arrays, of all files below its folder.
 
-        Of a store of which several hosts have a part, all files below its roots: their folders have names of
-        their own.
+        For a store that is spread over several hosts, all files below the roots count: the folders of the
+        hosts have different names.
         """
         sizes = [file["size"] for file in self.files if file["format"] != "blocks"]
         stores = (store_of(file["path"]) for file in self.files if file["format"] == "blocks")
@@ -91,12 +91,12 @@ class Checkpoint(Tensors):
         return len(sizes), sum(sizes)
 
     def metadata(self) -> dict[str, Any]:
-        """Values of the checkpoint that are not tensors (iteration, arguments)."""
+        """Returns the values of the checkpoint that are not tensors (iteration, arguments)."""
         return dict(self.opened.source.files.values)
 
     @property
     def findings(self) -> list[Finding]:
-        """All findings so far, by names and headers."""
+        """All findings so far, from names and headers."""
         return self._plan.findings
 
     @property
@@ -116,7 +116,7 @@ class Checkpoint(Tensors):
 
 
 def _verdict(checkpoint: Checkpoint) -> str:
-    """What is wrong with a checkpoint, for those who look at its name; nothing for a good one."""
+    """Describe the errors of a checkpoint for its repr; return an empty text if there are none."""
     errors = [finding for finding in checkpoint.findings if finding.severity == "error"]
     if not errors:
         return ""

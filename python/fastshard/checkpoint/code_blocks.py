@@ -1,5 +1,5 @@
-"""Factors and the codes that each is for, in pieces: which factors are none, and which are zero over codes
-that are not."""
+"""Factors of quantised weights and the blocks of codes that they scale: invalid factors, and zero factors
+over nonzero codes."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ if TYPE_CHECKING:
 
 __all__ = ["Blocks", "classify", "count_lost", "show_first"]
 
-#: Bits of a byte of codes that say something: those beside the signs; of maxima and integers in pairs all.
+#: Bits of a byte of codes that matter: all but the signs; for maxima and pairs of integers, all bits.
 _FLOATS, _HALVES, _ALL = 0x7F, 0x77, 0xFF
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The codes of a stack of matrices, divided into blocks of bytes, each of which has a factor."""
+    """The codes of a stack of matrices, divided into blocks of bytes; each block has one factor."""
 
     #: The tensor of the codes.
     codes: str
     #: Rows of a matrix, and bytes of a row.
     rows: int
     width: int
-    #: Factors of a matrix: rows and columns of them.
+    #: Factors of a matrix: number of rows and columns.
     down: int
     across: int
-    #: Bits that are zero where a code is; None for integers, of which a block says nothing where all bytes
-    #: are equal.
+    #: Bits that are zero if a code is zero; None for integers, whose block counts as zero if all bytes are
+    #: equal.
     mask: int | None
-    #: Matrices.
+    #: Number of matrices.
     lead: int = 1
-    #: Rows of factors for one row of bytes: 2 where a byte holds codes of two rows, the first in its low
+    #: Rows of factors for each row of bytes: 2 if a byte holds codes of two rows, the first one in its low
     #: half.
     share: int = 1
 
     @classmethod
     def in_turn(cls, codes: str, size: int, count: int, kind: str) -> Blocks:
-        """Makes blocks that follow one another, whatever the rows are."""
+        """Build blocks that follow one another regardless of rows."""
         return cls(codes, 1, size, 1, count, _ALL if kind == "maxima" else None)
 
     @classmethod
     def of_matrices(
         cls, codes: str, shape: tuple[int, ...], size: int, grid: tuple[int, ...], dtype: str
     ) -> Blocks | None:
-        """Makes blocks of rows and columns; None where several factors are for one byte."""
+        """Build blocks of rows and columns; return None if one byte has several factors."""
         rows, width = shape[-2], size // math.prod(shape[:-1])
         down, across = grid[-2:]
         share = 2 if dtype == "U8" and down == 2 * rows else 1
@@ -67,26 +67,30 @@ class Blocks:
 
     @property
     def height(self) -> int:
-        """Returns the rows of a block."""
+        """Number of rows in a block."""
         return _extent(self.rows, self.down // self.share)
 
     @property
     def length(self) -> int:
-        """Returns the bytes of a row of a block."""
+        """Bytes in a row of a block."""
         return _extent(self.width, self.across)
 
 
 def _extent(extent: int, parts: int) -> int:
-    """Returns how long the blocks are of which an extent has so many, the last of them short: a power of two,
-    where one fits."""
+    """Return the length of the blocks that divide an extent into so many parts.
+
+    The last block may be short. The length is a power of two if one fits.
+    """
     least = ceil_div(extent, parts)
     power = 1 << max(0, least - 1).bit_length()
     return power if ceil_div(extent, power) == parts else least
 
 
 def classify(raw: Array, dtype: str, *, signed: bool) -> tuple[Array, Array]:
-    """Finds factors that are zero, and those that are none: NaN, infinite, or below zero unless they may
-    be."""
+    """Find the factors that are zero, and those that are invalid.
+
+    Invalid factors are NaN, infinite, or, unless ``signed``, negative.
+    """
     import numpy as np
 
     if dtype in ("F8_E4M3", "F8_E8M0", "U8"):
@@ -99,7 +103,7 @@ def classify(raw: Array, dtype: str, *, signed: bool) -> tuple[Array, Array]:
 
 
 def show_first(raw: Array, odd: Array, dtype: str) -> str:
-    """Writes the first of the factors that are none."""
+    """Format the first of the invalid factors."""
     import numpy as np
 
     at = int(np.argmax(odd))
@@ -118,13 +122,16 @@ def _as_floats(raw: Array, dtype: str) -> Array:
 
 @cache
 def _kinds_of_bytes(dtype: str, signed: bool) -> bytes:
-    """Lists for each byte 1 where it is zero, 2 where it is no factor, else 0."""
+    """Build a table with 1 for each byte that is zero, 2 for each that is an invalid factor, and else 0."""
     values = [_value_of_byte(byte, dtype) for byte in range(256)]
     return bytes(1 if v == 0 else 2 if math.isnan(v) or (v < 0 and not signed) else 0 for v in values)
 
 
 def _value_of_byte(byte: int, dtype: str) -> float:
-    """Returns the number that a byte is: of E4M3, or a power of two, whose last is no number."""
+    """Return the number that a byte encodes.
+
+    The byte is an E4M3 number, or else the exponent of a power of two, whose last value (255) is NaN.
+    """
     if dtype != "F8_E4M3":
         return math.nan if byte == 255 else math.ldexp(1.0, byte - 127)
     exponent, fraction = byte >> 3 & 15, byte & 7
@@ -135,7 +142,7 @@ def _value_of_byte(byte: int, dtype: str) -> float:
 
 
 def count_lost(name: str, blocks: Blocks, stored: StoredBytes) -> int:
-    """Counts the factors that are zero over codes that are not; over zeros any factor will do."""
+    """Count the factors that are zero over nonzero codes; over zero codes any factor is right."""
     import numpy as np
 
     lost = 0
@@ -156,13 +163,13 @@ def count_lost(name: str, blocks: Blocks, stored: StoredBytes) -> int:
 
 
 def _find_codes(first: int, zero: Array, blocks: Blocks, stored: StoredBytes) -> Array:
-    """Finds the bits that the codes of some blocks have: not zero where they say something.
+    """Find the bits that are set in the codes of some blocks; they are nonzero if the codes carry values.
 
     Args:
         first: the number of the first block.
-        zero: true for these blocks.
-        blocks: how codes are divided.
-        stored: where they are read.
+        zero: an array that is True for the blocks to examine.
+        blocks: how the codes are divided.
+        stored: the bytes to read them from.
     """
     import numpy as np
 
@@ -193,7 +200,7 @@ def _find_codes(first: int, zero: Array, blocks: Blocks, stored: StoredBytes) ->
 
 
 def _windows_of_codes(first: int, count: int, blocks: Blocks) -> Iterator[tuple[int, int]]:
-    """Lists ranges of the bytes of some blocks: of several full rows, or of a part of one."""
+    """Yield ranges of the bytes of some blocks: several complete rows, or a part of one row."""
     high, wide, down = blocks.height, blocks.length, blocks.down // blocks.share
 
     def first_row(block: int) -> int:

@@ -1,5 +1,5 @@
-"""Values of quantised weights, where a dtype is asked for: what the core makes of which tensors, and what is
-left out."""
+"""Values of quantised weights for a requested dtype: what the core computes, and which tensors are left
+out."""
 
 from __future__ import annotations
 
@@ -28,29 +28,32 @@ _HELP = (
 
 @dataclass(frozen=True)
 class Dequantised:
-    """What is asked of the core for quantised weights."""
+    """The request to the core for the values of quantised weights."""
 
     coded: Sequence[Mapping[str, object]] = ()
-    #: Names of values, by those of their codes.
+    #: Names of the values, by the names of their codes.
     values_of_codes: Mapping[str, str] = field(default_factory=dict)
-    #: Names of scales and the like, which are left out.
+    #: Names of scales and similar tensors, which are left out.
     hidden: Sequence[str] = ()
     findings: Sequence[Finding] = ()
-    #: What the manifest says of them: the dtype, weights by form, and what is left out by role; empty where
-    #: there are none.
+    #: The record in the manifest: the dtype, the number of weights by form, and of tensors that are left out
+    #: by role; empty if there are none.
     record: Mapping[str, Any] = field(default_factory=dict)
 
     def left_out(self, own_names: Mapping[str, str]) -> frozenset[str]:
-        """Return the names stored of what is left out; ``own_names`` are the model's own by these."""
+        """Return the stored names of the tensors that are left out.
+
+        ``own_names`` maps stored names to the model's own names.
+        """
         stored = {own: name for name, own in own_names.items()}
         return frozenset(stored.get(name, name) for name in self.hidden)
 
     def described(self, source: Source, names_of: Callable[[int], Iterable[str]]) -> Source:
-        """The source as it is with plain weights.
+        """Return the declaration of the source as if its weights were stored as plain values.
 
         Args:
             source: the source as it is stored.
-            names_of: names of the tensors in a file, by its number.
+            names_of: returns the names of the tensors in a file, by its number.
         """
         values = (
             {**source.files.values, "dequantised": dict(self.record)} if self.record else source.files.values
@@ -73,12 +76,12 @@ class Dequantised:
 
 
 def dequantised(opened: Opened, prefix: str, dtype: str) -> Dequantised:
-    """What makes the values of all quantised weights.
+    """Build the request for the values of all quantised weights of a checkpoint.
 
     Args:
         opened: the checkpoint.
-        prefix: what the names of the model begin with.
-        dtype: the dtype that is wanted, as safetensors spells it.
+        prefix: the prefix of the model's names.
+        dtype: the requested dtype, as safetensors spells it.
     """
     if not (opened.quantised.weights or opened.quantised.of_activations):
         return Dequantised(findings=opened.quantised.unsaid)
@@ -141,14 +144,14 @@ def dequantised(opened: Opened, prefix: str, dtype: str) -> Dequantised:
 
 @dataclass(frozen=True)
 class Logical:
-    """The weight that codes are stored for."""
+    """The weight that stored codes stand for."""
 
     name: str
     shape: tuple[int, ...]
     form: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain data."""
+        """Return plain data."""
         return {"name": self.name, "shape": list(self.shape), "form": self.form}
 
     def __str__(self) -> str:
@@ -156,8 +159,10 @@ class Logical:
 
 
 def weights_of(opened: Opened) -> dict[str, Logical]:
-    """The weights that are stored quantised, by the names of their codes; without those whose record is
-    damaged."""
+    """Return the weights that are stored quantised, by the names of their codes.
+
+    Weights whose record is damaged are left out.
+    """
     access = ValueAccess("F32", StoredBytes(opened).read, looks=False, compares_readers=False)
     found: dict[str, Logical] = {}
     for weight in opened.quantised.weights:
@@ -175,7 +180,7 @@ def weights_of(opened: Opened) -> dict[str, Logical]:
 
 
 def _below(prefix: str, weight: Weight) -> Weight:
-    """A weight by the names that it has below a prefix."""
+    """Add a prefix to all names of a weight."""
     return replace(
         weight,
         module=f"{prefix}{weight.module}",
@@ -199,7 +204,7 @@ def _refused(form: str, why: str, weights: Sequence[Weight]) -> Finding:
 
 
 def describe_record(record: Mapping[str, Any]) -> str:
-    """What the manifest's record of them says, in one line."""
+    """Format the manifest's record of dequantised weights in one line."""
     forms = " and ".join(
         f"{counted(count, 'weight')} stored as {form}" for form, count in record["forms"].items()
     )

@@ -1,4 +1,5 @@
-"""A checkpoint's files against the hashes that the Hub's cache, or ``--local-dir``, keeps of a download."""
+"""Comparison of a checkpoint's files with the hashes that the Hub's cache, or ``--local-dir``, keeps of a
+download."""
 
 from __future__ import annotations
 
@@ -24,20 +25,20 @@ __all__ = ["Downloaded", "compare_download", "compare_files", "find_unchecked"]
 
 @dataclass(frozen=True)
 class Downloaded:
-    """Files that were compared with what was downloaded."""
+    """The files that were compared with the hashes of a download."""
 
-    #: Files with a record, those that hold tensors among them, and all that hold tensors.
+    #: Number of files with a record, of those among them that hold tensors, and of all that hold tensors.
     files: int
     tensors: int
     of: int
 
     @property
     def is_whole(self) -> bool:
-        """True if each file of tensors has its record."""
+        """True if every file of tensors has a record."""
         return self.tensors == self.of > 0
 
     def describe(self) -> str:
-        """Says it in words."""
+        """Describe in words which files were compared."""
         of = "" if self.is_whole else f", {self.tensors} of {counted(self.of, 'file')} of tensors among them"
         return f"{counted(self.files, 'file')} against the hashes of the download{of}"
 
@@ -45,19 +46,19 @@ class Downloaded:
 def compare_files(
     checkpoint: Checkpoint, part: tuple[int, int], threads: int, bar: Progress
 ) -> tuple[Downloaded, list[Finding]]:
-    """Compares files with what was downloaded from Hugging Face's hub, by the hashes that are kept of it.
+    """Compare files with the hashes that are kept from their download from the Hugging Face Hub.
 
-    Returns which files there are records of, and the findings for those that differ.
+    Returns which files have records, and the findings for those that differ.
 
     Args:
         checkpoint: an opened checkpoint.
-        part: n and t: of the files every t-th from the n-th on. Of files that lie on several hosts each
-            process compares its own.
-        threads: files that are read at a time.
-        bar: told how far it is.
+        part: n and t: compare every t-th file, beginning with the n-th. If files lie on several hosts, each
+            process compares those of its host.
+        threads: number of files to read at a time.
+        bar: shows the progress.
 
     Raises:
-        FastshardError: if one cannot be read, or changes meanwhile.
+        FastshardError: if a file cannot be read, or changes meanwhile.
     """
     records, weights = _records(checkpoint)
     roots = dict(enumerate(checkpoint.listing.roots))
@@ -73,7 +74,7 @@ def compare_files(
 def compare_download(
     checkpoint: Checkpoint, part: tuple[int, int], threads: int, bar: Progress
 ) -> list[Finding]:
-    """Compares the same where somebody asks for it, with a note for files of tensors that nothing is kept of.
+    """Compare files like :func:`compare_files`, and add a note if files of tensors have no hash.
 
     Raises:
         FastshardError: as :func:`compare_files`.
@@ -88,7 +89,7 @@ def compare_download(
 
 
 def find_unchecked(checkpoint: Checkpoint) -> list[Finding]:
-    """Finds that there are hashes of a download, which nobody compares: a note."""
+    """Return a note if there are hashes of a download that are not compared."""
     records, _ = _records(checkpoint)
     if not records:
         return []
@@ -105,7 +106,7 @@ def find_unchecked(checkpoint: Checkpoint) -> list[Finding]:
 
 
 def _records(checkpoint: Checkpoint) -> tuple[list[Record], Collection[Path]]:
-    """What is kept of the download of a checkpoint's files, and the paths of those that hold tensors."""
+    """Return the records of the download of a checkpoint's files, and the paths of the files of tensors."""
     listing = checkpoint.listing
     tensors = sorted({(file.root, file.path) for file in checkpoint.opened.behind})
     texts = [] if listing.single else manifest_files.loaded_beside(checkpoint)

@@ -1,5 +1,4 @@
-"""What a plan is drafted of: an opened checkpoint, the part of its source that is asked for, and the core's
-draft."""
+"""The inputs of a plan: an opened checkpoint, the requested part of its source, and the core's draft."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from ..expected.expected_list import ExpectedTensors
     from ..expected.reference import Reference
 
-#: Where the outputs of a plan lie that is only read.
+#: The places of outputs in a plan that is only read, never written.
 UNPLACED: dict[str, Any] = {
     "files": [],
     "max_shard_size": 1 << 62,
@@ -38,11 +37,10 @@ UNPLACED: dict[str, Any] = {
 
 
 class Promised:
-    """The tensors that a config promises by the installed transformers, which are listed beside other
-    work."""
+    """The tensors that a config promises according to transformers, listed in a separate thread."""
 
     def __init__(self, listing: Callable[[], ExpectedTensors]) -> None:
-        """Begins to list them; ``listing`` raises FastshardError where it cannot."""
+        """Start to list the tensors; ``listing`` raises FastshardError if it cannot list them."""
         self._listed: ExpectedTensors | None = None
         self._why: str | BaseException = ""
         self._thread = threading.Thread(target=self._list, args=(listing,), daemon=True)
@@ -58,7 +56,7 @@ class Promised:
 
     @property
     def listed(self) -> ExpectedTensors | None:
-        """The list, waited for; None if nothing could make it."""
+        """The list, once it is complete; None if it could not be built."""
         self._thread.join()
         if isinstance(self._why, BaseException):
             raise self._why
@@ -66,92 +64,94 @@ class Promised:
 
     @property
     def why(self) -> str:
-        """Why there is no list; empty where there is one."""
+        """The reason why there is no list; empty if there is one."""
         return "" if self.listed is not None else str(self._why)
 
 
 @dataclass(frozen=True)
 class Opened:
-    """An opened checkpoint as planning sees it: declaration, files, and what was found on opening."""
+    """An opened checkpoint as planning sees it: declaration, files, and the findings of opening."""
 
     source: Source
     catalog: _core.Catalog
     findings: list[Finding]
     #: Files in the catalog's order.
     files: Sequence[File]
-    #: What findings call these files: their paths, and of a path that several roots hold the root too.
+    #: Names of these files in findings: the path, with the root if several roots hold the same path.
     labels: Sequence[str]
-    #: All files that hold what is read: of a store, which the catalog knows as one, each.
+    #: All files that hold the data; every file of a store, which the catalog counts as one.
     behind: list[File]
-    #: What it is held against, if anything is.
+    #: The reference that the checkpoint is compared with, if any.
     reference: Reference | None = None
-    #: How findings are judged; those above are as they were found.
+    #: The rules that set the severity of findings; they are not applied to ``findings``.
     gate: Gate = field(default_factory=Gate)
-    #: False if transformers is not to be asked what the config promises.
+    #: True if transformers may be asked which tensors the config promises.
     asks_transformers: bool = False
-    #: What it has answered, once it was asked.
+    #: The answer of transformers, once it was asked.
     promised: Promised | None = None
     #: Weights that are stored quantised, by the model's own names.
     quantised: QuantisedWeights = field(default_factory=QuantisedWeights)
-    #: What is read besides the checkpoint, as it was given: an adapter, the model that parts are taken from.
+    #: Paths that are read in addition, as given: an adapter, the model that missing parts are taken from.
     besides: Sequence[str] = ()
 
     def find_causes(self, findings: Sequence[Finding], source: Source | None = None) -> Causes:
-        """Find the causes among findings: what is missing because of them needs no finding of its own."""
+        """Find the causes among findings, which account for what is missing because of them."""
         paths = [file.path for file in self.files]
         return causes_of(findings, source or self.source, paths, self.catalog.names, self.labels)
 
     @property
     def listed(self) -> ExpectedTensors | None:
-        """What transformers lists by the config, waited for; None if it was not asked or cannot tell."""
+        """The list that transformers gives for the config, once it is complete; None if there is none."""
         return None if self.promised is None else self.promised.listed
 
 
 @dataclass(frozen=True)
 class CoreRequest:
-    """What the core is asked to draft: of a source alone, every tensor as it is stored. The core reads the
-    fields by their names."""
+    """The request to the core for a draft; by default every tensor of the source as it is stored.
+
+    The core reads the fields by their names.
+    """
 
     source: Source
-    #: Which copy of the weights is taken: ``params`` or ``masters``; None for the one that the source names.
+    #: The copy of the weights to take: ``params`` or ``masters``; None for the source's default.
     weights: str | None = None
-    #: True to make slots of the optimizer's state.
+    #: True to include the slots of the optimizer state.
     optimizer: bool = False
     #: None for a merge.
     target: Form | None = None
-    #: Element type of floating outputs, by safetensors' name; None to keep each.
+    #: Dtype of floating-point outputs, by its safetensors name; None to keep each dtype.
     dtype: str | None = None
-    #: Outputs that keep theirs: ``names`` (or last parts of names), and whether ``nothing`` does.
+    #: Outputs that keep their dtype: ``names`` (or last parts of names), and ``nothing`` if none does.
     keep: Mapping[str, object] = field(default_factory=dict)
     #: True to average replicas that differ.
     mean_replicas: bool = False
-    #: Glob patterns of outputs; all where there are none.
+    #: Glob patterns of outputs; all outputs if there are none.
     include: Iterable[str] = ()
     exclude: Iterable[str] = ()
-    #: Tensors that are wanted as the values of their codes, and names stored of those that only these are
-    #: made of.
+    #: Tensors to compute from their codes, and the stored names of tensors that only these computations
+    #: need.
     coded: Sequence[Mapping[str, object]] = ()
     left_out: frozenset[str] = frozenset()
-    #: The source's table, where it is not its own.
+    #: The table to read the source with; None for the table of the source.
     table: _core.Table | None = None
 
 
 @dataclass(frozen=True)
 class Merged:
-    """A draft that is compared with a reference: of what, and how its names came about."""
+    """A draft to compare with a reference, with its source and the way its names were chosen."""
 
     draft: _core.Draft
     source: Source
     #: False for a conversion.
     is_merge: bool
-    #: What the core was asked to draft.
+    #: The request that the core drafted.
     core_request: CoreRequest
-    #: How its names became those of the reference; empty where they did not.
+    #: How its names became those of the reference; empty if they did not.
     renamed: str
 
 
 def taken(opened: Opened, request: Request) -> Source:
-    """The part of a source that is asked for, with the vocabulary that was given."""
+    """Return the requested part of a source, with the vocabulary size of the request."""
     source = opened.source
     if source.names.is_chosen or not keeps_all(request.to):
         source = source.weights_only(opened.catalog.names, request.optimizer)
@@ -173,7 +173,7 @@ def taken(opened: Opened, request: Request) -> Source:
 
 
 def with_masters(state: Optimizer, request: Request) -> Request:
-    """Moments go on with the weights that they were taken of: the masters, where there are any."""
+    """Request the master weights if moments are converted, as the moments belong to them if they exist."""
     moves = request.optimizer and request.to is not None and TARGETS[request.to].takes_slots
     if moves and request.weights is None and state.masters:
         return replace(request, weights="masters")
@@ -181,7 +181,7 @@ def with_masters(state: Optimizer, request: Request) -> Request:
 
 
 def movable(framework: str, state: Optimizer, target: Target, request: Request) -> None:
-    """Whether the source's state is one that moves.
+    """Check that the optimizer state of a source can be converted to the target.
 
     Raises:
         FastshardError: ``FS514`` for train states of JAX, whose moments have other names than their weights.
@@ -197,7 +197,7 @@ def movable(framework: str, state: Optimizer, target: Target, request: Request) 
 
 
 def draft_of(catalog: _core.Catalog, core_request: CoreRequest) -> _core.Draft:
-    """A draft of what is asked for, with the tables of source and target."""
+    """Draft a request, with the tables of source and target."""
     table = core_request.source.binding.effective_table if core_request.table is None else core_request.table
     target = None if core_request.target is None else core_request.target.table
     try:
@@ -208,7 +208,7 @@ def draft_of(catalog: _core.Catalog, core_request: CoreRequest) -> _core.Draft:
 
 
 def full_tensors(catalog: _core.Catalog, source: Source) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of every tensor of a source, merged, by the model's own names."""
+    """Return dtype and shape of every full tensor of a source, by the model's own names."""
     drafted = draft_of(catalog, CoreRequest(source)).tensors()
     return {
         source.names.own.get(name, name): (dtype, tuple(whole)) for name, dtype, _, _, whole, _ in drafted

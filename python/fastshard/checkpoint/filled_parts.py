@@ -1,9 +1,9 @@
 """Parts of a model that no file of a checkpoint holds, taken from the model that training began with
 (``--fill-from``).
 
-Trainers that freeze a tower often save what they train alone, and transformers drops the layers that predict
-further tokens. What is taken is whole parts, byte for byte. A single tensor of a part that is there may have
-been lost, so it is taken by its name alone (``--fill-only``).
+Trainers that freeze a tower often save only the weights that they train, and transformers drops the layers
+for multi-token prediction. Complete parts are taken, byte for byte. A single missing tensor of an existing
+part may have been lost, so it is taken only if its name is given (``--fill-only``).
 """
 
 from __future__ import annotations
@@ -43,46 +43,46 @@ _OF_WORDS = (*WORDS["embedding_modules"], *WORDS["head_modules"])
 
 @dataclass(frozen=True)
 class Filled:
-    """What is taken from a model, by the number of its file among those that hold any of it."""
+    """The parts that are taken from a model, by file."""
 
-    #: The model, as it was given.
+    #: The path of the model, as given.
     path: str
     roots: list[Path]
-    #: Files that hold what is taken; their roots are numbered from 0.
+    #: Files that hold the taken tensors; their roots are numbered from 0.
     files: list[File]
-    #: Of each file, the names of what is taken, and what these are called in the checkpoint.
+    #: For each file, the names of the taken tensors, mapped to their names in the checkpoint.
     names: list[dict[str, str]]
-    #: Names by the part that they are of.
+    #: Names of the taken tensors, by part.
     parts: dict[str, list[str]]
-    #: Names that were asked for one by one.
+    #: Names of tensors that were requested one by one.
     single: list[str]
 
 
 @dataclass(frozen=True)
 class _Model:
-    """Tensors by the model's own names: dtype and shape."""
+    """The tensors of a model by its own names, with dtype and shape."""
 
     tensors: dict[str, tuple[str, list[int]]]
-    #: What a file has of them, by the file's number.
+    #: Names of the tensors in each file, by the file's number.
     of_file: dict[int, list[str]]
 
 
 def find(
     base: Checkpoint, original: Checkpoint, path: str, only: Iterable[str], listed: ExpectedTensors | None
 ) -> Filled:
-    """Looks for parts that a checkpoint lacks and a model has.
+    """Find the parts that a checkpoint lacks and a model has.
 
     Args:
         base: the checkpoint.
         original: the model.
-        path: of the model, as it was given.
+        path: the path of the model, as given.
         only: patterns of single tensors.
-        listed: the list that the checkpoint is held against, where it has the names in memory.
+        listed: the list that the checkpoint is compared with, for a checkpoint with the names in memory.
 
     Raises:
-        FastshardError: what is wrong with the model; ``FS514`` if its tensors, or those of the checkpoint,
-            lie divided; ``FS201`` and ``FS202`` if it is no model of that kind; ``FS515`` for a pattern that
-            names nothing.
+        FastshardError: if the model has errors; ``FS514`` if its tensors, or those of the checkpoint, are
+            divided; ``FS201`` and ``FS202`` if the shapes or dtypes do not fit; ``FS515`` for another model,
+            or a pattern that matches nothing.
     """
     errors = [finding for finding in original.findings if finding.severity == "error"]
     if errors:
@@ -139,12 +139,12 @@ def find(
 
 
 def add(source: Source, filled: Filled, first: int) -> tuple[Source, list[Finding]]:
-    """A declaration with what was found, and what is said of that.
+    """Add the parts that were found to a declaration, and return it with the findings about them.
 
     Args:
-        source: of the checkpoint.
-        filled: what is taken.
-        first: number of the first of its files.
+        source: the declaration of the checkpoint.
+        filled: the parts to add.
+        first: number of the first file of the parts.
     """
     if not filled.files:
         message = f"nothing is taken from {filled.path} (--fill-from): no part is missing that it has"
@@ -188,7 +188,7 @@ def add(source: Source, filled: Filled, first: int) -> tuple[Source, list[Findin
 
 
 def _list_tensors(base: Checkpoint) -> tuple[dict[str, tuple[str, list[int]]], set[str]]:
-    """The model's tensors in a checkpoint, by its own names, and the names of those that are lost."""
+    """List the model's tensors in a checkpoint by its own names, and the names of lost tensors."""
     opened, source = base.opened, base.opened.source
     draft = draft_of(opened.catalog, CoreRequest(source))
 
@@ -204,7 +204,7 @@ def _list_tensors(base: Checkpoint) -> tuple[dict[str, tuple[str, list[int]]], s
 
 
 def _model(original: Checkpoint) -> _Model:
-    """The tensors of a model of whole ones, with the files that hold them."""
+    """List the tensors of a model that stores full tensors, with the files that hold them."""
     opened = original.opened
     tensors = {name: (dtype, list(shape)) for name, dtype, shape, _, _ in original._plan.outputs}
     of_file = {}
@@ -226,7 +226,7 @@ def _model(original: Checkpoint) -> _Model:
 def _spelled(
     names: Iterable[str], have: Mapping[str, object], listed: ExpectedTensors | None
 ) -> dict[str, str]:
-    """What a model's tensors are called in a checkpoint, which may have their names in memory."""
+    """Map the names of a model's tensors to those in the checkpoint, which may use the names in memory."""
     called = {name: name for name in names}
     if listed is None:
         return called
@@ -243,7 +243,11 @@ def _spelled(
 def _is_of_that_kind(
     own: Mapping[str, tuple[str, list[int]]], have: Mapping[str, tuple[str, list[int]]], path: str
 ) -> None:
-    """Refuses another model: most names of the smaller one must be the other's, and all of the same shape."""
+    """Refuse a model of another kind.
+
+    The checkpoint and the model must share most names of the smaller one, and common tensors must have the
+    same shape.
+    """
     common = own.keys() & have.keys()
     if 2 * len(common) <= min(len(own), len(have)):
         raise FastshardError.of(
@@ -270,8 +274,10 @@ def _is_of_that_kind(
 def _dtypes_fit(
     taken: Iterable[tuple[str, list[int]]], have: Iterable[tuple[str, list[int]]], path: str
 ) -> None:
-    """Refuses floats of another width than most of the checkpoint's, and codes where it has none: its config
-    says nothing of them."""
+    """Refuse floats of another dtype than most in the checkpoint, and codes if the checkpoint has none.
+
+    The config of the checkpoint does not describe such codes.
+    """
     taken, have = list(taken), list(have)
     ours, theirs = _main(have), _main(taken)
     code_dtypes = {dtype for dtype, shape in taken if dtype in _CODES and len(shape) >= 2}
@@ -299,7 +305,7 @@ def _dtypes_fit(
 
 
 def _main(tensors: Iterable[tuple[str, list[int]]]) -> str | None:
-    """The floating dtype that most elements have."""
+    """Return the floating-point dtype of most elements; None if there are no floats."""
     counts: Counter[str] = Counter()
     for dtype, shape in tensors:
         if dtype in TORCH_FLOATS:

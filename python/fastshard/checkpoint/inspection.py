@@ -1,4 +1,5 @@
-"""What a checkpoint is: framework, step, topology, tensors, bytes and what is missing, by headers alone."""
+"""A summary of a checkpoint from its headers alone: framework, step, topology, tensors, bytes and what is
+missing."""
 
 from __future__ import annotations
 
@@ -25,43 +26,43 @@ __all__ = ["Inspection", "inspect"]
 
 @dataclass(frozen=True)
 class Inspection:
-    """What the headers of a checkpoint say."""
+    """The summary of a checkpoint from its headers."""
 
-    #: Framework that wrote it.
+    #: Framework that wrote the checkpoint.
     framework: str
     #: Model family, if it is known.
     family: str | None
-    #: Name of the step, if steps are named.
+    #: Name of the step, if the checkpoint names its steps.
     step: str | None
     #: Parallel degrees, e.g. ``{"tp": 2}``.
     topology: dict[str, int]
-    #: How many files were read, and their bytes.
+    #: Number of files that were read, and their bytes.
     files: int
     file_bytes: int
-    #: How many tensors the files hold; ``outputs`` are the full ones that these make.
+    #: Number of tensors in the files; ``outputs`` are the full tensors that are merged from them.
     stored_tensors: int
     #: Number of all elements.
     parameters: int
     #: Number of full tensors and their bytes, by dtype.
     dtypes: dict[str, tuple[int, int]]
-    #: Sizes of the layout by their letters.
+    #: Sizes of the layout's axes, by letter.
     axes: dict[str, int]
     #: Values that are not tensors: iteration, arguments.
     metadata: dict[str, Any]
     #: The full tensors.
     outputs: list[TensorRow]
-    #: Everything found.
+    #: All findings.
     findings: list[Finding]
-    #: True if something outside the files states what must exist.
+    #: True if something outside the files states which tensors must exist.
     provable: bool
-    #: How many tensors are missing or incomplete.
+    #: Number of tensors that are missing or incomplete.
     incomplete: int = 0
-    #: Number of all elements if every tensor were complete; None where that is not known.
+    #: Number of all elements if every tensor were complete; None if it is not known.
     expected_parameters: int | None = None
 
     @property
     def complete(self) -> bool:
-        """True if nothing is missing or wrong by headers."""
+        """True if, by the headers, nothing is missing or wrong."""
         return not any(f.severity == "error" for f in self.findings)
 
     def to_dict(self) -> dict[str, Any]:

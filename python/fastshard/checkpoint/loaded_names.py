@@ -1,5 +1,5 @@
-"""Whether from_pretrained finds a model's tensors under the names that they have, where these are not those
-that the class of its config.json writes."""
+"""The check whether from_pretrained finds a model's tensors under names that the class in config.json does
+not write."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["count_ties_once", "is_named_as_listed", "not_loaded", "severity_of", "unloaded_prefix"]
 
-#: What the tables of a framework are called by.
+#: Names of frameworks, by the first part of the names of their tables.
 _FRAMEWORKS = {
     "gpt_neox": "GPT-NeoX",
     "maxtext": "MaxText",
@@ -35,13 +35,14 @@ _FRAMEWORKS = {
 def is_named_as_listed(
     listed: ExpectedTensors, names: Collection[str], stored_as: Mapping[str, Sequence[str]]
 ) -> bool:
-    """True if every tensor that a class writes is stored under the name that it writes; of tied tensors one
-    is enough.
+    """Return True if every tensor that a class writes is stored under the name that the class writes.
+
+    Of tied tensors one is enough.
 
     Args:
-        listed: what the config promises.
-        names: of the stored tensors.
-        stored_as: names of what is stored in another form, by those of the list.
+        listed: the tensors that the config promises.
+        names: the names of the stored tensors.
+        stored_as: the names of tensors that are stored in another form, by the names in the list.
     """
     # What lists tensors is loaded where there is a list.
     from ..expected.expected_list import patterns
@@ -61,8 +62,7 @@ def is_named_as_listed(
 
 
 def count_ties_once(listed: ExpectedTensors, names: Iterable[str]) -> list[str]:
-    """Returns the names without those that are tied to another one of them; of each group the last, which is
-    seldom the head."""
+    """Return the names, with only the last of each group of tied tensors, which is seldom the head."""
     names = list(names)
     others = {
         name for group in listed.ties for name in sorted(set(group).intersection(names), key=names.index)[:-1]
@@ -71,9 +71,12 @@ def count_ties_once(listed: ExpectedTensors, names: Iterable[str]) -> list[str]:
 
 
 def severity_of(request: Request, model: Description) -> str:
-    """Returns how much it weighs that names are not those that the class loads: an error for a result that
-    its config.json is written beside, and for a folder that ``save_pretrained`` is said to have written; of
-    others a merge is not loaded."""
+    """Return the severity of names that the class does not load.
+
+    It is an error for a result that is written with its config.json, and for a folder that
+    ``save_pretrained`` wrote according to its files. It is a warning otherwise, since a merged checkpoint is
+    not loaded.
+    """
     if request.writes:
         return "error" if request.to == "hf" or model.hf_names else "warning"
     return "error" if model.saved_whole else "warning"
@@ -88,14 +91,14 @@ def not_loaded(
     *,
     allows_headless: bool,
 ) -> list[Finding]:
-    """Finds tensors that from_pretrained would initialise itself since the names in the files are others.
+    """Find tensors that from_pretrained would initialise because the files have other names.
 
     Args:
         called: the class, in words.
-        listed: what the config promises.
-        names: of the stored tensors, by which they are loaded.
-        report: what a load of these would complain about; None where nothing can tell.
-        severity: of the finding.
+        listed: the tensors that the config promises.
+        names: the names of the stored tensors, by which they are loaded.
+        report: the complaints of a load of these tensors; None if the loader could not be asked.
+        severity: the severity of the finding.
         allows_headless: whether a model without the head of its class passes with a warning.
     """
     known = {tensor.name for tensor in (*listed.tensors, *listed.in_memory)}
@@ -155,7 +158,7 @@ def _other_names(called: str, name: str, how: str, severity: str) -> Finding:
 
 
 def _whose(names: Sequence[str]) -> str | None:
-    """Returns which other framework has most of these names, where a layout table knows them."""
+    """Name the other framework that most of these names belong to, if a layout table knows them."""
     for layout in tables.names():
         framework = _FRAMEWORKS.get(layout.partition(".")[0])
         if framework is None or not names:
@@ -167,11 +170,11 @@ def _whose(names: Sequence[str]) -> str | None:
 
 
 def unloaded_prefix(model: Description, renamed: Mapping[str, str]) -> list[Finding]:
-    """Finds that the names in a folder of ``save_pretrained`` begin otherwise than its class loads them.
+    """Find names in a folder of ``save_pretrained`` that begin differently than the class loads them.
 
     Args:
-        model: of the folder.
-        renamed: the names that a merge writes, by those in the files.
+        model: the description of the model in the folder.
+        renamed: the names that a merge writes, by the names in the files.
     """
     config = model.config or {}
     changed = [(name, own) for name, own in renamed.items() if name != own]

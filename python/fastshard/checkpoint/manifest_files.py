@@ -1,4 +1,4 @@
-"""The files of a folder against the manifest of what was published there."""
+"""Comparison of the files in a folder with the manifest of what was published there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint
     from .plan import Plan
 
-#: Names of files that one reader or another loads by name alone, whatever other files say.
+#: Names of files that some reader loads by name alone, regardless of what other files say.
 #: source: transformers (utils/hub.py, tokenization_utils_base.py), vllm (model_loader/weight_utils.py),
 #: deepspeed (runtime/engine.py), megatron-core (dist_checkpointing), torch.distributed.checkpoint, orbax,
 #: zarr
@@ -55,22 +55,21 @@ _LOADED = (
     "zarr.json",
     ".zarray",
 )
-#: Names of the step to be loaded, which move on while the steps stay.
+#: Files that name the step to load; their content changes while the steps stay the same.
 _TRACKERS = ("latest", "latest_checkpointed_iteration.txt")
-#: What readers leave behind in a folder that they load from.
+#: Files that readers leave behind in a folder that they load from.
 _LEAVINGS = (".gitattributes", ".cache/huggingface/*", "__pycache__/*", "*/__pycache__/*", ".nfs*", "*/.nfs*")
-#: What is made of a result when it is there: statements about it, and signatures.
+#: Files that are created about a finished result: statements and signatures.
 _EVIDENCE = ("fastshard.manifest.json", "fastshard.intoto.json", "model.sig", "*.sigstore.json")
 
 
 def root_of(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -> int | None:
-    """Index of the root that the manifest at ``path`` is about: it lies in it, or tells of files of tensors
-    there.
+    """Return the index of the root that the manifest at ``path`` describes.
 
-    None for the manifest of another folder, whose tensors alone are compared. A result and the source that it
-    was made of often have files of the same names: of a result's manifest from elsewhere the tensors are
-    compared where the files have other sizes, unless their names tell of parts, which only files can be held
-    against.
+    The manifest lies in this root, or names files of tensors there. Return None for the manifest of another
+    folder: then only its tensors are compared. A result and its source often have files of the same names. So
+    if the manifest of a result lies elsewhere and the files have other sizes, its tensors are compared. An
+    exception is a result whose tensor names stand for parts: it can only be compared by file.
     """
     listing = checkpoint.listing
     for index, root in enumerate(listing.roots):
@@ -88,16 +87,16 @@ def root_of(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -> int
 
 
 def fits(document: dict[str, Any], plan: Plan) -> bool:
-    """True if a plan's outputs have all tensors of a manifest, of the same dtypes and shapes."""
+    """Return True if a plan's outputs include all tensors of a manifest, with equal dtypes and shapes."""
     forms = {name: (dtype, shape) for name, dtype, shape, _, _ in plan.outputs}
     return all(forms.get(t["name"]) == (t.get("dtype"), t.get("shape")) for t in document["tensors"])
 
 
 def find_missing(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -> list[Finding]:
-    """Finds files of tensors, and tensors, that the manifest at ``path`` names and the headers lack: one
-    finding for each file.
+    """Find files of tensors, and tensors, that the manifest at ``path`` names and the headers lack.
 
-    Nothing where the manifest is about another folder, or CKPT names one file alone.
+    There is one finding for each file. The list is empty if the manifest describes another folder, or if CKPT
+    is a single file.
     """
     root = root_of(path, document, checkpoint)
     if root is None or checkpoint.listing.single:
@@ -134,10 +133,15 @@ def find_missing(path: Path, document: dict[str, Any], checkpoint: Checkpoint) -
 
 
 def compare(path: Path, document: dict[str, Any], checkpoint: Checkpoint, run: RunOptions) -> list[Finding]:
-    """What differs from the manifest at ``path`` in files that hold no tensors, and what it does not name;
-    ``run`` are the options of an engine run.
+    """List files without tensors that differ from the manifest at ``path``, and files that it does not name.
 
-    Nothing where the manifest is about another folder, or CKPT names one file alone.
+    The list is empty if the manifest describes another folder, or if CKPT is a single file.
+
+    Args:
+        path: the manifest.
+        document: its content.
+        checkpoint: an opened checkpoint.
+        run: the options of an engine run.
 
     Raises:
         FastshardError: if a file cannot be read.
@@ -185,7 +189,7 @@ def _is_loaded(name: str) -> bool:
 
 
 def companions(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """Entries, for an inventory, of the files without tensors that readers load with the first root's.
+    """Return entries for an inventory: the files without tensors that readers load from the first root.
 
     Raises:
         FastshardError: if one cannot be read.
@@ -203,7 +207,7 @@ def companions(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 
 
 def loaded_beside(checkpoint: Checkpoint) -> list[File]:
-    """The files without tensors that readers load with those that hold the checkpoint's."""
+    """List the files without tensors that readers load together with the files of tensors."""
     read = {(file.root, file.path) for file in checkpoint.opened.behind}
     have = {file["path"] for file in checkpoint.files}
     folders = {(root, "") for root in range(len(checkpoint.listing.roots))}

@@ -1,4 +1,4 @@
-"""Manifests, and checking a checkpoint against what is expected of it."""
+"""Manifests, and the comparison of a checkpoint with what a caller expects."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint
     from .plan import Plan
 
-#: Name of the manifest in a result and beside a source.
+#: Name of the manifest in a result, and next to a source.
 MANIFEST_NAME = "fastshard.manifest.json"
 
-#: Bytes at most of a manifest, as for the core.
+#: Maximum size of a manifest in bytes, as in the core.
 MAX_MANIFEST = 1 << 30
 
 ProgressCallback = Callable[[int, int], object] | None
@@ -40,7 +40,7 @@ ProgressCallback = Callable[[int, int], object] | None
 class Manifest(Mapping[str, Any]):
     """A record of what was written and from what, with hashes; maps tensor names to their entries.
 
-    A name that several files hold is that of one shard: it stands behind its file's, as ``FILE:NAME``.
+    A name that several files hold is the name of a shard: its key is ``FILE:NAME``.
     """
 
     def __init__(self, document: dict[str, Any], findings: list[Finding]) -> None:
@@ -48,7 +48,7 @@ class Manifest(Mapping[str, Any]):
         self.document = document
         #: Warnings and notes of the run.
         self.findings = findings
-        #: Files of the source that the run that wrote this took nothing of, relative to their root.
+        #: Files of the source from which the run took nothing, relative to their root.
         self.left_out: list[str] = []
         names = Counter(t["name"] for t in document["tensors"])
         self._tensors = {
@@ -102,15 +102,15 @@ class Manifest(Mapping[str, Any]):
 
 
 def tensor_files(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Entries of a manifest's files that hold tensors: those with an identity."""
+    """Return the entries of a manifest's files that hold tensors, which are those with an identity."""
     return [file for file in document["files"] if file.get("identity")]
 
 
-#: Default budget, and what is added to a process that holds more than that already (torch alone may).
+#: Default budget in bytes, and the bytes added for a process that uses more already (torch alone may).
 _DEFAULT_MEMORY = 256 << 20
 _HEADROOM = 128 << 20
-#: Bytes that headers, a manifest and its text take per byte of a name, and that statistics take besides per
-#: tensor: twice what the core reckons with.
+#: Bytes that headers, a manifest and its text take per byte of a name, and bytes that statistics take per
+#: tensor: twice the estimates of the core.
 _PER_NAME_BYTE = 8
 _PER_TENSOR = 6600
 
@@ -118,8 +118,10 @@ _PER_TENSOR = 6600
 def run_options(
     memory: str | int | None, threads: int | None, *holders: _core.Catalog | _core.Plan
 ) -> RunOptions:
-    """Options of an engine run, as the core takes them; the default budget grows with the tensors of
-    ``holders`` and their names."""
+    """Return the options of an engine run, as the core takes them.
+
+    The default memory budget grows with the number of tensors in ``holders`` and the length of their names.
+    """
     counts = [holder.named() for holder in holders]
     needed = sum(tensors * _PER_TENSOR + name_bytes * _PER_NAME_BYTE for tensors, name_bytes in counts)
     budget = (
@@ -131,8 +133,10 @@ def run_options(
 
 
 def _find_scratch_folder() -> str:
-    """Returns the folder for temporary files. `tempfile` finds it too, and loads OpenSSL for random numbers
-    when it is imported."""
+    """Return the folder for temporary files.
+
+    `tempfile` would find it too, but its import loads OpenSSL for random numbers.
+    """
     if "tempfile" not in sys.modules:
         named = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
         for folder in filter(None, (*named, "/tmp", "/var/tmp", "/usr/tmp")):
@@ -145,22 +149,22 @@ def _find_scratch_folder() -> str:
 
 
 def is_manifest(path: Path) -> bool:
-    """True if a file is a fastshard manifest, by its first bytes."""
+    """Return True if a file is a fastshard manifest, judging by its first bytes."""
     return b'"fastshard.manifest"' in safe_files.read_bytes(path, 256, code=codes.BAD_VALUE, whole=False)
 
 
 @dataclass
 class Expected:
-    """What a caller expects: a config for opening, a manifest for checking, or neither."""
+    """The expectation of a caller: a config for opening, a manifest for checking, or neither."""
 
     config: StrPath | Mapping[str, Any] | None = None
     manifest: Path | None = None
 
     def opening(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Options for opening the source, with the config expected.
+        """Return the options for opening the source, with the expected config.
 
         Raises:
-            FastshardError: ``FS515`` if they name another config.
+            FastshardError: ``FS515`` if the options name another config.
         """
         if self.config is None:
             return options
@@ -173,7 +177,7 @@ class Expected:
     def check(
         self, checkpoint: Checkpoint, plan: Plan, run: RunOptions, progress: ProgressCallback
     ) -> list[Finding]:
-        """Compares with the manifest given, else with the one beside the source."""
+        """Compare a checkpoint with the given manifest, or else with the one in its roots."""
         path = self.manifest or beside(checkpoint)
         if path is None:
             return []
@@ -203,7 +207,7 @@ class Expected:
 
 
 def expected_by(expect: StrPath | Mapping[str, Any] | None) -> Expected:
-    """Sorts out whether ``--expect`` names a manifest or a config."""
+    """Decide whether ``--expect`` names a manifest or a config."""
     if expect is None:
         return Expected()
     if isinstance(expect, Mapping):
@@ -215,29 +219,30 @@ def expected_by(expect: StrPath | Mapping[str, Any] | None) -> Expected:
 
 
 def beside(checkpoint: Checkpoint) -> Path | None:
-    """The manifest in one of the checkpoint's roots; not that of a piece, which tells of files alone."""
+    """Return the manifest in one of the roots, except that of a piece, which lists only files."""
     return find_manifest(checkpoint.roots)
 
 
 def find_manifest(roots: Iterable[Path]) -> Path | None:
-    """Finds the manifest in one of the directories; not that of a piece, which tells of files alone."""
+    """Find the manifest in one of the directories, except that of a piece, which lists only files."""
     paths = [root / MANIFEST_NAME for root in roots]
     return next((path for path in paths if safe_files.is_file(path) and not is_piece(path)), None)
 
 
-#: What the manifest of a piece (:mod:`fastshard.conversion.distributed.host_parts`) says that it is.
+#: The kind in the manifest of a piece (:mod:`fastshard.conversion.distributed.host_parts`).
 _PIECE = compile_when_used(rb'"kind"\s*:\s*"piece"')
 
 
 def is_piece(path: Path) -> bool:
-    """True for the manifest of a host's part of a checkpoint."""
+    """Return True if a manifest describes one host's part of a checkpoint."""
     return _PIECE.search(safe_files.read_bytes(path, 256, code=codes.BAD_MANIFEST, whole=False)) is not None
 
 
 def accepted_before(paths: Iterable[StrPath]) -> list[str]:
-    """What was accepted when the manifests of these checkpoints were made, as ``accept`` takes it.
+    """Return what the manifests of these checkpoints record as accepted, in the form of ``accept``.
 
-    What they list is compared with what is there: nothing else than what was accepted then goes with it.
+    The files are compared with their entries in the manifest, so nothing beyond what was accepted then
+    passes.
     """
     words: list[str] = []
     for root in paths:
@@ -250,7 +255,7 @@ def accepted_before(paths: Iterable[StrPath]) -> list[str]:
 
 
 def accepted_by(path: Path) -> list[str]:
-    """Returns what a manifest has as accepted, as ``accept`` takes it.
+    """Return what a manifest records as accepted, in the form of ``accept``.
 
     Raises:
         FastshardError: ``FS518`` if it cannot be read.
@@ -262,10 +267,10 @@ def accepted_by(path: Path) -> list[str]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The manifest at a path, as plain data.
+    """Read the manifest at a path as plain data.
 
     Raises:
-        FastshardError: ``FS518`` if it is none.
+        FastshardError: ``FS518`` if the file is not a manifest.
     """
     text = safe_files.read_bytes(path, MAX_MANIFEST, code=codes.BAD_MANIFEST)
     document = json_text.value(text, str(path), "cannot read the manifest", code=codes.BAD_MANIFEST)
@@ -298,7 +303,7 @@ def read(path: Path) -> dict[str, Any]:
     return document
 
 
-#: What a manifest says besides files and tensors, where it does.
+#: Types of the optional entries of a manifest, besides files and tensors.
 _FORMS: dict[str, type] = {
     "sources": list,
     "findings": list,
@@ -314,7 +319,7 @@ def _is_size(value: object) -> bool:
 
 
 def _rows(rows: object, needed: Collection[str] = ()) -> bool:
-    """True for a list of objects that have these texts."""
+    """Return True for a list of objects that have texts under these keys."""
     return isinstance(rows, list) and all(
         isinstance(row, dict) and all(isinstance(row.get(key), str) for key in needed) for row in rows
     )
@@ -329,10 +334,10 @@ def against_result(
     severity: str = "warning",
     left_out: Collection[str] = (),
 ) -> list[Finding]:
-    """Compares what a plan would write with the tensors of a manifest, by name and hash.
+    """Compare what a plan would write with the tensors of a manifest, by name and hash.
 
-    A tensor that the manifest does not name is a finding of ``severity``; those of ``left_out`` are not
-    looked at.
+    A tensor that the manifest does not name is a finding of ``severity``. Tensors in ``left_out`` are not
+    checked.
     """
     findings, hashes, _ = plan.core.check(run, progress)
     unnamed = set(hashes)

@@ -1,4 +1,5 @@
-"""Maps of source files, made of descriptors that are open already: a name may lead elsewhere by now."""
+"""Memory maps of source files, from descriptors that are already open: a name may refer to another file by
+now."""
 
 from __future__ import annotations
 
@@ -16,17 +17,17 @@ if TYPE_CHECKING:
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Map = TypeVar("Map", bound=mmap.mmap)
 
-#: Private maps of one file at a time: each takes a descriptor.
+#: Maximum number of private maps of a file; each takes a descriptor.
 _PRIVATE = 8
 
 
 class _Private(mmap.mmap):
-    """A whole file, copied where it is written to. No byte of it is lent twice."""
+    """A map of a complete file that copies pages on writing; no byte of it is handed out twice."""
 
     ranges: list[tuple[int, int]]
 
     def lend(self, start: int, length: int) -> Bytes | None:
-        """A view of a range; None if a part of it was lent before."""
+        """Return a view of a range; None if a part of it was handed out before."""
         at = bisect(self.ranges, (start, start))
         if at and self.ranges[at - 1][1] > start:
             return None
@@ -45,24 +46,24 @@ class _Private(mmap.mmap):
 
 
 class Maps:
-    """Maps of a plan's files, shared by the views into them: each is gone with its last view.
+    """Maps of a plan's files, shared by the views into them; a map is closed with its last view.
 
-    However many views there are, a file takes one descriptor for those that only read, and a few
-    for those that may be written to.
+    Regardless of the number of views, a file takes one descriptor for views that only read, and a few for
+    those that may be written to.
     """
 
     def __init__(self, descriptor: Callable[[int], int | None]) -> None:
-        """``descriptor`` gives a new descriptor of a file, or None where it is to be read instead."""
+        """Keep ``descriptor``: it returns a new descriptor of a file, or None if the file must be read."""
         self._descriptor = descriptor
         self._lock = threading.Lock()
         self._shared: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
         self._private: dict[int, list[weakref.ref[_Private]]] = {}
 
     def view(self, file: int, start: int, length: int, *, private: bool) -> Bytes | None:
-        """Bytes of a file: read-only, or ``private`` to the caller, who may write to them.
+        """Return a view of bytes of a file: read-only, or ``private`` to the caller, who may write to it.
 
-        None where they cannot be mapped: on a network filesystem, or where memory or descriptors
-        do not reach.
+        Return None if the bytes cannot be mapped: on a network filesystem, or if memory or descriptors run
+        out.
         """
         with self._lock:
             try:

@@ -1,4 +1,4 @@
-"""Pieces of a checkpoint that are not here, and how to get them from the hosts that have them."""
+"""Missing pieces of a checkpoint, and how to copy them from the hosts that have them."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ __all__ = ["Absent", "absent"]
 
 @dataclass(frozen=True)
 class Absent:
-    """What is elsewhere."""
+    """The missing pieces of a checkpoint, which may be on other hosts."""
 
     #: Files that are in none of the roots, by the rank that wrote them.
     files: dict[str, list[str]]
-    #: Arrays of stores that lack chunks, by the process that wrote these.
+    #: Arrays of stores that lack chunks, by the process that wrote the chunks.
     chunks: dict[str, list[str]]
-    #: What brings the pieces of another host (``HOST``) to this one, and what makes a result of all.
+    #: Commands that copy the pieces from another host (``HOST``) to this one, and that merge all of them.
     commands: list[str]
-    #: Whole layers of which no file is there, in words.
+    #: Layers of which all files are missing, in words.
     layers: list[str] = field(default_factory=list)
-    #: Folders beside the checkpoint that hold missing files, and how many each.
+    #: Folders next to the checkpoint that hold missing files, with the number of files in each.
     siblings: dict[str, int] = field(default_factory=dict)
 
     @property
     def may_be_elsewhere(self) -> bool:
-        """True for what a process of the job wrote: of a model that was downloaded no other host has more."""
+        """True for pieces that a process of the job wrote; of a downloaded model no other host has more."""
         return bool(self.chunks or self.layers or any(self.files))
 
     def describe(self) -> str:
-        """Describe where it may be, and how to go on, for people."""
+        """Describe for users where the pieces may be, and how to get them."""
         if self.siblings:
             missing = len({file for files in self.files.values() for file in files})
             held = [
@@ -59,7 +59,7 @@ class Absent:
 
 
 def _layers(finding: Finding) -> str:
-    """Layers that a finding misses, in words."""
+    """Describe the layers that a finding reports as missing."""
     if not finding.layers:
         return finding.tensor or "not stated which"
     first, last = finding.layers[0], finding.layers[-1]
@@ -67,7 +67,10 @@ def _layers(finding: Finding) -> str:
 
 
 def absent(findings: Iterable[Finding], roots: Sequence[StrPath]) -> Absent | None:
-    """What findings (``FS101``, ``FS103``, ``FS111``) miss, and how to get it; None if that is nothing."""
+    """Return the pieces that findings report as missing, and how to get them; None if there are none.
+
+    These are findings with the codes ``FS101``, ``FS103`` and ``FS111``.
+    """
     files: dict[str, list[str]] = {}
     chunks: dict[str, list[str]] = {}
     layers: list[str] = []
@@ -113,15 +116,15 @@ def absent(findings: Iterable[Finding], roots: Sequence[StrPath]) -> Absent | No
     return Absent(files, chunks, [*bring, spread])
 
 
-#: Folders beside the checkpoint, and missing files, that are looked for.
+#: Maximum numbers of neighbouring folders to search, and of missing files to search for.
 _MOST_SIBLINGS, _MOST_FILES = 100, 256
 
 
 def _find_siblings(files: Collection[str], roots: Sequence[Path]) -> dict[str, int]:
-    """Find folders beside the roots that hold missing files, by names alone: each with how many it holds.
+    """Find folders next to the roots that hold missing files, by name, with the number of files in each.
 
-    A folder that has all that lies beside the missing files too is no part of this checkpoint: it is a copy,
-    or another one.
+    A folder that also has everything that lies next to the missing files is not part of this checkpoint: it
+    is a copy of it, or another checkpoint.
     """
     found: dict[str, int] = {}
     wanted = sorted(files)[:_MOST_FILES]
@@ -146,7 +149,7 @@ def _find_siblings(files: Collection[str], roots: Sequence[Path]) -> dict[str, i
 
 
 def _holds_all(sibling: Path, root: Path, files: Sequence[str]) -> bool:
-    """Tell whether a folder holds, by their names, all that the root holds beside missing files."""
+    """Return True if a folder holds, by name, every file that lies next to the missing files in the root."""
     for file in files:
         folder = next((path for path in Path(file).parents if (root / path).is_dir()), None)
         if folder is None:

@@ -1,4 +1,4 @@
-"""How a checkpoint is opened: by its headers, with what is wrong as findings."""
+"""The opening of a checkpoint from its headers; problems become findings."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ __all__ = ["CheckpointSource", "as_checkpoint", "open"]
 @option_checks.checked
 @file_digests.kept()
 def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
-    """Opens a checkpoint: reads headers only, no tensor data, and needs no torch.
+    """Opens a checkpoint: reads only headers and no tensor data, and needs no torch.
 
     Args:
         paths: the checkpoint's directory or file; several are node-local parts of one checkpoint.
-        options: how it is read.
+        options: how the checkpoint is read.
 
     Raises:
-        TypeError: for an option that there is not.
-        FastshardError: if nothing there is a checkpoint. What is wrong *inside* one comes as
+        TypeError: for an unknown option.
+        FastshardError: if there is no checkpoint at the paths. Problems *inside* a checkpoint are listed in
             :attr:`Checkpoint.findings`.
     """
     request = _read_request(paths, options)
@@ -78,11 +78,11 @@ def open(*paths: StrPath, **options: Unpack[OpenOptions]) -> Checkpoint:
 
 @dataclass(frozen=True)
 class _Request:
-    """What is asked of opening, checked; nothing of the checkpoint is read yet."""
+    """The checked options of opening, before anything of the checkpoint is read."""
 
     paths: tuple[StrPath, ...]
     options: OpenOptions
-    #: What adapters are told of the options.
+    #: The options that adapters receive.
     adapter_options: Options
     gate: Gate
     threads: int
@@ -93,7 +93,7 @@ def _read_request(paths: tuple[StrPath, ...], options: OpenOptions) -> _Request:
     """Check the options, and open the reference.
 
     Raises:
-        FastshardError: ``FS515`` without a path; as :func:`open` for the reference.
+        FastshardError: ``FS515`` if no path is given; as :func:`open` for the reference.
     """
     if not paths:
         raise FastshardError.of(codes.USAGE, "no path given")
@@ -106,30 +106,30 @@ def _read_request(paths: tuple[StrPath, ...], options: OpenOptions) -> _Request:
 
 @dataclass(frozen=True)
 class _Files:
-    """The files of a checkpoint, by their names, and those that are read besides."""
+    """The files of a checkpoint by name, and the files that are read in addition."""
 
     listing: Listing
-    #: What lies in the place of files: pointers, pages, nothing.
+    #: Findings for placeholders of files: pointers, web pages, empty files.
     placeholders: dict[str, Finding]
     found: Found[Any]
     roots: Sequence[Path]
     adapter: AdapterFiles | None
     fillings: Filled | None
-    #: The adapter's weights, and the files that parts are taken from, by their numbers of roots.
+    #: The adapter's weights, and the files that parts are taken from, with the numbers of their roots.
     adapter_files: Sequence[File]
     filling_files: Sequence[File]
 
     @property
     def with_adapter(self) -> Found[Any]:
-        """What was found, and the adapter's weights."""
+        """The files that were found, and the adapter's weights."""
         return replace(self.found, files=[*self.found.files, *self.adapter_files])
 
 
 def _find_files(request: _Request) -> _Files:
-    """List names and sizes, choose the framework and the step, and find what is read besides.
+    """List names and sizes, choose the framework and the step, and find the files to read in addition.
 
     Raises:
-        FastshardError: if nothing there is a checkpoint, with what may be the reason.
+        FastshardError: if there is no checkpoint at the paths, with possible reasons.
     """
     listing, placeholders = placeholder_files.sifted(list_roots(request.paths))
     found = _detect(listing, placeholders, request.adapter_options)
@@ -157,8 +157,7 @@ def _detect(listing: Listing, placeholders: dict[str, Finding], options: Options
     """Detect the framework and the step.
 
     Raises:
-        FastshardError: if nothing is a checkpoint; directories that may not be looked into and placeholders
-            come first.
+        FastshardError: if there is no checkpoint; unreadable directories and placeholders come first.
     """
     try:
         found = detect(listing, options)
@@ -180,17 +179,17 @@ class _Headers:
     catalog: _core.Catalog
     #: None for a file that cannot be read.
     readable: list[_core.OpenedFile | None]
-    #: Those of the checkpoint's own files, for its adapter.
+    #: The headers of the checkpoint's own files, for its adapter.
     contents: Contents
     findings: Sequence[Finding]
 
 
 def _open_headers(files: _Files, request: _Request) -> _Headers:
-    """Read the headers; no byte of a tensor.
+    """Read the headers, but no tensor data.
 
     Raises:
-        FastshardError: ``FS118`` for a rank's part of a tensor in a file that is read as a full model; as the
-            core.
+        FastshardError: ``FS118`` for a rank's part of a tensor in a file that is read as a full model; errors
+            of the core.
     """
     found = files.found
     try:
@@ -217,11 +216,11 @@ def _open_headers(files: _Files, request: _Request) -> _Headers:
 
 
 def _declare_source(files: _Files, headers: _Headers, request: _Request) -> tuple[Source, list[Finding]]:
-    """Have the framework's adapter declare the source, and attach a caller's table and adapter.
+    """Let the framework's adapter declare the source, and apply the caller's table and adapter.
 
     Raises:
-        FastshardError: as the adapter, with what its cause may be; ``FS515`` for a prefix that the model has
-            not.
+        FastshardError: as the adapter, with possible causes; ``FS515`` for a prefix that the model does not
+            have.
     """
     listing, found, options = files.listing, files.found, request.adapter_options
     folders = {found.folder, *(file.folder for file in _behind(found))}
@@ -263,10 +262,10 @@ def _declare_source(files: _Files, headers: _Headers, request: _Request) -> tupl
 def _check_names(
     source: Source, findings: list[Finding], files: _Files, headers: _Headers, request: _Request
 ) -> tuple[Source, list[Finding]]:
-    """Compare names of files and tensors with what calls for them: an index, numbers, archives' own names.
+    """Compare the names of files and tensors with an index, their numbers, and the names inside archives.
 
     Raises:
-        FastshardError: ``FS515`` for paths that are no part of this checkpoint.
+        FastshardError: ``FS515`` for paths that are not part of this checkpoint.
     """
     found, listing, readable, accept = (
         files.with_adapter,
@@ -311,7 +310,7 @@ def _check_names(
 def _attach(
     source: Source, findings: list[Finding], files: _Files, headers: _Headers, request: _Request
 ) -> Opened:
-    """Add what is taken from another model, quantised weights, and what a reference says."""
+    """Add the parts from another model, the quantised weights, and the reference."""
     found, listing, options = files.found, files.listing, request.options
     places = source.files.folders
     if not places and not listing.single:
@@ -364,15 +363,16 @@ def _attach(
     )
 
 
-#: A reference is opened as any other checkpoint is.
+#: :func:`open`, which also opens references.
 _opened = open
 
 
 def _filled(paths: tuple[StrPath, ...], options: OpenOptions, reference: Reference | None) -> Filled | None:
-    """What is taken from the model of ``--fill-from``, where it is given.
+    """Find the parts to take from the model of ``--fill-from``; return None if the option is not given.
 
     Raises:
-        FastshardError: as :func:`.filled_parts.find`; ``FS515`` for ``--fill-only`` without it.
+        FastshardError: as :func:`.filled_parts.find`; ``FS515`` for ``--fill-only`` without
+            ``--fill-from``.
     """
     path, only = options.get("fill_from"), tuple(options.get("fill_only", ()))
     if path is None:
@@ -405,15 +405,17 @@ def _read_reference(path: StrPath, threads: int | None) -> Reference:
 
 
 def _choose_holes(listing: Listing, options: Options) -> Literal["refuse", "accept", "compare"]:
-    """Chooses what is made of large holes in files: a manifest says what should be there, and its hashes are
-    compared."""
+    """Choose how to treat large holes in files.
+
+    A manifest describes the contents, so the hashes are compared if there is one.
+    """
     if "holes" in options.accept:
         return "accept"
     return "refuse" if find_manifest(listing.roots) is None else "compare"
 
 
 def _whole(path: Path, threads: int | None, accept: Iterable[str] = ()) -> Whole:
-    """What a reference needs to know of a checkpoint."""
+    """Open a checkpoint as a reference, and return what the reference needs."""
     from ..expected.reference import Whole
 
     checkpoint = _opened(path, threads=threads, accept=accept)
@@ -424,8 +426,10 @@ def _whole(path: Path, threads: int | None, accept: Iterable[str] = ()) -> Whole
 
 
 def _attach_reference(reference: Reference, source: Source) -> Source:
-    """The declaration of a checkpoint with a reference, which says what must exist, and goes along where the
-    checkpoint has no config of its own."""
+    """Apply a reference to the declaration of a checkpoint.
+
+    The reference states which tensors must exist. Its files go along if the checkpoint has no config.
+    """
     lent = reference.config_file is not None and source.model.config_file == reference.config_file
     places = [*source.files.folders, *reference.places] if lent else source.files.folders
     if reference.roster is None:
@@ -447,11 +451,12 @@ def _nothing_below(prefix: str, framework: str) -> FastshardError:
 
 
 def _find_rank_parts(readable: list[_core.OpenedFile | None], accept: frozenset[str]) -> list[Finding]:
-    """Finds a DTensor in a file that is read as a full model: it is a slice that would pose as the full
-    tensor.
+    """Refuse a DTensor in a file that is read as a full model: its slice would pass for the full tensor.
+
+    Return a finding if parts are accepted.
 
     Raises:
-        FastshardError: ``FS118`` for the first of them, unless parts are accepted.
+        FastshardError: ``FS118`` for the first DTensor, unless parts are accepted.
     """
     parts = (file for file in readable if file is not None and file["partial"] is not None)
     first = next(parts, None)
@@ -472,11 +477,10 @@ def _find_rank_parts(readable: list[_core.OpenedFile | None], accept: frozenset[
 
 
 def _refuse_unread(listing: Listing, found: Found[object], findings: list[Finding]) -> None:
-    """A file of tensors that was named is read, and so is a directory that is a checkpoint by itself; or it
-    is said.
+    """Refuse files of tensors, and directories with a checkpoint, that were given but not read.
 
     Raises:
-        FastshardError: ``FS515`` for paths that are no part of the checkpoint that the other paths hold.
+        FastshardError: ``FS515`` for paths that are not part of the checkpoint that the other paths hold.
     """
     if len(listing.roots) == 1 or any(finding.severity == "error" for finding in findings):
         return
@@ -509,7 +513,7 @@ def _refuse_unread(listing: Listing, found: Found[object], findings: list[Findin
 
 
 def _is_checkpoint(root: Path, others: set[str]) -> bool:
-    """True for a directory that holds a checkpoint, and no copy of files that were read elsewhere."""
+    """Return True if a directory holds a checkpoint, and no copy of files that were read elsewhere."""
     if _core.is_elsewhere(root):
         return False
     try:
@@ -522,13 +526,13 @@ def _is_checkpoint(root: Path, others: set[str]) -> bool:
 
 
 def _behind(found: Found[object]) -> list[File]:
-    """All files that hold what is read."""
+    """List all files that hold the data, including every file of a store."""
     stores = [file for blocks in found.blocks.values() for file in blocks.files]
     return [*(file for i, file in enumerate(found.files) if i not in found.blocks), *stores]
 
 
 def _one_limit(findings: list[Finding]) -> list[Finding]:
-    """Files that could not be opened for want of descriptors are one finding: the cause is the same."""
+    """Merge the findings for files that could not be opened because descriptors ran out."""
     beyond = [f for f in findings if f.code == codes.TOO_MANY_FILES]
     if len(beyond) < 2:
         return findings
@@ -537,8 +541,7 @@ def _one_limit(findings: list[Finding]) -> list[Finding]:
 
 
 def _label_files(files: Sequence[File], roots: Sequence[Path]) -> list[str]:
-    """Return what findings call the files: their paths, and of a path that several roots hold the root
-    too."""
+    """Return the names of files in findings: the path, with the root if several roots hold the same path."""
     counts = Counter(file.path for file in files)
     return [
         file.path if counts[file.path] == 1 else os.fspath(roots[file.root] / file.path) for file in files
@@ -546,7 +549,7 @@ def _label_files(files: Sequence[File], roots: Sequence[Path]) -> list[str]:
 
 
 def _as_listed(finding: Finding, roots: Sequence[Path], labels: Collection[str]) -> Finding:
-    """Name the file of a finding of the core, which has its root, by its label."""
+    """Rename the file of a finding of the core, which includes the root, to its label."""
     if not finding.file or finding.file in labels:
         return finding
     for root in roots:
@@ -564,7 +567,7 @@ def _strays(
     roots: list[Path],
     threads: int,
 ) -> stray_tensors.Strays:
-    """Find what accounts for tensors that are not in the files in which they should be."""
+    """Find the reasons why tensors are not in the files in which they should be."""
     stored_names = {i: names for i, names in stored_names.items() if i < len(found.files)}
     paths = {i: found.files[i].path for i in stored_names}
 
@@ -590,8 +593,7 @@ def _strays(
 
 
 def _names_in(files: Sequence[File], listing: Listing, threads: int) -> dict[str, set[str]]:
-    """Names of the tensors in files that are not of the checkpoint, by path; none of those that cannot be
-    read."""
+    """Return the names of tensors in files outside the checkpoint, by path; skip unreadable files."""
     if not files:
         return {}
     try:
@@ -614,7 +616,7 @@ def _expected_names(
     readable: list[_core.OpenedFile | None],
     strays: stray_tensors.Strays,
 ) -> list[Finding]:
-    """Find tensors that an index or layout.json calls for and the file does not hold."""
+    """Find tensors that an index or layout.json names and the file lacks."""
     findings: list[Finding] = []
     paths = {i: file["path"] for i, file in enumerate(readable) if file is not None}
     if index.weight_map is not None:
@@ -636,12 +638,12 @@ def _expected_names(
     return findings
 
 
-#: What functions of the API take for a checkpoint: an open one, its path, or several node-local paths.
+#: What functions of the API accept as a checkpoint: an open one, its path, or several node-local paths.
 CheckpointSource = Checkpoint | StrPath | Iterable[StrPath]
 
 
 def as_checkpoint(source: CheckpointSource, **options: Any) -> Checkpoint:
-    """Opens what is not open yet; refuses options that come too late."""
+    """Open a checkpoint that is not open yet; refuse options for one that is."""
     if isinstance(source, Checkpoint):
         late = sorted(
             key for key, value in options.items() if value not in (None, (), []) and key != "threads"

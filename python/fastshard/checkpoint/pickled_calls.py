@@ -1,4 +1,5 @@
-"""Files that call something where other ranks' files have their tensors: no rank has written these."""
+"""Files whose pickle calls a function where files of other ranks have their tensors: no rank wrote such a
+file."""
 
 from __future__ import annotations
 
@@ -11,21 +12,22 @@ from ..common.formatting import without_numbers
 
 __all__ = ["calls_for_tensors"]
 
-#: Packages whose objects training code saves beside tensors.
+#: Packages whose objects training code saves next to tensors.
 _HARMLESS = ("argparse", "collections", "datetime", "enum", "megatron", "numpy", "pathlib", "torch", "types")
-#: Levels of nested objects that are looked at.
+#: Levels of nested objects that are searched.
 _DEPTH = 6
 
 
 def calls_for_tensors(
     catalog: _core.Catalog, readable: Sequence[_core.OpenedFile | None]
 ) -> dict[int, Finding]:
-    """What is wrong with each file that holds calls and no tensors, where files that are called alike hold
-    tensors.
+    """Find files that hold calls but no tensors, although files with similar names hold tensors.
+
+    Return a finding for each such file, by its number.
 
     Args:
         catalog: the files.
-        readable: what is known of each; None for one that cannot be read.
+        readable: the header of each file; None for one that cannot be read.
     """
     without = [
         (at, file)
@@ -53,8 +55,7 @@ def calls_for_tensors(
 
 
 def _called(value: object, depth: int) -> str | None:
-    """The first thing that an object is made by calling, and that training code does not save; None if there
-    is none."""
+    """Return the first callable in an object that training code does not save; None if there is none."""
     if depth and isinstance(value, dict):
         name = value.get("__class__")
         if isinstance(name, str) and value.get("args") and name.partition(".")[0] not in _HARMLESS:

@@ -1,4 +1,4 @@
-"""A plan: what will be written, from what, before a byte is."""
+"""A plan: the outputs and their sources, before a byte is written."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ __all__ = ["Plan"]
 class Plan:
     """A plan: every output tensor as views over pieces of source files.
 
-    ``findings`` says what was found while planning; with an error among them the plan cannot be
-    written.
+    ``findings`` lists what was found while planning. A plan with an error among them cannot be written.
     """
 
     def __init__(
@@ -46,33 +45,33 @@ class Plan:
     ) -> None:
         self.core = core
         self._opened = opened
-        #: Why it is not written, if it is not.
+        #: The reasons why the plan is not written, if any.
         self.unwritable = unwritable
         self.findings = findings
         self.source = source
         self.target = target
         #: True for a result that is a store of arrays.
         self.writes_arrays = writes_arrays
-        #: True for a conversion of a model without a table, whose names and config stay.
+        #: True for a conversion of a model without a table, which keeps its names and config.
         self.keeps_names = keeps_names
-        #: Texts that are written beside the tensors (config.json and the like), by name.
+        #: Texts that are written next to the tensors (config.json and the like), by name.
         self.texts = texts or {}
-        #: Tensors that the checkpoint declares, or must hold, and that are not whole, sorted; with the
-        #: elements of each where these are known.
+        #: Incomplete tensors that the checkpoint declares or must hold, sorted, with the number of elements
+        #: of each if it is known.
         self.lost = {name: of for name, of in sorted((lost or {}).items()) if name not in self.index}
-        #: torch's name of the dtype that most of the floating bytes have.
+        #: torch's name of the dtype of most floating-point bytes.
         self.main_dtype = main
-        #: The findings before those of one cause were made one: one for each file.
+        #: The findings before those of one cause were merged: one for each file.
         self.each = findings if each is None else each
-        #: What accounts for findings of the core that are not among ``findings``.
+        #: The causes of findings of the core that are not among ``findings``.
         self.causes = causes or Causes()
 
     @property
     def expected_parameters(self) -> int | None:
-        """Elements of all tensors if all were complete; None where the size of one that is not is not known.
+        """Number of elements if all tensors were complete; None if an incomplete tensor has an unknown size.
 
-        Nothing is known either where an error leaves no trace of what the checkpoint must hold, and where a
-        file whose names nothing lists may have held what no layout calls for.
+        It is also None if an error hides what the checkpoint must hold, and if a lost file whose names
+        nothing lists may have held tensors that no layout names.
         """
         sizes = [size for size in self.lost.values() if size is not None]
         broken = any(f.severity == "error" for f in self.findings)
@@ -85,7 +84,7 @@ class Plan:
 
     @cached_property
     def maps(self) -> Maps:
-        """Maps of the source files, for views of outputs that are one run of one file."""
+        """Maps of the source files, for views of outputs that are one contiguous range of one file."""
         return Maps(self.core.descriptor)
 
     @cached_property
@@ -100,7 +99,7 @@ class Plan:
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Position of each output by name; where ranks each have one of a name, by ``FILE:NAME``."""
+        """Position of each output by name; by ``FILE:NAME`` if ranks have outputs of the same name."""
         index = {output[0]: i for i, output in enumerate(self.outputs)}
         if len(index) < len(self.outputs):
             index = {name: i for i, name in enumerate(self.core.names())}
@@ -108,20 +107,19 @@ class Plan:
 
     @cached_property
     def weights(self) -> dict[str, Logical]:
-        """The weights whose codes are outputs, by the names of these: what they are as values. Small records
-        are read for that."""
+        """Weights whose codes are outputs, by the names of the codes; access reads small records."""
         return {} if self._opened is None else weights_of(self._opened)
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """Counts, bytes, files, dtypes, axes and value ops."""
+        """Counts, bytes, files, dtypes, axes and value operations."""
         return self.core.summary()
 
     def why(self, name: str) -> dict[str, Any]:
-        """Traces an output to rules, ranks, files and offsets, and says what is done to its values.
+        """Traces an output to rules, ranks, files and offsets, with the operations on its values.
 
         Raises:
-            KeyError: if there is no output of this name, with the one that may be meant.
+            KeyError: if there is no output of this name, with the name that may be meant.
         """
         from .provenance import excerpt_of, origin
 
@@ -133,7 +131,7 @@ class Plan:
         """Returns the position of an output.
 
         Raises:
-            KeyError: if there is none of this name, with the one that may be meant.
+            KeyError: if no output has this name, with the name that may be meant.
         """
         try:
             return self.index[name]

@@ -1,5 +1,5 @@
-"""What is to be said of a plan besides what the core says: which weights are taken, what is not proven, what
-is cast."""
+"""Findings about a plan beyond those of the core: which weights are taken, what is not proven, what is
+cast."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..targets.base import Drafted
 from ..targets.request import Request
 from .drafting import CoreRequest, Merged, Opened, draft_of
 
-#: What lies beside codes, by its name: in plain weights there is none of it.
+#: Names of tensors that accompany codes; plain weights have none of them.
 _COMPANION = compile_when_used(
     r"(\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|qweight|qzeros|scales|g_idx)|\.quant_state\..*"
     r"|\.comfy_quant|weight_(scale|scale_inv|scale_2|zero_point|packed|global_scale|shape|g_idx)"
@@ -33,15 +33,15 @@ def weights_taken(
     optimizer: bool,
     needed_by: str | None = None,
 ) -> list[Finding]:
-    """Which copy of the weights is taken, and what that makes of the findings about optimizer files.
+    """Report which copy of the weights is taken, and adapt the findings about optimizer files to it.
 
     Args:
-        state: what the checkpoint holds of its optimizer.
-        has_slots: True if moments of it can be read.
-        opened: what was found on opening it.
-        weights: the copy that is asked for.
-        optimizer: True if the optimizer's state is asked for.
-        needed_by: the target that is nothing without this state.
+        state: the optimizer state that the checkpoint holds.
+        has_slots: True if moments can be read from it.
+        opened: the findings of opening the checkpoint.
+        weights: the requested copy of the weights.
+        optimizer: True if the optimizer state is requested.
+        needed_by: the target that requires this state.
     """
     has_state = state.masters or state.moments_only or state.moments_named
     _refuse_missing_copy(state, weights, optimizer, needed_by)
@@ -95,10 +95,10 @@ def weights_taken(
 def _refuse_missing_copy(
     state: Optimizer, weights: str | None, optimizer: bool, needed_by: str | None
 ) -> None:
-    """Refuse to take a copy of the weights, or state of the optimizer, that the checkpoint does not hold.
+    """Refuse to take a copy of the weights, or optimizer state, that the checkpoint does not hold.
 
     Raises:
-        FastshardError: why the optimizer's files cannot be read; ``FS402`` where there are none.
+        FastshardError: if the optimizer's files cannot be read; ``FS402`` if there are none.
     """
     has_state = state.masters or state.moments_only or state.moments_named
     if (weights == "masters" and not state.masters) or (optimizer and not has_state):
@@ -121,7 +121,7 @@ def _refuse_missing_copy(
 
 
 def _without_state(optimizer: bool, needed_by: str | None) -> str:
-    """What to do where there is no state of an optimizer, by what asks for it."""
+    """Return the help for a missing optimizer state, according to what requires the state."""
     add = "add the directory of the optimizer files as another CKPT"
     if needed_by is not None:
         return f"{add}, or choose another format: --to {needed_by} holds an optimizer's state"
@@ -131,7 +131,7 @@ def _without_state(optimizer: bool, needed_by: str | None) -> str:
 
 
 def evidence(opened: Opened, merged: Merged, request: Request) -> heuristics.Evidence | None:
-    """What a model of Hugging Face tells of itself, where no table tells of it; None for others."""
+    """Collect what a Hugging Face model without a table states about itself; return None for other models."""
     model, source, draft = opened.source.model, merged.source, merged.draft
     by_config = model.no_table and (model.config or {}).keys() & {"model_type", "architectures"}
     if source.binding.layout is not None or model.is_part or not (model.hf_names or by_config):
@@ -152,8 +152,10 @@ def evidence(opened: Opened, merged: Merged, request: Request) -> heuristics.Evi
 
 
 def unproven(has_config: bool, is_indexed: bool, seen: heuristics.Evidence | None, why: str = "") -> Finding:
-    """That nothing states all that must exist, what of it nothing speaks of, and ``why`` transformers does
-    not tell either."""
+    """Build the finding that nothing states all tensors that must exist.
+
+    It names what nothing covers, and ``why`` transformers does not state it either.
+    """
     if not has_config:
         help_ = "pass --expect CONFIG (a config.json or the training config)"
     else:
@@ -178,14 +180,17 @@ def unproven(has_config: bool, is_indexed: bool, seen: heuristics.Evidence | Non
 
 
 def asked_for(finding: Finding, request: Request) -> Finding:
-    """An error about a tensor is a note where that is left out, as the core takes these patterns."""
+    """Turn a finding about a tensor into a note if the request leaves the tensor out.
+
+    Patterns match as in the core.
+    """
     if request.wants(finding.tensor or ""):
         return finding
     return finding.replace(message=f"left out, as asked for: {finding.message}", severity="note", help=None)
 
 
 def beyond_config(finding: Finding, model: Description) -> Finding:
-    """The finding for a tensor of a layer that the config does not count, with what the config says."""
+    """Add what the config says to the finding for a tensor of a layer that the config does not count."""
     layer = layer_of(finding.tensor) if finding.code == codes.CONFIG_DISAGREES and finding.tensor else None
     if layer is None or finding.evidence or model.config_file is None:
         return finding
@@ -199,11 +204,10 @@ def beyond_config(finding: Finding, model: Description) -> Finding:
 
 
 def torn(names: Sequence[Sequence[str]], taken: Collection[str]) -> list[Finding]:
-    """That patterns take a part of a quantised weight alone, whose codes are worth nothing without their
-    scales.
+    """Warn if patterns take only a part of a quantised weight, as codes are worthless without their scales.
 
     Args:
-        names: names of the tensors of each weight.
+        names: the names of the tensors of each weight.
         taken: the model's own names of the tensors that are taken.
     """
     parts = [[name for name in of if name in taken] for of in names]
@@ -226,8 +230,7 @@ def torn(names: Sequence[Sequence[str]], taken: Collection[str]) -> list[Finding
 
 
 def quantised(tensors: dict[str, Drafted], dtype: str, method: str | None) -> list[Finding]:
-    """What is stored quantised, and of what no values were made, would be kept as it is, which is not what
-    was asked for."""
+    """Report quantised weights whose values are not computed, so that the requested cast would skip them."""
     left = [
         (name, t.dtype)
         for name, t in tensors.items()

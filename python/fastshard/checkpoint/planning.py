@@ -1,4 +1,4 @@
-"""How a plan is made: drafted once, judged, and placed into files."""
+"""The construction of a plan: drafted once, checked, and placed into files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ from .plan_findings import (
 
 
 def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
-    """Plans what is asked for: drafted once, then placed into files. See :func:`fastshard.plan`."""
+    """Plan a request: draft it once, then place the outputs into files.
+
+    See :func:`fastshard.plan`.
+    """
     try:
         return _build_plan(opened, request)
     except _core.CoreError as error:
@@ -60,24 +63,24 @@ def make_plan(opened: Opened, request: Request = MERGE) -> Plan:
 
 @dataclass(frozen=True)
 class _Draft:
-    """What is asked of a checkpoint, and the core's draft of it: outputs that are not in files yet."""
+    """A request and the core's draft for it, whose outputs are not placed into files yet."""
 
     opened: Opened
     request: Request
-    #: The part of the source that is taken.
+    #: The requested part of the source.
     source: Source
     #: None for a merge.
     target: Target | None
-    #: What the core was asked to draft.
+    #: The request that the core drafted.
     core_request: CoreRequest
-    #: How the names of a merge became those of a reference; empty where they did not.
+    #: How the names of a merge became those of a reference; empty if they did not.
     renamed: str
     core: _core.Draft
-    #: What was found while opening, with the help that fits this request.
+    #: The findings of opening, with the help that fits this request.
     findings: list[Finding]
-    #: What accounts for findings that follow from those.
+    #: The causes among these findings.
     causes: Causes
-    #: What the core found while it composed the outputs, and those that it could not compose, with the
+    #: The core's findings about the outputs, and the outputs that it could not compose, with the number of
     #: elements of each.
     found: list[Finding]
     lost: dict[str, int | None]
@@ -85,13 +88,13 @@ class _Draft:
     axes: dict[str, int]
     #: Bytes of the outputs, by dtype.
     dtypes: dict[str, int]
-    #: Names of all tensors in the files, and the parts that the config promises: what there is of each.
+    #: Names of all tensors in the files, and the parts that the config promises, with their tensors.
     names: frozenset[str]
     parts: Sequence[PromisedPart]
 
     @cached_property
     def tensors(self) -> dict[str, Drafted]:
-        """The outputs by name, where a target or a dtype has to look at them."""
+        """The outputs by name; empty if neither a target nor a dtype needs them."""
         if self.target is None and self.is_kept:
             return {}
         positions = {} if self.target is None else self.core.positions()
@@ -102,28 +105,28 @@ class _Draft:
 
     @property
     def merged(self) -> Merged:
-        """The draft as it is compared with what must be there."""
+        """The draft in the form in which it is compared with what must exist."""
         return Merged(self.core, self.source, self.target is None, self.core_request, self.renamed)
 
     @property
     def is_kept(self) -> bool:
-        """Whether every tensor keeps its dtype."""
+        """True if every tensor keeps its dtype."""
         return DTYPES[self.request.dtype] is None
 
     @cached_property
     def paths(self) -> list[str]:
-        """The files of the checkpoint."""
+        """Paths of the checkpoint's files."""
         return [file.path for file in self.opened.files]
 
     @cached_property
     def is_of_masters(self) -> bool:
-        """Whether the weights are the optimizer's master weights."""
+        """True if the weights are the optimizer's master weights."""
         optimizer = self.source.optimizer
         return optimizer.masters and (self.request.weights or optimizer.weights) == "masters"
 
     @cached_property
     def main_dtype(self) -> str | None:
-        """torch's name of the dtype that most of the floating bytes have."""
+        """torch's name of the dtype of most floating-point bytes."""
         return _main_dtype(self.dtypes, self.is_of_masters)
 
 
@@ -191,8 +194,10 @@ def _build_plan(opened: Opened, request: Request) -> Plan:
 
 
 def _authority(draft: _Draft) -> str | None:
-    """Who lists the tensors that decide the names of a result; None where the checkpoint or a table decides
-    them."""
+    """Return who lists the tensors that decide the names of a result.
+
+    Return None if the checkpoint or a table decides them.
+    """
     opened = draft.opened
     if opened.reference is not None:
         return opened.reference.authority
@@ -274,8 +279,11 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
 
 
 def _kept(opened: Opened, request: Request) -> dict[str, object]:
-    """What keeps its dtype where others are cast to a narrower one: what transformers' class keeps in
-    float32, and what routes or integrates by its name; layout tables say it themselves."""
+    """Return the tensors that keep their dtype when others are cast to a narrower one.
+
+    These are the tensors that transformers' class keeps in float32, and those that route or integrate, by
+    their names. Layout tables list such tensors themselves.
+    """
     if request.keep_dtype == "none":
         return {"nothing": True}
     if request.dtype not in ("bf16", "f16"):
@@ -286,7 +294,7 @@ def _kept(opened: Opened, request: Request) -> dict[str, object]:
 
 
 def _kept_note(draft: _Draft) -> list[Finding]:
-    """Notes which tensors keep a wider dtype than the one that is asked for."""
+    """Build a note for the tensors that keep a wider dtype than the requested one."""
     dtype = DTYPES[draft.request.dtype]
     if draft.request.dtype not in ("bf16", "f16"):
         return []
@@ -315,7 +323,7 @@ def _kept_note(draft: _Draft) -> list[Finding]:
 
 
 def _refuse_codes(weights: Sequence[Weight], request: Request, *, is_adapted: bool) -> None:
-    """Refuses what is computed on values where weights keep their codes.
+    """Refuse an operation on values if the weights keep their codes.
 
     Raises:
         FastshardError: ``FS514``.
@@ -334,8 +342,10 @@ def _refuse_codes(weights: Sequence[Weight], request: Request, *, is_adapted: bo
 
 
 def _metadata(draft: _Draft) -> tuple[dict[str, str], list[Finding]]:
-    """What the headers of a result say of tensors of torchao, and why it is not written if they would be
-    untrue: where it has other names, other values or another form."""
+    """Return the metadata of the headers for tensors of torchao, and the reasons why it cannot be written.
+
+    It cannot be written if it would be wrong: for a result with other names, other values or another form.
+    """
     records, source = draft.opened.quantised.records, draft.source
     unwritable = draft.opened.quantised.unwritable
     if unwritable or not records:
@@ -364,8 +374,7 @@ def _metadata(draft: _Draft) -> tuple[dict[str, str], list[Finding]]:
 
 
 def _parts(opened: Opened, source: Source, core: _core.Draft) -> tuple[frozenset[str], list[PromisedPart]]:
-    """The parts that a config promises, with what there is of each, and the names of all tensors, which they
-    are looked for among."""
+    """Return the names of all tensors, and the parts that a config promises with their tensors among them."""
     if opened.reference is not None or not list_promised_parts(source, ()):
         return frozenset(), []
     names = {name for unit in source.files.units for name in opened.catalog.names(unit.file)}
@@ -374,7 +383,7 @@ def _parts(opened: Opened, source: Source, core: _core.Draft) -> tuple[frozenset
 
 
 def _find_in_outputs(draft: _Draft) -> list[Finding]:
-    """What is found in the outputs: by the reference, or by what a model's own layers say."""
+    """Find problems in the outputs by the reference, or by what the model's own layers show."""
     opened, request, source = draft.opened, draft.request, draft.source
     findings: list[Finding] = []
     if not draft.is_kept and not any(f.severity == "error" for f in (*draft.findings, *draft.found)):
@@ -426,8 +435,11 @@ def _find_in_outputs(draft: _Draft) -> list[Finding]:
 
 
 def _odd_dtypes(draft: _Draft) -> list[Finding]:
-    """Finds tensors of a few layers in another dtype than the same of all others. A model that quantisers
-    made mixes dtypes on purpose, a reference says more, and an error may be the reason of a dtype."""
+    """Find tensors of a few layers with another dtype than the same tensors of all other layers.
+
+    The list is empty for quantised models, which mix dtypes on purpose, for a checkpoint with a reference,
+    which states more, and after an error, which may explain a dtype.
+    """
     quantised, config = draft.opened.quantised, draft.source.model.config or {}
     is_quantised = (
         quantised.weights or quantised.method or any(config.get(key) for key in config_json.QUANTISED)
@@ -445,7 +457,7 @@ def _odd_dtypes(draft: _Draft) -> list[Finding]:
 def _facts_of(
     draft: _Draft, core: _core.Plan, planned: Sequence[Finding], lost: Mapping[str, int | None]
 ) -> Facts:
-    """Return what the stages of the judgement know."""
+    """Collect the facts that the stages of the judgement use."""
     source, listed, request = draft.source, draft.opened.listed, draft.request
     table = source.binding.usual_table if source.binding.table is None else source.binding.table
     is_own = draft.target is None
@@ -470,14 +482,16 @@ def _facts_of(
 
 
 def _accounts_for_parts(draft: _Draft) -> bool:
-    """True where a part may be missing for a reason that is known: a file that is lost, or a trainer that
-    saved what it trained."""
+    """Return True if a known reason may explain a missing part.
+
+    Reasons are a lost file, and a trainer that saved only what it trained.
+    """
     by_file = draft.causes.files or draft.causes.of_all
     return bool(by_file) or not (draft.source.model.saved_whole or holds_embedding(draft.names))
 
 
 def _completed(draft: _Draft, target: Target) -> Completed:
-    """What the target's files are called and hold, which follows from the tensors that there are."""
+    """Return the names and contents of the target's files, which depend on the tensors of the draft."""
     catalog, request, source = draft.opened.catalog, draft.request, draft.source
     stored = (name for unit in source.files.units for name in catalog.names(unit.file))
     state = None
@@ -489,8 +503,7 @@ def _completed(draft: _Draft, target: Target) -> Completed:
 
 
 def _find_lost(draft: _Draft, findings: Sequence[Finding]) -> dict[str, int | None]:
-    """Find the tensors that are not complete, with the elements of each; none where patterns choose
-    tensors."""
+    """Find the incomplete tensors with the number of elements of each; none if patterns select tensors."""
     if draft.request.is_narrowed:
         return {}
     broken = (
@@ -504,7 +517,10 @@ def _find_lost(draft: _Draft, findings: Sequence[Finding]) -> dict[str, int | No
 def _core_request_of(
     source: Source, target: Target | None, request: Request, form: Form | None
 ) -> CoreRequest:
-    """What the core is asked to draft; ``form`` is that of a result whose names are a reference's."""
+    """Build the request to the core.
+
+    ``form`` is the form of a result that takes its names from a reference.
+    """
     table = None
     if target is not None:
         own = target.form()
@@ -525,8 +541,7 @@ def _core_request_of(
 
 
 def _config_text(draft: _Draft) -> dict[str, str]:
-    """The config.json of a result that keeps its names; nothing where the source's own goes along as it
-    is."""
+    """Return the config.json of a result that keeps its names; empty if the source's own is copied."""
     cast = not draft.is_kept or draft.is_of_masters
     config = _kept_config(draft.source.model, draft.axes, draft.main_dtype, cast)
     unwritten = draft.target is not None and draft.source.model.config_file is None
@@ -539,8 +554,7 @@ def _config_text(draft: _Draft) -> dict[str, str]:
 
 
 def find_ids_beyond(plan: Plan, tokenizer: Tokenizer | None) -> list[Finding]:
-    """Finds that a tokenizer has ids beyond the rows of the embedding, in a plan that keeps the names of the
-    full tensors."""
+    """Report a tokenizer with ids beyond the rows of the embedding, for a plan that keeps tensor names."""
     keeps_names = plan.target == "merge" or plan.keeps_names
     is_known = any(f.severity == "error" or f.code == codes.CONFIG_DISAGREES for f in plan.findings)
     if tokenizer is None or not keeps_names or is_known:
@@ -551,13 +565,13 @@ def find_ids_beyond(plan: Plan, tokenizer: Tokenizer | None) -> list[Finding]:
 
 
 def to_be_written(plan: Plan) -> Plan:
-    """The plan, with findings for what can be looked at and not be written."""
+    """Add the findings that only prevent writing to a plan, and return the plan."""
     plan.findings += [*plan.core.unwritable(), *plan.unwritable]
     return plan
 
 
 def _meant_for(finding: Finding, opened: Opened, request: Request) -> Finding:
-    """Say of a finding that nothing is left which name a pattern may be meant for."""
+    """Add the name that a pattern may mean to the finding that no tensor is left."""
     if not request.include:
         return finding
     names = make_plan(opened, replace(request, include=(), exclude=())).index
@@ -571,10 +585,10 @@ def _meant_for(finding: Finding, opened: Opened, request: Request) -> Finding:
 def _kept_config(
     model: Description, axes: dict[str, int], main: str | None, cast: bool
 ) -> dict[str, Any] | None:
-    """The config.json that goes with tensors under Hugging Face's own names; None if there is none.
+    """Return the config.json for tensors under Hugging Face's own names; None if there is none.
 
-    With another dtype transformers would cast the tensors, or take them for quantised ones. What transformers
-    itself has saved is as its config says, unless it is cast here.
+    With a wrong dtype in it, transformers would cast the tensors, or take them for quantised ones. The config
+    of a model that transformers saved is right, unless the tensors are cast.
     """
     if not (model.hf_names and model.config):
         return None
@@ -585,10 +599,10 @@ def _kept_config(
 
 
 def _main_dtype(sizes: dict[str, int], masters: bool) -> str | None:
-    """torch name of the dtype that most of the floating bytes have; None where there are none.
+    """Return torch's name of the dtype of most floating-point bytes; None if there are no floats.
 
-    Beside masters frozen parameters may be most of the bytes: by the narrower dtype the masters would be
-    rounded.
+    Next to master weights, frozen parameters may be most of the bytes, and their narrower dtype would round
+    the master weights. So float32 takes precedence there.
     """
     weight = {
         d: (TORCH_FLOATS[d] == "float32" if masters else False, n)

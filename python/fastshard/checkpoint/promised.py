@@ -1,5 +1,5 @@
-"""What the installed transformers says that the config of an opened checkpoint promises, where no layout
-table tells."""
+"""Tensors that the config of a checkpoint promises according to the installed transformers, if no layout
+table lists them."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ if TYPE_CHECKING:
 
 __all__ = ["beside_list", "compare_with_list", "refuse_missing_code", "refused_names", "with_promised"]
 
-#: Memory that building a model takes, most of it the import of torch and transformers.
+#: Bytes of memory that building a model takes, mostly for the import of torch and transformers.
 _NEEDED = 1 << 30
 
 
 def with_promised(opened: Opened, only_kept: bool = False, for_hf: bool = False) -> Opened:
-    """The opened checkpoint with the list of what its config promises, where that is asked for and nothing
-    says more.
+    """Attach the list of what the config promises to an opened checkpoint.
+
+    The checkpoint stays as it is if the list is not wanted, or if something else states more.
 
     Args:
         opened: the checkpoint.
-        only_kept: True to take a list that was made before, and to make none.
-        for_hf: True for a result that is to have the names on disk, which the table of a class with another
-            head does not tell.
+        only_kept: True to use only a list that was built before.
+        for_hf: True for a result with the names on disk, which the table of a class with another head does
+            not list.
     """
     if not _is_wanted(opened, for_hf):
         return opened
@@ -65,7 +66,7 @@ def with_promised(opened: Opened, only_kept: bool = False, for_hf: bool = False)
 
 
 def _is_wanted(opened: Opened, for_hf: bool) -> bool:
-    """True for a whole model of Hugging Face whose config names a class and no table tells of it."""
+    """Return True for a complete Hugging Face model whose config names a class, if no table describes it."""
     source, model = opened.source, opened.source.model
     config = model.config or {}
     return (
@@ -83,7 +84,7 @@ def _is_wanted(opened: Opened, for_hf: bool) -> bool:
 
 
 def _available() -> int | None:
-    """Bytes of memory that the system has left; None where it does not say."""
+    """Return the bytes of memory that the system has left; None if it does not say."""
     try:
         for line in Path("/proc/meminfo").read_text("ascii").splitlines():
             if line.startswith("MemAvailable:"):
@@ -96,12 +97,11 @@ def _available() -> int | None:
 def compare_with_list(
     opened: Opened, request: Request, merged: Merged, named: list[str | None]
 ) -> tuple[list[Finding], str]:
-    """What differs from the list, under the names on disk or those in memory; and why nothing could be told
-    of it, if so.
+    """Compare the tensors with the list; return findings, and the reason if nothing can be concluded.
 
-    Where nothing differs, the finding that says so is among them (`FS109`, whose evidence is who listed the
-    tensors). An unexpected tensor is a note: a load leaves it out. A loader knows more spellings than a list:
-    what neither has is missing.
+    The names of the list are those on disk or those in memory. If nothing differs, the findings include one
+    that says so (`FS109`; its evidence is who listed the tensors). An unexpected tensor is a note, as a load
+    leaves it out. A loader knows more spellings than a list: a tensor is missing if neither has it.
     """
     listed = opened.listed
     if listed is None or request.is_narrowed:
@@ -173,7 +173,7 @@ def compare_with_list(
 
 @dataclass(frozen=True)
 class _Spelling:
-    """The names of a list, on disk or in memory, that fit those of a checkpoint best."""
+    """The names of a list, on disk or in memory, that fit a checkpoint best."""
 
     sides: Sequence[Side]
     reference: Reference
@@ -190,11 +190,11 @@ def _choose_spelling(
     called: str,
     stored_as: Mapping[str, Sequence[str]],
 ) -> _Spelling:
-    """Choose the names of a list that a checkpoint has: those on disk, or those in memory.
+    """Choose the names of a list that a checkpoint uses: those on disk, or those in memory.
 
     Args:
-        called: what messages call the list.
-        stored_as: names of the tensors that each quantised weight is stored as.
+        called: the name of the list in messages.
+        stored_as: the names of the tensors that each quantised weight is stored as.
     """
     from ..expected.expected_list import roster_of
     from ..expected.names_on_disk import are_in_memory
@@ -218,7 +218,7 @@ def _choose_spelling(
 
 
 def _concluded(findings: list[Finding], called: str, count: int, spelling: str) -> tuple[list[Finding], str]:
-    """The findings of a list, with what it proves where nothing differs."""
+    """Add what a list proves to its findings, if they contain no errors."""
     if any(f.severity == "error" for f in findings):
         return findings, ""
     rest = [f for f in findings if f.code != codes.NOT_PROVABLE]
@@ -233,8 +233,10 @@ def _accounts_for(
     shapes: Mapping[str, tuple[tuple[int, ...], str]],
     report: LoadReport | None,
 ) -> bool:
-    """True if other names are what is wrong: no name fits, or each missing tensor is there under another
-    name, by its shape."""
+    """Return True if different names explain all errors.
+
+    That is the case if no name fits, or if each missing tensor exists under another name, by its shape.
+    """
     from .loaded_names import count_ties_once
 
     if not odd:
@@ -249,7 +251,7 @@ def _accounts_for(
 
 
 def _misshapen(weights: Iterable[Weight], listed: ExpectedTensors, called: str) -> Iterator[Finding]:
-    """Quantised weights whose codes are of another shape than the list has."""
+    """Yield a finding for each quantised weight whose codes have another shape than the list gives."""
     shapes = {t.name: t.shape for t in (*listed.in_memory, *listed.tensors)}
     for weight in weights:
         shape = next((shapes[name] for name, _ in weight.stored_as if name in shapes), None)
@@ -269,8 +271,10 @@ def _is_of(parts: Iterable[Part], name: str | None) -> bool:
 
 
 def _counted(finding: Finding, part: Collection[str] | None) -> Finding:
-    """A finding of the list as it counts; ``part`` are the tensors of a trainer that may have saved what it
-    trained alone."""
+    """Set the severity of a finding of the list.
+
+    ``part`` are the tensors of a trainer that may have saved only what it trained.
+    """
     if finding.severity != "error":
         return finding
     if finding.code == codes.UNKNOWN_TENSOR and finding.expected is None:
@@ -296,8 +300,10 @@ def _proven(called: str, count: int, spelling: str = "") -> Finding:
 
 
 def refuse_missing_code(findings: Iterable[Finding], opened: Opened) -> list[Finding]:
-    """The findings of a conversion for transformers, where missing code is an error if transformers has no
-    class of its own."""
+    """Return the findings of a conversion for transformers.
+
+    Missing code is an error if transformers has no class for the model.
+    """
     from ..expected.from_transformers import UNKNOWN_CLASS
 
     promised = opened.promised
@@ -306,7 +312,7 @@ def refuse_missing_code(findings: Iterable[Finding], opened: Opened) -> list[Fin
 
 
 def refused_names(opened: Opened, request: Request, merged: Merged) -> list[Finding]:
-    """That a class whose names on disk no table has would be written under those in memory."""
+    """Report a class whose names on disk no table lists: its result would have the names in memory."""
     from ..expected.names_on_disk import are_in_memory
     from .reference_sides import own_names
 
@@ -319,8 +325,7 @@ def refused_names(opened: Opened, request: Request, merged: Merged) -> list[Find
 
 
 def _names_in_memory(called: str, listed: ExpectedTensors, names: list[str], config: Path | None) -> Finding:
-    """Finds that a result would have names that its format has not, where they could not be written as those
-    on disk."""
+    """Report names in memory in a result that cannot be changed to the names on disk."""
     odd = sorted(listed.only_in_memory & set(names)) or [name for name in names if not is_state(name)]
     return Finding.of(
         codes.FACT_UNKNOWN,
@@ -332,10 +337,10 @@ def _names_in_memory(called: str, listed: ExpectedTensors, names: list[str], con
 
 
 def beside_list(seen: list[Finding], by_list: list[Finding]) -> list[Finding]:
-    """What a model's own layers say, where a list speaks that knows more.
+    """Adapt the findings of a model's own layers to those of a list, which knows more.
 
-    What the list finds missing is not told twice. An error is a warning that names both where the list proves
-    that all is there.
+    Tensors that the list finds missing are not reported twice. If the list proves that all tensors exist, an
+    error becomes a warning that names both.
     """
     if any(f.severity == "error" and f.is_a("missing_tensor") for f in by_list):
         return [f for f in seen if not f.is_a("missing_tensor")]

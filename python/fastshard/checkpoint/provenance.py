@@ -1,5 +1,4 @@
-"""Where an output tensor comes from: rules, ranks, files and offsets, and what is done to its values, as
-plain data."""
+"""The origin of an output tensor as plain data: rules, ranks, files, offsets and operations on its values."""
 
 from __future__ import annotations
 
@@ -16,13 +15,13 @@ __all__ = ["excerpt_of", "origin"]
 
 
 def excerpt_of(plan: _core.Plan, position: int) -> dict[str, Any]:
-    """The part of a plan's document that one output is made by."""
+    """Return the part of a plan's document that describes one output."""
     document: dict[str, Any] = json.loads(plan.excerpt(position))
     return document
 
 
 def origin(excerpt: dict[str, Any]) -> dict[str, Any]:
-    """What the one output of a plan's excerpt is made of, as ``fastshard trace --json`` tells it."""
+    """Describe the sources of the single output in a plan's excerpt, as in ``fastshard trace --json``."""
     (output,) = excerpt["outputs"]
     file = excerpt["files"][output["file"]] if excerpt["files"] else None
     place = file and {
@@ -69,7 +68,7 @@ def _op(op: dict[str, float]) -> str:
 def _source(
     excerpt: dict[str, Any], tensor: dict[str, Any], part: dict[str, Any], dtype: str
 ) -> dict[str, Any]:
-    """What a part takes of a stored tensor, and where that lies."""
+    """Describe what a part takes from a stored tensor, and where the bytes lie."""
     runs: list[list[Run]] = [[] for _ in tensor["shape"]]
     for axis in part["axes"]:
         runs[axis["dim"]].append((axis["n"], axis["step"]))
@@ -98,7 +97,7 @@ def _source(
 
 
 def _made_of(excerpt: dict[str, Any], coded: dict[str, Any]) -> list[dict[str, Any]]:
-    """The tensors in files that values are made of, the codes first."""
+    """List the stored tensors that values are computed from, beginning with the codes."""
     numbers, groups = coded["numbers"], coded.get("groups")
     grids = [scale["grid"] for scale in coded.get("scales", ())] + (
         [coded["zero"]] if "zero" in coded else []
@@ -117,7 +116,7 @@ def _made_of(excerpt: dict[str, Any], coded: dict[str, Any]) -> list[dict[str, A
 def _places(
     tensor: dict[str, Any], base: Sequence[int], runs: Sequence[Sequence[Run]]
 ) -> Iterator[tuple[int, int, int]]:
-    """(blob, first byte in it, bytes) of the pieces of a stored tensor that hold a part of a box of it."""
+    """Yield (blob, first byte in it, bytes) for the pieces of a stored tensor that overlap a box of it."""
     ((form, pieces),) = tensor["pieces"].items()
     item = item_size(tensor["dtype"])
     if form == "view":
@@ -141,14 +140,17 @@ def _places(
 
 
 def _spanned(shape: Sequence[int], steps: Sequence[int]) -> int:
-    """Elements from the first to the last of a strided view."""
+    """Return the number of elements from the first to the last one of a strided view."""
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
 
 
 def _place(excerpt: dict[str, Any], number: int, offset: int, nbytes: int) -> dict[str, Any]:
-    """A range of a file; for what is compressed, all of its member, and the range in what that holds."""
+    """Describe a range of a file.
+
+    For compressed data it is the complete member, with the range in the decompressed data.
+    """
     blob = excerpt["blobs"][number]
     file = excerpt["sources"][blob["file"]]
     packed = bool(blob.get("deflated") or blob.get("encoded"))

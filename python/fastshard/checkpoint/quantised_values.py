@@ -1,4 +1,4 @@
-"""Whether the scales of quantised weights are such as a quantiser writes: read, where names and shapes tell
+"""Checks of the values in scales and group indices of quantised weights, where names and shapes show
 nothing."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .stored_bytes import StoredBytes
 
 __all__ = ["damaged"]
 
-#: Companions that are factors of values.
+#: Roles of companions that are factors of values.
 _FACTORS = (
     "scales",
     "global scale",
@@ -27,7 +27,7 @@ _FACTORS = (
     "nested maxima",
     "pre_quant_scale",
 )
-#: Of these, those that may be below zero.
+#: Roles of factors that may be negative.
 _SIGNED = ("pre_quant_scale",)
 #: Dtypes of factors.
 _READ = ("F16", "BF16", "F32", "F8_E4M3", "F8_E8M0", "U8")
@@ -35,8 +35,11 @@ _HELP = "restore the file that the quantiser wrote"
 
 
 def damaged(opened: Opened) -> list[Finding]:
-    """What is wrong with the values of scales and indices: NaN, infinite, below zero, zero over codes that
-    are not, no groups."""
+    """Find damaged values of scales and indices.
+
+    Scales are damaged if they are NaN, infinite, negative, or zero over nonzero codes; indices if they name
+    no group.
+    """
     if not opened.quantised.weights:
         return []
     stored = StoredBytes(opened)
@@ -51,7 +54,7 @@ def damaged(opened: Opened) -> list[Finding]:
 
 
 def _of_weight(weight: Weight, stored: StoredBytes) -> Iterator[Finding]:
-    """What is wrong with the companions of a weight."""
+    """Yield the findings about the companions of a weight."""
     if all(name in stored for name in weight.stored):
         yield from _find_damage(weight, stored)
     for role, name in weight.companions.items():
@@ -69,7 +72,7 @@ def _of_weight(weight: Weight, stored: StoredBytes) -> Iterator[Finding]:
 
 
 def _of_factors(weight: Weight, role: str, name: str, stored: StoredBytes) -> Iterator[Finding]:
-    """Finds factors that are none, and those of zero over codes that are not."""
+    """Yield the findings for invalid factors, and for factors that are zero over nonzero codes."""
     import numpy as np
 
     # AutoRound turns the range of symmetric integers round where the lowest value is the largest.
@@ -99,8 +102,7 @@ def _of_factors(weight: Weight, role: str, name: str, stored: StoredBytes) -> It
 
 
 def _find_damage(weight: Weight, stored: StoredBytes) -> Iterator[Finding]:
-    """Finds what keeps codes from having values, by asking for these: a record, a shape in numbers, a
-    table."""
+    """Yield a finding for damage in a record, shape or table that prevents computing a weight's values."""
     try:
         weight.values(ValueAccess("F32", stored.read, compares_readers=False))
     except DamagedError as error:
@@ -123,7 +125,7 @@ def _is_zero(weight: Weight, name: str, role: str, count: int) -> Finding:
 
 
 def _blocks_of(weight: Weight, role: str, name: str, stored: StoredBytes) -> Blocks | None:
-    """Returns the codes that each factor is for; None where each counts by itself, whatever the codes are."""
+    """Return the codes that each factor scales; None if each factor counts regardless of the codes."""
     if role == "absolute maxima":
         # They run over the rows.
         return Blocks.in_turn(weight.codes, stored.size(weight.codes), math.prod(stored.shape(name)), "")
@@ -144,7 +146,7 @@ def _blocks_of(weight: Weight, role: str, name: str, stored: StoredBytes) -> Blo
 
 
 def _groups(weight: Weight, name: str, stored: StoredBytes) -> Iterator[Finding]:
-    """Group indices that name no group, or one too often."""
+    """Yield a finding for group indices that name no group, or one group too often."""
     import numpy as np
 
     scales = weight.companions.get("scales")

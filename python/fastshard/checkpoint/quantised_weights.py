@@ -1,4 +1,4 @@
-"""Quantised weights of an opened checkpoint: judged by the forms that its config states."""
+"""Quantised weights of an opened checkpoint, recognised by the forms that its config states."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ..sources.base import Contents
 
 __all__ = ["QuantisedWeights", "found_in"]
 
-#: What scales of activations and of the cache of keys and values are called. source: vLLM
+#: Names of scales of activations, and of the cache of keys and values. source: vLLM
 #: model_loader/weight_utils.py, ModelOpt 0.47 torch/export, compressed-tensors 0.20
 #: quantization/lifecycle/initialize.py, transformers 5.24 finegrained_fp8.py
 _OF_ACTIVATIONS = compile_when_used(
@@ -44,29 +44,29 @@ _CUT = Finding.of(
     "a header of torchao has more text than is read, and nothing loads the result without it",
     help="copy the files as they are, or save the model's values with torchao (dequantize)",
 )
-#: What fp8 weights have that nothing else says anything of.
+#: The form of fp8 weights that no config describes.
 _UNSAID = QuantisationConfig("fp8", {}, "")
 
 
 @dataclass(frozen=True)
 class QuantisedWeights:
-    """What was found of a model's quantised weights."""
+    """The quantised weights of a model, and the findings about them."""
 
     weights: list[Weight] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-    #: What is wrong where no config says that anything is quantised: told where values are asked for.
+    #: Findings for weights that no config calls quantised; reported when values are requested.
     unsaid: list[Finding] = field(default_factory=list)
     #: The quantiser's own files, by name.
     files: Mapping[str, Path] = field(default_factory=dict)
     #: Names of scales of activations, and of the cache of keys and values: they belong to no weight.
     of_activations: list[str] = field(default_factory=list)
-    #: What the headers of the files say of tensors of torchao, without which nothing loads them.
+    #: The headers' records of torchao tensors, without which nothing loads the tensors.
     records: Mapping[str, Record] = field(default_factory=dict)
-    #: Why it is not written, if it is not.
+    #: The reasons why the result is not written, if any.
     unwritable: list[Finding] = field(default_factory=list)
-    #: How the model says that it is quantised; None if it says nothing.
+    #: The quantisation method that the model states; None if it states none.
     method: str | None = None
-    #: True for quantised weights of which no config says that they are.
+    #: True for quantised weights that no config describes.
     is_unstated: bool = False
 
     @cached_property
@@ -79,15 +79,15 @@ class QuantisedWeights:
 def found_in(
     source: Source, contents: Contents, full: Callable[[], Mapping[str, Stored]]
 ) -> QuantisedWeights:
-    """The quantised weights of a model; what is missing of them, and what contradicts its config.
+    """Find the quantised weights of a model, what is missing from them, and what contradicts the config.
 
-    Without a config fp8 weights are told by the names of their scales.
+    Without a config, fp8 weights are recognised by the names of their scales.
 
     Args:
         source: the declaration of the model.
-        contents: what the headers of its files say.
-        full: dtype and shape of every full tensor, by the model's own names; asked where files hold parts of
-            tensors.
+        contents: the headers of its files.
+        full: returns dtype and shape of every full tensor, by the model's own names; called if files hold
+            parts of tensors.
     """
     model = source.model
     is_divided = bool(source.files.assembled) or any(degree > 1 for degree in source.binding.degrees.values())
@@ -136,14 +136,16 @@ def found_in(
 
 
 def _read_torchao_config(model_config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Returns what config.json has of a model that torchao has quantised; None of another one."""
+    """Return the quantization config of a model that torchao quantised; None for other models."""
     config = (model_config or {}).get("quantization_config")
     return config if isinstance(config, dict) and config.get("quant_method") == "torchao" else None
 
 
 def _is_of_activations(name: str, stored: Stored) -> bool:
-    """True for one number, or one for each head or expert, under such a name: what has more is another thing
-    of the model."""
+    """Return True for a scale of activations: one number, or one for each head or expert, under such a name.
+
+    A tensor with more elements is another part of the model.
+    """
     dtype, shape = stored
     is_few = math.prod(shape) == 1 or shape[1:] == (1, 1) or name.endswith("_proj_activation_scale")
     return (
@@ -154,7 +156,7 @@ def _is_of_activations(name: str, stored: Stored) -> bool:
 
 
 def _by_names(tensors: Mapping[str, Stored]) -> tuple[list[Weight], list[Finding]]:
-    """The fp8 weights that have scales, by their names alone, and what is wrong with these."""
+    """Return the fp8 weights with scales, recognised by name alone, and the findings about the scales."""
     if not any(dtype in F8 for dtype, _ in tensors.values()):
         return [], []
     weights, found = check_weights(_UNSAID, tensors)
@@ -162,7 +164,7 @@ def _by_names(tensors: Mapping[str, Stored]) -> tuple[list[Weight], list[Finding
 
 
 def _below(prefix: str, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Those of the model alone, by their names below its prefix."""
+    """Return the tensors of the model alone, by their names below its prefix."""
     return {
         name.removeprefix(prefix): stored
         for name, stored in tensors.items()
@@ -171,7 +173,7 @@ def _below(prefix: str, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def _tensors(units: Iterable[Unit], own_names: Mapping[str, str], contents: Contents) -> dict[str, Stored]:
-    """Dtypes and shapes of all tensors of files that hold full ones, by the model's own names."""
+    """Return dtype and shape of all tensors in files of full tensors, by the model's own names."""
     tensors: dict[str, Stored] = {}
     for unit in units:
         under = len(unit.under)
@@ -186,7 +188,7 @@ def _tensors(units: Iterable[Unit], own_names: Mapping[str, str], contents: Cont
 
 
 def _beside(folders: Sequence[Folder]) -> dict[str, Path]:
-    """The files in which quantisers say what they did."""
+    """Return the files in which quantisers describe what they did, by name."""
     found: dict[str, Path] = {}
     for folder in folders[:1]:
         for name in QUANTISER_FILES:
@@ -197,7 +199,7 @@ def _beside(folders: Sequence[Folder]) -> dict[str, Path]:
 
 
 def _contents(files: Mapping[str, Path]) -> dict[str, Mapping[str, Any]]:
-    """What they say, as far as it can be read."""
+    """Read the contents of these files; unreadable ones are left out."""
     found: dict[str, Mapping[str, Any]] = {}
     for name, file in files.items():
         with contextlib.suppress(FastshardError, OSError):

@@ -1,5 +1,4 @@
-"""The names that a reference (``--like``) has for a source's tensors: the ways to read a source so that it
-has them."""
+"""Ways to read a source so that its tensors have the names of a reference (``--like``)."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from ..targets.registry import target_of
 from ..targets.request import DTYPES, MERGE, Request
 from .drafting import UNPLACED, CoreRequest, Merged, Opened, draft_of, taken
 
-#: Bytes of two tensors that are compared at a time; of what tensors begin with, which tells most apart.
+#: Bytes of two tensors to compare at a time, and bytes at their beginnings, where most tensors differ.
 _CHUNK, _BEGIN = 1 << 24, 1 << 12
 #: Bytes of the widest element.
 _WIDEST = 16
@@ -32,8 +31,11 @@ _WIDEST = 16
 def sides_of(
     opened: Opened, reference: Reference, request: Request, planned: Side, core_request: CoreRequest
 ) -> Iterator[Side]:
-    """The whole model under the names that those of a reference may be: as it is planned, unless the target
-    has a form of its own, as it is stored, and as transformers has it."""
+    """Yield the complete model under each set of names that the reference may use.
+
+    These are the names as planned, unless the target has a separate form, the names as stored, and those of
+    transformers.
+    """
     every = replace(core_request, include=(), exclude=())
     keeps = request.to in (None, "hf") and not request.optimizer
     if keeps:
@@ -63,8 +65,10 @@ def sides_of(
 def compared(
     opened: Opened, reference: Reference, request: Request, merged: Merged, named: Iterable[str | None]
 ) -> list[Finding]:
-    """What a reference has that a draft has not, or has in another form; ``named`` are tensors of which an
-    error is known."""
+    """List the tensors of a reference that a draft lacks, or has in another form.
+
+    ``named`` are tensors with a known error.
+    """
     sides = sides_of(opened, reference, request, _planned(opened, merged), merged.core_request)
     return judged_of(sides, reference, request, named)
 
@@ -72,26 +76,25 @@ def compared(
 def judged_of(
     sides: Iterable[Side], reference: Reference, request: Request, named: Iterable[str | None]
 ) -> list[Finding]:
-    """What a reference has that these tensors have not, or have in another form."""
+    """List the tensors of a reference that these sides lack, or have in another form."""
     return compare(sides, reference, request.wants, DTYPES[request.dtype], named)
 
 
 def fitting(
     opened: Opened, reference: Reference, request: Request, merged: Merged
 ) -> tuple[float, list[Side]]:
-    """The part of a reference's names that the checkpoint has, 0 to 1, and the sides that it was looked for
-    in."""
+    """Return the share (0 to 1) of a reference's names that the checkpoint has, and the searched sides."""
     sides = list(sides_of(opened, reference, request, _planned(opened, merged), merged.core_request))
     return fit(sides, reference), sides
 
 
 def own_names(opened: Opened, merged: Merged) -> set[str]:
-    """The model's own names of the tensors as they are planned."""
+    """Return the model's own names of the planned tensors."""
     return _planned(opened, merged).own_names
 
 
 def _planned(opened: Opened, merged: Merged) -> Side:
-    """The tensors under the names that are planned."""
+    """Return the tensors under the planned names."""
     values = Values(opened.catalog, merged.core_request)
     return Side(
         merged.draft, merged.source, merged.is_merge, values.same, merged.renamed, values.ends_in_zeros
@@ -101,10 +104,10 @@ def _planned(opened: Opened, merged: Merged) -> Side:
 def as_referenced(
     opened: Opened, reference: Reference, source: Source, request: Request
 ) -> tuple[Source, Form | None, str]:
-    """A source whose result has the names of the reference, the form that a merge has for that, and how in
-    words.
+    """Return a source whose result has the names of the reference, the form of the merge, and a description.
 
-    A model that a table describes takes the table's form, others move prefixes of their names.
+    A model that a table describes takes the form of the table. Otherwise prefixes of the names are moved. The
+    description says in words how the names changed.
     """
     roster = reference.roster
     if source.names.prefix:
@@ -148,15 +151,16 @@ def as_referenced(
 def as_listed(
     opened: Opened, listed: ExpectedTensors, source: Source, request: Request
 ) -> tuple[Source, Form | None, str]:
-    """A source whose result for Hugging Face has the names that ``save_pretrained`` writes, without the
-    further copies of tied tensors, and its form and how in words, as :func:`as_referenced`; the source as it
-    is where its names are those already.
+    """Return a source whose result for Hugging Face has the names that ``save_pretrained`` writes.
+
+    Further copies of tied tensors are left out. The form and the description are as in :func:`as_referenced`.
+    The source is returned unchanged if its names are right already.
 
     Args:
         opened: the checkpoint.
-        listed: what its config promises.
-        source: what is taken of it.
-        request: what is asked for.
+        listed: the tensors that its config promises.
+        source: the requested part of the checkpoint.
+        request: the request.
 
     Raises:
         FastshardError: ``FS514`` for a tensor that has no such form.
@@ -186,13 +190,14 @@ def as_listed(
 def as_written(
     side: Side, listed: ExpectedTensors | None, *, drops_ties: bool = False
 ) -> tuple[Source, Form, str] | None:
-    """A source under its names in memory, and the form in which transformers writes it; None where the names
-    are others.
+    """Return a source under its names in memory, with the form in which transformers writes it.
+
+    Return None if the names are not those in memory.
 
     Args:
-        side: what is taken of a checkpoint, and its tensors.
-        listed: what its config promises, if anything tells.
-        drops_ties: True to write tied tensors once, also where all other names are those on disk.
+        side: the requested part of a checkpoint, and its tensors.
+        listed: the tensors that its config promises, if they are known.
+        drops_ties: True to write tied tensors once, even if all other names are those on disk.
 
     Raises:
         FastshardError: ``FS514`` for a tensor that has no such form.
@@ -227,7 +232,10 @@ def as_written(
 def _without_table(
     opened: Opened, reference: Reference, core_request: CoreRequest
 ) -> tuple[Source, Form, str] | None:
-    """The same for a class whose names on disk no table has: without an output layer, or with another one."""
+    """Return the same as :func:`as_written` for a class whose names on disk no table lists.
+
+    Such a class has no output layer, or another one.
+    """
     from ..expected.from_transformers import class_name, list_for
 
     source, listed, config = core_request.source, reference.listed, reference.config
@@ -258,10 +266,10 @@ def _without_table(
 def _by_config_of(
     opened: Opened, reference: Reference, side: Side, core_request: CoreRequest
 ) -> tuple[Source, Form, str] | None:
-    """The same by the list of the config of a reference that is a checkpoint, where that gives the names that
-    it has.
+    """Return the same as :func:`as_written` by the config of a reference that is a checkpoint.
 
-    Sizes may be others since: where they contradict that config, the checkpoint's own is asked.
+    Return None if the list for this config does not give the names of the reference. Sizes may have changed
+    since: if they contradict that config, the checkpoint's own config is used.
     """
     from ..expected.from_transformers import class_name
 
@@ -292,7 +300,7 @@ def _by_config_of(
 
 
 def _list_of(config: dict[str, Any], file: str) -> ExpectedTensors | None:
-    """The list of a config whose weights are not quantised; None where none can be made."""
+    """Return the list for a config whose weights are not quantised; None if there is no such list."""
     from ..expected.from_transformers import list_for
 
     try:
@@ -303,7 +311,7 @@ def _list_of(config: dict[str, Any], file: str) -> ExpectedTensors | None:
 
 
 def _beside(side: Side, table: _core.Table) -> list[Rule]:
-    """Rules for what lies beside the model, so that it stays as it is."""
+    """Build rules for tensors outside the model that keep them as they are."""
     found: list[Rule] = []
     for name, (_, shape) in side.tensors.items():
         own = side.source.names.own.get(name, name)
@@ -314,10 +322,10 @@ def _beside(side: Side, table: _core.Table) -> list[Rule]:
 
 
 def by_table(side: Side, request: Request) -> tuple[Source, Form | None]:
-    """A source and the form in which transformers stores its model, for a merge; no form where no table
-    tells.
+    """Return a source, and the form in which transformers stores its model, for a merge.
 
-    Both tables have what lies beside the model, so that it stays.
+    The form is None if no table describes the model. Both tables include the tensors outside the model, so
+    that these are kept.
     """
     source = side.source
     try:
@@ -335,7 +343,7 @@ def by_table(side: Side, request: Request) -> tuple[Source, Form | None]:
 
 
 class Values:
-    """The values that a draft's tensors have, as they are stored."""
+    """The stored values of a draft's tensors."""
 
     def __init__(self, catalog: _core.Catalog, core_request: CoreRequest) -> None:
         self._catalog, self._core_request = catalog, replace(core_request, dtype=None, include=(), exclude=())
@@ -351,8 +359,10 @@ class Values:
         return {name: (i, size) for i, (name, _, _, size, _) in enumerate(self._plan.outputs())}
 
     def same(self, one: str, other: str, constant: bool) -> bool:
-        """Whether two tensors of one shape and dtype hold the same bytes; of one value all over only if
-        ``constant``."""
+        """Return True if two tensors of the same shape and dtype hold the same bytes.
+
+        Tensors with a single repeated value count as the same only if ``constant``.
+        """
         if one not in self._index or other not in self._index:
             return False
         first = self._begin(one)
@@ -369,7 +379,7 @@ class Values:
         return is_varied
 
     def ends_in_zeros(self, name: str, first: int) -> bool:
-        """Whether a tensor is zero from this row on."""
+        """Return True if a tensor is zero from this row to its end."""
         if name not in self._index:
             return False
         number, size = self._index[name]

@@ -1,5 +1,4 @@
-"""What the caller of `open` says about the source, checked: the config is read, and a reference may give
-it."""
+"""Checked options of `open` about the source: the config is read, and a reference may provide it."""
 
 from __future__ import annotations
 
@@ -21,10 +20,10 @@ __all__ = ["of"]
 
 
 def of(given: OpenOptions, reference: Reference | None) -> Options:
-    """What the caller said about the source, and what a reference says in its place.
+    """Combine what the caller states about the source with what a reference states instead.
 
     Raises:
-        FastshardError: ``FS211`` or ``FS515`` for what cannot be meant.
+        FastshardError: ``FS211`` or ``FS515`` for invalid options.
     """
     config, path = _read_config(given.get("config"))
     if reference is not None and reference.roster is None:

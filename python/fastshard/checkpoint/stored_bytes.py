@@ -1,4 +1,4 @@
-"""Bytes of tensors as they are stored, by the model's own names: small ones that say what others are."""
+"""Bytes of stored tensors by the model's own names, for small tensors that describe others."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["StoredBytes"]
 
 
 class StoredBytes:
-    """Values of tensors as they are stored, by the model's own names."""
+    """The stored values of tensors, by the model's own names."""
 
     def __init__(self, opened: Opened) -> None:
         self._opened = opened
 
     @cached_property
     def _plan(self) -> _core.Plan:
-        """Drafted when the first is asked for: most forms ask for none."""
+        """The plan of the stored tensors, drafted on first use: most forms need none."""
         try:
             return draft_of(self._opened.catalog, CoreRequest(self._opened.source)).place(UNPLACED)
         except _core.CoreError as error:
@@ -51,22 +51,24 @@ class StoredBytes:
         return name in self._outputs
 
     def dtype(self, name: str) -> str:
-        """Its dtype."""
+        """Return the dtype of a tensor."""
         return self._outputs[name][1]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Its shape."""
+        """Return the shape of a tensor."""
         return self._outputs[name][2]
 
     def size(self, name: str) -> int:
-        """Its bytes."""
+        """Return the size of a tensor in bytes."""
         return self._outputs[name][3]
 
     def raw(self, name: str, start: int, length: int) -> np.ndarray[Any, Any]:
-        """Reads bytes of a part of a tensor. What has no bound is read in pieces.
+        """Read a range of a tensor's bytes as an array.
+
+        A tensor of unbounded size must be read in several ranges.
 
         Raises:
-            FastshardError: ``FS512`` if that is more than the budget of memory.
+            FastshardError: ``FS512`` if the range exceeds the memory budget.
         """
         import numpy as np
 
@@ -77,16 +79,15 @@ class StoredBytes:
         return buffer
 
     def read(self, name: str, start: int, length: int) -> bytes:
-        """Reads the same as bytes."""
+        """Read a range of a tensor's bytes."""
         return self.raw(name, start, length).tobytes()
 
     def windows(self, name: str, multiple: int = 1) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
-        """Goes through the bytes of a tensor in pieces: the number of the first element of each, and its
-        bytes.
+        """Yield the bytes of a tensor in pieces, each with the number of its first element.
 
         Args:
             name: the tensor.
-            multiple: elements that stay together.
+            multiple: number of elements that stay in one piece.
         """
         width, size = item_size(self.dtype(name)), self.size(name)
         step = max(1, WINDOW // (multiple * width)) * multiple * width

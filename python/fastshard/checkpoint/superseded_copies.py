@@ -1,5 +1,5 @@
-"""Tensors that several files of an index hold: the index says which copy counts, and the copies are compared
-when files are read."""
+"""Tensors that several files of an index hold: the index names the copy that counts, and the copies are
+compared when files are read."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .stored_bytes import StoredBytes
 
 __all__ = ["compare_copies"]
 
-#: Bytes of two copies that are compared together.
+#: Bytes of two copies that are compared at a time.
 _WINDOW = 4 << 20
 
 
 def compare_copies(opened: Opened, *, writes: bool) -> list[Finding]:
-    """Compares the copies of tensors that several files of an index hold.
+    """Compare the copies of tensors that several files of an index hold.
 
     Loaders of transformers read every tensor of every file that an index lists, in the order of the files'
-    names, and keep the last. source: transformers modeling_utils.py (load_state_dict, checkpoint_files)
+    names, and keep the last copy. source: transformers modeling_utils.py (load_state_dict, checkpoint_files)
 
     Args:
         opened: the checkpoint.
-        writes: True for a result, which has the copy that the index names; False for the folder itself, of
-            which a loader may take the other one.
+        writes: True for a result, which has the copy that the index names; False for the folder itself, from
+            which a loader may take the other copy.
 
     Raises:
         FastshardError: if a file cannot be read.
@@ -64,7 +64,7 @@ def compare_copies(opened: Opened, *, writes: bool) -> list[Finding]:
 
 
 def _list_differing(opened: Opened, group: Superseded) -> list[str]:
-    """Returns the names of the tensors whose two copies are not equal."""
+    """Return the names of the tensors whose two copies differ."""
     copies = [_open_copies(opened, file, group.names) for file in (group.file, group.other)]
     return [name for name in group.names if not _are_equal(copies[0], copies[1], name)]
 

@@ -1,4 +1,4 @@
-"""One whole tensor of a checkpoint, read when its values are asked for."""
+"""A full tensor of a checkpoint, read when its values are requested."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Tensor"]
 
 
 def _misaligned(array: Bytes, item: int) -> bool:
-    """True if the bytes start where a view of larger items would be misaligned."""
+    """Return True if the bytes start at an address where a view of larger items would be misaligned."""
     return array.size > 0 and array.ctypes.data % item != 0
 
 
@@ -32,12 +32,12 @@ class Tensor:
         self._plan = plan
         self._index = index
         self.name, self._dtype, shape, self.nbytes, self._pieces = plan.outputs[index]
-        #: Shape of the whole tensor.
+        #: Shape of the full tensor.
         self.shape: tuple[int, ...] = tuple(shape)
 
     @property
     def dtype(self) -> str:
-        """Element type under its safetensors name, e.g. ``BF16``."""
+        """Dtype by its safetensors name, e.g. ``BF16``."""
         return self._dtype
 
     @property
@@ -47,7 +47,7 @@ class Tensor:
 
     @property
     def pieces(self) -> list[tuple[str | None, str, tuple[int, ...]]]:
-        """(rank, file, local shape) of what the tensor is made of."""
+        """(rank, file, local shape) of each piece of the tensor."""
         return [(rank, file, tuple(shape)) for rank, file, shape in self._plan.core.pieces(self._index)]
 
     def get_shape(self) -> list[int]:
@@ -55,11 +55,11 @@ class Tensor:
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        """Returns the element type, as safetensors' slices do."""
+        """Returns the dtype, as safetensors' slices do."""
         return self._dtype
 
     def _bytes(self, start: int, length: int, *, private: bool = False) -> Bytes:
-        """Bytes of the tensor: a view of the mapped file where they are one run, else gathered.
+        """Return bytes of the tensor: a view of the mapped file if they are contiguous, else a gathered copy.
 
         The view is read-only, or ``private`` to the caller, who may write to it.
         """
@@ -81,17 +81,16 @@ class Tensor:
     def numpy(self) -> np.ndarray[Any, np.dtype[Any]]:
         """Reads the values as a numpy array of :attr:`shape`.
 
-        Zero-copy and read-only where the bytes are one run of one file on a local filesystem, else
-        gathered. bfloat16 and fp8 come as ml_dtypes types.
+        The array is zero-copy and read-only if the bytes are one contiguous range of one file on a local
+        filesystem; else it is gathered. bfloat16 and fp8 come as ml_dtypes types.
 
-        A view stays what it is when the checkpoint is closed, and when another file takes the name
-        of the one that was opened. It shows what is written into that file later, and the process
-        ends by SIGBUS where the file is cut short below what is looked at: ``numpy().copy()`` is
-        safe from then on.
+        A view stays valid when the checkpoint is closed, and when another file takes the name of the one that
+        was opened. It shows what is written into that file later. If the file is truncated below the part
+        that is read, the process ends by SIGBUS. ``numpy().copy()`` is not affected by later changes.
 
         Raises:
-            FastshardError: ``FS506`` if the file changed since it was opened; what keeps it from
-                being read whole.
+            FastshardError: ``FS506`` if the file changed since it was opened; other codes if it cannot be
+                read completely.
         """
         dtype = numpy_dtype(self._dtype)
         array = self._bytes(0, self.nbytes)
@@ -100,7 +99,7 @@ class Tensor:
         return array.view(dtype).reshape(self.shape)
 
     def torch_rows(self, start: int, stop: int) -> torch.Tensor:
-        """Reads only some rows of the first dimension, as a torch tensor; otherwise like :meth:`torch`."""
+        """Reads some rows of the first dimension as a torch tensor, otherwise like :meth:`torch`."""
         import torch
 
         row = self.nbytes // self.shape[0] if self.shape[0] else 0
@@ -112,11 +111,11 @@ class Tensor:
     def torch(self, device: Any = None) -> torch.Tensor:
         """Reads the values as a torch tensor of :attr:`shape`.
 
-        On the CPU it is zero-copy like :meth:`numpy`, and for as long as the file is as it was; writing to it
-        changes neither the file nor other tensors.
+        On the CPU it is zero-copy like :meth:`numpy`, as long as the file does not change. Writing to the
+        tensor changes neither the file nor other tensors.
 
         Args:
-            device: where it goes; default the CPU.
+            device: the device to put it on; default the CPU.
 
         Raises:
             FastshardError: as :meth:`numpy`.
@@ -133,10 +132,10 @@ class Tensor:
         """Reads the values as a jax array of :attr:`shape`.
 
         Args:
-            device: where it goes; default as jax has it.
+            device: the device to put it on; default that of jax.
 
         Raises:
-            ValueError: for 64-bit elements while ``jax_enable_x64`` is off: jax would halve them.
+            ValueError: for 64-bit elements while ``jax_enable_x64`` is off: jax would narrow them.
             FastshardError: as :meth:`numpy`.
         """
         import jax
@@ -147,7 +146,7 @@ class Tensor:
         return array
 
     def __dlpack__(self, **how: Any) -> Any:
-        """The values for whoever reads DLPack; bfloat16 and fp8 need torch.
+        """Export the values by DLPack; bfloat16 and fp8 need torch.
 
         Raises:
             BufferError: for bfloat16 and fp8 without torch.
@@ -156,11 +155,11 @@ class Tensor:
         return self._for_dlpack().__dlpack__(**how)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """The CPU."""
+        """Return the DLPack device, which is the CPU."""
         return (1, 0)
 
     def _for_dlpack(self) -> Any:
-        """The values, as something that lends them by DLPack."""
+        """Return the values as an object that exports them by DLPack."""
         if self._dtype in NUMPY_NAMES:
             # What is read-only is not lent.
             return self._private(0, self.nbytes).view(numpy_dtype(self._dtype)).reshape(self.shape)
@@ -170,8 +169,10 @@ class Tensor:
             raise BufferError(f"{self._dtype} by DLPack needs torch") from None
 
     def _private(self, start: int, length: int) -> Bytes:
-        """Bytes of the tensor, aligned, that belong to the caller: torch knows no read-only tensors, and
-        writing to a read-only map would end the process."""
+        """Return aligned bytes of the tensor that belong to the caller.
+
+        torch has no read-only tensors, and writing to a read-only map would end the process.
+        """
         raw = self._bytes(start, length, private=True)
         return raw.copy() if _misaligned(raw, item_size(self._dtype)) else raw
 
@@ -184,7 +185,10 @@ class Tensor:
         return array.copy() if copy else array
 
     def __getitem__(self, key: Any) -> np.ndarray[Any, np.dtype[Any]]:
-        """A slice as numpy, like :meth:`numpy`. Rows along the first dimension are read alone."""
+        """Read a slice as numpy, like :meth:`numpy`.
+
+        For rows along the first dimension, only these rows are read.
+        """
         if isinstance(key, slice) and self.shape and key.step in (None, 1):
             start, stop, _ = key.indices(self.shape[0])
             stop = max(start, stop)

@@ -1,5 +1,5 @@
-"""A mapping of whole tensors that are made when they are read: what an opened checkpoint and a conversion in
-memory share."""
+"""A mapping of full tensors that are read on demand, shared by an opened checkpoint and a conversion in
+memory."""
 
 from __future__ import annotations
 
@@ -20,28 +20,26 @@ __all__ = ["Tensors", "TorchTensors"]
 
 
 class Tensors(Mapping[str, Tensor]):
-    """Whole tensors by name; nothing is read until a tensor is asked for its values.
+    """Full tensors by name; no values are read until they are requested from a tensor.
 
-    ``safetensors.safe_open``'s habits carry over: ``keys()``, ``get_tensor()``, ``get_slice()``.
+    It offers the methods of ``safetensors.safe_open``: ``keys()``, ``get_tensor()``, ``get_slice()``.
     """
 
     @property
     def _plan(self) -> Plan:
-        """What the tensors are made of."""
+        """The plan that describes the tensors."""
         raise NotImplementedError
 
     @property
     def findings(self) -> list[Finding]:
-        """What was found of them so far."""
+        """The findings about the tensors so far."""
         raise NotImplementedError
 
     @property
     def incomplete(self) -> list[str]:
-        """Names of the tensors that cannot be read: a part of each, or all of it, is missing or does not fit;
-        sorted.
+        """Sorted names of tensors that cannot be read: a part or all of each is missing or does not fit.
 
-        They are among the names of the mapping, so that nothing which goes through it passes over them in
-        silence.
+        The mapping includes these names, so that iterating over it does not skip them silently.
         """
         return list(self._plan.lost)
 
@@ -62,25 +60,25 @@ class Tensors(Mapping[str, Tensor]):
         return len(self._plan.index) + len(self._plan.lost)
 
     def _ipython_key_completions_(self) -> list[str]:
-        """Names that a notebook and IPython complete between brackets."""
+        """Return the names that a notebook and IPython complete between brackets."""
         return list(self)
 
     def get_tensor(self, name: str) -> Any:
-        """The tensor's values as numpy, by the name that ``safetensors.safe_open`` gives this."""
+        """Returns the values of a tensor as numpy, under the method name of ``safetensors.safe_open``."""
         return self[name].numpy()
 
     def get_slice(self, name: str) -> Tensor:
-        """The tensor, to be sliced; by the name that ``safetensors.safe_open`` gives this."""
+        """Returns the tensor for slicing, under the method name of ``safetensors.safe_open``."""
         return self[name]
 
     def torch(self, device: Any = None) -> TorchTensors:
-        """The tensors as torch knows them, each made when it is asked for.
+        """Returns the tensors as torch tensors, each read when it is requested.
 
-        For ``model.load_state_dict(..., assign=True)``, for what takes pairs of name and tensor
-        (``.items()``), and for loops of your own: what is let go of is gone before the next is read.
+        The mapping suits ``model.load_state_dict(..., assign=True)``, functions that take pairs of name and
+        tensor (``.items()``), and loops: a tensor that is released is freed before the next one is read.
 
         Args:
-            device: where they go; default the CPU, zero-copy where the bytes are one run.
+            device: the device to put them on; default the CPU, zero-copy if the bytes are contiguous.
         """
         return TorchTensors(self, device)
 
@@ -98,7 +96,7 @@ class Tensors(Mapping[str, Tensor]):
         return notebook_html.table(repr(self), head, rows, len(outputs), findings=self.findings, below=below)
 
     def _below(self) -> str:
-        """The line below them in a notebook."""
+        """Return the line below the table in a notebook."""
         return ""
 
     def __enter__(self) -> Self:
@@ -109,7 +107,7 @@ class Tensors(Mapping[str, Tensor]):
 
 
 def _incomplete(name: str, findings: list[Finding]) -> IncompleteError:
-    """The error of a tensor that is not whole: what was found of itself, else all errors."""
+    """Build the error for an incomplete tensor, with its own findings, or else with all errors."""
     errors = [finding for finding in findings if finding.severity == "error"]
     own = [finding for finding in errors if finding.tensor == name]
     incomplete = Finding.of(
@@ -122,10 +120,10 @@ def _incomplete(name: str, findings: list[Finding]) -> IncompleteError:
 
 
 class TorchTensors(Mapping[str, "torch.Tensor"]):
-    """Tensors of torch by name; each is read when it is asked for, and again when it is asked for again."""
+    """torch tensors by name; each is read whenever it is requested."""
 
     def __init__(self, tensors: Tensors, device: Any = None) -> None:
-        #: What they are made of.
+        #: The tensors that are converted.
         self.tensors = tensors
         self._device = device
 

@@ -29,31 +29,31 @@ __all__ = ["TensorRow", "ls", "matching", "rows_of"]
 
 @dataclass(frozen=True)
 class TensorRow:
-    """A full tensor, as merge would write it."""
+    """A full tensor, as a merge would write it."""
 
     name: str
     #: safetensors' name of the dtype, e.g. ``BF16``.
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    #: In how many pieces its bytes are stored.
+    #: Number of pieces in which its bytes are stored.
     pieces: int
-    #: The weight that it holds the codes of, if it does.
+    #: The weight whose codes the tensor holds, if any.
     weight: Logical | None = None
 
     @property
     def elements(self) -> int:
-        """Number of its elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def layer(self) -> int | None:
-        """Number of its layer, from its name."""
+        """Number of the layer, from the name."""
         return layer_of(self.name)
 
     @property
     def role(self) -> str:
-        """Its role in the layer or model, from its name."""
+        """Role in the layer or model, from the name."""
         return role_of(self.name)
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class TensorRow:
 
 
 def rows_of(plan: Plan) -> list[TensorRow]:
-    """A row for each output of a plan, in the order of the files."""
+    """Return a row for each output of a plan, in the order of the files."""
     return [
         TensorRow(name, dtype, tuple(shape), size, pieces, plan.weights.get(name))
         for name, dtype, shape, size, pieces in plan.outputs
@@ -112,7 +112,7 @@ def matching(
     layers: Sequence[int],
     larger_than: str | int | None,
 ) -> list[TensorRow]:
-    """The rows that all filters leave.
+    """Return the rows that pass all filters.
 
     Raises:
         FastshardError: ``FS515`` if a filter is not understood or leaves nothing.
@@ -140,10 +140,10 @@ def matching(
 
 
 def _dtype(word: str) -> str:
-    """A dtype by its name: safetensors', or torch's.
+    """Return a dtype by its safetensors or torch name.
 
     Raises:
-        FastshardError: ``FS515`` if there is none of the name.
+        FastshardError: ``FS515`` if no dtype has this name.
     """
     names = {torch: name for name, torch in TORCH_NAMES.items()} | {name: name for name in TORCH_NAMES}
     found = names.get(word.upper()) or names.get(word.lower().removeprefix("torch."))

@@ -32,15 +32,15 @@ def find_differing_ties(
     merged: Merged,
     names: Collection[str],
 ) -> list[Finding]:
-    """Finds tied tensors of which two are stored with other values: a loader that ties them ignores one.
+    """Find tied tensors that are stored with different values: a loader that ties them ignores one.
 
     Args:
         called: the class, in words.
-        listed: what the config promises; its ties are those of the class under this config.
-        config: content of config.json.
+        listed: the tensors that the config promises; its ties are those of the class under this config.
+        config: the content of config.json.
         opened: the checkpoint.
         merged: its draft.
-        names: of the tensors that it stores.
+        names: the names of the tensors that it stores.
     """
     values = None
     findings = []
@@ -70,12 +70,13 @@ def find_differing_ties(
 
 
 def find_differing_head(opened: Opened, merged: Merged) -> list[Finding]:
-    """Finds an output layer that differs from the input embedding where no list tells which tensors the class
-    ties: an error where the config ties them, a warning where it says nothing, since transformers' own
-    default ties them.
+    """Find an output layer that differs from the input embedding if no list names the tied tensors.
+
+    It is an error if the config ties them, and a warning if the config says nothing, since transformers ties
+    them by default.
 
     Args:
-        opened: a model of Hugging Face that no table tells of.
+        opened: a Hugging Face model that no table describes.
         merged: its draft.
     """
     config = opened.source.model.config
