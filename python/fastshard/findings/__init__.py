@@ -1,2 +1,1 @@
-"""What is made of findings: which are causes, which follow from them, what they cost, and how they are put
-together."""
+"""Relations between findings: causes, consequences, effects, and groups of findings with one cause."""

@@ -1,7 +1,6 @@
-"""Which findings only follow from others: a file that is missing or cannot be read makes every tensor in it
-missing.
+"""Causes and consequences among findings: a missing or unreadable file makes every tensor in it missing.
 
-The cause is said and what follows from it is not. Nothing else is hidden: a tensor that another file should
+The cause is reported, and its consequences are not. Nothing else is hidden: a tensor that another file should
 hold is reported.
 """
 
@@ -20,7 +19,7 @@ from ..models.tensor_roles import place_of
 
 __all__ = ["Causes", "LostFile", "causes_of"]
 
-#: Dimensions on which files hold other layers.
+#: Dimensions along which files hold different layers.
 _STAGES = frozenset({"pp", "layer"})
 
 #: Layer and role of a tensor.
@@ -29,37 +28,37 @@ Place = tuple[int | None, str]
 
 @dataclass(frozen=True)
 class LostFile:
-    """A file that is missing or cannot be read, and what is known of what it held."""
+    """A file that is missing or unreadable, and what is known about its contents."""
 
-    #: What tells of it.
+    #: The finding that reports the file.
     cause: Finding
-    #: Its ranks, by dimension; a dimension that is missing may be any.
+    #: Its ranks, by dimension; in a dimension that is missing the rank may be any.
     coords: RankRanges = field(default_factory=dict)
-    #: What the files of other ranks hold that are its like; None where there is no such file.
+    #: Layers and roles in the similar files of other ranks; None if there is no such file.
     places: frozenset[Place] | None = None
 
     def may_be_of(self, coords: RankRanges) -> bool:
-        """Tell whether no dimension excludes that the file is of these ranks."""
+        """Return True if no dimension excludes that a rank among these wrote the file."""
         return all(do_meet(self.coords[d], numbers) for d, numbers in coords.items() if d in self.coords)
 
 
 @dataclass(frozen=True)
 class Causes:
-    """What is wrong with a checkpoint that makes tensors missing."""
+    """The errors of a checkpoint that make tensors missing."""
 
-    #: Errors about all of it, by which nothing is judged.
+    #: Errors about the complete checkpoint.
     of_all: Sequence[Finding] = ()
-    #: Errors about single tensors, by these.
+    #: Errors about single tensors, by the names of the tensors.
     tensors: Mapping[str, Finding] = field(default_factory=dict)
     files: Sequence[LostFile] = ()
-    #: Where an index names the tensors of each file: those of files that are lost, and the file.
+    #: If an index names the tensors of each file: the names of tensors in lost files, with their files.
     named: Mapping[str, str] | None = None
-    #: What tells that two names are spellings of one tensor; None for a name that tells of none.
+    #: Returns equal places for two spellings of one tensor; None for a name that no rule covers.
     spelling: Callable[[str], Place | None] = lambda name: None
-    #: What files at hand hold, by the ranks that these are of; None where files are not divided by ranks or
-    #: layers.
+    #: Ranks of the existing files, with the layers and roles in each; None if files are not divided by ranks
+    #: or layers.
     present: Sequence[tuple[Mapping[str, int], frozenset[Place]]] | None = None
-    #: True if there is any error, so that a checkpoint of which nothing is left needs no words of its own.
+    #: True if there is any error; then an empty checkpoint needs no separate finding.
     broken: bool = False
 
     @cached_property
@@ -67,7 +66,7 @@ class Causes:
         return frozenset(map(self.spelling, self.named or ()))
 
     def of(self, finding: Finding) -> Finding | None:
-        """The finding that accounts for one, if one does."""
+        """Return the finding that accounts for another one, if there is one."""
         if not finding.is_a("consequence"):
             return None
         if finding.code == codes.USAGE:
@@ -87,7 +86,7 @@ class Causes:
         return self._by_file(finding) if self.files else None
 
     def left(self, findings: Iterable[Finding]) -> list[Finding]:
-        """The findings that nothing accounts for."""
+        """Return the findings that no cause accounts for."""
         return [f for f in findings if self.of(f) is None]
 
     def _first(self) -> Finding | None:
@@ -113,7 +112,7 @@ class Causes:
         return None
 
     def _of_file(self, path: str) -> Finding:
-        """What is wrong with a file; with another one, if nothing is said of this one."""
+        """Return the finding about a file, or about another lost file if there is none."""
         return next((file.cause for file in self.files if path in file.cause.files), self.files[0].cause)
 
     def _may_hold(self, file: LostFile, finding: Finding) -> bool:
@@ -141,12 +140,12 @@ class Causes:
         )
 
 
-#: What is said where an error is of neither kind.
+#: The cause if an error is of neither kind.
 _ANY = Finding(codes.MISSING_TENSOR, "error", "the checkpoint has errors")
 
 
 def is_of_layers(finding: Finding) -> bool:
-    """False for a finding whose positions are those of experts or the like."""
+    """Return False for a finding whose positions are those of experts or the like, not of layers."""
     return finding.axis in (None, "L")
 
 
@@ -157,14 +156,14 @@ def causes_of(
     names: Callable[[int], Iterable[str]],
     labels: Sequence[str] | None = None,
 ) -> Causes:
-    """The causes among what was found of a checkpoint.
+    """Find the causes among the findings about a checkpoint.
 
     Args:
-        findings: what was found on opening it.
-        source: its declaration.
-        paths: of its files, by their numbers.
-        names: of the tensors in a file that can be read.
-        labels: what findings may call the files besides: with their roots.
+        findings: the findings of opening the checkpoint.
+        source: the declaration of the checkpoint.
+        paths: the paths of its files, by number.
+        names: returns the names of the tensors in a readable file, by its number.
+        labels: the names of the files in findings, which may include their roots.
     """
     labels = paths if labels is None else labels
     errors = [f for f in findings if f.severity == "error"]
@@ -180,7 +179,7 @@ def causes_of(
     ]
 
     def is_closed(finding: Finding) -> bool:
-        """True for a directory that may not be looked into: nobody knows what it holds."""
+        """Return True for a directory that cannot be read, so that its contents are unknown."""
         return finding.code == codes.PERMISSION and finding.file not in (*paths, *labels)
 
     present, files = None, []
@@ -214,7 +213,7 @@ def causes_of(
 
 
 def _all_names(source: Source) -> Iterable[tuple[str, str]]:
-    """Names of what is lost, as stored and as the table has them, each with its file."""
+    """Yield the names of lost tensors, as stored and as the table spells them, each with its file."""
     for name, file in source.index.lost.items():
         yield name, file
         yield source.names.own.get(name, name), file
@@ -222,7 +221,10 @@ def _all_names(source: Source) -> Iterable[tuple[str, str]]:
 
 
 def _spelling(source: Source) -> Callable[[str], Place | None]:
-    """Layer and rule of the table for a name: alternatives within a name are one rule."""
+    """Return a function from a name to its layer and its rule in the table.
+
+    Alternatives within a name belong to the same rule.
+    """
     table = source.binding.usual_table if source.binding.table is None else source.binding.table
 
     def spelling(name: str) -> Place | None:
@@ -233,7 +235,7 @@ def _spelling(source: Source) -> Callable[[str], Place | None]:
 
 
 def _list_places(unit: Unit, names: Iterable[str]) -> frozenset[Place]:
-    """Places of the tensors of a file, by their names in the whole."""
+    """Return layer and role of the tensors in a file, by their names in the full model."""
     under, base = "".join(f"{key}." for key in unit.under), unit.bases.get("L", 0)
     places = set()
     for name in names:
@@ -244,7 +246,7 @@ def _list_places(unit: Unit, names: Iterable[str]) -> frozenset[Place]:
 
 
 def locate_files(source: Source, paths: Sequence[str]) -> dict[str, Rank]:
-    """Return the rank that wrote each file, by its path; empty for a file that is of no rank."""
+    """Return the rank that wrote each file, by its path; empty for a file that belongs to no rank."""
     units = {unit.file: unit.coords for unit in source.files.units}
     return {path: source.files.ranks.get(file) or units.get(file, {}) for file, path in enumerate(paths)}
 
@@ -256,15 +258,14 @@ def _lost(
     coords: Rank,
     there: Sequence[tuple[Unit, str, frozenset[Place]]],
 ) -> LostFile:
-    """Tell what a lost file held: what files of its kind hold whose ranks differ from its own on one
-    dimension.
+    """Derive the contents of a lost file from files of its kind whose ranks differ on one dimension.
 
     Args:
-        cause: what tells of the file.
-        path: of the file.
+        cause: the finding that reports the file.
+        path: the path of the file.
         ranks: the rank of each file, by its path.
-        coords: the place of the file among the ranks that divide tensors; empty where that is not known.
-        there: the files that can be read, each with its path and what it holds.
+        coords: the place of the file among the ranks that divide tensors; empty if it is not known.
+        there: the readable files, each with its path and the places of its tensors.
     """
     own = _as_ranges(ranks.get(path, {})) or cause.coords
     lost = {**own, **_as_ranges(coords)}

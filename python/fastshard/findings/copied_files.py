@@ -1,5 +1,4 @@
-"""Tell causes from consequences among what verify finds: a file that holds another's data explains what is
-missing and differs."""
+"""Files that hold another file's data, as the cause of missing and differing tensors that verify finds."""
 
 from __future__ import annotations
 
@@ -12,21 +11,21 @@ from .effects import effect_on
 
 __all__ = ["drop_copied"]
 
-#: What makes causes of errors about files of a checkpoint.
+#: Derives causes from errors about files of a checkpoint.
 Explain = Callable[[Sequence[Finding]], Causes]
 
 
 def drop_copied(findings: Sequence[Finding], differing: Sequence[Finding], explain: Explain) -> list[Finding]:
-    """Drop what files in the place of others account for, and name these files first.
+    """Drop the findings that misplaced or copied files account for, and put these files first.
 
     Args:
-        findings: what the headers say.
-        differing: what was found by reading the data.
-        explain: finds what errors about files account for.
+        findings: the findings from the headers.
+        differing: the findings from reading the data.
+        explain: derives causes from errors about files.
 
     Returns:
-        Both, without consequences: what the headers say first. A copied file that accounts for missing
-        tensors is an error, and comes first.
+        Both without consequences, those from the headers first. A copied file that accounts for missing
+        tensors is an error, and comes before all others.
     """
     copied, explained = _explain_missing(findings, differing, explain)
     findings = [*copied, *(f for f in findings if f not in explained)]
@@ -48,10 +47,10 @@ def drop_copied(findings: Sequence[Finding], differing: Sequence[Finding], expla
 def _explain_missing(
     findings: Sequence[Finding], differing: Sequence[Finding], explain: Explain
 ) -> tuple[list[Finding], set[Finding]]:
-    """Find the copied files in whose place files are missing, each with its effect, and the findings that
-    these explain.
+    """Find copied files that take the place of missing ones, and the findings that they explain.
 
-    Equal files may be meant; one of another stage is not where the tensors of its own stage are missing.
+    Each copied file comes with its effect. Files may be equal on purpose. A copy from another stage is wrong
+    if the tensors of the file's own stage are missing.
     """
     missing = [f for f in findings if f.severity == "error" and f.is_a("missing_tensor") and f.tensor]
     suspects: dict[str, Finding] = {}

@@ -1,4 +1,4 @@
-"""What cannot be used because of what was found: the tensors of each cause."""
+"""The effects of findings: the tensors that each cause makes unusable."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .causes import Causes, is_of_layers
 
 __all__ = ["attach_effects", "effect_on", "unite_effects"]
 
-#: Names of tensors that an effect lists: a config may promise any number of layers.
+#: Maximum number of names in an effect, since a config may promise any number of layers.
 _MOST_NAMES = 256
-#: Tensors whose causes are looked for: no model has as many, but a config may promise them.
+#: Maximum number of tensors whose causes are searched; no model has so many, but a config may promise them.
 _MOST_LOST = 1 << 17
-#: Layers of a finding that are looked at; no model has more.
+#: Maximum number of layers of a finding that are examined; no model has more.
 _MOST_LAYERS = 1 << 16
 
 
@@ -29,14 +29,14 @@ def attach_effects(
     whole: Collection[str] | None,
     echoes: Iterable[Finding],
 ) -> list[Finding]:
-    """The findings, each error with the tensors that cannot be used because of it.
+    """Attach to each error the tensors that cannot be used because of it.
 
     Args:
-        findings: what was found.
-        causes: which of them accounts for what.
+        findings: the findings.
+        causes: the causes among them.
         lost: names of all tensors that are missing, incomplete or unreadable.
-        whole: names of the tensors that can be used; None where these names are a target's.
-        echoes: what the plan says of single tensors, with their ranks.
+        whole: names of the tensors that can be used; None if the names are those of a target.
+        echoes: the plan's findings about single tensors, with their ranks.
     """
     findings = list(findings)
     lost = set(lost).difference(whole or ())
@@ -71,7 +71,10 @@ def attach_effects(
 
 
 def effect_on(names: Sequence[str], of: int | None, left: Collection[int | None] = ()) -> Effect:
-    """The effect on these tensors, of as many as there would be; ``left`` are layers of which others are."""
+    """Build the effect of a finding on these tensors.
+
+    ``of`` is the number of tensors in a complete checkpoint. ``left`` are the layers that keep other tensors.
+    """
     layers = [layer_of(name) for name in names]
     outside = [name for name, layer in zip(names, layers, strict=True) if layer is None]
     inside = [name for name, layer in zip(names, layers, strict=True) if layer is not None]
@@ -82,7 +85,7 @@ def effect_on(names: Sequence[str], of: int | None, left: Collection[int | None]
 
 
 def unite_effects(effects: Sequence[Effect]) -> Effect | None:
-    """What several findings make impossible; each tensor is counted for one of them."""
+    """Combine the effects of several findings; each tensor counts for one of them."""
     if not effects:
         return None
     names = sorted((name for e in effects for name in e.tensors), key=lambda name: layer_of(name) is not None)

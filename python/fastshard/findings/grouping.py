@@ -1,5 +1,5 @@
-"""One cause is one finding: files that a rank lacks, layers of which nothing is there, files of which the
-same is said."""
+"""The merging of findings with one cause: files that a rank lacks, missing layers, files with the same
+error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .effects import effect_on, unite_effects
 
 __all__ = ["RankFile", "group_by_cause"]
 
-#: Dimensions of a mesh as people call them, in the order in which a missing rank is looked for.
+#: Names of mesh dimensions for users, in the order in which a missing rank is searched for.
 _DIMENSIONS = {
     "pp": "pipeline stage",
     "tp": "tensor-parallel rank",
@@ -28,34 +28,36 @@ _DIMENSIONS = {
     "mp": "model-parallel rank",
     "rank": "rank",
 }
-#: Ranks that a finding names one by one.
+#: Maximum number of ranks that a finding names one by one.
 _MOST_RANKS = 8
 #: Fields that another finding about the same file may add.
 _ADDED = ("rank", "host", "expected", "got", "evidence", "effect", "help")
-#: Names that a command of a help has at most.
+#: Maximum number of names in a command of a help text.
 _MOST_ARGUMENTS = 16
 
 
 @dataclass(frozen=True)
 class RankFile:
-    """A file of the checkpoint that is there, and the rank that wrote it."""
+    """An existing file of the checkpoint, and the rank that wrote it."""
 
     path: str
     rank: Rank
 
     @cached_property
     def kind(self) -> str:
-        """Its path without the numbers, which files of other ranks and layers share."""
+        """Path without the numbers, which files of other ranks and layers share."""
         return without_numbers(self.path)
 
 
 def group_by_cause(findings: Iterable[Finding], present: Sequence[RankFile]) -> list[Finding]:
-    """Merge findings of one cause: files that a rank lacks, all that ranks or stages lack, layers of which
-    nothing is there.
+    """Merge findings of one cause.
+
+    A cause is a file kind that a rank lacks, everything that ranks or stages lack, or layers without any
+    tensor.
 
     Args:
-        findings: what was found.
-        present: the files that are there.
+        findings: the findings.
+        present: the files that exist.
     """
     alike: dict[object, list[Finding]] = {}
     for finding in _merge_lost_ranks(_merge_duplicates(findings), present):
@@ -64,7 +66,7 @@ def group_by_cause(findings: Iterable[Finding], present: Sequence[RankFile]) -> 
 
 
 def _merge_duplicates(findings: Iterable[Finding]) -> list[Finding]:
-    """The findings, where a file of which two checks say the same has one."""
+    """Merge the findings of two checks that report the same about a file."""
     merged: dict[object, Finding] = {}
     for finding in findings:
         is_once = finding.is_a("once_per_file") and len(finding.files) == 1 and not finding.tensor
@@ -82,7 +84,7 @@ def _merge_duplicates(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _cause(finding: Finding) -> object:
-    """What findings have in common that are one for people; the finding itself where it stands alone."""
+    """Return a key that findings with one cause share; the finding itself if it stands alone."""
     weight = (finding.code, finding.severity, finding.decided)
     if (
         finding.code == codes.MISSING_LAYER
@@ -129,7 +131,7 @@ def _cause(finding: Finding) -> object:
 
 
 def _one(group: list[Finding], present: Sequence[RankFile]) -> list[Finding]:
-    """Findings that have one cause."""
+    """Merge findings that have one cause."""
     code = group[0].code
     if code == codes.MISSING_LAYER:
         return [_of_layers(group)]
@@ -141,7 +143,7 @@ def _one(group: list[Finding], present: Sequence[RankFile]) -> list[Finding]:
 
 
 def _of_store(group: list[Finding]) -> list[Finding]:
-    """Arrays of one store that lack chunks: what is said of all of them, where it is, stands for each."""
+    """Merge findings about arrays of a store that lack chunks into the finding about the store, if any."""
     of_all = [f for f in group if not f.tensor and f.rank]
     arrays = [f for f in group if f.tensor]
     if len(of_all) != 1 or not arrays:
@@ -160,7 +162,7 @@ def _of_store(group: list[Finding]) -> list[Finding]:
 
 
 def _of_layers(group: list[Finding]) -> Finding:
-    """Layers of which nothing is there."""
+    """Merge findings about layers or experts of which nothing exists."""
     numbers = runs(n for f in group for n in f.layers or ())
     count = sum(f.count or 0 for f in group)
     what = "experts" if group[0].axis == "E" else "layers"
@@ -175,7 +177,7 @@ def _of_layers(group: list[Finding]) -> Finding:
 
 
 def _of_files(group: list[Finding]) -> Finding:
-    """Files of which the same is said."""
+    """Merge findings that report the same about several files."""
     group = sorted(group, key=lambda f: natural(f.file or ""))
     differ = {
         name: None
@@ -195,25 +197,27 @@ def _of_files(group: list[Finding]) -> Finding:
 
 
 def _evidence(found: Sequence[Finding]) -> str | None:
-    """Who says what must be, of several files."""
+    """Join the evidence of several findings."""
     return "; ".join(dict.fromkeys(f.evidence for f in found if f.evidence)) or None
 
 
 def _without_name(finding: Finding) -> tuple[str, ...]:
-    """Its commands, without the name of the file that the last of them ends with."""
+    """Return the commands of a finding, without the file name at the end of the last one."""
     *others, last = finding.run or ("",)
     name = PurePosixPath(finding.file or "").name
     return (*others, last.removesuffix(f" {shlex.quote(name)}"))
 
 
 def _each(help_: str | None, what: str) -> str | None:
-    """Help about one of several."""
+    """Extend the help for one file or layer to several."""
     return None if help_ is None else f"{help_} (each of these {what})"
 
 
 def _for_all(found: Sequence[Finding]) -> list[str]:
-    """The commands that do for several files what is to be done: the last takes all of their names, if it
-    takes one."""
+    """Return the commands that repair several files.
+
+    The last command takes the names of all files if it takes one.
+    """
     *others, last = _without_name(found[0])
     if not found[0].run or last == found[0].run[-1]:
         return list(found[0].run)
@@ -228,7 +232,7 @@ def _for_all(found: Sequence[Finding]) -> list[str]:
 
 
 def _swapped(group: list[Finding]) -> list[Finding]:
-    """Two files of which each bears the other's name or rank."""
+    """Merge the findings about two files that each have the name or rank of the other."""
     if len(group) != 2 or (group[0].expected, group[0].got) != (group[1].got, group[1].expected):
         return group
     a, b = group
@@ -251,7 +255,7 @@ def _swapped(group: list[Finding]) -> list[Finding]:
 
 
 def _apart(one: str, other: str) -> tuple[str, str]:
-    """The parts of two paths in which they differ first."""
+    """Return the first components in which two paths differ."""
     pairs = zip(one.split("/"), other.split("/"), strict=False)
     return next(((a, b) for a, b in pairs if a != b), (one, other))
 
@@ -273,14 +277,14 @@ def _merge_lost_ranks(findings: list[Finding], present: Sequence[RankFile]) -> l
 
 
 def _count_files(finding: Finding) -> int:
-    """Count the missing files that a finding stands for; 0 where it names none of those that it counts."""
+    """Count the missing files that a finding stands for; return 0 if it counts files without naming one."""
     if not finding.count:
         return 1
     return finding.count if finding.coords else 0
 
 
 def _message_of_missing(finding: Finding) -> str:
-    """Return what is said of a missing file; of a run of them the same is said."""
+    """Return the message about a missing file, which is the same for a range of files."""
     return "the file is missing" if finding.count else finding.message
 
 
@@ -307,8 +311,10 @@ def _merge_missing_files(gone: list[Finding], present: Sequence[RankFile]) -> Fi
 
 
 def _find_lost_ranks(gone: Sequence[Finding], present: Sequence[RankFile]) -> tuple[str, RankRanges] | None:
-    """Find the dimension on which some ranks lack all their files, and no other rank lacks one: a message,
-    and these ranks."""
+    """Find the dimension on which some ranks lack all their files, and all other ranks have theirs.
+
+    Return a message and these ranks; None if there is no such dimension.
+    """
     if not present:
         return None
     missing = sum(map(_count_files, gone))
@@ -329,7 +335,7 @@ def _find_lost_ranks(gone: Sequence[Finding], present: Sequence[RankFile]) -> tu
 def _merge_files(
     gone: Sequence[Finding], message: str, coords: RankRanges, rank: str | None = None
 ) -> Finding:
-    """Merge missing files into one finding, which names all of them."""
+    """Merge missing files into one finding that names all of them."""
     named = {} if rank is None else {"rank": rank}
     helps, commands = {finding.help for finding in gone}, {finding.run for finding in gone}
     run = commands.pop() if len(commands) == 1 else ()
@@ -362,7 +368,7 @@ def _merge_files(
 
 
 def _name_ranks(coords: RankRanges) -> str:
-    """Name ranks as people call them: ``pipeline stage 1, tensor-parallel ranks 0-3``."""
+    """Format ranks for users: ``pipeline stage 1, tensor-parallel ranks 0-3``."""
     return ", ".join(
         f"{_DIMENSIONS.get(d, d)}{'' if sum(map(len, numbers)) == 1 else 's'} {runs_of(numbers)}"
         for d, numbers in coords.items()

@@ -1,5 +1,4 @@
-"""The tensors that are missing or incomplete, and how many elements each has, as far as anything states
-it."""
+"""Missing and incomplete tensors, with the number of elements of each if anything states it."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ __all__ = ["find_lost_tensors"]
 def find_lost_tensors(
     by_layout: Mapping[str, int | None], source: Source, broken: Iterable[Finding]
 ) -> dict[str, int | None]:
-    """The elements of each tensor that is not whole; None where nothing states how many.
+    """Return the number of elements of each incomplete tensor; None if nothing states it.
 
-    No size is taken from other layers: they may differ.
+    No size is derived from other layers, as they may differ.
 
     Args:
-        by_layout: tensors that the layout calls for, with the elements that it gives them.
+        by_layout: tensors that the layout requires, with the number of elements that it gives.
         source: the checkpoint.
-        broken: errors about single tensors that are not whole.
+        broken: errors about single incomplete tensors.
     """
     known = _as_stored(by_layout, source)
     for name, elements in source.index.lost_elements.items():
@@ -34,9 +33,11 @@ def find_lost_tensors(
 
 
 def _as_stored(lost: Mapping[str, int | None], source: Source) -> dict[str, int | None]:
-    """Tensors that the layout calls for and are not whole, each under the name that a lost file has it by.
+    """Return the incomplete tensors that the layout requires, each under its name in a lost file.
 
-    Nothing that can be read tells which of the layout's spellings that is.
+    A name is the layout's own if no lost file has the tensor.
+
+    No readable file shows which of the layout's spellings the checkpoint uses.
     """
     table = source.binding.usual_table if source.binding.table is None else source.binding.table
     if table is None or not source.index.lost:

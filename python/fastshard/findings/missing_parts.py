@@ -1,5 +1,5 @@
-"""Parts of a model that its config promises and that are missing, wholly or partly: one finding, which names
-the part."""
+"""Parts of a model that its config promises and that are missing, wholly or partly: one finding for each
+part."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ _WEIGHTS = {"note": 0, "warning": 1, "error": 2}
 
 @dataclass(frozen=True)
 class PromisedPart:
-    """A part that the config promises, and the names of those tensors of it that files hold."""
+    """A part that the config promises, and the names of its tensors in the files."""
 
     part: Part
     names: Sequence[str]
 
     @property
     def its(self) -> str:
-        """The word for what is of it."""
+        """The possessive pronoun for the part: "its" or "their"."""
         return "their" if self.part.is_many else "its"
 
 
 def list_promised_parts(source: Source, names: Iterable[str]) -> list[PromisedPart]:
-    """The parts that the config of a model with the names of Hugging Face promises, and what there is of
-    each.
+    """List the parts that a config promises, each with its tensors in the files.
+
+    The list is empty for a model without the names of Hugging Face, and for a part of a model.
 
     Args:
         source: the declaration.
-        names: of all tensors in its files.
+        names: the names of all tensors in its files.
     """
     model = source.model
     if model.config is None or model.is_part or not (model.hf_names or model.no_table):
@@ -59,15 +60,16 @@ def find_missing_parts(
     *,
     listed: bool,
 ) -> list[Finding]:
-    """What is said of a checkpoint, with what nothing else says of parts: those of which nothing is there
-    (`FS116`), and layers of MTP that are there in part.
+    """Add findings about missing parts that no other finding reports.
+
+    These are parts without any tensor (`FS116`), and incomplete layers of multi-token prediction.
 
     Args:
         source: the declaration.
-        parts: its parts.
-        names: of all tensors in its files.
-        found: what is known to be missing besides.
-        findings: what is said.
+        parts: the promised parts.
+        names: the names of all tensors in its files.
+        found: other findings about missing tensors, which are not returned.
+        findings: the findings to add to.
         listed: whether a table or transformers lists what the model's class builds.
     """
     found, findings = list(found), list(findings)
@@ -102,7 +104,7 @@ def _not_there(part: Part) -> Finding:
 
 
 def _has_place(part: Part, names: Collection[str]) -> bool:
-    """Whether the tensors that there are leave no doubt that this part is one of the model's."""
+    """Return True if the existing tensors leave no doubt that the part belongs to the model."""
     kind = part.kind
     if kind.may_be is not None and any(map(kind.may_be.search, names)):
         return False
@@ -132,14 +134,14 @@ def merge_by_part(
     index: Collection[str],
     listed_by: str | None = None,
 ) -> list[Finding]:
-    """The findings, where those of one part are one.
+    """Merge the findings about each part into one.
 
     Args:
-        findings: what was found, as it counts.
-        parts: the parts.
+        findings: the findings, with their final severities.
+        parts: the promised parts.
         lost: names of all tensors that are known to be missing.
-        index: names that the checkpoint's own index has.
-        listed_by: who lists what the model's class builds, where that is transformers.
+        index: names in the checkpoint's own index.
+        listed_by: who lists the tensors of the model's class, if transformers does.
     """
     findings = list(findings)
     for one in parts:
@@ -163,7 +165,7 @@ def merge_by_part(
 
 
 def _is_of(part: Part, finding: Finding) -> bool:
-    """Whether a finding is about tensors of a part that are missing, and about no others."""
+    """Return True if a finding is about missing tensors of a part, and about no other tensors."""
     if not finding.is_a("missing_tensor") or finding.severity == "note":
         return False
     if finding.tensor:
@@ -186,7 +188,7 @@ def _merged(
     index: Collection[str],
     listed_by: str | None,
 ) -> Finding:
-    """One finding for all that is missing of a part."""
+    """Build one finding for everything that is missing from a part."""
     first = max(about, key=lambda f: _WEIGHTS[f.severity])
     by_index = bool(names) and all(name in index for name in names)
     if one.names:
@@ -214,7 +216,10 @@ def _merged(
 
 
 def _fewer(findings: Sequence[Finding], count: int) -> list[Finding]:
-    """The findings, where one that counts what is not told one by one counts less."""
+    """Reduce the count in the finding that stands for further missing tensors.
+
+    Drop this finding if no tensors are left.
+    """
     for at, finding in enumerate(findings):
         if finding.is_a("missing_tensor") and not finding.tensor and not finding.file and finding.count:
             left = finding.count - count

@@ -1,4 +1,4 @@
-"""What is proven of a checkpoint or a result, and what is not, in words."""
+"""The extent of a check in words: what is proven about a checkpoint or a result, and what is not."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from ..common.records import asdict, dataclass, field
 
 __all__ = ["Checked", "checked", "listed_by", "not_checked", "not_proven"]
 
-#: How the verification of a checkpoint ends in which nothing wrong was found.
+#: Possible endings of a verification that finds nothing wrong.
 CONTENTS, COMPLETE, PARTLY = "contents_checked", "complete", "partly_checked"
 
 
 @dataclass(frozen=True)
 class Checked:
-    """How far a checkpoint was checked."""
+    """The extent to which a checkpoint was checked."""
 
-    #: ``contents_checked``: against hashes of a manifest, a signature or a download; ``complete``: all that
-    #: must be there is, its contents were compared with nothing; ``partly_checked``: something could be
-    #: missing unnoticed.
+    #: ``contents_checked``: the contents match the hashes of a manifest, a signature or a download;
+    #: ``complete``: everything that must exist does, but the contents were not compared with anything;
+    #: ``partly_checked``: something could be missing unnoticed.
     ending: str
-    #: What the contents were checked against, in words.
+    #: Descriptions of what the contents were checked against.
     against: list[str] = field(default_factory=list)
-    #: What would not be noticed, in words.
+    #: Descriptions of problems that would not be noticed.
     unnoticed: list[str] = field(default_factory=list)
-    #: Which part of it was looked at, where that is not all.
+    #: The part that was checked; None for all of the checkpoint.
     part: str | None = None
-    #: Who lists what must be there, where that is none of fastshard's own tables.
+    #: Who lists the tensors that must exist, if it is not one of fastshard's own tables.
     by: str | None = None
 
     def told(self) -> str:
-        """How far, for people."""
+        """Describe for users how far the checkpoint was checked."""
         part = f" ({self.part})" if self.part else ""
         if self.ending == CONTENTS:
             return f"contents checked{part}: {', '.join(self.against)}"
@@ -42,7 +42,7 @@ class Checked:
         return f"nothing is wrong as far as it was checked{part}"
 
     def left(self) -> tuple[str, ...]:
-        """What was not checked, for people."""
+        """Return descriptions for users of what was not checked."""
         if self.ending == CONTENTS:
             return ()
         by = ", ".join(self.against)
@@ -50,7 +50,7 @@ class Checked:
         return (*self.unnoticed, contents)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain data, without empty fields."""
+        """Return plain data, without empty fields."""
         return {key: value for key, value in asdict(self).items() if value}
 
 
@@ -61,14 +61,14 @@ def checked(
     unnoticed: Iterable[str] = (),
     part: str | None = None,
 ) -> Checked:
-    """How far a checkpoint was checked that has no error.
+    """Determine how far a checkpoint without errors was checked.
 
     Args:
-        findings: all that was found.
-        vouched: what all contents were compared with.
-        partial: checksums that say less than a hash, or not of all files.
-        unnoticed: what no finding says that would not be noticed.
-        part: which part was looked at; None for all.
+        findings: all findings.
+        vouched: descriptions of what all contents were compared with.
+        partial: checksums that are weaker than a hash, or do not cover all files.
+        unnoticed: descriptions of problems that would not be noticed, beyond those in findings.
+        part: the part that was checked; None for all of the checkpoint.
     """
     vouched = list(vouched)
     findings = list(findings)
@@ -85,38 +85,40 @@ def checked(
 
 
 def listed_by(findings: Iterable[Finding]) -> str | None:
-    """Who listed the tensors that are all there; None where no list was compared, or something differs."""
+    """Return who listed the tensors, if all of them exist.
+
+    Return None if no list was compared, or if something differs.
+    """
     return next((f.evidence for f in findings if f.code == codes.NOT_PROVABLE and f.evidence), None)
 
 
 def _left_open(finding: Finding) -> str | None:
-    """What a finding says may be missing, or lie elsewhere, unnoticed; None for others."""
+    """Return what may be missing or misplaced unnoticed according to a finding; None for other findings."""
     if finding.code == codes.LOOKALIKES:
         return "files or chunks that were swapped would not be noticed"
     return finding.unnoticed
 
 
 def _unproven(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings that say what could not be checked."""
+    """Return the findings that report what could not be checked."""
     findings = list(findings)
     unprovable = [f for f in findings if f.code == codes.NOT_PROVABLE and f.file is None]
     return [*unprovable[:1], *(f for f in _unnoticed(findings) if f.is_a("unproven"))]
 
 
 def _unnoticed(findings: list[Finding]) -> list[Finding]:
-    """The findings; where a swap was noticed, without that which says that one would not be."""
+    """Return the findings, without the one about unnoticed swaps if a swap was noticed."""
     noticed = any(f.severity != "note" and f.is_a("swapped") for f in findings)
     return [f for f in findings if not (noticed and f.code == codes.LOOKALIKES)]
 
 
 def not_checked(findings: Iterable[Finding]) -> list[str]:
-    """What could not be checked of this checkpoint."""
+    """Return descriptions of what could not be checked in this checkpoint."""
     return [_left_open(f) or f.message for f in _unproven(findings)]
 
 
 def not_proven(findings: Iterable[Finding]) -> list[str]:
-    """What no run that reads a checkpoint can prove, and what this one could not, each with what would
-    help."""
+    """Return what no run that reads a checkpoint can prove, and what this run could not, with remedies."""
     left = _unproven(findings)
     lines = [f"{f.message}; {f.advice}" for f in left]
     if all(f.code != codes.NOT_PROVABLE for f in left):
