@@ -276,7 +276,7 @@ def add_target(parser: argparse.ArgumentParser, required: bool) -> None:
 
 
 def opening(a: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of every command that reads a checkpoint."""
+    """Return the options for opening a checkpoint, which every command that reads one takes."""
     like = {"like": a.like} if "like" in a else {}
     return {**given(a, Opening), "threads": thread_count(a.threads), **like}
 

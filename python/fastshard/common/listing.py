@@ -147,7 +147,7 @@ class Listing:
         return [finding for finding in self.findings if finding.code == codes.PERMISSION]
 
     def without_hidden(self, findings: Iterable[Finding]) -> list[Finding]:
-        """Drop findings that only follow from a directory that may not be read.
+        """Drop findings that only follow from a directory that cannot be read.
 
         Files in such a directory are not missing, and a save with unreadable parts is not unfinished.
         """

@@ -37,7 +37,7 @@ def markup(text: str) -> Any:
 
 
 def clipped(text: str, limit: int = CLIP) -> str:
-    """Escape a text and shorten it to a readable length."""
+    """Cut the middle out of a text longer than ``limit`` characters, and escape unprintable characters."""
     if len(text) > limit:
         text = f"{text[: limit * 2 // 3]} … {text[-limit // 3 :]}"
     return printable(text)

@@ -120,7 +120,7 @@ def warn_of_lone_trackers(listing: Listing, folder: str) -> list[Finding]:
 
 
 def _find_lone_trackers(listing: Listing) -> list[tuple[File, Finding]]:
-    """List the tracker files of directories in which no adapter has found a step."""
+    """List the tracker files of a listing in which no adapter found a step, each with its finding."""
     found = [tracker for name in _TRACKERS if (tracker := tracked(listing, (name,))) is not None]
     return [(file, pointing_nowhere(listing, {}, file, named)) for file, named in found]
 

@@ -45,7 +45,10 @@ def _values(weight: Weight, access: ValueAccess) -> Values:
 
 
 def _turned(sizes: Sizes, shape: tuple[int, ...]) -> bool:
-    """Return True for the transposed shape, which the weight has once it consists of values."""
+    """Return True if a shape is that of the weight with its last two dimensions transposed.
+
+    The weight has the transposed shape once it is dequantised.
+    """
     return (*shape[:-2], *shape[:-3:-1]) == sizes.shape
 
 

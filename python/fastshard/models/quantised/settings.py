@@ -135,7 +135,7 @@ class Settings:
         return value[0], value[1]
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Read a shape that must be stated.
+        """Read a required shape: a list of integers of zero or above.
 
         Raises:
             ImpossibleSettingError: for another value.

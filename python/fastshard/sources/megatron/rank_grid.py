@@ -129,5 +129,5 @@ class RankGrid:
         return format_rank(self.coords(place))
 
     def long_rank(self, place: tuple[int, int, int]) -> str:
-        """Format the rank in the long form."""
+        """Format the rank in words, e.g. ``tp rank 0, pp rank 1``."""
         return ", ".join(f"{dimension} rank {n}" for dimension, n in self.coords(place).items())
