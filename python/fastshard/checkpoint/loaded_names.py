@@ -170,7 +170,7 @@ def _whose(names: Sequence[str]) -> str | None:
 
 
 def unloaded_prefix(model: Description, renamed: Mapping[str, str]) -> list[Finding]:
-    """Find names in a folder of ``save_pretrained`` that begin differently than the class loads them.
+    """Report names in a folder of ``save_pretrained`` whose prefix is not the one that the class loads.
 
     Args:
         model: the description of the model in the folder.

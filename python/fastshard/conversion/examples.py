@@ -110,7 +110,7 @@ _SHAPES = {"gpt_neox": _gpt_neox, "llama": _llama}
 
 
 def tensors(model: str) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Yield names and float32 values of a model, as Hugging Face names them: norms near 1, others near 0."""
+    """Yield random float32 tensors of a model by Hugging Face names: norm weights near 1, others near 0."""
     random = np.random.default_rng(0)
     for name, shape in _SHAPES[model](CONFIGS[model]):
         value = random.standard_normal(shape, dtype=np.float32) * np.float32(0.02)

@@ -100,7 +100,7 @@ class ExpectedTensors:
 
     @cached_property
     def mapping(self) -> dict[str, tuple[str, ...]]:
-        """Names on disk of the tensors that contain a part of a tensor in memory, if they differ."""
+        """Names of the tensors on disk by those in memory, without tensors that have one name in both."""
         found: dict[str, dict[str, None]] = {}
         for name, parts in self.made.items():
             for part in parts or ():

@@ -68,9 +68,9 @@ class Reading:
     listed: Set[str] = frozenset()
 
     def of(self, own: str) -> str:
-        """Return the roster's name of a tensor.
+        """Return the roster's name of a tensor: its own with the prefix added, or removed.
 
-        A name that the roster has stays unchanged: heads lie next to the modules with the prefix.
+        A name in the roster stays, unless the name with the prefix is in the roster too.
         """
         if not self.prefix or (own in self.listed and not (self.adds and self.prefix + own in self.listed)):
             return own

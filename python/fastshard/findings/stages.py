@@ -31,7 +31,7 @@ class Facts:
     causes: Causes = field(default_factory=Causes)
     #: Findings from before the plan. Causes are among them, so no stage drops one as a consequence.
     known: frozenset[Finding] = frozenset()
-    #: All findings of the core about single tensors, with the ranks that hold them.
+    #: The core's findings about single tensors, before any was merged: they name the ranks of an effect.
     echoes: Sequence[Finding] = ()
     #: Missing, incomplete and unreadable tensors, with their numbers of elements where these are known.
     lost: Mapping[str, int | None] = field(default_factory=dict)
@@ -118,7 +118,7 @@ def merge_causes(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
 
 
 def explain_by_copies(facts: Facts, findings: Sequence[Finding]) -> list[Finding]:
-    """Put files that hold another file's data first, and drop the findings that they explain."""
+    """Put findings about copied files first, and drop the findings that they explain."""
     headers = [f for f in findings if f not in facts.read]
     return drop_copied(headers, [f for f in findings if f in facts.read], facts.find_causes)
 
@@ -153,7 +153,7 @@ class Stage:
 #: The stages for the findings of a plan.
 STAGES = (
     Stage("consequences", drop_consequences, "the other stages work on causes alone"),
-    Stage("selection", explain_empty_selection, "only an error that is a cause explains an empty plan"),
+    Stage("selection", explain_empty_selection, "a consequence is no reason for an empty plan"),
     Stage("reasons", merge_reasons, "the place is free: these notes have no effect and explain nothing"),
     Stage("effects", attach_effects, "a finding that was dropped has no effect"),
     Stage("gate", apply_gate, "a warning that the gate makes an error makes no tensor unusable"),
@@ -165,14 +165,16 @@ STAGES = (
 READ_STAGES = (
     Stage("copies", explain_by_copies, "copied files explain other findings, so these need no more work"),
     Stage(
-        "trust", distrust_manifest, "by then a copy that explains missing data is an error, accepted or not"
+        "trust",
+        distrust_manifest,
+        "a copied file that explains missing data is an error by now, and no acceptance is undone for it",
     ),
     Stage(
         "gate", apply_gate, "a finding that is not accepted any more is a warning, which the gate may raise"
     ),
     Stage("order", sort_by_severity, "the gate changes severities"),
 )
-#: The stage after which there still is a finding for each file and tensor.
+#: The stage before which nothing merges findings about files or layers.
 _LAST_OF_EACH = "gate"
 
 

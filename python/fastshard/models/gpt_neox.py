@@ -357,7 +357,7 @@ def read_config_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _remarks(values: Mapping[str, Any], is_fused: bool, lacking: list[str]) -> list[Finding]:
-    """Report remarks on the fused form of gelu, unstated positions, and tokens that are left out."""
+    """Report the GELU variant that was chosen, an assumed position embedding, and omitted config entries."""
     remarks = []
     if is_fused:
         what = "gelu_pytorch_tanh is written, the form of gelu that bias_gelu_fusion computes"

@@ -231,7 +231,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _without_paths(value: Any) -> Any:
-    """Remove the origin of a config from it, which is not a property of the model."""
+    """Return a config without the keys that say where it was loaded from, at any depth."""
     if isinstance(value, dict):
         return {key: _without_paths(part) for key, part in value.items() if key not in _LOADED_FROM}
     return [_without_paths(part) for part in value] if isinstance(value, list) else value

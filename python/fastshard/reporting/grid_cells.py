@@ -154,7 +154,7 @@ class Row:
         return None if self._cells is not None else tuple(map(id, self.counts))
 
     def named(self) -> Iterable[Key]:
-        """Return the columns of the row."""
+        """Return the keys of the columns in which the row has something; keys may repeat."""
         return self._cells if self._cells is not None else (key for counts in self.counts for key in counts)
 
     def add(self, key: Key, state: int, count: int = 1) -> None:

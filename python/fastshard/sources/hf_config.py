@@ -400,7 +400,7 @@ def _take_spelling(
 
 
 def by_own_table(source: Source, table: Table, names: Collection[str]) -> Source:
-    """Return the declaration by the caller's own table, which describes the tensors.
+    """Return the source with the caller's own layout table.
 
     The config still gives axes and facts.
     """

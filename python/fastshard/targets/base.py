@@ -44,7 +44,7 @@ class Drafted:
     layer: int | None = None
 
     def first(self, rank: int) -> list[int]:
-        """Return the first index of a rank's shard, which is a box of the full tensor."""
+        """Return the offsets, one for each dimension, at which a rank's shard begins in the full tensor."""
         at = [0] * len(self.shape)
         for dim, _, parts in self.cuts or ():
             assert len(parts) == 1, "several parts are no box"

@@ -65,7 +65,7 @@ class HfTarget(Target):
 
     @classmethod
     def of(cls, source: Source, request: Request | None = None) -> HfTarget:
-        """Make the target for a source; another target uses it without a request.
+        """Make the target for a source; ``request`` is None if another target makes it for itself.
 
         Raises:
             FastshardError: ``FS514`` for a family without a Hugging Face layout, ``FS209`` if a fact that

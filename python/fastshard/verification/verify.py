@@ -196,7 +196,7 @@ def _differing(
     run: RunOptions,
     progress: Report,
 ) -> tuple[list[Finding], Downloaded | None]:
-    """Read the tensors and report findings; return the downloaded files too, or None if reading failed."""
+    """Read the tensors, and return findings and the record of downloaded files; None if it was not made."""
     findings: list[Finding] = []
     downloaded = None
     part = run["subset"] or (1, 1)

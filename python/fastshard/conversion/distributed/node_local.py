@@ -66,7 +66,7 @@ class SharedSource:
         return {"asked": self.digest_requests(words), "stamps": stamp}
 
     def report_bytes(self) -> Finding:
-        """Report the bytes that were transferred through the destination, for rank 0."""
+        """Report how many bytes each rank sent through the destination; rank 0 alone reports it."""
         bytes_by_rank = self._meeting.core.lent()
         each = ", ".join(f"rank {rank}: {bytes_by_rank[rank]}" for rank in sorted(bytes_by_rank))
         return Finding.of(

@@ -133,7 +133,7 @@ def find(listing: Listing) -> list[Place]:
 
 
 def _chunk_folders(listing: Listing, places: Iterable[Place]) -> set[tuple[int, str]]:
-    """Return root and folder of chunks that another process than the first left on its own disk.
+    """Return root and folder of chunks that a process other than the first wrote to its local disk.
 
     No file there names the arrays. The names of arrays that are described elsewhere identify the chunks.
 

@@ -59,7 +59,7 @@ def place(adapter: AdapterNames, config: Config, base: Shapes, factors: Shapes, 
 
 
 def _by_table(names: list[str], base: Shapes, table: Table | None) -> dict[str, str]:
-    """Return the base's names of tensors that a table considers the same."""
+    """Map names that the base lacks to its tensors that the same table rule names, at the same indices."""
     if table is None:
         return {}
 

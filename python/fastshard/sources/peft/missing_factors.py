@@ -188,9 +188,7 @@ def _find_unmatched_targets(
 ) -> Iterator[Finding]:
     """Yield findings for words of `target_modules` that match no module with factors.
 
-    Only a base shows whether the model has such a module.
-
-    Only a base shows whether the model has such a module.
+    Without a base each is a warning: the model may have no such module.
     """
     if base is not None and config.excludes:
         return
