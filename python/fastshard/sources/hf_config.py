@@ -203,12 +203,10 @@ def with_plain_weights(source: Source, names: Collection[str]) -> Source:
     layout = config_json.layout_of(config, label)
     if layout is None or wrapped(stored) is not None or _why_not(config, layout, names, None) is not None:
         return source
-    plain = replace(
-        source,
-        model=replace(model, dialect=huggingface.DIALECT, no_table=None),
-        findings=list(source.findings),
-    )
+    plain = source.thaw()
+    plain.model = replace(model, dialect=huggingface.DIALECT, no_table=None)
     _take_layout(plain, config, label, layout, names, stored, outer)
+    plain.freeze()
     return plain
 
 
