@@ -37,12 +37,12 @@ def _linked(match: re.Match[str]) -> str:
 
 def _meanings() -> dict[str, str]:
     """What each option means that a function hands on: as the function says that takes it, or the targets."""
-    said = {option.name: option.meaning or option.help for option in ALL.values()}
+    meanings = {option.name: option.meaning or option.help for option in ALL.values()}
     for function in (fastshard.ray.convert, fastshard.convert, fastshard.plan, fastshard.open):
         arguments = inspect.cleandoc(function.__doc__ or "").partition("Args:\n")[2]
         for name, text in re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", arguments, re.MULTILINE):
-            said[name] = " ".join(text.split())
-    return said
+            meanings[name] = " ".join(text.split())
+    return meanings
 
 
 _MEANINGS = _meanings()

@@ -298,6 +298,7 @@ def _check_names(
     source = replace(
         source,
         optimizer=replace(source.optimizer, findings=optimizer),
+        # What a copy holds is taken from the original.
         files=replace(
             source.files, units=[unit for unit in source.files.units if unit.file not in strays.copies]
         ),

@@ -63,14 +63,8 @@ class Freezable:
 
 #: What a collection becomes when it is frozen.
 _KINDS: dict[type, type] = {list: FrozenList, dict: FrozenDict, set: frozenset}
-_THAWED: dict[type, type] = {
-    FrozenList: list,
-    FrozenDict: dict,
-    frozenset: set,
-    list: list,
-    dict: dict,
-    set: set,
-}
+#: What a collection becomes in a copy that can be changed, frozen or not.
+_THAWED = {frozen: kind for kind, frozen in _KINDS.items()} | {kind: kind for kind in _KINDS}
 
 
 def _freeze_value(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+from typing import Any
 
 from ...checkpoint.open_checkpoint import open as open_checkpoint
 from ...common import codes
@@ -88,13 +89,7 @@ def _zero(a: argparse.Namespace) -> Outcome:
         a.out,
         weights="masters",
         exclude=excluded,
-        max_shard_size=a.max_shard_size,
-        memory=a.memory,
-        threads=a.threads,
-        resume=a.resume,
-        overwrite=a.overwrite,
-        fsync=a.fsync == "full",
-        progress=progress(a),
+        **_list_write_options(a),
     )
     result, findings = published(manifest, a.out)
     if not a.safe_serialization:
@@ -106,19 +101,26 @@ def _zero(a: argparse.Namespace) -> Outcome:
     return result, findings
 
 
+def _list_write_options(a: argparse.Namespace) -> dict[str, Any]:
+    """Return how a drop-in writes, as :func:`fastshard.merge` takes it."""
+    return {
+        "max_shard_size": a.max_shard_size,
+        "memory": a.memory,
+        "threads": a.threads,
+        "resume": a.resume,
+        "overwrite": a.overwrite,
+        "fsync": a.fsync == "full",
+        "progress": progress(a),
+    }
+
+
 def _consolidate(a: argparse.Namespace) -> Outcome:
     manifest = merge(
         opened(a),
         a.out,
         include=a.include,
         exclude=a.exclude,
-        max_shard_size=a.max_shard_size,
-        memory=a.memory,
-        threads=a.threads,
-        resume=a.resume,
-        overwrite=a.overwrite,
-        fsync=a.fsync == "full",
-        progress=progress(a),
+        **_list_write_options(a),
     )
     return published(manifest, a.out)
 

@@ -18,7 +18,7 @@ from ...common.options import StrPath, WriteRequest, split_request
 from ...common.progress import Progress, Report
 from ...common.records import asdict, dataclass, replace
 from ...zarr import array_writer
-from ..convert import carrying, prepared
+from ..convert import Job, carrying, prepared
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -169,6 +169,18 @@ def _found(out: StrPath, run: str) -> dict[str, Any]:
     return found
 
 
+def _prepare(
+    about: Mapping[str, Any],
+    memory: str | int | None,
+    threads: int | None,
+    bar: Progress,
+    share: tuple[int, int] | None,
+) -> Job:
+    """Prepare the job that the record of a run describes; ``share`` as for :func:`.convert.prepared`."""
+    source, to, expect, tokenizer = about["source"], about["to"], about["expect"], about["tokenizer"]
+    return prepared(source, to, expect, tokenizer, memory, threads, about["options"], bar, share)
+
+
 @memory_budget.kept
 def run_part(
     out: StrPath,
@@ -201,17 +213,7 @@ def run_part(
     if isinstance(part, bool) or not isinstance(part, int) or not 0 <= part < (parts or 0):
         raise refused("part", f"an integer from 0 to {(parts or 1) - 1}", part)
     with Progress(progress) as bar:
-        job = prepared(
-            about["source"],
-            about["to"],
-            about["expect"],
-            about["tokenizer"],
-            memory,
-            threads,
-            about["options"],
-            bar,
-            (part + 1, parts),
-        )
+        job = _prepare(about, memory, threads, bar, (part + 1, parts))
         with carrying(job.plan.core):
             return _core.make_part(
                 job.plan.core,
@@ -248,17 +250,7 @@ def commit(
     found = _found(out, run)
     about = found["about"]
     with Progress(progress) as bar:
-        job = prepared(
-            about["source"],
-            about["to"],
-            about["expect"],
-            about["tokenizer"],
-            memory,
-            threads,
-            about["options"],
-            bar,
-            None,
-        )
+        job = _prepare(about, memory, threads, bar, None)
         with carrying(job.plan.core):
             written = _core.commit(
                 job.plan.core,
