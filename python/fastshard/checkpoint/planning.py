@@ -205,24 +205,29 @@ def _authority(draft: _Draft) -> str | None:
     return None if listed is None else listed.authority
 
 
-def _drafted(opened: Opened, request: Request) -> _Draft:
-    check(request)
-    needed_by = request.to if request.to is not None and TARGETS[request.to].needs_optimizer else None
-    if needed_by is not None:
-        # Its weights are the masters, or what they would be.
-        request = replace(request, optimizer=True, dtype="f32" if request.dtype == "keep" else request.dtype)
-    source = taken(opened, request)
-    request = with_masters(source.optimizer, request)
-    form, renamed = None, ""
+def _take_form_of_reference(
+    opened: Opened, source: Source, request: Request
+) -> tuple[Source, Form | None, str]:
+    """Return the source with the names of the reference, its form, and how tensors were renamed.
+
+    Without a reference and a list of tensors the source stays as it is.
+    """
+    # What compares is loaded where there is something to compare with.
     if opened.reference is not None:
-        # What compares is loaded where there is something to compare with.
         from .reference_sides import as_referenced
 
-        source, form, renamed = as_referenced(opened, opened.reference, source, request)
-    elif request.to == "hf" and (listed := opened.listed) is not None:
+        return as_referenced(opened, opened.reference, source, request)
+    if request.to == "hf" and opened.listed is not None:
         from .reference_sides import as_listed
 
-        source, form, renamed = as_listed(opened, listed, source, request)
+        return as_listed(opened, opened.listed, source, request)
+    return source, None, ""
+
+
+def _find_in_declaration(
+    opened: Opened, source: Source, request: Request, needed_by: str | None
+) -> list[Finding]:
+    """Find problems in the declared source, before any tensor is drafted."""
     has_slots = any(group.slot for group in source.files.assembled)
     findings = weights_taken(
         source.optimizer, has_slots, opened.findings, request.weights, request.optimizer, needed_by
@@ -232,7 +237,20 @@ def _drafted(opened: Opened, request: Request) -> _Draft:
     if request.to == "hf" and any(f.evidence == AUTO_MAP for f in findings):
         from .promised import refuse_missing_code
 
-        findings = refuse_missing_code(findings, opened)
+        return refuse_missing_code(findings, opened)
+    return findings
+
+
+def _drafted(opened: Opened, request: Request) -> _Draft:
+    check(request)
+    needed_by = request.to if request.to is not None and TARGETS[request.to].needs_optimizer else None
+    if needed_by is not None:
+        # Its weights are the masters, or what they would be.
+        request = replace(request, optimizer=True, dtype="f32" if request.dtype == "keep" else request.dtype)
+    source = taken(opened, request)
+    request = with_masters(source.optimizer, request)
+    source, form, renamed = _take_form_of_reference(opened, source, request)
+    findings = _find_in_declaration(opened, source, request, needed_by)
     values = None
     if (dtype := DTYPES[request.dtype]) is None:
         _refuse_codes(opened.quantised.weights, request, is_adapted=bool(source.files.adapted))

@@ -16,13 +16,14 @@ from .options import StrPath
 from .records import dataclass, field
 from .regex import compile_when_used
 
-#: Links of other names are nobody's shard: one that leads nowhere says nothing about the checkpoint.
+#: Endings of files of tensors that a reader opens one by one.
+READABLE_ALONE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+#: Endings of all files of tensors, by which they are called so: parts of a store of arrays have none.
+_WEIGHTS = (*READABLE_ALONE, ".distcp")
+#: Links of other names are nobody's shard: one that leads nowhere says nothing about the checkpoint. A
+#: trainer's ``last.ckpt`` leads to a file that the trainer may have deleted since.
 _RELEVANT = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".distcp",
+    *(ending for ending in _WEIGHTS if ending != ".ckpt"),
     ".json",
     ".yml",
     ".yaml",
@@ -64,8 +65,7 @@ _NO_TENSORS_ENDS = (".json", ".md", ".txt", ".yml", ".yaml", ".toml", ".jinja", 
 #: Most files looked at below one root: a checkpoint directory, not a whole disk.
 MAX_FILES = 2_000_000
 
-#: Ends of names of files that hold weights, and beginnings of those that hold a trainer's other state.
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp")
+#: Beginnings of names of files that hold a trainer's other state.
 # source: transformers trainer.py, accelerate utils/constants.py, torchtitan and LLaMA-Factory checkpoints
 _SIDE_STATE = (
     "rng_state",

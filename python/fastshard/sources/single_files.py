@@ -17,7 +17,7 @@ from typing import Any
 from .. import _core
 from ..common import codes, json_text, memory_budget, safe_files
 from ..common.errors import FastshardError, Finding, error_for
-from ..common.listing import File, Listing, is_array
+from ..common.listing import READABLE_ALONE, File, Listing, is_array
 from ..common.regex import compile_when_used
 from ..layouts import tables
 from ..layouts.declaration import is_state
@@ -80,8 +80,6 @@ _MEGATRON = ("model_optim_rng.pt", "model_rng.pt", "distrib_optim.pt")
 #: Files that tell the folder of a store of arrays, and how far above one of its files that may lie.
 _STORE = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "commit_success.txt")
 _DEEP = 8
-#: Endings of files that a reader opens as a checkpoint of one file.
-_READABLE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 #: Files beside it whose headers are read, at most.
 _MOST_SIBLINGS = 16
 
@@ -124,7 +122,7 @@ def refuse_unreadable(listing: Listing) -> None:
     if file.name.endswith(".distcp"):
         what = "one rank's file of a save of torch.distributed.checkpoint, whose .metadata says what it holds"
         raise error_for([_only_folder(make_part(file.path, what, path.parent))])
-    if not file.name.endswith(_READABLE) and (store := _find_store(path)) is not None:
+    if not file.name.endswith(READABLE_ALONE) and (store := _find_store(path)) is not None:
         what = "one file of a store of arrays (Orbax, zarr)"
         raise error_for([_only_folder(make_part(file.path, what, store))])
     head = safe_files.read_bytes(path, 4, label=file.path, whole=False)
