@@ -13,7 +13,7 @@ from __future__ import annotations
 # As type checkers understand it: importing typing would be most of what importing this takes.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from . import layouts, ray
+    from . import integrations, layouts, ray
     from .checkpoint.checkpoint import Checkpoint
     from .checkpoint.inspection import Inspection, inspect
     from .checkpoint.manifests import Manifest
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from .conversion.open import open
     from .conversion.safe_open import safe_open
     from .conversion.writer import Writer
+    from .evaluation.layers import ComparedUnit, LayerComparison, layers
+    from .evaluation.loss import Loss, loss
     from .expected.expected_list import ExpectedTensor, ExpectedTensors
     from .expected.from_transformers import expected_tensors
     from .reporting.report import report
@@ -48,6 +50,7 @@ __all__ = [
     "HISTOGRAM_EDGES",
     "CannotRunError",
     "Checkpoint",
+    "ComparedUnit",
     "Difference",
     "ExpectedTensor",
     "ExpectedTensors",
@@ -55,7 +58,9 @@ __all__ = [
     "Finding",
     "IncompleteError",
     "Inspection",
+    "LayerComparison",
     "Leaving",
+    "Loss",
     "Manifest",
     "MastersReport",
     "Plan",
@@ -77,8 +82,11 @@ __all__ = [
     "expected_tensors",
     "gc",
     "inspect",
+    "integrations",
+    "layers",
     "layouts",
     "load_model",
+    "loss",
     "ls",
     "manifest",
     "masters",
@@ -103,8 +111,11 @@ _HOMES = {
     "checkpoint.checkpoint": ("Checkpoint",),
     "conversion.convert": ("convert", "merge", "plan"),
     "common.errors": ("CannotRunError", "FastshardError", "Finding", "IncompleteError", "ProblemError"),
+    "evaluation.layers": ("ComparedUnit", "LayerComparison", "layers"),
+    "evaluation.loss": ("Loss", "loss"),
     "expected.expected_list": ("ExpectedTensor", "ExpectedTensors"),
     "expected.from_transformers": ("expected_tensors",),
+    "integrations": (),
     "layouts": (),
     "conversion.load_model": ("load_model",),
     "checkpoint.inspection": ("Inspection", "inspect"),

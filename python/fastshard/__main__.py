@@ -54,8 +54,10 @@ def main() -> int:
         from .cli import main as run
 
         code = run()
-        # At its end Python would look through everything once more, for nothing.
-        gc.freeze()
+        # At its end Python would look through everything once more, for nothing. Extensions that torch loads
+        # complain of what is left.
+        if "torch" not in sys.modules:
+            gc.freeze()
         return code
     except (MemoryError, ImportError, OSError) as error:
         if not _is_of_memory(error):

@@ -256,7 +256,7 @@ def test_json_of_bad_usage_names_the_command(argv: tuple[object, ...], command: 
             ("manifest", TP4, "--include", "x"),
             "it is of stats, trace, plan, merge, convert, consolidate, verify, diff, split",
         ),
-        (("verify", TP4, "--tokenizer", "x"), "it is of plan, merge, convert, split"),
+        (("verify", TP4, "--tokenizer", "x"), "it is of plan, merge, convert, layers, loss, split"),
         (
             ("masters", TP4, "--max-shard-size", "1GB"),
             "it is of trace, plan, merge, convert, zero-to-fp32, consolidate, split",
@@ -264,7 +264,8 @@ def test_json_of_bad_usage_names_the_command(argv: tuple[object, ...], command: 
         (
             ("clean", "out", "--memory", "1GiB"),
             "it is of inspect, ls, stats, trace, report, plan, merge, convert, zero-to-fp32, consolidate, "
-            "master-weights, verify, diff, manifest, attest, split, make-part, commit, copy-local",
+            "master-weights, verify, diff, layers, loss, manifest, attest, split, make-part, commit, "
+            "copy-local",
         ),
         (("masters", TP4, "--drop-optimiser"), "did you mean --drop-optimizer?"),
         (("plan", TP4, "--tokeniser", "x"), "did you mean --tokenizer?"),

@@ -87,6 +87,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(words, cwd=folder, check=True, capture_output=True, timeout=HANG)
     shutil.copytree(FIXTURES / "deepspeed/zero1_bf16_dp2", folder / "zero_run")
     shutil.copytree(FIXTURES / "sharded/dcp_tp_micro", folder / "dcp_run")
+    (folder / "tokens.json").write_text(json.dumps(list(range(40))))
     return folder
 
 

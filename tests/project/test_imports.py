@@ -27,13 +27,14 @@ ROOMS = (
     "checkpoint",
     "conversion",
     "verification",
+    "evaluation",
     "reporting",
     "cli",
 )
 #: Rooms of one floor.
 APART = ("expected", "sources", "targets")
 #: Public paths of modules that are elsewhere: for users.
-DOORS = ("errors", "examples", "manifests", "ray")
+DOORS = ("errors", "examples", "integrations", "manifests", "ray")
 #: Containers of tensors, which any framework may use, and the frameworks.
 CONTAINERS = ("sources.dcp", "sources.zero", "sources.orbax")
 FRAMEWORKS = (

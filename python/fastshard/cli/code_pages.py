@@ -255,6 +255,25 @@ PAGES = {
         "`du -h FILE` shows much less than `ls -lh FILE`. A result written with --sparse has holes on "
         "purpose where it holds zeros.",
     ),
+    codes.UNTRAINED: Page(
+        "Weights were never loaded before they were saved, heads were divided by another rule, or the text "
+        "is "
+        "in a language or a format that the model does not know.",
+        "`fastshard stats CKPT` shows tensors that look like a fresh initialisation. Run the trainer on the "
+        "same tokens: `fastshard loss CKPT --tokens FILE --expect-loss X`.",
+    ),
+    codes.LOSS_DIFFERS: Page(
+        "One tensor or one setting of the config was converted wrongly, or the trainer computed the loss "
+        "with "
+        "dropout, with another BOS token, or on other tokens.",
+        "`fastshard layers` names the layers that differ; record the trainer's outputs with "
+        "fastshard.integrations.record.",
+    ),
+    codes.OUTPUTS_DIFFER: Page(
+        "Gate and up projection are exchanged, heads are regrouped, a layer was copied over another, or the "
+        "config has another rotary base. If every layer differs, a setting does.",
+        "`fastshard diff A B --include 'model.layers.N.*'` compares the tensors of layer N.",
+    ),
     codes.MASTERS_DIFFER: Page(
         "The parameters were loaded from elsewhere and the optimizer was not, or a rank file is from another "
         "step.",

@@ -42,7 +42,13 @@ def _rank(text: str) -> int | str:
 
 
 #: How values are read that are not text.
-_TYPES: dict[str, Callable[[str], Any]] = {"rank": _rank, "timeout": float, "threads": int}
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "rank": _rank,
+    "timeout": float,
+    "threads": int,
+    "expect_loss": float,
+    "tolerance": float,
+}
 
 
 #: An alias says nothing in help, and changes nothing where it is not given.

@@ -122,7 +122,11 @@ def value(name: str, given: Any) -> Any:
     option = ALL.get(name)
     if option is None or (given is None and option.default is None and option.kind != "source"):
         return given
-    if given == "" and (option.kind in ("path", "mapping", "word") or name == "step"):
+    if (
+        isinstance(given, str)
+        and not given
+        and (option.kind in ("path", "mapping", "word") or name == "step")
+    ):
         raise refused(name, "something", given)
     check = _CHECKS.get(option.kind)
     return given if check is None else check(option, given)

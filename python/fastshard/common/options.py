@@ -386,6 +386,52 @@ class Loading(Opening, Against, Viewing, Threads, total=False):
     """Options of :func:`fastshard.load_model` for the checkpoint."""
 
 
+class Evaluating(TypedDict, total=False):
+    """Options of :func:`fastshard.loss` for the text, and for what is expected of its loss."""
+
+    text: Annotated[
+        StrPath | None,
+        Option("path", "a text file in UTF-8 (default: a page of text in the package)", metavar="FILE"),
+    ]
+    tokens: Annotated[
+        Any,
+        Option(
+            "any",
+            "token ids in the place of a text: a .json, .npy or .safetensors file of one or two dimensions",
+            metavar="FILE",
+        ),
+    ]
+    expect_loss: Annotated[
+        float | None,
+        Option(
+            "any",
+            "the loss that the trainer computed on the same tokens: another one is an error",
+            metavar="X",
+            alias="expect",
+        ),
+    ]
+    tolerance: Annotated[
+        float | None, Option("any", "how far the loss may be from it (default: 0.02)", metavar="Y")
+    ]
+    sequence_length: Annotated[
+        int, Option("size", "tokens of a sequence, at most (default: 512)", 512, metavar="N", most=1 << 24)
+    ]
+    max_tokens: Annotated[
+        int,
+        Option(
+            "size",
+            "tokens in all, at most (default: 2048); they are computed at once, so that each weight is read "
+            "once",
+            2048,
+            metavar="N",
+            most=1 << 30,
+        ),
+    ]
+    device: Annotated[
+        Any, Option("any", "what computes: cpu, cuda or another device of torch", "cpu", metavar="DEVICE")
+    ]
+
+
 class Comparing(TypedDict, total=False):
     """Options for comparing the files of a source before a result is written."""
 
@@ -413,7 +459,7 @@ class Memory(TypedDict, total=False):
         Option(
             "any",
             "RAM of the process without page cache, baseline included (default: 256MiB, more if the plan "
-            "alone needs it)",
+            "alone needs it; of `loss` no limit)",
             metavar="SIZE",
         ),
     ]
@@ -610,5 +656,5 @@ PLANNING = table(Writing).keys() - (
     table(Source).keys() | table(Gating).keys() | table(Against).keys() | table(Comparing).keys()
 )
 #: Options of any function.
-ALL: dict[str, Option] = table(Merging) | table(Spread) | table(Viewed)
+ALL: dict[str, Option] = table(Merging) | table(Spread) | table(Viewed) | table(Evaluating)
 ALL |= {name: replace(option, name=name) for name, option in _OF_FUNCTIONS.items()}

@@ -82,20 +82,24 @@ class View(Tensors):
     @property
     def not_proven(self) -> list[str]:
         """Statements that are not proven about the tensors, a line each; fewer after :meth:`verify`."""
-        lines = not_proven(self._found)
+        return [*(f"{line}; verify() looks at it" for line in self.unread), *not_proven(self._found)]
+
+    @property
+    def unread(self) -> list[str]:
+        """Statements that only reading all data proves, a line each; none after :meth:`verify`."""
         if self._verified:
-            return lines
+            return []
         done = self.plan.summary["compared"]
         unread = ["that no file or block is a copy of another one (FS303): only all files together show that"]
         if done["checksums"]:
-            unread.append(f"the checksums of {done['checksums']} members of the source's archives (FS302)")
+            unread.append(f"the checksums of {done['checksums']} members of the source's archives (FS301)")
         if done["twins"]:
             unread.append(f"that {done['twins']} parameters are the rounded master weights (FS401)")
         if done["pads"]:
             unread.append(f"that the rows cut off {done['pads']} tensors are padding")
         if (self._expected.manifest or beside(self.checkpoint)) is not None:
             unread.append("that the contents match the manifest")
-        return [*(f"{line}; verify() looks at it" for line in unread), *lines]
+        return unread
 
     @memory_budget.kept
     def verify(

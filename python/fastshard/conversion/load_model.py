@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..common import codes, safe_files
 from ..common.dtypes import TORCH_FLOATS, item_size
 from ..common.errors import FastshardError
+from ..models.config_json import decode_special_floats
 from .in_memory import View
 from .open import open as open_checkpoint
 from .safe_open import Slice
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from ..common.options import Loading, StrPath
     from ..common.progress import Report
 
-__all__ = ["load_model"]
+__all__ = ["load_model", "open_view"]
 
 
 def load_model(
@@ -61,7 +62,7 @@ def load_model(
     import torch
     import transformers
 
-    view = _view(paths, options)
+    view = open_view(paths, options)
     if verify and not view.verified:
         view.verify(progress=progress, memory=memory)
     given = view.config
@@ -71,7 +72,7 @@ def load_model(
         )
     kind = _class(transformers, given)
     _tell_of_rounding(view)
-    config = kind.config_class.from_dict(given)
+    config = kind.config_class.from_dict(decode_special_floats(given))
     slices = {name: Slice(tensor) for name, tensor in view.items()}
     version = tuple(int(part) for part in re.findall(r"\d+", transformers.__version__)[:2])
     with _bar(progress is not False):
@@ -96,7 +97,12 @@ def load_model(
     return (model if device is None else model.to(device)).eval()
 
 
-def _view(paths: tuple[Any, ...], options: Any) -> View:
+def open_view(paths: tuple[Any, ...], options: Any) -> View:
+    """Open checkpoints as a view for Hugging Face; a view is returned as it is.
+
+    Raises:
+        FastshardError: as :func:`fastshard.open`; ``FS515`` for a view with options, or of another target.
+    """
     if len(paths) == 1 and isinstance(paths[0], View):
         if options or paths[0].plan.target != "hf":
             raise FastshardError.of(

@@ -135,6 +135,18 @@ def _finite(value: Any, depth: int) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def decode_special_floats(value: Any) -> Any:
+    """Decode numbers that JSON lacks, as transformers writes them in a config: ``{"__float__": "Infinity"}``.
+
+    source: transformers 5.24 configuration_utils.py (_encode_special_floats)
+    """
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and value["__float__"] in ("NaN", "Infinity", "-Infinity"):
+            return float(value["__float__"])
+        return {key: decode_special_floats(inner) for key, inner in value.items()}
+    return [decode_special_floats(inner) for inner in value] if isinstance(value, list) else value
+
+
 def axes_and_facts(config: dict[str, Any]) -> tuple[dict[str, int], dict[str, bool]]:
     """Return axes and facts of :func:`described`, whatever is stored."""
     return described(config)[:2]

@@ -29,6 +29,8 @@ _GROUPS = {
     "Check and publish": {
         "verify": "verify",
         "diff": "diff",
+        "layers": "layers",
+        "loss": "loss",
         "manifest": "manifest",
         "expected": "expected",
         "attest": "attest",

@@ -1,0 +1,263 @@
+"""The loss of a checkpoint's model on a text, computed from its shards."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from ..common import codes, memory_budget
+from ..common.errors import FastshardError, Finding
+from ..common.options import StrPath
+from ..common.progress import Progress, Report
+from ..common.records import asdict, dataclass
+from ..conversion.load_model import open_view
+from ..findings.proof import not_proven
+from .layerwise_model import LayerwiseModel
+from .token_batches import make_batch
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Unpack
+
+    from ..checkpoint.checkpoint import Checkpoint
+    from ..common.options import Loading
+    from ..conversion.in_memory import View
+    from .token_batches import Batch
+
+__all__ = ["Loss", "loss"]
+
+#: Share of ``ln(vocabulary)`` from which on a loss is that of a model that has learnt nothing.
+_UNTRAINED = 0.9
+#: A loss may differ by this much from the trainer's own on the same tokens: bfloat16 and other kernels.
+TOLERANCE = 0.02
+#: Tokens of a sequence, and of all.
+LENGTH, MOST = 512, 2048
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The mean cross-entropy of a model on a text, in nats per token, and what it is compared with.
+
+    A plausible loss proves nothing by itself: damage to one layer may change it by less than its standard
+    error.
+    """
+
+    #: Mean over all predicted tokens; NaN if a logit is.
+    loss: float
+    #: Standard error of the mean: how far the loss on another text of this kind may be.
+    standard_error: float
+    #: Number of tokens that were predicted.
+    tokens: int
+    #: Number of sequences, all of one length.
+    sequences: int
+    #: Loss of a model that knows nothing: the logarithm of the vocabulary.
+    untrained: float
+    #: Loss of a model that knows only how frequent each token of this text is.
+    by_frequency: float
+    #: The loss that was expected, and by how much it may differ; None if none was given.
+    expected: float | None
+    tolerance: float
+    #: The class of transformers that computed it, the version of transformers, and the dtype.
+    model_class: str
+    transformers: str
+    dtype: str
+    #: Where the tokens are from.
+    text: str
+    #: Warnings and notes of opening the checkpoint, and what is wrong with the loss.
+    findings: tuple[Finding, ...]
+    #: Statements that this run does not prove, a line each.
+    not_proven: tuple[str, ...]
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def ok(self) -> bool:
+        """True if no finding is an error."""
+        return not any(finding.severity == "error" for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the figures as plain data, without the findings."""
+        figures = {k: v for k, v in asdict(self).items() if k not in ("findings", "not_proven")}
+        # JSON has no NaN.
+        return {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in {**figures, "perplexity": self.perplexity}.items()
+        }
+
+    def describe(self) -> str:
+        """Describes the loss in one line."""
+        return (
+            f"loss {self.loss:.4f} +- {self.standard_error:.4f}, perplexity {self.perplexity:.4g}, on "
+            f"{self.tokens} tokens of {self.text}"
+        )
+
+
+@memory_budget.kept
+def loss(
+    *paths: StrPath | Checkpoint | View,
+    text: StrPath | None = None,
+    tokens: Any = None,
+    expect_loss: float | None = None,
+    tolerance: float | None = None,
+    sequence_length: int = LENGTH,
+    max_tokens: int = MOST,
+    device: str = "cpu",
+    memory: str | int | None = None,
+    progress: Report = False,
+    **options: Unpack[Loading],
+) -> Loss:
+    """Computes the loss of a causal language model from the shards of its checkpoint, and writes nothing.
+
+    One decoder layer is in memory at a time, so that a model runs that does not fit. Each weight is read
+    once. A class of transformers computes; the logits equal those of the converted model.
+
+    Args:
+        paths: as for :func:`fastshard.open`; or a view from ``fastshard.open(..., to="hf")``.
+        text: a text file in UTF-8; default: a page of text in the package. The checkpoint's tokenizer divides
+            it.
+        tokens: token ids in the place of a text: a .json, .npy or .safetensors file, a sequence, an array or
+            a tensor, of one dimension or of two (sequences, length).
+        expect_loss: the loss that the trainer computed on the same tokens.
+        tolerance: how far the loss may be from it; default 0.02.
+        sequence_length: tokens of a sequence, at most.
+        max_tokens: tokens in all, at most; all are computed at once.
+        device: the device that computes, e.g. ``cuda``.
+        memory: memory limit of the process; a run that needs more is refused before it starts.
+        progress: progress of the weights, as for :func:`fastshard.convert`.
+        options: as for :func:`fastshard.open` with a target.
+
+    Returns:
+        The loss. Its findings have an error (``FS318``) for a loss of an untrained model or one that is not a
+        number, and (``FS319``) for one that differs from ``expect_loss``.
+
+    Raises:
+        FastshardError: as :func:`fastshard.open`; ``FS514`` for a model that is no causal language model of
+            the installed transformers; ``FS209`` without a tokenizer; ``FS512`` if the memory is too small.
+        ImportError: without transformers and torch.
+    """
+    if sequence_length < 2 or max_tokens < 2:
+        raise FastshardError.of(codes.USAGE, "a loss needs sequences of two tokens or more")
+    if tolerance is not None and expect_loss is None:
+        raise FastshardError.of(
+            codes.USAGE, "a tolerance without the loss that is expected", run=["--expect-loss X"]
+        )
+    view = open_view(paths, options)
+    model = LayerwiseModel(view, device)
+    batch = make_batch(model, text, tokens, sequence_length, max_tokens)
+    model.check_memory(memory_budget.get_limit(), batch.ids.numel())
+    losses = _run(model, batch, progress)
+    return _judge(model, batch, losses, expect_loss, TOLERANCE if tolerance is None else tolerance)
+
+
+def _run(model: LayerwiseModel, batch: Batch, progress: Report) -> torch.Tensor:
+    """Run the model and return the loss of each predicted token, as float64."""
+    import torch
+
+    with Progress(progress) as bar:
+        report, done = bar.phase("running"), 0
+
+        def count(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if report is not None:
+                report(done, model.nbytes)
+
+        logits = model.run(batch.ids, on_load=count)
+    # A row at a time: in float32 the logits of all would take twice their memory again.
+    first = max(batch.prefix, 1)
+    rows = [
+        torch.nn.functional.cross_entropy(
+            row[first - 1 : -1].float(), ids[first:].to(row.device), reduction="none"
+        )
+        for row, ids in zip(logits, batch.ids, strict=True)
+    ]
+    return torch.cat(rows).to("cpu", torch.float64)
+
+
+def _judge(
+    model: LayerwiseModel, batch: Batch, losses: torch.Tensor, expected: float | None, tolerance: float
+) -> Loss:
+    """Compare the loss with what is expected, and with that of models that know nothing."""
+    import transformers
+
+    mean, count = float(losses.mean()), losses.numel()
+    error = float(losses.std() / math.sqrt(count)) if count > 1 else math.inf
+    untrained = math.log(model.vocab_size)
+    by_frequency = _entropy(batch.ids[:, max(batch.prefix, 1) :].flatten().tolist())
+    findings = _find(mean, untrained, by_frequency, expected, tolerance, batch.origin)
+    gate = model.view.checkpoint.opened.gate
+    return Loss(
+        loss=mean,
+        standard_error=error,
+        tokens=count,
+        sequences=int(batch.ids.shape[0]),
+        untrained=untrained,
+        by_frequency=by_frequency,
+        expected=expected,
+        tolerance=tolerance,
+        model_class=model.class_name,
+        transformers=transformers.__version__,
+        dtype=str(model.dtype).removeprefix("torch."),
+        text=batch.origin,
+        findings=(*model.view.findings, *gate.evaluate(findings)),
+        not_proven=(
+            "that the weights are right: damage to one layer may change the loss by less than its standard "
+            "error",
+            *(f"{line}; fastshard verify looks at it" for line in model.view.unread),
+            *not_proven(model.view.findings),
+        ),
+    )
+
+
+def _find(
+    mean: float, untrained: float, by_frequency: float, expected: float | None, tolerance: float, origin: str
+) -> list[Finding]:
+    """Find what is wrong with a loss; an expected one decides alone."""
+    if not math.isfinite(mean):
+        return [Finding.of(codes.UNTRAINED, "the loss is not a number", got=str(mean), file=origin)]
+    if expected is not None:
+        if abs(mean - expected) <= tolerance:
+            return []
+        return [
+            Finding.of(
+                codes.LOSS_DIFFERS,
+                "the loss is not the one that was expected",
+                expected=f"{expected:.4f} +- {tolerance:g}",
+                got=f"{mean:.4f}",
+                file=origin,
+            )
+        ]
+    if mean >= _UNTRAINED * untrained:
+        return [
+            Finding.of(
+                codes.UNTRAINED,
+                "the model predicts this text no better than one that was never trained",
+                expected=f"less than {untrained:.2f}, the logarithm of the vocabulary",
+                got=f"{mean:.4f}",
+                file=origin,
+            )
+        ]
+    if mean > by_frequency:
+        return [
+            Finding.of(
+                codes.UNTRAINED,
+                "the model predicts this text worse than the frequencies of its tokens do",
+                severity="warning",
+                expected=f"less than {by_frequency:.2f}",
+                got=f"{mean:.4f}",
+                file=origin,
+            )
+        ]
+    return []
+
+
+def _entropy(tokens: Iterable[int]) -> float:
+    """Compute the entropy of a text's tokens by their frequencies, in nats per token."""
+    counts = Counter(tokens)
+    total = sum(counts.values())
+    return -sum(n / total * math.log(n / total) for n in counts.values()) if total else 0.0
