@@ -1,4 +1,7 @@
-"""Log what is done, off by default: to the logger ``fastshard`` of Python's logging."""
+"""Log what is done, off by default: to the logger ``fastshard`` of Python's logging.
+
+The core logs to topics of the same logger; it looks for a listener at the start of each long call.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import sys
 
 __all__ = ["is_logged", "log", "log_to_stderr"]
 
-#: A level of logging, by which the command line and the API log to stderr: ``FASTSHARD_LOG=debug``.
+#: A level of logging, by which the command line logs to stderr: ``FASTSHARD_LOG=debug``.
 VARIABLE = "FASTSHARD_LOG"
 
 

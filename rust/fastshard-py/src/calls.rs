@@ -13,7 +13,7 @@ use fastshard::error::{Error, Finding, Result};
 use fastshard::steps::{self, Step};
 use pyo3::prelude::*;
 
-use crate::findings;
+use crate::{findings, logging};
 
 /// How often Python gets to look at signals and to draw progress.
 const POLL: Duration = Duration::from_millis(20);
@@ -42,13 +42,14 @@ pub(crate) fn compute<T: Send + 'static>(
     py: Python<'_>,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> PyResult<T> {
+    logging::follow_level(py)?;
     let (sender, mut receiver) = sync_channel(1);
     let started = Builder::new().spawn(move || drop(sender.send(work())));
     started.map_err(|error| crate::raise(Error::thread(&error)))?;
     loop {
         let received;
         (received, receiver) = py.detach(move || (receiver.recv_timeout(POLL), receiver));
-        py.check_signals()?;
+        py.check_signals().and(logging::pass_records(py))?;
         match received {
             Ok(result) => return Ok(result),
             Err(RecvTimeoutError::Timeout) => {}
@@ -77,7 +78,8 @@ pub(crate) fn run_telling<T: Send + 'static>(
     tell: Option<Py<PyAny>>,
     work: impl FnOnce(&Control) -> Result<T> + Send + 'static,
 ) -> Ended<T> {
-    let control = Arc::new(Control::default());
+    let mut stopped: Option<PyErr> = logging::follow_level(py).err();
+    let control = Arc::new(Control { cancel: stopped.is_some().into(), ..Control::default() });
     let slot: Arc<(Mutex<Option<Result<T>>>, Condvar)> = Arc::new((Mutex::new(None), Condvar::new()));
     let thread = Builder::new().spawn({
         let (control, slot) = (Arc::clone(&control), Arc::clone(&slot));
@@ -89,9 +91,8 @@ pub(crate) fn run_telling<T: Send + 'static>(
     });
     let thread = match thread {
         Ok(thread) => thread,
-        Err(error) => return Ended { result: Some(Err(Error::thread(&error))), stopped: None },
+        Err(error) => return Ended { result: Some(Err(Error::thread(&error))), stopped },
     };
-    let mut stopped: Option<PyErr> = None;
     loop {
         let ended = py.detach(|| {
             let guard = slot.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -115,7 +116,7 @@ pub(crate) fn run_telling<T: Send + 'static>(
             (Some(tell), None) => pass_notices(py, tell, &control),
             _ => Ok(()),
         };
-        if let Err(error) = signals.and(drawn).and(outcome) {
+        if let Err(error) = signals.and(drawn).and(outcome).and(logging::pass_records(py)) {
             control.cancel.store(true, Ordering::Relaxed);
             fastshard::distributed::elsewhere::interrupt(std::thread::current().id());
             if stopped.is_none() {
@@ -134,6 +135,14 @@ pub(crate) fn run_telling<T: Send + 'static>(
         stopped = callback.call1(py, (total, total)).err();
     }
     Ended { result, stopped }
+}
+
+/// Runs short `work` on this thread without the GIL.
+pub(crate) fn detach<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> PyResult<T> {
+    logging::follow_level(py)?;
+    let result = py.detach(work);
+    logging::pass_records(py)?;
+    Ok(result)
 }
 
 /// Hands on what is to be said by now.

@@ -6,6 +6,7 @@
 mod calls;
 mod drafts;
 mod findings;
+mod logging;
 mod meetings;
 mod options;
 mod patterns;
@@ -42,7 +43,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use serde_json::json;
 
-use calls::{compute, run, run_telling};
+use calls::{compute, detach, run, run_telling};
 use options::RunOptions;
 use plain::{object, to_python, Given};
 use plans::{with_files, Plan};
@@ -355,9 +356,8 @@ impl ResultWriter {
         fsync: bool,
     ) -> PyResult<Self> {
         let options = publish::Options { overwrite, fsync, ..Default::default() };
-        let inner = py
-            .detach(|| fastshard::writer::ResultWriter::begin(&out, nbytes, max_shard_size, &options))
-            .map_err(raise)?;
+        let begin = || fastshard::writer::ResultWriter::begin(&out, nbytes, max_shard_size, &options);
+        let inner = detach(py, begin)?.map_err(raise)?;
         Ok(ResultWriter { inner: Mutex::new(inner) })
     }
 
@@ -389,14 +389,13 @@ impl ResultWriter {
     ) -> PyResult<Written> {
         let copies = companions(copies);
         let ending = Ending { texts, copies, values: values.0, words: words.0, non_finite_accepted };
-        let (manifest, found) = py
-            .detach(|| self.inner.lock().unwrap_or_else(PoisonError::into_inner).finish(ending))
-            .map_err(raise)?;
+        let finish = || self.inner.lock().unwrap_or_else(PoisonError::into_inner).finish(ending);
+        let (manifest, found) = detach(py, finish)?.map_err(raise)?;
         Ok((to_json(&manifest)?, findings::list(found)))
     }
 
     fn abort(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.inner.lock().unwrap_or_else(PoisonError::into_inner).abort()).map_err(raise)
+        detach(py, || self.inner.lock().unwrap_or_else(PoisonError::into_inner).abort())?.map_err(raise)
     }
 }
 
@@ -506,6 +505,7 @@ fn anonymous_memory() -> u64 {
 
 #[pymodule(gil_used = false)]
 fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    logging::begin();
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
     // The build for tests has assertions on purpose.
     if cfg!(debug_assertions) && !cfg!(feature = "steps") {

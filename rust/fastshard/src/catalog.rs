@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::Builder;
+use std::time::Instant;
 
 use crate::codes;
 use crate::distributed::elsewhere;
@@ -16,6 +17,7 @@ use crate::plan::PlanFile;
 use crate::steps::{self, Step};
 use crate::storage::SourceFile;
 use crate::tensor::{c_strides, element_count};
+use crate::topics;
 use crate::words::Words;
 
 /// One file of a checkpoint.
@@ -114,6 +116,7 @@ impl Catalog {
         memory: Option<u64>,
         control: &Control,
     ) -> Result<Catalog> {
+        let begun = Instant::now();
         let room = memory.map(|limit| Arc::new(Room::up_to(limit)));
         let full = AtomicBool::new(false);
         raise_open_files(files.len() as u64);
@@ -167,6 +170,15 @@ impl Catalog {
             let (tensors, names) = catalog.named();
             room.plan(tensors, names)?;
         }
+        log::debug!(
+            target: topics::CATALOG,
+            "opened {} of {} files with {} tensors in {:.3} s on {threads} threads; {} findings",
+            catalog.files.iter().flatten().count(),
+            catalog.files.len(),
+            catalog.named().0,
+            begun.elapsed().as_secs_f64(),
+            catalog.findings.len(),
+        );
         Ok(catalog)
     }
 }

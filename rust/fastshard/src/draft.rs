@@ -14,6 +14,7 @@ use crate::plan::{Metadata, Output, Plan};
 use crate::request::lookalikes;
 use crate::steps::{self, Step};
 use crate::tensor::Dtype;
+use crate::topics;
 use crate::unwritten::{find_unwritten, Holes};
 
 /// Where a target wants what was drafted, and what goes with it.
@@ -126,6 +127,16 @@ impl Draft {
                 Finding::new(codes::USAGE, "nothing is left to write").help("check --include and --exclude"),
             );
         }
+        log::debug!(
+            target: topics::PLAN,
+            "{} outputs in {} files, {} bytes, of {} stored tensors in {} sources; {} findings",
+            plan.outputs.len(),
+            plan.files.len(),
+            plan.bytes(),
+            plan.stored.len(),
+            plan.sources.len(),
+            findings.len(),
+        );
         Planned { plan, findings }
     }
 }

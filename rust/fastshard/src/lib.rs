@@ -32,6 +32,7 @@ pub mod stats;
 pub mod steps;
 pub mod storage;
 pub mod tensor;
+pub mod topics;
 pub mod unwritten;
 pub mod value;
 pub mod verify;

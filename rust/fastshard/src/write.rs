@@ -22,6 +22,7 @@ use crate::engine;
 use crate::error::{Finding, Result, Severity};
 use crate::manifest::{Manifest, MANIFEST_NAME};
 use crate::publish::{self, Staging};
+use crate::topics;
 
 pub use crate::files::INDEX_NAME;
 pub use arrays::{Array, ArrayWriter, BlockBuffer};
@@ -48,6 +49,7 @@ pub fn write(run: &Run<'_>) -> Result<(Manifest, Vec<Finding>)> {
 fn write_alone(run: &Run<'_>) -> Result<(Manifest, Vec<Finding>)> {
     let Run { plan, roots, out, options, control, .. } = *run;
     let digest = plan.digest();
+    log::debug!(target: topics::PUBLISH, "writes plan {digest} to {out:?}: {:?}", options.publish);
     // Before anything is made for it, on disk or in memory.
     engine::admit(plan, &engine_options(run, out))?;
     publish::preflight(out, roots, &digest, &needs(run), &options.publish)?;

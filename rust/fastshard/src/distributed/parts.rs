@@ -23,6 +23,7 @@ use crate::plan::{Form, OutFile, Plan};
 use crate::publish::clock::Patience;
 use crate::publish::{self, Space, Staging};
 use crate::storage::only_read;
+use crate::topics;
 use crate::write::frames::frames;
 use crate::write::options::{document, engine_options, needs, Run};
 use crate::write::records::{Claims, TileJournal};
@@ -206,6 +207,13 @@ fn prepare(
     let bytes: Vec<u64> = shares.iter().map(|share| share.bytes(plan, &sizes)).collect();
     let work = serde_json::to_value(Division { shares, adopted }).expect("plain data");
     let round = shared.open_round(&earlier.claimed, parts as u32, work)?;
+    log::debug!(
+        target: topics::PROCESSES,
+        "begins round {} of run {} in {:?}: {parts} parts of {bytes:?} bytes",
+        round.number,
+        shared.run.nonce,
+        shared.path(),
+    );
     Ok((shared, round, bytes))
 }
 
@@ -305,6 +313,13 @@ pub fn make_part(run: &Run<'_>, shared: &Shared, round: &Round, part: u32) -> Re
         Joined::Done(_) => return Ok(PartOutcome::Before),
         Joined::Member(member) => member,
     };
+    log::debug!(
+        target: topics::PROCESSES,
+        "makes part {part} of round {} of run {}: {} bytes",
+        round.number,
+        shared.run.nonce,
+        share.bytes(plan, &sizes),
+    );
     let by_file = plan.by_file();
     let frames = frames(plan, &by_file, files)?;
     let checksummed = members_of(plan, &frames).into_iter().map(|member| member.is_some()).collect();
@@ -342,6 +357,7 @@ pub fn make_part(run: &Run<'_>, shared: &Shared, round: &Round, part: u32) -> Re
     match result.and_then(|evidence| closed.map(|()| evidence)) {
         Ok(evidence) => {
             member.done(&serde_json::to_vec(&evidence).expect("plain data"))?;
+            log::debug!(target: topics::PROCESSES, "part {part} is complete");
             Ok(PartOutcome::Now)
         }
         Err(error) => {
@@ -371,6 +387,7 @@ pub(crate) fn go_on_alone(
     findings: Vec<Finding>,
 ) -> Result<(Manifest, Vec<Finding>)> {
     let folder = staging.folder().to_path_buf();
+    log::debug!(target: topics::PROCESSES, "goes on alone with run {} of several processes", shared.run.nonce);
     let part = |staging: &mut Staging| -> Result<Shared> {
         let about = serde_json::Value::Null;
         let (shared, round, _) = prepare(run, staging, Some(shared), 1, about)?;

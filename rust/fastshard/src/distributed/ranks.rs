@@ -13,6 +13,7 @@ use crate::error::{Error, Finding, Result};
 use crate::manifest::{Manifest, MANIFEST_NAME};
 use crate::publish::{self, Staging};
 use crate::steps::Step;
+use crate::topics;
 use crate::write::complete::roll_forward;
 use crate::write::options::{document, Run};
 use crate::write::resume::resumable;
@@ -30,6 +31,8 @@ pub fn write_together(
     meeting: &Meeting,
     about: serde_json::Value,
 ) -> Result<(Manifest, Vec<Finding>)> {
+    let role = if meeting.rank() == 0 { "leads" } else { "follows" };
+    log::debug!(target: topics::PROCESSES, "rank {} of {} {role}", meeting.rank(), meeting.world());
     let together = Together { run, meeting, nonce: OnceLock::new() };
     let done = together.agree().and_then(|()| match meeting.rank() {
         0 => together.lead(about),

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::Builder;
+use std::time::Instant;
 
 use super::checksums::Checksums;
 use super::deal::{Deal, Hand};
@@ -23,6 +24,7 @@ use crate::publish::direct;
 use crate::stats::Gather;
 use crate::steps::Step;
 use crate::storage::SourceFile;
+use crate::topics;
 
 /// Bytes to write for which a thread that waits for the disk is worth starting.
 const WORTH_WAITING: u64 = 8 << 20;
@@ -166,12 +168,28 @@ impl<'a> Run<'a> {
         control.total.store(runs.iter().map(|run| run.bytes(plan, &sizes)).sum(), Ordering::Relaxed);
         control.done.store(0, Ordering::Relaxed);
         let waiting = memory.make_room(count_waiting(plan, sink, &sizes, &runs));
+        let in_order = is_made_in_order(plan, files);
+        log::debug!(
+            target: topics::ENGINE,
+            "{} sources: {} on network filesystems, read by ranges, {} on other hosts; the others also by maps; tiles {}",
+            files.len(),
+            files.iter().filter(|file| file.is_network() && !file.is_elsewhere()).count(),
+            files.iter().filter(|file| file.is_elsewhere()).count(),
+            if in_order { "in order" } else { "by files of the result" },
+        );
+        log::debug!(
+            target: topics::ENGINE,
+            "{} workers and {waiting} that wait for the disk, tiles of {} bytes at most, {} of {} MiB of memory at most",
+            memory.workers,
+            memory.tile,
+            memory.bound.div_ceil(1 << 20),
+            options.memory >> 20,
+        );
         let file_of = |output: usize| plan.outputs[output].file;
-        let file_of: Option<&dyn Fn(usize) -> u32> =
-            match sink.locks_files() && !is_made_in_order(plan, files) {
-                true => Some(&file_of),
-                false => None,
-            };
+        let file_of: Option<&dyn Fn(usize) -> u32> = match sink.locks_files() && !in_order {
+            true => Some(&file_of),
+            false => None,
+        };
         Run {
             plan,
             sources,
@@ -203,6 +221,7 @@ impl<'a> Run<'a> {
     /// Makes all that is to be made, on as many threads as the budget allows, and looks at the sources once more.
     pub(super) fn make_all(&self, files: &[Arc<SourceFile>]) -> Result<()> {
         self.control.reach(Step::Opened);
+        let begun = Instant::now();
         std::thread::scope(|scope| {
             for _ in 1..self.workers {
                 // Where the system starts no more threads, those that it has started do the work.
@@ -211,6 +230,13 @@ impl<'a> Run<'a> {
             self.work();
         });
         self.control.reach(Step::TilesMade);
+        log::debug!(
+            target: topics::ENGINE,
+            "made {} of {} bytes in {:.3} s",
+            self.control.done.load(Ordering::Relaxed),
+            self.control.total.load(Ordering::Relaxed),
+            begun.elapsed().as_secs_f64(),
+        );
         if let Some(error) = lock(&self.failed).take() {
             return Err(error);
         }

@@ -20,6 +20,7 @@ use crate::codes;
 use crate::error::{Error, Finding, Result, Severity};
 use crate::manifest::{Manifest, MANIFEST_NAME};
 use crate::steps::{self, Step};
+use crate::topics;
 
 /// Where an older result goes that cannot be exchanged with the new one.
 pub(super) const OLD: &str = "old";
@@ -83,6 +84,13 @@ pub(super) fn publish(
         None => {
             let seal = Seal::make(&folder, &data, last, options.fsync, synced, go_on)?;
             may_publish()?;
+            log::debug!(
+                target: topics::PUBLISH,
+                "sealed: {} entries of {:?} are complete{}",
+                seal.names.len(),
+                folder.join(&seal.data),
+                if seal.durable { " and on disk" } else { "" },
+            );
             seal
         }
     };
@@ -91,7 +99,8 @@ pub(super) fn publish(
         // What was at the destination may go through the folder, which a power failure must not take.
         place.base.sync().at(place.base.path(), "cannot bring the directory to disk")?;
     }
-    if !seal.is_published(&place, &folder)? {
+    let is_published = seal.is_published(&place, &folder)?;
+    if !is_published {
         let done = if place.inside {
             move_in(&place, &folder, &seal)
         } else if seal.piecewise {
@@ -106,6 +115,16 @@ pub(super) fn publish(
             }
         }
     }
+    log::debug!(
+        target: topics::PUBLISH,
+        "the result is at {:?}: {}",
+        place.out,
+        match (is_published, place.inside || seal.piecewise) {
+            (true, _) => "an earlier run has put it there",
+            (false, true) => "its entries were moved one by one",
+            (false, false) => "its directory was renamed",
+        },
+    );
     steps::reach(Step::Published);
     if options.fsync {
         // Until this is on disk the older result is not touched: a power failure may bring it back.
@@ -115,6 +134,7 @@ pub(super) fn publish(
     let steps = seal.piecewise.then(|| in_steps(&place));
     let replaced = !matches!(before, Occupied::Absent);
     let left = clean_up(&place, &folder, &seal.data, lock, (options.fsync, replaced), go_on);
+    log::debug!(target: topics::PUBLISH, "cleaned up, with {} warnings", left.len());
     Ok(steps.into_iter().chain(left).collect())
 }
 

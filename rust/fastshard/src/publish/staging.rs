@@ -24,6 +24,7 @@ use crate::distributed::rounds::{Claimed, Shared};
 use crate::error::{Finding, Result};
 use crate::manifest::{is_plain, ManifestFile};
 use crate::memory;
+use crate::topics;
 
 /// A result being written. Locked against other processes as long as it lives; dropping it keeps
 /// the folder, so that a later run can resume.
@@ -114,15 +115,26 @@ impl Staging {
                 return Err(now.err().unwrap_or_else(|| lock::locked(&path)));
             }
             return match Self::prepare(&place, &folder, plan, options, fresh) {
-                Ok(Found { data, journal, seal, resumed }) => Ok(Staging {
-                    run: Run { place, folder, data, options: *options, lock, before, seal },
-                    path,
-                    journal: Arc::new(journal),
-                    member: None,
-                    resumed,
-                    hashes: Mutex::default(),
-                    synced: Mutex::default(),
-                }),
+                Ok(Found { data, journal, seal, resumed }) => {
+                    log::debug!(
+                        target: topics::PUBLISH,
+                        "staging directory {path:?}: {}; destination {before:?}",
+                        match (&seal, resumed) {
+                            (Some(_), _) => "sealed by an earlier run",
+                            (None, true) => "an earlier run is continued",
+                            (None, false) => "new",
+                        },
+                    );
+                    Ok(Staging {
+                        run: Run { place, folder, data, options: *options, lock, before, seal },
+                        path,
+                        journal: Arc::new(journal),
+                        member: None,
+                        resumed,
+                        hashes: Mutex::default(),
+                        synced: Mutex::default(),
+                    })
+                }
                 Err(error) => {
                     if fresh {
                         // Nothing of value is in there yet; if this fails too, the first error counts.
@@ -153,6 +165,7 @@ impl Staging {
             };
             if gone || overtaken()? {
                 Seal::remove(folder)?;
+                log::debug!(target: topics::PUBLISH, "removes the seal of {:?}: another process took over", stale.data);
                 seal = None;
             }
         }
@@ -273,6 +286,7 @@ impl Staging {
             return Ok(false);
         }
         Seal::remove(&self.run.folder)?;
+        log::debug!(target: topics::PUBLISH, "removes the seal of {:?}: its companion files changed", self.path);
         if let Some(finding) = self.run.place.refused(&self.run.before, self.run.options.overwrite)? {
             return Err(finding.into());
         }
@@ -462,6 +476,7 @@ impl Staging {
             return Ok(());
         }
         drop(self.journal);
+        log::debug!(target: topics::PUBLISH, "removes the staging directory {:?}", self.path);
         remove_folder(&self.run.place, &self.run.folder, &data, self.run.lock)
     }
 

@@ -8,6 +8,7 @@ use crate::error::{Error, Finding, Result};
 use crate::manifest::{Manifest, MANIFEST_NAME};
 use crate::plan::Plan;
 use crate::publish::Staging;
+use crate::topics;
 
 /// Makes what is not made yet, judges all of it, and publishes.
 pub(crate) fn complete(
@@ -61,6 +62,7 @@ pub(crate) fn roll_forward(
     mut findings: Vec<Finding>,
 ) -> Result<(Manifest, Vec<Finding>)> {
     let Run { plan, out, control, .. } = *run;
+    log::debug!(target: topics::PUBLISH, "an earlier run has sealed its result: it is only put in place");
     findings.extend(staging.publish(&last_names(plan), &|| control.is_running())?);
     match Manifest::read(&out.join(MANIFEST_NAME)) {
         Ok(manifest) => Ok((manifest, findings)),

@@ -21,6 +21,7 @@ use crate::plan::{Form, Output, Plan};
 use crate::publish::{OutFile, Staging};
 use crate::stats::Level;
 use crate::storage::only_read;
+use crate::topics;
 
 /// A run in its staging folder.
 pub(super) struct Filling<'a> {
@@ -87,6 +88,14 @@ impl Filling<'_> {
         };
         let outs: Vec<Option<OutFile>> = plan.files.iter().enumerate().map(out).collect::<Result<_>>()?;
         let arrays = Arrays::begin(plan, &staging.path(), options.arrays.as_ref())?;
+        log::debug!(
+            target: topics::PUBLISH,
+            "{} data files: {} written around the page cache, {} continued; {space:?} space{}",
+            outs.len(),
+            outs.iter().flatten().filter(|file| file.is_direct()).count(),
+            outs.iter().flatten().filter(|file| file.kept()).count(),
+            if arrays.is_some() { "; arrays by their library" } else { "" },
+        );
         let frames = frames(plan, by_file, files)?;
         let framed = outs.iter().zip(&frames).enumerate().filter(|(i, _)| !is_complete(*i));
         for (file, frame) in framed.filter_map(|(_, (file, frame))| Some((file.as_ref()?, frame))) {

@@ -18,6 +18,7 @@ use crate::plan::tiles::Share;
 use crate::plan::{Form, OutFile, Plan};
 use crate::publish::clock::Clock;
 use crate::publish::{self, Space, Staging};
+use crate::topics;
 use crate::write::complete::{complete, roll_forward};
 use crate::write::options::{document, engine_options, Run};
 use crate::write::resume::resumable;
@@ -34,6 +35,7 @@ pub fn conclude(
 ) -> Result<(Manifest, Vec<Finding>)> {
     let Run { plan, files, options, control, .. } = *run;
     let mut staging = staging;
+    log::debug!(target: topics::PROCESSES, "concludes run {}", shared.run.nonce);
     let gathered = gather(plan, &mut staging, shared, &options.patience.clock).and_then(|prior| {
         // What nobody had a part of: stores of arrays.
         let tiles = share::all_tiles(plan, &prior.sizes, &|output| !is_array(plan, output));
