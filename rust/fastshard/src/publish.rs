@@ -73,6 +73,7 @@ pub(crate) mod others;
 pub(crate) mod place;
 mod preflight;
 pub(crate) mod process;
+mod refusal;
 mod rename;
 pub(crate) mod seal;
 mod staging;

@@ -28,7 +28,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::rounds::nonce;
+use super::member::nonce;
 use crate::codes;
 use crate::error::{Error, Finding, Result};
 use crate::publish::clock::{Clock, Watched};

@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::rounds::{Shared, STATE};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
 use crate::memory;
@@ -17,14 +16,10 @@ use crate::publish::clock::Clock;
 use crate::publish::direct::Io;
 use crate::publish::disk::{self, At, Dir};
 use crate::publish::file::OutFile;
-use crate::publish::folder::MAX_OWN;
+use crate::publish::folder::{EVIDENCE, MAX_OWN, MEMBER, STATE};
 use crate::publish::journal::Journal;
 use crate::publish::process::Process;
 
-/// Journals of members.
-pub(crate) const MEMBER: &str = "member-";
-/// What members have learnt.
-pub(crate) const EVIDENCE: &str = "evidence-";
 /// Largest of these, in bytes.
 const MAX_EVIDENCE: u64 = 1 << 30;
 
@@ -41,6 +36,13 @@ const BEAT: u8 = 70;
 const EDGE_BYTES: usize = 32 << 10;
 /// Time between two signs of life.
 pub(crate) const BEAT_EVERY: Duration = Duration::from_millis(500);
+
+/// Something that nobody else will think of: 32 hex digits.
+pub(crate) fn nonce() -> String {
+    let mut bytes = [0; 16];
+    getrandom::fill(&mut bytes).expect("the system gives random bytes");
+    format!("{:032x}", u128::from_ne_bytes(bytes))
+}
 
 /// Who a member is and what it does.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -76,12 +78,12 @@ pub struct Member {
 }
 
 impl Member {
-    /// Takes up a part of a round, in a journal of its own.
+    /// Takes up a part of a round in a run's staging folder, in a journal of its own.
     ///
     /// Errors: what the system says.
-    pub(crate) fn begin(shared: &Shared, round: &str, who: &Who, clock: &Clock) -> Result<Member> {
-        let nonce = super::rounds::nonce();
-        let folder = shared.folder.again().at(shared.folder.path(), "cannot open")?;
+    pub(crate) fn begin(folder: &Dir, round: &str, who: &Who, clock: &Clock) -> Result<Member> {
+        let nonce = nonce();
+        let folder = folder.again().at(folder.path(), "cannot open")?;
         let journal = Arc::new(Journal::open(&folder, &format!("{MEMBER}{nonce}"), true)?);
         journal.append(&[&[WHO][..], &serde_json::to_vec(who).expect("plain data")].concat())?;
         journal.sync()?;

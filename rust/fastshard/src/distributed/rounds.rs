@@ -47,23 +47,19 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::member::{self, Log, Member, Watch, Who, EVIDENCE, MEMBER};
+use super::member::{self, nonce, Log, Member, Watch, Who};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
 use crate::publish::clock::{Clock, Patience, Watched};
 use crate::publish::disk::{self, At, Dir};
 use crate::publish::file::OutFile;
-use crate::publish::folder::{check_owner, entries, MAX_OWN};
+use crate::publish::folder::{check_owner, entries, CLAIM, MAX_OWN, MEMBER, ROUND, RUN, STATE};
 use crate::publish::mounts;
 use crate::publish::others;
 use crate::publish::place::Place;
 use crate::publish::process::Process;
 use crate::publish::seal::Seal;
 
-const RUN: &str = "run.json";
-pub(crate) const STATE: &str = "state";
-const CLAIM: &str = "claim-";
-const ROUND: &str = "round-";
 /// Bytes of `state`: written in place, so that who has it open sees it too.
 const STATE_BYTES: usize = 64;
 /// Largest description of a round, in bytes.
@@ -72,18 +68,6 @@ const MAX_ROUND: u64 = 1 << 30;
 const MAX_ROUNDS: u32 = 100_000;
 /// Time between two looks at journals.
 const LOOK: Duration = Duration::from_millis(50);
-/// True for the name of a file that only a shared run has.
-pub(crate) fn is_bookkeeping(name: &str) -> bool {
-    [RUN, "run.json.new", STATE].contains(&name)
-        || [CLAIM, ROUND, MEMBER, EVIDENCE].iter().any(|prefix| name.starts_with(prefix))
-}
-
-/// Something that nobody else will think of: 32 hex digits.
-pub(crate) fn nonce() -> String {
-    let mut bytes = [0; 16];
-    getrandom::fill(&mut bytes).expect("the system gives random bytes");
-    format!("{:032x}", u128::from_ne_bytes(bytes))
-}
 
 /// What a run makes; its caller's words are in `work`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -461,7 +445,7 @@ impl Shared {
                 .help("start each process with a separate rank; one that is gone is replaced once it shows no sign of life")
                 .into());
         }
-        Member::begin(self, &round.nonce, &who, &patience.clock).map(Joined::Member)
+        Member::begin(&self.folder, &round.nonce, &who, &patience.clock).map(Joined::Member)
     }
 
     /// A data file as the parts have written it, for reading.
@@ -479,7 +463,7 @@ impl Shared {
     /// Errors: what the system says.
     pub fn preside(&self, claimed: &Claimed, clock: &Clock) -> Result<Member> {
         Member::begin(
-            self,
+            &self.folder,
             &claimed.nonce,
             &Who { round: claimed.number, part: None, process: Process::own() },
             clock,

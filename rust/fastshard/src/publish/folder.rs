@@ -7,17 +7,31 @@ use std::io;
 use super::disk::{self, At, Dir};
 use super::place::Place;
 use crate::codes;
-use crate::distributed::rounds;
 use crate::error::{Finding, Result};
 
 /// The folder's entry whose content becomes the result.
 pub(super) const DATA: &str = "data";
+/// Where an older result goes that cannot be exchanged with the new one.
+pub(super) const OLD: &str = "old";
 /// The manifest of an older result that is replaced piece by piece.
 pub(super) const OLDER: &str = "older.json";
 /// Names of what was moved out of an older result's way because it is not this program's to remove.
 pub(super) const KEPT: &str = "kept";
 /// Largest of the folder's own small files, in bytes.
 pub(crate) const MAX_OWN: u64 = 64 << 20;
+
+/// What a run of several processes makes.
+pub(crate) const RUN: &str = "run.json";
+/// The round of such a run that may write.
+pub(crate) const STATE: &str = "state";
+/// Who has begun a round.
+pub(crate) const CLAIM: &str = "claim-";
+/// Who makes what in a round.
+pub(crate) const ROUND: &str = "round-";
+/// Journals of members.
+pub(crate) const MEMBER: &str = "member-";
+/// What members have learnt.
+pub(crate) const EVIDENCE: &str = "evidence-";
 
 /// Refuses a folder that anybody but this user may write to: what lies in it proves nothing, and its
 /// links lead where somebody else wants.
@@ -60,6 +74,12 @@ pub(crate) fn is_data(name: &str) -> bool {
         || name.strip_prefix("data.").is_some_and(|nonce| nonce.bytes().all(|b| b.is_ascii_hexdigit()))
 }
 
+/// True for the name of a file that only a run of several processes has.
+fn is_of_shared_run(name: &str) -> bool {
+    [RUN, "run.json.new", STATE].contains(&name)
+        || [CLAIM, ROUND, MEMBER, EVIDENCE].iter().any(|prefix| name.starts_with(prefix))
+}
+
 /// Names of the folder's entries, as far as they can be this program's.
 pub(crate) fn entries(folder: &Dir) -> Result<Vec<String>> {
     let names = folder.entries().at(folder.path(), "cannot list")?;
@@ -87,7 +107,7 @@ pub(super) fn remove_bookkeeping(
 ) -> Result<()> {
     let has_plan = folder.has("plan").at(&folder.join("plan"), "cannot stat")?;
     let gone = |name: &str| folder.remove_file(name).at(&folder.join(name), "cannot remove");
-    for name in entries(folder)?.iter().filter(|name| rounds::is_bookkeeping(name)) {
+    for name in entries(folder)?.iter().filter(|name| is_of_shared_run(name)) {
         gone(name)?;
     }
     for name in ["journal", OLDER, "older.json.new", "plan", "plan.new", "sealed.new", "kept.new", "lock"] {

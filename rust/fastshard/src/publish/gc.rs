@@ -4,11 +4,10 @@ use std::path::{Path, PathBuf};
 
 use super::clock::Patience;
 use super::disk::{At, Dir};
-use super::folder::{entries, is_data, refused_owner, remove_folder};
+use super::folder::{entries, is_data, refused_owner, remove_folder, OLD};
 use super::lock;
 use super::others;
 use super::place::Place;
-use super::rename::OLD;
 use super::seal::Seal;
 use super::stored::{self, Stored};
 use crate::codes;

@@ -80,16 +80,6 @@ pub fn preflight_part(out: &Path, sources: &[PathBuf], run_id: &str, needs: &Nee
     sources.iter().try_for_each(|source| apart(&place, source))
 }
 
-/// The warning that the destination is not replaced in one step.
-pub(super) fn in_steps(place: &Place) -> Finding {
-    Finding::new(
-        codes::IN_STEPS,
-        "a lower layer of overlayfs has the destination: it is replaced file by file",
-    )
-    .file(&place.out)
-    .help("let nobody read it meanwhile; a new destination appears in one step")
-}
-
 fn permission(place: &Place) -> Result<()> {
     let base = place.base.path();
     place::writable(base).at(base, "the directory may not be written")?;

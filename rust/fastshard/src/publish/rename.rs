@@ -9,11 +9,10 @@ use std::path::{Path, PathBuf};
 use rustix::io::Errno;
 
 use super::disk::{At, Dir};
-use super::folder::{remove_bookkeeping, MAX_OWN, OLDER};
+use super::folder::{remove_bookkeeping, MAX_OWN, OLD, OLDER};
 use super::kept;
 use super::older::{self, Removed};
 use super::place::{Occupied, Place};
-use super::preflight::in_steps;
 use super::seal::{inode, subdirectory, Seal};
 use super::Options;
 use crate::codes;
@@ -21,9 +20,6 @@ use crate::error::{Error, Finding, Result, Severity};
 use crate::manifest::{Manifest, MANIFEST_NAME};
 use crate::steps::{self, Step};
 use crate::topics;
-
-/// Where an older result goes that cannot be exchanged with the new one.
-pub(super) const OLD: &str = "old";
 
 fn conflict(place: &Place, got: Option<String>) -> Error {
     let mut finding =
@@ -36,6 +32,16 @@ fn conflict(place: &Place, got: Option<String>) -> Error {
             .run("--resume");
     finding.got = got;
     finding.into()
+}
+
+/// The warning that the destination is not replaced in one step.
+pub(super) fn in_steps(place: &Place) -> Finding {
+    Finding::new(
+        codes::IN_STEPS,
+        "a lower layer of overlayfs has the destination: it is replaced file by file",
+    )
+    .file(&place.out)
+    .help("let nobody read it meanwhile; a new destination appears in one step")
 }
 
 /// A run whose staging folder is held and locked.
@@ -70,11 +76,13 @@ fn in_between(place: &Place, error: Error) -> Error {
 
 /// Seals unless done, renames unless done, cleans up.
 ///
-/// Files of `synced` are on disk. `may_publish` is asked once the seal is there: from then on nobody may take the files over who has not before.
+/// Files of `synced` are on disk. `is_shared`: several processes make the run. `may_publish` is asked once the seal is
+/// there: from then on nobody may take the files over who has not before.
 pub(super) fn publish(
     run: Run,
     last: &[&str],
     synced: &BTreeSet<String>,
+    is_shared: bool,
     may_publish: &dyn Fn() -> Result<()>,
     go_on: &dyn Fn() -> bool,
 ) -> Result<Vec<Finding>> {
@@ -82,7 +90,7 @@ pub(super) fn publish(
     let mut seal = match seal {
         Some(seal) => seal,
         None => {
-            let seal = Seal::make(&folder, &data, last, options.fsync, synced, go_on)?;
+            let seal = Seal::make(&folder, &data, last, options.fsync, synced, is_shared, go_on)?;
             may_publish()?;
             log::debug!(
                 target: topics::PUBLISH,

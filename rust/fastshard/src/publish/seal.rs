@@ -12,7 +12,6 @@ use super::folder::{entries, is_data, DATA, MAX_OWN};
 use super::journal::{boot_id, same_boot};
 use super::place::Place;
 use crate::codes;
-use crate::distributed::rounds::Shared;
 use crate::error::{Error, Finding, Result};
 use crate::manifest::{Manifest, MANIFEST_NAME};
 
@@ -97,13 +96,15 @@ impl Seal {
         same_boot(self.durable, self.boot.as_bytes(), &boot_id())
     }
 
-    /// Brings what `name` holds to disk, but for the files of `synced`, which are there, and writes the seal.
+    /// Brings what `name` holds to disk, but for the files of `synced`, which are there, and writes the seal. The run
+    /// `is_shared` if several processes make it.
     pub(super) fn make(
         folder: &Dir,
         name: &str,
         last: &[&str],
         durable: bool,
         synced: &BTreeSet<String>,
+        is_shared: bool,
         go_on: &dyn Fn() -> bool,
     ) -> Result<Seal> {
         let path = folder.join(name);
@@ -131,7 +132,7 @@ impl Seal {
         let seal = Seal { data, inode, names, pointers, durable, boot: boot_id(), piecewise: false };
         // Others enter a shared run by its plan. Of all else the plan has no use from here on; while it is there, whoever
         // loses the seal takes it for that of a run that has made nothing yet.
-        seal.write(folder, Shared::find(folder)?.is_none())?;
+        seal.write(folder, !is_shared)?;
         Ok(seal)
     }
 

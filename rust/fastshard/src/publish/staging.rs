@@ -14,8 +14,7 @@ use super::file::{OutFile, Space};
 use super::folder::{check_owner, entries, is_data, remove_folder, DATA, MAX_OWN};
 use super::journal::{Anchor, Journal};
 use super::place::{Occupied, Place};
-use super::preflight::in_steps;
-use super::rename::{self, Run};
+use super::rename::{self, in_steps, Run};
 use super::seal::Seal;
 use super::{content, lock, others, Options};
 use crate::codes;
@@ -458,11 +457,12 @@ impl Staging {
     /// `USAGE` if a name in `last` was not written; `INTERRUPTED`; what the system says. One that comes
     /// after the result appeared says so ([`Error::is_after_publishing`]).
     pub fn publish(self, last: &[&str], go_on: &dyn Fn() -> bool) -> Result<Vec<Finding>> {
+        let is_shared = self.run.seal.is_none() && self.shared()?.is_some();
         drop(self.journal);
         let member = self.member;
         let synced = self.synced.into_inner().unwrap_or_else(PoisonError::into_inner);
         let may_publish = || member.as_ref().map_or(Ok(()), Member::still_writes);
-        rename::publish(self.run, last, &synced, &may_publish, go_on)
+        rename::publish(self.run, last, &synced, is_shared, &may_publish, go_on)
     }
 
     /// Removes the folder with all that was written, unless another process has taken the run over. Refused (`USAGE`)

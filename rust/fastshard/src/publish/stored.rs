@@ -4,9 +4,9 @@ use std::ffi::OsStr;
 use std::path::PathBuf;
 
 use super::disk::{At, Dir};
+use super::folder::OLD;
 use super::older;
 use super::place::Place;
-use super::rename::OLD;
 use super::seal::{subdirectory, Seal};
 use crate::error::Result;
 
