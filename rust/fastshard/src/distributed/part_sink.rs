@@ -12,8 +12,10 @@ use crate::plan::Plan;
 use crate::publish::direct::{Io, DEPTH};
 use crate::publish::{OutFile, Space};
 use crate::write::backlog::Backlog;
+use crate::write::frames::frames;
+use crate::write::options::Run;
 use crate::write::records::{self, Claims};
-use crate::write::sink::WRITEBACK_EVERY;
+use crate::write::sink::{members_of, WRITEBACK_EVERY};
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -44,26 +46,29 @@ pub(super) struct PartSink<'a> {
 }
 
 impl<'a> PartSink<'a> {
-    #[allow(clippy::too_many_arguments)]
+    /// A sink for `share` of a run. Unless it is the first to write there it leaves no holes: what an earlier process has
+    /// written would show in them.
     pub(super) fn new(
-        plan: &'a Plan,
+        run: &Run<'a>,
         member: &'a Member,
         pages: &'a Pages,
         claims: Claims<'a>,
-        checksummed: Vec<bool>,
         sizes: &[u64],
         share: &Share,
-        space: Space,
-        io: Io,
-    ) -> Self {
-        let io = if space == Space::Sparse && io == Io::Auto { Io::Buffered } else { io };
+        is_first: bool,
+    ) -> Result<Self> {
+        let Run { plan, files, options, .. } = *run;
+        let space = if is_first { options.publish.space() } else { Space::Reserved };
+        let io = space.choose_io(options.publish.io);
+        let frames = frames(plan, &plan.by_file(), files)?;
+        let checksummed = members_of(plan, &frames).into_iter().map(|member| member.is_some()).collect();
         let mut left = vec![0; plan.files.len()];
-        for run in &share.tiles {
-            let output = &plan.outputs[run.output as usize];
-            let (lo, hi) = run.span(sizes[run.output as usize], output.nbytes());
+        for tiles in &share.tiles {
+            let output = &plan.outputs[tiles.output as usize];
+            let (lo, hi) = tiles.span(sizes[tiles.output as usize], output.nbytes());
             left[output.file as usize] += hi - lo;
         }
-        PartSink {
+        Ok(PartSink {
             plan,
             member,
             pages,
@@ -75,7 +80,7 @@ impl<'a> PartSink<'a> {
             space,
             io,
             is_direct: member.is_direct(io),
-        }
+        })
     }
 
     fn file(&self, number: u32) -> Result<Arc<OutFile>> {

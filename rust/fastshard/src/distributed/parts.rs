@@ -21,14 +21,13 @@ use crate::manifest::Manifest;
 use crate::plan::tiles::{Share, TileRun};
 use crate::plan::{Form, OutFile, Plan};
 use crate::publish::clock::Patience;
-use crate::publish::{self, Space, Staging};
+use crate::publish::{self, Staging};
 use crate::storage::only_read;
 use crate::topics;
 use crate::write::frames::frames;
 use crate::write::options::{document, engine_options, needs, Run};
 use crate::write::records::{Claims, TileJournal};
 use crate::write::resume::resumable;
-use crate::write::sink::members_of;
 pub(crate) use commit::unless_published;
 pub use commit::{commit, conclude};
 use earlier::{is_of, spot_check, Earlier};
@@ -308,7 +307,7 @@ pub fn make_part(run: &Run<'_>, shared: &Shared, round: &Round, part: u32) -> Re
     };
     publish::preflight_part(out, roots, &plan.digest(), &needs(run))?;
     let logs = shared.logs()?;
-    let is_fresh = round.number == 1 && !logs.iter().any(|log| is_of(log, 1, part));
+    let is_first = round.number == 1 && !logs.iter().any(|log| is_of(log, 1, part));
     let member = match shared.join(round, part, &options.patience, &|| control.is_running())? {
         Joined::Done(_) => return Ok(PartOutcome::Before),
         Joined::Member(member) => member,
@@ -320,10 +319,6 @@ pub fn make_part(run: &Run<'_>, shared: &Shared, round: &Round, part: u32) -> Re
         shared.run.nonce,
         share.bytes(plan, &sizes),
     );
-    let by_file = plan.by_file();
-    let frames = frames(plan, &by_file, files)?;
-    let checksummed = members_of(plan, &frames).into_iter().map(|member| member.is_some()).collect();
-    drop(frames);
     let pages = Pages::of(plan, &sizes, &division.shares);
     // What others of this round are making is not this part's.
     let earlier = |log: &&Log| {
@@ -335,10 +330,7 @@ pub fn make_part(run: &Run<'_>, shared: &Shared, round: &Round, part: u32) -> Re
         .map(|log| TileJournal { journal: &log.journal, adopted: false })
         .collect();
     let claims = Claims::of(journals, plan.outputs.len(), &|output| plan.outputs[output].file)?;
-    // What an earlier run left is no hole.
-    let space = if is_fresh { options.publish.space() } else { Space::Reserved };
-    let io = options.publish.io;
-    let sink = PartSink::new(plan, &member, &pages, claims, checksummed, &sizes, share, space, io);
+    let sink = PartSink::new(run, &member, &pages, claims, &sizes, share, is_first)?;
     let engine_options = engine::Options { encodes: 0, ..engine_options(run, shared.path()) };
     let result = foresee(plan, files, &sizes, share, control)
         .and_then(|()| {

@@ -20,6 +20,16 @@ pub enum Space {
     Sparse,
 }
 
+impl Space {
+    /// How a file is written whose caller chooses `io`: of one with holes the system would look for space at each direct write.
+    pub(crate) fn choose_io(self, io: Io) -> Io {
+        match (self, io) {
+            (Space::Sparse, Io::Auto) => Io::Buffered,
+            _ => io,
+        }
+    }
+}
+
 /// A data file of fixed size, written in any order by any thread.
 #[derive(Debug)]
 pub struct OutFile {
@@ -59,9 +69,7 @@ impl OutFile {
             disk::set_len(&file, &path, size).at(&path, &format!("cannot set the size to {size} bytes"))?;
         }
         let synced = durable || disk::is_network(&file);
-        // Of a file with holes the system would look for space at each write.
-        let io = if space == Space::Sparse && io == Io::Auto { Io::Buffered } else { io };
-        let direct = open_direct(folder, name, &file, durable, io)?;
+        let direct = open_direct(folder, name, &file, durable, space.choose_io(io))?;
         let (dirty, failed) = (AtomicBool::new(true), OnceLock::new());
         Ok(OutFile { file, direct, path, size, kept, synced, dirty, failed })
     }
