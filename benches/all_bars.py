@@ -132,7 +132,8 @@ BARS = {
     "P18": Bar(
         "very many names",
         ("start.measure_p18",),
-        "65 to 110 us and 5 KB for each name, when they were last counted.",
+        "8 us and 1.0 KB for a name of one number, 1.8 KB for each with layers and experts, when they were "
+        "last counted: the records of catalog and plan, which share the names.",
     ),
     "P19": Bar("object store to object store", ()),
     "P20": Bar(

@@ -28,14 +28,14 @@ struct Need {
 }
 
 /// What placing a draft takes.
-const PLACING: Need = Need { halves: 5, per_tensor: 800 };
+const PLACING: Need = Need { halves: 1, per_tensor: 50 };
 /// What listing its tensors takes, which is held until it is placed, and placing it.
-const LISTING: Need = Need { halves: 7, per_tensor: 1500 };
+const LISTING: Need = Need { halves: 3, per_tensor: 600 };
 
 /// How ranks cut a tensor, dimension by dimension: the dimension, the parallel one, and the parts.
 type Cut = (usize, String, Vec<u64>);
 /// An output of a draft: name, dtype, a rank's shape and bytes, the whole tensor's shape, and how ranks cut it.
-type Drafted = (String, String, Vec<u64>, u64, Vec<u64>, Option<Vec<Cut>>);
+type Drafted<'a> = (&'a str, &'static str, &'a [u64], u64, &'a [u64], Option<Vec<Cut>>);
 
 /// A plan without places; placed once.
 #[pyclass(frozen, module = "fastshard._core")]
@@ -93,7 +93,7 @@ impl Draft {
 
     /// Each tensor once, whatever the ranks that hold it.
     fn tensors<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let drafted = self.with(|draft| -> PyResult<Vec<Drafted>> {
+        self.with(|draft| {
             self.room(draft, &LISTING)?;
             let mut seen = HashSet::with_capacity(draft.outputs.len());
             let once = draft.outputs.iter().filter(|one| seen.insert(one.output.name.as_str()));
@@ -102,12 +102,13 @@ impl Draft {
                 let cuts = one.cuts.as_ref().map(|cuts| {
                     cuts.iter().map(|cut| (cut.dim, cut.by.clone(), cut.parts.clone())).collect()
                 });
-                let whole = one.whole.as_ref().unwrap_or(&o.shape).clone();
-                (o.name.clone(), o.dtype.to_string(), o.shape.clone(), o.nbytes(), whole, cuts)
+                let whole = &one.whole.as_ref().unwrap_or(&o.shape)[..];
+                let drafted: Drafted =
+                    (&o.name, o.dtype.safetensors_name(), &o.shape, o.nbytes(), whole, cuts);
+                drafted
             });
-            Ok(once.collect())
-        })??;
-        list(py, drafted)
+            list(py, once)
+        })?
     }
 
     /// Shape and dtype of each full tensor, by its name. Tensors that are alike share one record.
@@ -117,7 +118,7 @@ impl Draft {
             let mut records: HashMap<(&[u64], Dtype), Bound<'py, PyTuple>> = HashMap::new();
             let tensors = PyDict::new(py);
             for compose::Drafted { output, whole, .. } in &draft.outputs {
-                let shape = whole.as_ref().unwrap_or(&output.shape).as_slice();
+                let shape = &whole.as_ref().unwrap_or(&output.shape)[..];
                 let record = match records.entry((shape, output.dtype)) {
                     Entry::Occupied(record) => record.into_mut(),
                     Entry::Vacant(place) => {
@@ -125,7 +126,7 @@ impl Draft {
                         place.insert((shape, output.dtype.to_string()).into_pyobject(py)?)
                     }
                 };
-                tensors.set_item(&output.name, &*record)?;
+                tensors.set_item(output.name.as_str(), &*record)?;
             }
             Ok(tensors)
         })?
@@ -135,7 +136,7 @@ impl Draft {
     fn positions(&self) -> PyResult<HashMap<String, BTreeMap<String, u64>>> {
         self.with(|draft| {
             let counted = draft.outputs.iter().filter(|one| !one.index.is_empty());
-            counted.map(|one| (one.output.name.clone(), one.index.clone())).collect()
+            counted.map(|one| (one.output.name.to_string(), one.index.clone())).collect()
         })
     }
 
@@ -144,7 +145,7 @@ impl Draft {
         self.with(|draft| {
             let mut all: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
             for one in &draft.outputs {
-                all.entry(one.output.name.clone()).or_default().extend(draft.made_of(&one.output));
+                all.entry(one.output.name.to_string()).or_default().extend(draft.made_of(&one.output));
             }
             all
         })

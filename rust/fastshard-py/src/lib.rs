@@ -180,7 +180,7 @@ impl Catalog {
 
     fn names<'py>(&self, py: Python<'py>, file: usize) -> PyResult<Bound<'py, PyList>> {
         let file = self.inner.files.get(file).and_then(|f| f.as_ref());
-        plain::list(py, file.into_iter().flat_map(|f| f.parsed.named()).map(|t| t.path.join(".")))
+        plain::list(py, file.into_iter().flat_map(|f| f.parsed.named()).map(|t| t.path.joined().to_string()))
     }
 
     fn dtypes(&self, file: usize) -> BTreeSet<String> {
@@ -293,13 +293,13 @@ impl StoredTensors {
         let tensor = &parsed.tensors[number];
         let blob = &parsed.blobs[tensor.blob as usize];
         let object = PyDict::new(py);
-        object.set_item(intern!(py, "path"), &tensor.path)?;
+        object.set_item(intern!(py, "path"), plain::list(py, tensor.path.iter().map(|key| key.as_str()))?)?;
         object.set_item(intern!(py, "dtype"), tensor.value_dtype().to_string())?;
         object.set_item(intern!(py, "torch_dtype"), tensor.value_dtype().torch_name())?;
-        object.set_item(intern!(py, "shape"), &tensor.shape)?;
+        object.set_item(intern!(py, "shape"), &tensor.shape[..])?;
         object.set_item(intern!(py, "storage"), tensor.blob)?;
         object.set_item(intern!(py, "offset"), tensor.offset)?;
-        object.set_item(intern!(py, "strides"), &tensor.strides)?;
+        object.set_item(intern!(py, "strides"), &tensor.strides[..])?;
         object.set_item(intern!(py, "storage_bytes"), blob.len)?;
         object.set_item(intern!(py, "storage_crc32"), blob.crc32)?;
         Ok(object)

@@ -164,7 +164,7 @@ impl Plan {
     fn outputs<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let outputs = self.plan.outputs.iter().map(|o| {
             let pieces: usize = o.parts.iter().map(|p| p.sources.len()).sum();
-            (o.name.as_str(), o.dtype.to_string(), o.shape.as_slice(), o.nbytes(), pieces)
+            (&o.name[..], o.dtype.safetensors_name(), &o.shape[..], o.nbytes(), pieces)
         });
         list(py, outputs)
     }
@@ -180,7 +180,8 @@ impl Plan {
             .filter(|s| seen.insert(**s))
             .map(|&s| {
                 let stored = &self.plan.stored[s as usize];
-                (stored.rank.clone(), self.plan.file_of(stored).path.clone(), stored.shape.clone())
+                let rank = stored.rank.as_deref().map(str::to_string);
+                (rank, self.plan.file_of(stored).path.clone(), stored.shape.to_vec())
             })
             .collect()
     }
@@ -311,7 +312,7 @@ impl Plan {
             // Shards of one tensor are told apart by their files.
             let name = match &o.key {
                 Some(key) => format!("{}:{key}", checked.files[o.file as usize].name),
-                None => o.name.clone(),
+                None => o.name.to_string(),
             };
             if let Some(stats) = r.seen.stats() {
                 gathered.set_item(&name, to_python(py, stats)?)?;

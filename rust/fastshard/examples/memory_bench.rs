@@ -40,15 +40,16 @@ fn crc_of_zeros(len: u64) -> u32 {
 
 fn columns(rows: u64, width: u64, dst_base: u64, src_base: u64, source: u64) -> Part {
     Part {
-        axes: vec![
+        axes: [
             PartAxis { n: rows, dst: width, dim: 0, step: 1 },
             PartAxis { n: RUN, dst: 1, dim: 1, step: 1 },
-        ],
+        ]
+        .into(),
         dst_base,
-        src_base: vec![0, src_base],
-        sources: vec![source as u32],
+        src_base: [0, src_base].into(),
+        sources: [source as u32].into(),
         combine: Combine::Equal,
-        ops: Vec::new(),
+        ops: Box::default(),
     }
 }
 
@@ -93,28 +94,28 @@ fn main() {
                 member: None,
             });
             plan.stored.push(StoredTensor {
-                name: format!("w.{layer}"),
+                name: format!("w.{layer}").into(),
                 dtype: Dtype::Bf16,
-                shape: vec![rows, width],
+                shape: [rows, width].into(),
                 pieces: Pieces::View {
                     blob: (rank * LAYERS + layer) as u32,
                     offset: 0,
-                    strides: vec![width, 1],
+                    strides: [width, 1].into(),
                 },
                 rank: None,
                 rule: 0,
-                index: vec![layer],
+                index: [layer].into(),
                 shard: None,
-                twins: Vec::new(),
-                changes: Vec::new(),
+                twins: Default::default(),
+                changes: Box::default(),
             });
         }
     }
     let output = |name: String, width: u64, parts: Vec<Part>| Output {
-        name,
+        name: name.into(),
         dtype: Dtype::Bf16,
-        shape: vec![rows, width],
-        parts,
+        shape: [rows, width].into(),
+        parts: parts.into(),
         fill: Fill::None,
         file: 0,
         offset: 0,

@@ -13,6 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::codes;
 use crate::error::{Finding, Severity};
+use crate::few::Few;
 use crate::layout::bind::{Known, Local};
 use crate::layout::cuts::{self, Cuts};
 use crate::layout::expr::{extent_in, in_set, Extents};
@@ -88,7 +89,7 @@ pub struct Drafted {
     /// The output, as the rank holds it.
     pub output: Output,
     /// Shape of the whole tensor, where it is another.
-    pub whole: Option<Vec<u64>>,
+    pub whole: Option<Few<u64>>,
     /// How ranks cut it; `None` where they do not hold equal shares.
     pub cuts: Option<Cuts>,
     /// Its position on each axis that its name counts.
@@ -317,7 +318,13 @@ impl TargetRanks<'_> {
             false => self.shape(&self.table.entries[want.entry], &self.whole),
         };
         let whole = whole.filter(|whole| *whole != output.shape);
-        Drafted { coords: want.coords.clone(), output, whole, cuts, index: want.index.clone() }
+        Drafted {
+            coords: want.coords.clone(),
+            output,
+            whole: whole.map(Few::from),
+            cuts,
+            index: want.index.clone(),
+        }
     }
 }
 

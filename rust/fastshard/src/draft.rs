@@ -84,7 +84,7 @@ impl Draft {
     /// Names of the stored tensors that an output of it is made of.
     pub fn made_of<'a>(&'a self, output: &'a Output) -> impl Iterator<Item = String> + 'a {
         let sources = output.parts.iter().flat_map(|part| &part.sources);
-        sources.map(|&source| self.plan.stored[source as usize].name.clone())
+        sources.map(|&source| self.plan.stored[source as usize].name.to_string())
     }
 
     fn is_broken(&self) -> bool {
@@ -97,7 +97,7 @@ impl Draft {
         for Drafted { output, .. } in &mut self.outputs {
             // A counter in another integer type: its numbers are checked when they are read.
             let to =
-                placement.dtypes.get(&output.name).filter(|to| to.is_integer() && output.dtype.is_integer());
+                placement.dtypes.get(&*output.name).filter(|to| to.is_integer() && output.dtype.is_integer());
             output.dtype = to.copied().unwrap_or(output.dtype);
         }
         let broken = self.is_broken();

@@ -2,6 +2,7 @@
 
 mod prescribed;
 
+use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
@@ -55,6 +56,18 @@ fn laid_out(
     index: u32,
 ) -> Result<OutFile> {
     let mut file = OutFile { name, header_len: 0, size: 0, form, zeros: Vec::new() };
+    if file.form == Form::Safetensors {
+        // Of the header only its length matters here.
+        let entries = outputs.iter().map(|o| (o.key(), o.dtype, &o.shape[..]));
+        file.header_len = safetensors::header_len(metadata, entries);
+        within("header", file.header_len - 8, safetensors::MAX_HEADER, &file.name)?;
+        file.size = file.header_len;
+        for output in outputs {
+            (output.file, output.offset) = (index, file.size);
+            file.size += output.nbytes();
+        }
+        return Ok(file);
+    }
     let (frame, offsets) = frame(&file, metadata, &outputs.iter().collect::<Vec<_>>())?;
     for (output, offset) in outputs.iter_mut().zip(&offsets) {
         (output.file, output.offset) = (index, *offset);
@@ -289,50 +302,65 @@ fn stem(path: &str) -> &str {
     }
 }
 
-/// Names compared with their numbers as numbers, so that layer 10 follows layer 9.
-fn natural(name: &str) -> Vec<(String, u64)> {
-    let mut out = Vec::new();
+/// Parts of a name to be compared, their numbers as numbers, so that layer 10 follows layer 9.
+fn natural(name: &str) -> impl Iterator<Item = (&str, u64)> {
     let mut rest = name;
-    while !rest.is_empty() {
+    std::iter::from_fn(move || {
+        if rest.is_empty() {
+            return None;
+        }
         let text = rest.find(|c: char| c.is_ascii_digit()).unwrap_or(rest.len());
         let digits = rest[text..].find(|c: char| !c.is_ascii_digit()).map_or(rest.len(), |n| text + n);
-        out.push((rest[..text].to_string(), rest[text..digits].parse().unwrap_or(u64::MAX)));
+        let part = (&rest[..text], rest[text..digits].parse().unwrap_or(u64::MAX));
         rest = &rest[digits..];
-    }
-    out
+        Some(part)
+    })
+}
+
+/// Compares names by their natural parts, from the part in which they begin to differ.
+fn compare_naturally(a: &str, b: &str) -> Ordering {
+    let (x, y) = (a.as_bytes(), b.as_bytes());
+    let same = x.iter().zip(y).take_while(|(x, y)| x == y).count();
+    let begins = |at: &usize| x[at - 1].is_ascii_digit() && !x[*at].is_ascii_digit();
+    let start = (1..same).rev().find(begins).unwrap_or(0);
+    natural(&a[start..]).cmp(natural(&b[start..]))
 }
 
 /// Distributes outputs over safetensors files and lays them out in each. A rank's tensors stay in one
 /// file, so that its header may be beyond the format's limit: that is a finding.
-pub fn pack(outputs: Ranked, max_bytes: u64, metadata: &Metadata) -> Placed {
+pub fn pack(mut outputs: Ranked, max_bytes: u64, metadata: &Metadata) -> Placed {
     let room = |(key, text): (&String, &String)| serde_json::json!([key, text]).to_string().len();
     let fixed = safetensors::HEADER_FIXED + metadata.iter().map(room).sum::<usize>();
-    let mut units: BTreeMap<BTreeMap<String, u64>, Vec<Output>> = BTreeMap::new();
-    for (coords, output) in outputs {
-        units.entry(coords).or_default().push(output);
-    }
+    // In place, here and below: there may be millions.
+    outputs.sort_by(|(at, a), (other, b)| at.cmp(other).then_with(|| compare_naturally(&a.name, &b.name)));
+    let units: Vec<_> =
+        outputs.chunk_by(|(a, _), (b, _)| a == b).map(|all| (all[0].0.clone(), all.len())).collect();
+    let mut all: Vec<Output> = outputs.into_iter().map(|(_, output)| output).collect();
     let sharded = units.len() > 1;
-    let (mut all, mut files, mut findings) = (Vec::new(), Vec::new(), Vec::new());
-    for (coords, mut outputs) in units {
-        outputs.sort_by_cached_key(|o| natural(&o.name));
-        let mut groups: Vec<Vec<Output>> = vec![Vec::new()];
+    let (mut files, mut refused, mut findings) = (Vec::new(), Vec::new(), Vec::new());
+    let mut start = 0;
+    for (coords, count) in units {
+        let mut groups = vec![0];
         let (mut bytes, mut header) = (0, fixed);
-        for output in outputs {
+        for output in &all[start..start + count] {
             let n = output.nbytes();
             let entry = safetensors::entry_room(output.key(), output.shape.len());
             let last = groups.last_mut().expect("never empty");
             // A rank's tensors stay in one file: that is what the next tool reads.
-            if !sharded && !last.is_empty() && (bytes + n > max_bytes || header + entry > HEADER_ROOM) {
-                groups.push(vec![output]);
+            if !sharded && *last > 0 && (bytes + n > max_bytes || header + entry > HEADER_ROOM) {
+                groups.push(1);
                 (bytes, header) = (n, fixed + entry);
             } else {
-                last.push(output);
+                *last += 1;
                 bytes += n;
                 header += entry;
             }
         }
         let count = groups.len();
-        for (i, mut group) in groups.into_iter().enumerate() {
+        for (i, len) in groups.into_iter().enumerate() {
+            let range = start..start + len;
+            start = range.end;
+            let group = &mut all[range.clone()];
             // Whole pages first, so that as many tensors as can be lie on page boundaries.
             group.sort_by_key(|o| o.nbytes() % 4096 != 0);
             let name = match (sharded, count) {
@@ -340,14 +368,17 @@ pub fn pack(outputs: Ranked, max_bytes: u64, metadata: &Metadata) -> Placed {
                 (false, 1) => "model.safetensors".to_string(),
                 (false, _) => format!("model-{:05}-of-{count:05}.safetensors", i + 1),
             };
-            match laid_out(name, Form::Safetensors, metadata, &mut group, files.len() as u32) {
-                Ok(file) => {
-                    files.push(file);
-                    all.extend(group);
+            match laid_out(name, Form::Safetensors, metadata, group, files.len() as u32) {
+                Ok(file) => files.push(file),
+                Err(error) => {
+                    findings.extend(error.into_findings());
+                    refused.push(range);
                 }
-                Err(error) => findings.extend(error.into_findings()),
             }
         }
+    }
+    for range in refused.into_iter().rev() {
+        all.drain(range);
     }
     // Files of ranks hold slices under one name: an index would name one slice as the whole.
     let has_index = !sharded && files.len() > 1;
@@ -358,4 +389,19 @@ pub fn pack(outputs: Ranked, max_bytes: u64, metadata: &Metadata) -> Placed {
 fn of_rank(coords: &BTreeMap<String, u64>) -> String {
     let each: Vec<String> = coords.iter().map(|(by, rank)| format!("{by}_rank_{rank:02}")).collect();
     each.join("_")
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// What two names have in common decides nothing.
+        #[test]
+        fn names_are_compared_by_all_of_their_parts(a in "[a.0é]{0,3}[a-c.0-9é]{0,6}", b in "[a.0é]{0,3}[a-c.0-9é]{0,6}") {
+            prop_assert_eq!(compare_naturally(&a, &b), natural(&a).cmp(natural(&b)));
+        }
+    }
 }

@@ -18,6 +18,8 @@ use serde::Serialize;
 
 use crate::codes;
 use crate::error::{Finding, Result};
+use crate::few::Few;
+use crate::name::Keys;
 use crate::storage::SourceFile;
 use crate::tensor::Dtype;
 use crate::value::Values;
@@ -36,24 +38,24 @@ pub struct Blob {
     /// True if the bytes are compressed: by deflate, unless `zstd` says otherwise.
     pub deflated: bool,
     /// For data that lie in a Zstandard stream, which the range of the file is then.
-    pub zstd: Option<zstd::Zstd>,
+    pub zstd: Option<Box<zstd::Zstd>>,
     /// True for a block of a store that its reader decodes by the name in `member`; there is no place in a file then.
     pub encoded: bool,
     /// Name of the member in the container, for messages.
-    pub member: Option<String>,
+    pub member: Option<Box<str>>,
 }
 
 /// A tensor as one file stores it: a strided view over a blob, checked to lie inside it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct FileTensor {
     /// Keys from the file's root to the tensor, e.g. `["module", "sequential.0.word_embeddings.weight"]`.
-    pub path: Vec<String>,
+    pub path: Keys,
     /// Element type.
     pub dtype: Dtype,
     /// Shape; empty for 0-d.
-    pub shape: Vec<u64>,
+    pub shape: Few<u64>,
     /// Strides in elements; C-order unless the tensor is a view (0 for expanded dimensions).
-    pub strides: Vec<u64>,
+    pub strides: Few<u64>,
     /// Index into [`ParsedFile::blobs`].
     pub blob: u32,
     /// Offset in the blob's data, in bytes.

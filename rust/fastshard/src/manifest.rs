@@ -261,7 +261,7 @@ impl Manifest {
                         ops.push(*op)
                     }
                 });
-                (!ops.is_empty()).then(|| (o.name.clone(), ops))
+                (!ops.is_empty()).then(|| (o.name.to_string(), ops))
             })
             .collect()
     }

@@ -17,12 +17,13 @@ use crate::kernel;
 const PLENTY: u64 = 256;
 /// Bytes that a header takes per byte of it while it is read: itself and what it says.
 const PER_HEADER_BYTE: u64 = 2;
-/// Bytes that are kept of a file per tensor at least, besides its name: 300 were measured.
-const PER_TENSOR_KEPT: u64 = 250;
-/// Bytes that a plan takes at least per byte of the tensors' names, while it is made: no good plan is refused.
-const PER_NAME_BYTE: u64 = 4;
-/// Bytes that a plan takes at least per tensor besides: 1.5 to 5 KiB were measured.
-const PER_TENSOR: u64 = 1200;
+/// Bytes that are kept of a file per tensor at least, besides its name: 200 were measured.
+const PER_TENSOR_KEPT: u64 = 170;
+/// Bytes that a plan takes at least per byte of the tensors' names, while it is made: no good plan is refused. Its records
+/// share the names; lists of them do not.
+const PER_NAME_BYTE: u64 = 1;
+/// Bytes that a plan takes at least per tensor besides: 0.6 to 2 KiB were measured.
+const PER_TENSOR: u64 = 500;
 
 /// Says that the system has no memory left for a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -10,6 +10,8 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Finding;
+use crate::few::Few;
+use crate::name::Name;
 use crate::tensor::{c_strides, element_count};
 use crate::words::Words;
 
@@ -46,7 +48,7 @@ pub struct Plan {
     /// Tensors of the sources.
     pub stored: Vec<StoredTensor>,
     /// Names of the rules that `stored` refers to.
-    pub rules: Vec<String>,
+    pub rules: Vec<Name>,
     /// Output tensors, in file order.
     pub outputs: Vec<Output>,
     /// Output files.
@@ -127,7 +129,7 @@ impl Plan {
         self.outputs
             .iter()
             .map(|output| match count[output.name.as_str()] {
-                1 => output.name.clone(),
+                1 => output.name.to_string(),
                 _ => format!("{}:{}", self.files[output.file as usize].name, output.key()),
             })
             .collect()
@@ -229,22 +231,23 @@ impl Plan {
                 let axes = tensor
                     .shape
                     .iter()
-                    .zip(c_strides(&tensor.shape))
+                    .zip(&c_strides(&tensor.shape))
                     .enumerate()
-                    .map(|(dim, (&n, dst))| PartAxis { n, dst, dim: dim as u32, step: 1 })
+                    .map(|(dim, (&n, &dst))| PartAxis { n, dst, dim: dim as u32, step: 1 })
                     .collect();
                 Output {
                     name: tensor.name.clone(),
                     dtype: tensor.dtype,
                     shape: tensor.shape.clone(),
-                    parts: vec![Part {
+                    parts: [Part {
                         axes,
                         dst_base: 0,
-                        src_base: vec![0; tensor.shape.len()],
-                        sources: vec![i as u32],
+                        src_base: Few::repeat(0, tensor.shape.len()),
+                        sources: [i as u32].into(),
                         combine: Combine::Equal,
-                        ops: Vec::new(),
-                    }],
+                        ops: Box::default(),
+                    }]
+                    .into(),
                     fill: Fill::None,
                     file: 0,
                     offset: 0,

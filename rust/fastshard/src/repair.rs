@@ -134,7 +134,7 @@ fn values_of_masters(all: &mut Gathered, findings: &mut Vec<Finding>) -> Values 
         };
         let stored = all.stored.len() as u32;
         all.stored.push(flat);
-        for master in twins {
+        for &master in &twins {
             let Pieces::Ranges(ranges) = &all.stored[master as usize].pieces else { continue };
             for range in ranges {
                 let source = Source { len: range.len, stored, first: range.start };
@@ -182,11 +182,11 @@ impl RepairFile {
                 continue;
             }
             outputs.push(Output {
-                name: format!("{}: {key}", self.name),
-                key: Some(key),
+                name: format!("{}: {key}", self.name).into(),
+                key: Some(key.into()),
                 dtype: tensor.dtype,
                 shape,
-                parts,
+                parts: parts.into(),
                 fill: Fill::Zero,
                 file: number,
                 offset: file.parsed.blobs[tensor.blob as usize].offset + tensor.offset,
@@ -237,8 +237,14 @@ fn flat(tensor: &StoredTensor) -> Option<StoredTensor> {
     if elements > 1 && *strides != c_strides(&tensor.shape) {
         return None;
     }
-    let pieces = Pieces::View { blob: *blob, offset: *offset, strides: vec![1] };
-    Some(StoredTensor { shape: vec![elements], pieces, twins: Vec::new(), shard: None, ..tensor.clone() })
+    let pieces = Pieces::View { blob: *blob, offset: *offset, strides: [1].into() };
+    Some(StoredTensor {
+        shape: [elements].into(),
+        pieces,
+        twins: Default::default(),
+        shard: None,
+        ..tensor.clone()
+    })
 }
 
 /// The parts of a flat master at byte `offset` of its storage.
@@ -247,12 +253,12 @@ fn parts(ranges: &BTreeMap<u64, Source>, offset: u64, elements: u64, dtype: Dtyp
     let within = ranges.range(offset..offset + elements * item);
     within
         .map(|(at, source)| Part {
-            axes: vec![PartAxis { n: source.len, dst: 1, dim: 0, step: 1 }],
+            axes: [PartAxis { n: source.len, dst: 1, dim: 0, step: 1 }].into(),
             dst_base: (at - offset) / item,
-            src_base: vec![source.first],
-            sources: vec![source.stored],
+            src_base: [source.first].into(),
+            sources: [source.stored].into(),
             combine: Combine::Equal,
-            ops: Vec::new(),
+            ops: Default::default(),
         })
         .collect()
 }

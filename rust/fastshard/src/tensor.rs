@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::few::Few;
+
 /// Element type of a tensor. Serialised under its safetensors name, e.g. `BF16`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[allow(missing_docs)] // the variants are the safetensors names
@@ -132,8 +134,8 @@ pub fn element_count(shape: &[u64]) -> Option<u64> {
 
 /// C-order strides of a shape, in elements. They saturate where they mean nothing: a tensor without
 /// elements may have other extents of any size.
-pub fn c_strides(shape: &[u64]) -> Vec<u64> {
-    let mut strides = vec![1u64; shape.len()];
+pub fn c_strides(shape: &[u64]) -> Few<u64> {
+    let mut strides = Few::repeat(1u64, shape.len());
     for i in (1..shape.len()).rev() {
         strides[i - 1] = strides[i].saturating_mul(shape[i].max(1));
     }

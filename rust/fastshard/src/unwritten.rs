@@ -8,7 +8,7 @@ use crate::catalog::Catalog;
 use crate::codes;
 use crate::error::{Finding, Severity};
 use crate::plan::blobs::each_blob;
-use crate::plan::Plan;
+use crate::plan::{Plan, PlanFile};
 
 /// Bytes of a file's tensors that may be holes: a few zeros are no sign of a lost write.
 pub const MOST_HOLES: u64 = 1 << 30;
@@ -34,12 +34,16 @@ pub(crate) fn find_unwritten(catalog: &Catalog, plan: &Plan, holes: Holes) -> Ve
     }
     let opened = catalog.files.iter().flatten();
     let opened: BTreeMap<_, _> = opened.map(|file| ((file.root, file.path.as_str()), &file.source)).collect();
+    let source_of = |source: &PlanFile| opened.get(&(source.root, source.path.as_str())).copied();
+    // Ranges of smaller files need not be known.
+    let is_large: Vec<bool> =
+        plan.sources.iter().map(|s| source_of(s).is_some_and(|s| s.size() > MOST_HOLES)).collect();
     // File -> the ranges that are read, each with the first tensor in it.
     let mut ranges: BTreeMap<u32, BTreeMap<(u64, u64), u32>> = BTreeMap::new();
     for (stored, _) in (0u32..).zip(plan.tensors_read()).filter(|(_, is_read)| *is_read) {
         each_blob(&plan.stored[stored as usize], |blob| {
             let blob = &plan.blobs[blob as usize];
-            if !blob.encoded {
+            if !blob.encoded && is_large[blob.file as usize] {
                 let range = (blob.offset, blob.offset + blob.stored_len);
                 ranges.entry(blob.file).or_default().entry(range).or_insert(stored);
             }
@@ -47,11 +51,7 @@ pub(crate) fn find_unwritten(catalog: &Catalog, plan: &Plan, holes: Holes) -> Ve
     }
     let mut findings = Vec::new();
     for (file, ranges) in ranges {
-        let source = &plan.sources[file as usize];
-        let Some(source) = opened.get(&(source.root, source.path.as_str())) else { continue };
-        if source.size() <= MOST_HOLES {
-            continue;
-        }
+        let Some(source) = source_of(&plan.sources[file as usize]) else { continue };
         let (mut unwritten, mut first) = (0, None);
         let mut ranges = ranges.into_iter().peekable();
         source.each_hole(|lo, hi| {

@@ -86,16 +86,16 @@ pub fn inventory_plan(catalog: &Catalog) -> Plan {
         plan.sources.push(file.plan_file());
         plan.blobs.extend(file.parsed.blobs.iter().map(|b| PlanBlob::of(source, b)));
         plan.stored.extend(file.parsed.tensors.iter().map(|t| StoredTensor {
-            name: t.path.join("."),
+            name: t.path.joined(),
             dtype: t.dtype,
             shape: t.shape.clone(),
             pieces: Pieces::View { blob: first_blob + t.blob, offset: t.offset, strides: t.strides.clone() },
             rank: None,
             rule: 0,
-            index: Vec::new(),
+            index: Default::default(),
             shard: None,
-            twins: Vec::new(),
-            changes: Vec::new(),
+            twins: Default::default(),
+            changes: Default::default(),
         }));
     }
     plan.outputs = plan.identity_outputs();
@@ -167,9 +167,9 @@ pub fn inventory(
         let file = file_of(&plan, stored);
         hashes.entry(file).or_default().push(result.hash);
         manifest.tensors.push(ManifestTensor {
-            name: stored.name.clone(),
+            name: stored.name.to_string(),
             dtype: stored.dtype,
-            shape: stored.shape.clone(),
+            shape: stored.shape.to_vec(),
             file: plan.sources[file as usize].path.clone(),
             offset: None,
             blake3: hash::hex(&result.hash),

@@ -133,7 +133,16 @@ impl<'a> Builder<'a> {
                 fill = Fill::NegativeZero;
             }
         }
-        Ok(Output { name, dtype, shape, parts, fill, file: 0, offset: 0, key: None })
+        Ok(Output {
+            name: name.into(),
+            dtype,
+            shape: shape.into(),
+            parts: parts.into(),
+            fill,
+            file: 0,
+            offset: 0,
+            key: None,
+        })
     }
 
     /// Finds what covers one wanted box, each element once.
@@ -144,7 +153,7 @@ impl<'a> Builder<'a> {
             // A rank that holds only padding, or a tensor without elements, has its dtype all the same.
             if let (None, Some(id)) = (&making.dtype, self.index.any(want)) {
                 let tensor = &source.stored[self.index.get(id).0.tensor as usize];
-                making.dtype = Some((tensor.dtype, tensor.name.clone()));
+                making.dtype = Some((tensor.dtype, tensor.name.to_string()));
             }
             return;
         }
@@ -213,7 +222,7 @@ impl<'a> Builder<'a> {
         let ranks = ids.iter().all(|&h| self.index.get(h).0.entry == first.entry);
         let combine = match &first.placement {
             Placement::Sum(_) => Combine::Sum,
-            Placement::SumOrCopy(_, fact) => Combine::Zero(fact.clone()),
+            Placement::SumOrCopy(_, fact) => Combine::Zero(fact.as_str().into()),
             Placement::Parts if ids.len() > 1 && ranks && self.target.replicas == Replicas::Mean => {
                 Combine::Mean
             }
@@ -235,7 +244,7 @@ impl<'a> Builder<'a> {
         }
         let (axes, dst_base, src_base) = make_part(making.shape, want, first_box, &lo, &hi);
         let sources = ids.iter().map(|&h| self.index.get(h).0.tensor).collect();
-        Ok(Part { axes, dst_base, src_base, sources, combine, ops })
+        Ok(Part { axes: axes.into(), dst_base, src_base: src_base.into(), sources, combine, ops: ops.into() })
     }
 
     /// The pieces of one box that are replicas of each other, one per rank.
@@ -359,5 +368,5 @@ pub(super) fn pad_region(stored: u32, source_box: &AtomBox, pad_axis: usize, lo:
         };
         axes.push(PartAxis { n, dst: 0, dim: place.dim as u32, step: place.stride });
     }
-    PadRegion { stored, axes, src_base }
+    PadRegion { stored, axes: axes.into(), src_base: src_base.into() }
 }

@@ -86,8 +86,8 @@ mod tests {
             let outputs: Vec<Output> = lengths.iter().enumerate().map(|(i, &n)| {
                 let offset = at;
                 at += n;
-                let (name, shape, parts) = (format!("t{i}"), vec![n], Vec::new());
-                Output { name, dtype: Dtype::U8, shape, parts, fill: Fill::Zero, file: 0, offset, key: None }
+                let (name, shape, parts) = (format!("t{i}"), [n].into(), Box::default());
+                Output { name: name.into(), dtype: Dtype::U8, shape, parts, fill: Fill::Zero, file: 0, offset, key: None }
             }).collect();
             let file = OutFile { name: "f".into(), size: at, form: Form::Safetensors, header_len: 777, zeros: Vec::new() };
             let plan = Plan { outputs, files: vec![file], ..Plan::default() };

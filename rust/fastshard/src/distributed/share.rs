@@ -262,10 +262,10 @@ mod tests {
 
     fn plan(lengths: &[u64]) -> Plan {
         let output = |(i, n): (usize, &u64)| Output {
-            name: format!("t{i}"),
+            name: format!("t{i}").into(),
             dtype: Dtype::U8,
-            shape: vec![*n],
-            parts: Vec::new(),
+            shape: [*n].into(),
+            parts: Box::default(),
             fill: Fill::Zero,
             file: 0,
             offset: 0,

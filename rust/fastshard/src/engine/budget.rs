@@ -122,7 +122,7 @@ pub(crate) fn divide(plan: &Plan, options: &Options, fixed: Option<&[u64]>) -> R
     let block = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.len).max().unwrap_or(0);
     let decoding = plan.blobs.iter().filter(|b| b.encoded).map(|b| b.stored_len).max().unwrap_or(0);
     let decoding = decoding.saturating_mul(DECODING);
-    let streams = plan.blobs.iter().filter_map(|b| b.zstd.map(|z| z.memory())).max().unwrap_or(0);
+    let streams = plan.blobs.iter().filter_map(|b| b.zstd.as_ref().map(|z| z.memory())).max().unwrap_or(0);
     let per_worker = decoding
         .saturating_add(streams)
         .saturating_add(block + options.encodes * (1 + ENCODING) + coding + factors.each);

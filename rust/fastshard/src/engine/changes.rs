@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::boxes::SubBox;
 use crate::error::Result;
+use crate::few::Few;
 use crate::kernel;
 use crate::memory;
 use crate::plan::change::{Change, Extents, Form};
@@ -71,12 +72,12 @@ impl Sources<'_> {
         let mut squares = memory::allocate_values::<f64>((extents.experts * extents.out) as usize)?;
         let width = tensor.shape[1..].iter().product::<u64>().max(1);
         let part = Part {
-            axes: axes_of(&tensor.shape),
+            axes: axes_of(&tensor.shape).into(),
             dst_base: 0,
-            src_base: vec![0; tensor.shape.len()],
-            sources: vec![stored],
+            src_base: Few::repeat(0, tensor.shape.len()),
+            sources: [stored].into(),
             combine: crate::plan::Combine::Equal,
-            ops: Vec::new(),
+            ops: Default::default(),
         };
         let (mut bytes, mut values, mut sum) = (Vec::new(), Vec::new(), Vec::new());
         for sub in blocks_of_rows(&tensor.shape) {

@@ -168,7 +168,7 @@ impl<'p> Sources<'p> {
             len: blob.len,
             crc32: blob.crc32,
             deflated: true,
-            zstd: blob.zstd,
+            zstd: blob.zstd.clone(),
             encoded: false,
             member: blob.member.clone(),
         };

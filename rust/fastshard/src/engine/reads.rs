@@ -263,7 +263,7 @@ pub fn list_dense_box(plan: &Plan, tensor: &StoredTensor, sub: &SubBox, visit: V
 /// How a box of all axes of a tensor is read in C order: axes, base and strides.
 pub fn dense_box(tensor: &StoredTensor, sub: &SubBox) -> (Vec<PartAxis>, Vec<u64>, Vec<u64>) {
     let strides = c_strides(&sub.len);
-    (axes_of(&tensor.shape), vec![0; tensor.shape.len()], strides)
+    (axes_of(&tensor.shape), vec![0; tensor.shape.len()], strides.to_vec())
 }
 
 /// All axes of a tensor in C order.

@@ -281,9 +281,9 @@ impl Zeros {
 /// Names tensor, file and rank of a stored tensor in a finding.
 pub(crate) fn place(plan: &Plan, stored: u32, mut finding: Finding) -> Finding {
     let tensor = &plan.stored[stored as usize];
-    finding.tensor.get_or_insert_with(|| tensor.name.clone());
+    finding.tensor.get_or_insert_with(|| tensor.name.to_string());
     if finding.rank.is_none() {
-        finding.rank = tensor.rank.clone();
+        finding.rank = tensor.rank.as_deref().map(str::to_string);
     }
     if let Some(blob) = blobs_of_tensor(tensor).first() {
         let file = plan.blobs[*blob as usize].file;

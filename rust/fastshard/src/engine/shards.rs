@@ -143,7 +143,7 @@ fn read_range(
         .enumerate()
         .map(|(dim, (&n, &dst))| PartAxis { n, dst, dim: dim as u32, step: 1 })
         .collect();
-    let spread = crate::boxes::Spread::new(0, strides.clone());
+    let spread = crate::boxes::Spread::new(0, strides.to_vec());
     let n = (buffer.len() / stored.dtype.size()) as u64;
     let mut found = Vec::new();
     spread.cut(&SubBox::whole(&stored.shape), at, at + n, &mut |sub| found.push(sub.clone()));

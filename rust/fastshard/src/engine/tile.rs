@@ -176,7 +176,7 @@ fn for_each_piece(
         for sub in &found {
             let strides = match is_alone {
                 true => Cow::Borrowed(spread.strides()),
-                false => Cow::Owned(c_strides(&sub.len)),
+                false => Cow::Owned(c_strides(&sub.len).to_vec()),
             };
             let dst = spread.first(sub) - lo;
             visit(&Piece { plan, output, index, part, spread: &spread, sub, dst, is_alone, strides })?;
@@ -387,7 +387,7 @@ impl Piece<'_> {
         }
         if let Combine::Zero(fact) = &self.part.combine {
             if drift.differing > 0 || !kernel::is_zero(&work.dense[..bytes]) {
-                seen.undecided.push((self.index, fact.clone()));
+                seen.undecided.push((self.index, fact.to_string()));
             }
         } else {
             seen.drift.push((self.index, drift));
@@ -507,7 +507,7 @@ pub fn check_pad(
     let stored = &plan.stored[pad.stored as usize];
     let extents: Vec<u64> = pad.axes.iter().map(|a| a.n).collect();
     let strides = c_strides(&extents);
-    let spread = crate::boxes::Spread::new(0, strides.clone());
+    let spread = crate::boxes::Spread::new(0, strides.to_vec());
     let whole = SubBox::whole(&extents);
     let (mut at, total) = (0, whole.volume());
     while at < total {
@@ -534,7 +534,7 @@ pub fn check_pad(
                     .expected("zeros", "other values")
                     .help("check the vocabulary size: these rows are dropped; if they are tokens, pass the true one")
                     .run("--vocab-size N");
-                finding.rank = stored.rank.clone();
+                finding.rank = stored.rank.as_deref().map(str::to_string);
                 return Ok(Some(finding));
             }
         }

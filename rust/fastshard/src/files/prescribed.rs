@@ -7,6 +7,7 @@ use serde::Deserialize;
 use super::{laid_out, record_frames, Placed, Ranked};
 use crate::codes;
 use crate::error::{Error, Finding};
+use crate::few::Few;
 use crate::format::dcp::writer as dcp;
 use crate::format::pickle::writer::Tree;
 use crate::plan::{ArrayStore, Fill, Form, OutFile, Output};
@@ -158,7 +159,7 @@ impl Placing {
         let first: BTreeMap<String, u64> = self.dimensions.iter().map(|d| (d.clone(), 0)).collect();
         let constants = constants.iter().map(|(name, value)| (first.clone(), constant(name, *value)));
         for (coords, output) in outputs.into_iter().chain(constants) {
-            let place = (output.name.clone(), coords);
+            let place = (output.name.to_string(), coords);
             self.order.push(place.clone());
             if self.waiting.insert(place, output).is_some() {
                 let twice = Finding::new(codes::OVERLAP, "two outputs of the result have one name");
@@ -178,7 +179,7 @@ impl Placing {
             match self.waiting.remove(&place) {
                 Some(output) => {
                     self.placed.insert(place);
-                    let shape = shapes.get(key.as_str()).map_or(output.shape.clone(), |s| s.to_vec());
+                    let shape = shapes.get(key.as_str()).map_or(output.shape.clone(), |s| Few::from(*s));
                     if element_count(&shape) != element_count(&output.shape) {
                         let fits = format!("{:?} with axes of extent 1", output.shape);
                         self.findings.push(
@@ -188,7 +189,7 @@ impl Placing {
                                 .expected(fits, format!("{shape:?}")),
                         );
                     }
-                    inside.push(Output { key: (key != name).then_some(key), shape, ..output });
+                    inside.push(Output { key: (key != name).then(|| key.into()), shape, ..output });
                 }
                 // A second name of a tensor in the same file: one storage, as tied weights are saved.
                 None if inside.iter().any(|o| o.name == name) => {}
@@ -240,7 +241,7 @@ impl Placing {
                 file: file.name.clone(),
                 offset: *start,
                 len: frame.size,
-                tensor: tensor.map(|o| (o.dtype, o.shape.clone())),
+                tensor: tensor.map(|o| (o.dtype, o.shape.to_vec())),
             };
             self.records.insert(record.key.clone(), place);
         }
@@ -262,8 +263,8 @@ fn constant(name: &str, (dtype, number): (Dtype, u32)) -> Output {
     Output {
         name: name.into(),
         dtype,
-        shape: Vec::new(),
-        parts: Vec::new(),
+        shape: Default::default(),
+        parts: Default::default(),
         fill: Fill::Number(number),
         file: 0,
         offset: 0,

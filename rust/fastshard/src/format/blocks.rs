@@ -41,9 +41,9 @@ pub fn parse(store: &Store) -> Result<ParsedFile> {
             return Err(refuse("a block is too large to be addressed").into());
         };
         tensors.push(FileTensor {
-            path: vec![key.clone()],
+            path: [key.as_str()].into_iter().collect(),
             dtype: *dtype,
-            shape: shape.clone(),
+            shape: shape[..].into(),
             strides: c_strides(shape),
             blob: blobs.len() as u32,
             offset: 0,
@@ -57,7 +57,7 @@ pub fn parse(store: &Store) -> Result<ParsedFile> {
             deflated: false,
             zstd: None,
             encoded: true,
-            member: Some(key.clone()),
+            member: Some(key.as_str().into()),
         });
     }
     let mut values = Values::default();

@@ -14,6 +14,7 @@ use serde::Serialize;
 use super::{pickle, torch_zip, Distributed, ParsedFile, Role};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
+use crate::name::Name;
 use crate::storage::SourceFile;
 use crate::value::{Node, Value, Values};
 
@@ -312,7 +313,7 @@ pub fn records(file: &SourceFile, ranges: &[Range]) -> Result<ParsedFile> {
         let first = all.blobs.len() as u32;
         all.blobs.extend(record.blobs);
         for mut tensor in record.tensors {
-            tensor.path.insert(0, name.clone());
+            tensor.path = [Name::from(name)].into_iter().chain(tensor.path.iter().cloned()).collect();
             tensor.blob += first;
             all.tensors.push(tensor);
         }

@@ -84,7 +84,7 @@ fn too_large(file: &Path, len: u64) -> Error {
 }
 
 fn content(file: &SourceFile, parsed: &ParsedFile, path: &[String]) -> Result<Option<Vec<u8>>> {
-    if let Some(tensor) = parsed.tensors.iter().find(|t| t.path == path) {
+    if let Some(tensor) = parsed.tensors.iter().find(|t| t.path[..] == *path) {
         let (&[len], &[stride]) = (&tensor.shape[..], &tensor.strides[..]) else { return not_bytes(file) };
         if tensor.dtype != Dtype::U8 || (stride != 1 && len > 1) {
             return not_bytes(file);
@@ -175,7 +175,7 @@ fn zipped(bytes: &[u8], file: &Path) -> Result<Packed> {
             let data = data.get(tensor.offset as usize..).unwrap_or_default();
             range = range_of(data, tensor.dtype, &tensor.shape, &tensor.strides, &mut left);
         }
-        tensors.push(Summary { dtype: tensor.dtype, shape: tensor.shape.clone(), range });
+        tensors.push(Summary { dtype: tensor.dtype, shape: tensor.shape.to_vec(), range });
     }
     Ok(Packed { values: parsed.values, tensors })
 }

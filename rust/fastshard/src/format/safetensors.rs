@@ -2,13 +2,16 @@
 
 use std::collections::HashSet;
 use std::fmt;
+use std::io::{self, Write};
 
 use serde::de::{self, Deserializer, MapAccess, Visitor};
-use serde::Deserialize;
+use serde::ser::{SerializeMap, Serializer};
+use serde::{Deserialize, Serialize};
 
 use super::{Blob, Distributed, FileTensor, ParsedFile, Role};
 use crate::codes;
 use crate::error::{Error, Finding, Result};
+use crate::name::{Keys, Name};
 use crate::plan::Metadata;
 use crate::storage::SourceFile;
 use crate::tensor::{c_strides, element_count, Dtype};
@@ -32,7 +35,7 @@ struct Entry {
 #[derive(Default)]
 struct Header {
     metadata: Vec<(String, String)>,
-    tensors: Vec<(String, Entry)>,
+    tensors: Vec<(Name, Entry)>,
 }
 
 impl<'de> Deserialize<'de> for Header {
@@ -64,7 +67,7 @@ impl<'de> Deserialize<'de> for Header {
                     } else {
                         let entry =
                             map.next_value().map_err(|e| de::Error::custom(format!("{name}: {e}")))?;
-                        header.tensors.push((name, entry));
+                        header.tensors.push((name.into(), entry));
                     }
                 }
                 let mut seen = HashSet::new();
@@ -103,10 +106,10 @@ pub fn parse(file: &SourceFile) -> Result<ParsedFile> {
             member: None,
         });
         tensors.push(FileTensor {
-            path: vec![name],
+            path: Keys::One([name]),
             dtype,
             strides: c_strides(&entry.shape),
-            shape: entry.shape,
+            shape: entry.shape.into(),
             blob: (blobs.len() - 1) as u32,
             offset: 0,
             role: Role::Whole,
@@ -288,20 +291,68 @@ pub fn header<'a>(
     metadata: &Metadata,
     tensors: impl Iterator<Item = (&'a str, Dtype, &'a [u64])>,
 ) -> Vec<u8> {
-    let mut json = serde_json::Map::new();
+    let mut bytes = vec![0; 8];
+    write_entries(&mut bytes, metadata, tensors);
+    bytes.resize(bytes.len().next_multiple_of(4096), b' ');
+    let announced = announced(&bytes);
+    bytes[..8].copy_from_slice(&announced.to_le_bytes());
+    bytes
+}
+
+/// Bytes of the header that [`header`] makes, which it does not keep: there may be millions of tensors.
+pub fn header_len<'a>(
+    metadata: &Metadata,
+    tensors: impl Iterator<Item = (&'a str, Dtype, &'a [u64])>,
+) -> u64 {
+    let mut bytes = Counter(8);
+    write_entries(&mut bytes, metadata, tensors);
+    bytes.0.next_multiple_of(4096)
+}
+
+/// Counts what is written.
+struct Counter(u64);
+
+impl Write for Counter {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0 += bytes.len() as u64;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Writes the JSON of a header, entry by entry: as one value it would take ten times its bytes.
+fn write_entries<'a>(
+    to: &mut impl Write,
+    metadata: &Metadata,
+    tensors: impl Iterator<Item = (&'a str, Dtype, &'a [u64])>,
+) {
     let mut texts = serde_json::Map::from_iter([("format".to_string(), "pt".into())]);
     texts.extend(metadata.iter().map(|(key, text)| (key.clone(), text.as_str().into())));
-    json.insert(METADATA.into(), texts.into());
-    let mut at = 0u64;
-    for (name, dtype, shape) in tensors {
-        let end = at + element_count(shape).unwrap_or(0) * dtype.size() as u64;
-        json.insert(
-            name.into(),
-            serde_json::json!({"dtype": dtype.safetensors_name(), "shape": shape, "data_offsets": [at, end]}),
-        );
-        at = end;
-    }
-    padded(serde_json::to_vec(&json).expect("plain data"), 0)
+    let mut json = serde_json::Serializer::new(to);
+    let write = || -> serde_json::Result<()> {
+        let mut map = json.serialize_map(None)?;
+        map.serialize_entry(METADATA, &texts)?;
+        let mut at = 0u64;
+        for (name, dtype, shape) in tensors {
+            let end = at + element_count(shape).unwrap_or(0) * dtype.size() as u64;
+            let entry = Written { dtype: dtype.safetensors_name(), shape, data_offsets: (at, end) };
+            map.serialize_entry(name, &entry)?;
+            at = end;
+        }
+        map.end()
+    };
+    write().expect("plain data");
+}
+
+/// A tensor's entry in a header that is written.
+#[derive(Serialize)]
+struct Written<'a> {
+    dtype: &'static str,
+    shape: &'a [u64],
+    data_offsets: (u64, u64),
 }
 
 /// Adds the length prefix and pads to whole pages, `least` bytes at least.

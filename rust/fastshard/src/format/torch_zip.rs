@@ -182,7 +182,7 @@ fn read_member(file: &SourceFile, member: &Member, cap: u64) -> Result<Vec<u8>> 
 pub fn inflate(file: &SourceFile, blob: &Blob, sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
     let stored = Region::new(file, blob.offset, blob.stored_len);
     let mut stored = Buffered::new(CHUNK, stored)?;
-    if let Some(zstd) = blob.zstd {
+    if let Some(zstd) = &blob.zstd {
         return unstream(file, blob, zstd.start, Decoder::new(stored), sink);
     }
     let mut decoder = flate2::bufread::DeflateDecoder::new(&mut stored);

@@ -17,6 +17,8 @@ use super::sets::{self, Sets};
 use super::table::{stored_name, Entry, Facts, Table};
 use crate::codes;
 use crate::error::Finding;
+use crate::few::Few;
+use crate::name::Name;
 use crate::tensor::Dtype;
 pub(crate) use lower::Lowering;
 pub use lower::{AtomBox, Lowered};
@@ -43,9 +45,9 @@ pub struct Unit {
 #[derive(Debug, Clone)]
 pub struct Stored {
     /// Name in the layout's terms.
-    pub name: String,
+    pub name: Name,
     /// Local shape.
-    pub shape: Vec<u64>,
+    pub shape: Few<u64>,
     /// Element type.
     pub dtype: Dtype,
     /// Index of its unit.
@@ -293,12 +295,12 @@ impl Checkpoint<'_> {
                 }
                 Matched::Nothing
                     if unknown == Unknown::Pass
-                        || outside.beside.contains(&tensor.name)
+                        || outside.beside.contains(&*tensor.name)
                         || table.keeps(&tensor.name) =>
                 {
                     generic_entry(table, &tensor.name, &tensor.shape, None, &[]);
                     let entry = table.entries.len() - 1;
-                    names.generic.insert(tensor.name.clone(), entry);
+                    names.generic.insert(tensor.name.to_string(), entry);
                     let axes = tensor.shape.iter().enumerate().map(|(d, &n)| (generic_axis(entry, d), n));
                     named.generic.extend(axes);
                     named.rules.push(Some((entry, Match::default(), Placement::Parts)));
@@ -327,9 +329,9 @@ impl Checkpoint<'_> {
             }
             let group = groups.entry((*entry, &tensor.shape)).or_insert_with(|| Group {
                 entry: *entry,
-                shape: tensor.shape.clone(),
+                shape: tensor.shape.to_vec(),
                 count: 0,
-                witness: tensor.name.clone(),
+                witness: tensor.name.to_string(),
                 file: self.units[tensor.unit as usize].file.clone(),
             });
             group.count += 1;

@@ -202,16 +202,16 @@ mod tests {
 
     fn stored(shape: &[u64]) -> StoredTensor {
         StoredTensor {
-            name: format!("{shape:?}"),
+            name: format!("{shape:?}").into(),
             dtype: Dtype::F32,
-            shape: shape.to_vec(),
+            shape: shape.into(),
             pieces: Pieces::Ranges(Vec::new()),
             rank: None,
             rule: 0,
-            index: Vec::new(),
+            index: Default::default(),
             shard: None,
-            twins: Vec::new(),
-            changes: Vec::new(),
+            twins: Default::default(),
+            changes: Box::default(),
         }
     }
 

@@ -111,7 +111,7 @@ impl Plan {
 impl Part {
     /// The last index that is read of a source, if the source does not have it.
     fn reads_outside(&self, tensor: &StoredTensor) -> Option<Vec<u64>> {
-        let mut last = self.src_base.clone();
+        let mut last = self.src_base.to_vec();
         for axis in &self.axes {
             if let Some(at) = last.get_mut(axis.dim as usize) {
                 *at += (axis.n - 1) * axis.step;

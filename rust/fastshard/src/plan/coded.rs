@@ -205,7 +205,7 @@ impl<R> Coded<R> {
         if let (true, [.., rows, columns]) = (self.turned, &mut strides[..]) {
             (*rows, *columns) = (1, shape[shape.len() - 2]);
         }
-        strides
+        strides.to_vec()
     }
 
     /// How many blocks there are of a tensor.

@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use crate::boxes::Spread;
+use crate::few::Few;
 use crate::format::pickle::writer::Tree;
+use crate::name::Name;
 use crate::tensor::{element_count, Dtype};
 
 /// An axis of a part: how far one step moves in the destination and in the source.
@@ -32,7 +34,7 @@ pub enum Combine {
     /// Sources are summed in float32 in the order given, rounded once.
     Sum,
     /// Sum or copy depending on a fact that is not known: all elements must be zero.
-    Zero(String),
+    Zero(Box<str>),
 }
 
 /// A change of values, applied in float32 in the order listed.
@@ -56,18 +58,18 @@ impl Op {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Part {
     /// Axes by falling `dst` step.
-    pub axes: Vec<PartAxis>,
+    pub axes: Box<[PartAxis]>,
     /// First element in the output tensor.
     pub dst_base: u64,
     /// First index in each dimension of the stored tensors.
-    pub src_base: Vec<u64>,
+    pub src_base: Few<u64>,
     /// Indices into [`Plan::stored`]; all have the same shape.
-    pub sources: Vec<u32>,
+    pub sources: Few<u32>,
     /// How several sources make one value.
     pub combine: Combine,
     /// Value ops.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub ops: Vec<Op>,
+    #[serde(default, skip_serializing_if = "<[Op]>::is_empty")]
+    pub ops: Box<[Op]>,
 }
 
 impl Part {
@@ -105,13 +107,13 @@ pub enum Fill {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Output {
     /// Name.
-    pub name: String,
+    pub name: Name,
     /// Element type.
     pub dtype: Dtype,
     /// Shape.
-    pub shape: Vec<u64>,
+    pub shape: Few<u64>,
     /// Boxes that make it, disjoint.
-    pub parts: Vec<Part>,
+    pub parts: Box<[Part]>,
     /// What stands elsewhere.
     pub fill: Fill,
     /// Index into [`Plan::files`].
@@ -120,7 +122,7 @@ pub struct Output {
     pub offset: u64,
     /// Name in that file, where it is another one (keys joined by dots).
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub key: Option<String>,
+    pub key: Option<Box<str>>,
 }
 
 impl Output {
@@ -146,9 +148,9 @@ pub struct PadRegion {
     /// Index into [`Plan::stored`].
     pub stored: u32,
     /// Axes; `dst` is unused.
-    pub axes: Vec<PartAxis>,
+    pub axes: Box<[PartAxis]>,
     /// First index in each dimension of the stored tensor.
-    pub src_base: Vec<u64>,
+    pub src_base: Few<u64>,
 }
 
 /// What an output file is besides the bytes of its outputs.

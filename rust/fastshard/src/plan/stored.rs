@@ -3,8 +3,10 @@
 use serde::{Deserialize, Serialize};
 
 use super::{Change, Coded, PartAxis};
+use crate::few::Few;
 use crate::format::zstd::Zstd;
 use crate::format::Blob;
+use crate::name::Name;
 use crate::tensor::{c_strides, element_count, Dtype};
 
 /// A source file as the plan names it.
@@ -41,13 +43,13 @@ pub struct PlanBlob {
     pub deflated: bool,
     /// For data that lie in a Zstandard stream, which the range of the file is then.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub zstd: Option<Zstd>,
+    pub zstd: Option<Box<Zstd>>,
     /// True for a block of a store that its reader decodes by the name in `member`.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub encoded: bool,
     /// Name of the member in the container.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub member: Option<String>,
+    pub member: Option<Box<str>>,
 }
 
 impl PlanBlob {
@@ -60,7 +62,7 @@ impl PlanBlob {
             len: blob.len,
             crc32: blob.crc32,
             deflated: blob.deflated,
-            zstd: blob.zstd,
+            zstd: blob.zstd.clone(),
             encoded: blob.encoded,
             member: blob.member.clone(),
         }
@@ -78,7 +80,7 @@ pub enum Pieces {
         /// Byte offset in the blob's data.
         offset: u64,
         /// Strides in elements.
-        strides: Vec<u64>,
+        strides: Few<u64>,
     },
     /// Boxes that tile the tensor (DCP chunks, zarr blocks).
     Boxes(Vec<BoxPiece>),
@@ -106,16 +108,16 @@ impl Pieces {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BoxPiece {
     /// First index in each dimension.
-    pub lo: Vec<u64>,
+    pub lo: Few<u64>,
     /// Extent in each dimension.
-    pub len: Vec<u64>,
+    pub len: Few<u64>,
     /// Index into [`Plan::blobs`].
     pub blob: u32,
     /// Byte offset in the blob's data.
     pub offset: u64,
     /// Strides in elements, where the box is not C-ordered.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub strides: Vec<u64>,
+    #[serde(default, skip_serializing_if = "<[u64]>::is_empty")]
+    pub strides: Few<u64>,
 }
 
 /// One range of a stored tensor's C-ordered elements.
@@ -135,31 +137,31 @@ pub struct RangePiece {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StoredTensor {
     /// Name in the layout's terms.
-    pub name: String,
+    pub name: Name,
     /// Element type.
     pub dtype: Dtype,
     /// Shape on its rank.
-    pub shape: Vec<u64>,
+    pub shape: Few<u64>,
     /// Where its elements lie.
     pub pieces: Pieces,
     /// Rank in the field's words.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub rank: Option<String>,
+    pub rank: Option<Box<str>>,
     /// The rule it was matched to: tensors of one rule are alike over layers and ranks.
     pub rule: u32,
     /// Position on the axes bound by its name, e.g. the layer; from the rank's first where ranks divide the axis.
-    pub index: Vec<u64>,
+    pub index: Few<u64>,
     /// Number of its part, if the rule divides the tensor over ranks: the tensor-parallel rank, or one for each
     /// pair of ranks where two dimensions divide it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shard: Option<u64>,
     /// The same tensor in another precision (a parameter and its fp32 master weights): the wider of the two,
     /// rounded, must be the narrower one.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub twins: Vec<u32>,
+    #[serde(default, skip_serializing_if = "<[u32]>::is_empty")]
+    pub twins: Few<u32>,
     /// What adapters make of its values, one after another.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub changes: Vec<Change>,
+    #[serde(default, skip_serializing_if = "<[Change]>::is_empty")]
+    pub changes: Box<[Change]>,
 }
 
 impl StoredTensor {
@@ -172,7 +174,7 @@ impl StoredTensor {
     pub fn steps(&self, axes: &[PartAxis]) -> Vec<u64> {
         let strides = match &self.pieces {
             Pieces::View { strides, .. } => strides.clone(),
-            Pieces::Coded(coded) => coded.strides(&self.shape),
+            Pieces::Coded(coded) => coded.strides(&self.shape).into(),
             _ => c_strides(&self.shape),
         };
         axes.iter().map(|a| a.step * strides[a.dim as usize]).collect()

@@ -131,7 +131,7 @@ impl Gathered {
             self.findings.extend(problem);
         }
         for (index, changes) in all_changes {
-            self.stored[index as usize].changes = changes;
+            self.stored[index as usize].changes = changes.into();
         }
         out
     }

@@ -8,8 +8,10 @@ use crate::catalog::{Catalog, CatalogFile};
 use crate::codes;
 use crate::compose::first_overlap;
 use crate::error::{Finding, Severity};
+use crate::few::Few;
 use crate::format::{FileTensor, Role};
 use crate::layout::resolve::{Stored, Unit};
+use crate::name::{self, Name};
 use crate::plan::{
     BoxPiece, Coded, Grid, Numbers, Packing, Pieces, PlanBlob, PlanFile, RangePiece, Scale, StoredTensor,
 };
@@ -69,6 +71,9 @@ pub struct Chunk(pub Vec<u64>, pub Vec<u64>, pub u32, pub u32, #[serde(default)]
 #[derive(Debug, Deserialize)]
 pub struct Range(pub u64, pub u32, pub u32, pub u64);
 
+/// The number of a blob that the plan does not have.
+const UNSEEN: u32 = u32::MAX;
+
 /// All tensors of a request, in the order in which they were declared.
 #[derive(Default)]
 pub(crate) struct Gathered {
@@ -82,7 +87,8 @@ pub(crate) struct Gathered {
     eights: u64,
     uncompared: u64,
     source_index: HashMap<u32, u32>,
-    blob_index: HashMap<(u32, u32), u32>,
+    /// The plan's number of each blob of a file; [`UNSEEN`] for one that it does not have.
+    blob_index: HashMap<u32, Vec<u32>>,
 }
 
 /// Tensors that are composed together: the weights, or one slot of the optimizer's state.
@@ -99,9 +105,9 @@ pub(crate) struct Pass {
 /// Which tensors hold the same parameter: (unit, index in [`Gathered::stored`]) by name.
 #[derive(Default)]
 struct Twins {
-    of_files: HashMap<String, Vec<(u32, u32)>>,
+    of_files: HashMap<Name, Vec<(u32, u32)>>,
     /// Of assembled tensors that no file need hold besides: a container keeps its parameters as boxes too.
-    whole: HashMap<String, Vec<(u32, u32)>>,
+    whole: HashMap<Name, Vec<(u32, u32)>>,
     /// Those in whose place an assembled tensor stands.
     replaced: HashSet<u32>,
 }
@@ -117,6 +123,11 @@ impl Gathered {
         };
         let assembled: Vec<&AssembledSide> = side.files.assembled.iter().filter(wanted).collect();
         let mut all = Gathered { passes: vec![Pass::default()], ..Gathered::default() };
+        let files = side.files.units.iter().filter_map(|unit| file_of(catalog, unit.file));
+        let count = files.map(|file| file.parsed.named_count()).sum();
+        all.stored.reserve_exact(count);
+        all.passes[0].seen.reserve_exact(count);
+        all.passes[0].tensors.reserve_exact(count);
         for unit in &side.files.units {
             all.unit(catalog, unit, &side.names.own);
         }
@@ -164,7 +175,7 @@ impl Gathered {
         for tensor in &group.tensors {
             let Some(stored) = self.assemble(catalog, group, tensor) else { continue };
             let index = self.stored.len() as u32;
-            let name = side.names.own.get(&stored.name).unwrap_or(&stored.name).clone();
+            let name = side.names.own.get(&*stored.name).map_or_else(|| stored.name.clone(), Name::from);
             let seen = Stored { name, shape: stored.shape.clone(), dtype: stored.dtype, unit };
             self.stored.push(stored);
             match &group.slot {
@@ -208,7 +219,7 @@ impl Gathered {
         self.uncompared += (compared.len() < twins.len()) as u64;
         if preferred {
             known.replaced.extend(twins.iter().copied());
-            self.stored[index as usize].twins = compared;
+            self.stored[index as usize].twins = compared.into();
             return true;
         }
         if twins.is_empty() && !group.frozen {
@@ -250,21 +261,30 @@ impl Gathered {
         let mut scales = file.parsed.tensors.iter().filter(|tensor| tensor.role == Role::Scale);
         for tensor in file.parsed.named() {
             let scale = matches!(tensor.role, Role::Codes(_)).then(|| scales.next()).flatten();
-            let Some(rest) = tensor.path.strip_prefix(&unit.under[..]) else { continue };
-            let key = rest.join(".");
-            if unit.only.as_ref().is_some_and(|only| !only.contains(&key)) {
+            let Some(rest) = tensor.path.below(&unit.under) else { continue };
+            let key = name::join(rest);
+            if unit.only.as_ref().is_some_and(|only| !only.contains(&*key)) {
                 continue;
             }
-            let name = format!("{}{}", unit.prefix, key.strip_prefix(&unit.strip).unwrap_or(&key));
+            let name = match key.strip_prefix(&unit.strip).unwrap_or(&key) {
+                all if all.len() == key.len() && unit.prefix.is_empty() => key,
+                rest => format!("{}{rest}", unit.prefix).into(),
+            };
             let pieces = self.pieces(unit, file, tensor, scale, &name);
             let seen = Stored {
-                name: names.get(&name).unwrap_or(&name).clone(),
+                name: names.get(&*name).map_or_else(|| name.clone(), Name::from),
                 shape: tensor.shape.clone(),
                 dtype: tensor.value_dtype(),
                 unit: (self.units.len() - 1) as u32,
             };
             self.passes[0].add(seen, self.stored.len() as u32);
-            self.stored.push(stored(name, tensor.value_dtype(), tensor.shape.clone(), pieces, &unit.rank));
+            self.stored.push(stored(
+                name,
+                tensor.value_dtype(),
+                tensor.shape.clone(),
+                pieces,
+                unit.rank.as_deref(),
+            ));
         }
     }
 
@@ -295,20 +315,20 @@ impl Gathered {
         scale: Option<&FileTensor>,
         name: &str,
     ) -> Pieces {
-        let view = |all: &mut Self, tensor: &FileTensor, strides: Vec<u64>| {
+        let view = |all: &mut Self, tensor: &FileTensor, strides: Few<u64>| {
             let blob = all.blob(unit.file, file, tensor.blob);
             Pieces::View { blob, offset: tensor.offset, strides }
         };
         let Some(scale) = scale else { return view(self, tensor, tensor.strides.clone()) };
         self.eights += 1;
-        let shape = vec![1, 1, elements(tensor)];
-        let mut add = |tensor: &FileTensor, shape: Vec<u64>| {
+        let shape = Few::from([1, 1, elements(tensor)]);
+        let mut add = |tensor: &FileTensor, shape: Few<u64>| {
             let pieces = view(self, tensor, c_strides(&shape));
-            self.stored.push(stored(name.into(), tensor.dtype, shape, pieces, &unit.rank));
+            self.stored.push(stored(name.into(), tensor.dtype, shape, pieces, unit.rank.as_deref()));
             self.stored.len() as u32 - 1
         };
         let codes = add(tensor, shape.clone());
-        let of = add(scale, vec![1, 1, 1]);
+        let of = add(scale, [1, 1, 1].into());
         let all = [1, 1, shape[2].max(1)];
         Pieces::Coded(Box::new(Coded {
             codes,
@@ -335,10 +355,13 @@ impl Gathered {
     /// The blob's index among the plan's blobs.
     pub(crate) fn blob(&mut self, index: u32, file: &CatalogFile, blob: u32) -> u32 {
         let source = self.source(index, file);
-        *self.blob_index.entry((index, blob)).or_insert_with(|| {
+        let of_file = self.blob_index.entry(index).or_insert_with(|| vec![UNSEEN; file.parsed.blobs.len()]);
+        let known = &mut of_file[blob as usize];
+        if *known == UNSEEN {
+            *known = self.blobs.len() as u32;
             self.blobs.push(PlanBlob::of(source, &file.parsed.blobs[blob as usize]));
-            (self.blobs.len() - 1) as u32
-        })
+        }
+        *known
     }
 
     /// A tensor made of ranges; `None` with a finding where they do not tile it, and without one where
@@ -393,7 +416,7 @@ impl Gathered {
             self.findings.push(finding.of_rank(&group.coords, &group.rank));
             return None;
         }
-        Some(stored(name.clone(), dtype?, shape.clone(), Pieces::Ranges(pieces), &group.rank))
+        Some(stored(name.into(), dtype?, shape[..].into(), Pieces::Ranges(pieces), group.rank.as_deref()))
     }
 
     /// A tensor made of boxes, which must cover each element once. Boxes without elements are nothing.
@@ -427,9 +450,9 @@ impl Gathered {
                 covered += count;
                 let blob = self.blob(*index, file, part.blob);
                 boxes.push((lo.clone(), lo.iter().zip(len).map(|(l, n)| l + n).collect()));
-                let strides = if flat(part) { Vec::new() } else { part.strides.clone() };
+                let strides = if flat(part) { Few::default() } else { part.strides.clone() };
                 let offset = part.offset + first.unwrap_or(0) * part.dtype.size() as u64;
-                pieces.push(BoxPiece { lo: lo.clone(), len: len.clone(), blob, offset, strides });
+                pieces.push(BoxPiece { lo: lo[..].into(), len: len[..].into(), blob, offset, strides });
             }
         }
         if let Some(finding) = not_tiled(shape, &boxes, covered) {
@@ -437,7 +460,7 @@ impl Gathered {
             return None;
         }
         let pieces = Pieces::Boxes(pieces);
-        Some(stored(name.to_string(), dtype?, shape.to_vec(), pieces, &group.rank))
+        Some(stored(name.into(), dtype?, shape.into(), pieces, group.rank.as_deref()))
     }
 }
 
@@ -513,23 +536,23 @@ fn file_of(catalog: &Catalog, index: u32) -> Option<&CatalogFile> {
 }
 
 pub(super) fn stored(
-    name: String,
+    name: Name,
     dtype: Dtype,
-    shape: Vec<u64>,
+    shape: Few<u64>,
     pieces: Pieces,
-    rank: &Option<String>,
+    rank: Option<&str>,
 ) -> StoredTensor {
     StoredTensor {
         name,
         dtype,
         shape,
         pieces,
-        rank: rank.clone(),
+        rank: rank.map(Box::from),
         rule: 0,
-        index: Vec::new(),
+        index: Few::default(),
         shard: None,
-        twins: Vec::new(),
-        changes: Vec::new(),
+        twins: Few::default(),
+        changes: Box::default(),
     }
 }
 

@@ -8,6 +8,7 @@ use super::assembled::Gathered;
 use crate::codes;
 use crate::error::Finding;
 use crate::layout::resolve::Stored;
+use crate::name::Name;
 use crate::plan::{BoxPiece, Coded, Pieces, RangePiece, StoredTensor};
 use crate::tensor::{c_strides, element_count, Dtype};
 
@@ -48,7 +49,7 @@ impl Gathered {
         if sides.is_empty() {
             return;
         }
-        let seen: Vec<(String, u32)> =
+        let seen: Vec<(Name, u32)> =
             self.passes[0].seen.iter().map(|seen| (seen.name.clone(), seen.unit)).collect();
         let mut of_ranks: BTreeMap<&BTreeMap<String, u64>, Places> = BTreeMap::new();
         let coords: Vec<BTreeMap<String, u64>> = self.units.iter().map(|unit| unit.coords.clone()).collect();
@@ -64,8 +65,8 @@ impl Gathered {
                     Ok(index) => {
                         let unit = self.passes[0].seen[at].unit;
                         let computed = Stored {
-                            name: side.name.clone(),
-                            shape: side.shape.clone(),
+                            name: side.name.as_str().into(),
+                            shape: side.shape[..].into(),
                             dtype: Dtype::F32,
                             unit,
                         };
@@ -100,7 +101,13 @@ impl Gathered {
         }
         let rank = self.stored[coded.codes as usize].rank.clone();
         let pieces = Pieces::Coded(Box::new(coded));
-        self.stored.push(super::assembled::stored(name.into(), Dtype::F32, shape.to_vec(), pieces, &rank));
+        self.stored.push(super::assembled::stored(
+            name.into(),
+            Dtype::F32,
+            shape.into(),
+            pieces,
+            rank.as_deref(),
+        ));
         Ok(self.stored.len() as u32 - 1)
     }
 
@@ -126,7 +133,13 @@ impl Gathered {
         }
         let pieces = seen_as(tensor, &operand.shape, dtype).ok_or_else(|| Box::new(in_pieces(tensor)))?;
         let (name, rank) = (tensor.name.clone(), tensor.rank.clone());
-        self.stored.push(super::assembled::stored(name, dtype, operand.shape.clone(), pieces, &rank));
+        self.stored.push(super::assembled::stored(
+            name,
+            dtype,
+            operand.shape[..].into(),
+            pieces,
+            rank.as_deref(),
+        ));
         Ok(self.stored.len() as u32 - 1)
     }
 }

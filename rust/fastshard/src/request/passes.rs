@@ -11,6 +11,7 @@ use crate::layout::bind::Known;
 use crate::layout::expr::{names_in, Extents};
 use crate::layout::resolve::{self, Instance, Outside, Placement, Registry, Unknown};
 use crate::layout::table::Table;
+use crate::name::Name;
 use crate::plan::{PadRegion, StoredTensor};
 use crate::tensor::Dtype;
 
@@ -22,7 +23,10 @@ pub(super) fn slot_name(name: &str, pass: &Pass) -> String {
 /// Names and sources of a pass's outputs as they are among those of all passes.
 fn globally(outputs: &mut [Drafted], pass: &Pass, called: &HashMap<String, String>) {
     for Drafted { output, .. } in outputs {
-        output.name = slot_name(called.get(&output.name).unwrap_or(&output.name), pass);
+        let name = called.get(&*output.name);
+        if name.is_some() || pass.slot.is_some() {
+            output.name = slot_name(name.map_or(&*output.name, String::as_str), pass).into();
+        }
         let sources = output.parts.iter_mut().flat_map(|part| &mut part.sources);
         sources.for_each(|source| *source = pass.tensors[*source as usize]);
     }
@@ -46,7 +50,7 @@ pub(super) struct PassResults {
     pub(super) outputs: Vec<Drafted>,
     pub(super) pads: Vec<PadRegion>,
     pub(super) copies: Vec<(u32, u32)>,
-    pub(super) rules: Vec<String>,
+    pub(super) rules: Vec<Name>,
     pub(super) axes: BTreeMap<String, u64>,
     pub(super) lost: BTreeMap<String, Option<u64>>,
     pub(super) findings: Vec<Finding>,
@@ -74,7 +78,8 @@ impl PassResults {
             let tensor = &mut stored[pass.tensors[instance.tensor as usize] as usize];
             tensor.rule = first_rule + instance.entry;
             let unit = &units[instance.unit as usize];
-            (tensor.shard, tensor.index) = division(table, instance, unit, &outside.known, &resolved.extents);
+            let (shard, index) = division(table, instance, unit, &outside.known, &resolved.extents);
+            (tensor.shard, tensor.index) = (shard, index.into());
         }
         let side = Source { table: &*table, resolved: &resolved, stored: &pass.seen, units, outside, absent };
         let composed = compose::compose(&side, target, &mut registry);
@@ -93,8 +98,11 @@ impl PassResults {
         });
         self.findings.extend(new_findings);
         self.findings.extend(casts(target.dtype, &outputs, stored));
-        self.outputs.extend(outputs);
-        self.rules.extend(table.entries.iter().map(|e| e.name.text().to_string()));
+        match self.outputs.is_empty() {
+            true => self.outputs = outputs,
+            false => self.outputs.extend(outputs),
+        }
+        self.rules.extend(table.entries.iter().map(|e| e.name.text().into()));
         if pass.slot.is_none() {
             let extents = resolved.extents.iter().filter(|(k, _)| !k.contains(['#', ' ']));
             self.axes = extents.map(|(k, v)| (k.clone(), *v)).collect();
@@ -104,6 +112,7 @@ impl PassResults {
 
     /// Tensors that no rule names: each has a rule of its own.
     fn plain(&mut self, pass: &Pass, target: &Target, stored: &mut [StoredTensor]) {
+        self.rules.reserve_exact(pass.seen.len());
         for (seen, &tensor) in pass.seen.iter().zip(&pass.tensors) {
             stored[tensor as usize].rule = self.rules.len() as u32;
             self.rules.push(seen.name.clone());
@@ -111,7 +120,10 @@ impl PassResults {
         let mut outputs = plain::outputs(pass, target);
         globally(&mut outputs, pass, &self.called);
         self.findings.extend(casts(target.dtype, &outputs, stored));
-        self.outputs.extend(outputs);
+        match self.outputs.is_empty() {
+            true => self.outputs = outputs,
+            false => self.outputs.extend(outputs),
+        }
         if pass.slot.is_none() {
             self.axes = BTreeMap::new();
         }

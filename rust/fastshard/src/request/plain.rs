@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use super::assembled::Pass;
 use crate::compose::{Drafted, Target};
+use crate::few::Few;
 use crate::layout::cuts::Cuts;
 use crate::layout::resolve::{Outside, Stored, Unknown};
 use crate::layout::table::Table;
@@ -58,22 +59,23 @@ pub(super) fn outputs(pass: &Pass, target: &Target) -> Vec<Drafted> {
 fn output(source: u32, tensor: &Stored, target: &Target) -> Output {
     let stored = tensor.dtype;
     let cast = target.dtype.filter(|_| stored.is_float() && !target.keep.names(&tensor.name));
-    let axes = tensor.shape.iter().zip(c_strides(&tensor.shape)).enumerate();
+    let strides = c_strides(&tensor.shape);
+    let axes = tensor.shape.iter().zip(&strides).enumerate();
     let axes = axes.filter(|(_, (n, _))| **n > 1);
     let part = Part {
-        axes: axes.map(|(dim, (&n, dst))| PartAxis { n, dst, dim: dim as u32, step: 1 }).collect(),
+        axes: axes.map(|(dim, (&n, &dst))| PartAxis { n, dst, dim: dim as u32, step: 1 }).collect(),
         dst_base: 0,
-        src_base: vec![0; tensor.shape.len()],
-        sources: vec![source],
+        src_base: Few::repeat(0, tensor.shape.len()),
+        sources: [source].into(),
         combine: Combine::Equal,
-        ops: Vec::new(),
+        ops: Box::default(),
     };
     Output {
         name: tensor.name.clone(),
         dtype: cast.unwrap_or(stored),
         shape: tensor.shape.clone(),
         // Without elements nothing is read.
-        parts: if tensor.shape.contains(&0) { Vec::new() } else { vec![part] },
+        parts: if tensor.shape.contains(&0) { Box::default() } else { [part].into() },
         fill: Fill::None,
         file: 0,
         offset: 0,

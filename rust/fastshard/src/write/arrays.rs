@@ -103,7 +103,7 @@ impl Grid {
         let inner: u64 = shape.iter().skip(dim + 1).product();
         Ok(Grid {
             key: output.key().to_string(),
-            shape: shape.clone(),
+            shape: shape.to_vec(),
             dim,
             rows: block.get(dim).copied().unwrap_or(1),
             row: inner * output.dtype.size() as u64,
@@ -169,7 +169,7 @@ impl Arrays {
             arrays.push(Array {
                 key: output.key().to_string(),
                 dtype: output.dtype,
-                shape: output.shape.clone(),
+                shape: output.shape.to_vec(),
                 block: block.clone(),
             });
         }
@@ -252,8 +252,8 @@ mod tests {
         Output {
             name: "w".into(),
             dtype: Dtype::Bf16,
-            shape: shape.to_vec(),
-            parts: Vec::new(),
+            shape: shape.into(),
+            parts: Box::default(),
             fill: crate::plan::Fill::Zero,
             file: 0,
             offset: 0,

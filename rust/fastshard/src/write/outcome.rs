@@ -82,7 +82,7 @@ pub(super) fn manifest(plan: &Plan, report: &Report, options: &Options) -> Manif
         .map(|(o, r)| ManifestTensor {
             name: o.key().to_string(),
             dtype: o.dtype,
-            shape: o.shape.clone(),
+            shape: o.shape.to_vec(),
             file: plan.files[o.file as usize].name.clone(),
             offset: match plan.files[o.file as usize].form {
                 Form::Arrays(_) => None,

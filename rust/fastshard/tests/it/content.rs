@@ -886,7 +886,7 @@ proptest! {
         let file = {
             let catalog = open(dir.path(), files.len());
             let parsed = &catalog.files[rank].as_ref().unwrap().parsed;
-            let read: Vec<_> = parsed.tensors.iter().filter(|t| t.path != ["inv_freq"]).collect();
+            let read: Vec<_> = parsed.tensors.iter().filter(|t| t.path[..] != ["inv_freq"]).collect();
             let tensor = read[which as usize / 2 % read.len()];
             let blob = &parsed.blobs[tensor.blob as usize];
             let path = dir.path().join(file_name(rank));

@@ -658,7 +658,12 @@ fn an_output_that_no_file_can_hold_is_refused() {
     let (plan, files) = planned(dir.path());
     for shape in [vec![1 << 62], vec![1 << 31, 1 << 31], vec![1 << 32, 1 << 32], vec![u64::MAX, 2]] {
         let mut plan = plan.clone();
-        plan.outputs[0] = Output { shape, parts: Vec::new(), fill: Fill::Zero, ..plan.outputs[0].clone() };
+        plan.outputs[0] = Output {
+            shape: shape.into(),
+            parts: Box::default(),
+            fill: Fill::Zero,
+            ..plan.outputs[0].clone()
+        };
         let options = options(1, dir.path());
         let error = engine::execute(&plan, &files, &Discard, &options, &Control::default()).unwrap_err();
         assert_eq!(error.findings()[0].code, codes::BAD_VALUE);
@@ -686,7 +691,7 @@ fn a_number_is_written_in_the_outputs_type_or_refused() {
         let mut plan = plan.clone();
         let fill = Fill::Number(number);
         plan.outputs[0] =
-            Output { shape: vec![3], dtype, parts: Vec::new(), fill, ..plan.outputs[0].clone() };
+            Output { shape: [3].into(), dtype, parts: Box::default(), fill, ..plan.outputs[0].clone() };
         let (sink, options) = (First::default(), options(1, dir.path()));
         engine::execute(&plan, &files, &sink, &options, &Control::default())
             .map(|_| sink.0.into_inner().unwrap())

@@ -36,14 +36,14 @@ fn hole(dir: &Path, len: u64, pieces: Pieces, crc32: Option<u32>) -> (Plan, Vec<
     let stored = StoredTensor {
         name: "w".into(),
         dtype: Dtype::U8,
-        shape: vec![len],
+        shape: [len].into(),
         pieces,
         rank: None,
         rule: 0,
-        index: Vec::new(),
+        index: Default::default(),
         shard: None,
-        twins: Vec::new(),
-        changes: Vec::new(),
+        twins: Default::default(),
+        changes: Box::default(),
     };
     let mut plan = Plan {
         version: 1,
@@ -134,7 +134,7 @@ fn child_checksums() {
 fn child_hashes() {
     let dir = temp();
     let len = 300 << 20;
-    let pieces = Pieces::View { blob: 0, offset: 0, strides: vec![1] };
+    let pieces = Pieces::View { blob: 0, offset: 0, strides: [1].into() };
     let (plan, files) = hole(dir.path(), len, pieces, None);
     let (report, peak) = peak(&plan, &files, Some(1024));
     assert!(peak <= report.memory.bound, "{peak} bytes, {:?}", report.memory);

@@ -107,9 +107,17 @@ fn convert(
     }
     let mut out = BTreeMap::new();
     for (output, bytes) in plan.outputs.iter().zip(bytes) {
-        let tensor =
-            Tensor { name: output.name.clone(), dtype: output.dtype, shape: output.shape.clone(), bytes };
-        assert!(out.insert((output.file, output.name.clone()), tensor).is_none(), "{} twice", output.name);
+        let tensor = Tensor {
+            name: output.name.to_string(),
+            dtype: output.dtype,
+            shape: output.shape.to_vec(),
+            bytes,
+        };
+        assert!(
+            out.insert((output.file, output.name.to_string()), tensor).is_none(),
+            "{} twice",
+            output.name
+        );
     }
     Some(out)
 }

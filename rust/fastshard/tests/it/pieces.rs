@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex};
 use crate::common::{cases, divided, element, errors, options, run_alone, temp, Dice};
 use fastshard::engine;
 use fastshard::error::Result;
+use fastshard::few::Few;
 use fastshard::plan::{
     BoxPiece, Combine, Fill, Output, Part, PartAxis, Pieces, Plan, PlanBlob, PlanFile, RangePiece,
     StoredTensor,
@@ -34,7 +35,7 @@ fn paint(seed: u64, shape: &[u64], dtype: Dtype) -> Dense {
 
 impl Dense {
     fn at(&self, index: &[u64]) -> &[u8] {
-        let flat: u64 = index.iter().zip(c_strides(&self.shape)).map(|(i, s)| i * s).sum();
+        let flat: u64 = index.iter().zip(&c_strides(&self.shape)).map(|(i, s)| i * s).sum();
         let item = self.dtype.size();
         &self.bytes[flat as usize * item..][..item]
     }
@@ -130,7 +131,7 @@ impl Blobs {
                 deflated,
                 zstd: None,
                 encoded,
-                member: encoded.then(|| format!("block {i}")),
+                member: encoded.then(|| format!("block {i}").into()),
             });
         }
         (files, blobs, open)
@@ -164,7 +165,7 @@ fn boxes(dice: &mut Dice, dense: &Dense, blobs: &mut Blobs) -> Pieces {
             .flat_map(|i| dense.at(&i.iter().zip(&lo).map(|(a, b)| a + b).collect::<Vec<_>>()).to_vec())
             .collect();
         let (blob, offset) = blobs.put(dice, &content, dense.dtype.size());
-        BoxPiece { lo, len, blob, offset, strides: Vec::new() }
+        BoxPiece { lo: lo.into(), len: len.into(), blob, offset, strides: Few::default() }
     };
     Pieces::Boxes(all.into_iter().map(piece).collect())
 }
@@ -206,7 +207,7 @@ fn view(dice: &mut Dice, dense: &mut Dense, blobs: &mut Blobs) -> Pieces {
         content[at..at + item].copy_from_slice(dense.at(i));
     }
     let (blob, offset) = blobs.put(dice, &content, item);
-    Pieces::View { blob, offset, strides }
+    Pieces::View { blob, offset, strides: strides.into() }
 }
 
 /// Tensors laid one after another in a flat buffer that is partitioned without regard to them.
@@ -280,21 +281,21 @@ fn output(dice: &mut Dice, stored: u32, dense: &Dense) -> (Output, Vec<u8>) {
             dense.at(&at).to_vec()
         })
         .collect();
-    let part_axes =
-        axes.iter().zip(c_strides(&shape)).map(|(&(n, dim, step), dst)| PartAxis { n, dst, dim, step });
+    let strides = c_strides(&shape);
+    let part_axes = axes.iter().zip(&strides).map(|(&(n, dim, step), &dst)| PartAxis { n, dst, dim, step });
     let part = Part {
         axes: part_axes.filter(|a| a.n != 1 || a.step == 1).collect(),
         dst_base: 0,
-        src_base,
-        sources: vec![stored],
+        src_base: src_base.into(),
+        sources: [stored].into(),
         combine: Combine::Equal,
-        ops: Vec::new(),
+        ops: Box::default(),
     };
     let output = Output {
-        name: format!("out.{stored}"),
+        name: format!("out.{stored}").into(),
         dtype: dense.dtype,
-        shape,
-        parts: vec![part],
+        shape: shape.into(),
+        parts: [part].into(),
         fill: Fill::None,
         file: 0,
         offset: 0,
@@ -315,16 +316,16 @@ fn check(dice: &mut Dice, shapes: &[Vec<u64>], dtype: Dtype, tile: u64, threads:
     let reads = Arc::default();
     let (files, blobs, open) = blobs.write(dice, dir.path(), network, &reads);
     let stored = all.iter().zip(pieces).enumerate().map(|(i, (dense, pieces))| StoredTensor {
-        name: format!("stored.{i}"),
+        name: format!("stored.{i}").into(),
         dtype,
-        shape: dense.shape.clone(),
+        shape: dense.shape[..].into(),
         pieces,
         rank: None,
         rule: i as u32,
-        index: Vec::new(),
+        index: Few::default(),
         shard: None,
-        twins: Vec::new(),
-        changes: Vec::new(),
+        twins: Few::default(),
+        changes: Box::default(),
     });
     let mut plan = Plan {
         sources: files,
@@ -428,14 +429,14 @@ fn workers_that_wait_for_a_block_whose_reader_panics_stop() {
         stored: vec![StoredTensor {
             name: "w".into(),
             dtype: Dtype::U8,
-            shape: vec![len],
-            pieces: Pieces::View { blob: 0, offset: 0, strides: vec![1] },
+            shape: [len].into(),
+            pieces: Pieces::View { blob: 0, offset: 0, strides: [1].into() },
             rank: None,
             rule: 0,
-            index: vec![],
+            index: Few::default(),
             shard: None,
-            twins: vec![],
-            changes: Vec::new(),
+            twins: Few::default(),
+            changes: Box::default(),
         }],
         rules: vec!["w".into()],
         ..Plan::default()

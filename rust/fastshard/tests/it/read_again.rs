@@ -10,10 +10,10 @@ use safetensors::SafeTensors;
 
 fn output(name: String, dims: usize) -> Output {
     Output {
-        name,
+        name: name.into(),
         dtype: Dtype::F32,
-        shape: vec![1; dims],
-        parts: Vec::new(),
+        shape: vec![1; dims].into(),
+        parts: Box::default(),
         fill: Fill::Zero,
         file: 0,
         offset: 0,

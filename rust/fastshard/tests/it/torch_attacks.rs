@@ -533,7 +533,7 @@ fn shared_and_cyclic_containers_end() {
     assert_eq!(parsed.tensors.len(), 1);
     assert_eq!(parsed.tensors[0].path.len(), 61);
     let own = [&b"}q\x00(U\x04selfh\x00U\x01a"[..], &tensor("FloatStorage"), b"u."].concat();
-    assert_eq!(with_pickle(&own).unwrap().tensors[0].path, ["a"]);
+    assert_eq!(with_pickle(&own).unwrap().tensors[0].path[..], ["a"]);
 }
 
 #[test]
@@ -624,7 +624,7 @@ fn zip64_sizes_and_offsets() {
         file.write_all_at(&ends, start).unwrap();
         let parsed = format::parse(&SourceFile::open(&path).unwrap()).unwrap();
         assert_eq!((parsed.blobs[0].offset, parsed.blobs[0].len), (data, LEN));
-        assert_eq!(parsed.tensors[0].path, ["weight"]);
+        assert_eq!(parsed.tensors[0].path[..], ["weight"]);
         // The zip64 record may not contradict the end record.
         file.write_all_at(&[3], start + directory.len() as u64 + 24).unwrap();
         let changed = format::parse(&SourceFile::open(&path).unwrap());

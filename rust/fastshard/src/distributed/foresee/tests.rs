@@ -4,6 +4,7 @@ use super::recorded::{recorded, Reads};
 use super::*;
 use crate::distributed::share::all_tiles;
 use crate::engine::{self, Discard, Options};
+use crate::few::Few;
 use crate::plan::{Combine, Fill, Output, Part, PartAxis, Pieces, PlanBlob, PlanFile, StoredTensor};
 use crate::stats::Level;
 use crate::tensor::{c_strides, Dtype};
@@ -27,27 +28,34 @@ fn turned(matrices: &[([u64; 2], u64)], dtype: Dtype) -> Plan {
             member: None,
         });
         plan.stored.push(StoredTensor {
-            name: format!("w.{file}"),
+            name: format!("w.{file}").into(),
             dtype,
-            shape: vec![rows, width],
+            shape: [rows, width].into(),
             pieces: Pieces::View { blob: file, offset: 0, strides: c_strides(&[rows, width]) },
             rank: None,
             rule: 0,
-            index: vec![u64::from(file)],
+            index: [u64::from(file)].into(),
             shard: None,
-            twins: Vec::new(),
-            changes: Vec::new(),
+            twins: Few::default(),
+            changes: Box::default(),
         });
-        let axes = vec![
+        let axes = [
             PartAxis { n: columns, dst: rows, dim: 1, step: 1 },
             PartAxis { n: rows, dst: 1, dim: 0, step: 1 },
         ];
-        let (sources, combine) = (vec![file], Combine::Equal);
+        let part = Part {
+            axes: axes.into(),
+            dst_base: 0,
+            src_base: [0; 2].into(),
+            sources: [file].into(),
+            combine: Combine::Equal,
+            ops: Box::default(),
+        };
         plan.outputs.push(Output {
-            name: format!("w.{file}"),
+            name: format!("w.{file}").into(),
             dtype,
-            shape: vec![columns, rows],
-            parts: vec![Part { axes, dst_base: 0, src_base: vec![0; 2], sources, combine, ops: Vec::new() }],
+            shape: [columns, rows].into(),
+            parts: [part].into(),
             fill: Fill::None,
             file: 0,
             offset: 0,

@@ -10,6 +10,7 @@ use crate::distributed::foresee::recorded::{recorded, Reads};
 use crate::engine::checksums::Checksums;
 use crate::engine::gather::Sources;
 use crate::engine::tile::{self, Twins, Workspace};
+use crate::few::Few;
 use crate::plan::change::Form;
 use crate::plan::{
     BoxPiece, Change, Coded, Combine, Fill, Grid, Groups, Numbers, Op, Output, Packing, Part, PartAxis,
@@ -67,16 +68,16 @@ impl Case<'_> {
 
     fn add(&mut self, dtype: Dtype, shape: &[u64], pieces: Pieces) -> u32 {
         self.plan.stored.push(StoredTensor {
-            name: format!("stored.{}", self.plan.stored.len()),
+            name: format!("stored.{}", self.plan.stored.len()).into(),
             dtype,
-            shape: shape.to_vec(),
+            shape: shape.into(),
             pieces,
             rank: None,
             rule: 0,
-            index: Vec::new(),
+            index: Few::default(),
             shard: None,
-            twins: Vec::new(),
-            changes: Vec::new(),
+            twins: Few::default(),
+            changes: Box::default(),
         });
         self.plan.stored.len() as u32 - 1
     }
@@ -97,7 +98,7 @@ impl Case<'_> {
                     next *= shape[d];
                 }
                 let (blob, offset) = self.put(next * item, item);
-                Pieces::View { blob, offset, strides }
+                Pieces::View { blob, offset, strides: strides.into() }
             }
             1 => {
                 let total = count(shape);
@@ -119,7 +120,7 @@ impl Case<'_> {
                     let (mut lo, mut len) = (vec![0; shape.len()], shape.to_vec());
                     (lo[d], len[d]) = (first, n);
                     let (blob, offset) = self.put(count(&len) * item, item);
-                    BoxPiece { lo, len, blob, offset, strides: Vec::new() }
+                    BoxPiece { lo: lo.into(), len: len.into(), blob, offset, strides: Few::default() }
                 };
                 Pieces::Boxes([(0, at), (at, shape[d] - at)].map(piece).into())
             }
@@ -246,23 +247,23 @@ impl Case<'_> {
         let mut out: Vec<u64> = axes.iter().map(|axis| axis.0).collect();
         let axes: Vec<PartAxis> = axes
             .iter()
-            .zip(c_strides(&out))
-            .map(|(&(n, dim, step), dst)| PartAxis { n, dst, dim, step })
+            .zip(&c_strides(&out))
+            .map(|(&(n, dim, step), &dst)| PartAxis { n, dst, dim, step })
             .collect();
         let each = count(&out);
         out.insert(0, parts.len() as u64);
         let part = |(k, (sources, combine, ops)): (u64, (Vec<u32>, Combine, Vec<Op>))| Part {
-            axes: axes.clone(),
+            axes: axes.clone().into(),
             dst_base: k * each,
-            src_base: src_base.clone(),
-            sources,
+            src_base: src_base[..].into(),
+            sources: sources.into(),
             combine,
-            ops,
+            ops: ops.into(),
         };
         self.plan.outputs.push(Output {
-            name: format!("output.{}", self.plan.outputs.len()),
+            name: format!("output.{}", self.plan.outputs.len()).into(),
             dtype,
-            shape: out,
+            shape: out.into(),
             parts: (0..).zip(parts).map(part).collect(),
             fill: Fill::None,
             file: 0,

@@ -72,7 +72,7 @@ pub(super) fn parse(file: &SourceFile, offset: u64, len: u64) -> Result<ParsedFi
             .help("save it again with one of them")
             .into());
         }
-        blob.zstd = Some(Zstd { start: blob.offset, window: stream.window });
+        blob.zstd = Some(Box::new(Zstd { start: blob.offset, window: stream.window }));
         (blob.offset, blob.stored_len, blob.deflated) = (offset, len, true);
     }
     Ok(parsed)

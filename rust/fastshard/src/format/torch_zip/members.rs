@@ -66,7 +66,7 @@ impl Member {
             deflated: self.deflated,
             zstd: None,
             encoded: false,
-            member: Some(self.name.clone()),
+            member: Some(self.name.as_str().into()),
         }
     }
 

@@ -229,10 +229,10 @@ impl Storages<'_> {
             .into());
         }
         Ok(FileTensor {
-            path,
+            path: path.into(),
             dtype,
-            shape: tensor.shape.clone(),
-            strides: tensor.strides.clone(),
+            shape: tensor.shape[..].into(),
+            strides: tensor.strides[..].into(),
             blob: blob_index,
             // No overflow: a tensor with elements lies in the blob; an empty one has no bytes to point at.
             offset: if reach == Some(0) { 0 } else { tensor.offset * dtype.size() as u64 },

@@ -406,7 +406,7 @@ pub fn carry_out(dir: &Path, files: &[String], request: serde_json::Value, tile:
                 .outputs
                 .iter()
                 .zip(bytes)
-                .map(|(o, bytes)| (o.name.clone(), Tensor::new(&o.name, o.dtype, &o.shape, bytes)))
+                .map(|(o, bytes)| (o.name.to_string(), Tensor::new(&o.name, o.dtype, &o.shape, bytes)))
                 .collect();
             Outcome { findings, outputs }
         }
