@@ -458,7 +458,8 @@ def _import_loading() -> Any:
             codes.UNSUPPORTED,
             f"transformers {transformers.__version__} does not load a model layer by layer: {error}",
             expected=f"transformers {'.'.join(map(str, _OLDEST))} or later",
-            help="install a newer version of transformers, or use fastshard.load_model, which loads all layers",
+            help="install a newer version of transformers; fastshard.load_model, which loads all layers at "
+            "once, works with this one",
         ) from None
     return SimpleNamespace(
         WeightConverter=WeightConverter,
