@@ -32,14 +32,15 @@ if TYPE_CHECKING:
     from .conversion.open import open
     from .conversion.safe_open import safe_open
     from .conversion.writer import Writer
-    from .evaluation.layers import ComparedUnit, LayerComparison, layers
-    from .evaluation.loss import Loss, loss
+    from .evaluation.loss_figures import Loss
     from .expected.expected_list import ExpectedTensor, ExpectedTensors
     from .expected.from_transformers import expected_tensors
     from .reporting.report import report
     from .verification.attest import attest
     from .verification.diff import Difference, diff
     from .verification.inventory import manifest
+    from .verification.layers import ComparedUnit, LayerComparison, layers
+    from .verification.loss import loss
     from .verification.stats import HISTOGRAM_EDGES, TensorStats, ZeroSlab, stats
     from .verification.verdict import Verdict
     from .verification.verify import verify
@@ -111,8 +112,7 @@ _HOMES = {
     "checkpoint.checkpoint": ("Checkpoint",),
     "conversion.convert": ("convert", "merge", "plan"),
     "common.errors": ("CannotRunError", "FastshardError", "Finding", "IncompleteError", "ProblemError"),
-    "evaluation.layers": ("ComparedUnit", "LayerComparison", "layers"),
-    "evaluation.loss": ("Loss", "loss"),
+    "evaluation.loss_figures": ("Loss",),
     "expected.expected_list": ("ExpectedTensor", "ExpectedTensors"),
     "expected.from_transformers": ("expected_tensors",),
     "integrations": (),
@@ -136,6 +136,8 @@ _HOMES = {
     "conversion.in_memory": ("View",),
     "verification.diff": ("Difference", "diff"),
     "verification.inventory": ("manifest",),
+    "verification.layers": ("ComparedUnit", "LayerComparison", "layers"),
+    "verification.loss": ("loss",),
     "verification.verdict": ("Verdict",),
     "verification.verify": ("verify",),
     "conversion.writer": ("Writer",),

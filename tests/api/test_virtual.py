@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from fastshard.conversion.safe_open import Slice
+from fastshard.checkpoint.tensor_slice import Slice
 from helpers import FIXTURES, HF, NEOX, STEP, copy, edit_pt, layer_file
 from safetensors import safe_open as safe_open_of_others
 from safetensors.torch import load_file, save_file

@@ -83,7 +83,7 @@ def test_a_trained_model_has_its_loss_and_nothing_to_report() -> None:
     assert measured.untrained == pytest.approx(math.log(VOCABULARY))
     assert measured.perplexity == pytest.approx(math.exp(measured.loss))
     assert 0 < measured.standard_error < 0.5
-    assert "proves" not in measured.describe() and measured.not_proven
+    assert measured.not_proven
 
 
 def test_an_expected_loss_is_a_gate(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_memory_limit_refuses_before_anything_runs(monkeypatch: pytest.MonkeyP
     finding = refuse("FS512", lambda: model.check_memory(1 << 20, 128))
     assert "MiB for 128 tokens" in str(finding.expected)
     monkeypatch.setattr(LayerwiseModel, "run", None)
-    monkeypatch.setattr(LayerwiseModel, "estimate_memory", lambda self, tokens: 1 << 45)
+    monkeypatch.setattr(LayerwiseModel, "estimate_memory", lambda self, tokens, **_: 1 << 45)
     refuse("FS512", lambda: fastshard.loss(trained(), tokens=TOKENS, memory="64GiB"))
 
 
@@ -307,3 +307,63 @@ def test_progress_counts_the_bytes_of_all_weights() -> None:
     assert {total for _, total in seen} == {size}
     # The embedding was loaded before.
     assert seen[-1][0] == size - fastshard.open(trained())["model.embed_tokens.weight"].nbytes
+
+
+def test_a_conversion_checks_the_loss_before_it_writes(tmp_path: Path) -> None:
+    (tmp_path / "tokens.json").write_text(json.dumps(TOKENS.tolist()))
+    fastshard.convert(trained(), tmp_path / "run", to="dcp")
+    right = loss_of(trained(), TOKENS)
+    options = ("--to", "hf", "--check-loss", tmp_path / "tokens.json")
+    command = ("convert", tmp_path / "run", tmp_path / "out", *options)
+    wrong = cli(*command, "--expect-loss", f"{right + 1:.4f}")
+    assert wrong.code == 1 and wrong.having("FS319")
+    assert not (tmp_path / "out").exists()
+    assert cli(*command, "--expect-loss", f"{right:.4f}").code == 0
+    record = json.loads((tmp_path / "out/fastshard.manifest.json").read_text())["values"]["loss"]
+    assert record["loss"] == pytest.approx(right, abs=1e-5)
+    assert (record["model_class"], record["tokens"]) == ("Qwen3ForCausalLM", 120)
+    # Without an expected loss, and for people.
+    ran = cli(
+        "convert", tmp_path / "run", tmp_path / "again", *options, "--memory", "4GiB", json_output=False
+    )
+    assert ran.code == 0 and f"loss {right:.4f}" in ran.out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--to", "dcp", "--check-loss", "tokens.json"),
+        ("--to", "hf", "--expect-loss", "2"),
+        ("--to", "hf", "--check-loss", "tokens.json", "--rank", "0", "--world", "2"),
+        ("--to", "hf", "--check-loss", "tokens.json", "--ray", "local"),
+    ],
+)
+def test_a_loss_that_cannot_be_checked_is_refused(options: tuple[str, ...], tmp_path: Path) -> None:
+    ran = cli("convert", trained(), tmp_path / "out", *options)
+    assert ran.code == 2 and ran.having("FS515")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_loss_that_is_no_number_prevents_a_conversion(tmp_path: Path) -> None:
+    (tmp_path / "tokens.json").write_text(json.dumps(TOKENS.tolist()))
+    broken = damaged(tmp_path / "m", lambda t: t["model.norm.weight"].fill_(torch.inf))
+    options = ("--accept", "non-finite", "--to", "hf", "--check-loss", tmp_path / "tokens.json")
+    ran = cli("convert", broken, tmp_path / "out", *options)
+    assert ran.code == 1 and ran.having("FS318", message="not a number")
+    ran = cli(
+        "loss", broken, "--tokens", tmp_path / "tokens.json", "--accept", "non-finite", json_output=False
+    )
+    assert ran.code == 1 and "nan" in ran.out
+
+
+def test_a_report_shows_the_loss_that_the_conversion_computed(tmp_path: Path) -> None:
+    (tmp_path / "tokens.json").write_text(json.dumps(TOKENS.tolist()))
+    fastshard.convert(trained(), tmp_path / "out", to="hf", check_loss=tmp_path / "tokens.json")
+    assert f"loss {loss_of(trained(), TOKENS):.4f}" in fastshard.report(tmp_path / "out")
+    # A manifest is anybody's: one that says something else is no reason to fail.
+    file = tmp_path / "out/fastshard.manifest.json"
+    document = json.loads(file.read_text())
+    for record in (7, {"loss": "x"}, {"loss": None}):
+        document["values"]["loss"] = record
+        file.write_text(json.dumps(document))
+        assert "No hash shows this. Compare the loss" in fastshard.report(tmp_path / "out")

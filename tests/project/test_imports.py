@@ -25,9 +25,9 @@ ROOMS = (
     "targets",
     "findings",
     "checkpoint",
+    "evaluation",
     "conversion",
     "verification",
-    "evaluation",
     "reporting",
     "cli",
 )

@@ -432,6 +432,29 @@ class Evaluating(TypedDict, total=False):
     ]
 
 
+class CheckingLoss(TypedDict, total=False):
+    """Options of :func:`fastshard.convert` for the loss of the result."""
+
+    check_loss: Annotated[
+        StrPath | None,
+        Option(
+            "path",
+            "compute the loss of the result on a text, or on token ids (.json, .npy, .safetensors), before "
+            "OUT is written; one as of an untrained model is an error; only with --to hf",
+            metavar="FILE",
+        ),
+    ]
+    expect_loss: Annotated[
+        float | None,
+        Option(
+            "any",
+            "with --check-loss: the loss that the trainer computed on the same tokens; another one is an "
+            "error",
+            metavar="X",
+        ),
+    ]
+
+
 class Comparing(TypedDict, total=False):
     """Options for comparing the files of a source before a result is written."""
 
@@ -656,5 +679,7 @@ PLANNING = table(Writing).keys() - (
     table(Source).keys() | table(Gating).keys() | table(Against).keys() | table(Comparing).keys()
 )
 #: Options of any function.
-ALL: dict[str, Option] = table(Merging) | table(Spread) | table(Viewed) | table(Evaluating)
+ALL: dict[str, Option] = (
+    table(Merging) | table(Spread) | table(Viewed) | table(CheckingLoss) | table(Evaluating)
+)
 ALL |= {name: replace(option, name=name) for name, option in _OF_FUNCTIONS.items()}

@@ -23,6 +23,7 @@ from ..checkpoint.manifests import (
 )
 from ..checkpoint.open_checkpoint import CheckpointSource, as_checkpoint
 from ..checkpoint.plan import Plan
+from ..checkpoint.planned_view import PlannedView
 from ..checkpoint.planning import find_ids_beyond, make_plan, to_be_written
 from ..checkpoint.promised import with_promised
 from ..common import codes, json_text, memory_budget, safe_files, target_options
@@ -40,7 +41,7 @@ from ..common.options import (
     table,
 )
 from ..common.progress import Progress, Report
-from ..common.records import dataclass
+from ..common.records import dataclass, field, replace
 from ..layouts.declaration import Source as Declared
 from ..models import sidecar_files
 from ..models import tokenizer as tokenizers
@@ -170,6 +171,8 @@ def convert(
     world: int | None = None,
     timeout: float | None = None,
     node_local: bool = False,
+    check_loss: StrPath | None = None,
+    expect_loss: float | None = None,
     **options: Unpack[WriteOptions],
 ) -> Manifest:
     """Converts a checkpoint and writes the result to ``out``, complete or not at all.
@@ -194,6 +197,11 @@ def convert(
         node_local: each rank's ``source`` is its host's part of the checkpoint, and no rank can read all of
             it. Data that another host needs are transferred through the destination; ``FS525`` reports how
             many bytes.
+        check_loss: a text, or a file of token ids (.json, .npy or .safetensors): the loss of the result on
+            it is computed before anything is written, as by :func:`fastshard.loss`, and recorded in the
+            manifest. A loss as of an untrained model prevents the result. Only with ``to="hf"`` and without
+            ``rank``.
+        expect_loss: the loss that the trainer computed on the same tokens; another one prevents the result.
         options: options for writing, and as for :func:`fastshard.plan` and :func:`fastshard.open`. With
             ``check_hub``, files that were downloaded from Hugging Face's hub are compared with the hashes in
             its cache or ``--local-dir`` before anything is written (``FS308``); each file is read once more.
@@ -207,6 +215,7 @@ def convert(
             attribute ``findings``: ``FS510`` if it stopped the run, with the folder from which ``resume``
             continues; ``FS519`` if it came too late and the result is published.
     """
+    _refuse_loss(to, rank, check_loss, expect_loss)
     request, others = split_request(options)
     this, wait = rendezvous.rank_of(rank, world), rendezvous.seconds(timeout)
     arguments = {"to": to, "node_local": node_local, "expect": expect, "tokenizer": tokenizer}
@@ -237,6 +246,8 @@ def convert(
         job = prepared(whole, to, expect, tokenizer, memory, threads, others, bar, share)
         if job.checkpoint.opened.reference is not None:
             job.checkpoint.opened.reference.refuse_inside(out)
+        if check_loss is not None:
+            job = _check_loss(job, check_loss, expect_loss, progress)
         settings = job.set_up(request)
         if this is not None:
             settings["patience"] = rendezvous.patience(wait)
@@ -278,6 +289,8 @@ class Job:
     findings: list[Finding]
     #: Files of the source that the result takes nothing of.
     left_out: list[str]
+    #: Records that the manifest keeps besides those of the source, by name.
+    records: dict[str, Any] = field(default_factory=dict)
 
     def set_up(self, request: WriteRequest) -> WriteSettings:
         """Return the settings of a write, as the core takes them."""
@@ -285,7 +298,7 @@ class Job:
             "threads": self.run["threads"],
             "memory": self.run["memory"],
             "publish": request.to_dict(),
-            "values": self.plan.source.files.values,
+            "values": {**self.plan.source.files.values, **self.records},
             "above": self.above,
             "expected": self.settled,
             "gate": self.checkpoint.opened.gate.to_dict(self.findings),
@@ -348,6 +361,57 @@ def prepared(
     above, left_out = from_above(plan, copies, given), find_left_out(checkpoint, copies)
     hashed = hash_copies(copies, [*tokenizers.named_folders(tokenizer), *plan.source.files.folders])
     return Job(checkpoint, plan, run, hashed, above, settled, [*found, *findings], left_out)
+
+
+def _refuse_loss(
+    to: str | None, rank: int | str | None, check_loss: StrPath | None, expect_loss: float | None
+) -> None:
+    """Refuse options of a loss that do not fit together, before anything is read.
+
+    Raises:
+        FastshardError: ``FS515``.
+    """
+    if check_loss is None and expect_loss is None:
+        return
+    if check_loss is None:
+        raise FastshardError.of(
+            codes.USAGE, "--expect-loss without a text", help="name the text", run=["--check-loss FILE"]
+        )
+    if to != "hf" or rank is not None:
+        raise FastshardError.of(
+            codes.USAGE,
+            "--check-loss with several processes"
+            if to == "hf"
+            else "--check-loss for another target than hf",
+            help="run `fastshard loss` on the result",
+        )
+    # Before memory is divided: they hold some of it from then on.
+    import torch
+    import transformers
+
+    del torch, transformers
+
+
+def _check_loss(job: Job, text: StrPath, expected: float | None, progress: Report) -> Job:
+    """Compute the loss of a result before it is written; return the job with the record for the manifest.
+
+    Raises:
+        FastshardError: as :func:`fastshard.loss`; ``FS318`` or ``FS319`` for a loss that is wrong.
+    """
+    from ..evaluation.loss_figures import measure_loss
+
+    view = PlannedView(job.checkpoint, job.plan, {name: path for name, path, _ in job.copies})
+    is_ids = os.fspath(text).endswith((".json", ".npy", ".safetensors"))
+    measured = measure_loss(
+        view,
+        None if is_ids else text,
+        os.fspath(text) if is_ids else None,
+        expect_loss=expected,
+        progress=progress,
+    )
+    raise_errors(list(measured.findings))
+    new = [finding for finding in measured.findings if finding not in job.findings]
+    return replace(job, findings=[*job.findings, *new], records={**job.records, "loss": measured.to_dict()})
 
 
 def _part_before(checkpoint: Checkpoint) -> Finding:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from .. import _core
 from ..checkpoint.manifests import beside, run_options
 from ..checkpoint.open_checkpoint import CheckpointSource
-from ..checkpoint.tensor_map import Tensors
-from ..common import json_text, memory_budget, safe_files
+from ..checkpoint.planned_view import PlannedView
+from ..common import memory_budget
 from ..common.errors import Finding, from_core, raise_errors
 from ..common.progress import Progress, Report
 from ..findings.proof import not_proven
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["View", "view"]
 
 
-class View(Tensors):
+class View(PlannedView):
     """The tensors of a conversion, under the target's names; each is computed when it is read.
 
     ``fastshard.open(..., to=...)`` returns a view. It has already refused what a conversion refuses by
@@ -38,19 +38,10 @@ class View(Tensors):
     def __init__(
         self, checkpoint: Checkpoint, plan: Plan, expected: Expected, companions: Mapping[str, Path | str]
     ) -> None:
-        #: The checkpoint that it is made of.
-        self.checkpoint = checkpoint
-        #: The plan of the conversion.
-        self.plan = plan
-        #: Files that a conversion would copy beside the tensors (tokenizer, code), by name.
-        self.companions = dict(companions)
+        super().__init__(checkpoint, plan, companions)
         self._expected = expected
         self._found = list(plan.findings)
         self._verified = False
-
-    @property
-    def _plan(self) -> Plan:
-        return self.plan
 
     @property
     def findings(self) -> list[Finding]:
@@ -61,23 +52,6 @@ class View(Tensors):
     def verified(self) -> bool:
         """True once :meth:`verify` has read everything."""
         return self._verified
-
-    @property
-    def texts(self) -> dict[str, str]:
-        """Text files that a conversion would write (config.json), by name."""
-        return dict(self.plan.texts)
-
-    @property
-    def config(self) -> dict[str, Any] | None:
-        """The result's config.json; None for a target that has none.
-
-        Raises:
-            FastshardError: if the source's own config, which the result includes, cannot be read.
-        """
-        if (text := self.plan.texts.get("config.json")) is not None:
-            return json_text.object_in(text)
-        own = self.companions.get("config.json")
-        return None if own is None else safe_files.read_object(own, safe_files.MAX_CONFIG)
 
     @property
     def not_proven(self) -> list[str]:

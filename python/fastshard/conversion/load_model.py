@@ -8,13 +8,13 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint.tensor_slice import Slice
 from ..common import codes, safe_files
 from ..common.dtypes import TORCH_FLOATS, item_size
 from ..common.errors import FastshardError
 from ..models.config_json import decode_special_floats
 from .in_memory import View
 from .open import open as open_checkpoint
-from .safe_open import Slice
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -18,16 +18,17 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
+from ..checkpoint.tensor_slice import Slice
 from ..common import codes
 from ..common.errors import FastshardError
 from ..common.formatting import human_memory
 from ..common.records import dataclass, field
-from ..conversion.in_memory import View
-from ..conversion.safe_open import Slice
 from ..models.config_json import decode_special_floats
 
 if TYPE_CHECKING:
     import torch
+
+    from ..checkpoint.planned_view import PlannedView
 
 __all__ = ["LayerwiseModel", "Unit"]
 
@@ -81,7 +82,7 @@ class LayerwiseModel:
             model is missing, or is unexpected; ``FS201`` for a wrong shape.
     """
 
-    def __init__(self, view: View, device: str = "cpu") -> None:
+    def __init__(self, view: PlannedView, device: str = "cpu") -> None:
         import torch
 
         self._loading = _import_loading()
@@ -118,23 +119,30 @@ class LayerwiseModel:
         """Bytes of all weights that a run loads."""
         return sum(unit.nbytes for unit in self.units)
 
-    def estimate_memory(self, tokens: int) -> int:
-        """Estimate the peak of anonymous memory of a run, in bytes, for a number of tokens in a batch."""
+    def estimate_memory(self, tokens: int, *, keeps_outputs: bool = False) -> int:
+        """Estimate the peak of anonymous memory of a run, in bytes, for a number of tokens in a batch.
+
+        Args:
+            tokens: number of tokens.
+            keeps_outputs: True if the caller keeps the outputs of all units.
+        """
         resident = sum(unit.nbytes for unit in self.units if unit.stays)
         # The loader holds a unit's stored tensors and what it makes of them: stacked experts, another dtype.
         largest = max((unit.nbytes for unit in self.units if not unit.stays), default=0)
         text = self.model.config.get_text_config()
         width = int(getattr(text, "hidden_size", 0) or 0)
-        logits = tokens * self.vocab_size * (self.dtype.itemsize + 4)
-        return _core.anonymous_memory() + resident + 2 * largest + logits + 4 * tokens * width * _ACTIVATIONS
+        logits = self.vocab_size * (self.dtype.itemsize + 4)
+        outputs = len(self.units) * width * self.dtype.itemsize if keeps_outputs else 0
+        needed = logits + outputs + 4 * width * _ACTIVATIONS
+        return _core.anonymous_memory() + resident + 2 * largest + tokens * needed
 
-    def check_memory(self, limit: int | None, tokens: int) -> None:
+    def check_memory(self, limit: int | None, tokens: int, *, keeps_outputs: bool = False) -> None:
         """Refuse a run whose memory would exceed a limit in bytes; None is no limit.
 
         Raises:
             FastshardError: ``FS512``.
         """
-        need = self.estimate_memory(tokens)
+        need = self.estimate_memory(tokens, keeps_outputs=keeps_outputs)
         if limit is None or need <= limit:
             return
         largest = max(self.units, key=lambda unit: unit.nbytes)
@@ -472,7 +480,7 @@ def _import_loading() -> Any:
     )
 
 
-def _find_config(view: View) -> dict[str, Any]:
+def _find_config(view: PlannedView) -> dict[str, Any]:
     """Return the config of a view, with numbers that JSON lacks.
 
     Raises:

@@ -18,7 +18,7 @@ from ..models.vocab_files import MAX_BYTES
 if TYPE_CHECKING:
     import torch
 
-    from ..conversion.in_memory import View
+    from ..checkpoint.planned_view import PlannedView
     from .layerwise_model import LayerwiseModel
 
 __all__ = ["Batch", "make_batch"]
@@ -106,7 +106,7 @@ def _read_text(path: StrPath) -> str:
     return text
 
 
-def _encode(view: View, text: str) -> tuple[torch.Tensor, list[int]]:
+def _encode(view: PlannedView, text: str) -> tuple[torch.Tensor, list[int]]:
     """Divide a text into token ids; return them, and the ids that the tokenizer puts before a text.
 
     Raises:

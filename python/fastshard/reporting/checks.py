@@ -43,6 +43,8 @@ class Read:
     manifest: bool
     #: True if the manifest has statistics.
     recorded: bool = False
+    #: The loss that the conversion computed, in words; empty if it computed none.
+    loss: str = ""
 
 
 def checks(findings: Sequence[Finding], read: Read) -> tuple[Check, ...]:
@@ -66,7 +68,9 @@ def checks(findings: Sequence[Finding], read: Read) -> tuple[Check, ...]:
         Check(name, FAILED, _name_problems(failed[key])) if key in failed else Check(name, *rest)
         for key, name, *rest in rows
     ]
-    layout = "No hash shows this. Compare logits with a known-good model."
+    layout = "No hash shows this. Compare the loss with the trainer's own, or logits with a known-good model."
+    if read.loss:
+        layout = f"No hash shows this. When it was written: {read.loss}."
     return (*list_of_checks, Check("Layout right for the model", NOT_CHECKED, layout))
 
 

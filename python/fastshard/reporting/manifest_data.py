@@ -12,6 +12,7 @@ from ..checkpoint.plan import Plan
 from ..common import codes
 from ..common.errors import FastshardError, Finding
 from ..common.formatting import human
+from ..evaluation.loss_figures import describe_loss
 from ..verification.stats import TensorStats
 
 
@@ -51,6 +52,14 @@ def manifest_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[Fin
             )
     told = {f.file for f in checkpoint.findings if f.severity == "error"}
     return document, [f for f in found if f.file not in told]
+
+
+def describe_recorded_loss(document: dict[str, Any] | None) -> str:
+    """Describe the loss that a manifest records; empty if there is none, or if it is malformed."""
+    try:
+        return describe_loss(document["values"]["loss"]) if document is not None else ""
+    except (KeyError, TypeError, ValueError):
+        return ""
 
 
 def _weaker(finding: Finding) -> Finding:

@@ -28,7 +28,13 @@ from .comparison_data import Change, Comparison, Side, compared
 from .facts import Counts, Fact, counts_of, facts_of, turned
 from .grid import Grid, grid
 from .largest_values import Place, largest
-from .manifest_data import assumed_values, manifest_of, provenance, recorded_numbers
+from .manifest_data import (
+    assumed_values,
+    describe_recorded_loss,
+    manifest_of,
+    provenance,
+    recorded_numbers,
+)
 from .tensor_numbers import read_through, worth_a_look
 
 if TYPE_CHECKING:
@@ -223,6 +229,7 @@ def gathered(
         stats,
         document is not None,
         numbers is not None,
+        describe_recorded_loss(document),
     )
     families = _families(plan)
     broken = any(f.severity == "error" for f in findings)

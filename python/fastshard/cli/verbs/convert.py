@@ -10,19 +10,24 @@ from typing import Any
 
 from ...checkpoint.dequantised import describe_record
 from ...checkpoint.manifests import MANIFEST_NAME, Manifest
+from ...common import codes
+from ...common.errors import FastshardError
 from ...common.formatting import counted
+from ...common.options import CheckingLoss
 from ...conversion.convert import convert as convert_checkpoint
 from ...conversion.distributed.node_local import SHARED_BYTES
 from ..render import human
 from ..shared_arguments import (
     add_common,
     add_node_local,
+    add_options,
     add_ranks,
     add_ray,
     add_shaping,
     add_source,
     add_target,
     add_writing,
+    given,
     opening,
     placing,
     progress,
@@ -39,6 +44,7 @@ def _arguments(parser: argparse.ArgumentParser, to: bool) -> None:
     parser.add_argument("out", metavar="OUT", help="destination directory")
     if to:
         add_target(parser, required=True)
+        add_options(parser.add_argument_group("loss"), CheckingLoss)
     add_shaping(parser)
     add_writing(parser)
     add_ranks(parser)
@@ -63,8 +69,15 @@ def _write(a: argparse.Namespace, to: str | None) -> Outcome:
         **opening(a),
     }
     if a.ray is None:
-        manifest = convert_checkpoint(a.ckpt, a.out, to, **options, **ranked(a), node_local=a.node_local)
+        checking = {} if to is None else given(a, CheckingLoss)
+        manifest = convert_checkpoint(
+            a.ckpt, a.out, to, **options, **checking, **ranked(a), node_local=a.node_local
+        )
     else:
+        if to is not None and a.check_loss is not None:
+            raise FastshardError.of(
+                codes.USAGE, "--check-loss and --ray", help="run `fastshard loss` on the result"
+            )
         from ...conversion.distributed.ray.convert import convert as convert_on_ray
 
         options |= {**spread(a), "node_local": a.node_local}
@@ -84,6 +97,11 @@ def published(manifest: Manifest, out: str, verbose: int = 0) -> Outcome:
     text = f"{out}: {tensors}, {human(size)} {container}, every byte hashed in {MANIFEST_NAME}"
     if record := document["values"].get("dequantised"):
         text = f"{text}\n{describe_record(record)}"
+    if record := document["values"].get("loss"):
+        # Loaded where a loss was computed: every conversion would wait for it.
+        from ...evaluation.loss_figures import describe_loss
+
+        text = f"{text}\n{describe_loss(record)}"
     if verbose and manifest.left_out:
         text = "\n".join([text, "not taken from the source:", *(f"  {path}" for path in manifest.left_out)])
     text = "\n".join([text, *(f"{f.message}: {f.got}" for f in manifest.findings if f.code == SHARED_BYTES)])

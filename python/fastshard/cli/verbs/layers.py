@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ...common.options import Evaluating
-from ...evaluation.layers import LENGTH, MOST, LayerComparison, layers
+from ...verification.layers import LENGTH, MOST, LayerComparison, layers
 from ..render import table
 from ..shared_arguments import add_common, add_exit_zero, add_opening, add_options, progress
 from ..verb import Outcome, Result, Verb

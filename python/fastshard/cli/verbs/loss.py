@@ -6,7 +6,8 @@ import argparse
 from typing import Any
 
 from ...common.options import Checked, Evaluating, ValueOptions
-from ...evaluation.loss import Loss, loss
+from ...evaluation.loss_figures import Loss, describe_loss
+from ...verification.loss import loss
 from ..render import fields
 from ..shared_arguments import add_common, add_exit_zero, add_options, add_source, given, opening, progress
 from ..verb import Outcome, Result, Verb
@@ -39,8 +40,9 @@ def _run(a: argparse.Namespace) -> Outcome:
     measured = loss(
         *a.ckpt, **given(a, Evaluating), memory=a.memory, progress=progress(a), **choose_values(a)
     )
+    figures = measured.to_dict()
     return Result(
-        _describe(measured), measured.to_dict(), unchecked=measured.not_proven, reason=measured.describe()
+        _describe(measured), figures, unchecked=measured.not_proven, reason=describe_loss(figures)
     ), list(measured.findings)
 
 

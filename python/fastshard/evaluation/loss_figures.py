@@ -1,10 +1,10 @@
-"""The loss of a checkpoint's model on a text, computed from its shards."""
+"""The loss of a model on a text, and what it is compared with."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..common import codes, memory_budget
@@ -12,21 +12,17 @@ from ..common.errors import FastshardError, Finding
 from ..common.options import StrPath
 from ..common.progress import Progress, Report
 from ..common.records import asdict, dataclass
-from ..conversion.load_model import open_view
 from ..findings.proof import not_proven
 from .layerwise_model import LayerwiseModel
 from .token_batches import make_batch
 
 if TYPE_CHECKING:
     import torch
-    from typing_extensions import Unpack
 
-    from ..checkpoint.checkpoint import Checkpoint
-    from ..common.options import Loading
-    from ..conversion.in_memory import View
+    from ..checkpoint.planned_view import PlannedView
     from .token_batches import Batch
 
-__all__ = ["Loss", "loss"]
+__all__ = ["LENGTH", "MOST", "Loss", "describe_loss", "measure_loss"]
 
 #: Share of ``ln(vocabulary)`` from which on a loss is that of a model that has learnt nothing.
 _UNTRAINED = 0.9
@@ -89,56 +85,33 @@ class Loss:
             for k, v in {**figures, "perplexity": self.perplexity}.items()
         }
 
-    def describe(self) -> str:
-        """Describes the loss in one line."""
-        return (
-            f"loss {self.loss:.4f} +- {self.standard_error:.4f}, perplexity {self.perplexity:.4g}, on "
-            f"{self.tokens} tokens of {self.text}"
-        )
+
+def describe_loss(record: Mapping[str, Any]) -> str:
+    """Describe a loss in one line, from the figures of :meth:`Loss.to_dict`, as a manifest keeps them."""
+    if record["loss"] is None:
+        return f"the loss is not a number, on {record['tokens']} tokens of {record['text']}"
+    return (
+        f"loss {record['loss']:.4f} +- {record['standard_error']:.4f} over {record['tokens']} tokens of "
+        f"{record['text']}, by {record['model_class']} of transformers {record['transformers']}"
+    )
 
 
-@memory_budget.kept
-def loss(
-    *paths: StrPath | Checkpoint | View,
+def measure_loss(
+    view: PlannedView,
     text: StrPath | None = None,
     tokens: Any = None,
+    *,
     expect_loss: float | None = None,
     tolerance: float | None = None,
     sequence_length: int = LENGTH,
     max_tokens: int = MOST,
-    device: str = "cpu",
-    memory: str | int | None = None,
+    device: Any = "cpu",
     progress: Report = False,
-    **options: Unpack[Loading],
 ) -> Loss:
-    """Computes the loss of a causal language model from the shards of its checkpoint, and writes nothing.
-
-    One decoder layer is in memory at a time, so that a model runs that does not fit. Each weight is read
-    once. A class of transformers computes; the logits equal those of the converted model.
-
-    Args:
-        paths: as for :func:`fastshard.open`; or a view from ``fastshard.open(..., to="hf")``.
-        text: a text file in UTF-8; default: a page of text in the package. The checkpoint's tokenizer divides
-            it.
-        tokens: token ids in the place of a text: a .json, .npy or .safetensors file, a sequence, an array or
-            a tensor, of one dimension or of two (sequences, length).
-        expect_loss: the loss that the trainer computed on the same tokens.
-        tolerance: how far the loss may be from it; default 0.02.
-        sequence_length: tokens of a sequence, at most.
-        max_tokens: tokens in all, at most; all are computed at once.
-        device: the device that computes, e.g. ``cuda``.
-        memory: memory limit of the process; a run that needs more is refused before it starts.
-        progress: progress of the weights, as for :func:`fastshard.convert`.
-        options: as for :func:`fastshard.open` with a target.
-
-    Returns:
-        The loss. Its findings have an error (``FS318``) for a loss of an untrained model or one that is not a
-        number, and (``FS319``) for one that differs from ``expect_loss``.
+    """Compute the loss of a view's model; see :func:`fastshard.loss`.
 
     Raises:
-        FastshardError: as :func:`fastshard.open`; ``FS514`` for a model that is no causal language model of
-            the installed transformers; ``FS209`` without a tokenizer; ``FS512`` if the memory is too small.
-        ImportError: without transformers and torch.
+        FastshardError: as :func:`fastshard.loss`.
     """
     if sequence_length < 2 or max_tokens < 2:
         raise FastshardError.of(codes.USAGE, "a loss needs sequences of two tokens or more")
@@ -146,7 +119,6 @@ def loss(
         raise FastshardError.of(
             codes.USAGE, "a tolerance without the loss that is expected", run=["--expect-loss X"]
         )
-    view = open_view(paths, options)
     model = LayerwiseModel(view, device)
     batch = make_batch(model, text, tokens, sequence_length, max_tokens)
     model.check_memory(memory_budget.get_limit(), batch.ids.numel())

@@ -14,10 +14,10 @@ from ..common.options import StrPath
 from ..common.progress import Progress, Report
 from ..common.records import asdict, dataclass
 from ..conversion.load_model import open_view
-from . import layer_outputs
-from .layer_outputs import EMBEDDING, LOGITS, LayerOutputs, Namer, is_record, read_record
-from .layerwise_model import LayerwiseModel, Unit
-from .token_batches import make_batch
+from ..evaluation import layer_outputs
+from ..evaluation.layer_outputs import EMBEDDING, LOGITS, LayerOutputs, Namer, is_record, read_record
+from ..evaluation.layerwise_model import LayerwiseModel, Unit
+from ..evaluation.token_batches import make_batch
 
 if TYPE_CHECKING:
     import torch
@@ -160,12 +160,12 @@ def layers(
         else:
             model = LayerwiseModel(open_view((a,), options), device)
             batch = make_batch(model, text, tokens, sequence_length, max_tokens)
-            model.check_memory(limit, batch.ids.numel())
+            model.check_memory(limit, batch.ids.numel(), keeps_outputs=True)
             right = layer_outputs.run(model, batch.ids, str(a), _count(bar.phase("running A"), model.nbytes))
             config = model.config
             del model
         other = LayerwiseModel(open_view((b,), options), device)
-        other.check_memory(limit, right.tokens.numel())
+        other.check_memory(limit, right.tokens.numel(), keeps_outputs=True)
         _check_fit(right, other, str(b))
         if tolerance is None:
             tolerance = _choose_tolerance(right, other)
