@@ -36,6 +36,8 @@ COMMANDS = [
     "manifest CKPT",
     "attest CKPT",
     "split CKPT OUT --parts 4",
+    "loss CKPT",
+    "layers CKPT CKPT",
 ]
 #: Commands that make no statement about whether a checkpoint is whole.
 OTHERS = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from importlib.resources import files as package_files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +90,7 @@ def _read_sample() -> str:
     It is in the public domain: the first pages of J. Conrad, Heart of Darkness (1899), C. Darwin, On the
     Origin of Species (1859), and J. Austen, Emma (1815).
     """
-    return package_files("fastshard.evaluation").joinpath("sample.txt").read_text(encoding="utf-8")
+    return safe_files.read_text(Path(__file__).with_name("sample.txt"), _MAX_BYTES)
 
 
 def _read_text(path: StrPath) -> str:
