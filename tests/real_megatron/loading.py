@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from fastshard.integrations import record
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -113,6 +114,8 @@ def main(root: Path) -> None:
                     logits = model(tokens, positions, mask)
                 wanted = torch.load(folder / "logits.pt")
                 entry["difference"] = (logits[..., : wanted.shape[-1]] - wanted).abs().max().item()
+                own = folder / f"layers_{rank}.safetensors"
+                record(model, tokens, own, position_ids=positions, attention_mask=mask)
             report[f"{folder.name} tp{tp} pp{pp}"] = entry
             parallel_state.destroy_model_parallel()
     (root / f"report_{rank}.json").write_text(json.dumps(report))
