@@ -141,7 +141,11 @@ BARS = {
         ("dequantised.measure_p20",),
         "The kernel finds pages for the result: 60 % of the time.",
     ),
-    "P21": Bar("loss of a checkpoint from its shards", ()),
+    "P21": Bar(
+        "loss of a checkpoint from its shards, against accelerate's disk offload of a converted copy",
+        ("evaluation.measure_p21",),
+        "Reading the shards: the peer's copy is mapped, and its weights are never copied.",
+    ),
 }
 PACKAGES = (
     "fastshard",

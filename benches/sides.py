@@ -400,6 +400,47 @@ def model(a: dict[str, Any]) -> Job:
     return job
 
 
+def write_logits(folder: Path, logits: Any) -> None:
+    """Writes the bytes of logits into a folder."""
+    import torch
+
+    folder.mkdir()
+    (folder / "logits").write_bytes(logits.contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def layerwise(a: dict[str, Any]) -> Job:
+    """The logits of a model from its shards, a decoder layer at a time; they are left at ``out``."""
+    import fastshard as ours
+    import torch
+    from fastshard.evaluation.layerwise_model import LayerwiseModel
+
+    tokens = torch.tensor(json.loads(Path(a["tokens"]).read_text()))[None]
+
+    def job() -> None:
+        logits = LayerwiseModel(ours.open(a["source"], to="hf")).run(tokens)
+        write_logits(Path(a["out"]), logits)
+
+    return job
+
+
+def disk_offload(a: dict[str, Any]) -> Job:
+    """The same of a converted copy, by accelerate's hooks, which load each module when it runs."""
+    import torch
+    import transformers.models.llama.modeling_llama
+
+    tokens = torch.tensor(json.loads(Path(a["tokens"]).read_text()))[None]
+
+    def job() -> None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            a["src"], dtype="auto", device_map={"": "disk"}, offload_folder=a["folder"]
+        ).eval()
+        with torch.no_grad():
+            logits = model(input_ids=tokens, use_cache=False).logits
+        write_logits(Path(a["out"]), logits)
+
+    return job
+
+
 SIDES = {
     f.__name__: f
     for f in (
@@ -415,6 +456,8 @@ SIDES = {
         cli,
         paxml_script,
         model,
+        layerwise,
+        disk_offload,
         verl_merge,
         fp8_dequantizer,
         program_speed,

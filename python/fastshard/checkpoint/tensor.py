@@ -17,12 +17,24 @@ if TYPE_CHECKING:
     from .mapped_files import Bytes
     from .plan import Plan
 
-__all__ = ["Tensor"]
+__all__ = ["ALIGNMENT", "Tensor"]
+
+#: Bytes at whose multiples torch allocates.
+ALIGNMENT = 64
 
 
 def _misaligned(array: Bytes, item: int) -> bool:
     """Return True if the bytes start at an address where a view of larger items would be misaligned."""
     return array.size > 0 and array.ctypes.data % item != 0
+
+
+def _allocate(length: int) -> Bytes:
+    """Allocate bytes that begin where torch's own do: a processor adds as in any other tensor."""
+    import numpy as np
+
+    raw = np.empty(length + ALIGNMENT - 1, dtype=np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + length]
 
 
 class Tensor:
@@ -70,9 +82,7 @@ class Tensor:
                 view = self._plan.maps.view(file, offset + start, length, private=private)
                 if view is not None:
                     return view
-            import numpy as np
-
-            buffer = np.empty(length, dtype=np.uint8)
+            buffer = _allocate(length)
             self._plan.core.read(self._index, start, buffer, thread_count(None))
         except _core.CoreError as error:
             raise from_core(error) from None

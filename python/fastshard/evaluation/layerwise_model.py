@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
+from ..checkpoint.tensor import ALIGNMENT
 from ..checkpoint.tensor_slice import Slice
 from ..common import codes
 from ..common.errors import FastshardError
@@ -37,8 +38,6 @@ Watch = Callable[["Unit", Any], Any]
 
 #: The first version of transformers whose loader takes tensors one by one.
 _OLDEST = (5, 0)
-#: Bytes at whose multiples torch allocates.
-_ALIGNMENT = 64
 #: Floats of width ``hidden_size`` for each token that a layer's forward pass takes beside its weights,
 #: roughly.
 _ACTIVATIONS = 16
@@ -362,7 +361,7 @@ class LayerwiseModel:
             if parameter.is_meta:
                 raise _missing(f"{unit.path}.{name}".lstrip("."))
             # Where values lie in memory decides how a processor adds: in a mapped file they may lie anywhere.
-            if parameter.data_ptr() % _ALIGNMENT:
+            if parameter.data_ptr() % ALIGNMENT:
                 parameter.data = parameter.data.clone()
         self._on_load(unit.nbytes)
 
