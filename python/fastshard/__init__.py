@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .reporting.report import report
     from .verification.attest import attest
     from .verification.diff import Difference, diff
+    from .verification.find_missing import FileSearch, MissingFile, find
     from .verification.inventory import manifest
     from .verification.layers import ComparedUnit, LayerComparison, layers
     from .verification.loss import loss
@@ -56,6 +57,7 @@ __all__ = [
     "ExpectedTensor",
     "ExpectedTensors",
     "FastshardError",
+    "FileSearch",
     "Finding",
     "IncompleteError",
     "Inspection",
@@ -64,6 +66,7 @@ __all__ = [
     "Loss",
     "Manifest",
     "MastersReport",
+    "MissingFile",
     "Plan",
     "ProblemError",
     "Run",
@@ -81,6 +84,7 @@ __all__ = [
     "convert",
     "diff",
     "expected_tensors",
+    "find",
     "gc",
     "inspect",
     "integrations",
@@ -135,6 +139,7 @@ _HOMES = {
     "checkpoint.tensor_rows": ("TensorRow", "ls"),
     "conversion.in_memory": ("View",),
     "verification.diff": ("Difference", "diff"),
+    "verification.find_missing": ("FileSearch", "MissingFile", "find"),
     "verification.inventory": ("manifest",),
     "verification.layers": ("ComparedUnit", "LayerComparison", "layers"),
     "verification.loss": ("loss",),

@@ -28,6 +28,7 @@ _GROUPS = {
     },
     "Check and publish": {
         "verify": "verify",
+        "find": "find",
         "diff": "diff",
         "layers": "layers",
         "loss": "loss",
