@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     from .verification.inventory import manifest
     from .verification.layers import ComparedUnit, LayerComparison, layers
     from .verification.loss import loss
+    from .verification.run_steps import RunStep, RunSteps, judge_step, list_steps
     from .verification.stats import HISTOGRAM_EDGES, TensorStats, ZeroSlab, stats
+    from .verification.tracker_repair import TrackerChange, fix_trackers
     from .verification.verdict import Verdict
     from .verification.verify import verify
 
@@ -70,10 +72,13 @@ __all__ = [
     "Plan",
     "ProblemError",
     "Run",
+    "RunStep",
+    "RunSteps",
     "SeenRank",
     "Tensor",
     "TensorRow",
     "TensorStats",
+    "TrackerChange",
     "Verdict",
     "View",
     "Writer",
@@ -85,11 +90,14 @@ __all__ = [
     "diff",
     "expected_tensors",
     "find",
+    "fix_trackers",
     "gc",
     "inspect",
     "integrations",
+    "judge_step",
     "layers",
     "layouts",
+    "list_steps",
     "load_model",
     "loss",
     "ls",
@@ -134,6 +142,7 @@ _HOMES = {
     "ray": (),
     "conversion.safe_open": ("safe_open",),
     "reporting.report": ("report",),
+    "verification.run_steps": ("RunStep", "RunSteps", "judge_step", "list_steps"),
     "verification.stats": ("HISTOGRAM_EDGES", "TensorStats", "ZeroSlab", "stats"),
     "checkpoint.tensor": ("Tensor",),
     "checkpoint.tensor_rows": ("TensorRow", "ls"),
@@ -143,6 +152,7 @@ _HOMES = {
     "verification.inventory": ("manifest",),
     "verification.layers": ("ComparedUnit", "LayerComparison", "layers"),
     "verification.loss": ("loss",),
+    "verification.tracker_repair": ("TrackerChange", "fix_trackers"),
     "verification.verdict": ("Verdict",),
     "verification.verify": ("verify",),
     "conversion.writer": ("Writer",),

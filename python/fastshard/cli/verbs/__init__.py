@@ -29,6 +29,7 @@ _GROUPS = {
     "Check and publish": {
         "verify": "verify",
         "find": "find",
+        "steps": "steps",
         "diff": "diff",
         "layers": "layers",
         "loss": "loss",

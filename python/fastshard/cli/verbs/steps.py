@@ -1,0 +1,97 @@
+"""``fastshard steps``: every step of a run, and a verdict on each."""
+
+from __future__ import annotations
+
+import argparse
+
+from ...common.options import Against, Source, Vocabulary, table
+from ...common.records import asdict
+from ...verification.run_steps import (
+    RunStep,
+    RunSteps,
+    describe,
+    list_newest_findings,
+    list_steps,
+    refresh_trackers,
+)
+from ...verification.tracker_repair import TrackerChange, fix_trackers
+from ..render import human
+from ..render import table as format_table
+from ..shared_arguments import add_common, add_exit_zero, add_gate, add_options, opening
+from ..verb import Outcome, Result, Verb
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("ckpt", metavar="RUN", help="folder of a run, which holds the steps")
+    parser.add_argument("--verify", action="store_true", help="read all data of each step")
+    parser.add_argument(
+        "--fix-tracker",
+        action="store_true",
+        help="point tracker files (latest, latest_checkpointed_iteration.txt) at the newest complete step",
+    )
+    group = parser.add_argument_group("source")
+    add_options(group, Source, Vocabulary, Against, only=_OF_STEPS)
+    # Every step is judged.
+    parser.set_defaults(step=None)
+    add_gate(parser)
+    add_common(parser, run=False)
+    add_exit_zero(parser)
+
+
+#: Options of opening that hold for every step.
+_OF_STEPS = (table(Source).keys() - {"step"}) | table(Vocabulary).keys() | table(Against).keys()
+
+
+def _run(a: argparse.Namespace) -> Outcome:
+    steps = list_steps(a.ckpt, verify=a.verify, memory=a.memory, **opening(a))
+    changes: list[TrackerChange] = []
+    if a.fix_tracker:
+        changes = fix_trackers(steps)
+        steps = refresh_trackers(steps)
+    document = steps.to_dict() | (
+        {"tracker_changes": [asdict(change) for change in changes]} if changes else {}
+    )
+    text = "\n".join([_format(steps), *map(_describe_change, changes)])
+    return Result(text, document, reason=describe(steps)), list_newest_findings(steps)
+
+
+def _describe_change(change: TrackerChange) -> str:
+    if not change.changed:
+        return f"{change.file} names {change.before} already"
+    return f"{change.file} names {change.after} now; it was {change.before}"
+
+
+def _format(steps: RunSteps) -> str:
+    rows = [("STEP", "VERDICT", "SIZE", "SAVED (UTC)", "")]
+    rows += [(s.name, s.verdict, human(s.bytes), _date(s), _note(s, steps)) for s in steps.steps]
+    return format_table(rows, indent="", right=("SIZE",))
+
+
+def _date(step: RunStep) -> str:
+    return "-" if step.saved is None else step.saved[:16].replace("T", " ")
+
+
+def _note(step: RunStep, steps: RunSteps) -> str:
+    """Describe what is special about a step: the newest complete one, a tracker's, or its first error."""
+    notes = ["newest complete"] if step is steps.newest_complete else []
+    notes += [f"in {file}" for file in step.trackers]
+    if step.finding is not None:
+        notes.append(f"{step.finding.code}: {step.finding.headline}")
+    return ", ".join(notes)
+
+
+STEPS = Verb(
+    name="steps",
+    help="list the steps of a run, and judge each",
+    description="""\
+        List the steps of a run, oldest first, and judge each by its headers: complete, incomplete (files or
+        tensors are missing), broken, unfinished (the save did not end) or unreadable. --verify reads all
+        data. Nothing in RUN is written but tracker files, and these with --fix-tracker alone. Exit code 0 if
+        the newest step is complete, else that of its findings.""",
+    arguments=_arguments,
+    run=_run,
+    finds=True,
+    not_proven=None,
+    often=("--verify", "--json"),
+    examples=("fastshard steps run",),
+)

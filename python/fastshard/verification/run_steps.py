@@ -1,0 +1,398 @@
+"""Steps of a run: a verdict on each, the tracker files that name one, and the newest complete step."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoint.inspection import inspect
+from ..common import codes, memory_budget, safe_files
+from ..common.config_text import shown
+from ..common.errors import FastshardError, Finding, exit_code
+from ..common.formatting import counted, some
+from ..common.listing import refuse_unprintable
+from ..common.options import OpenOptions, StrPath
+from ..common.records import dataclass, replace
+from ..sources.step_names import alike, is_step, matching, number, numbers_of, plain
+from ..sources.step_trackers import folders_in
+from .verify import verify as verify_checkpoint
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["RunStep", "RunSteps", "judge_step", "list_steps"]
+
+#: Tracker files by name. source: as in sources/step_trackers.py
+TRACKERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
+#: The step of Megatron-LM that has no number. source: Megatron-LM megatron/training/checkpointing.py
+_RELEASE = "release"
+#: Bytes of a tracker file at most.
+_MAX_TRACKER = 4096
+#: Verdicts by exit code, where nothing says that the save did not finish.
+_WORDS = {1: "broken", 2: "unreadable", 3: "incomplete"}
+#: Folders that messages name at most.
+_MOST_NAMED = 4
+
+#: Advice for a save that did not end.
+_WAIT = "wait until the save ends, or go back to an older step if its run is over"
+
+#: Sizes and times of change, in nanoseconds, of the files below a folder.
+FileStates = dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class RunStep:
+    """A step of a run, and the verdict on it."""
+
+    #: Name of its folder.
+    name: str
+    path: str
+    #: ``complete``, ``incomplete``, ``broken``, ``unfinished`` (the save did not end) or ``unreadable``.
+    verdict: str
+    #: All findings; files are relative to the step.
+    findings: tuple[Finding, ...]
+    #: Number of its files, and their bytes.
+    files: int
+    bytes: int
+    #: When a file of it changed last, in seconds since 1970; None without files.
+    changed: float | None
+    #: Tracker files that name it.
+    trackers: tuple[str, ...] = ()
+    #: True if all data was read, or was read before and has not changed since.
+    verified: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """True if nothing is missing or wrong."""
+        return self.verdict == "complete"
+
+    @property
+    def finding(self) -> Finding | None:
+        """The first error; None without errors."""
+        return next((finding for finding in self.findings if finding.severity == "error"), None)
+
+    @property
+    def saved(self) -> str | None:
+        """The time of its last change in UTC, as ISO 8601; None without files."""
+        if self.changed is None:
+            return None
+        time = datetime.datetime.fromtimestamp(self.changed, datetime.timezone.utc)
+        return f"{time:%Y-%m-%dT%H:%M:%SZ}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain data, as an element of ``steps`` in ``fastshard steps --json``."""
+        return {
+            "name": self.name,
+            "path": self.path,
+            "verdict": self.verdict,
+            "verified": self.verified,
+            "files": self.files,
+            "bytes": self.bytes,
+            "saved": self.saved,
+            "trackers": list(self.trackers),
+            "findings": [finding.to_dict() for finding in self.findings],
+        }
+
+
+@dataclass(frozen=True)
+class RunSteps:
+    """The steps of a run, oldest first."""
+
+    #: Folder that holds the steps.
+    folder: str
+    steps: tuple[RunStep, ...]
+    #: Steps that the tracker files name, by the files' names.
+    trackers: dict[str, str]
+    #: Warnings about tracker files.
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def newest(self) -> RunStep:
+        """The newest step, in whatever state it is."""
+        return self.steps[-1]
+
+    @property
+    def newest_complete(self) -> RunStep | None:
+        """The newest complete step; None if no step is complete."""
+        return next((step for step in reversed(self.steps) if step.complete), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain data, without findings of trackers (``fastshard steps --json``)."""
+        complete = self.newest_complete
+        return {
+            "folder": self.folder,
+            "trackers": self.trackers,
+            "newest": self.newest.name,
+            "newest_complete": None if complete is None else complete.name,
+            "steps": [step.to_dict() for step in self.steps],
+        }
+
+
+@memory_budget.kept
+def list_steps(
+    run: StrPath,
+    *,
+    verify: bool = False,
+    memory: str | int | None = None,
+    **opening: Unpack[OpenOptions],
+) -> RunSteps:
+    """Lists the steps of a run, and judges each by its headers.
+
+    Steps are folders that are named like steps (``checkpoint-500``, ``iter_0000500``, ``global_step500``,
+    ``step-500``, ``500``): in ``run``, or in one folder of it. The function changes nothing.
+
+    Args:
+        run: folder of a run.
+        verify: read all data of each step, as :func:`fastshard.verify` does.
+        memory: as for :func:`fastshard.convert`.
+        opening: as for :func:`fastshard.open`.
+
+    Raises:
+        FastshardError: if the folder has no steps.
+    """
+    folder = find_steps_folder(run)
+    trackers = read_trackers(folder)
+    steps = [
+        judge_step(folder / name, verify=verify, memory=memory, **opening)
+        for name in find_step_names(folder, trackers)
+    ]
+    steps = [step for step in steps if not _is_other_folder(step)]
+    if not steps:
+        raise _no_steps(folder)
+    return refresh_trackers(RunSteps(os.fspath(folder), tuple(steps), trackers))
+
+
+def judge_step(
+    path: StrPath,
+    *,
+    verify: bool = False,
+    memory: str | int | None = None,
+    **opening: Unpack[OpenOptions],
+) -> RunStep:
+    """Judges one step of a run by its headers.
+
+    Args:
+        path: folder of the step.
+        verify: read all data of the step, as :func:`fastshard.verify` does.
+        memory: as for :func:`fastshard.convert`.
+        opening: as for :func:`fastshard.open`.
+    """
+    path = Path(path)
+    states = read_file_states(path)
+    is_verified = False
+    if plain(path.name) != path.name:
+        findings = [
+            Finding.of(
+                codes.UNCOMMITTED, "its name says that the save is not finished", file=path.name, help=_WAIT
+            )
+        ]
+    elif not states:
+        findings = [
+            Finding.of(codes.UNCOMMITTED, "the folder of the step is empty", file=path.name, help=_WAIT)
+        ]
+    else:
+        findings, is_verified = _read_findings(path, verify, memory, opening)
+    return RunStep(
+        name=path.name,
+        path=os.fspath(path),
+        verdict=_word(findings),
+        findings=tuple(findings),
+        files=len(states),
+        bytes=sum(size for size, _ in states.values()),
+        changed=max((time for _, time in states.values()), default=0) / 1e9 if states else None,
+        verified=is_verified,
+    )
+
+
+def _read_findings(
+    path: Path, verify: bool, memory: str | int | None, opening: OpenOptions
+) -> tuple[list[Finding], bool]:
+    """Read a step, and return the findings, and whether all data was read without an error."""
+    try:
+        if verify:
+            verdict = verify_checkpoint(path, memory=memory, **opening)
+            return verdict.findings, verdict.ok
+        return list(inspect(path, memory=memory, **opening).findings), False
+    except FastshardError as error:
+        # A wrong option is wrong for every step.
+        if any(finding.code == codes.USAGE for finding in error.findings):
+            raise
+        return error.findings, False
+
+
+def _word(findings: Iterable[Finding]) -> str:
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if not errors:
+        return "complete"
+    code = exit_code(errors)
+    if code != 1 and any(finding.code == codes.UNCOMMITTED for finding in errors):
+        return "unfinished"
+    return _WORDS[code]
+
+
+def _is_other_folder(step: RunStep) -> bool:
+    """Return True for a folder whose name is a number, and that holds no checkpoint: it may be anything."""
+    return step.name.isdecimal() and any(f.code == codes.NOT_A_CHECKPOINT for f in step.findings)
+
+
+def refresh_trackers(steps: RunSteps) -> RunSteps:
+    """Read the tracker files again; the verdicts on the steps stay."""
+    trackers = read_trackers(Path(steps.folder))
+    named = match_trackers([step.name for step in steps.steps], trackers)
+    refreshed = [
+        replace(step, trackers=tuple(file for file, name in named.items() if name == step.name))
+        for step in steps.steps
+    ]
+    warnings = tuple(_check_trackers(refreshed, trackers, named))
+    return RunSteps(steps.folder, tuple(refreshed), trackers, warnings)
+
+
+def find_steps_folder(run: StrPath) -> Path:
+    """Return the folder that holds the steps of a run: ``run``, or the one folder in it that has steps.
+
+    Raises:
+        FastshardError: ``FS501`` if there are no steps, ``FS106`` if several folders have some.
+    """
+    path = Path(run)
+    if not os.fspath(run) or not path.is_dir():
+        raise FastshardError.of(
+            codes.NO_SUCH_PATH,
+            "no such folder",
+            file=os.fspath(run),
+            help=safe_files.path_help(os.fspath(run)),
+        )
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise FastshardError([safe_files.closed(path)])
+    if _has_steps(path):
+        return path
+    within = [path / name for name in folders_in(path) if _has_steps(path / name)]
+    if len(within) > 1:
+        raise FastshardError.of(
+            codes.AMBIGUOUS,
+            "several folders have steps",
+            got=some([folder.name for folder in within], _MOST_NAMED),
+            help="pass one of these folders as RUN",
+        )
+    if not within:
+        raise _no_steps(path)
+    return within[0]
+
+
+def _has_steps(folder: Path) -> bool:
+    return any(is_step(name) for name in folders_in(folder))
+
+
+def _no_steps(folder: Path) -> FastshardError:
+    return FastshardError.of(
+        codes.NO_SUCH_PATH,
+        "no folder in it is a step of a run",
+        file=os.fspath(folder),
+        expected="folders like checkpoint-500, iter_0000500, global_step500 or step-500",
+        help="pass the folder that holds the steps; `fastshard inspect` reads one step",
+    )
+
+
+def find_step_names(folder: Path, trackers: dict[str, str] | None = None) -> list[str]:
+    """List the names of steps in a folder, oldest first; a link to another step is left out.
+
+    Raises:
+        FastshardError: ``FS514`` for a name that is not UTF-8.
+    """
+    release = _RELEASE in (trackers or {}).values()
+    every = folders_in(folder)
+    names = [name for name in every if is_step(name) or (release and name == _RELEASE)]
+    real = {os.path.realpath(folder / name) for name in names if not (folder / name).is_symlink()}
+    names = [n for n in names if not (folder / n).is_symlink() or os.path.realpath(folder / n) not in real]
+    for name in names:
+        refuse_unprintable(name)
+    if len({alike(names[0], name) for name in names} if names else ()) < 2:
+        return sorted(names, key=lambda name: (numbers_of(name), name))
+    return sorted(names, key=lambda name: (number(name), name))
+
+
+def read_trackers(folder: Path) -> dict[str, str]:
+    """Read the tracker files in a folder: the steps that they name, by the files' names.
+
+    Raises:
+        FastshardError: if one cannot be read.
+    """
+    # A folder or a link to one may have the name too: some trainers link their last step.
+    return {
+        name: safe_files.read_text(folder / name, _MAX_TRACKER, label=name).strip()
+        for name in TRACKERS
+        if (folder / name).is_file()
+    }
+
+
+def match_trackers(names: Iterable[str], trackers: dict[str, str]) -> dict[str, str]:
+    """Return the name of the one step that each tracker file names, without those that name none."""
+    names = list(names)
+    matched = {file: matching(names, step) for file, step in trackers.items()}
+    return {file: steps[0] for file, steps in matched.items() if len(steps) == 1}
+
+
+def _check_trackers(
+    steps: Iterable[RunStep], trackers: dict[str, str], named: dict[str, str]
+) -> Iterable[Finding]:
+    """Warn of tracker files that name no step, or a step that is not complete."""
+    by_name = {step.name: step for step in steps}
+    newest = next((step.name for step in reversed(list(steps)) if step.complete), None)
+    for file, text in trackers.items():
+        step = by_name.get(named.get(file, ""))
+        if step is not None and step.complete:
+            continue
+        yield Finding.of(
+            codes.TRACKER_POINTS_NOWHERE,
+            "the tracker file names a missing step"
+            if step is None
+            else f"the tracker file names a step that is {step.verdict}",
+            severity="warning",
+            file=file,
+            got=shown(text),
+            expected="a complete step" if newest is None else f"{newest}, the newest complete step",
+            help="restore the step that it names" if newest is None else "point it at the complete step",
+            run=[] if newest is None else ["--fix-tracker"],
+        )
+
+
+def read_file_states(folder: Path) -> FileStates:
+    """Read sizes and times of change of the regular files below a folder, without links to folders."""
+    states: FileStates = {}
+    for top, subfolders, names in os.walk(folder):
+        subfolders.sort()
+        for name in names:
+            path = Path(top, name)
+            try:
+                status = path.stat()
+            except OSError:
+                continue
+            if stat.S_ISREG(status.st_mode):
+                states[path.relative_to(folder).as_posix()] = (status.st_size, status.st_mtime_ns)
+    return states
+
+
+def list_newest_findings(steps: RunSteps) -> list[Finding]:
+    """List the errors of the newest step, with files relative to the run, and the warnings about trackers."""
+    newest = steps.newest
+    prefix = f"{newest.name}/"
+    findings = []
+    for finding in newest.findings:
+        if finding.severity != "error":
+            continue
+        files = [f if os.path.isabs(f) or f == newest.name else prefix + f for f in finding.files]  # noqa: PTH117
+        if len(files) == 1:
+            finding = finding.replace(file=files[0])
+        findings.append(finding.replace(files=files) if len(files) > 1 else finding)
+    return [*findings, *steps.findings]
+
+
+def describe(steps: RunSteps) -> str:
+    """Describe in one line which steps are complete."""
+    complete = sum(step.complete for step in steps.steps)
+    newest = steps.newest_complete
+    which = "" if newest is None or newest is steps.newest else f", the newest is {newest.name}"
+    return f"{complete} of {counted(len(steps.steps), 'step')} complete{which}"

@@ -1,0 +1,127 @@
+"""Repair of tracker files: they name the newest complete step again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..common import codes, safe_files
+from ..common.config_text import shown
+from ..common.errors import FastshardError
+from ..common.records import dataclass
+from ..common.regex import compile_when_used
+from ..sources.step_names import alike, number
+from .run_steps import RunStep, RunSteps
+
+__all__ = ["TrackerChange", "fix_trackers"]
+
+#: The tracker file of Megatron-LM holds a number, and the folder's name has it.
+#: source: Megatron-LM megatron/training/checkpointing.py get_checkpoint_name, get_checkpoint_tracker_filename
+_MEGATRON = "latest_checkpointed_iteration.txt"
+_ITERATION = compile_when_used(r"iter_[0-9]{7,}")
+_NUMBER = compile_when_used(r"[0-9]{1,18}")
+
+
+@dataclass(frozen=True)
+class TrackerChange:
+    """A tracker file, the step that it named, and the step that it names now."""
+
+    #: Name of the file.
+    file: str
+    before: str
+    after: str
+
+    @property
+    def changed(self) -> bool:
+        """True if the file was written."""
+        return self.before != self.after
+
+
+def fix_trackers(steps: RunSteps) -> list[TrackerChange]:
+    """Points the tracker files of a run at the newest complete step.
+
+    All files are checked before the first one is written. Each is replaced by a new file under its name, so
+    that a reader sees the old content or the new one.
+
+    Args:
+        steps: the steps of the run, from :func:`fastshard.list_steps`.
+
+    Raises:
+        FastshardError: if there is no tracker file, if no step is complete, or if a tracker file has a form
+            that is not known; then nothing is written.
+    """
+    folder = Path(steps.folder)
+    if not steps.trackers:
+        raise FastshardError.of(
+            codes.NO_SUCH_PATH,
+            "no tracker file is in the folder of the steps",
+            file=steps.folder,
+            expected="latest or latest_checkpointed_iteration.txt",
+            help="pass the step to the trainer by its name; this run has no tracker file",
+        )
+    changes = []
+    for file, before in steps.trackers.items():
+        path = folder / file
+        if path.is_symlink():
+            raise _refuse(file, "a link, which is not written through")
+        changes.append(TrackerChange(file, before, _choose_text(file, before, steps.steps)))
+    for change in changes:
+        if change.changed:
+            content = safe_files.read_text(folder / change.file, len(change.before.encode()) + 4096)
+            # What stands around the name stays: the line break that some trainers write.
+            safe_files.replace(folder / change.file, [content.replace(change.before, change.after, 1)])
+            _sync(folder)
+    return changes
+
+
+def _choose_text(file: str, before: str, steps: Iterable[RunStep]) -> str:
+    """Return the text by which a tracker file names the newest complete step that it can name.
+
+    Raises:
+        FastshardError: ``FS514`` if the text of the tracker file has an unknown form, ``FS105`` if no step is
+            complete.
+    """
+    complete = [step.name for step in reversed(list(steps)) if step.complete]
+    if file == _MEGATRON:
+        if not _NUMBER.fullmatch(before):
+            raise _refuse(file, shown(before))
+        fitting = [name for name in complete if _ITERATION.fullmatch(name)]
+        texts = [str(number(name)) for name in fitting]
+    else:
+        if not before or number(before) < 0 or "/" in before or not before.isprintable():
+            raise _refuse(file, shown(before))
+        texts = [name for name in complete if alike(name, before)]
+    if texts:
+        return texts[0]
+    if complete:
+        raise _refuse(file, shown(before), f"a name of the form of {complete[0]}")
+    raise FastshardError.of(
+        codes.TRACKER_POINTS_NOWHERE,
+        "no step is complete",
+        file=file,
+        got=shown(before),
+        help="restore the missing files of a step; `fastshard find` looks for them",
+    )
+
+
+def _refuse(
+    file: str, got: str, expected: str = "the name of a step, or of Megatron-LM its number"
+) -> FastshardError:
+    return FastshardError.of(
+        codes.UNSUPPORTED,
+        "the form of the tracker file is not known",
+        file=file,
+        expected=expected,
+        got=got,
+        help="write the file by hand, as its trainer does",
+    )
+
+
+def _sync(folder: Path) -> None:
+    """Bring the new name of a file to disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

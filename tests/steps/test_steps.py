@@ -1,0 +1,204 @@
+"""`fastshard steps`: every step of a run, a verdict on each, and the tracker files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import fastshard
+import pytest
+from fastshard.common import safe_files
+from helpers import HF, cli, state_of
+from runs import RUNS, copy_steps, deepspeed, huggingface, megatron
+
+
+def list_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_each_step_has_its_verdict_and_the_run_stays_as_it_is(name: str, tmp_path: Path) -> None:
+    make, verdicts = RUNS[name]
+    run = make(tmp_path)
+    before = state_of(run)
+    ran = cli("steps", run)
+    assert {step["name"]: step["verdict"] for step in ran.doc["steps"]} == verdicts
+    assert [step["name"] for step in ran.doc["steps"]] == list(verdicts)
+    newest = next(step for step, verdict in reversed(verdicts.items()) if verdict == "complete")
+    assert (ran.doc["newest_complete"], ran.doc["newest"]) == (newest, list(verdicts)[-1])
+    # Of every run the newest step is not complete.
+    assert ran.code == 3 and ran.errors
+    assert state_of(run) == before
+    for step in ran.doc["steps"]:
+        folder = Path(ran.doc["folder"]) / step["name"]
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        assert (step["files"], step["bytes"]) == (len(files), sum(path.stat().st_size for path in files))
+        assert (step["verdict"] == "complete") == (
+            not [f for f in step["findings"] if f["severity"] == "error"]
+        )
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_verdict_on_a_run_follows_its_newest_step(name: str, tmp_path: Path) -> None:
+    make, verdicts = RUNS[name]
+    ran = cli("steps", make(tmp_path))
+    folder = Path(ran.doc["folder"])
+    for step in reversed(verdicts):
+        if verdicts[step] == "complete":
+            break
+        shutil.rmtree(folder / step)
+    ran = cli("steps", tmp_path / name if name != "orbax" else folder)
+    assert (ran.code, ran.errors) == (0, [])
+
+
+def test_the_table_names_the_tracker_the_newest_and_the_first_finding(tmp_path: Path) -> None:
+    run = megatron(tmp_path)
+    os.utime(run / "iter_0000010/mp_rank_00_000/model_optim_rng.pt", (4e9, 4e9))
+    ran = cli("steps", run, json_output=False)
+    head, first, second, third, *_ = ran.out.splitlines()
+    assert head.split()[:3] == ["STEP", "VERDICT", "SIZE"]
+    assert first == "iter_0000010  complete    545 kB  2096-10-02 07:06  newest complete"
+    assert "incomplete" in second and "in latest_checkpointed_iteration.txt, FS101: " in second
+    assert "unfinished" in third and "FS104: iter_0000030: the folder of the step is empty" in third
+    assert (
+        "warning FS105: latest_checkpointed_iteration.txt: the tracker file names a step that is incomplete"
+        in (ran.out.replace("\n", " "))
+    )
+    assert ran.out.splitlines()[-1].endswith("(exit 3)")
+
+
+def test_files_of_findings_are_relative_to_the_run(tmp_path: Path) -> None:
+    ran = cli("steps", deepspeed(tmp_path))
+    assert ran.errors[0]["file"] == "global_step8/mp_rank_00_model_states.pt"
+    assert ran.having("FS105", message="names a missing step", expected="global_step4")
+
+
+def test_a_step_that_is_damaged_or_no_checkpoint_says_so(tmp_path: Path) -> None:
+    run = copy_steps(HF, tmp_path / "run", "checkpoint-1", "checkpoint-2", "checkpoint-3")
+    file = run / "checkpoint-2/model-00002-of-00004.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    shutil.rmtree(run / "checkpoint-3")
+    (run / "checkpoint-3").mkdir()
+    (run / "checkpoint-3/trainer_state.json").write_text("{}")
+    steps = fastshard.list_steps(run)
+    assert [step.verdict for step in steps.steps] == ["complete", "broken", "unreadable"]
+    assert cli("steps", run).code == 2
+    shutil.rmtree(run / "checkpoint-3")
+    assert cli("steps", run).code == 1
+    assert cli("steps", run, "--exit-zero").code == 0
+
+
+def test_data_is_read_with_verify_alone(tmp_path: Path) -> None:
+    run = copy_steps(HF, tmp_path / "run", "checkpoint-1", "checkpoint-2")
+    fastshard.manifest(run / "checkpoint-2")
+    file = run / "checkpoint-2/model-00002-of-00004.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    ran = cli("steps", run)
+    assert ran.code == 0 and [step["verified"] for step in ran.doc["steps"]] == [False, False]
+    ran = cli("steps", run, "--verify", "--memory", "2GiB")
+    assert ran.code == 1 and [step["verdict"] for step in ran.doc["steps"]] == ["complete", "broken"]
+    assert [step["verified"] for step in ran.doc["steps"]] == [True, False]
+
+
+def test_links_to_steps_are_not_listed_twice(tmp_path: Path) -> None:
+    run = copy_steps(HF, tmp_path / "run", "checkpoint-1", "checkpoint-2")
+    (run / "best-checkpoint-1").symlink_to("checkpoint-1")
+    (run / "latest").symlink_to("checkpoint-2")
+    steps = fastshard.list_steps(run)
+    assert [step.name for step in steps.steps] == ["checkpoint-1", "checkpoint-2"] and steps.trackers == {}
+
+
+def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
+    assert cli("steps", HF).having("FS501", message="no folder in it is a step")
+    assert cli("steps", tmp_path / "nowhere").having("FS501", message="no such folder")
+    for node in ("node0", "node1"):
+        copy_steps(HF, tmp_path / node, "checkpoint-1")
+    assert cli("steps", tmp_path).having("FS106", got="node0, node1")
+    assert cli("steps", tmp_path / "node0", "--accept", "everything").having("FS515")
+
+
+# --- tracker files
+
+
+def test_a_tracker_of_megatron_names_the_newest_complete_step_again(tmp_path: Path) -> None:
+    run = megatron(tmp_path)
+    before = state_of(run)
+    ran = cli("steps", run, "--fix-tracker")
+    file = "latest_checkpointed_iteration.txt"
+    assert ran.doc["tracker_changes"] == [{"file": file, "before": "20", "after": "10"}]
+    assert (run / file).read_text() == "10\n"
+    assert ran.doc["steps"][0]["trackers"] == [file] and not ran.having("FS105")
+    after = state_of(run)
+    assert {name for name in after if before.get(name) != after[name]} == {file}
+    assert fastshard.inspect(run).step == "iter_0000010"
+    text = cli("steps", run, "--fix-tracker", json_output=False).out
+    assert f"{file} names 10 already" in text
+
+
+def test_a_tracker_of_deepspeed_names_the_newest_complete_step_again(tmp_path: Path) -> None:
+    run = deepspeed(tmp_path)
+    text = cli("steps", run, "--fix-tracker", json_output=False).out
+    assert "latest names global_step4 now; it was global_step12" in text
+    assert (run / "latest").read_text() == "global_step4" and list_names(run)[-1] == "latest"
+    assert fastshard.inspect(run).step == "global_step4"
+
+
+@pytest.mark.parametrize("content", ["release", "step twenty", "", "../20", '{"step": 20}', "-1"])
+def test_a_tracker_of_an_unknown_form_stays(content: str, tmp_path: Path) -> None:
+    run = megatron(tmp_path)
+    (run / "latest_checkpointed_iteration.txt").write_text(content)
+    before = state_of(run)
+    ran = cli("steps", run, "--fix-tracker")
+    assert ran.code == 2 and ran.having("FS514", message="form of the tracker file is not known")
+    assert state_of(run) == before
+
+
+@pytest.mark.parametrize("content", ["20", "global_step4_universal", "../global_step4", "epoch 1, step 2"])
+def test_a_tracker_that_names_no_step_of_this_form_stays(content: str, tmp_path: Path) -> None:
+    run = deepspeed(tmp_path)
+    (run / "latest").write_text(content)
+    ran = cli("steps", run, "--fix-tracker")
+    assert ran.code == 2 and ran.having("FS514") and (run / "latest").read_text() == content
+
+
+def test_one_tracker_of_an_unknown_form_keeps_the_others(tmp_path: Path) -> None:
+    run = megatron(tmp_path)
+    (run / "latest").write_text("global_step20")
+    before = state_of(run)
+    assert cli("steps", run, "--fix-tracker").code == 2 and state_of(run) == before
+
+
+def test_a_run_without_a_complete_step_or_a_tracker_is_refused(tmp_path: Path) -> None:
+    run = deepspeed(tmp_path)
+    shutil.rmtree(run / "global_step4")
+    ran = cli("steps", run, "--fix-tracker")
+    assert ran.code == 3 and ran.having("FS105", message="no step is complete")
+    (run / "latest").unlink()
+    assert cli("steps", run, "--fix-tracker").having("FS501", message="no tracker file")
+    (run / "latest").symlink_to(tmp_path / "outside")
+    (tmp_path / "outside").write_text("global_step8")
+    assert cli("steps", run, "--fix-tracker").having("FS514", got="a link")
+    assert (tmp_path / "outside").read_text() == "global_step8"
+
+
+def test_a_tracker_that_cannot_be_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = deepspeed(tmp_path)
+
+    def fail(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(safe_files.Path, "replace", fail)
+    with pytest.raises(fastshard.FastshardError, match="cannot write"):
+        fastshard.fix_trackers(fastshard.list_steps(run))
+    assert (run / "latest").read_text() == "global_step12"
+    assert list_names(run) == ["global_step4", "global_step8", "latest"]
+
+
+def test_the_document_is_plain_data(tmp_path: Path) -> None:
+    document = fastshard.list_steps(huggingface(tmp_path)).to_dict()
+    assert json.loads(json.dumps(document)) == document
+    assert document["steps"][0]["saved"].endswith("Z")
