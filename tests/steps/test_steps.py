@@ -6,10 +6,12 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import fastshard
 import pytest
 from fastshard.common import safe_files
+from fastshard.verification import run_steps, verified_steps
 from helpers import HF, cli, state_of
 from runs import RUNS, copy_steps, deepspeed, huggingface, megatron
 
@@ -202,3 +204,93 @@ def test_the_document_is_plain_data(tmp_path: Path) -> None:
     document = fastshard.list_steps(huggingface(tmp_path)).to_dict()
     assert json.loads(json.dumps(document)) == document
     assert document["steps"][0]["saved"].endswith("Z")
+
+
+# --- steps that were verified before
+
+
+def flip(file: Path) -> None:
+    """Change one bit of the last byte, and set the time of change back."""
+    before = file.stat()
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the steps that are verified."""
+    names: list[str] = []
+    real = run_steps.verify_checkpoint
+
+    def verify(path: Path, **options: Any) -> Any:
+        names.append(path.name)
+        return real(path, **options)
+
+    monkeypatch.setattr(run_steps, "verify_checkpoint", verify)
+    return names
+
+
+def test_a_step_that_did_not_change_is_read_once(tmp_path: Path, read: list[str]) -> None:
+    run = copy_steps(HF, tmp_path / "run", "checkpoint-1", "checkpoint-2")
+    before = state_of(run)
+    words = ("steps", run, "--verify", "--state", tmp_path / "state", "--memory", "2GiB")
+    ran = cli(*words)
+    assert ran.code == 0 and read == ["checkpoint-1", "checkpoint-2"] and state_of(run) == before
+    assert list_names(tmp_path / "state") == [
+        f"checkpoint-{n}.{kind}.json" for n in (1, 2) for kind in ("files", "manifest")
+    ]
+    shutil.copytree(HF, run / "checkpoint-3")
+    ran = cli(*words)
+    assert ran.code == 0 and read[2:] == ["checkpoint-3"]
+    assert [step["verified"] for step in ran.doc["steps"]] == [True, True, True]
+
+
+def test_a_step_that_changed_is_compared_with_its_manifest(tmp_path: Path, read: list[str]) -> None:
+    run = copy_steps(HF, tmp_path / "run", "checkpoint-1", "checkpoint-2")
+    words = ("steps", run, "--verify", "--state", tmp_path / "state", "--memory", "2GiB")
+    assert cli(*words).code == 0
+    os.utime(run / "checkpoint-1/config.json")
+    flip(run / "checkpoint-2/model-00002-of-00004.safetensors")
+    del read[:]
+    ran = cli(*words)
+    assert read == ["checkpoint-1", "checkpoint-2"]
+    assert [step["verdict"] for step in ran.doc["steps"]] == ["complete", "broken"]
+    assert ran.code == 1 and ran.having("FS308")
+    # Of the first step only the time was new; the other one stays broken.
+    assert cli(*words).code == 1 and read[2:] == ["checkpoint-2"]
+    (tmp_path / "state/checkpoint-2.files.json").unlink()
+    assert cli(*words).code == 0
+
+
+def test_nothing_is_kept_of_a_step_with_errors_or_one_that_changes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = copy_steps(HF, tmp_path / "run", "checkpoint-1", "checkpoint-2")
+    (run / "checkpoint-1/model-00002-of-00004.safetensors").unlink()
+    real = verified_steps.manifest
+
+    def manifest(step: Path, *words: Any, **options: Any) -> Any:
+        flip(step / "model-00002-of-00004.safetensors")
+        return real(step, *words, **options)
+
+    monkeypatch.setattr(verified_steps, "manifest", manifest)
+    state = tmp_path / "state"
+    fastshard.list_steps(run, verify=True, state=state, memory="2GiB")
+    assert list_names(state) == ["checkpoint-2.manifest.json"]
+
+
+def test_a_state_in_the_run_or_of_another_run_is_refused(tmp_path: Path) -> None:
+    run = copy_steps(HF, tmp_path / "run", "checkpoint-1")
+    before = state_of(run)
+    (tmp_path / "link").symlink_to(run)
+    for folder in (run / "state", tmp_path / "link/state", run):
+        ran = cli("steps", run, "--verify", "--state", folder)
+        assert ran.having("FS515", message="lies in the run") and state_of(run) == before
+    assert not (run / "state").exists()
+    assert cli("steps", run, "--state", tmp_path / "state").having("FS515", message="without --verify")
+    other = copy_steps(HF, tmp_path / "other", "checkpoint-1")
+    fastshard.list_steps(run, verify=True, state=tmp_path / "state", memory="2GiB")
+    with pytest.raises(fastshard.FastshardError, match="not of this run"):
+        fastshard.list_steps(other, verify=True, state=tmp_path / "state", memory="2GiB")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from ..common.options import OpenOptions, StrPath
 from ..common.records import dataclass, replace
 from ..sources.step_names import alike, is_step, matching, number, numbers_of, plain
 from ..sources.step_trackers import folders_in
+from .verified_steps import FileStates, VerifiedSteps, read_file_states
 from .verify import verify as verify_checkpoint
 
 if TYPE_CHECKING:
@@ -39,9 +39,6 @@ _MOST_NAMED = 4
 
 #: Advice for a save that did not end.
 _WAIT = "wait until the save ends, or go back to an older step if its run is over"
-
-#: Sizes and times of change, in nanoseconds, of the files below a folder.
-FileStates = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -137,6 +134,7 @@ def list_steps(
     run: StrPath,
     *,
     verify: bool = False,
+    state: StrPath | None = None,
     memory: str | int | None = None,
     **opening: Unpack[OpenOptions],
 ) -> RunSteps:
@@ -148,6 +146,9 @@ def list_steps(
     Args:
         run: folder of a run.
         verify: read all data of each step, as :func:`fastshard.verify` does.
+        state: with ``verify``, a folder outside of the run that keeps a manifest of each verified step. A
+            step whose files did not change since is not read again; one whose files did is compared with its
+            manifest.
         memory: as for :func:`fastshard.convert`.
         opening: as for :func:`fastshard.open`.
 
@@ -157,7 +158,7 @@ def list_steps(
     folder = find_steps_folder(run)
     trackers = read_trackers(folder)
     steps = [
-        judge_step(folder / name, verify=verify, memory=memory, **opening)
+        judge_step(folder / name, verify=verify, state=state, memory=memory, **opening)
         for name in find_step_names(folder, trackers)
     ]
     steps = [step for step in steps if not _is_other_folder(step)]
@@ -170,6 +171,7 @@ def judge_step(
     path: StrPath,
     *,
     verify: bool = False,
+    state: StrPath | None = None,
     memory: str | int | None = None,
     **opening: Unpack[OpenOptions],
 ) -> RunStep:
@@ -178,10 +180,12 @@ def judge_step(
     Args:
         path: folder of the step.
         verify: read all data of the step, as :func:`fastshard.verify` does.
+        state: as for :func:`fastshard.list_steps`.
         memory: as for :func:`fastshard.convert`.
         opening: as for :func:`fastshard.open`.
     """
     path = Path(path)
+    verified = _open_state(path.parent, verify, state)
     states = read_file_states(path)
     is_verified = False
     if plain(path.name) != path.name:
@@ -195,28 +199,51 @@ def judge_step(
             Finding.of(codes.UNCOMMITTED, "the folder of the step is empty", file=path.name, help=_WAIT)
         ]
     else:
-        findings, is_verified = _read_findings(path, verify, memory, opening)
+        findings, is_verified = _read_findings(path, states, verify, verified, memory, opening)
     return RunStep(
         name=path.name,
         path=os.fspath(path),
         verdict=_word(findings),
         findings=tuple(findings),
         files=len(states),
-        bytes=sum(size for size, _ in states.values()),
-        changed=max((time for _, time in states.values()), default=0) / 1e9 if states else None,
+        bytes=sum(size for size, *_ in states.values()),
+        changed=max(time for _, time, _ in states.values()) / 1e9 if states else None,
         verified=is_verified,
     )
 
 
+def _open_state(folder: Path, verify: bool, state: StrPath | None) -> VerifiedSteps | None:
+    """Open the folder that keeps manifests of verified steps; None without one.
+
+    Raises:
+        FastshardError: ``FS515`` for a folder within the run, or without ``verify``.
+    """
+    if state is None:
+        return None
+    if not verify:
+        raise FastshardError.of(codes.USAGE, "a state without --verify", help="pass --verify too")
+    return VerifiedSteps(state, folder)
+
+
 def _read_findings(
-    path: Path, verify: bool, memory: str | int | None, opening: OpenOptions
+    path: Path,
+    states: FileStates,
+    verify: bool,
+    verified: VerifiedSteps | None,
+    memory: str | int | None,
+    opening: OpenOptions,
 ) -> tuple[list[Finding], bool]:
-    """Read a step, and return the findings, and whether all data was read without an error."""
+    """Read a step, and return the findings, and whether all data is verified: now, or unchanged since."""
     try:
-        if verify:
-            verdict = verify_checkpoint(path, memory=memory, **opening)
-            return verdict.findings, verdict.ok
-        return list(inspect(path, memory=memory, **opening).findings), False
+        was_read = verify and verified is not None and verified.is_unchanged(path, states)
+        if was_read or not verify:
+            findings = list(inspect(path, memory=memory, **opening).findings)
+            return findings, was_read and not any(f.severity == "error" for f in findings)
+        known = None if verified is None else verified.find_manifest(path)
+        verdict = verify_checkpoint(path, expect=known, memory=memory, **opening)
+        if verified is not None and verdict.ok:
+            verified.keep(path, states, memory, opening)
+        return verdict.findings, verdict.ok
     except FastshardError as error:
         # A wrong option is wrong for every step.
         if any(finding.code == codes.USAGE for finding in error.findings):
@@ -357,22 +384,6 @@ def _check_trackers(
             help="restore the step that it names" if newest is None else "point it at the complete step",
             run=[] if newest is None else ["--fix-tracker"],
         )
-
-
-def read_file_states(folder: Path) -> FileStates:
-    """Read sizes and times of change of the regular files below a folder, without links to folders."""
-    states: FileStates = {}
-    for top, subfolders, names in os.walk(folder):
-        subfolders.sort()
-        for name in names:
-            path = Path(top, name)
-            try:
-                status = path.stat()
-            except OSError:
-                continue
-            if stat.S_ISREG(status.st_mode):
-                states[path.relative_to(folder).as_posix()] = (status.st_size, status.st_mtime_ns)
-    return states
 
 
 def list_newest_findings(steps: RunSteps) -> list[Finding]:

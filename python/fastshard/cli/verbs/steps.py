@@ -25,6 +25,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ckpt", metavar="RUN", help="folder of a run, which holds the steps")
     parser.add_argument("--verify", action="store_true", help="read all data of each step")
     parser.add_argument(
+        "--state",
+        metavar="DIR",
+        help="with --verify: keep manifests of verified steps here, and read only steps whose files changed",
+    )
+    parser.add_argument(
         "--fix-tracker",
         action="store_true",
         help="point tracker files (latest, latest_checkpointed_iteration.txt) at the newest complete step",
@@ -43,7 +48,7 @@ _OF_STEPS = (table(Source).keys() - {"step"}) | table(Vocabulary).keys() | table
 
 
 def _run(a: argparse.Namespace) -> Outcome:
-    steps = list_steps(a.ckpt, verify=a.verify, memory=a.memory, **opening(a))
+    steps = list_steps(a.ckpt, verify=a.verify, state=a.state, memory=a.memory, **opening(a))
     changes: list[TrackerChange] = []
     if a.fix_tracker:
         changes = fix_trackers(steps)
@@ -92,6 +97,6 @@ STEPS = Verb(
     run=_run,
     finds=True,
     not_proven=None,
-    often=("--verify", "--json"),
+    often=("--verify", "--state", "--fix-tracker", "--json"),
     examples=("fastshard steps run",),
 )

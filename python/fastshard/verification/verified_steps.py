@@ -1,0 +1,122 @@
+"""Steps that were verified before: a manifest of each, and the states of its files at that time."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..common import codes, json_text, safe_files
+from ..common.errors import FastshardError
+from ..common.options import StrPath
+from .inventory import manifest
+
+if TYPE_CHECKING:
+    from ..common.options import OpenOptions
+
+__all__ = ["FileStates", "VerifiedSteps", "read_file_states"]
+
+#: Size, time of change and time of the last change of the inode, in nanoseconds, of the files below a folder.
+#: A time of change can be set back; that of the inode cannot.
+FileStates = dict[str, tuple[int, int, int]]
+
+_FORMAT = "fastshard.step-files"
+
+
+def read_file_states(folder: Path) -> FileStates:
+    """Read sizes and times of the regular files below a folder, without links to folders."""
+    states: FileStates = {}
+    for top, subfolders, names in os.walk(folder):
+        subfolders.sort()
+        for name in sorted(names):
+            path = Path(top, name)
+            try:
+                status = path.stat()
+            except OSError:
+                continue
+            if stat.S_ISREG(status.st_mode):
+                key = path.relative_to(folder).as_posix()
+                states[key] = (status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return states
+
+
+class VerifiedSteps:
+    """A folder with two files for each verified step: its manifest, and the states of its files."""
+
+    def __init__(self, folder: StrPath, run: Path) -> None:
+        """Make the folder if it is missing.
+
+        Raises:
+            FastshardError: ``FS515`` for a folder within the run, which is never written to.
+        """
+        self._folder = Path(folder)
+        if not os.fspath(folder) or Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(run)):
+            raise FastshardError.of(
+                codes.USAGE,
+                "the folder for the state lies in the run",
+                file=os.fspath(folder),
+                help="choose a folder elsewhere with --state DIR",
+            )
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FastshardError(
+                [safe_files.system_finding(error, os.fspath(folder), "cannot make the folder")]
+            ) from None
+
+    def find_manifest(self, step: Path) -> Path | None:
+        """Return the manifest of a step that was verified before; None for another step.
+
+        Raises:
+            FastshardError: ``FS515`` if it is of a step of the same name in another run.
+        """
+        path = self._manifest(step)
+        return path if safe_files.is_file(path) and self._read(step) is not None else None
+
+    def is_unchanged(self, step: Path, states: FileStates) -> bool:
+        """Return True if a step was verified, and its files have the same sizes and times since.
+
+        Raises:
+            FastshardError: as :meth:`find_manifest`.
+        """
+        document = self._read(step)
+        files = {name: list(state) for name, state in states.items()}
+        return document is not None and document.get("files") == files
+
+    def keep(self, step: Path, states: FileStates, memory: str | int | None, opening: OpenOptions) -> None:
+        """Keep a manifest of a step that was verified; ``states`` are those before it was read.
+
+        Nothing is kept of a step that changed meanwhile.
+
+        Raises:
+            FastshardError: as :func:`fastshard.manifest`.
+        """
+        if self.find_manifest(step) is None:
+            options: dict[str, Any] = {name: value for name, value in opening.items() if name != "like"}
+            manifest(step, self._manifest(step), memory=memory, **options)
+        if read_file_states(step) == states:
+            document = {"format": _FORMAT, "version": 1, "step": os.path.realpath(step), "files": states}
+            safe_files.replace(self._states(step), json_text.indented_pieces(document))
+
+    def _read(self, step: Path) -> dict[str, Any] | None:
+        path = self._states(step)
+        if not safe_files.is_file(path):
+            return None
+        document = safe_files.read_object(path, safe_files.MAX_INDEX)
+        if document.get("format") != _FORMAT or document.get("step") != os.path.realpath(step):
+            raise FastshardError.of(
+                codes.USAGE,
+                "the state is not of this run",
+                file=os.fspath(path),
+                expected=os.path.realpath(step),
+                got=str(document.get("step")),
+                help="choose another folder for this run with --state DIR",
+            )
+        return document
+
+    def _manifest(self, step: Path) -> Path:
+        return self._folder / f"{step.name}.manifest.json"
+
+    def _states(self, step: Path) -> Path:
+        return self._folder / f"{step.name}.files.json"
