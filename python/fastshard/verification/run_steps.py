@@ -161,7 +161,7 @@ def list_steps(
         judge_step(folder / name, verify=verify, state=state, memory=memory, **opening)
         for name in find_step_names(folder, trackers)
     ]
-    steps = [step for step in steps if not _is_other_folder(step)]
+    steps = [step for step in steps if not is_other_folder(step)]
     if not steps:
         raise _no_steps(folder)
     return refresh_trackers(RunSteps(os.fspath(folder), tuple(steps), trackers))
@@ -261,7 +261,7 @@ def _word(findings: Iterable[Finding]) -> str:
     return _WORDS[code]
 
 
-def _is_other_folder(step: RunStep) -> bool:
+def is_other_folder(step: RunStep) -> bool:
     """Return True for a folder whose name is a number, and that holds no checkpoint: it may be anything."""
     return step.name.isdecimal() and any(f.code == codes.NOT_A_CHECKPOINT for f in step.findings)
 

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
+from time import sleep as wait
+from typing import Any
 
+from ...common import codes
+from ...common.errors import FastshardError
+from ...common.formatting import counted
+from ...common.json_text import compact
 from ...common.options import Against, Source, Vocabulary, table
 from ...common.records import asdict
+from ...verification.follow_run import REST, RunFollower, run_command
 from ...verification.run_steps import (
     RunStep,
     RunSteps,
@@ -15,10 +23,14 @@ from ...verification.run_steps import (
     refresh_trackers,
 )
 from ...verification.tracker_repair import TrackerChange, fix_trackers
-from ..render import human
+from ..render import human, printable
 from ..render import table as format_table
 from ..shared_arguments import add_common, add_exit_zero, add_gate, add_options, opening
+from ..std_streams import Streams
 from ..verb import Outcome, Result, Verb
+
+#: Seconds between two looks at a run.
+_SHORTEST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +46,27 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="point tracker files (latest, latest_checkpointed_iteration.txt) at the newest complete step",
     )
+    following = parser.add_argument_group("following a run")
+    following.add_argument(
+        "--follow",
+        action="store_true",
+        help="wait for new steps, judge each when its save is complete, and print a line for each; ends with "
+        "Ctrl-C",
+    )
+    following.add_argument(
+        "--rest",
+        type=float,
+        metavar="SECONDS",
+        help="a step that no tracker file names is saved when its files did not change for so long (default: "
+        "60)",
+    )
+    following.add_argument(
+        "--exec",
+        dest="command_on_error",
+        metavar="CMD",
+        help="run a shell command for each step with errors; FASTSHARD_STEP, FASTSHARD_CODE, "
+        "FASTSHARD_MESSAGE and FASTSHARD_FILE have the first error",
+    )
     group = parser.add_argument_group("source")
     add_options(group, Source, Vocabulary, Against, only=_OF_STEPS)
     # Every step is judged.
@@ -48,16 +81,47 @@ _OF_STEPS = (table(Source).keys() - {"step"}) | table(Vocabulary).keys() | table
 
 
 def _run(a: argparse.Namespace) -> Outcome:
-    steps = list_steps(a.ckpt, verify=a.verify, state=a.state, memory=a.memory, **opening(a))
+    options = {"verify": a.verify, "state": a.state, "memory": a.memory, **opening(a)}
+    if a.follow:
+        return _follow(a, options)
+    if a.rest is not None or a.command_on_error is not None:
+        raise FastshardError.of(codes.USAGE, "--rest or --exec without --follow", help="pass --follow too")
+    steps = list_steps(a.ckpt, **options)
     changes: list[TrackerChange] = []
     if a.fix_tracker:
         changes = fix_trackers(steps)
         steps = refresh_trackers(steps)
-    document = steps.to_dict() | (
-        {"tracker_changes": [asdict(change) for change in changes]} if changes else {}
-    )
+    document = steps.to_dict()
+    if changes:
+        document["tracker_changes"] = [asdict(change) for change in changes]
     text = "\n".join([_format(steps), *map(_describe_change, changes)])
     return Result(text, document, reason=describe(steps)), list_newest_findings(steps)
+
+
+def _follow(a: argparse.Namespace, options: dict[str, Any]) -> Outcome:
+    """Print a line for each new step until a signal comes, or nobody reads them."""
+    if a.fix_tracker:
+        raise FastshardError.of(codes.USAGE, "--follow and --fix-tracker", help="leave out one option")
+    is_json, streams, judged = a.output_format == "json", Streams(), 0
+    rest = REST if a.rest is None else a.rest
+    try:
+        follower = RunFollower(a.ckpt, rest=rest, **options)
+        while True:
+            for followed in follower.follow_once():
+                judged += 1
+                line = compact(followed.to_dict()) if is_json else printable(followed.describe())
+                if not streams.write(partial(print, line)):
+                    return Result(), []
+                if a.command_on_error is not None and followed.finding is not None:
+                    code = run_command(a.command_on_error, followed)
+                    if code:
+                        streams.say(f"the command of --exec ended with exit code {code}")
+            wait(min(max(rest / 4, _SHORTEST_WAIT), _LONGEST_WAIT))
+    except KeyboardInterrupt:
+        # A signal is how it ends. Each line of JSON is a document, and no other follows.
+        if is_json:
+            a.output_format, a.quiet = "text", 1
+        return Result(reason=f"{counted(judged, 'step')} judged", word="ENDED"), []
 
 
 def _describe_change(change: TrackerChange) -> str:
@@ -97,6 +161,6 @@ STEPS = Verb(
     run=_run,
     finds=True,
     not_proven=None,
-    often=("--verify", "--state", "--fix-tracker", "--json"),
+    often=("--verify", "--state", "--fix-tracker", "--follow", "--json"),
     examples=("fastshard steps run",),
 )
